@@ -1,0 +1,1 @@
+"""jaxthru trains transformer language models on JAX/XLA and says where every lost percent went."""

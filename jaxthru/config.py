@@ -1,0 +1,232 @@
+"""The configuration of a run: composed of the parts' own dataclasses, loaded from a `.py` or `.json` file."""
+
+import dataclasses
+import json
+import runpy
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxthru.data.loader import DataConfig
+from jaxthru.models.layers import PrecisionConfig
+from jaxthru.models.llama import ModelConfig
+from jaxthru.models.remat import RematConfig
+from jaxthru.optim.optimizer import OptimConfig
+from jaxthru.profile.trace import ProfileConfig
+from jaxthru.runtime.errors import InputError, did_you_mean, require
+from jaxthru.runtime.mesh import MeshConfig
+from jaxthru.training.checkpoint import CheckpointConfig
+from jaxthru.training.evaluate import EvaluateConfig
+from jaxthru.training.metrics import MetricsConfig
+from jaxthru.training.offload import OffloadConfig
+from jaxthru.training.step import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run. Each group belongs to the part of jaxthru that it is named after."""
+
+    train: TrainConfig = TrainConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    mesh: MeshConfig = MeshConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    remat: RematConfig = RematConfig()
+    offload: OffloadConfig = OffloadConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    def __post_init__(self):
+        check_types(self)
+        require(
+            self.data.sequence <= self.model.max_sequence,
+            f"data.sequence = {self.data.sequence}: longer than "
+            f"model.max_sequence = {self.model.max_sequence}",
+        )
+        groups = self.data.groups
+        require(
+            groups is None or self.train.rows % groups == 0,
+            f"data.groups = {groups}: must divide train.rows = {self.train.rows}",
+        )
+
+
+CHANGEABLE = (
+    *("train.steps", "train.microbatches"),
+    *("mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
+)
+"""Keys, and groups of keys, that may differ when a run directory is resumed."""
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Returns the configuration in `path` with each `a.b=value` of `overrides` applied.
+
+    path: a `.py` file with `def config() -> RunConfig`, or a `.json` file written by `dump`.
+    Raises InputError for a file that cannot be read, an unknown key, a wrong type or an impossible value.
+    """
+    path = Path(path)
+    require(path.is_file(), f"--config {path}: no such file")
+    if path.suffix == ".py":
+        tree = to_dict(_run_config_file(path))
+    elif path.suffix == ".json":
+        try:
+            tree = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise InputError(f"--config {path}: not valid JSON ({error})") from error
+        require(isinstance(tree, dict), f"--config {path}: must hold one JSON object")
+    else:
+        raise InputError(f"--config {path}: must end in .py or .json")
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        require(bool(separator), f"--set {override}: must look like group.key=value")
+        _set(tree, key.strip(), text.strip())
+    return from_dict(tree)
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Returns the configuration as nested plain values."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(tree: dict) -> RunConfig:
+    """Returns the configuration described by nested plain values. Raises InputError."""
+    return _build(RunConfig, tree, "")
+
+
+def dump(config: RunConfig, path: Path) -> None:
+    """Writes the resolved configuration as JSON, in one piece."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    partial.replace(path)
+
+
+def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Returns {`group.key`: (old value, new value)} for all keys that differ."""
+    before, after = _flatten(to_dict(old)), _flatten(to_dict(new))
+    keys = sorted(before.keys() | after.keys())
+    return {k: (before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)}
+
+
+def changeable(key: str) -> bool:
+    """Says whether `group.key` may differ when a run is resumed."""
+    return any(key == item or (item.endswith(".") and key.startswith(item)) for item in CHANGEABLE)
+
+
+def check_types(config: RunConfig) -> None:
+    """Raises InputError for the first field whose value is not of its declared type."""
+    for group in dataclasses.fields(config):
+        part = getattr(config, group.name)
+        require(
+            isinstance(part, group.type),
+            f"{group.name} is {type(part).__name__}: must be a {group.type.__name__}",
+        )
+        for field in dataclasses.fields(part):
+            key, value = f"{group.name}.{field.name}", getattr(part, field.name)
+            require(_matches(value, field.type), f"{key} = {value!r}: must be {_describe(field.type)}")
+
+
+def _run_config_file(path: Path) -> RunConfig:
+    function = runpy.run_path(str(path)).get("config")
+    require(callable(function), f"--config {path}: must define `def config() -> RunConfig`")
+    config = function()
+    require(isinstance(config, RunConfig), f"--config {path}: config() must return a RunConfig")
+    return config
+
+
+def _build(cls: type, tree: Any, prefix: str) -> Any:
+    """Returns an instance of the dataclass `cls` from plain values; `prefix` names it in errors."""
+    require(isinstance(tree, dict), f"{prefix.rstrip('.') or 'config'} = {tree!r}: must be a group of keys")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    values = {}
+    for name, value in tree.items():
+        require(name in fields, f"unknown key {prefix}{name}{did_you_mean(name, list(fields))}")
+        declared, nested = fields[name].type, _dataclass_in(fields[name].type)
+        if nested and value is not None:
+            values[name] = _build(nested, value, f"{prefix}{name}.")
+            continue
+        if isinstance(value, int) and not isinstance(value, bool) and declared is float:
+            value = float(value)
+        require(_matches(value, declared), f"{prefix}{name} = {value!r}: must be {_describe(declared)}")
+        values[name] = value
+    return cls(**values)
+
+
+def _set(tree: dict, key: str, text: str) -> None:
+    """Sets `group.key` of the nested plain values to `text`, read as the type declared for it."""
+    *path, last = key.split(".")
+    cls: type | None = RunConfig
+    for depth, name in enumerate(path):
+        prefix = "".join(part + "." for part in path[:depth])
+        cls = _dataclass_in(_field_type(cls, name, prefix))
+        require(cls is not None, f"unknown key {key}: {prefix}{name} has no keys of its own")
+        if tree.get(name) is None:
+            tree[name] = {}
+        tree = tree[name]
+    declared = _field_type(cls, last, "".join(part + "." for part in path))
+    require(_dataclass_in(declared) is None or text == "None", f"{key} is a group: set one of its keys")
+    tree[last] = _parse(key, text, declared)
+
+
+def _field_type(cls: type, name: str, prefix: str) -> Any:
+    fields = {field.name: field.type for field in dataclasses.fields(cls)}
+    require(name in fields, f"unknown key {prefix}{name}{did_you_mean(name, list(fields))}")
+    return fields[name]
+
+
+def _parse(key: str, text: str, declared: Any) -> Any:
+    """Returns the first reading of `text` that the declared type accepts."""
+    readings: list[Any] = [text]
+    if text in ("None", "none", "null"):
+        readings.insert(0, None)
+    if text.lower() in ("true", "false"):
+        readings.insert(0, text.lower() == "true")
+    for number in (int, float):
+        try:
+            readings.append(number(text.replace("_", "")))
+        except ValueError:
+            continue
+    for value in readings:
+        if _matches(value, declared):
+            return value
+    choices = typing.get_args(declared) if typing.get_origin(declared) is Literal else ()
+    hint = did_you_mean(text, [str(choice) for choice in choices]) if choices else ""
+    raise InputError(f"{key} = {text!r}: must be {_describe(declared)}{hint if '?' in hint else ''}")
+
+
+def _dataclass_in(declared: Any) -> type | None:
+    """Returns the dataclass in `X` or `X | None`, if there is one."""
+    options = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+
+
+def _matches(value: Any, declared: Any) -> bool:
+    if isinstance(declared, types.UnionType):
+        return any(_matches(value, option) for option in typing.get_args(declared))
+    if typing.get_origin(declared) is Literal:
+        return value in typing.get_args(declared)
+    if declared is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    if declared is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, declared)
+
+
+def _describe(declared: Any) -> str:
+    if isinstance(declared, types.UnionType):
+        return " or ".join(_describe(option) for option in typing.get_args(declared))
+    if typing.get_origin(declared) is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(declared))
+    return "None" if declared is types.NoneType else declared.__name__
+
+
+def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat

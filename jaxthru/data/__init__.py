@@ -1,0 +1,1 @@
+"""The data plane: sources -> token stores -> planned rows -> packed batches."""

@@ -1,0 +1,1 @@
+"""Model architectures, their parameters as plain trees, and their FLOP counts."""

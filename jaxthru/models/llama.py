@@ -1,0 +1,67 @@
+"""The Llama-3 family: pre-norm decoder, grouped-query attention, SwiGLU, rotary positions.
+
+Covers Llama 3.x (arXiv:2407.21783), Mistral (arXiv:2310.06825, without the sliding window) and Qwen3
+(arXiv:2505.09388: `qk_norm`).
+"""
+
+import dataclasses
+from typing import Literal
+
+from jaxthru.runtime.errors import require
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3.1's frequency scaling: wavelengths beyond `original_sequence / low_frequency_factor` are
+    stretched by `factor`, those below `original_sequence / high_frequency_factor` are left alone, and the
+    ones between are blended."""
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_sequence: int = 8192
+
+    def __post_init__(self):
+        require(self.factor >= 1, f"model.rope_scaling.factor = {self.factor}: must be at least 1")
+        require(
+            0 < self.low_frequency_factor < self.high_frequency_factor,
+            f"model.rope_scaling.low_frequency_factor = {self.low_frequency_factor}: must be above 0 and "
+            f"below high_frequency_factor = {self.high_frequency_factor}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The shape, and how the layers are run.
+
+    loop: `scan` compiles one layer and loops over stacked parameters; `unroll` compiles each layer.
+    attention: an implementation of `pallas_kernels.attention`, or `auto`.
+    """
+
+    vocabulary: int = 8192
+    layers: int = 4
+    embed: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    mlp: int = 768
+    max_sequence: int = 8192
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_epsilon: float = 1e-5
+    tied_embeddings: bool = False
+    qk_norm: bool = False
+    loop: Literal["scan", "unroll"] = "scan"
+    attention: Literal["auto", "reference", "xla", "cudnn_packed"] = "auto"
+
+    def __post_init__(self):
+        for name in ("vocabulary", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "max_sequence"):
+            value = getattr(self, name)
+            require(value >= 1, f"model.{name} = {value}: must be at least 1")
+        require(
+            self.heads % self.kv_heads == 0,
+            f"model.heads = {self.heads}: must be a multiple of model.kv_heads = {self.kv_heads}",
+        )
+        require(self.head_dim % 2 == 0, f"model.head_dim = {self.head_dim}: must be even (rotary pairs)")
+        require(self.rope_theta > 0, f"model.rope_theta = {self.rope_theta}: must be above 0")
+        require(self.norm_epsilon > 0, f"model.norm_epsilon = {self.norm_epsilon}: must be above 0")

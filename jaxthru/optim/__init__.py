@@ -1,0 +1,1 @@
+"""Optimizers, schedules and the formats their state is kept in."""

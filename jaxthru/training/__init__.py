@@ -1,0 +1,1 @@
+"""One training step, the state it moves, and what is kept of it."""

@@ -1,0 +1,1 @@
+"""Kernels, one folder per operation, each with a plain reference and a choice of implementations."""

@@ -1,0 +1,93 @@
+"""The direction of imports, and who may import what: see CONTRIBUTING.md."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LEVEL = {
+    "pallas_kernels": 0,
+    "runtime": 0,
+    "optim": 1,
+    "data": 1,
+    "models": 2,
+    "training": 3,
+    "profile": 4,
+    "config": 5,
+    "plan": 6,
+    "train": 7,
+}
+
+
+def package_of(module: str) -> str | None:
+    """Returns the package (a key of LEVEL) that a dotted module name belongs to, if it is ours."""
+    parts = module.split(".")
+    if parts[0] == "pallas_kernels":
+        return "pallas_kernels"
+    return parts[1] if parts[0] == "jaxthru" and len(parts) > 1 else None
+
+
+def sources() -> list[Path]:
+    """Returns all modules but jaxthru/__init__.py, which lists public names of all packages."""
+    found = {*ROOT.glob("jaxthru/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")}
+    return sorted(found - {ROOT / "jaxthru" / "__init__.py"})
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Returns every module that a file imports, at its top or within functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the whole name"
+            found.add(node.module)
+            if node.module in ("jaxthru", "pallas_kernels"):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_left(path):
+    own = package_of(module_name(path))
+    assert own in LEVEL, f"{path}: package {own!r} has no place in the order"
+    for module in imported_modules(path):
+        other = package_of(module)
+        if other is None or other == own:
+            continue
+        assert LEVEL[other] < LEVEL[own], f"{path}: {own} imports {other}"
+        assert other != "config" or own in ("plan", "train"), f"{path}: only plan and train import config"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_flax_and_pallas_stay_in_their_rooms(path):
+    own = package_of(module_name(path))
+    modules = imported_modules(path)
+    if own != "models":
+        assert not [m for m in modules if m.split(".")[0] == "flax"], f"{path}: only models/ imports Flax"
+    if own != "pallas_kernels":
+        kernels = [m for m in modules if m.startswith(("jax.experimental.pallas", "jax_triton", "triton"))]
+        assert not kernels, f"{path}: only pallas_kernels/*/ imports Pallas or jax_triton"
+
+
+def test_no_nameless_rooms():
+    banned = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert not [path for path in sources() if path.stem in banned]
+
+
+def test_rooms_are_not_crowded():
+    limits = {"pallas_kernels": 600}
+    crowded = {}
+    for path in sources():
+        lines = len(path.read_text().splitlines())
+        if lines > limits.get(package_of(module_name(path)), 320):
+            crowded[str(path.relative_to(ROOT))] = lines
+    assert not crowded
+    for config in ROOT.glob("configs/*.py"):
+        assert len(config.read_text().splitlines()) <= 80, config
