@@ -1,0 +1,108 @@
+"""The files of a source, and their content hashes."""
+
+import dataclasses
+import fnmatch
+import glob
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+from jaxthru.data.mix import Recipe
+from jaxthru.runtime.errors import require
+
+SITE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """digest: SHA-256 of the content, in hex. It orders the files and decides which are held out."""
+
+    path: Path
+    size: int
+    digest: str
+
+
+class HashCache:
+    """Content hashes remembered by (path, size, time of change), so that a second start reads no text."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self.known: dict[str, list] = json.loads(path.read_text())
+        except (OSError, ValueError):
+            self.known = {}
+        self.changed = False
+
+    def file(self, path: Path) -> File:
+        """Returns `path` with its hash, which is read from the disk only when the file has changed."""
+        status = path.stat()
+        known = self.known.get(str(path))
+        if known is None or known[:2] != [status.st_size, status.st_mtime_ns]:
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            known = self.known[str(path)] = [status.st_size, status.st_mtime_ns, digest]
+            self.changed = True
+        return File(path, status.st_size, known[2])
+
+    def save(self) -> None:
+        """Writes what was learnt. Two writers may lose each other's news, never more."""
+        if self.changed:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
+            partial.write_text(json.dumps(self.known))
+            partial.replace(self.path)
+            self.changed = False
+
+
+def collect(name: str, recipe: Recipe, cache: HashCache, exclude: frozenset[str]) -> list[File]:
+    """Returns the files of a source, each content once, ordered by content hash.
+
+    The order depends on the contents alone: a corpus that moves to another folder or machine stays the same.
+    exclude: hashes of files that other sources have taken. Raises InputError when there are none.
+    """
+    paths = set()
+    if recipe.stdlib:
+        paths |= _stdlib()
+    for package in recipe.packages:
+        paths |= _package(package)
+    for pattern in recipe.paths:
+        paths |= {Path(path) for path in glob.glob(pattern, recursive=True)}  # noqa: PTH207 (a whole path)
+    chosen = {}
+    for path in sorted(paths):
+        text = path.as_posix()
+        if recipe.suffixes and not text.endswith(recipe.suffixes):
+            continue
+        if any(fnmatch.fnmatch(text, pattern) for pattern in recipe.exclude) or not path.is_file():
+            continue
+        file = cache.file(path)
+        if file.digest not in exclude and (not recipe.max_file_bytes or file.size <= recipe.max_file_bytes):
+            chosen.setdefault(file.digest, file)
+    where = ", ".join(recipe.paths) or "the installed packages"
+    require(bool(chosen), f"source {name}: no files found in {where}")
+    return [chosen[digest] for digest in sorted(chosen)]
+
+
+def _stdlib() -> set[Path]:
+    paths = set()
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [item for item in folders if item not in SITE_FOLDERS]
+        paths |= {Path(folder, name) for name in names}
+    return paths
+
+
+def _package(name: str) -> set[Path]:
+    """Returns the files that an installed distribution lists as its own, wherever on sys.path they are."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return set()
+    if distribution.files is not None:
+        return {Path(str(file.locate())) for file in distribution.files if file.suffix != ".pyc"}
+    # Some system packagers leave the list out: then take the folder of the module of the same name.
+    specification = importlib.util.find_spec(name.replace("-", "_"))
+    folders = specification.submodule_search_locations or () if specification else ()
+    return {path for folder in folders for path in Path(folder).rglob("*") if path.suffix != ".pyc"}

@@ -1,0 +1,186 @@
+"""A mix: which sources, by which recipes, in which shares. Read from data/mixes/<name>.toml."""
+
+import dataclasses
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from jaxthru.runtime.errors import InputError, did_you_mean, require
+
+REPOSITORY = Path(__file__).resolve().parents[2] / "data"
+FORMATS = ("text", "docstrings", "jsonl", "parquet")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How the documents of one source are obtained: data/sources/<name>/source.toml, changed by the mix.
+
+    format: how a file becomes documents; `text` is one document a file, `docstrings` one document a Python
+        file or METADATA file, `jsonl` (also .gz and .zst) and `parquet` one document a record.
+    stdlib: take the files of Python's standard library. packages: and those of these installed
+        distributions; one that is not installed is skipped.
+    paths: and the files that these globs match (`~` and `**` are understood), from the mix file's folder.
+    suffixes: only files whose names end so; empty takes all. exclude: not those that match these globs.
+    text_key: the key of a record, or the column, that holds the text.
+    cap_bytes: stop after so much text; 0 takes all. max_file_bytes: leave out larger files; 0 takes all.
+    damaged_limit: preparation fails when more than this share of the records cannot be read.
+    """
+
+    description: str = ""
+    format: str = "text"
+    stdlib: bool = False
+    packages: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    text_key: str = "text"
+    cap_bytes: int = 0
+    max_file_bytes: int = 0
+    damaged_limit: float = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerSpec:
+    """Either a `tokenizer.json` on disk, or a byte-level BPE to be trained.
+
+    path: the file; None trains one of `vocabulary` tokens on at most `train_bytes` of training documents.
+    """
+
+    path: Path | None = None
+    vocabulary: int = 8192
+    train_bytes: int = 20_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """Sources in the order of the file. weights: shares of tokens, normalised. held_out: share of files."""
+
+    path: Path
+    description: str
+    recipes: dict[str, Recipe]
+    weights: dict[str, float]
+    tokenizer: TokenizerSpec
+    held_out: float
+
+
+def load_mix(mix: str) -> Mix:
+    """Returns the mix of a `.toml` path, or of a name in ./data/mixes or in the repository's data/mixes.
+
+    Raises InputError for a missing file, an unknown key or source, or weights that are no shares.
+    """
+    path = _find(mix)
+    tree = _read_toml(path)
+    _check_keys(path, tree, ("description", "held_out", "tokenizer", "sources"), "")
+    sources = tree.get("sources", {})
+    require(isinstance(sources, dict) and bool(sources), f"{path}: needs at least one [sources.<name>]")
+    recipes, weights = {}, {}
+    for name, table in sources.items():
+        require(isinstance(table, dict), f"{path}: sources.{name} must be a table")
+        table = dict(table)
+        weights[name] = _number(path, f"sources.{name}.weight", table.pop("weight", None))
+        recipes[name] = _recipe(path, name, table)
+    held_out = _number(path, "held_out", tree.get("held_out", 0.02))
+    require(held_out < 1, f"{path}: held_out = {held_out}: must be below 1")
+    total = sum(weights.values())
+    require(total > 0, f"{path}: the weights of the sources sum to 0")
+    return Mix(
+        path=path,
+        description=str(tree.get("description", "")),
+        recipes=recipes,
+        weights={name: weight / total for name, weight in weights.items()},
+        tokenizer=_tokenizer(path, tree.get("tokenizer", {})),
+        held_out=held_out,
+    )
+
+
+def _find(mix: str) -> Path:
+    if mix.endswith(".toml"):
+        path = Path(mix).expanduser()
+        require(path.is_file(), f"data.mix = {mix}: no such file")
+        return path.resolve()
+    folders = (Path("data/mixes").resolve(), REPOSITORY / "mixes")
+    for folder in folders:
+        if (folder / f"{mix}.toml").is_file():
+            return folder / f"{mix}.toml"
+    names = sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
+    raise InputError(f"data.mix = {mix!r}: no such mix{did_you_mean(mix, names)}")
+
+
+def _recipe(path: Path, name: str, table: dict[str, Any]) -> Recipe:
+    """Returns the recipe named in `table` (default: the source's own name), with the table's other keys."""
+    recipe = table.pop("recipe", name)
+    require(isinstance(recipe, str), f"{path}: sources.{name}.recipe must be a name")
+    folders = (Path("data/sources").resolve(), path.parent.parent / "sources", REPOSITORY / "sources")
+    found = [folder / recipe / "source.toml" for folder in folders]
+    found = [file for file in found if file.is_file()]
+    if not found:
+        names = sorted({file.parent.name for folder in folders for file in folder.glob("*/source.toml")})
+        raise InputError(f"{path}: sources.{name}: no recipe {recipe!r}{did_you_mean(recipe, names)}")
+    values = {}
+    for file, keys, prefix in ((found[0], _read_toml(found[0]), ""), (path, table, f"sources.{name}.")):
+        _check_keys(file, keys, [field.name for field in dataclasses.fields(Recipe)], prefix)
+        for field in dataclasses.fields(Recipe):
+            if field.name in keys:
+                value = _typed(file, prefix + field.name, keys[field.name], field.type)
+                if field.name == "paths":
+                    value = tuple(str(file.parent / Path(item).expanduser()) for item in value)
+                values[field.name] = value
+    built = Recipe(**values)
+    require(
+        built.format in FORMATS,
+        f"{path}: sources.{name}.format = {built.format!r}{did_you_mean(built.format, FORMATS)}",
+    )
+    require(
+        built.stdlib or bool(built.packages) or bool(built.paths),
+        f"{path}: sources.{name} says nowhere what to read: give it paths = [...]",
+    )
+    return built
+
+
+def _tokenizer(path: Path, value: Any) -> TokenizerSpec:
+    if isinstance(value, str):
+        file = path.parent / Path(value).expanduser()
+        require(file.is_file(), f"{path}: tokenizer = {value!r}: no such file")
+        return TokenizerSpec(path=file.resolve())
+    require(isinstance(value, dict), f"{path}: tokenizer must be a path or a table")
+    _check_keys(path, value, ("vocabulary", "train_bytes"), "tokenizer.")
+    spec = TokenizerSpec(
+        **{key: _typed(path, f"tokenizer.{key}", number, int) for key, number in value.items()}
+    )
+    require(
+        spec.vocabulary > 257,
+        f"{path}: tokenizer.vocabulary = {spec.vocabulary}: must exceed 257 (every byte and the end of text)",
+    )
+    return spec
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as TOML ({error})") from error
+
+
+def _check_keys(path: Path, table: dict[str, Any], valid: list[str] | tuple[str, ...], prefix: str) -> None:
+    for key in table:
+        require(key in valid, f"{path}: unknown key {prefix}{key}{did_you_mean(key, valid)}")
+
+
+def _number(path: Path, key: str, value: Any) -> float:
+    valid = isinstance(value, int | float) and not isinstance(value, bool)
+    require(valid and math.isfinite(value) and value >= 0, f"{path}: {key} = {value}: must be a number >= 0")
+    return float(value)
+
+
+def _typed(path: Path, key: str, value: Any, declared: Any) -> Any:
+    if declared is float:
+        return _number(path, key, value)
+    if declared == tuple[str, ...]:
+        valid = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        require(valid, f"{path}: {key} must be a list of strings")
+        return tuple(value)
+    valid = isinstance(value, declared) and (declared is bool or not isinstance(value, bool))
+    require(valid, f"{path}: {key} = {value!r}: must be {declared.__name__}")
+    require(declared is not int or value >= 0, f"{path}: {key} = {value}: must not be negative")
+    return value

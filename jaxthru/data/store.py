@@ -1,0 +1,175 @@
+"""The token store: the tokens of one source on disk, flat and memory-mapped.
+
+A folder `<source>-<key>/` holds, for each shard k and split (train, held_out):
+
+    <split>-<k>.tokens    little-endian uint16 or uint32 ids, document after document
+    <split>-<k>.offsets   int64 [documents + 1], where each document starts, and the end
+    shard-<k>.json        counts, checksums of each MiB, damaged records, where reading goes on
+    manifest.json         written last: only a folder that has one can be opened
+
+Every file is written under a name of its own and then renamed, and every file's content is decided by the
+store's key. So a kill leaves whole shards, which the next preparation keeps, and two preparations at once
+write the same bytes: whichever is last changes nothing.
+"""
+
+import json
+import os
+import threading
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from jaxthru.runtime.errors import InputError, require
+
+VERSION = 1
+SPLITS = ("train", "held_out")
+BLOCK = 1 << 20
+"""Bytes under one checksum."""
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file that is either whole or absent, also after a power failure."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    with partial.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)
+
+
+def write_shard(folder: Path, number: int, splits: dict[str, list[np.ndarray]], record: dict) -> dict:
+    """Writes one shard and returns its record, which stands for the shard once it is on disk.
+
+    splits: the documents' ids of each split. record: what else to remember, as JSON values.
+    """
+    record = {**record, "splits": {}}
+    for split, documents in splits.items():
+        lengths = [len(document) for document in documents]
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<i8").tobytes()
+        tokens = b"".join(document.tobytes() for document in documents)
+        for name, content in (("tokens", tokens), ("offsets", offsets)):
+            write_atomically(folder / f"{split}-{number:05d}.{name}", content)
+        record["splits"][split] = {
+            "documents": len(documents),
+            "tokens": sum(lengths),
+            "tokens_crc32": _checksums(tokens),
+            "offsets_crc32": zlib.crc32(offsets),
+        }
+    write_atomically(folder / f"shard-{number:05d}.json", json.dumps(record).encode())
+    return record
+
+
+def finished_shards(folder: Path) -> list[dict]:
+    """Returns the records of the shards that are whole, up to the first that is not."""
+    records = []
+    while (path := folder / f"shard-{len(records):05d}.json").is_file():
+        records.append(json.loads(path.read_bytes()))
+    return records
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """Makes the store one that opens. manifest: `dtype`, `shards`, and what describes the source."""
+    write_atomically(folder / "manifest.json", json.dumps({"version": VERSION, **manifest}).encode())
+
+
+class TokenStore:
+    """An opened store. manifest: what was written. train, held_out: its splits."""
+
+    def __init__(self, folder: Path):
+        try:
+            self.manifest = json.loads((folder / "manifest.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise InputError(f"{folder}: not a token store ({error})") from error
+        version = self.manifest.get("version")
+        require(version == VERSION, f"{folder}: token store of version {version}, this is version {VERSION}")
+        self.folder = folder
+        self.train, self.held_out = (Split(folder, split, self.manifest) for split in SPLITS)
+
+    def verify(self) -> None:
+        """Reads everything. Raises InputError that names the first damaged block."""
+        for split in (self.train, self.held_out):
+            split.verify()
+
+
+class Split:
+    """One split of a store: a stream of tokens, numbered through all its shards.
+
+    ends: int64 [documents], where each document ends in the stream; it starts where the last one ended.
+    """
+
+    def __init__(self, folder: Path, split: str, manifest: dict):
+        self._shards: list[np.ndarray] = []
+        self._paths: list[Path] = []
+        self._checksums: list[list[int]] = []
+        starts, ends = [0], [np.zeros(0, np.int64)]
+        for number, shard in enumerate(manifest["shards"]):
+            record, path = shard["splits"][split], folder / f"{split}-{number:05d}.tokens"
+            offsets = _map(path.with_suffix(".offsets"), "<i8", record["documents"] + 1)
+            crc32 = zlib.crc32(offsets)
+            require(crc32 == record["offsets_crc32"], f"{path.with_suffix('.offsets')}: damaged; {REMEDY}")
+            self._shards.append(_map(path, manifest["dtype"], record["tokens"]))
+            self._paths.append(path)
+            self._checksums.append(record["tokens_crc32"])
+            ends.append(offsets[1:] + starts[-1])
+            starts.append(starts[-1] + record["tokens"])
+        self.ends = np.concatenate(ends)
+        self.tokens: int = starts[-1]
+        self._starts = np.array(starts, np.int64)
+        self._unverified = [np.ones(len(checksums), bool) for checksums in self._checksums]
+
+    def gather(self, index: np.ndarray) -> np.ndarray:
+        """Returns the tokens at `index` (int64, any shape) of the stream.
+
+        Each block's checksum is compared when it is first read; raises InputError when it differs.
+        """
+        if len(self._shards) == 1:
+            return self._gather(0, index)
+        shard = np.searchsorted(self._starts, index, side="right") - 1
+        gathered = np.empty(index.shape, self._shards[0].dtype if self._shards else np.uint16)
+        for number in np.unique(shard):
+            chosen = shard == number
+            gathered[chosen] = self._gather(int(number), index[chosen] - self._starts[number])
+        return gathered
+
+    def verify(self) -> None:
+        """Compares every block with its checksum; raises InputError that names the first that differs."""
+        for number, checksums in enumerate(self._checksums):
+            for block in range(len(checksums)):
+                self._verify_block(number, block)
+
+    def _gather(self, number: int, index: np.ndarray) -> np.ndarray:
+        shard, unverified = self._shards[number], self._unverified[number]
+        if unverified.any():
+            touched = np.zeros_like(unverified)
+            touched[index.ravel() // (BLOCK // shard.itemsize)] = True
+            for block in np.flatnonzero(touched & unverified):
+                self._verify_block(number, int(block))
+        return shard[index]
+
+    def _verify_block(self, number: int, block: int) -> None:
+        shard = self._shards[number]
+        size = BLOCK // shard.itemsize
+        crc32 = zlib.crc32(shard[block * size : (block + 1) * size])
+        require(
+            crc32 == self._checksums[number][block],
+            f"{self._paths[number]}: block {block} (bytes from {block * BLOCK}) is damaged; {REMEDY}",
+        )
+        self._unverified[number][block] = False
+
+
+REMEDY = "remove its folder and prepare again"
+
+
+def _map(path: Path, dtype: str, count: int) -> np.ndarray:
+    """Maps a flat array of known length. Raises InputError when the file is missing or of another size."""
+    size = path.stat().st_size if path.is_file() else None
+    expected = count * np.dtype(dtype).itemsize
+    require(size == expected, f"{path}: {size} bytes, expected {expected}; {REMEDY}")
+    # A memory map cannot be empty. The plain view spares each access the subclass's bookkeeping.
+    return np.memmap(path, dtype, mode="r").view(np.ndarray) if count else np.zeros(0, dtype)
+
+
+def _checksums(content: bytes) -> list[int]:
+    view = memoryview(content)
+    return [zlib.crc32(view[start : start + BLOCK]) for start in range(0, len(content), BLOCK)]
