@@ -1,8 +1,34 @@
-"""Saving and restoring the training state."""
+"""Saving and restoring the training state.
+
+checkpoints/<step>/state/     Orbax: the arrays, laid out as in training/layout.py
+checkpoints/<step>/data/      the data state, as JSON
+checkpoints/<step>/seal.json  a checksum of every file, see training/seal.py
+damaged/<step>/               what was found broken; nothing is deleted
+
+A checkpoint is written to a temporary directory and renamed when it is whole, so a directory whose name is a
+number is one that was committed. All processes call the methods together and share one file system; each
+writes the shards that it holds.
+"""
 
 import dataclasses
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
 
-from jaxthru.runtime.errors import require
+import jax
+import orbax.checkpoint as ocp
+from etils import epath  # Orbax's paths
+
+from jaxthru.runtime.distributed import gather_text
+from jaxthru.runtime.errors import InputError, require
+from jaxthru.training import layout
+from jaxthru.training.seal import broken, write_seal
+
+log = logging.getLogger(__name__)
+PyTree = Any
+TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
+WRITE_TIMEOUT = 3600  # seconds that one background write may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,3 +45,206 @@ class CheckpointConfig:
         require(self.every >= 0, f"checkpoint.every = {self.every}: must be at least 0")
         require(self.keep >= 1, f"checkpoint.keep = {self.keep}: must be at least 1")
         require(self.keep_every >= 0, f"checkpoint.keep_every = {self.keep_every}: must be at least 0")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none of those that exist can be read.
+
+    step: the checkpoint in question, None if it is no single one. reason: one line.
+    """
+
+    def __init__(self, message: str, step: int | None, reason: str):
+        super().__init__(message)
+        self.step = step
+        self.reason = reason
+
+
+class Checkpointer:
+    """Writes checkpoints in the background and reads the newest whole one. A context manager: leaving it
+    waits for the write in progress."""
+
+    def __init__(self, directory: Path, config: CheckpointConfig):
+        """directory: `checkpoints` of a run directory; made with the first checkpoint."""
+        logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax reports each of its phases at INFO
+        self.directory = Path(directory).absolute()
+        self.config = config
+        self._writing: int | None = None  # its write is not known to have succeeded
+        self._newest: int | None = None  # last step saved or restored here
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(),
+            async_options=ocp.options.AsyncOptions(timeout_secs=WRITE_TIMEOUT),
+            temporary_path_class=_sealed_path(after_commit=self._prune),
+        )
+        if jax.process_index() == 0:
+            for unfinished in self.directory.glob(f"*{TEMPORARY}"):  # of a process that was killed
+                shutil.rmtree(unfinished)
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            self.wait()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            log.error("%s", failure)  # and let the first error go on
+        finally:
+            self._orbax.close()
+
+    def steps(self) -> list[int]:
+        """Returns the steps of all committed checkpoints, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
+
+    def should_save(self, step: int, last: bool) -> bool:
+        """Says whether the state after `step` updates is to be saved. last: it is the run's last."""
+        return last or (self.config.every > 0 and step % self.config.every == 0)
+
+    def save(self, step: int, state: PyTree, data_state: dict) -> None:
+        """Starts to save; returns when `state` may be donated to the next step. The step that was saved or
+        restored last is not saved again.
+
+        step: completed updates. data_state: anything that JSON can hold.
+        Raises CheckpointError if this save cannot start or the one before it failed.
+        """
+        if step == self._newest:
+            return
+        self.wait()
+        # On a GPU or TPU Orbax returns when all arrays have been copied to the host. On a CPU it keeps views
+        # of the arrays' own memory; XLA does not reuse memory that is so held, but gives the update new.
+        arguments = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(layout.to_disk(state)), data=ocp.args.JsonSave(data_state)
+        )
+        try:
+            self._orbax.save(self.directory / str(step), args=arguments)
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self._writing = self._newest = step
+
+    def wait(self) -> None:
+        """Returns when nothing is being written. Raises CheckpointError if the last save failed."""
+        step, self._writing = self._writing, None
+        if step is None:
+            return
+        try:
+            self._orbax.wait_until_finished()
+        except Exception as error:
+            raise self._failure(step, error) from error
+
+    def restore(self, abstract_state: PyTree) -> tuple[int, PyTree, dict] | None:
+        """Returns (step, state, data state) of the newest whole checkpoint, or None if none was ever saved.
+
+        abstract_state: jax.ShapeDtypeStructs with shardings; the mesh and the form of the layers may differ
+        from those that were saved. Damaged checkpoints are reported, moved aside and passed over.
+        Raises InputError if the checkpoint is of another model or optimizer, CheckpointError if there were
+        checkpoints but none of them is whole.
+        """
+        self.wait()
+        while (step := self._agreed_newest()) is not None:
+            reason = self._damage(step)
+            if reason is None:
+                state, data_state = self._read(step, abstract_state)
+                self._newest = step
+                return step, state, data_state
+            self._move_aside(step, reason)
+        damaged = self.directory.parent / "damaged"
+        if gather_text("damaged" if damaged.is_dir() else "")[0]:
+            reason = f"all were damaged and lie in {damaged}"
+            raise CheckpointError(
+                f"{self.directory}: no checkpoint can be restored: {reason}; "
+                "give another run directory to start from the beginning",
+                None,
+                reason,
+            )
+        return None
+
+    def _read(self, step: int, abstract_state: PyTree) -> tuple[PyTree, dict]:
+        directory = epath.Path(self.directory / str(step))
+        abstract = layout.abstract_disk(abstract_state)
+        arrays = ocp.PyTreeCheckpointHandler()
+        _require_same(directory, arrays.metadata(directory / "state").tree, abstract)
+        arguments = ocp.args.PyTreeRestore(
+            abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
+        )
+        disk = arrays.restore(directory / "state", args=arguments)
+        data_state = ocp.JsonCheckpointHandler().restore(directory / "data")
+        return layout.from_disk(disk, abstract_state), data_state
+
+    def _agreed_newest(self) -> int | None:
+        """Returns the newest step as process 0 sees it: a shared file system may show others an older view."""
+        newest = gather_text(str(max(self.steps(), default="")))[0]
+        return int(newest) if newest else None
+
+    def _damage(self, step: int) -> str | None:
+        """Returns what is wrong with a checkpoint, the same in all processes; each reads a part of it."""
+        found = broken(self.directory / str(step), jax.process_index(), jax.process_count())
+        return next((reason for reason in gather_text(found or "") if reason), None)
+
+    def _move_aside(self, step: int, reason: str) -> None:
+        """Moves a damaged checkpoint out of the way of one that may be saved at the same step."""
+        if jax.process_index() == 0:
+            damaged = self.directory.parent / "damaged"
+            damaged.mkdir(exist_ok=True)
+            target = damaged / str(step)
+            while target.exists():
+                target = target.with_name(f"{target.name}_")
+            (self.directory / str(step)).rename(target)
+            log.warning("checkpoint %d is damaged and passed over: %s; moved to %s", step, reason, target)
+        gather_text("moved")  # nobody looks for the newest before it is gone
+
+    def _prune(self) -> None:
+        """Deletes what `keep` and `keep_every` do not keep. Runs in process 0 after each commit."""
+        steps, every = self.steps(), self.config.keep_every
+        for step in steps[: -self.config.keep]:
+            if every and step % every == 0:
+                continue
+            # The new name comes first: a kill in between leaves rubbish, not a checkpoint with holes.
+            rubbish = self.directory / f"{step}{TEMPORARY}"
+            try:
+                (self.directory / str(step)).rename(rubbish)
+                shutil.rmtree(rubbish)
+            except OSError as error:
+                log.warning("checkpoint %d is no longer needed but cannot be deleted: %s", step, error)
+
+    def _failure(self, step: int, error: Exception) -> CheckpointError:
+        """Frees what a failed save had written, and returns the error that says so."""
+        self._newest = None
+        if jax.process_index() == 0:
+            shutil.rmtree(self.directory / f"{step}{TEMPORARY}", ignore_errors=True)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return CheckpointError(f"{self.directory}: checkpoint {step} was not saved: {reason}", step, reason)
+
+
+def _sealed_path(after_commit) -> type:
+    """Returns Orbax's way to commit by renaming, with a seal before and `after_commit` behind it."""
+
+    class SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+        async def finalize(self):
+            write_seal(Path(self.get()))
+            await super().finalize()
+            after_commit()
+
+    return SealedPath
+
+
+def _require_same(directory: Path, saved: PyTree, wanted: PyTree) -> None:
+    """Raises InputError naming the first array by which a checkpoint differs from what a run wants."""
+    saved, wanted = _flat(saved), _flat(wanted)
+    for name in sorted(saved.keys() | wanted.keys()):
+        if name not in saved:
+            raise InputError(f"{directory}: holds no {name}, which this run's state has")
+        if name not in wanted:
+            raise InputError(f"{directory}: holds {name}, which this run's state has not")
+        if saved[name] != wanted[name]:
+            raise InputError(f"{directory}: {name} is {saved[name]}, this run's is {wanted[name]}")
+
+
+def _flat(tree: PyTree) -> dict[str, str]:
+    """Returns dtype and shape of each leaf, by its place."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {
+        "/".join(layout.key_name(key) for key in path): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }

@@ -1,0 +1,156 @@
+"""Several processes that train together: starting them, agreeing, and stopping at the same step."""
+
+import os
+import signal
+import sys
+import threading
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxthru.runtime.errors import require
+
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+INTERRUPTED = 130  # the exit code that shells give a process ended by SIGINT
+
+
+def initialize() -> None:
+    """Joins this process to the others of its job, if the environment says that there are others.
+
+    In this order: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID;
+    Slurm with more than one task; an indexed Kubernetes job; a TPU pod. Call it before JAX is used.
+    Raises InputError if only a part of the three variables is set, or they contradict each other.
+    """
+    # A stop is agreed on by StopSignal; JAX's own service would take SIGTERM away from it.
+    jax.config.update("jax_enable_preemption_service", False)
+    given = [name for name in VARIABLES if os.environ.get(name)]
+    if given:
+        missing = [name for name in VARIABLES if name not in given]
+        require(not missing, f"{', '.join(given)} set without {', '.join(missing)}")
+        address, count, index = (os.environ[name] for name in VARIABLES)
+        for name, value in zip(VARIABLES[1:], (count, index), strict=True):
+            require(value.isdecimal(), f"{name} = {value!r}: must be a whole number")
+        require(
+            int(index) < int(count),
+            f"JAX_PROCESS_ID = {index}: must be below JAX_NUM_PROCESSES = {count}",
+        )
+        require(":" in address, f"JAX_COORDINATOR_ADDRESS = {address!r}: must be host:port")
+        if int(count) > 1:
+            _start(coordinator_address=address, num_processes=int(count), process_id=int(index))
+    elif cluster_says_several():
+        _start()
+
+
+def cluster_says_several() -> bool:
+    """Says whether a scheduler that JAX can ask started more processes than this one."""
+    environment = os.environ
+    if int(environment.get("SLURM_NTASKS") or 1) > 1 and "SLURM_PROCID" in environment:
+        return True
+    if "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment:
+        return True
+    return len([name for name in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]) > 1
+
+
+def _start(**where) -> None:
+    # Read only if the backend is the CPU, which cannot send between processes without it.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(**where)
+
+
+def gather_text(text: str) -> list[str]:
+    """Returns the text of every process, by process index, cut to 480 bytes. All processes must call it."""
+    if jax.process_count() == 1:
+        return [text]
+    data = text.encode()[:480]
+    padded = np.zeros(480, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in np.asarray(rows)]
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a stop after a whole step, the same step in all processes.
+
+    A context manager around the training loop, which asks `should_stop(step)` before it dispatches `step`.
+    A second signal exits at once. Outside the main thread no handler can be installed; there the loop runs
+    on until `request()`.
+    """
+
+    # Why nobody has passed the published step. The loop reads the result of step n - 1 after it dispatched
+    # step n, and that result needs all processes, as it is a mean over all. A process that asks about step s
+    # has dispatched s - 1; the others can have read the result of s - 1, but not that of s; so they have
+    # asked about s + 1 at most, and will read the store once more before they dispatch s + 2. Publishing
+    # s + 2 would do; one more step is for a loop that reads later than ours.
+    AHEAD = 3
+
+    _made = 0  # the same in all processes, because they make their StopSignals in the same order
+
+    def __init__(self):
+        StopSignal._made += 1
+        self._key = f"jaxthru/stop_at/{StopSignal._made}"
+        self._asked = threading.Event()
+        self._stop_at: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def request(self) -> None:
+        """Asks for a stop, as the first signal does."""
+        self._asked.set()
+
+    @property
+    def requested(self) -> bool:
+        """Whether a stop was asked for, here or in another process."""
+        return self._asked.is_set() or self._stop_at is not None
+
+    def should_stop(self, step: int) -> bool:
+        """Says whether to stop instead of dispatching `step`. Every process must ask before each step."""
+        if jax.process_count() == 1:
+            return self._asked.is_set()
+        if self._stop_at is None:
+            self._stop_at = self._agree(step)
+        return self._stop_at is not None and step >= self._stop_at
+
+    def _agree(self, step: int) -> int | None:
+        """Returns the step to stop at that the first process to ask for a stop has published, if any has."""
+        store = _key_value_store()
+        if self._asked.is_set():
+            try:
+                store.key_value_set(self._key, str(step + self.AHEAD))
+            except jax.errors.JaxRuntimeError as error:
+                if "ALREADY_EXISTS" not in str(error):  # another process was first; its step counts
+                    raise
+        try:
+            return int(store.key_value_try_get(self._key))
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return None
+
+    def _handle(self, number: int, frame) -> None:
+        # os.write, because a handler may interrupt a print that holds the stream's lock.
+        if self._asked.is_set():
+            os._exit(INTERRUPTED)
+        self._asked.set()
+        name = signal.Signals(number).name
+        os.write(
+            sys.__stderr__.fileno(), f"\n{name}: stopping after this step; again to exit at once\n".encode()
+        )
+
+
+def _key_value_store():
+    """Returns the client of the job's coordinator: jax.distributed has no public name for its key-value store
+    (JAX 0.11.2)."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

@@ -1,0 +1,158 @@
+"""How a training state lies on disk: one entry per layer, whichever way the layers lie in memory.
+
+In memory a tree named "layers" is a tuple of per-layer trees (unrolled) or one tree whose arrays carry a
+leading layer dim (scanned). On disk it is always {"0": tree, "1": tree, ...}, so that a checkpoint of either
+restores into the other. Everything else keeps its place; named tuples become dicts of their fields, and
+nodes without arrays (Optax's EmptyState) leave no trace.
+
+Leaves are converted one at a time: at most one stacked array exists twice on a device.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+Tree = Any
+LAYERS = "layers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One leaf of the state in memory, and the arrays on disk that it is made of.
+
+    name: the leaf's place in memory, for messages. paths: one place on disk, or one per layer if `stacked`.
+    """
+
+    name: str
+    leaf: Any
+    paths: tuple[tuple[str, ...], ...]
+    stacked: bool
+
+    def on_disk(self) -> jax.ShapeDtypeStruct:
+        """Returns shape, dtype and sharding of each of this leaf's arrays on disk, read onto a device."""
+        sharding = device_sharding(self.leaf)
+        if not self.stacked:
+            return jax.ShapeDtypeStruct(self.leaf.shape, self.leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(self.leaf.shape[1:], self.leaf.dtype, sharding=layer_sharding(sharding))
+
+
+def entries(state: Tree) -> Iterator[Entry]:
+    """Yields an Entry for each leaf of a concrete or abstract state."""
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        path = tuple(key_name(key) for key in keys)
+        name = "/".join(path)
+        at = path.index(LAYERS) + 1 if LAYERS in path[:-1] else None
+        if at is None or isinstance(keys[at], jax.tree_util.SequenceKey):
+            yield Entry(name, leaf, (path,), stacked=False)
+            continue
+        if not leaf.ndim:
+            raise ValueError(f"{name}: a scalar among stacked layers has no layer dim")
+        paths = tuple((*path[:at], str(layer), *path[at:]) for layer in range(leaf.shape[0]))
+        yield Entry(name, leaf, paths, stacked=True)
+
+
+def key_name(key: Any) -> str:
+    """Returns what a tree key is called on disk: a dict key, an index or a field name."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    raise TypeError(f"no name on disk for tree key {key!r}")
+
+
+def to_disk(state: Tree) -> Tree:
+    """Returns nested dicts of the state's arrays with one entry per layer.
+
+    Slices of stacked arrays wait in host memory where the device has its own, so that the device never holds
+    more than one stacked array twice. The other leaves are the state's own arrays, not copies.
+    """
+    disk: Tree = {}
+    for entry in entries(state):
+        arrays = unstack(entry.leaf) if entry.stacked else (entry.leaf,)
+        for path, array in zip(entry.paths, arrays, strict=True):
+            insert(disk, path, array)
+    return disk
+
+
+def abstract_disk(abstract_state: Tree) -> Tree:
+    """Returns what `to_disk` would give, as ShapeDtypeStructs that say where to read each array to."""
+    disk: Tree = {}
+    for entry in entries(abstract_state):
+        for path in entry.paths:
+            insert(disk, path, entry.on_disk())
+    return disk
+
+
+def from_disk(disk: Tree, abstract_state: Tree) -> Tree:
+    """Returns the state that `to_disk` took apart, in the form and sharding of `abstract_state`.
+
+    Empties `disk` on the way, so that no more than one stacked array exists twice.
+    """
+    leaves = []
+    for entry in entries(abstract_state):
+        arrays = [remove(disk, path) for path in entry.paths]
+        target = entry.leaf.sharding
+        if entry.stacked:
+            array = stack(arrays, device_sharding(entry.leaf))
+        else:
+            (array,) = arrays
+        leaves.append(array if target is None else jax.device_put(array, target))
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+
+def unstack(stacked: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the layers of an array with a leading layer dim, in host memory if the device has its own."""
+    # Slicing is a device's work: an array that lives in host memory comes over first, alone.
+    on_device = device_sharding(stacked)
+    stacked = jax.device_put(stacked, on_device)
+    sharding = layer_sharding(on_device)
+    layers = _split(stacked, (sharding,) * stacked.shape[0])
+    if on_device.device_set and next(iter(on_device.device_set)).platform == "cpu":
+        return layers
+    layers = jax.device_put(layers, sharding.with_memory_kind("pinned_host"))
+    return jax.block_until_ready(layers)  # so that the slices' device memory is free before the next leaf
+
+
+def _split(stacked: jax.Array, shardings: tuple[Sharding, ...]) -> tuple[jax.Array, ...]:
+    def layers(array):
+        return tuple(jax.lax.index_in_dim(array, i, keepdims=False) for i in range(len(shardings)))
+
+    return jax.jit(layers, out_shardings=shardings)(stacked)
+
+
+def stack(layers: list[jax.Array], sharding: Sharding) -> jax.Array:
+    """Returns the layers as one array with a leading layer dim. Empties the list."""
+    stacked = jax.jit(lambda *arrays: jnp.stack(arrays), out_shardings=sharding)(*layers)
+    layers.clear()
+    return stacked
+
+
+def device_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
+    """Returns the leaf's sharding with its arrays in device memory; the first device if it has none."""
+    sharding = leaf.sharding
+    if sharding is None:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    return sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
+
+
+def layer_sharding(sharding: Sharding) -> Sharding:
+    """Returns the sharding of one layer of a stacked array: the same without its leading dim."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = PartitionSpec(*sharding.spec[1:])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def insert(tree: Tree, path: tuple[str, ...], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def remove(tree: Tree, path: tuple[str, ...]) -> Any:
+    for key in path[:-1]:
+        tree = tree[key]
+    return tree.pop(path[-1])

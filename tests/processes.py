@@ -1,0 +1,48 @@
+"""Tests with several real processes: `from processes import start_processes, finish`."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+def start_processes(
+    script: Path, *arguments: str, count: int = 2, devices: int = 1
+) -> list[subprocess.Popen]:
+    """Starts a script in `count` processes that jaxthru.runtime.distributed.initialize() joins.
+
+    devices: CPU devices in each process.
+    """
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(count),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-u", str(script), *arguments],
+            env={**environment, "JAX_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(count)
+    ]
+
+
+def finish(processes: list[subprocess.Popen], timeout: float = 120) -> list[str]:
+    """Returns what each process printed. Fails if one fails; leaves none behind."""
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, f"exit code {process.returncode}:\n{output}"
+    return outputs
