@@ -1,0 +1,72 @@
+"""Causal attention within the documents of packed rows, with grouped queries."""
+
+import functools
+
+import jax
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention import cudnn_packed, reference, xla
+from pallas_kernels.attention.segments import Segments, find_segments
+
+__all__ = ["Segments", "attention", "find_segments"]
+
+
+def attention(
+    q_BTHC: jax.Array,
+    k_BTKC: jax.Array,
+    v_BTKC: jax.Array,
+    segments: Segments,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """Each token attends to the tokens of its own segment up to itself, with the scale C**-0.5.
+
+    The softmax is in float32. The output is named "attention" by `jax.ad_checkpoint.checkpoint_name`, and
+    what else a backward pass needs of the kernel, where it is more than q, k and v, "attention_statistics"
+    ([B, H, T] float32): a rematerialisation policy that saves both names (and q, k and v, named by the
+    caller) runs no kernel twice.
+
+    The arrays are taken as they lie on one device: a sharded model calls this within `jax.shard_map` over
+    batch and heads. A row with more segments than `segments` has room for gets undefined values; see
+    `segments.overflow`.
+
+    Args:
+      q_BTHC: [B, T, H, C] queries.
+      k_BTKC: [B, T, K, C] keys of q's dtype; K divides H and query head h uses key head h // (H // K).
+      v_BTKC: [B, T, K, C] values of q's dtype.
+      segments: of `find_segments`, for the same B and T.
+      implementation: "cudnn_packed", "xla" or "reference"; None takes the first that can run. On a GPU
+        that is cudnn_packed or an error, because the other two cost T² whatever the documents; there they
+        run only when named. The reference does so everywhere.
+      platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
+
+    Returns:
+      [B, T, H, C] of q's dtype, finite at every position of finite inputs, padding included.
+
+    Raises:
+      ValueError: the shapes or dtypes do not fit together, or no implementation has the name.
+      dispatch.Unsupported: the named implementation, or every one, refuses; with the reasons.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
+    """
+    B, T, H, C = q_BTHC.shape
+    K = k_BTKC.shape[2]
+    if k_BTKC.shape != (B, T, K, C) or v_BTKC.shape != k_BTKC.shape or H % K:
+        raise ValueError(
+            f"attention: shapes do not fit: q {q_BTHC.shape}, k {k_BTKC.shape}, v {v_BTKC.shape}"
+        )
+    if segments.ids.shape != (B, T):
+        raise ValueError(f"attention: segments are of {segments.ids.shape}, q of {(B, T)} rows and tokens")
+    if not q_BTHC.dtype == k_BTKC.dtype == v_BTKC.dtype:
+        raise ValueError(f"attention: dtypes differ: q {q_BTHC.dtype}, k {k_BTKC.dtype}, v {v_BTKC.dtype}")
+    platform = dispatch.resolve_platform(platform)
+    implementations = {
+        "cudnn_packed": functools.partial(cudnn_packed.attention, platform=platform),
+        "xla": xla.attention,
+        "reference": reference.attention,
+    }
+    automatic = ("cudnn_packed",) if platform == "gpu" else ("cudnn_packed", "xla")
+    return dispatch.run(
+        "attention", implementations, automatic, implementation, q_BTHC, k_BTKC, v_BTKC, segments
+    )

@@ -1,0 +1,79 @@
+"""The choice of an implementation by capability, the same for every operation.
+
+An implementation refuses by raising `Unsupported` while it is traced, from static facts alone: platform,
+dtypes, shapes, compute capability, installed libraries. So a choice is made once per compilation and costs a
+step nothing.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+logger = logging.getLogger("jaxthru.kernels")
+_logged: set[tuple[str, str]] = set()
+
+
+class Unsupported(Exception):
+    """An implementation cannot run here; the message says what it needs and what it found."""
+
+
+def resolve_platform(platform: str | None = None) -> str:
+    """Returns "cpu", "gpu" or "tpu": where the computation will run, by default on JAX's default backend."""
+    platform = platform or jax.default_backend()
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+@functools.cache
+def nvidia_compute_capability() -> tuple[int, int] | None:
+    """Returns (major, minor) of this process's first NVIDIA GPU, or None without one."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:  # JAX knows no such backend
+        return None
+    major, minor = device.compute_capability.split(".")
+    return int(major), int(minor)
+
+
+def run[Result](
+    operation: str,
+    implementations: Mapping[str, Callable[..., Result]],
+    automatic: Sequence[str],
+    implementation: str | None,
+    *arguments: object,
+) -> Result:
+    """Calls the named implementation, or the first of `automatic` that does not refuse.
+
+    Which one ran, and why those before it refused, is logged once for each (operation, implementation).
+
+    Args:
+      operation: its name, for log and errors.
+      implementations: all of them by name; each takes `arguments`.
+      automatic: the names to try, in order, when none is asked for. Others run only when named.
+      implementation: the name asked for, or None.
+      *arguments: what the operation is applied to.
+
+    Raises:
+      ValueError: no implementation has the name.
+      Unsupported: the named one refuses, or all of `automatic` do; gives each reason.
+    """
+    if implementation is not None and implementation not in implementations:
+        raise ValueError(
+            f"{operation}: no implementation {implementation!r}; there are {', '.join(implementations)}"
+        )
+    refusals = []
+    for name in automatic if implementation is None else (implementation,):
+        try:
+            result = implementations[name](*arguments)
+        except Unsupported as refusal:
+            refusals.append(f"{name}: {refusal}")
+            continue
+        if (operation, name) not in _logged:
+            _logged.add((operation, name))
+            reasons = f" (refused: {'; '.join(refusals)})" if refusals else ""
+            logger.info("%s: %s runs%s", operation, name, reasons)
+        return result
+    untried = [name for name in implementations if name not in automatic]
+    hint = f"; only when named: {', '.join(untried)}" if implementation is None and untried else ""
+    raise Unsupported(f"{operation}: no implementation can run here: {'; '.join(refusals)}{hint}")

@@ -1,0 +1,49 @@
+"""No kernel may use NVLink multicast: it is unsupported on machines that this package is meant for.
+
+Each is lowered for CUDA, which needs no GPU, forward and backward, and the text is searched. The list grows
+by one entry for each operation and, for those that exchange data between devices, for each kind of mesh.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from pallas_kernels.attention import attention, find_segments
+from pallas_kernels.attention.shapes import GPU
+
+FORBIDDEN = ("multimem", "symmetric_memory_parameters")
+
+
+def lower_attention(shape, implementation: str, devices: int) -> str:
+    """Returns the lowered value and gradient, sharded by rows as a model shards it where devices > 1."""
+    B, T, H, K, C = shape.rows * devices, shape.sequence, shape.heads, shape.kv_heads, shape.head_dim
+    q, k = (jax.ShapeDtypeStruct((B, T, heads, C), jnp.bfloat16) for heads in (H, K))
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32)
+
+    def local(q, k, v, segments):
+        return attention(q, k, v, segments, implementation=implementation, platform="gpu")
+
+    def loss(q, k, v, ids):
+        run = local
+        if devices > 1:
+            mesh, rows = (
+                jax.make_mesh((devices,), ("data",), (jax.sharding.AxisType.Auto,)),
+                PartitionSpec("data"),
+            )
+            run = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
+        return jnp.sum(run(q, k, v, find_segments(ids, shape.max_segments)).astype(jnp.float32))
+
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(q, k, k, ids)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("implementation", ["cudnn_packed", "xla", "reference"])
+@pytest.mark.parametrize("name", ["llama3_8b", "llama3_8b_causal"])
+def test_attention(name, implementation, devices):
+    if devices > jax.device_count():
+        pytest.skip(f"needs {devices} devices")
+    text = lower_attention(GPU[name], implementation, devices)
+    assert (text.count("@__cudnn$fmha") > 0) == (implementation == "cudnn_packed")
+    assert not [word for word in FORBIDDEN if word in text]
