@@ -1,10 +1,18 @@
 """The layers of a decoder, as Flax NNX modules.
 
-Shapes: B rows, T tokens, D embed, H heads, K kv heads, C head dim, M mlp, V vocabulary.
+Shapes: B rows, T tokens, D embed, H heads, K kv heads, C head_dim, M mlp, V vocabulary.
+Each parameter carries its logical axes; `Ops` lays it out, casts it and multiplies.
 """
 
 import dataclasses
 from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxthru.models.ops import Ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,3 +23,93 @@ class PrecisionConfig:
     parameters: Literal["float32"] = "float32"
     compute: Literal["bfloat16", "float32"] = "bfloat16"
     matmul: Literal["compute"] = "compute"
+
+
+class Weight(nnx.Param):
+    """A float32 parameter with one logical axis a dim (`logical_axes`; None is never sharded)."""
+
+
+def weight(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], deviation: float) -> Weight:
+    """Returns a weight drawn from a normal distribution of this standard deviation, cut at two of them."""
+    draw = jax.random.truncated_normal(rngs.params(), -2, 2, shape, jnp.float32)
+    # 0.8796: the deviation of a standard normal cut at ±2.
+    return Weight(draw * (deviation / 0.87962566), logical_axes=axes)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (arXiv:1910.07467) over the last dim, computed in float32."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.scale = Weight(jnp.ones((size,), jnp.float32), logical_axes=(None,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+        return (x32 * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions, within documents only."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        d, h, k, c = config.embed, config.heads, config.kv_heads, config.head_dim
+        self.query = weight(rngs, ("embed", "heads", "head_dim"), (d, h, c), d**-0.5)
+        self.key = weight(rngs, ("embed", "kv_heads", "head_dim"), (d, k, c), d**-0.5)
+        self.value = weight(rngs, ("embed", "kv_heads", "head_dim"), (d, k, c), d**-0.5)
+        self.out = weight(
+            rngs, ("heads", "head_dim", "embed"), (h, c, d), (h * c * 2 * config.layers) ** -0.5
+        )
+        if config.qk_norm:
+            self.query_norm = RMSNorm(c, config.norm_epsilon)
+            self.key_norm = RMSNorm(c, config.norm_epsilon)
+        self.qk_norm = config.qk_norm
+
+    def __call__(self, ops: Ops, x_BTD: jax.Array, rotary, segments) -> jax.Array:
+        q_BTHC = ops.matmul("btd,dhc->bthc", x_BTD, self.query)
+        k_BTKC = ops.matmul("btd,dkc->btkc", x_BTD, self.key)
+        v_BTKC = ops.matmul("btd,dkc->btkc", x_BTD, self.value)
+        if self.qk_norm:
+            q_BTHC, k_BTKC = self.query_norm(q_BTHC), self.key_norm(k_BTKC)
+        q_BTHC = checkpoint_name(rotate(q_BTHC, rotary), "query")
+        k_BTKC = checkpoint_name(rotate(k_BTKC, rotary), "key")
+        v_BTKC = checkpoint_name(v_BTKC, "value")
+        o_BTHC = ops.attention(q_BTHC, k_BTKC, v_BTKC, segments)
+        return checkpoint_name(ops.matmul("bthc,hcd->btd", o_BTHC, self.out), "attention_out")
+
+
+class SwiGLU(nnx.Module):
+    """Gated feed-forward layer (arXiv:2002.05202)."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        d, m = config.embed, config.mlp
+        self.gate = weight(rngs, ("embed", "mlp"), (d, m), d**-0.5)
+        self.up = weight(rngs, ("embed", "mlp"), (d, m), d**-0.5)
+        self.down = weight(rngs, ("mlp", "embed"), (m, d), (m * 2 * config.layers) ** -0.5)
+
+    def __call__(self, ops: Ops, x_BTD: jax.Array) -> jax.Array:
+        gate_BTM = checkpoint_name(ops.matmul("btd,dm->btm", x_BTD, self.gate), "gate")
+        up_BTM = checkpoint_name(ops.matmul("btd,dm->btm", x_BTD, self.up), "up")
+        return ops.matmul("btm,md->btd", jax.nn.silu(gate_BTM) * up_BTM, self.down)
+
+
+def rotary_angles(positions_BT: jax.Array, config) -> tuple[jax.Array, jax.Array]:
+    """Returns the cosine and sine [B, T, C/2], float32, of each position's rotation (arXiv:2104.09864),
+    with Llama-3.1's frequency scaling where configured."""
+    pairs = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
+    frequency = config.rope_theta ** (-pairs / config.head_dim)
+    if (scaling := config.rope_scaling) is not None:
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        rotations = scaling.original_sequence * frequency / (2 * jnp.pi)
+        kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+        frequency = kept * frequency + (1 - kept) * frequency / scaling.factor
+    angle = positions_BT.astype(jnp.float32)[..., None] * frequency[None, None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BTHC: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the pairs (i, i + C/2) of each head, the pairing of published Llama weights."""
+    cos, sin = rotary[0][:, :, None, :], rotary[1][:, :, None, :]
+    first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTHC.dtype)

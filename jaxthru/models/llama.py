@@ -7,6 +7,11 @@ Covers Llama 3.x (arXiv:2407.21783), Mistral (arXiv:2310.06825, without the slid
 import dataclasses
 from typing import Literal
 
+import jax
+from flax import nnx
+
+from jaxthru.models.layers import Attention, RMSNorm, SwiGLU, weight
+from jaxthru.models.ops import Ops
 from jaxthru.runtime.errors import require
 
 
@@ -65,3 +70,51 @@ class ModelConfig:
         require(self.head_dim % 2 == 0, f"model.head_dim = {self.head_dim}: must be even (rotary pairs)")
         require(self.rope_theta > 0, f"model.rope_theta = {self.rope_theta}: must be above 0")
         require(self.norm_epsilon > 0, f"model.norm_epsilon = {self.norm_epsilon}: must be above 0")
+
+
+class Embedding(nnx.Module):
+    """Token ids to vectors; also the output matrix where the embeddings are tied."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        deviation = head_deviation(config) if config.tied_embeddings else EMBEDDING_DEVIATION
+        self.table = weight(rngs, ("vocab", "embed"), (config.vocabulary, config.embed), deviation)
+
+    def __call__(self, ops: Ops, tokens_BT: jax.Array) -> jax.Array:
+        return ops.embed(self.table[...], tokens_BT)
+
+
+class Block(nnx.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.embed, config.norm_epsilon)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.embed, config.norm_epsilon)
+        self.mlp = SwiGLU(config, rngs)
+
+    def __call__(self, ops: Ops, x_BTD: jax.Array, rotary, segments) -> jax.Array:
+        with jax.named_scope("attention"):
+            x_BTD = x_BTD + self.attention(ops, self.attention_norm(x_BTD), rotary, segments)
+        with jax.named_scope("mlp"):
+            return x_BTD + self.mlp(ops, self.mlp_norm(x_BTD))
+
+
+class Head(nnx.Module):
+    """The last norm, and the output matrix [D, V] unless it is the embedding's."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.norm = RMSNorm(config.embed, config.norm_epsilon)
+        if not config.tied_embeddings:
+            shape = (config.embed, config.vocabulary)
+            self.matrix = weight(rngs, ("embed", "vocab"), shape, head_deviation(config))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.norm(x_BTD)
+
+
+EMBEDDING_DEVIATION = 0.02
+
+
+def head_deviation(config: ModelConfig) -> float:
+    """Logits then start with a deviation of one half, so that the first loss is ln(vocabulary) + 1/8."""
+    return 0.5 * config.embed**-0.5

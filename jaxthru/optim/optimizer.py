@@ -1,7 +1,12 @@
 """AdamW and learning-rate schedules, composed of Optax parts."""
 
 import dataclasses
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import optax
 
 from jaxthru.runtime.errors import require
 
@@ -49,3 +54,53 @@ class OptimConfig:
             value = getattr(self, name)
             require(value >= 0, f"optim.{name} = {value}: must be at least 0")
         require(self.epsilon > 0, f"optim.epsilon = {self.epsilon}: must be above 0")
+
+
+def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
+    """Returns the learning rate as a function of the number of updates already made."""
+    return _standard_promotion(_schedule(config, steps))
+
+
+def _schedule(config: OptimConfig, steps: int) -> optax.Schedule:
+    peak, final = config.learning_rate, config.learning_rate * config.final_ratio
+    warmup = round(config.warmup_ratio * steps)
+    warm = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    if config.schedule == "constant":
+        return optax.join_schedules([warm, optax.constant_schedule(peak)], [warmup])
+    if config.schedule == "cosine":
+        decay = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), alpha=config.final_ratio)
+        return optax.join_schedules([warm, decay], [warmup])
+    start = steps - round(config.decay_ratio * steps)
+    decay = optax.linear_schedule(peak, final, max(steps - start, 1))
+    return optax.join_schedules([warm, optax.constant_schedule(peak), decay], [warmup, start])
+
+
+def make_optimizer(
+    config: OptimConfig, schedule: optax.Schedule, decayed: Any
+) -> optax.GradientTransformation:
+    """Returns clipping by the exact global norm, then AdamW.
+
+    decayed: a tree of bools in the parameters' structure; True where weight decay applies.
+    """
+    adamw = optax.adamw(
+        schedule,
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        mask=decayed,
+    )
+    clip = optax.clip_by_global_norm(config.clip) if config.clip else optax.identity()
+    chain = optax.chain(clip, adamw)
+    return optax.GradientTransformation(chain.init, _standard_promotion(chain.update))
+
+
+def _standard_promotion(function: Callable) -> Callable:
+    """Optax relies on standard promotion (float ** int32), which strict settings refuse."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*arguments)
+
+    return wrapped

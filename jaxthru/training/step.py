@@ -1,8 +1,20 @@
 """One optimizer step: a pure function from (state, batch) to (state, metrics)."""
 
 import dataclasses
+import math
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxthru.models.bind import Model, is_axes
 from jaxthru.runtime.errors import require
+from jaxthru.training.loss import chunk_length, token_losses
+from jaxthru.training.state import State
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,3 +43,134 @@ class TrainConfig:
             self.rows % self.microbatches == 0,
             f"train.rows = {self.rows}: must be a multiple of train.microbatches = {self.microbatches}",
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Objective:
+    """The loss of a batch. max_segments: most segments in a row. sources: how many the mix has."""
+
+    model: Model
+    z_loss: float
+    max_segments: int
+    sources: int
+
+    def __call__(self, params: Any, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Metrics]:
+        """Returns `weight` × the summed loss to minimise, and sums of cross-entropy for the record."""
+        layout = self.model.ops.layout
+        rows, sequence = batch["tokens"].shape
+        vocabulary = self.model.config.vocabulary // layout.size("vocab")
+        with jax.named_scope("model"):
+            hidden_BTD = self.model.hidden(params, batch, self.max_segments)
+        with jax.named_scope("loss"):
+            cross_entropy, log_z = token_losses(
+                hidden_BTD,
+                self.model.output_matrix(params),
+                batch["targets"],
+                chunk=chunk_length(rows // layout.size("batch"), sequence, vocabulary),
+                constrain=self.model.ops.constrain,
+            )
+        mask = batch["loss_mask"]
+        cross_entropy = cross_entropy * mask
+        minimised = cross_entropy + self.z_loss * jnp.square(log_z) * mask
+        sums = {
+            "loss": jnp.sum(cross_entropy) * weight,
+            "source_loss": self.by_source(cross_entropy, batch),
+            "source_tokens": self.by_source(mask, batch),
+        }
+        return jnp.sum(minimised) * weight, jax.lax.stop_gradient(sums)
+
+    def by_source(self, values_BT: jax.Array, batch: Batch) -> jax.Array:
+        """Returns the sum of `values_BT` over each source's tokens, float32 [sources]."""
+        belongs = batch["source"][..., None] == jnp.arange(self.sources, dtype=jnp.int32)[None, None]
+        return jnp.sum(jnp.where(belongs, values_BT[..., None], 0.0), axis=(0, 1))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """One update. groups: canonical groups of rows; the batch's row order is group-major."""
+
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    microbatches: int
+    groups: int
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Returns the next state and this update's metrics, all on the device.
+
+        A non-finite loss or gradient norm leaves parameters and optimizer as they were and is counted.
+        """
+        sums, gradients = self.gradients(state["params"], batch)
+        with jax.named_scope("optimizer"):
+            norm = optax.tree.norm(gradients)
+            finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
+            updates, opt_state = self.optimizer.update(gradients, state["opt_state"], state["params"])
+            kept = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (optax.apply_updates(state["params"], updates), opt_state),
+                (state["params"], state["opt_state"]),
+            )
+        missed = 1 - finite.astype(jnp.int32)
+        next_state = {
+            "step": state["step"] + 1,
+            "params": kept[0],
+            "opt_state": kept[1],
+            "skipped": state["skipped"] + missed,
+            "skipped_in_a_row": (state["skipped_in_a_row"] + 1) * missed,
+        }
+        metrics = {
+            **sums,
+            "grad_norm": norm,
+            "learning_rate": self.schedule(state["step"] - state["skipped"]),
+            "skipped": next_state["skipped"],
+            "skipped_in_a_row": next_state["skipped_in_a_row"],
+            # Σ length² over documents, of which each token adds 2 × position + 1.
+            "attention_span": jnp.sum(
+                jnp.where(batch["segment_ids"] > 0, 2 * batch["positions"] + 1, 0).astype(jnp.float32)
+            ),
+            "tokens": jnp.sum((batch["segment_ids"] > 0).astype(jnp.int32)),
+        }
+        return next_state, metrics
+
+    def gradients(self, params: Any, batch: Batch) -> tuple[Metrics, Any]:
+        """Returns the sums over the batch and the float32 gradients, micro-batch after micro-batch.
+
+        Every token's loss is divided by the whole batch's count of tokens, so that micro-batches with
+        unequal loss masks add up to exactly the full batch's mean.
+        """
+        weight = 1.0 / jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
+        value_and_grad = jax.value_and_grad(self.objective, has_aux=True)
+
+        def one(part):
+            (_, sums), gradients = value_and_grad(params, part, weight)
+            return sums, gradients
+
+        if self.microbatches == 1:
+            return one(batch)
+        model = self.objective.model
+        parts = jax.tree.map(self.split, batch)
+        sums = jax.eval_shape(one, jax.tree.map(lambda part: part[0], parts))[0]
+        zero_sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
+        zero_gradients = jax.tree.map(
+            lambda axes, leaf: model.ops.layout.constrain(jnp.zeros_like(leaf), axes),
+            *(model.axes, params),
+            is_leaf=is_axes,
+        )
+        total, _ = jax.lax.scan(
+            lambda total, part: (jax.tree.map(jnp.add, total, one(part)), None),
+            (zero_sums, zero_gradients),
+            parts,
+        )
+        return total
+
+    def split(self, array_RT: jax.Array) -> jax.Array:
+        """Returns the micro-batches [microbatches, rows / microbatches, T].
+
+        Micro-batch k takes the k-th slice of every group, so that each device splits the rows that it
+        holds. Groups of fewer rows than there are micro-batches are first joined with their neighbours.
+        """
+        rows, sequence = array_RT.shape
+        blocks = math.gcd(self.groups, rows // self.microbatches)
+        parts = array_RT.reshape(blocks, self.microbatches, -1, sequence)
+        parts = jnp.moveaxis(parts, 1, 0).reshape(self.microbatches, -1, sequence)
+        return self.objective.model.ops.constrain(parts, None, "batch", "sequence")

@@ -1,0 +1,118 @@
+"""NNX modules to plain trees, once: what is compiled afterwards walks no module graph.
+
+`params` is {"embedding": tree, "layers": trees, "head": tree}; "layers" is a tuple of one tree a layer
+(`model.loop = "unroll"`) or one tree with a leading layer dim (`"scan"`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxthru.models.layers import rotary_angles
+from jaxthru.models.llama import Block, Embedding, Head, ModelConfig
+from jaxthru.models.ops import Ops
+from jaxthru.models.remat import remat
+from pallas_kernels.attention import find_segments
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One module as pure functions over a plain tree of its parameters."""
+
+    init: Callable[[jax.Array], Tree]
+    apply: Callable[..., jax.Array]
+    axes: Tree
+    """The logical axes of each parameter, in the tree's structure."""
+
+
+def _part(module: type[nnx.Module], config: ModelConfig) -> Part:
+    abstract = nnx.eval_shape(lambda: module(config, nnx.Rngs(params=0)))
+    graph, state = nnx.split(abstract)
+
+    def init(key: jax.Array) -> Tree:
+        return nnx.to_pure_dict(nnx.state(module(config, nnx.Rngs(params=key))))
+
+    def apply(tree: Tree, *arguments) -> jax.Array:
+        return nnx.merge(graph, tree)(*arguments)
+
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    axes = jax.tree.map(lambda variable: variable.logical_axes, state, is_leaf=is_variable)
+    return Part(init, apply, nnx.to_pure_dict(axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A bound model: pure functions over `params`."""
+
+    config: ModelConfig
+    ops: Ops
+    policy: str
+    embedding: Part
+    layer: Part
+    head: Part
+
+    @property
+    def axes(self) -> Tree:
+        """The logical axes of every parameter, in the structure of `params`."""
+        layer = self.layer.axes
+        if self.config.loop == "scan":
+            layers = jax.tree.map(lambda axes: ("layers", *axes), layer, is_leaf=is_axes)
+        else:
+            layers = (layer,) * self.config.layers
+        return {"embedding": self.embedding.axes, "layers": layers, "head": self.head.axes}
+
+    def init(self, key: jax.Array) -> Tree:
+        """Returns fresh float32 parameters; the same values for `scan` and `unroll`, on any mesh."""
+        first, layers, last = jax.random.split(key, 3)
+        keys = jax.random.split(layers, self.config.layers)
+        if self.config.loop == "scan":
+            trees = jax.vmap(self.layer.init)(keys)
+        else:
+            trees = tuple(self.layer.init(key) for key in keys)
+        return {"embedding": self.embedding.init(first), "layers": trees, "head": self.head.init(last)}
+
+    def hidden(self, params: Tree, batch: dict[str, jax.Array], max_segments: int) -> jax.Array:
+        """Returns the normed output [B, T, D] of the last layer, in the compute dtype.
+
+        batch: `tokens`, `positions` and `segment_ids`, each int32 [B, T]. A row with more than
+        `max_segments` segments comes out as NaN, so that no step is ever made from it.
+        """
+        segments = find_segments(batch["segment_ids"], max_segments)
+        rotary = rotary_angles(batch["positions"], self.config)
+        x_BTD = self.embedding.apply(params["embedding"], self.ops, batch["tokens"])
+        x_BTD = jnp.where(segments.overflow[:, None, None], jnp.nan, x_BTD).astype(x_BTD.dtype)
+
+        def layer(x_BTD, tree):
+            return self.layer.apply(tree, self.ops, x_BTD, rotary, segments)
+
+        layer = remat(layer, self.policy)
+        if self.config.loop == "scan":
+            x_BTD, _ = jax.lax.scan(lambda x, tree: (layer(x, tree), None), x_BTD, params["layers"])
+        else:
+            for tree in params["layers"]:
+                x_BTD = layer(x_BTD, tree)
+        return self.head.apply(params["head"], x_BTD)
+
+    def output_matrix(self, params: Tree) -> jax.Array:
+        """Returns the matrix [D, V] that turns hidden vectors into logits, in the compute dtype."""
+        if self.config.tied_embeddings:
+            return self.ops.gather(params["embedding"]["table"], ("vocab", "embed")).T
+        return self.ops.gather(params["head"]["matrix"], ("embed", "vocab"))
+
+
+def is_axes(node: Any) -> bool:
+    """Says whether a node of `Model.axes` is one parameter's axes."""
+    return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
+
+
+def bind(config: ModelConfig, ops: Ops, policy: str) -> Model:
+    """Returns the model for a shape, a layout and a rematerialisation policy."""
+    part = functools.partial(_part, config=config)
+    return Model(config, ops, policy, part(Embedding), part(Block), part(Head))

@@ -1,0 +1,94 @@
+"""Operations as a sharded model sees them: how parameters are gathered, what runs per shard.
+
+Shapes: B rows, T tokens, D embed, H heads, K kv heads, C head_dim, V vocabulary.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxthru.runtime.sharding import Axes, Layout
+from pallas_kernels.attention import Segments, attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """compute: the dtype of activations and matmul operands. implementation: of attention, None chooses."""
+
+    layout: Layout
+    compute: jnp.dtype
+    implementation: str | None = None
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Lays an activation out as its logical axes say."""
+        return self.layout.constrain(x, axes)
+
+    def gather(self, parameter: jax.Array, axes: Axes) -> jax.Array:
+        """Returns a parameter in the compute dtype, whole over `fsdp`.
+
+        Cast first, so that the all-gather moves the narrower type. The gradient is laid out as the
+        parameter is stored: a reduce-scatter, where the transpose of the gather alone would be a whole
+        all-reduce.
+        """
+        layout, stored, dtype = self.layout, parameter.dtype, self.compute
+
+        @jax.custom_vjp
+        def gathered(parameter):
+            return layout.constrain(parameter.astype(dtype), axes, without=("fsdp",))
+
+        def backward(_, gradient):
+            return (layout.constrain(gradient, axes).astype(stored),)
+
+        gathered.defvjp(lambda parameter: (gathered(parameter), None), backward)
+        return gathered(parameter)
+
+    def matmul(self, equation: str, x: jax.Array, weight) -> jax.Array:
+        """Returns `einsum(equation, x, weight)` in the compute dtype, accumulated in float32, with the
+        result sharded over rows and over the weight's output axes."""
+        y = jnp.einsum(equation, x, self.gather(weight[...], weight.logical_axes))
+        outputs = equation.split("->")[1][2:]
+        named = dict(zip(equation.split("->")[0].split(",")[1], weight.logical_axes, strict=True))
+        return self.constrain(y, "batch", "sequence", *(named[dim] for dim in outputs))
+
+    def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments) -> jax.Array:
+        """Returns attention within documents; each shard sees its own rows and heads."""
+
+        def local(q, k, v, segments):
+            return attention(q, k, v, segments, implementation=self.implementation)
+
+        if self.layout.mesh.size == 1:
+            return local(q_BTHC, k_BTKC, v_BTKC, segments)
+        rows = self.layout.spec(("batch",))
+        heads = self.layout.spec(("batch", "sequence", "heads", "head_dim"))
+        kv_heads = self.layout.spec(("batch", "sequence", "kv_heads", "head_dim"))
+        by_rows = jax.tree.map(lambda leaf: PartitionSpec(*rows, *([None] * (leaf.ndim - 1))), segments)
+        # Kernels are custom calls, which carry no varying-axes types to check.
+        sharded = self.layout.shard_map(local, (heads, kv_heads, kv_heads, by_rows), heads, check_vma=False)
+        return sharded(q_BTHC, k_BTKC, v_BTKC, segments)
+
+    def embed(self, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+        """Returns the rows of the table at `tokens_BT`, in the compute dtype.
+
+        Each `tensor` shard looks up the part of the vocabulary that it holds; the parts are summed. The
+        collectives are written out because the partitioner turns the gradient's scatter into an all-to-all.
+        """
+        vocab_axis, embed_axis = self.layout.spec(("vocab", "embed"))
+
+        def local(table_VD, tokens_BT):
+            table_VD = table_VD.astype(self.compute)
+            if embed_axis is not None:
+                table_VD = jax.lax.all_gather(table_VD, embed_axis, axis=1, tiled=True)
+            if vocab_axis is None:
+                return table_VD[tokens_BT]
+            first = jax.lax.axis_index(vocab_axis) * table_VD.shape[0]
+            inside = (tokens_BT >= first) & (tokens_BT < first + table_VD.shape[0])
+            x_BTD = table_VD[jnp.where(inside, tokens_BT - first, 0)]
+            return jax.lax.psum(jnp.where(inside[..., None], x_BTD, 0), vocab_axis)
+
+        if self.layout.mesh.size == 1:
+            return local(table_VD, tokens_BT)
+        in_specs = (PartitionSpec(vocab_axis, embed_axis), self.layout.spec(("batch", "sequence")))
+        out_specs = self.layout.spec(("batch", "sequence", "embed"))
+        return self.layout.shard_map(local, in_specs, out_specs, check_vma=True)(table_VD, tokens_BT)

@@ -1,0 +1,94 @@
+"""Layout is one table: logical axis -> mesh axes. Models and the step name logical axes alone."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxthru.runtime.errors import require
+
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "sequence": (),
+    "head_dim": (),
+    "layers": (),
+    "experts": (),
+}
+"""A mesh axis serves one dim of an array. Where two ask for it, the one higher in this table gets it: an
+activation's `batch` takes `fsdp`, so that only in parameters `embed` is sharded over it."""
+
+Axes = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh and how logical axes lie on it."""
+
+    mesh: Mesh
+
+    @property
+    def live_axes(self) -> tuple[str, ...]:
+        """The mesh axes with more than one device. No spec names another: a collective over one device
+        would still cost a kernel."""
+        return tuple(name for name in self.mesh.axis_names if self.mesh.shape[name] > 1)
+
+    def shard_map(self, function: Callable, in_specs: Any, out_specs: Any, check_vma: bool) -> Callable:
+        """Returns `function` run once a shard over the live axes."""
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.live_axes),
+            check_vma=check_vma,
+        )
+
+    def size(self, axis: str) -> int:
+        """Returns over how many devices a logical axis is split when nothing else competes for them."""
+        size = 1
+        for mesh_axis in RULES[axis]:
+            size *= self.mesh.shape[mesh_axis]
+        return size
+
+    def spec(self, axes: Axes, without: tuple[str, ...] = ()) -> PartitionSpec:
+        """Returns the spec of an array whose dims carry these logical axes (None is unsharded).
+
+        without: mesh axes to leave out, e.g. `fsdp` for parameters gathered for use.
+        """
+        order = list(RULES)
+        taken: dict[str, int] = {}
+        for dim in sorted(range(len(axes)), key=lambda d: order.index(axes[d]) if axes[d] else len(order)):
+            for mesh_axis in RULES[axes[dim]] if axes[dim] else ():
+                if mesh_axis not in without and mesh_axis not in taken:
+                    taken[mesh_axis] = dim
+        entries = []
+        for dim in range(len(axes)):
+            names = tuple(name for name in self.live_axes if taken.get(name) == dim)
+            entries.append(names[0] if len(names) == 1 else names or None)
+        return PartitionSpec(*entries)
+
+    def sharding(self, axes: Axes, without: tuple[str, ...] = ()) -> NamedSharding:
+        """Returns the sharding of an array whose dims carry these logical axes."""
+        return NamedSharding(self.mesh, self.spec(axes, without))
+
+    def constrain(self, x: jax.Array, axes: Axes, without: tuple[str, ...] = ()) -> jax.Array:
+        """Returns `x`, laid out within a compiled program as its logical axes say."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, without))
+
+
+def check_divisible(layout: Layout, sizes: dict[str, tuple[str, int]]) -> None:
+    """Raises InputError unless each size divides over its logical axis.
+
+    sizes: {configuration key: (logical axis, size)}.
+    """
+    for key, (axis, size) in sizes.items():
+        parts = layout.size(axis)
+        over = " × ".join(f"mesh.{name}" for name in RULES[axis])
+        require(size % parts == 0, f"{key} = {size}: must be a multiple of {over} = {parts}")

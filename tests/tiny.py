@@ -1,0 +1,83 @@
+"""A two-layer model, its step and its batches, small enough to compile in seconds."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxthru.models.bind import bind
+from jaxthru.models.llama import ModelConfig
+from jaxthru.models.ops import Ops
+from jaxthru.optim.optimizer import OptimConfig, make_optimizer, make_schedule
+from jaxthru.runtime.mesh import MeshConfig, make_mesh
+from jaxthru.runtime.sharding import Layout
+from jaxthru.training.state import abstract_state, decayed, sharded_init
+from jaxthru.training.step import Objective, Step
+
+SHAPE = ModelConfig(vocabulary=512, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
+ROWS, SEQUENCE, SOURCES = 8, 64, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    layout: Layout
+    step: Step
+    state: dict
+    compiled: jax.stages.Compiled
+
+    def batch(self, index: int) -> dict[str, jax.Array]:
+        sharding = self.layout.sharding(("batch", "sequence"))
+        return {name: jax.device_put(value, sharding) for name, value in batch(index).items()}
+
+    def losses(self, steps: int) -> list[float]:
+        state, losses = self.state, []
+        for index in range(steps):
+            state, metrics = self.compiled(state, self.batch(index))
+            losses.append(float(metrics["loss"]))
+        return losses
+
+
+def batch(index: int) -> dict[str, np.ndarray]:
+    """Rows of two documents and padding, with unequal loss masks, and targets that can be learnt."""
+    draw = np.random.default_rng(index)
+    tokens = draw.integers(0, SHAPE.vocabulary, (ROWS, SEQUENCE)).astype(np.int32)
+    borders = draw.integers(8, SEQUENCE - 16, (ROWS, 1))
+    ends = draw.integers(SEQUENCE - 12, SEQUENCE + 1, (ROWS, 1))
+    place = np.arange(SEQUENCE)[None]
+    segment_ids = np.where(place < ends, 1 + (place >= borders), 0).astype(np.int32)
+    positions = np.where(place >= ends, place - ends, np.where(place >= borders, place - borders, place))
+    answered = (segment_ids > 0) & (draw.random((ROWS, SEQUENCE)) < np.linspace(0.3, 1, ROWS)[:, None])
+    return {
+        "tokens": tokens,
+        "targets": np.where(answered, (tokens * 7 + 1) % SHAPE.vocabulary, 0).astype(np.int32),
+        "segment_ids": segment_ids,
+        "positions": positions.astype(np.int32),
+        "loss_mask": answered.astype(np.float32),
+        "source": np.broadcast_to(np.arange(ROWS, dtype=np.int32)[:, None] % SOURCES, tokens.shape).copy(),
+    }
+
+
+def make(
+    mesh: tuple[int, int, int] = (1, 1, 1),
+    *,
+    microbatches: int = 1,
+    remat: str = "none",
+    groups: int = ROWS,
+    z_loss: float = 0.0,
+    **shape,
+) -> Tiny:
+    layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
+    model = bind(dataclasses.replace(SHAPE, **shape), Ops(layout, jnp.dtype(jnp.float32)), remat)
+    config = OptimConfig(learning_rate=1e-2)
+    schedule = make_schedule(config, 20)
+    optimizer = make_optimizer(config, schedule, decayed(model))
+    step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups)
+    abstract = abstract_state(model, optimizer, layout)
+    sharding = layout.sharding(("batch", "sequence"))
+    inputs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding) for k, v in batch(0).items()}
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    compiled = (
+        jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(abstract, inputs).compile()
+    )
+    return Tiny(layout, step, sharded_init(model, optimizer, layout, 0), compiled)
