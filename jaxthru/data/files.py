@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools
 import glob
 import hashlib
 import importlib.metadata
@@ -58,51 +59,55 @@ class HashCache:
             self.changed = False
 
 
-def collect(name: str, recipe: Recipe, cache: HashCache, exclude: frozenset[str]) -> list[File]:
+def collect(source: str, recipe: Recipe, cache: HashCache, exclude: frozenset[str]) -> list[File]:
     """Returns the files of a source, each content once, ordered by content hash.
 
     The order depends on the contents alone: a corpus that moves to another folder or machine stays the same.
     exclude: hashes of files that other sources have taken. Raises InputError when there are none.
     """
-    paths = set()
+    paths: set[str] = set()
     if recipe.stdlib:
         paths |= _stdlib()
     for package in recipe.packages:
         paths |= _package(package)
     for pattern in recipe.paths:
-        paths |= {Path(path) for path in glob.glob(pattern, recursive=True)}  # noqa: PTH207 (a whole path)
+        paths |= set(glob.glob(pattern, recursive=True))  # noqa: PTH207 (the pattern is a whole path)
     chosen = {}
-    for path in sorted(paths):
-        text = path.as_posix()
-        if recipe.suffixes and not text.endswith(recipe.suffixes):
+    for name in sorted(paths):
+        if recipe.suffixes and not name.endswith(recipe.suffixes):
             continue
-        if any(fnmatch.fnmatch(text, pattern) for pattern in recipe.exclude) or not path.is_file():
+        if (
+            any(fnmatch.fnmatch(name, pattern) for pattern in recipe.exclude)
+            or not (path := Path(name)).is_file()
+        ):
             continue
         file = cache.file(path)
         if file.digest not in exclude and (not recipe.max_file_bytes or file.size <= recipe.max_file_bytes):
             chosen.setdefault(file.digest, file)
     where = ", ".join(recipe.paths) or "the installed packages"
-    require(bool(chosen), f"source {name}: no files found in {where}")
+    require(bool(chosen), f"source {source}: no files found in {where}")
     return [chosen[digest] for digest in sorted(chosen)]
 
 
-def _stdlib() -> set[Path]:
-    paths = set()
+@functools.cache
+def _stdlib() -> frozenset[str]:
+    paths: set[str] = set()
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = [item for item in folders if item not in SITE_FOLDERS]
-        paths |= {Path(folder, name) for name in names}
-    return paths
+        paths |= {os.path.join(folder, name) for name in names}  # noqa: PTH118 (many; a Path each is slow)
+    return frozenset(paths)
 
 
-def _package(name: str) -> set[Path]:
+@functools.cache
+def _package(name: str) -> frozenset[str]:
     """Returns the files that an installed distribution lists as its own, wherever on sys.path they are."""
     try:
         distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        return set()
+        return frozenset()
     if distribution.files is not None:
-        return {Path(str(file.locate())) for file in distribution.files if file.suffix != ".pyc"}
+        return frozenset(str(file.locate()) for file in distribution.files if file.suffix != ".pyc")
     # Some system packagers leave the list out: then take the folder of the module of the same name.
     specification = importlib.util.find_spec(name.replace("-", "_"))
     folders = specification.submodule_search_locations or () if specification else ()
-    return {path for folder in folders for path in Path(folder).rglob("*") if path.suffix != ".pyc"}
+    return frozenset(str(path) for folder in folders for path in Path(folder).rglob("*"))

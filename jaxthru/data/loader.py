@@ -1,8 +1,17 @@
 """From a mix to batches on the devices."""
 
 import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from jaxthru.data.constructor import EMPTY, build
+from jaxthru.data.mix import load_mix
+from jaxthru.data.packing import pack
+from jaxthru.data.planner import Planner, Schedule
+from jaxthru.data.prepare import Prepared, open_stores
 from jaxthru.runtime.errors import require
 
 
@@ -27,3 +36,173 @@ class DataConfig:
     def __post_init__(self):
         require(self.sequence >= 2, f"data.sequence = {self.sequence}: must be at least 2")
         require(self.groups is None or self.groups >= 1, f"data.groups = {self.groups}: must be at least 1")
+
+
+def open_data(config: DataConfig, *, prepare: bool = True) -> "Data":
+    """Returns the opened data of a configuration.
+
+    prepare: make the token stores that are missing, with a progress bar; in a run of several processes the
+    first one does so, and the others wait for it. Raises InputError.
+    """
+    return Data(config, open_stores(load_mix(config.mix), Path(config.store), prepare))
+
+
+class Data:
+    """Opened token stores and their packing.
+
+    names: sources in mix order, which `batch["source"]` numbers. weights: of the mix file now, normalised.
+    keys: {source: key of its store}, for the checkpoint. vocabulary: highest token id + 1.
+    segments: no row has more, a padding tail counted as one; a multiple of 8. tokens: {source: tokens to
+    train on}.
+    """
+
+    def __init__(self, config: DataConfig, prepared: Prepared):
+        self.config, self.prepared = config, prepared
+        self.names = tuple(prepared.stores)
+        self.weights = prepared.mix.weights
+        self.keys = prepared.keys
+        self.vocabulary = prepared.tokenizer.vocabulary
+        self.tokens = {name: opened.train.tokens for name, opened in prepared.stores.items()}
+        self.train, self.held_out = (
+            [(split, pack(split.ends, config.sequence, config.packing)) for split in splits]
+            for splits in (
+                [opened.train for opened in prepared.stores.values()],
+                [opened.held_out for opened in prepared.stores.values()],
+            )
+        )
+        most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
+        self.segments = -(-(most + 1) // 8) * 8
+
+    def train_batches(
+        self,
+        schedule: Schedule,
+        *,
+        seed: int,
+        rows: int,
+        steps: int,
+        start: int = 0,
+        local_rows: slice | None = None,
+    ) -> "Batches":
+        """Returns the batches of the updates `start` + 1 to `steps`, built ahead by a few threads.
+
+        rows: of the whole batch. local_rows: those to build; all by default. Raises InputError.
+        """
+        groups = self.config.groups or canonical_groups(rows)
+        available = {name: packing.rows for name, (_, packing) in zip(self.names, self.train, strict=True)}
+        planner = Planner(available, schedule, seed=seed, rows=rows, groups=groups)
+        planned = PlannedBatches(self, planner, range(start, max(start, steps)), local_rows or slice(0, rows))
+        return Batches(planned)
+
+    def held_out_batches(
+        self, *, total_rows: int, rows: int, local_rows: slice | None = None
+    ) -> list[dict[str, np.ndarray]]:
+        """Returns the same held-out rows each time, in batches of `rows`.
+
+        total_rows: spread evenly over the sources, and evenly over each source; fewer when there are fewer.
+        The last batch is filled up with rows of padding.
+        """
+        available = np.array([packing.rows for _, packing in self.held_out], np.int64)
+        quota = _even_shares(available, total_rows)
+        source = np.repeat(np.arange(len(quota)), quota)
+        row = [np.arange(count) * have // max(count, 1) for count, have in zip(quota, available, strict=True)]
+        padding = -len(source) % rows
+        source = np.concatenate([source, np.zeros(padding, np.int64)]).reshape(-1, rows)
+        row = np.concatenate([*row, np.full(padding, EMPTY)]).reshape(-1, rows)
+        local = local_rows or slice(0, rows)
+        sequence = self.config.sequence
+        return [
+            build(self.held_out, *pair, sequence)
+            for pair in zip(source[:, local], row[:, local], strict=True)
+        ]
+
+
+class PlannedBatches:
+    """A Grain RandomAccessDataSource: one element is the batch of one step.
+
+    Grain's cost is per element; with whole batches as elements, gathered from memory maps, it vanishes.
+    """
+
+    def __init__(self, data: Data, planner: Planner, steps: range, local_rows: slice):
+        self._data, self._planner, self._steps, self._local_rows = data, planner, steps, local_rows
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        plan = self._planner.plan(self._steps[index])
+        source, row = plan.source[self._local_rows], plan.row[self._local_rows]
+        return build(self._data.train, source, row, self._data.config.sequence)
+
+
+class Batches:
+    """An iterator that builds a few batches ahead. Use it as a context manager, or close it."""
+
+    def __init__(self, planned: PlannedBatches):
+        import grain  # here, for it loads JAX, which commands that only look at the data can do without
+
+        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+        self._iterator = iter(grain.MapDataset.source(planned).to_iter_dataset(options)) if planned else None
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._iterator is None:
+            raise StopIteration
+        return next(self._iterator)
+
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads. What was built ahead is dropped."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+
+def canonical_groups(rows: int) -> int:
+    """Returns the largest divisor of `rows` up to 64."""
+    return max(number for number in range(1, min(rows, 64) + 1) if rows % number == 0)
+
+
+def local_rows(sharding, rows: int, sequence: int) -> slice:
+    """Returns the rows of a [rows, sequence] batch that this process's devices need: one range.
+
+    sharding: a jax.sharding.Sharding. Raises InputError when the rows are not contiguous.
+    """
+    indices = sharding.addressable_devices_indices_map((rows, sequence)).values()
+    ranges = sorted({index[0].indices(rows)[:2] for index in indices})
+    reached = ranges[0][0]
+    for first, stop in ranges:
+        require(first <= reached, f"the mesh gives this process rows up to {reached} and again from {first}")
+        reached = max(reached, stop)
+    return slice(ranges[0][0], reached)
+
+
+def to_global(batch: dict[str, np.ndarray], sharding, rows: int) -> dict:
+    """Returns the batch as jax.Arrays of [rows, sequence], from the rows that this process has built."""
+    import jax
+
+    return {
+        name: jax.make_array_from_process_local_data(sharding, array, (rows, array.shape[1]))
+        for name, array in batch.items()
+    }
+
+
+def _even_shares(available: np.ndarray, total: int) -> np.ndarray:
+    """Returns int64 [sources], as equal as `available` allows, with the sum `total` if there is so much."""
+    shares = np.zeros_like(available)
+    left = min(total, int(available.sum()))
+    while left:
+        open_sources = np.flatnonzero(shares < available)
+        each, rest = divmod(left, len(open_sources))
+        wanted = np.full(len(open_sources), each)
+        wanted[:rest] += 1
+        given = np.minimum(wanted, (available - shares)[open_sources])
+        shares[open_sources] += given
+        left -= int(given.sum())
+    return shares

@@ -102,7 +102,7 @@ def _jsonl(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
         number = 0
         try:
             with _open(file.path) as stream:
-                for number, line in enumerate(stream, start=1):  # noqa: B007 (named in the report below)
+                for number, line in enumerate(stream, start=1):
                     if line.strip():
                         yield _record(str(file.path), number, line, recipe.text_key)
         except (EOFError, OSError, zlib.error) as error:  # a truncated .gz, or a bad block of it

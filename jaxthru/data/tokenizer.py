@@ -12,7 +12,7 @@ from jaxthru.runtime.errors import InputError, require
 
 END_OF_TEXT = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"),
-    *("<｜end▁of▁sentence｜>", "<|im_end|>", "[EOS]", "<EOS>"),  # noqa: RUF001 (the token's own characters)
+    *("<｜end▁of▁sentence｜>", "<|im_end|>", "[EOS]", "<EOS>"),
 )
 """The usual names of the token that ends a document, in the order of preference."""
 

@@ -1,0 +1,98 @@
+"""python -m jaxthru.data: prepare the token stores of a mix, or look into them."""
+
+import argparse
+import sys
+
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+
+from jaxthru.data.loader import Data, DataConfig, open_data
+from jaxthru.runtime.errors import InputError, require
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command == "prepare":
+            data = open_data(DataConfig(mix=arguments.mix, store=arguments.store))
+            for opened in data.prepared.stores.values():
+                print(f"{opened.folder}: {opened.train.tokens} tokens, {opened.held_out.tokens} held out")
+        else:
+            require(arguments.rows >= 0, f"--rows {arguments.rows}: must not be negative")
+            config = DataConfig(arguments.mix, arguments.sequence, arguments.packing, arguments.store)
+            _inspect(open_data(config), arguments.rows)
+    except InputError as error:
+        print(f"jaxthru: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jaxthru.data", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    prepare = commands.add_parser("prepare", help="make the token stores that are missing")
+    inspect = commands.add_parser("inspect", help="prepare, verify, and show sizes and sample rows")
+    for command in (prepare, inspect):
+        command.add_argument("mix", help="a .toml path, or a name in data/mixes")
+        command.add_argument("--store", default=DataConfig.store, metavar="DIR", help="default: %(default)s")
+    inspect.add_argument("--sequence", type=int, default=DataConfig.sequence, help="tokens in a row")
+    inspect.add_argument("--packing", choices=("split", "best_fit"), default=DataConfig.packing)
+    inspect.add_argument("--rows", type=int, default=1, help="sample rows of each source")
+    return parser
+
+
+def _inspect(data: Data, rows: int) -> None:
+    console = rich.console.Console()
+    console.print(_table(data))
+    for opened in data.prepared.stores.values():
+        opened.verify()
+    console.print("All checksums agree.")
+    for number, name in enumerate(data.names):
+        with data.train_batches(
+            ((0, {name: 1.0}),), seed=0, rows=max(rows, 1), steps=min(rows, 1)
+        ) as batches:
+            for batch in batches:
+                for row in range(rows):
+                    assert (batch["source"][row] == number).all()
+                    console.rule(f"{name}, row {row + 1}")
+                    console.print(_decoded(data, batch, row), markup=False, highlight=False)
+
+
+def _table(data: Data) -> rich.table.Table:
+    mix = data.prepared.mix
+    table = rich.table.Table(box=None, title=f"{mix.path.stem}: {mix.description}", title_justify="left")
+    table.add_column("source")
+    for column in ("weight", "documents", "tokens", "text, MB", "held-out tokens", "in rows", "damaged"):
+        table.add_column(column, justify="right")
+    for name, opened, (_, packing) in zip(
+        data.names, data.prepared.stores.values(), data.held_out, strict=True
+    ):
+        shards = opened.manifest["shards"]
+        table.add_row(
+            *(name, f"{data.weights[name]:.3f}"),
+            *(f"{len(opened.train.ends) + len(opened.held_out.ends):,}", f"{opened.train.tokens:,}"),
+            f"{sum(shard['bytes'] for shard in shards) / 1e6:,.2f}",
+            *(f"{opened.held_out.tokens:,}", f"{packing.rows:,}"),
+            f"{sum(shard['damaged'] for shard in shards):,}",
+        )
+    return table
+
+
+def _decoded(data: Data, batch: dict[str, np.ndarray], row: int) -> str:
+    """Returns the text of one row, each segment under a line that says where it stands."""
+    segments, tokens = batch["segment_ids"][row], batch["tokens"][row]
+    parts = []
+    for segment in range(1, int(segments.max()) + 1):
+        where = np.flatnonzero(segments == segment)
+        ends = "the document ends" if batch["loss_mask"][row, where[-1]] == 0 else "it goes on"
+        parts.append(f"──── document {segment}: tokens {where[0]} to {where[-1]}, {ends} ────")
+        parts.append(data.prepared.tokenizer.decode(tokens[where]))
+    padding = int((segments == 0).sum())
+    return "\n".join(parts + ([f"──── padding: {padding} tokens ────"] if padding else []))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Preparation: from a mix to opened token stores, doing only what is not yet done."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxthru.data import store
+from jaxthru.data.files import File, HashCache, collect
+from jaxthru.data.mix import Mix, Recipe
+from jaxthru.data.progress import Progress
+from jaxthru.data.readers import Damage, Document, held_out, read
+from jaxthru.data.tokenizer import Tokenizer, train
+from jaxthru.runtime.errors import require
+
+SHARD_BYTES = 64_000_000
+"""Text in one shard: what a kill costs at most."""
+BATCH_BYTES = 4_000_000
+"""Text handed to the tokenizer at once: enough documents to keep all cores busy."""
+KEEP_BYTES = 64_000_000
+"""A source capped below this is read once and kept, for the tokenizer's training and for encoding."""
+DAMAGE_SHOWN = 20
+"""Damaged records of one shard that its record names; all are counted."""
+WAIT_SECONDS = 1800.0
+"""How long a process that does not prepare waits for the one that does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """keys: of each store, from the content of its source, the tokenizer and the held-out share."""
+
+    mix: Mix
+    tokenizer: Tokenizer
+    stores: dict[str, store.TokenStore]
+    keys: dict[str, str]
+
+
+class Corpus:
+    """The files of one source. key: the hash of all that decides its documents."""
+
+    def __init__(self, name: str, recipe: Recipe, files: list[File]):
+        self.name, self.recipe, self.files = name, recipe, files
+        contents = [(file.digest, file.path.suffix) for file in files]
+        self.key = _hash([recipe.format, recipe.text_key, recipe.cap_bytes, contents])
+        self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
+        self._kept = read(files, recipe) if 0 < recipe.cap_bytes <= KEEP_BYTES else None
+
+    def items(self) -> Iterator[Document | Damage]:
+        """Yields the documents and damaged records, from the first."""
+        if self._kept is None:
+            return read(self.files, self.recipe)
+        self._kept, items = itertools.tee(self._kept)
+        return items
+
+
+def open_stores(mix: Mix, folder: Path, prepare: bool = True) -> Prepared:
+    """Returns the opened stores of a mix, kept in `folder`.
+
+    prepare: make what is missing. Without it, wait until another process has made it: in a run of several
+    processes the first one prepares. Raises InputError.
+    """
+    cache = HashCache(folder / "hashes.json")
+    corpora, taken = {}, dict.fromkeys((recipe.format for recipe in mix.recipes.values()), frozenset())
+    for name, recipe in mix.recipes.items():
+        files = collect(name, recipe, cache, taken[recipe.format])
+        taken[recipe.format] |= {file.digest for file in files}
+        corpora[name] = Corpus(name, recipe, files)
+    with Progress() as progress:
+        if prepare:
+            cache.save()
+        tokenizer = _tokenizer(mix, folder, corpora, progress if prepare else None)
+        parts = (store.VERSION, tokenizer.hash, mix.held_out, SHARD_BYTES)
+        keys = {name: _hash([*parts, corpus.key])[:16] for name, corpus in corpora.items()}
+        for name, corpus in corpora.items():
+            target = folder / f"{name}-{keys[name]}"
+            if not prepare:
+                _wait_for(target / "manifest.json")
+            elif not (target / "manifest.json").is_file():
+                _write(corpus, target, tokenizer, mix.held_out, progress)
+    stores = {name: store.TokenStore(folder / f"{name}-{key}") for name, key in keys.items()}
+    return Prepared(mix, tokenizer, stores, keys)
+
+
+def _tokenizer(mix: Mix, folder: Path, corpora: dict[str, Corpus], progress: Progress | None) -> Tokenizer:
+    """Returns the named tokenizer, or the one trained on these corpora; waits for it without `progress`."""
+    spec = mix.tokenizer
+    if spec.path is not None:
+        return Tokenizer(spec.path)
+    contents = [corpus.key for corpus in corpora.values()]
+    key = _hash([spec.vocabulary, spec.train_bytes, mix.held_out, contents])[:16]
+    path = folder / f"tokenizer-{key}.json"
+    if not path.is_file():
+        if progress is None:
+            _wait_for(path)
+        else:
+            train(_training_texts(mix, corpora, progress), spec.vocabulary, path)
+            progress.finish()
+    return Tokenizer(path)
+
+
+def _training_texts(mix: Mix, corpora: dict[str, Corpus], progress: Progress) -> Iterator[str]:
+    """Yields training documents, an equal share of bytes from each source whatever its weight.
+
+    Weights may change when a run is resumed; its tokenizer may not.
+    """
+    share = mix.tokenizer.train_bytes // len(corpora)
+    progress.begin("tokenizer", sum(min(share, corpus.size) for corpus in corpora.values()))
+    for corpus in corpora.values():
+        size = 0
+        for item in corpus.items():
+            if isinstance(item, Document) and not held_out(item.origin, mix.held_out):
+                length = len(item.text.encode())
+                if size + length > share:
+                    break
+                size += length
+                progress.advance(length)
+                yield item.text
+
+
+def _write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, progress: Progress) -> None:
+    """Writes the store of one source, from the first shard that is not whole. Raises InputError."""
+    target.mkdir(parents=True, exist_ok=True)
+    progress.begin(corpus.name, corpus.size)
+    records = store.finished_shards(target)
+    progress.advance(sum(record["bytes"] for record in records))
+    items = itertools.islice(corpus.items(), sum(record["read"] for record in records), None)
+    for documents, damaged, size in _shards(items):
+        if not documents and not damaged and records:
+            break  # the last shard ended exactly where the source does
+        splits: dict[str, list[np.ndarray]] = {split: [] for split in store.SPLITS}
+        for batch in _batches(documents):
+            for document, ids in zip(batch, tokenizer.encode([item.text for item in batch]), strict=True):
+                splits["held_out" if held_out(document.origin, share) else "train"].append(ids)
+            progress.advance(sum(len(document.text.encode()) for document in batch))
+        record = {
+            "read": len(documents) + len(damaged),
+            "bytes": size,
+            "damaged": len(damaged),
+            "damage": damaged[:DAMAGE_SHOWN],
+        }
+        records.append(store.write_shard(target, len(records), splits, record))
+        _check_damage(corpus, records)
+    _check_damage(corpus, records)  # also what an earlier preparation had read
+    damage = [item for record in records for item in record["damage"]]
+    if damage:
+        number = sum(record["damaged"] for record in records)
+        first = _describe(damage[0])
+        progress.note(f"source {corpus.name}: {number} damaged records left out, first {first}")
+    trained_on = sum(record["splits"]["train"]["tokens"] for record in records)
+    require(trained_on > 0, f"source {corpus.name}: no text to train on in {len(corpus.files)} files")
+    manifest = {
+        "source": corpus.name,
+        "description": corpus.recipe.description,
+        "tokenizer": tokenizer.hash,
+        "vocabulary": tokenizer.vocabulary,
+        "dtype": tokenizer.dtype.str,
+        "held_out": share,
+        "shards": records,
+    }
+    store.write_manifest(target, manifest)
+    progress.finish()
+
+
+def _shards(items: Iterator[Document | Damage]) -> Iterator[tuple[list[Document], list[Damage], int]]:
+    """Cuts the items into shards: yields the documents, the damaged records and the bytes of text of each."""
+    documents, damaged, size = [], [], 0
+    for item in items:
+        if isinstance(item, Damage):
+            damaged.append(item)
+            continue
+        documents.append(item)
+        size += len(item.text.encode())
+        if size >= SHARD_BYTES:
+            yield documents, damaged, size
+            documents, damaged, size = [], [], 0
+    yield documents, damaged, size
+
+
+def _batches(documents: list[Document]) -> Iterator[list[Document]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _check_damage(corpus: Corpus, records: list[dict]) -> None:
+    damaged, total = (sum(record[key] for record in records) for key in ("damaged", "read"))
+    if damaged > corpus.recipe.damaged_limit * total:
+        first = _describe(next(item for record in records for item in record["damage"]))
+        share = f"{damaged} of {total} records are damaged (damaged_limit = {corpus.recipe.damaged_limit:g})"
+        require(False, f"source {corpus.name}: {share}, first {first}")
+
+
+def _describe(damage: Damage | list[str]) -> str:
+    file, position, reason = damage
+    return f"{file}, {position}: {reason}"
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not path.is_file():
+        late = time.monotonic() >= deadline
+        require(not late, f"{path}: not prepared by another process after {WAIT_SECONDS:g} s")
+        time.sleep(0.2)
+
+
+def _hash(parts: list) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

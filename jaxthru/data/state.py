@@ -1,0 +1,47 @@
+"""What a checkpoint remembers of the data: together with the seed it decides every batch to come."""
+
+import dataclasses
+from typing import Any
+
+from jaxthru.data.planner import Schedule
+from jaxthru.runtime.errors import require
+
+
+@dataclasses.dataclass(frozen=True)
+class DataState:
+    """step: completed updates. schedule: append-only. keys: {source: key of its token store}."""
+
+    step: int
+    schedule: Schedule
+    keys: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain JSON values."""
+        schedule = [[step, dict(weights)] for step, weights in self.schedule]
+        return {"step": self.step, "schedule": schedule, "keys": dict(self.keys)}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> "DataState":
+        """Returns the state that `to_json` described."""
+        schedule = tuple((int(step), dict(weights)) for step, weights in tree["schedule"])
+        return cls(step=int(tree["step"]), schedule=schedule, keys=dict(tree["keys"]))
+
+    def resumed(self, step: int, weights: dict[str, float], keys: dict[str, str]) -> "DataState":
+        """Returns the state of a run that goes on after `step` updates with today's mix.
+
+        weights: of the mix now; they enter the schedule only if they have changed. keys: of the stores now.
+        Raises InputError when a source of the run is gone or no longer what it was trained on.
+        """
+        for name, key in self.keys.items():
+            require(name in keys, f"source {name} has gone from the mix since this run started")
+            require(
+                keys[name] == key,
+                f"source {name} has changed since this run started: its text or tokenizer is not what the "
+                "checkpoint was trained on",
+            )
+        schedule = tuple(entry for entry in self.schedule if entry[0] < step or entry[0] == 0)
+        if schedule[-1][1] != weights:
+            # After no update at all the first entry itself changes: none of its steps has been taken.
+            kept = tuple(entry for entry in schedule if entry[0] < step)
+            schedule = (*kept, (step, dict(weights)))
+        return DataState(step=step, schedule=schedule, keys=dict(keys))
