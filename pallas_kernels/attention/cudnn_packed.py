@@ -26,7 +26,7 @@ from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 
 SUPPORTED_JAX = ">=0.11.2,<0.13"
 MIN_CUDNN = 90800  # 9.8, the oldest that JAX 0.11 runs with
-MAX_HEAD_DIM = 128  # Hopper's backward kernels
+MAX_HEAD_DIM = 128  # wider heads have kernels too, on Hopper, but packed ones are untested
 
 # fmt: off
 _OPERANDS = ("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
@@ -52,7 +52,7 @@ def attention(
     _check_device(platform)
     _check_arrays(q_BTHC)
     _private()
-    return _attention(q_BTHC, k_BTKC, v_BTKC, segments)
+    return _attention(*_vary_alike(q_BTHC, k_BTKC, v_BTKC), segments)
 
 
 def _check_device(platform: str) -> None:
@@ -99,6 +99,7 @@ def _private():
 
         found = {name: tuple(inspect.signature(getattr(module, name)).parameters) for name in SIGNATURES}
         _ = module.MaskType.PADDING_CAUSAL, module.MaskType.CAUSAL, module.AttentionLayout.BTNH
+        _ = jax.typeof(0.0).manual_axis_type.varying
         differing = [name for name, parameters in SIGNATURES.items() if found[name] != parameters]
     except (ImportError, AttributeError) as error:
         differing = [str(error)]
@@ -108,6 +109,20 @@ def _private():
             f" {'; '.join(differing)}"
         )
     return module
+
+
+def _vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Within a shard_map, marks each array as varying over every mesh axis that any of them varies over.
+
+    A key head may be the same on all devices of an axis that splits the query heads. Its gradient then is a
+    sum over that axis, which JAX adds where the mark was made; without it, one device's part would pass for
+    the whole.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    missing = [tuple(sorted(frozenset.union(*varying) - axes)) for axes in varying]
+    return tuple(
+        jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)
+    )
 
 
 def _operands(q_BTHC, segments: Segments) -> tuple:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import Segments, attention, cudnn_packed, find_segments, reference
@@ -307,6 +308,35 @@ def test_a_changed_private_interface_is_refused(monkeypatch):
     monkeypatch.setattr(cudnn_packed, "SIGNATURES", {"gone": ()})
     with pytest.raises(dispatch.Unsupported, match="has no attribute 'gone'"):
         attention(*small(jnp.bfloat16), platform="gpu")
+
+
+# Within a shard_map
+
+
+def sharded_gradients(implementation, platform, q, k, v, do, ids):
+    """Rows and query heads are split; the one key head is the same on all devices of its axis."""
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), (jax.sharding.AxisType.Auto,) * 2)
+    rows, heads = PartitionSpec("data"), PartitionSpec("data", None, "tensor")
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(heads, rows, rows, rows), out_specs=heads)
+    def run(q, k, v, segments):
+        return attention(q, k, v, segments, implementation=implementation, platform=platform)
+
+    return jax.vjp(lambda q, k, v: run(q, k, v, find_segments(ids, 8)), q, k, v)[1](do)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_sharded_over_rows_and_heads():
+    shape = Shape(4, 48, 4, 1, 16, "padding_tail", 8)
+    q, k, v, do, ids = draw(np.random.default_rng(fresh_seed()), shape, jnp.float32)
+    found = jax.jit(functools.partial(sharded_gradients, "xla", "cpu"))(q, k, v, do, ids)
+    whole = expected(q, k, v, do, find_segments(ids, 8))
+    assert_close(found, tuple(whole[name] for name in ("dq", "dk", "dv")), CPU_TOLERANCE)
+    # The cuDNN kernel runs on no CPU, but what is summed between devices shows in the lowered program.
+    half = [x.astype(jnp.bfloat16) for x in (q, k, v, do)]
+    traced = jax.jit(functools.partial(sharded_gradients, "cudnn_packed", "gpu")).trace(*half, ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.all_reduce") == 2, "the gradients of shared keys and values are sums"
 
 
 # Rematerialisation
