@@ -12,15 +12,17 @@ from jax.experimental import multihost_utils
 from jaxthru.runtime.errors import require
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 INTERRUPTED = 130  # the exit code that shells give a process ended by SIGINT
 
 
 def initialize() -> None:
     """Joins this process to the others of its job, if the environment says that there are others.
 
-    In this order: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID;
-    Slurm with more than one task; an indexed Kubernetes job; a TPU pod. Call it before JAX is used.
-    Raises InputError if only a part of the three variables is set, or they contradict each other.
+    It says so by JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, by a
+    Slurm step of several tasks, or by a TPU pod's list of workers. scripts/launch/ sets what each scheduler
+    leaves unsaid. An indexed Kubernetes job alone is no sign: its pods may be runs of their own.
+    Call it before JAX is used. Raises InputError if the three variables are incomplete or contradictory.
     """
     # A stop is agreed on by StopSignal; JAX's own service would take SIGTERM away from it.
     jax.config.update("jax_enable_preemption_service", False)
@@ -45,11 +47,10 @@ def initialize() -> None:
 def cluster_says_several() -> bool:
     """Says whether a scheduler that JAX can ask started more processes than this one."""
     environment = os.environ
-    if int(environment.get("SLURM_NTASKS") or 1) > 1 and "SLURM_PROCID" in environment:
-        return True
-    if "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment:
-        return True
-    return len([name for name in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]) > 1
+    if all(name in environment for name in SLURM):  # else it is no task of a job step: an sbatch script's own
+        return int(environment["SLURM_NTASKS"]) > 1
+    addresses = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES") or ""
+    return "," in addresses
 
 
 def _start(**where) -> None:
@@ -58,12 +59,17 @@ def _start(**where) -> None:
     jax.distributed.initialize(**where)
 
 
+def is_primary() -> bool:
+    """Says whether this is process 0, which alone writes the run directory. Touches no device if alone."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
 def gather_text(text: str) -> list[str]:
-    """Returns the text of every process, by process index, cut to 480 bytes. All processes must call it."""
-    if jax.process_count() == 1:
+    """Returns the text of every process, by process index, cut to 1000 bytes. All processes must call it."""
+    if not jax.distributed.is_initialized():
         return [text]
-    data = text.encode()[:480]
-    padded = np.zeros(480, np.uint8)
+    data = text.encode()[:1000]
+    padded = np.zeros(1000, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in np.asarray(rows)]

@@ -20,7 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
-from jaxthru.runtime.distributed import gather_text
+from jaxthru.runtime.distributed import gather_text, is_primary
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.training import layout
 from jaxthru.training.seal import broken, write_seal
@@ -75,7 +75,7 @@ class Checkpointer:
             async_options=ocp.options.AsyncOptions(timeout_secs=WRITE_TIMEOUT),
             temporary_path_class=_sealed_path(after_commit=self._prune),
         )
-        if jax.process_index() == 0:
+        if is_primary():
             for unfinished in self.directory.glob(f"*{TEMPORARY}"):  # of a process that was killed
                 shutil.rmtree(unfinished)
 
@@ -173,7 +173,7 @@ class Checkpointer:
         return layout.from_disk(disk, abstract_state), data_state
 
     def _agreed_newest(self) -> int | None:
-        """Returns the newest step as process 0 sees it: a shared file system may show others an older view."""
+        """Returns the newest step that process 0 sees; a shared file system may show it to others later."""
         newest = gather_text(str(max(self.steps(), default="")))[0]
         return int(newest) if newest else None
 
@@ -184,7 +184,7 @@ class Checkpointer:
 
     def _move_aside(self, step: int, reason: str) -> None:
         """Moves a damaged checkpoint out of the way of one that may be saved at the same step."""
-        if jax.process_index() == 0:
+        if is_primary():
             damaged = self.directory.parent / "damaged"
             damaged.mkdir(exist_ok=True)
             target = damaged / str(step)
@@ -211,7 +211,7 @@ class Checkpointer:
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Frees what a failed save had written, and returns the error that says so."""
         self._newest = None
-        if jax.process_index() == 0:
+        if is_primary():
             shutil.rmtree(self.directory / f"{step}{TEMPORARY}", ignore_errors=True)
         reason = " ".join(str(error).split()) or type(error).__name__
         return CheckpointError(f"{self.directory}: checkpoint {step} was not saved: {reason}", step, reason)

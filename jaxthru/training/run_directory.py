@@ -7,7 +7,22 @@ eval.jsonl           one object an evaluation, with EVAL_FIELDS
 tensorboard/         event files
 checkpoints/<step>/  Orbax; <step> counts completed updates
 profile/<step>/      traces and what was read from them
+damaged/<step>/      checkpoints found broken
 """
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxthru.runtime.distributed import gather_text, is_primary
 
 METRICS_FIELDS = (
     "step",
@@ -29,3 +44,144 @@ METRICS_FIELDS = (
 )
 
 EVAL_FIELDS = ("step", "loss", "loss_by_source", "tokens")
+
+PACKAGES = ("jaxthru", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+FLAG_PREFIXES = ("XLA_", "LIBTPU_", "JAX_", "NCCL_", "NVSHMEM_", "TORCH_SYMM_")
+
+
+class RunDirectory:
+    """The files of one run. Only process 0 writes them; nothing is made before it is needed."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.environment = self.path / "environment.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.eval = self.path / "eval.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.profile = self.path / "profile"
+
+    @classmethod
+    def fresh(cls, name: str, root: Path | str = "runs") -> "RunDirectory":
+        """Makes and returns `root`/`name`/<n> with the next free n, the same in all processes."""
+        made = ""
+        if is_primary():
+            parent = Path(root) / name
+            parent.mkdir(parents=True, exist_ok=True)
+            number = max((int(path.name) for path in parent.iterdir() if path.name.isdecimal()), default=0)
+            while not made:
+                number += 1
+                try:
+                    (parent / str(number)).mkdir()  # fails if another run was faster
+                    made = str(parent / str(number))
+                except FileExistsError:
+                    continue
+        return cls(gather_text(made)[0])
+
+    def holds_run(self) -> bool:
+        """Says whether a run was started here."""
+        return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+
+    def write_environment(self) -> None:
+        """Writes environment.json: with what, on what and by which command the run was last started."""
+        write_atomically(self.environment, json.dumps(environment(), indent=2) + "\n")
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Adds a line to metrics.jsonl. Raises ValueError unless the row's keys are METRICS_FIELDS."""
+        _append(self.metrics, row, METRICS_FIELDS)
+
+    def append_eval(self, row: dict[str, Any]) -> None:
+        """Adds a line to eval.jsonl. Raises ValueError unless the row's keys are EVAL_FIELDS."""
+        _append(self.eval, row, EVAL_FIELDS)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Returns the rows of metrics.jsonl without a last line that a kill left unfinished."""
+        return _read(self.metrics)
+
+    def read_eval(self) -> list[dict[str, Any]]:
+        """Returns the rows of eval.jsonl without a last line that a kill left unfinished."""
+        return _read(self.eval)
+
+    def cut(self, step: int) -> None:
+        """Forgets what was written after `step`, where the run resumes: a row beyond it, a torn line."""
+        for path in (self.metrics, self.eval):
+            if path.exists():
+                write_atomically(path, "".join(_line(row) for row in _read(path) if row["step"] <= step))
+
+
+def environment() -> dict[str, Any]:
+    """Returns versions, devices, flags, the commit (null outside a git checkout) and the command line."""
+    devices = jax.devices()
+    return {
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in PACKAGES},
+        "platform": platform.platform(),
+        "backend": devices[0].client.platform_version,
+        "devices": {"kind": devices[0].device_kind, "count": len(devices)},
+        "processes": jax.process_count(),
+        "flags": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(FLAG_PREFIXES)},
+        "commit": _commit(),
+        "command": sys.orig_argv,
+    }
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that whoever reads it, even after a kill, finds the old text or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _append(path: Path, row: dict[str, Any], fields: tuple[str, ...]) -> None:
+    if row.keys() != set(fields):
+        unknown, missing = sorted(row.keys() - set(fields)), sorted(set(fields) - row.keys())
+        raise ValueError(f"{path.name}: unknown fields {unknown}, missing fields {missing}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:  # closed, so flushed, at once: a kill loses at most this line
+        file.write(_line({field: row[field] for field in fields}))
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(_plain(row), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON can hold it. NaN and infinity become null: JSON has neither."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "item"):  # an array scalar
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    rows = []
+    lines = path.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line) if line.endswith("\n") else None)
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
+    return [row for row in rows if row is not None]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

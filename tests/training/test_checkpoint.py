@@ -324,7 +324,7 @@ def test_a_failed_save_is_told_and_harms_nothing(tmp_path, monkeypatch):
                 patch.setattr(checkpoint, "write_seal", full)
                 checkpointer.save(20, make_state("unroll"), {})
                 with pytest.raises(
-                    CheckpointError, match="checkpoint 20 was not saved: .*No space"
+                    CheckpointError, match=r"checkpoint 20 was not saved: .*No space"
                 ) as caught:
                     surface()
             assert caught.value.step == 20

@@ -1,0 +1,193 @@
+"""What a run shows: progress while it trains, a table at its end."""
+
+import importlib.util
+import os
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import rich.progress
+import rich.table
+
+from jaxthru.runtime.distributed import is_primary
+from jaxthru.training.run_directory import RunDirectory
+
+Row = dict[str, Any]
+INTERVAL = 5.0  # seconds between plain lines
+
+
+class Bar:
+    """A live bar on a terminal. A context manager; `update(row)` after each step."""
+
+    def __init__(self, console: rich.console.Console, steps: int, done: int = 0):
+        self._left = TimeLeft(steps)
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step {task.completed}/{task.total}"),
+            rich.progress.BarColumn(bar_width=20),
+            rich.progress.TextColumn("{task.description}"),
+            console=console,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=done)
+
+    def __enter__(self) -> "Bar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
+
+    def update(self, row: Row) -> None:
+        self._bar.update(
+            self._task, completed=row["step"], description=describe(row, self._left(row["step"]))
+        )
+
+
+class Lines:
+    """A plain line every few seconds, and for the first and the last step."""
+
+    def __init__(self, console: rich.console.Console, steps: int):
+        self._console, self._steps = console, steps
+        self._left = TimeLeft(steps)
+        self._last: float | None = None
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def update(self, row: Row) -> None:
+        now, left = time.monotonic(), self._left(row["step"])
+        if self._last is None or now - self._last >= INTERVAL or row["step"] == self._steps:
+            self._last = now
+            line = f"step {row['step']}/{self._steps}  {describe(row, left)}"
+            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+class NoProgress:
+    """What processes other than the first show."""
+
+    def __enter__(self) -> "NoProgress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def update(self, row: Row) -> None:
+        pass
+
+
+def open_progress(steps: int, done: int = 0) -> Bar | Lines | NoProgress:
+    """Returns this process's progress display on stderr. steps: in the whole run; done: of them, so far."""
+    if not is_primary():
+        return NoProgress()
+    console = rich.console.Console(stderr=True)
+    return Bar(console, steps, done) if console.is_terminal else Lines(console, steps)
+
+
+class TimeLeft:
+    """Estimates the seconds left from the rate since the first step it was shown, which compiled."""
+
+    def __init__(self, steps: int):
+        self._steps = steps
+        self._first: tuple[int, float] | None = None
+
+    def __call__(self, step: int) -> float | None:
+        """Returns the seconds left after `step`, None at the first."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        done = step - self._first[0]
+        return (now - self._first[1]) / done * (self._steps - step) if done > 0 else None
+
+
+def describe(row: Row, seconds_left: float | None) -> str:
+    """Returns a step's figures in one line."""
+    parts = [f"loss {number(row['loss'], '.4f')}", f"{number(row['tokens_per_second'], ',.0f')} tokens/s"]
+    if row["mfu"] is not None:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    if row["data_wait_seconds"] is not None:
+        parts.append(f"data wait {row['data_wait_seconds'] / row['step_seconds']:.0%}")
+    if row["skipped_updates"]:
+        parts.append(f"{row['skipped_updates']} skipped")
+    if seconds_left is not None:
+        parts.append(f"{clock(seconds_left)} left")
+    return "  ".join(parts)
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def clock(seconds: float) -> str:
+    """Returns h:mm:ss, or m:ss under an hour."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def final_table(run: RunDirectory, console: rich.console.Console | None = None) -> None:
+    """Prints what came of a run, all from the files in its directory, and how to look at it and resume it."""
+    console = console or rich.console.Console()
+    table = rich.table.Table(show_header=False)
+    for name, value in summary(run):
+        table.add_row(name, value)
+    console.print(table)
+    for purpose, command in commands(run):
+        # Not in the table, whose borders and line breaks would be copied with it.
+        console.print(f"{purpose}: {command}", soft_wrap=True, markup=False, highlight=False)
+
+
+def summary(run: RunDirectory) -> list[tuple[str, str]]:
+    """Returns (name, value) of each line of the final table."""
+    rows, evaluations = run.read_metrics(), run.read_eval()
+    found = []
+    if rows:
+        losses = [row["loss"] for row in rows if row["loss"] is not None]
+        found.append(("steps", str(rows[-1]["step"])))
+        if losses:
+            found.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        found.append(("held-out loss", change(first["loss"], last["loss"])))
+        for source, loss in last["loss_by_source"].items():
+            found.append((f"  {source}", change(first["loss_by_source"].get(source), loss)))
+    if rows:
+        found.append(("throughput", f"{median(rows, 'tokens_per_second'):,.0f} tokens/s"))
+        if rows[-1]["mfu"] is not None:
+            found.append(("MFU", f"{median(rows, 'mfu'):.1%}"))
+        if rows[-1]["skipped_updates"]:
+            found.append(("skipped updates", str(rows[-1]["skipped_updates"])))
+    return [*found, ("run directory", str(run.path))]
+
+
+def change(first: float | None, last: float | None) -> str:
+    return f"{number(first, '.4f')} → {number(last, '.4f')}"
+
+
+def median(rows: list[Row], field: str) -> float:
+    return statistics.median(row[field] for row in rows if row[field] is not None)
+
+
+def commands(run: RunDirectory) -> list[tuple[str, str]]:
+    """Returns (purpose, command line) of what one may want to do next, to be pasted into a shell."""
+    python = shlex.quote(this_python())
+    found = []
+    if run.tensorboard.is_dir():
+        look = f"{python} -m tensorboard.main --logdir {shlex.quote(str(run.tensorboard))}"
+        if importlib.util.find_spec("tensorboard") is None:
+            look = f"{python} -m pip install tensorboard && {look}"
+        found.append(("look", look))
+    config, directory = shlex.quote(str(run.config)), shlex.quote(str(run.path))
+    found.append(("resume", f"{python} -m jaxthru.train --config {config} --run-dir {directory}"))
+    return found
+
+
+def this_python() -> str:
+    """Returns this interpreter as one would type it here: relative if it lies below the working directory."""
+    python, here = Path(os.path.abspath(sys.executable)), Path.cwd()  # noqa: PTH100 - keeps a venv's link
+    return str(python.relative_to(here)) if python.is_relative_to(here) else str(python)

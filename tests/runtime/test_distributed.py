@@ -1,0 +1,177 @@
+"""Starting several processes, agreeing, and stopping together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+from processes import finish, start_processes
+
+from jaxthru.runtime import distributed
+from jaxthru.runtime.distributed import StopSignal, gather_text, initialize, is_primary
+from jaxthru.runtime.errors import InputError
+
+AT, OF, ME = distributed.VARIABLES
+SCHEDULERS = (*distributed.SLURM, "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+TASK = dict.fromkeys(distributed.SLURM, "8")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Returns the arguments of each jax.distributed.initialize that would have happened."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **where: calls.append(where))
+    for name in (*distributed.VARIABLES, *SCHEDULERS):
+        monkeypatch.delenv(name, raising=False)
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    yield calls
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+SETTINGS = ("jax_enable_preemption_service", "jax_cpu_collectives_implementation")
+
+
+@pytest.mark.parametrize(
+    "environment, wanted",
+    [
+        ({}, []),
+        ({AT: "host:1", OF: "1", ME: "0"}, []),
+        (
+            {AT: "host:1", OF: "4", ME: "3"},
+            [{"coordinator_address": "host:1", "num_processes": 4, "process_id": 3}],
+        ),
+        (TASK, [{}]),
+        ({**TASK, "SLURM_NTASKS": "1"}, []),
+        ({"SLURM_JOB_ID": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, []),  # an sbatch script itself
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, []),
+        ({"TPU_WORKER_HOSTNAMES": "t0,t1"}, [{}]),
+        ({"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, []),
+    ],
+)
+def test_joins_others_only_if_there_are_any(started, monkeypatch, environment, wanted):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    initialize()
+    assert started == wanted
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({AT: "host:1"}, f"{AT} set without {OF}, {ME}"),
+        ({OF: "2", ME: "0"}, f"{OF}, {ME} set without {AT}"),
+        ({AT: "host:1", OF: "2", ME: "2"}, f"{ME} = 2: must be below {OF} = 2"),
+        ({AT: "host:1", OF: "two", ME: "0"}, f"{OF} = 'two': must be a whole number"),
+        ({AT: "host", OF: "2", ME: "0"}, "must be host:port"),
+    ],
+)
+def test_contradictions_are_the_user_s_to_mend(started, monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=message):
+        initialize()
+    assert not started
+
+
+def test_alone():
+    assert is_primary()
+    assert gather_text("one") == ["one"]
+
+
+def test_a_signal_stops_a_lone_process_after_the_step(capfd):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with StopSignal() as stop:
+            assert not stop.should_stop(1)
+            os.kill(os.getpid(), number)
+            assert stop.requested
+            assert stop.should_stop(2)
+        assert "stopping after this step; again to exit at once" in capfd.readouterr().err
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    with StopSignal() as stop:
+        assert not stop.should_stop(1)
+        stop.request()
+        assert stop.should_stop(1)
+
+
+HANG = """
+import time
+from jaxthru.runtime.distributed import StopSignal
+with StopSignal():
+    print("ready", flush=True)
+    time.sleep(60)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_exits_at_once(number):
+    process = subprocess.Popen([sys.executable, "-c", HANG], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(number)
+    assert b"stopping" in process.stderr.readline() + process.stderr.readline()
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
+LOOP = """
+import sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxthru.runtime.distributed import StopSignal, gather_text, initialize
+
+initialize()
+mesh = Mesh(np.asarray(jax.devices()), ("data",))
+slow = jax.process_index() * float(sys.argv[1])
+ones = np.ones((1, 4), np.float32)
+x = jax.make_array_from_callback((2, 4), NamedSharding(mesh, P("data")), lambda at: ones)
+whole = NamedSharding(mesh, P())
+step_function = jax.jit(lambda x, n: (x.sum() + n, x), out_shardings=(whole, x.sharding))
+assert gather_text(f"process {jax.process_index()}") == ["process 0", "process 1"]
+previous, step = None, 0
+with StopSignal() as stop:
+    while True:
+        step += 1
+        if stop.should_stop(step):
+            break
+        total, x = step_function(x, np.float32(step))
+        if previous is not None:
+            assert float(previous) == 8 + step - 1
+        previous = total
+        time.sleep(0.005 + slow)
+        if step == 20:
+            print("running", flush=True)
+        assert step < 3000
+assert stop.requested
+print("stopped before step", step, flush=True)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.parametrize("receivers", [[0], [1], [0, 1]])
+def test_all_processes_stop_at_the_same_step(tmp_path, receivers):
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    processes = start_processes(script, "0.02" if receivers == [0] else "0")
+    try:
+        for process in processes:
+            while "running" not in (line := process.stdout.readline()):
+                assert line, "ended too early"
+        for receiver in receivers:
+            processes[receiver].send_signal(signal.SIGTERM)
+            time.sleep(0.003)
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    outputs = finish(processes)
+    stops = [output.splitlines()[-1] for output in outputs]
+    assert stops[0].startswith("stopped before step")
+    assert stops[0] == stops[1]
+    told = ["stopping after this step" in output for output in outputs]
+    assert told == [index in receivers for index in range(2)]

@@ -1,0 +1,177 @@
+"""The run directory: what a kill leaves can be read, cut and continued."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory, write_atomically
+
+
+def metrics_row(step, **values):
+    return {**dict.fromkeys(METRICS_FIELDS), "step": step, **values}
+
+
+def eval_row(step):
+    return {**dict.fromkeys(EVAL_FIELDS), "step": step, "loss_by_source": {"prose": 1.0 / 3.0}}
+
+
+def test_paths_are_the_contract(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    paths = (
+        run.config,
+        run.environment,
+        run.metrics,
+        run.eval,
+        run.tensorboard,
+        run.checkpoints,
+        run.profile,
+    )
+    names = "config.json environment.json metrics.jsonl eval.jsonl tensorboard checkpoints profile"
+    assert [path.relative_to(run.path).as_posix() for path in paths] == names.split()
+    assert not run.path.exists()
+
+
+def test_fresh_directories_are_numbered(tmp_path):
+    made = [RunDirectory.fresh("tiny", tmp_path / "runs").path for _ in range(3)]
+    assert [path.relative_to(tmp_path).as_posix() for path in made] == [f"runs/tiny/{n}" for n in (1, 2, 3)]
+    made[0].rmdir()
+    (tmp_path / "runs/tiny/12").mkdir()
+    (tmp_path / "runs/tiny/notes").mkdir()
+    assert RunDirectory.fresh("tiny", tmp_path / "runs").path.name == "13"
+    assert not RunDirectory(made[2]).holds_run()
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "checkpoints"])
+def test_holds_a_run(tmp_path, name):
+    run = RunDirectory(tmp_path)
+    assert not run.holds_run()
+    (tmp_path / name).touch()
+    assert run.holds_run()
+
+
+def test_rows_come_back_exactly(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    values = np.random.default_rng(0).standard_normal(50) * 10.0 ** np.arange(-25, 25)
+    for step, value in enumerate(values):
+        run.append_metrics(
+            metrics_row(
+                step, loss=float(value), grad_norm=np.float32(value), loss_by_source={"a": np.float64(value)}
+            )
+        )
+    rows = run.read_metrics()
+    assert [row["loss"] for row in rows] == values.tolist()
+    assert [np.float32(row["grad_norm"]) for row in rows] == [np.float32(value) for value in values]
+    assert [row["loss_by_source"]["a"] for row in rows] == values.tolist()
+    assert tuple(rows[0]) == METRICS_FIELDS
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.append_metrics(
+        metrics_row(1, loss=float("nan"), grad_norm=np.float32("inf"), loss_by_source={"a": float("-inf")})
+    )
+    assert "NaN" not in run.metrics.read_text()
+    (row,) = run.read_metrics()
+    assert (row["loss"], row["grad_norm"], row["loss_by_source"]) == (None, None, {"a": None})
+
+
+def test_unknown_and_missing_fields_are_refused(tmp_path):
+    run = RunDirectory(tmp_path)
+    with pytest.raises(ValueError, match=r"unknown fields \['lose'\], missing fields \[\]"):
+        run.append_metrics(metrics_row(1, lose=1.0))
+    with pytest.raises(ValueError, match=r"missing fields \['tokens'\]"):
+        run.append_eval({field: None for field in EVAL_FIELDS if field != "tokens"})
+    assert not run.metrics.exists()
+
+
+def test_a_torn_line_is_forgotten(tmp_path):
+    run = RunDirectory(tmp_path)
+    for step in range(1, 6):
+        run.append_metrics(metrics_row(step, loss=step / 7))
+        run.append_eval(eval_row(step))
+    whole = run.metrics.read_text()
+    for length in range(1, len(whole.splitlines()[-1]) + 1):
+        run.metrics.write_text(whole[:-length])
+        assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4]
+    run.cut(4)
+    run.append_metrics(metrics_row(5))
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in run.read_eval()] == [1, 2, 3, 4]
+
+
+def test_cut_keeps_the_kept_lines_as_they_were(tmp_path):
+    run = RunDirectory(tmp_path)
+    for step in range(1, 10):
+        run.append_metrics(metrics_row(step, loss=np.pi / step))
+    lines = run.metrics.read_text().splitlines()
+    run.cut(6)
+    assert run.metrics.read_text().splitlines() == lines[:6]
+    assert not run.eval.exists()
+    run.cut(0)
+    assert run.metrics.read_text() == ""
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.append_metrics(metrics_row(1))
+    with run.metrics.open("a") as file:
+        file.write('{"step": \n')
+    run.append_metrics(metrics_row(3))
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        run.read_metrics()
+
+
+APPEND = """
+import sys
+from jaxthru.training.run_directory import METRICS_FIELDS, RunDirectory
+run = RunDirectory(sys.argv[1])
+for step in range(1, 1_000_000):
+    run.append_metrics({**dict.fromkeys(METRICS_FIELDS, 0.1), "step": step})
+    if step == 50:
+        print("ready", flush=True)
+"""
+
+
+def test_a_kill_loses_at_most_the_line_in_flight(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", APPEND, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    process.kill()
+    process.communicate()
+    steps = [row["step"] for row in RunDirectory(tmp_path).read_metrics()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 50
+
+
+def test_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    run = RunDirectory(tmp_path)
+    run.write_environment()
+    found = json.loads(run.environment.read_text())
+    assert found["flags"]["NCCL_NVLS_ENABLE"] == "0"
+    assert "xla_force_host_platform_device_count" in found["flags"]["XLA_FLAGS"]
+    assert found["devices"] == {"kind": "cpu", "count": 8}
+    assert found["processes"] == 1
+    assert set(found["versions"]) >= {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"}
+    assert all(found["versions"].values())
+    assert "PATH" not in found["flags"]
+
+
+def test_atomic_writing_leaves_the_old_text_or_the_new(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    write_atomically(path, "old")
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    monkeypatch.undo()
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
