@@ -1,11 +1,336 @@
 """python -m jaxthru.train: one command from a configuration to a trained model."""
 
 import argparse
-import json
+import dataclasses
+import logging
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxthru import config as configuration
-from jaxthru.runtime.errors import InputError
+from jaxthru.config import RunConfig
+from jaxthru.data.batch import BATCH_FIELDS
+from jaxthru.data.loader import Data, local_rows, open_data, to_global
+from jaxthru.data.planner import canonical_groups
+from jaxthru.data.state import DataState
+from jaxthru.models import flops
+from jaxthru.models.bind import bind
+from jaxthru.models.ops import Ops
+from jaxthru.optim.optimizer import make_optimizer, make_schedule
+from jaxthru.profile.trace import NoTrace, Trace
+from jaxthru.runtime import distributed, hardware, xla
+from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.mesh import make_mesh
+from jaxthru.runtime.sharding import Layout, check_divisible
+from jaxthru.training.checkpoint import Checkpointer, CheckpointError
+from jaxthru.training.display import final_table, open_progress
+from jaxthru.training.evaluate import Evaluation, NoEvaluation, mean_by_source
+from jaxthru.training.metrics import FinishedStep, Meter, open_record
+from jaxthru.training.run_directory import RunDirectory
+from jaxthru.training.state import State, abstract_state, decayed, sharded_init
+from jaxthru.training.step import Batch, Metrics, Objective, Step, check_groups
+from jaxthru.training.watchdog import Watchdog
+
+log = logging.getLogger("jaxthru")
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message is for the user."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Build:
+    """What a configuration becomes on this machine, compiled and ready to run.
+
+    abstract: shapes, dtypes and shardings of the state. compiled: (state, batch) -> (state, metrics).
+    """
+
+    config: RunConfig
+    data: Data
+    layout: Layout
+    step: Step
+    abstract: State
+    compiled: jax.stages.Compiled
+    compile_seconds: float
+
+    def first_state(self) -> State:
+        """Returns the state before the first update."""
+        model, optimizer = self.step.objective.model, self.step.optimizer
+        return sharded_init(model, optimizer, self.layout, self.config.train.seed)
+
+    def place(self, batch: dict[str, np.ndarray]) -> Batch:
+        """Returns this process's rows of a batch as a part of the global batch on the devices."""
+        return to_global(batch, self.layout.sharding(("batch", "sequence")), self.config.train.rows)
+
+    def batches(self, data_state: DataState) -> Iterator[Batch]:
+        """Yields the batches of the updates after `data_state.step`."""
+        train = self.config.train
+        batches = self.data.train_batches(
+            data_state.schedule,
+            seed=train.seed,
+            rows=train.rows,
+            steps=train.steps,
+            start=data_state.step,
+            local_rows=self._local_rows(),
+        )
+        return map(self.place, batches)
+
+    def evaluation(self) -> Evaluation | NoEvaluation:
+        """Returns the held-out evaluation, compiled."""
+        config = self.config.evaluate
+        if config.rows == 0:
+            return NoEvaluation()
+        batches = self.data.held_out_batches(
+            total_rows=config.rows, rows=self.config.train.rows, local_rows=self._local_rows()
+        )
+        batches = [self.place(batch) for batch in batches]
+        return Evaluation(config, self.step.objective, self.abstract["params"], batches, self.data.names)
+
+    def _local_rows(self) -> slice:
+        sharding = self.layout.sharding(("batch", "sequence"))
+        return local_rows(sharding, self.config.train.rows, self.config.data.sequence)
+
+
+def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None) -> Build:
+    """Returns the compiled step for a configuration. Raises InputError if they do not fit each other."""
+    train, shape = config.train, config.model
+    require(
+        data.vocabulary <= shape.vocabulary,
+        f"model.vocabulary = {shape.vocabulary}: smaller than the tokenizer's {data.vocabulary}",
+    )
+    if data.vocabulary < shape.vocabulary:
+        log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
+    layout = Layout(make_mesh(config.mesh, devices))
+    sizes = {
+        "train.rows / train.microbatches": ("batch", train.rows // train.microbatches),
+        "model.embed": ("embed", shape.embed),
+        "model.heads": ("heads", shape.heads),
+        "model.kv_heads": ("kv_heads", shape.kv_heads),
+        "model.mlp": ("mlp", shape.mlp),
+        "model.vocabulary": ("vocab", shape.vocabulary),
+    }
+    check_divisible(layout, sizes)
+    groups = config.data.groups or canonical_groups(train.rows)
+    check_groups(train, groups, layout.size("batch"))
+    ops = Ops(
+        layout, jnp.dtype(config.precision.compute), None if shape.attention == "auto" else shape.attention
+    )
+    model = bind(shape, ops, config.remat.policy)
+    schedule = make_schedule(config.optim, train.steps)
+    optimizer = make_optimizer(config.optim, schedule, decayed(model))
+    objective = Objective(model, train.z_loss, data.segments, len(data.names))
+    step = Step(objective, optimizer, schedule, train.microbatches, groups)
+    abstract = abstract_state(model, optimizer, layout)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            (train.rows, config.data.sequence), dtype, sharding=layout.sharding(("batch", "sequence"))
+        )
+        for name, dtype in BATCH_FIELDS.items()
+    }
+    options = xla.compiler_options(jax.default_backend(), deterministic=train.deterministic)
+    started = time.monotonic()
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    compiled = jitted.lower(abstract, batch).compile(compiler_options=options)
+    return Build(config, data, layout, step, abstract, compiled, time.monotonic() - started)
+
+
+class Account:
+    """Keeps the account of finished steps: the record, the display, the watchdog, the limit on skips."""
+
+    def __init__(self, built: Build, record, progress, watchdog: Watchdog, skipped: int, started: float):
+        self.built, self.record, self.progress, self.watchdog = built, record, progress, watchdog
+        peak = hardware.peak_flops(list(built.layout.mesh.devices.flat))
+        shape = built.config.model
+        self.meter = Meter(
+            lambda tokens, span: flops.train_flops(shape, tokens, span), peak, skipped, started
+        )
+        self.pending: tuple[int, Metrics, dict[str, float | None]] | None = None
+        self.checkpoint_seconds = 0.0
+        self.clock = time.monotonic()
+
+    def busy(self) -> bool:
+        """Says whether the device is still at the last step dispatched."""
+        return self.pending is not None and not self.pending[1]["loss"].is_ready()
+
+    def settle(self) -> None:
+        """Waits for the last step dispatched and books it."""
+        if self.pending is None:
+            return
+        (step, metrics, waits), self.pending = self.pending, None
+        values = jax.device_get(metrics)
+        now = time.monotonic()
+        finished = FinishedStep(
+            step=step,
+            loss=float(values["loss"]),
+            loss_by_source=mean_by_source(
+                self.built.data.names, values["source_loss"], values["source_tokens"]
+            ),
+            grad_norm=float(values["grad_norm"]),
+            learning_rate=float(values["learning_rate"]),
+            tokens=int(values["tokens"]),
+            attention_span=float(values["attention_span"]),
+            step_seconds=now - self.clock,
+            checkpoint_seconds=self.checkpoint_seconds,
+            skipped_updates=int(values["skipped"]),
+            hbm_peak_bytes=hardware.peak_bytes(),
+            **waits,
+        )
+        self.clock, self.checkpoint_seconds = now, 0.0
+        row = self.meter.row(finished)
+        self.record.step(row)
+        self.progress.update(row)
+        self.watchdog.beat()
+        limit = self.built.config.train.skip_limit
+        if int(values["skipped_in_a_row"]) >= limit:
+            raise TrainingError(
+                f"step {step}: the loss or its gradient was not finite {limit} times in a row "
+                f"(train.skip_limit); the last loss was {finished.loss}"
+            )
+
+
+def train(
+    built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float
+) -> tuple[State, bool]:
+    """Runs the loop from the newest checkpoint, or from the start. Returns the last state, and whether the
+    run is complete; if it is not, a signal stopped it and the state has been saved."""
+    config, steps = built.config, built.config.train.steps
+    state, data_state = restore_or_start(built, checkpointer)
+    start = data_state.step
+    directory.cut(start)
+    evaluation = built.evaluation()
+    trace = Trace(config.profile, directory.profile, built.compiled) if config.profile.at else NoTrace()
+    batches = built.batches(data_state)
+    with (
+        open_record(config.metrics, directory, start) as record,
+        open_progress(steps, start) as progress,
+        Watchdog() as watchdog,
+        distributed.StopSignal() as stop,
+    ):
+        account = Account(built, record, progress, watchdog, int(state["skipped"]), started)
+
+        def evaluate(step: int) -> None:
+            with watchdog.paused():
+                record.evaluation(evaluation(step, state["params"]))
+            account.clock = time.monotonic()
+
+        def save(step: int) -> None:
+            begun = time.monotonic()
+            with watchdog.paused():
+                saved = dataclasses.replace(data_state, step=step)
+                checkpointer.save(step, state, saved.to_json())
+            account.checkpoint_seconds = time.monotonic() - begun
+
+        if start == 0 and evaluation.due(0, last=False):
+            evaluate(0)
+        account.clock = time.monotonic()
+        step = start
+        while step < steps and not stop.should_stop(step + 1):
+            step += 1
+            asked = time.monotonic()
+            batch = next(batches)
+            waits = {"data_wait_seconds": time.monotonic() - asked}
+            if step == config.profile.at:
+                account.settle()  # so that the trace begins between two steps
+            trace.before(step)
+            waits["host_gap_seconds"] = 0.0 if account.busy() else None
+            state, metrics = built.compiled(state, batch)
+            account.settle()  # reads step - 1 while the device is at `step`
+            account.pending = (step, metrics, waits)
+            trace.after(step - 1)
+            last = step == steps
+            if evaluation.due(step, last) or checkpointer.should_save(step, last):
+                account.settle()  # a checkpoint never runs ahead of the record
+                trace.after(step)
+                if evaluation.due(step, last):
+                    evaluate(step)
+                if checkpointer.should_save(step, last):
+                    save(step)
+        account.settle()
+        trace.close()
+        if step < steps:
+            save(step)
+        with watchdog.paused():
+            checkpointer.wait()
+    return state, step == steps
+
+
+def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, DataState]:
+    """Returns the newest checkpoint's state and data state, or those before the first update."""
+    data = built.data
+    restored = checkpointer.restore(built.abstract)
+    if restored is None:
+        return built.first_state(), DataState(0, ((0, data.weights),), data.keys)
+    step, state, saved = restored
+    data_state = DataState.from_json(saved)
+    resumed = data_state.resumed(step, data.weights, data.keys)
+    log.info("resumed from step %d", step)
+    if resumed.schedule != data_state.schedule:
+        log.info("the mix's weights are now %s", data.weights)
+    return state, resumed
+
+
+def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:
+    """Raises InputError unless the directory may be resumed, or started, with this configuration."""
+    if not directory.holds_run():
+        return
+    require(resume == "auto", f"--resume never: {directory.path} already holds a run; give another --run-dir")
+    if not directory.config.exists():
+        return
+    changed = configuration.differences(configuration.load(directory.config), config)
+    fixed = [
+        f"{k} ({old!r} → {new!r})" for k, (old, new) in changed.items() if not configuration.changeable(k)
+    ]
+    require(
+        not fixed,
+        f"{directory.path} holds a run of another configuration: {', '.join(fixed)}; "
+        "give another --run-dir, or the values that the run was started with",
+    )
+    for key, (old, new) in changed.items():
+        log.info("changed since the run was started: %s (%r → %r)", key, old, new)
+
+
+def run(config: RunConfig, directory: RunDirectory, resume: str = "auto") -> int:
+    """Trains in a run directory, from the data's preparation to the final table; returns an exit code."""
+    started = time.monotonic()
+    check_resumable(config, directory, resume)
+    with Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
+        if max(checkpointer.steps(), default=0) >= config.train.steps:
+            log.info("%s is complete", directory.path)
+            final_table(directory)
+            return 0
+        data = open_data(config.data, prepare=distributed.is_primary())
+        built = build(config, data)
+        describe(built)
+        if distributed.is_primary():
+            directory.path.mkdir(parents=True, exist_ok=True)
+            configuration.dump(config, directory.config)
+            directory.write_environment()
+        _, complete = train(built, directory, checkpointer, started)
+    if distributed.is_primary():
+        if not complete:
+            log.info("stopped; the state is saved")
+        final_table(directory)
+    return 0
+
+
+def describe(built: Build) -> None:
+    """Logs what is about to be trained, and where."""
+    mesh = built.layout.mesh
+    log.info(
+        "%s parameters on %d × %s (%s), compiled in %.1f s",
+        f"{flops.parameters(built.config.model):,}",
+        mesh.size,
+        mesh.devices.flat[0].device_kind,
+        " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        built.compile_seconds,
+    )
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -13,7 +338,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxthru.train", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a .py or a resolved .json")
     parser.add_argument(
-        *("--set", "-s"),
+        "--set",
         action="append",
         default=[],
         metavar="GROUP.KEY=VALUE",
@@ -31,15 +356,25 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code: 2 for bad input, 1 for training that cannot go on."""
     arguments = parse_arguments(argv)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    log.setLevel(logging.INFO)
     try:
         config = configuration.load(arguments.config, arguments.overrides)
+        xla.configure()
+        distributed.initialize()
+        if arguments.run_dir:
+            directory = RunDirectory(arguments.run_dir)
+        else:
+            directory = RunDirectory.fresh(Path(arguments.config).stem)
+        return run(config, directory, arguments.resume)
     except InputError as error:
         print(f"jaxthru: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(configuration.to_dict(config), indent=2))
-    return 0
+    except (TrainingError, CheckpointError) as error:
+        print(f"jaxthru: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

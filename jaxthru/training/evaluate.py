@@ -1,8 +1,15 @@
 """Held-out loss, per source."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxthru.runtime.errors import require
+from jaxthru.training.step import Batch, Objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,3 +23,52 @@ class EvaluateConfig:
     def __post_init__(self):
         require(self.every >= 0, f"evaluate.every = {self.every}: must be at least 0")
         require(self.rows >= 0, f"evaluate.rows = {self.rows}: must be at least 0")
+
+
+class Evaluation:
+    """Measures the loss on the same held-out batches each time."""
+
+    def __init__(
+        self,
+        config: EvaluateConfig,
+        objective: Objective,
+        params: Any,
+        batches: Sequence[Batch],
+        sources: Sequence[str],
+    ):
+        """params: their shapes, dtypes and shardings, to compile for."""
+        self.config, self.batches, self.sources = config, batches, sources
+        one = jnp.ones((), jnp.float32)
+        sums = jax.jit(lambda params, batch: objective(params, batch, one)[1])
+        self.compiled = sums.lower(params, batches[0]).compile()
+
+    def due(self, step: int, last: bool) -> bool:
+        """Says whether to evaluate after `step` updates. last: it is the run's last."""
+        return step == 0 or last or (self.config.every > 0 and step % self.config.every == 0)
+
+    def __call__(self, step: int, params: Any) -> dict[str, Any]:
+        """Returns the row for eval.jsonl: mean cross-entropy over all held-out tokens, and by source."""
+        sums = jax.device_get([self.compiled(params, batch) for batch in self.batches])
+        loss = np.sum([s["source_loss"] for s in sums], axis=0, dtype=np.float64)
+        tokens = np.sum([s["source_tokens"] for s in sums], axis=0, dtype=np.float64)
+        return {
+            "step": step,
+            "loss": float(loss.sum() / tokens.sum()),
+            "loss_by_source": mean_by_source(self.sources, loss, tokens),
+            "tokens": int(tokens.sum()),
+        }
+
+
+class NoEvaluation:
+    """Evaluation switched off."""
+
+    def due(self, step: int, last: bool) -> bool:
+        return False
+
+
+def mean_by_source(sources: Sequence[str], loss: np.ndarray, tokens: np.ndarray) -> dict[str, float | None]:
+    """Returns each source's mean loss; None for one without tokens."""
+    return {
+        name: float(total / count) if count else None
+        for name, total, count in zip(sources, loss, tokens, strict=True)
+    }

@@ -45,6 +45,24 @@ class TrainConfig:
         )
 
 
+def check_groups(train: TrainConfig, groups: int, shards: int) -> None:
+    """Raises InputError unless each device can take its share of every micro-batch from its own rows.
+
+    groups: canonical groups of rows. shards: devices that rows are split over.
+    """
+    blocks = _blocks(train.rows, groups, train.microbatches)
+    require(
+        train.microbatches == 1 or blocks % shards == 0,
+        f"data.groups = {groups}: with train.rows = {train.rows} and train.microbatches = "
+        f"{train.microbatches} it must be a multiple of mesh.data × mesh.fsdp = {shards}",
+    )
+
+
+def _blocks(rows: int, groups: int, microbatches: int) -> int:
+    """Returns into how many blocks of whole groups rows are laid so that each splits into micro-batches."""
+    return math.gcd(groups, rows // microbatches)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Objective:
     """The loss of a batch. max_segments: most segments in a row. sources: how many the mix has."""
@@ -170,7 +188,7 @@ class Step:
         holds. Groups of fewer rows than there are micro-batches are first joined with their neighbours.
         """
         rows, sequence = array_RT.shape
-        blocks = math.gcd(self.groups, rows // self.microbatches)
+        blocks = _blocks(rows, self.groups, self.microbatches)
         parts = array_RT.reshape(blocks, self.microbatches, -1, sequence)
         parts = jnp.moveaxis(parts, 1, 0).reshape(self.microbatches, -1, sequence)
         return self.objective.model.ops.constrain(parts, None, "batch", "sequence")

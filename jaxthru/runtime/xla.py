@@ -1,0 +1,74 @@
+"""XLA's settings: the one place that knows flags, the compilation cache and what must never be switched on."""
+
+import mmap
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+from jaxthru.runtime.errors import InputError, require
+
+SUPPORTED_JAX = ((0, 11, 2), (0, 13, 0))
+"""First version supported, first that is not. JAX 0.11.0 computes silently wrong gradients with offloaded
+scan residuals."""
+
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+"""NVLink multicast can take a host's GPUs out of service; these keep every library here from using it."""
+
+MULTICAST_FLAGS = re.compile(r"user_buffers|symmetric")
+
+
+def configure(cache: Path | None = None) -> None:
+    """Sets up XLA for this process. Call it before the first device is touched.
+
+    cache: where compiled programs and autotuning results are kept for the next start; by default
+    JAX_COMPILATION_CACHE_DIR or ~/.cache/jaxthru/xla.
+    Raises InputError for a JAX that is not supported, and for a flag in XLA_FLAGS that is unknown (XLA would
+    abort the process) or that could make collectives use multicast.
+    """
+    first, end = SUPPORTED_JAX
+    version = tuple(int(part) for part in re.findall(r"\d+", jax.__version__)[:3])
+    require(
+        first <= version < end,
+        f"jax {jax.__version__}: supported is jax>={'.'.join(map(str, first))},<{end[0]}.{end[1]}",
+    )
+    os.environ.update(NO_MULTICAST)
+    check_flags(os.environ.get("XLA_FLAGS", ""))
+    if cache is None and jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxthru" / "xla"
+    if cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def check_flags(flags: str) -> None:
+    """Raises InputError for the first flag of `flags` that is unknown here or forbidden."""
+    names = re.findall(r"--(xla_\w+)(?:=(\S*))?", flags)
+    for name, value in names:
+        if MULTICAST_FLAGS.search(name) and value.lower() not in ("false", "0"):
+            raise InputError(f"XLA_FLAGS has --{name}: it may use NVLink multicast; take it out")
+    if not names:
+        return
+    library = Path(jaxlib.__file__).parent / "libjax_common.so"
+    if not library.exists():
+        return
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
+        for name, _ in names:
+            known = binary.find(name.encode()) >= 0
+            require(known, f"XLA_FLAGS has --{name}: unknown to jaxlib {jaxlib.__version__}")
+
+
+def compiler_options(platform: str, *, deterministic: bool) -> dict[str, Any]:
+    """Returns the options for compiling the step on `platform`, each kept for a measured reason.
+
+    deterministic: bit-exact repeats on a GPU; a CPU gives them always.
+    """
+    if platform in ("gpu", "cuda", "rocm") and deterministic:
+        return {"xla_gpu_deterministic_ops": True}
+    return {}
