@@ -63,9 +63,11 @@ def _inspect(data: Data, rows: int) -> None:
 
 def _table(data: Data) -> rich.table.Table:
     mix = data.prepared.mix
-    table = rich.table.Table(box=None, title=f"{mix.path.stem}: {mix.description}", title_justify="left")
-    table.add_column("source")
-    for column in ("weight", "documents", "tokens", "text, MB", "held-out tokens", "in rows", "damaged"):
+    table = rich.table.Table(
+        box=None, padding=(0, 1, 0, 0), title=f"{mix.path.stem}: {mix.description}", title_justify="left"
+    )
+    table.add_column("source", no_wrap=True)
+    for column in ("weight", "docs", "tokens", "MB", "held-out\ntokens", "held-out\nrows", "damaged"):
         table.add_column(column, justify="right")
     for name, opened, (_, packing) in zip(
         data.names, data.prepared.stores.values(), data.held_out, strict=True

@@ -119,16 +119,18 @@ class Planner:
         counts = self._counts(entry, start + self._block) - self._counts(entry, start)
         sources = np.repeat(np.arange(len(self.names)), counts)
         key = _seed(self.seed, "block", int(self._from[entry]), block)
-        return np.random.Generator(np.random.Philox(key)).permutation(sources)
+        return sources[_permutation(key, self._block)]
 
     def _shuffled(self, source: int, number: int) -> int:
         """Returns the row that a source gives as its `number`-th since the run began."""
-        from grain.experimental import index_shuffle  # here, for it loads JAX
-
         rows = int(self.available[source])
         epoch, index = divmod(number, rows)
         # By name: a source keeps its order when the mix names others before it.
         key = _seed(self.seed, "rows", self.names[source], epoch)
+        if rows <= 1024:  # index_shuffle walks a cycle of 2¹⁶: slow where few of them count
+            return int(_permutation(key, rows)[index])
+        from grain.experimental import index_shuffle  # here, for it loads JAX
+
         return index_shuffle(index, max_index=rows - 1, seed=key % 2**32, rounds=4)
 
 
@@ -136,3 +138,8 @@ class Planner:
 def _seed(*parts: int | str) -> int:
     """Returns a 64-bit key made of all parts."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())
+
+
+@functools.lru_cache(maxsize=1024)
+def _permutation(key: int, size: int) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(key)).permutation(size)

@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxthru.data.planner import Planner
+from jaxthru.runtime.errors import InputError
+
+ROWS = 8
+
+
+def planner(available, schedule, seed=0, rows=ROWS, groups=1):
+    return Planner(available, schedule, seed=seed, rows=rows, groups=groups)
+
+
+def names(count):
+    return [f"s{index}" for index in range(count)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    weights=st.lists(st.floats(0, 10) | st.just(0.0), min_size=1, max_size=12).filter(lambda w: sum(w) > 0.1),
+    steps=st.integers(1, 3000),
+)
+def test_weights_hold_at_any_distance(weights, steps):
+    made = planner(dict.fromkeys(names(len(weights)), 100), ((0, dict(zip(names(12), weights, strict=False))),))
+    taken = np.array(list(made.epochs(steps).values())) * 100
+    share = np.array(weights) / sum(weights)
+    assert taken.sum() == pytest.approx(steps * ROWS)
+    assert (np.round(taken[share == 0]) == 0).all()
+    total = 10_000 * ROWS
+    taken = np.array(list(made.epochs(10_000).values())) * 100
+    assert np.abs(taken / total - share).max() < 0.01
+    heavy = share > 0.02
+    assert (np.abs(taken[heavy] / total / share[heavy] - 1) < 0.01).all()
+
+
+def test_many_sources_of_tiny_weights():
+    weights = dict(zip(names(306), 1.0 / np.arange(1, 307), strict=True))
+    made = planner(dict.fromkeys(weights, 50), ((0, weights),))
+    steps = 10 * made._block // ROWS
+    taken = np.array(list(made.epochs(steps).values())) * 50
+    share = np.array(list(weights.values())) / sum(weights.values())
+    assert np.abs(taken / taken.sum() / share - 1).max() < 0.01
+
+
+schedules = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 4), st.integers(0, 4)), max_size=3)
+
+
+@settings(deadline=None, max_examples=30)
+@given(changes=schedules, seed=st.integers(0, 3), order=st.permutations(list(range(40))))
+def test_random_access_equals_sequence(changes, seed, order):
+    schedule = [(0, {"a": 1.0, "b": 2.0})]
+    for ahead, a, b in changes:
+        schedule.append((schedule[-1][0] + ahead, {"a": a, "b": b + 0.5}))
+    available = {"a": 7, "b": 2000}
+    made, other = planner(available, schedule, seed), planner(available, schedule, seed)
+    steps = [step * 17 for step in range(40)]
+    plans = [made.plan(step) for step in steps]
+    for index in order:
+        again = other.plan(steps[index])
+        assert (again.source == plans[index].source).all() and (again.row == plans[index].row).all()
+
+
+def test_rows_are_numbered_without_gap_over_steps_and_epochs_cover_each_row_once():
+    available = {"a": 30, "b": 1500}
+    schedule = ((0, {"a": 1, "b": 3}), (333, {"a": 5, "b": 1}), (400, {"b": 1}), (500, {"a": 1, "b": 8}))
+    made = planner(available, schedule)
+    plans = [made.plan(step) for step in range(900)]
+    source = np.concatenate([plan.source for plan in plans])
+    row = np.concatenate([plan.row for plan in plans])
+    for index, rows in enumerate(available.values()):
+        taken = row[source == index]
+        for epoch in range(len(taken) // rows):
+            assert sorted(taken[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+    first, second = row[source == 0][:30], row[source == 0][30:60]
+    assert (first != second).any()
+    assert len(row[source == 0]) == round(made.epochs(900)["a"] * 30)
+
+
+def test_a_schedule_change_affects_only_later_steps():
+    available, before = {"a": 100, "b": 100}, {"a": 1.0, "b": 1.0}
+    plain = planner(available, ((0, before),))
+    changed = planner(available, ((0, before), (57, {"a": 1.0, "b": 0.0})))
+    for step in range(57):
+        assert (plain.plan(step).source == changed.plan(step).source).all()
+        assert (plain.plan(step).row == changed.plan(step).row).all()
+    later = [changed.plan(step) for step in range(57, 80)]
+    assert all((plan.source == 0).all() for plan in later)
+
+
+def test_the_seed_decides():
+    available, schedule = {"a": 100, "b": 100}, ((0, {"a": 1, "b": 1}),)
+    one, two = (planner(available, schedule, seed).plan(3) for seed in (1, 2))
+    assert (one.source != two.source).any() or (one.row != two.row).any()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "groups", "message"),
+    [
+        (((0, {"a": 0, "b": 0}),), 1, "sum to 0"),
+        (((0, {"a": -1, "b": 2}),), 1, "source a"),
+        (((0, {"bb": 1}),), 1, "did you mean 'b'"),
+        (((0, {"empty": 1}),), 1, "source empty"),
+        (((5, {"a": 1}),), 1, "begin at step 0"),
+        (((0, {"a": 1}), (0, {"b": 1})), 1, "increase"),
+        (((0, {"a": 1}),), 3, "data.groups = 3"),
+    ],
+)
+def test_refuses(schedule, groups, message):
+    with pytest.raises(InputError, match=message):
+        planner({"a": 5, "b": 5, "empty": 0}, schedule, groups=groups)
