@@ -15,7 +15,9 @@ def pieces_of(ends, sequence, packing):
     """Returns [(row, start, length, last)], and checks what holds for every packing."""
     packed = pack(ends, sequence, packing)
     rows = np.repeat(np.arange(packed.rows), np.diff(packed.first))
-    assert packed.first[0] == 0 and packed.first[-1] == len(packed.start) == len(packed.length) == len(packed.last)
+    assert packed.first[0] == 0 and packed.first[-1] == len(packed.start) == len(packed.length) == len(
+        packed.last
+    )
     assert packed.max_segments == max(np.diff(packed.first), default=0)
     return list(zip(rows, packed.start, packed.length, packed.last, strict=True)), packed
 
@@ -58,7 +60,7 @@ def test_best_fit_keeps_whole_what_fits_and_leaves_no_row_that_another_could_tak
 
 
 def test_best_fit_caps_the_segments_of_a_row():
-    pieces, packed = pieces_of(np.arange(1, 1001), 512, "best_fit")
+    _, packed = pieces_of(np.arange(1, 1001), 512, "best_fit")
     assert packed.max_segments == most_segments(512) == 64
     assert packed.rows == -(-1000 // 64)
 

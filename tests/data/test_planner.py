@@ -23,7 +23,9 @@ def names(count):
     steps=st.integers(1, 3000),
 )
 def test_weights_hold_at_any_distance(weights, steps):
-    made = planner(dict.fromkeys(names(len(weights)), 100), ((0, dict(zip(names(12), weights, strict=False))),))
+    made = planner(
+        dict.fromkeys(names(len(weights)), 100), ((0, dict(zip(names(12), weights, strict=False))),)
+    )
     taken = np.array(list(made.epochs(steps).values())) * 100
     share = np.array(weights) / sum(weights)
     assert taken.sum() == pytest.approx(steps * ROWS)

@@ -1,0 +1,38 @@
+import pytest
+
+from jaxthru.data.__main__ import main
+
+
+def test_prepare_and_inspect(shared, capsys):
+    mix, store = map(str, shared)
+    assert main(["prepare", mix, "--store", store]) == 0
+    assert "tokens" in capsys.readouterr().out
+    assert main(["inspect", mix, "--store", store, "--sequence", "64", "--rows", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "All checksums agree." in printed
+    for name in ("books", "notes"):
+        assert f"{name}, row 2" in printed
+    assert "document 2: tokens" in printed and "the document ends" in printed and "<|endoftext|>" in printed
+    options = ["--packing", "best_fit", "--rows", "0", "--sequence", "512"]
+    assert main(["inspect", mix, "--store", store, *options]) == 0
+    assert "row 1" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prepare", "quikstart"], "did you mean 'quickstart'"),
+        (["inspect", "quickstart", "--sequence", "1"], "data.sequence = 1"),
+        (["inspect", "quickstart", "--rows", "-1"], "--rows -1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path):
+    assert main([*arguments, "--store", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
+
+
+def test_no_files_is_one_line(mix, capsys):
+    mix.write_text(mix.read_text().replace("text/*.txt", "none/*.txt"))
+    assert main(["prepare", str(mix), "--store", str(mix.parent / "store")]) == 2
+    assert "source books: no files found in" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+import pytest
+
+from jaxthru.data.mix import REPOSITORY, load_mix
+from jaxthru.runtime.errors import InputError
+
+
+def test_the_quickstart():
+    mix = load_mix("quickstart")
+    assert list(mix.recipes) == ["python_stdlib", "scientific_packages", "prose", "structured"]
+    assert sum(mix.weights.values()) == pytest.approx(1)
+    assert mix.tokenizer.vocabulary == 8192 and mix.tokenizer.train_bytes <= 20_000_000
+    for recipe in mix.recipes.values():
+        assert recipe.cap_bytes <= 12_000_000
+        assert "jaxthru" not in recipe.packages and "pytest" not in recipe.packages  # not even with `dev`
+
+
+def test_every_recipe_is_complete(tmp_path):
+    names = sorted(path.parent.name for path in REPOSITORY.glob("sources/*/source.toml"))
+    assert len(names) == 7
+    tables = [f'[sources.{name}]\nweight = 1\npaths = ["x"]\n' for name in names]
+    (tmp_path / "all.toml").write_text("".join(tables))
+    mix = load_mix(str(tmp_path / "all.toml"))
+    assert all(recipe.description for recipe in mix.recipes.values())
+    assert mix.recipes["local_text"].paths == (str(tmp_path / "x"),)
+
+
+def test_the_nearest_folder_wins(tmp_path, monkeypatch):
+    (tmp_path / "data" / "mixes").mkdir(parents=True)
+    (tmp_path / "data" / "mixes" / "quickstart.toml").write_text("[sources.prose]\nweight = 2\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_mix("quickstart").weights == {"prose": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("heldout = 0.1\n[sources.prose]\nweight = 1", "unknown key heldout; did you mean 'held_out'"),
+        ("[sources.prose]\nweight = 1\ncap_byte = 1", "sources.prose.cap_byte; did you mean 'cap_bytes'"),
+        ("[sources.pros]\nweight = 1", "no recipe 'pros'; did you mean 'prose'"),
+        ("[sources.prose]\nweight = -1", r"sources.prose.weight = -1: must be a number >= 0"),
+        ("[sources.prose]", "sources.prose.weight = None"),
+        ("[sources.prose]\nweight = 0", "sum to 0"),
+        ("[sources.prose]\nweight = inf", "weight = inf"),
+        ("[sources.local_text]\nweight = 1", "give it paths"),
+        ("[sources.prose]\nweight = 1\npaths = 'x'", "sources.prose.paths must be a list of strings"),
+        ("[sources.prose]\nweight = 1\nformat = 'jsonI'", "did you mean 'jsonl'"),
+        ("[sources.prose]\nweight = 1\ncap_bytes = true", "cap_bytes = True: must be int"),
+        ("held_out = 1\n[sources.prose]\nweight = 1", "held_out = 1.0: must be below 1"),
+        ("tokenizer = 'none.json'\n[sources.prose]\nweight = 1", "tokenizer = 'none.json': no such file"),
+        ("[tokenizer]\nvocabulary = 100\n[sources.prose]\nweight = 1", "must exceed 257"),
+        ("[tokenizer]\nvocab = 1000\n[sources.prose]\nweight = 1", "did you mean 'vocabulary'"),
+        ("sources = 3", "needs at least one"),
+        ("held_out =", "cannot be read as TOML"),
+        ("", "needs at least one"),
+    ],
+)
+def test_refuses(tmp_path, text, message):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        load_mix(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_mix_that_is_not_there():
+    with pytest.raises(InputError, match="no such mix; did you mean 'quickstart'"):
+        load_mix("quikstart")
+    with pytest.raises(InputError, match="no such file"):
+        load_mix("nowhere/mix.toml")

@@ -1,0 +1,202 @@
+import hashlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpus import write_corpus
+
+from jaxthru.data import prepare, store
+from jaxthru.data.mix import load_mix
+from jaxthru.data.prepare import open_stores
+from jaxthru.data.readers import held_out
+from jaxthru.runtime.errors import InputError
+
+
+def documents(split) -> list[np.ndarray]:
+    starts = np.concatenate([[0], split.ends[:-1]])
+    return [split.gather(np.arange(*pair)) for pair in zip(starts, split.ends, strict=True)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Returns the finished files of all token stores and the tokenizer."""
+    found = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".partial")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found if path.name != "hashes.json"}
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 5000])
+def test_round_trip(mix, tmp_path, monkeypatch, shard_bytes):
+    monkeypatch.setattr(prepare, "SHARD_BYTES", shard_bytes)
+    prepared = open_stores(load_mix(str(mix)), tmp_path / "store")
+    opened, tokenizer = prepared.stores["books"], prepared.tokenizer
+    assert (len(opened.manifest["shards"]) == 1) == (shard_bytes == 10**9)
+    texts = {path.read_text() for path in (tmp_path / "text").glob("*.txt")}
+    found = {}
+    for split in (opened.train, opened.held_out):
+        for ids in documents(split):
+            assert ids[-1] == tokenizer.end_of_text and tokenizer.end_of_text not in ids[:-1]
+            found[tokenizer.decode(ids[:-1])] = split
+    assert found.keys() == texts
+    for path in (tmp_path / "text").glob("*.txt"):
+        side = held_out(hashlib.sha256(path.read_bytes()).hexdigest(), 0.2)
+        assert found[path.read_text()] is (opened.held_out if side else opened.train)
+    assert len(opened.held_out.ends) > 0
+    assert opened.train.gather(np.array([[0, 1], [2, 3]])).dtype == np.dtype("<u2")
+    opened.verify()
+
+
+def test_a_second_preparation_writes_nothing_and_a_changed_text_gets_another_key(mix, tmp_path):
+    folder = tmp_path / "store"
+    first = open_stores(load_mix(str(mix)), folder)
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert open_stores(load_mix(str(mix)), folder).keys == first.keys
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == times
+    (tmp_path / "text" / "new.txt").write_text("another document\n")
+    again = open_stores(load_mix(str(mix)), folder)
+    assert again.keys["books"] != first.keys["books"]
+
+
+def test_the_key_does_not_depend_on_where_the_files_lie(mix, tmp_path):
+    keys = open_stores(load_mix(str(mix)), tmp_path / "store").keys
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("text", "records.jsonl", "small.toml"):
+        (tmp_path / name).rename(moved / name)
+    (moved / "text" / "0.txt").rename(moved / "text" / "zzz.txt")
+    assert open_stores(load_mix(str(moved / "small.toml")), moved / "store").keys == keys
+
+
+def test_damage_is_named(mix, tmp_path):
+    folder = tmp_path / "store"
+    opened = open_stores(load_mix(str(mix)), folder).stores["books"]
+    [tokens] = opened.folder.glob("train-*.tokens")
+    content = bytearray(tokens.read_bytes())
+    content[5] ^= 1
+    tokens.write_bytes(content)
+    damaged = store.TokenStore(opened.folder)
+    with pytest.raises(InputError, match=r"train-00000\.tokens: block 0 "):
+        damaged.verify()
+    with pytest.raises(InputError, match="block 0 "):  # and when it is first read
+        damaged.train.gather(np.array([100]))
+    tokens.write_bytes(content[:-2])
+    with pytest.raises(InputError, match=r"train-00000\.tokens: \d+ bytes, expected"):
+        store.TokenStore(opened.folder)
+    (opened.folder / "manifest.json").unlink()
+    with pytest.raises(InputError, match="not a token store"):
+        store.TokenStore(opened.folder)
+
+
+def test_the_bad_block_of_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "BLOCK", 64)
+    ids = np.arange(1000, dtype="<u2")
+    record = store.write_shard(tmp_path, 0, {"train": [ids], "held_out": []}, {})
+    store.write_manifest(tmp_path, {"dtype": "<u2", "shards": [record]})
+    content = bytearray((tmp_path / "train-00000.tokens").read_bytes())
+    content[64 * 7 + 3] ^= 255
+    (tmp_path / "train-00000.tokens").write_bytes(content)
+    opened = store.TokenStore(tmp_path)
+    assert (opened.train.gather(np.arange(200)) == ids[:200]).all()
+    with pytest.raises(InputError, match=r"block 7 \(bytes from 448\)"):
+        opened.verify()
+
+
+PREPARE = """
+import sys, pathlib
+from jaxthru.data import prepare
+from jaxthru.data.mix import load_mix
+prepare.SHARD_BYTES, prepare.BATCH_BYTES = 20_000, 5_000
+print("go", flush=True)
+prepare.open_stores(load_mix(sys.argv[1]), pathlib.Path(sys.argv[2]))
+"""
+
+
+def start(mix: Path, folder: Path) -> subprocess.Popen:
+    child = subprocess.Popen([sys.executable, "-c", PREPARE, str(mix), str(folder)], stdout=subprocess.PIPE)
+    with child.stdout:
+        assert child.stdout.readline() == b"go\n"
+    return child
+
+
+@pytest.fixture
+def large(mix):
+    """More text, so that a preparation takes long enough to be killed within."""
+    shutil.rmtree(mix.parent / "text")
+    write_corpus(mix.parent, documents=1500)
+    return mix
+
+
+def test_killed_at_any_moment_it_goes_on_and_ends_the_same(large, tmp_path):
+    begin = time.perf_counter()
+    assert start(large, tmp_path / "undisturbed").wait() == 0
+    duration = time.perf_counter() - begin
+    expected = files(tmp_path / "undisturbed")
+    assert len(expected) > 40  # many shards
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    folder, kept = tmp_path / "killed", {}
+    for _ in range(4):
+        child = start(large, folder)
+        time.sleep(draw.uniform(0, duration / 2))
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        for path in folder.glob("*/manifest.json"):
+            store.TokenStore(path.parent).verify()  # what opens is whole
+        whole = {path: path.stat().st_mtime_ns for path in folder.rglob("shard-*.json")}
+        assert kept.items() <= whole.items()  # what was done is not done again
+        kept = whole
+    assert start(large, folder).wait() == 0
+    assert files(folder) == expected
+
+
+def test_two_at_once_do_not_harm_each_other(large, tmp_path):
+    children = [start(large, tmp_path / "store") for _ in range(2)]
+    assert [child.wait() for child in children] == [0, 0]
+    assert start(large, tmp_path / "alone").wait() == 0
+    assert files(tmp_path / "store") == files(tmp_path / "alone")
+
+
+def test_a_process_that_does_not_prepare_waits_for_the_one_that_does(mix, tmp_path, monkeypatch):
+    folder = tmp_path / "store"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(open_stores, load_mix(str(mix)), folder, False)
+        time.sleep(0.3)
+        assert not waiting.done() and not folder.exists()
+        keys = open_stores(load_mix(str(mix)), folder).keys
+        assert waiting.result(timeout=20).keys == keys
+    monkeypatch.setattr(prepare, "WAIT_SECONDS", 0.1)
+    with pytest.raises(InputError, match="not prepared by another process"):
+        open_stores(load_mix(str(mix)), tmp_path / "nowhere", False)
+
+
+def test_a_special_token_in_the_text_is_text(mix, tmp_path):
+    text = "before <|endoftext|> after\n"
+    (tmp_path / "text" / "special.txt").write_text(text)
+    prepared = open_stores(load_mix(str(mix)), tmp_path / "store")
+    [ids] = prepared.tokenizer.encode([text])
+    assert (ids == prepared.tokenizer.end_of_text).sum() == 1
+    assert prepared.tokenizer.decode(ids[:-1]) == text
+
+
+def test_a_named_tokenizer(mix, tmp_path):
+    trained = open_stores(load_mix(str(mix)), tmp_path / "store").tokenizer
+    tree = json.loads(trained.path.read_bytes())
+    (tmp_path / "named.json").write_text(json.dumps(tree))
+    head, _, tail = mix.read_text().partition("[tokenizer]\nvocabulary = 300\n")
+    mix.write_text(f'tokenizer = "named.json"\n{head}{tail}')
+    prepared = open_stores(load_mix(str(mix)), tmp_path / "store")
+    assert prepared.tokenizer.path == tmp_path / "named.json" and prepared.tokenizer.vocabulary == 300
+    text = json.dumps(tree).replace("<|endoftext|>", "<|nothing|>")
+    (tmp_path / "named.json").write_text(text)
+    with pytest.raises(InputError, match="no end-of-text token"):
+        open_stores(load_mix(str(mix)), tmp_path / "store")
+    (tmp_path / "named.json").write_text("{}")
+    with pytest.raises(InputError, match=r"not a tokenizer\.json"):
+        open_stores(load_mix(str(mix)), tmp_path / "store")
