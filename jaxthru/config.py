@@ -103,16 +103,21 @@ def dump(config: RunConfig, path: Path) -> None:
     partial.replace(path)
 
 
-def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns {`group.key`: (old value, new value)} for all keys that differ."""
+def check_change(old: RunConfig, new: RunConfig, where: Path) -> list[str]:
+    """Returns what differs, one `group.key (old → new)` each. Raises InputError if that cannot be resumed.
+
+    where: the run directory, for the message.
+    """
     before, after = _flatten(to_dict(old)), _flatten(to_dict(new))
-    keys = sorted(before.keys() | after.keys())
-    return {k: (before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)}
-
-
-def changeable(key: str) -> bool:
-    """Says whether `group.key` may differ when a run is resumed."""
-    return any(key == item or (item.endswith(".") and key.startswith(item)) for item in CHANGEABLE)
+    changed = {k: f"{k} ({before.get(k)!r} → {after.get(k)!r})" for k in sorted(before | after)}
+    changed = {k: line for k, line in changed.items() if before.get(k) != after.get(k)}
+    fixed = [line for key, line in changed.items() if not key.startswith(CHANGEABLE)]
+    require(
+        not fixed,
+        f"{where} holds a run of another configuration: {', '.join(fixed)}; "
+        "give another --run-dir, or the values that the run was started with",
+    )
+    return list(changed.values())
 
 
 def check_types(config: RunConfig) -> None:

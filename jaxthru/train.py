@@ -2,12 +2,12 @@
 
 import argparse
 import dataclasses
+import functools
 import logging
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,7 @@ import numpy as np
 from jaxthru import config as configuration
 from jaxthru.config import RunConfig
 from jaxthru.data.batch import BATCH_FIELDS
-from jaxthru.data.loader import Data, local_rows, open_data, to_global
-from jaxthru.data.planner import canonical_groups
+from jaxthru.data.loader import Data, canonical_groups, local_rows, open_data, to_global
 from jaxthru.data.state import DataState
 from jaxthru.models import flops
 from jaxthru.models.bind import bind
@@ -28,20 +27,17 @@ from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
+from jaxthru.training.account import Account, TrainingError
 from jaxthru.training.checkpoint import Checkpointer, CheckpointError
 from jaxthru.training.display import final_table, open_progress
-from jaxthru.training.evaluate import Evaluation, NoEvaluation, mean_by_source
-from jaxthru.training.metrics import FinishedStep, Meter, open_record
+from jaxthru.training.evaluate import Evaluation, NoEvaluation
+from jaxthru.training.metrics import Meter, open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.state import State, abstract_state, decayed, sharded_init
-from jaxthru.training.step import Batch, Metrics, Objective, Step, check_groups
+from jaxthru.training.step import Batch, Objective, Step, check_groups
 from jaxthru.training.watchdog import Watchdog
 
 log = logging.getLogger("jaxthru")
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message is for the user."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,6 +88,13 @@ class Build:
         batches = [self.place(batch) for batch in batches]
         return Evaluation(config, self.step.objective, self.abstract["params"], batches, self.data.names)
 
+    def account(self, skipped: int, started: float, *listeners) -> Account:
+        """Returns the account of finished steps. listeners: the record, the display, the watchdog."""
+        shape, devices = self.config.model, list(self.layout.mesh.devices.flat)
+        needed = functools.partial(flops.train_flops, shape)
+        meter = Meter(needed, hardware.peak_flops(devices), skipped, started)
+        return Account(meter, self.data.names, self.config.train.skip_limit, *listeners)
+
     def _local_rows(self) -> slice:
         sharding = self.layout.sharding(("batch", "sequence"))
         return local_rows(sharding, self.config.train.rows, self.config.data.sequence)
@@ -141,60 +144,6 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     return Build(config, data, layout, step, abstract, compiled, time.monotonic() - started)
 
 
-class Account:
-    """Keeps the account of finished steps: the record, the display, the watchdog, the limit on skips."""
-
-    def __init__(self, built: Build, record, progress, watchdog: Watchdog, skipped: int, started: float):
-        self.built, self.record, self.progress, self.watchdog = built, record, progress, watchdog
-        peak = hardware.peak_flops(list(built.layout.mesh.devices.flat))
-        shape = built.config.model
-        self.meter = Meter(
-            lambda tokens, span: flops.train_flops(shape, tokens, span), peak, skipped, started
-        )
-        self.pending: tuple[int, Metrics, dict[str, float | None]] | None = None
-        self.checkpoint_seconds = 0.0
-        self.clock = time.monotonic()
-
-    def busy(self) -> bool:
-        """Says whether the device is still at the last step dispatched."""
-        return self.pending is not None and not self.pending[1]["loss"].is_ready()
-
-    def settle(self) -> None:
-        """Waits for the last step dispatched and books it."""
-        if self.pending is None:
-            return
-        (step, metrics, waits), self.pending = self.pending, None
-        values = jax.device_get(metrics)
-        now = time.monotonic()
-        finished = FinishedStep(
-            step=step,
-            loss=float(values["loss"]),
-            loss_by_source=mean_by_source(
-                self.built.data.names, values["source_loss"], values["source_tokens"]
-            ),
-            grad_norm=float(values["grad_norm"]),
-            learning_rate=float(values["learning_rate"]),
-            tokens=int(values["tokens"]),
-            attention_span=float(values["attention_span"]),
-            step_seconds=now - self.clock,
-            checkpoint_seconds=self.checkpoint_seconds,
-            skipped_updates=int(values["skipped"]),
-            hbm_peak_bytes=hardware.peak_bytes(),
-            **waits,
-        )
-        self.clock, self.checkpoint_seconds = now, 0.0
-        row = self.meter.row(finished)
-        self.record.step(row)
-        self.progress.update(row)
-        self.watchdog.beat()
-        limit = self.built.config.train.skip_limit
-        if int(values["skipped_in_a_row"]) >= limit:
-            raise TrainingError(
-                f"step {step}: the loss or its gradient was not finite {limit} times in a row "
-                f"(train.skip_limit); the last loss was {finished.loss}"
-            )
-
-
 def train(
     built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float
 ) -> tuple[State, bool]:
@@ -213,36 +162,35 @@ def train(
         Watchdog() as watchdog,
         distributed.StopSignal() as stop,
     ):
-        account = Account(built, record, progress, watchdog, int(state["skipped"]), started)
+        account = built.account(int(state["skipped"]), started, record, progress, watchdog)
 
         def evaluate(step: int) -> None:
             with watchdog.paused():
                 record.evaluation(evaluation(step, state["params"]))
-            account.clock = time.monotonic()
+            account.restart_clock()
 
         def save(step: int) -> None:
             begun = time.monotonic()
             with watchdog.paused():
                 saved = dataclasses.replace(data_state, step=step)
                 checkpointer.save(step, state, saved.to_json())
-            account.checkpoint_seconds = time.monotonic() - begun
+            account.saved(time.monotonic() - begun)
 
         if start == 0 and evaluation.due(0, last=False):
             evaluate(0)
-        account.clock = time.monotonic()
+        account.restart_clock()
         step = start
         while step < steps and not stop.should_stop(step + 1):
             step += 1
             asked = time.monotonic()
             batch = next(batches)
-            waits = {"data_wait_seconds": time.monotonic() - asked}
+            data_wait = time.monotonic() - asked
             if step == config.profile.at:
                 account.settle()  # so that the trace begins between two steps
             trace.before(step)
-            waits["host_gap_seconds"] = 0.0 if account.busy() else None
+            host_gap = 0.0 if account.busy() else None
             state, metrics = built.compiled(state, batch)
-            account.settle()  # reads step - 1 while the device is at `step`
-            account.pending = (step, metrics, waits)
+            account.dispatched(step, metrics, data_wait_seconds=data_wait, host_gap_seconds=host_gap)
             trace.after(step - 1)
             last = step == steps
             if evaluation.due(step, last) or checkpointer.should_save(step, last):
@@ -277,23 +225,14 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
 
 
 def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:
-    """Raises InputError unless the directory may be resumed, or started, with this configuration."""
+    """Raises InputError unless the directory may be started or resumed with this configuration."""
     if not directory.holds_run():
         return
     require(resume == "auto", f"--resume never: {directory.path} already holds a run; give another --run-dir")
-    if not directory.config.exists():
-        return
-    changed = configuration.differences(configuration.load(directory.config), config)
-    fixed = [
-        f"{k} ({old!r} → {new!r})" for k, (old, new) in changed.items() if not configuration.changeable(k)
-    ]
-    require(
-        not fixed,
-        f"{directory.path} holds a run of another configuration: {', '.join(fixed)}; "
-        "give another --run-dir, or the values that the run was started with",
-    )
-    for key, (old, new) in changed.items():
-        log.info("changed since the run was started: %s (%r → %r)", key, old, new)
+    if directory.config.exists():
+        changed = configuration.check_change(configuration.load(directory.config), config, directory.path)
+        for line in changed:
+            log.info("changed since the run was started: %s", line)
 
 
 def run(config: RunConfig, directory: RunDirectory, resume: str = "auto") -> int:

@@ -1,4 +1,4 @@
-"""XLA's settings: the one place that knows flags, the compilation cache and what must never be switched on."""
+"""XLA's settings: the one place that knows flags, the compilation cache and what must stay switched off."""
 
 import mmap
 import os
