@@ -25,12 +25,17 @@ def prose_of(path: str) -> str | None:
         if '"""' not in text and "'''" not in text:
             return ""
         tree = ast.parse(text)
+        prose = "\n\n".join(_topics(tree) if path.endswith("topics.py") else _docstrings(tree))
+        prose.encode("utf-8")  # an escape can make half of a surrogate pair
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return None
-    if path.endswith("topics.py"):  # the language reference, which pydoc holds as a table of strings
-        constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        return "\n\n".join(value for value in constants if isinstance(value, str) and len(value) > 200)
-    return "\n\n".join(_docstrings(tree))
+    return prose
+
+
+def _topics(tree: ast.Module) -> list[str]:
+    """Returns the language reference, which pydoc holds as a table of strings."""
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return [value for value in constants if isinstance(value, str) and len(value) > 200]
 
 
 def _docstrings(node: ast.AST) -> list[str]:

@@ -52,7 +52,6 @@ class HashCache:
     def save(self) -> None:
         """Writes what was learnt. Two writers may lose each other's news, never more."""
         if self.changed:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
             partial.write_text(json.dumps(self.known))
             partial.replace(self.path)

@@ -16,7 +16,7 @@ from jaxthru.data.mix import Mix, Recipe
 from jaxthru.data.progress import Progress
 from jaxthru.data.readers import Damage, Document, held_out, read
 from jaxthru.data.tokenizer import Tokenizer, train
-from jaxthru.runtime.errors import require
+from jaxthru.runtime.errors import InputError, require
 
 SHARD_BYTES = 64_000_000
 """Text in one shard: what a kill costs at most."""
@@ -64,6 +64,11 @@ def open_stores(mix: Mix, folder: Path, prepare: bool = True) -> Prepared:
     prepare: make what is missing. Without it, wait until another process has made it: in a run of several
     processes the first one prepares. Raises InputError.
     """
+    if prepare:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"data.store = {folder}: cannot be made ({error})") from error
     cache = HashCache(folder / "hashes.json")
     corpora, taken = {}, dict.fromkeys((recipe.format for recipe in mix.recipes.values()), frozenset())
     for name, recipe in mix.recipes.items():

@@ -29,7 +29,7 @@ BLOCK = 1 << 20
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is either whole or absent, also after a power failure."""
+    """Writes a file that is either whole or absent, whenever the process or the machine stops."""
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     with partial.open("wb") as stream:
         stream.write(content)

@@ -132,3 +132,19 @@ def test_dropped_batches_do_not_keep_the_process(shared):
     )
     command = [sys.executable, "-c", program, str(mix), str(store)]
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == 3
+
+
+def test_damage_found_while_training_is_named(mix, tmp_path):
+    config = DataConfig(str(mix), SEQUENCE, store=str(tmp_path / "store"))
+    [tokens] = open_data(config).prepared.stores["books"].folder.glob("train-*.tokens")
+    content = bytearray(tokens.read_bytes())
+    content[-1] ^= 1
+    tokens.write_bytes(content)
+    with pytest.raises(InputError, match=r"train-00000\.tokens: block 0 .* is damaged"):
+        batches(open_data(config))
+
+
+def test_a_store_that_cannot_be_made(mix, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"data\.store = .*file"):
+        open_data(DataConfig(str(mix), store=str(tmp_path / "file")))

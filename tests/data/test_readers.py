@@ -212,3 +212,12 @@ def test_every_file_is_hashed_once(tmp_path, monkeypatch):
     monkeypatch.undo()
     path.write_text("two and more")
     assert again.file(path).digest != first.digest
+
+
+def test_a_docstring_that_breaks_unicode_or_the_parser_is_damage(folder):
+    (folder / "half.py").write_text('"""\\ud800"""\n')
+    (folder / "deep.py").write_text('"""x"""\n' + "-" * 200_000 + "1\n")
+    (folder / "fine.py").write_text('"""Fine."""\n')
+    texts, damaged = items(folder, format="docstrings")
+    assert texts == ["Fine."]
+    assert {Path(item.file).name for item in damaged} == {"half.py", "deep.py"}
