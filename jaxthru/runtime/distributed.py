@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 
 import jax
@@ -13,6 +12,7 @@ from jaxthru.runtime.errors import require
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+STDERR = 2
 INTERRUPTED = 130  # the exit code that shells give a process ended by SIGINT
 
 
@@ -149,9 +149,7 @@ class StopSignal:
             os._exit(INTERRUPTED)
         self._asked.set()
         name = signal.Signals(number).name
-        os.write(
-            sys.__stderr__.fileno(), f"\n{name}: stopping after this step; again to exit at once\n".encode()
-        )
+        os.write(STDERR, f"\n{name}: stopping after this step; again to exit at once\n".encode())
 
 
 def _key_value_store():

@@ -9,7 +9,8 @@ Leaves are converted one at a time: at most one stacked array exists twice on a 
 """
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -109,25 +110,31 @@ def unstack(stacked: jax.Array) -> tuple[jax.Array, ...]:
     on_device = device_sharding(stacked)
     stacked = jax.device_put(stacked, on_device)
     sharding = layer_sharding(on_device)
-    layers = _split(stacked, (sharding,) * stacked.shape[0])
-    if on_device.device_set and next(iter(on_device.device_set)).platform == "cpu":
+    layers = _splitter(stacked.shape[0], sharding)(stacked)
+    if next(iter(on_device.device_set)).platform == "cpu":
         return layers
     layers = jax.device_put(layers, sharding.with_memory_kind("pinned_host"))
     return jax.block_until_ready(layers)  # so that the slices' device memory is free before the next leaf
 
 
-def _split(stacked: jax.Array, shardings: tuple[Sharding, ...]) -> tuple[jax.Array, ...]:
-    def layers(array):
-        return tuple(jax.lax.index_in_dim(array, i, keepdims=False) for i in range(len(shardings)))
+@functools.cache  # a jitted function keeps what it compiled; a new one would compile at every save
+def _splitter(count: int, sharding: Sharding) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+    def split(stacked):
+        return tuple(jax.lax.index_in_dim(stacked, i, keepdims=False) for i in range(count))
 
-    return jax.jit(layers, out_shardings=shardings)(stacked)
+    return jax.jit(split, out_shardings=(sharding,) * count)
 
 
 def stack(layers: list[jax.Array], sharding: Sharding) -> jax.Array:
     """Returns the layers as one array with a leading layer dim. Empties the list."""
-    stacked = jax.jit(lambda *arrays: jnp.stack(arrays), out_shardings=sharding)(*layers)
+    stacked = _stacker(sharding)(*layers)
     layers.clear()
     return stacked
+
+
+@functools.cache
+def _stacker(sharding: Sharding) -> Callable[..., jax.Array]:
+    return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=sharding)
 
 
 def device_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:

@@ -50,7 +50,10 @@ FLAG_PREFIXES = ("XLA_", "LIBTPU_", "JAX_", "NCCL_", "NVSHMEM_", "TORCH_SYMM_")
 
 
 class RunDirectory:
-    """The files of one run. Only process 0 writes them; nothing is made before it is needed."""
+    """The files of one run; nothing is made before it is needed.
+
+    Only process 0 may append rows. In the others `write_environment` and `cut` do nothing.
+    """
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -85,7 +88,8 @@ class RunDirectory:
 
     def write_environment(self) -> None:
         """Writes environment.json: with what, on what and by which command the run was last started."""
-        write_atomically(self.environment, json.dumps(environment(), indent=2) + "\n")
+        if is_primary():
+            write_atomically(self.environment, json.dumps(environment(), indent=2) + "\n")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Adds a line to metrics.jsonl. Raises ValueError unless the row's keys are METRICS_FIELDS."""
@@ -106,7 +110,7 @@ class RunDirectory:
     def cut(self, step: int) -> None:
         """Forgets what was written after `step`, where the run resumes: a row beyond it, a torn line."""
         for path in (self.metrics, self.eval):
-            if path.exists():
+            if is_primary() and path.exists():
                 write_atomically(path, "".join(_line(row) for row in _read(path) if row["step"] <= step))
 
 

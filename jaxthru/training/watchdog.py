@@ -4,13 +4,13 @@ import contextlib
 import faulthandler
 import os
 import statistics
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 
 EXIT_CODE = 70
+STDERR = 2
 
 
 class Watchdog:
@@ -81,11 +81,10 @@ class Watchdog:
 
     def _end(self, waited: float, limit: float, median: float | None) -> None:
         usual = "none has yet" if median is None else f"the median is {median:.3g} s"
-        print(
+        line = (
             f"watchdog: no step has finished for {waited:.0f} s ({usual}, the limit {limit:.3g} s); "
-            f"the stacks of all threads follow; exit code {EXIT_CODE}",
-            file=sys.__stderr__,
-            flush=True,
+            f"the stacks of all threads follow; exit code {EXIT_CODE}\n"
         )
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        os.write(STDERR, line.encode())  # whatever hangs may hold sys.stderr's lock
+        faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os._exit(EXIT_CODE)

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,30 @@ def test_a_donated_update_straight_after_save_does_not_reach_the_disk(tmp_path, 
         for i in range(4):
             assert np.unique(restored["params"][f"w{i}"]).tolist() == [3.0 * found + i]
         shutil.rmtree(tmp_path / "checkpoints" / str(found))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_too_and_without_a_second_copy(tmp_path):
+    layers = {name: jnp.full((8, 4096, 2048), index, jnp.float32) for index, name in enumerate("abcd")}
+    state = {"step": jnp.int32(0), "params": {"embedding": jnp.zeros((8192, 1024)), "layers": layers}}
+    stacked = layers["a"].nbytes
+    del layers
+    shapes = abstract(state)
+    update = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = jax.block_until_ready(update(state))
+    device = jax.devices()[0]
+    before = device.memory_stats()["peak_bytes_in_use"]
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
+        checkpointer.save(1, state, {})
+        for _ in range(3):
+            state = update(state)
+        assert device.memory_stats()["peak_bytes_in_use"] - before < 1.5 * stacked
+        checkpointer.wait()
+        del state
+        _, restored, _ = checkpointer.restore(shapes)
+    assert int(restored["step"]) == 1
+    for index, name in enumerate("abcd"):
+        assert np.unique(restored["params"]["layers"][name]).tolist() == [index + 1.0]
 
 
 def test_keeps_the_newest_and_the_multiples(tmp_path):
@@ -398,6 +423,59 @@ def test_a_full_disk(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert "No space left on device" in ran.stdout, ran.stdout
     assert "recovered" in ran.stdout
+
+
+SAVE_FOR_EVER = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer
+
+update = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+first = [np.random.default_rng(i).integers(0, 1000, (700, 700)).astype(np.float32) for i in range(6)]
+state = {"step": jnp.int32(0), "params": {f"w{i}": jnp.asarray(array) for i, array in enumerate(first)}}
+shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+step = 0
+with Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep=2)) as checkpointer:
+    if found := checkpointer.restore(shapes):
+        step, state, data_state = found
+        assert data_state == {"step": step} and int(state["step"]) == step
+        for i, array in enumerate(first):
+            np.testing.assert_array_equal(state["params"][f"w{i}"], array + step)
+    print("from", step, flush=True)
+    while True:
+        step += 1
+        state = update(state)
+        checkpointer.save(step, state, {"step": step})
+"""
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(tmp_path):
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    moments = random.Random(seed)
+    directory = tmp_path / "checkpoints"
+    newest = within_a_save = 0
+    for _ in range(20):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOR_EVER, str(directory)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        line = process.stdout.readline()
+        time.sleep(moments.uniform(0.05, 0.7))
+        process.kill()
+        rest = process.communicate()[0]
+        assert line == f"from {newest}\n", line + rest
+        assert not rest
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+        newest = max((int(name) for name in names if name.isdecimal()), default=0)
+        within_a_save += any(checkpoint.TEMPORARY in name for name in names)
+    assert within_a_save >= 5
+    assert newest > 5
+    assert not (tmp_path / "damaged").exists()
 
 
 TWO_PROCESSES = """
