@@ -13,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 from jaxthru.data.mix import Recipe
+from jaxthru.data.store import write_atomically
 from jaxthru.runtime.errors import require
 
 SITE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -52,9 +53,7 @@ class HashCache:
     def save(self) -> None:
         """Writes what was learnt. Two writers may lose each other's news, never more."""
         if self.changed:
-            partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
-            partial.write_text(json.dumps(self.known))
-            partial.replace(self.path)
+            write_atomically(self.path, json.dumps(self.known).encode())
             self.changed = False
 
 
@@ -64,23 +63,21 @@ def collect(source: str, recipe: Recipe, cache: HashCache, exclude: frozenset[st
     The order depends on the contents alone: a corpus that moves to another folder or machine stays the same.
     exclude: hashes of files that other sources have taken. Raises InputError when there are none.
     """
-    paths: set[str] = set()
+    paths: dict[str, str] = {}  # path -> what `exclude` sees of it: not the folders above the installation
     if recipe.stdlib:
         paths |= _stdlib()
     for package in recipe.packages:
         paths |= _package(package)
     for pattern in recipe.paths:
-        paths |= set(glob.glob(pattern, recursive=True))  # noqa: PTH207 (the pattern is a whole path)
+        paths |= {path: path for path in glob.glob(pattern, recursive=True)}  # noqa: PTH207 (a whole path)
     chosen = {}
     for name in sorted(paths):
         if recipe.suffixes and not name.endswith(recipe.suffixes):
             continue
-        if (
-            any(fnmatch.fnmatch(name, pattern) for pattern in recipe.exclude)
-            or not (path := Path(name)).is_file()
-        ):
+        excluded = any(fnmatch.fnmatch(paths[name], pattern) for pattern in recipe.exclude)
+        if excluded or not Path(name).is_file():
             continue
-        file = cache.file(path)
+        file = cache.file(Path(name))
         if file.digest not in exclude and (not recipe.max_file_bytes or file.size <= recipe.max_file_bytes):
             chosen.setdefault(file.digest, file)
     where = ", ".join(recipe.paths) or "the installed packages"
@@ -89,24 +86,26 @@ def collect(source: str, recipe: Recipe, cache: HashCache, exclude: frozenset[st
 
 
 @functools.cache
-def _stdlib() -> frozenset[str]:
-    paths: set[str] = set()
-    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+def _stdlib() -> dict[str, str]:
+    """Returns {path: its part below the standard library, "/" first}."""
+    paths, root = {}, sysconfig.get_path("stdlib")
+    for folder, folders, names in os.walk(root):
         folders[:] = [item for item in folders if item not in SITE_FOLDERS]
-        paths |= {os.path.join(folder, name) for name in names}  # noqa: PTH118 (many; a Path each is slow)
-    return frozenset(paths)
+        paths |= {f"{folder}/{name}": f"{folder.removeprefix(root)}/{name}" for name in names}
+    return paths
 
 
 @functools.cache
-def _package(name: str) -> frozenset[str]:
-    """Returns the files that an installed distribution lists as its own, wherever on sys.path they are."""
+def _package(name: str) -> dict[str, str]:
+    """Returns {path: its part below the folder on sys.path} of all files of an installed distribution."""
     try:
         distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        return frozenset()
+        return {}
     if distribution.files is not None:
-        return frozenset(str(file.locate()) for file in distribution.files if file.suffix != ".pyc")
+        return {str(file.locate()): f"/{file}" for file in distribution.files if file.suffix != ".pyc"}
     # Some system packagers leave the list out: then take the folder of the module of the same name.
     specification = importlib.util.find_spec(name.replace("-", "_"))
     folders = specification.submodule_search_locations or () if specification else ()
-    return frozenset(str(path) for folder in folders for path in Path(folder).rglob("*"))
+    roots = [Path(folder) for folder in folders]
+    return {str(path): f"/{path.relative_to(root.parent)}" for root in roots for path in root.rglob("*")}

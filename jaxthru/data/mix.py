@@ -21,7 +21,8 @@ class Recipe:
     stdlib: take the files of Python's standard library. packages: and those of these installed
         distributions; one that is not installed is skipped.
     paths: and the files that these globs match (`~` and `**` are understood), from the mix file's folder.
-    suffixes: only files whose names end so; empty takes all. exclude: not those that match these globs.
+    suffixes: only files whose names end so; empty takes all. exclude: not those that match these globs;
+        for `stdlib` and `packages` the path begins at the library or the package.
     text_key: the key of a record, or the column, that holds the text.
     cap_bytes: stop after so much text; 0 takes all. max_file_bytes: leave out larger files; 0 takes all.
     damaged_limit: preparation fails when more than this share of the records cannot be read.

@@ -119,12 +119,12 @@ def _training_texts(mix: Mix, corpora: dict[str, Corpus], progress: Progress) ->
         size = 0
         for item in corpus.items():
             if isinstance(item, Document) and not held_out(item.origin, mix.held_out):
-                length = len(item.text.encode())
-                if size + length > share:
+                text = item.text.encode()[: share - size]
+                size += len(text)
+                progress.advance(len(text))
+                yield text.decode(errors="ignore")
+                if size >= share:
                     break
-                size += length
-                progress.advance(length)
-                yield item.text
 
 
 def _write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, progress: Progress) -> None:
@@ -156,8 +156,10 @@ def _write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, pro
         number = sum(record["damaged"] for record in records)
         first = _describe(damage[0])
         progress.note(f"source {corpus.name}: {number} damaged records left out, first {first}")
-    trained_on = sum(record["splits"]["train"]["tokens"] for record in records)
-    require(trained_on > 0, f"source {corpus.name}: no text to train on in {len(corpus.files)} files")
+    tokens = {split: sum(record["splits"][split]["tokens"] for record in records) for split in store.SPLITS}
+    require(tokens["train"] > 0, f"source {corpus.name}: no text to train on in {len(corpus.files)} files")
+    if share and not tokens["held_out"]:
+        progress.note(f"source {corpus.name}: too few documents, none is held out for evaluation")
     manifest = {
         "source": corpus.name,
         "description": corpus.recipe.description,

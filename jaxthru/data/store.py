@@ -14,7 +14,7 @@ write the same bytes: whichever is last changes nothing.
 
 import json
 import os
-import threading
+import uuid
 import zlib
 from pathlib import Path
 
@@ -30,7 +30,7 @@ BLOCK = 1 << 20
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file that is either whole or absent, whenever the process or the machine stops."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     with partial.open("wb") as stream:
         stream.write(content)
         stream.flush()

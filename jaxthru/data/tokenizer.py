@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from jaxthru.data.store import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
 END_OF_TEXT = (
@@ -63,6 +64,4 @@ def train(texts: Iterator[str], vocabulary: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    tokenizer.save(str(partial))
-    partial.replace(path)
+    write_atomically(path, tokenizer.to_str(pretty=True).encode())

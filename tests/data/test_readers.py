@@ -2,11 +2,12 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxthru.data.files import HashCache, collect
+from jaxthru.data.files import HashCache, _stdlib, collect
 from jaxthru.data.mix import Recipe, load_mix
 from jaxthru.data.prepare import open_stores
 from jaxthru.data.readers import Damage, Document, held_out, read
@@ -221,3 +222,21 @@ def test_a_docstring_that_breaks_unicode_or_the_parser_is_damage(folder):
     texts, damaged = items(folder, format="docstrings")
     assert texts == ["Fine."]
     assert {Path(item.file).name for item in damaged} == {"half.py", "deep.py"}
+
+
+def test_exclude_does_not_see_the_folders_above_an_installation(tmp_path, monkeypatch):
+    library = tmp_path / "tests" / "lib"
+    for name in ("a.py", "test/b.py", "site-packages/c.py"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(f"'{name}'\n")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
+    monkeypatch.setattr("jaxthru.data.files._stdlib", _stdlib.__wrapped__)
+    recipe = Recipe(stdlib=True, suffixes=(".py",), exclude=("*/test/*", "*/tests/*"))
+    found = collect("test", recipe, HashCache(tmp_path / "none.json"), frozenset())
+    assert [file.path.name for file in found] == ["a.py"]
+
+
+def test_packages_are_found_by_their_names_and_absent_ones_skipped(tmp_path):
+    recipe = Recipe(packages=("numpy", "no-such-package"), suffixes=("/__init__.py",), exclude=("*/tests/*",))
+    found = collect("test", recipe, HashCache(tmp_path / "none.json"), frozenset())
+    assert Path(np.__file__) in {file.path for file in found}
