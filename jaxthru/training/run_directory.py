@@ -108,10 +108,14 @@ class RunDirectory:
         return _read(self.eval)
 
     def cut(self, step: int) -> None:
-        """Forgets what was written after `step`, where the run resumes: a row beyond it, a torn line."""
+        """Forgets what was written after `step`, where the run resumes: rows beyond it, a torn line.
+
+        From step 0 the run starts anew: the evaluation before the first update will be made again too.
+        """
         for path in (self.metrics, self.eval):
             if is_primary() and path.exists():
-                write_atomically(path, "".join(_line(row) for row in _read(path) if row["step"] <= step))
+                kept = [row for row in _read(path) if step and row["step"] <= step]
+                write_atomically(path, "".join(map(_line, kept)))
 
 
 def environment() -> dict[str, Any]:

@@ -115,6 +115,16 @@ def test_cut_keeps_the_kept_lines_as_they_were(tmp_path):
     assert run.metrics.read_text() == ""
 
 
+def test_a_start_from_nothing_evaluates_again(tmp_path):
+    run = RunDirectory(tmp_path)
+    for step in (0, 5, 10):
+        run.append_eval(eval_row(step))
+    run.cut(5)
+    assert [row["step"] for row in run.read_eval()] == [0, 5]
+    run.cut(0)
+    assert run.read_eval() == []
+
+
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     run = RunDirectory(tmp_path)
     run.append_metrics(metrics_row(1))
