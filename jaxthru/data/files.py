@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxthru.data.mix import Recipe
 from jaxthru.data.store import write_atomically
-from jaxthru.runtime.errors import require
+from jaxthru.runtime.errors import InputError, require
 
 SITE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -77,7 +77,10 @@ def collect(source: str, recipe: Recipe, cache: HashCache, exclude: frozenset[st
         excluded = any(fnmatch.fnmatch(paths[name], pattern) for pattern in recipe.exclude)
         if excluded or not Path(name).is_file():
             continue
-        file = cache.file(Path(name))
+        try:
+            file = cache.file(Path(name))
+        except OSError as error:
+            raise InputError(f"source {source}: {name}: cannot be read ({error.strerror})") from error
         if file.digest not in exclude and (not recipe.max_file_bytes or file.size <= recipe.max_file_bytes):
             chosen.setdefault(file.digest, file)
     where = ", ".join(recipe.paths) or "the installed packages"

@@ -68,7 +68,7 @@ def open_stores(mix: Mix, folder: Path, prepare: bool = True) -> Prepared:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"data.store = {folder}: cannot be made ({error})") from error
+            raise InputError(f"data.store = {folder}: cannot be made ({error.strerror})") from error
     cache = HashCache(folder / "hashes.json")
     corpora, taken = {}, dict.fromkeys((recipe.format for recipe in mix.recipes.values()), frozenset())
     for name, recipe in mix.recipes.items():

@@ -29,13 +29,20 @@ BLOCK = 1 << 20
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is either whole or absent, whenever the process or the machine stops."""
+    """Writes a file that is either whole or absent, whenever the process or the machine stops.
+
+    Raises InputError when the disk is full or may not be written.
+    """
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def write_shard(folder: Path, number: int, splits: dict[str, list[np.ndarray]], record: dict) -> dict:

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import random
@@ -200,3 +201,13 @@ def test_a_named_tokenizer(mix, tmp_path):
     (tmp_path / "named.json").write_text("{}")
     with pytest.raises(InputError, match=r"not a tokenizer\.json"):
         open_stores(load_mix(str(mix)), tmp_path / "store")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(mix, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
+        open_stores(load_mix(str(mix)), tmp_path / "store")
+    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]

@@ -1,0 +1,36 @@
+"""Two real processes build one global batch, each its own rows."""
+
+from pathlib import Path
+
+from processes import finish, start_processes
+
+PROGRAM = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxthru.data.loader import DataConfig, local_rows, open_data, to_global
+from jaxthru.runtime import distributed
+
+distributed.initialize()
+config = DataConfig(mix=sys.argv[1], sequence=32, store=sys.argv[2])
+data = open_data(config, prepare=jax.process_index() == 0)
+sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+mine = local_rows(sharding, 8, 32)
+whole_batches = None
+asked = dict(schedule=((0, data.weights),), seed=3, rows=8, steps=5)
+parts, wholes = data.train_batches(**asked, local_rows=mine), data.train_batches(**asked)
+for part, whole in zip(parts, wholes, strict=True):
+    assert part["tokens"].shape == (4, 32)
+    for name, array in to_global(part, sharding, 8).items():
+        assert array.shape == (8, 32)
+        for shard in array.addressable_shards:
+            assert (np.asarray(shard.data) == whole[name][shard.index]).all()
+print("rows", mine.start, mine.stop)
+"""
+
+
+def test_two_processes(mix, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    printed = finish(start_processes(Path(script), str(mix), str(tmp_path / "store"), devices=2))
+    assert "rows 0 4" in printed[0] and "rows 4 8" in printed[1]
