@@ -1,1 +1,24 @@
-"""jaxthru trains transformer language models on JAX/XLA and says where every lost percent went."""
+"""jaxthru trains transformer language models on JAX/XLA and says where every lost percent went.
+
+What a notebook needs; each name is imported when it is first used.
+"""
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "RunConfig": ("jaxthru.config", "RunConfig"),
+    "load_config": ("jaxthru.config", "load"),
+    "open_data": ("jaxthru.data.loader", "open_data"),
+    "build": ("jaxthru.train", "build"),
+    "run": ("jaxthru.train", "run"),
+    "RunDirectory": ("jaxthru.training.run_directory", "RunDirectory"),
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxthru' has no attribute {name!r}")
+    module, attribute = _HOME[name]
+    return getattr(importlib.import_module(module), attribute)

@@ -134,9 +134,14 @@ def check_types(config: RunConfig) -> None:
 
 
 def _run_config_file(path: Path) -> RunConfig:
-    function = runpy.run_path(str(path)).get("config")
-    require(callable(function), f"--config {path}: must define `def config() -> RunConfig`")
-    config = function()
+    try:
+        function = runpy.run_path(str(path)).get("config")
+        require(callable(function), f"--config {path}: must define `def config() -> RunConfig`")
+        config = function()
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"--config {path}: {type(error).__name__}: {error}") from error
     require(isinstance(config, RunConfig), f"--config {path}: config() must return a RunConfig")
     return config
 

@@ -121,6 +121,7 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     check_divisible(layout, sizes)
     groups = config.data.groups or canonical_groups(train.rows)
     check_groups(train, groups, layout.size("batch"))
+    check_deterministic(config)
     ops = Ops(
         layout, jnp.dtype(config.precision.compute), None if shape.attention == "auto" else shape.attention
     )
@@ -144,11 +145,18 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     return Build(config, data, layout, step, abstract, compiled, time.monotonic() - started)
 
 
-def train(
-    built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float
-) -> tuple[State, bool]:
-    """Runs the loop from the newest checkpoint, or from the start. Returns the last state, and whether the
-    run is complete; if it is not, a signal stopped it and the state has been saved."""
+def check_deterministic(config: RunConfig) -> None:
+    """Raises InputError where determinism needs a choice of attention that is the user's to make."""
+    require(
+        jax.default_backend() == "cpu" or not config.train.deterministic or config.model.attention != "auto",
+        "train.deterministic = True with model.attention = 'auto': cuDNN's deterministic backward pass needs "
+        "memory that grows with rows × segments × heads × sequence²; choose 'xla' (slower, any length) or "
+        "'cudnn_packed' (short sequences)",
+    )
+
+
+def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float) -> State:
+    """Runs the loop from the newest checkpoint, or from the start; returns the last state, which is saved."""
     config, steps = built.config, built.config.train.steps
     state, data_state = restore_or_start(built, checkpointer)
     start = data_state.step
@@ -204,9 +212,10 @@ def train(
         trace.close()
         if step < steps:
             save(step)
+            log.info("stopped after step %d; the state is saved", step)
         with watchdog.paused():
             checkpointer.wait()
-    return state, step == steps
+    return state
 
 
 def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, DataState]:
@@ -235,28 +244,36 @@ def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> 
             log.info("changed since the run was started: %s", line)
 
 
-def run(config: RunConfig, directory: RunDirectory, resume: str = "auto") -> int:
-    """Trains in a run directory, from the data's preparation to the final table; returns an exit code."""
+def run(
+    config: RunConfig, directory: RunDirectory | None = None, *, name: str = "run", resume: str = "auto"
+) -> RunDirectory:
+    """Trains, from the data's preparation to the final table, and returns the run directory.
+
+    directory: None makes a fresh runs/<name>/<n>. resume: as on the command line.
+    Raises InputError, TrainingError or CheckpointError, each with a message of one line.
+    """
     started = time.monotonic()
+    xla.configure()
+    distributed.initialize()
+    directory = directory or RunDirectory.fresh(name)
     check_resumable(config, directory, resume)
     with Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
         if max(checkpointer.steps(), default=0) >= config.train.steps:
             log.info("%s is complete", directory.path)
-            final_table(directory)
-            return 0
-        data = open_data(config.data, prepare=distributed.is_primary())
-        built = build(config, data)
-        describe(built)
-        if distributed.is_primary():
-            directory.path.mkdir(parents=True, exist_ok=True)
-            configuration.dump(config, directory.config)
-            directory.write_environment()
-        _, complete = train(built, directory, checkpointer, started)
+        else:
+            data = open_data(config.data, prepare=distributed.is_primary())
+            if config.train.deterministic:
+                xla.keep_compiled(directory.path / "xla_cache")
+            built = build(config, data)
+            describe(built)
+            if distributed.is_primary():
+                directory.path.mkdir(parents=True, exist_ok=True)
+                configuration.dump(config, directory.config)
+                directory.write_environment()
+            train(built, directory, checkpointer, started)
     if distributed.is_primary():
-        if not complete:
-            log.info("stopped; the state is saved")
         final_table(directory)
-    return 0
+    return directory
 
 
 def describe(built: Build) -> None:
@@ -297,23 +314,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code: 2 for bad input, 1 for training that cannot go on."""
     arguments = parse_arguments(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
     try:
         config = configuration.load(arguments.config, arguments.overrides)
-        xla.configure()
-        distributed.initialize()
-        if arguments.run_dir:
-            directory = RunDirectory(arguments.run_dir)
-        else:
-            directory = RunDirectory.fresh(Path(arguments.config).stem)
-        return run(config, directory, arguments.resume)
+        directory = RunDirectory(arguments.run_dir) if arguments.run_dir else None
+        run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
     except InputError as error:
         print(f"jaxthru: {error}", file=sys.stderr)
         return 2
     except (TrainingError, CheckpointError) as error:
         print(f"jaxthru: {error}", file=sys.stderr)
         return 1
+    return 0
 
 
 if __name__ == "__main__":

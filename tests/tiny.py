@@ -1,6 +1,7 @@
 """A two-layer model, its step and its batches, small enough to compile in seconds."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,12 @@ class Tiny:
         sharding = self.layout.sharding(("batch", "sequence"))
         return {name: jax.device_put(value, sharding) for name, value in batch(index).items()}
 
+    def fresh(self) -> dict:
+        """Returns a first state that a step may take over."""
+        return jax.tree.map(jnp.copy, self.state)
+
     def losses(self, steps: int) -> list[float]:
-        state, losses = self.state, []
+        state, losses = self.fresh(), []
         for index in range(steps):
             state, metrics = self.compiled(state, self.batch(index))
             losses.append(float(metrics["loss"]))
@@ -58,6 +63,7 @@ def batch(index: int) -> dict[str, np.ndarray]:
     }
 
 
+@functools.cache
 def make(
     mesh: tuple[int, int, int] = (1, 1, 1),
     *,

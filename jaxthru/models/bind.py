@@ -22,7 +22,7 @@ from pallas_kernels.attention import find_segments
 Tree = Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """One module as pure functions over a plain tree of its parameters."""
 
@@ -47,7 +47,7 @@ def _part(module: type[nnx.Module], config: ModelConfig) -> Part:
     return Part(init, apply, nnx.to_pure_dict(axes))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Model:
     """A bound model: pure functions over `params`."""
 

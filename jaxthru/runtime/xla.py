@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jaxlib
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxthru.runtime.errors import InputError, require
 
@@ -25,13 +26,12 @@ NO_MULTICAST = {
 MULTICAST_FLAGS = re.compile(r"user_buffers|symmetric")
 
 
-def configure(cache: Path | None = None) -> None:
+def configure() -> None:
     """Sets up XLA for this process. Call it before the first device is touched.
 
-    cache: where compiled programs and autotuning results are kept for the next start; by default
-    JAX_COMPILATION_CACHE_DIR or ~/.cache/jaxthru/xla.
-    Raises InputError for a JAX that is not supported, and for a flag in XLA_FLAGS that is unknown (XLA would
-    abort the process) or that could make collectives use multicast.
+    Compiled programs and autotuning results are kept for the next start, in JAX_COMPILATION_CACHE_DIR or
+    ~/.cache/jaxthru/xla. Raises InputError for a JAX that is not supported, and for a flag in XLA_FLAGS that
+    is unknown (XLA would abort the process) or that could make collectives use multicast.
     """
     first, end = SUPPORTED_JAX
     version = tuple(int(part) for part in re.findall(r"\d+", jax.__version__)[:3])
@@ -40,11 +40,17 @@ def configure(cache: Path | None = None) -> None:
         f"jax {jax.__version__}: supported is jax>={'.'.join(map(str, first))},<{end[0]}.{end[1]}",
     )
     os.environ.update(NO_MULTICAST)
+    # A training job owns its GPU; JAX's default leaves a quarter of the memory unused.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     check_flags(os.environ.get("XLA_FLAGS", ""))
-    if cache is None and jax.config.jax_compilation_cache_dir is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxthru" / "xla"
-    if cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+    if jax.config.jax_compilation_cache_dir is None:
+        keep_compiled(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxthru" / "xla")
+
+
+def keep_compiled(directory: Path) -> None:
+    """Keeps compiled programs, and on a GPU the results of autotuning, in `directory` from here on."""
+    compilation_cache.reset_cache()  # it may have been opened elsewhere already
+    jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
 def check_flags(flags: str) -> None:

@@ -1,0 +1,246 @@
+"""The model: equal in all its forms, blind across documents, started at ln(vocabulary)."""
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from jaxthru import config as configuration
+from jaxthru.models import flops
+from jaxthru.models.bind import bind
+from jaxthru.models.layers import rotary_angles, rotate
+from jaxthru.models.llama import ModelConfig, RopeScaling
+from jaxthru.models.ops import Ops
+from jaxthru.models.remat import KEPT
+from jaxthru.runtime.mesh import MeshConfig, make_mesh
+from jaxthru.runtime.sharding import Layout
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FAMILY = {
+    "plain": {},
+    "tied": {"tied_embeddings": True},
+    "qk_norm": {"qk_norm": True},
+    "rope_scaling": {"rope_scaling": RopeScaling(factor=4.0, original_sequence=32)},
+}
+
+
+def model(policy: str = "none", **shape):
+    layout = Layout(make_mesh(MeshConfig(), jax.devices()[:1]))
+    return bind(dataclasses.replace(tiny.SHAPE, **shape), Ops(layout, jnp.dtype(jnp.float32)), policy)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(bound, params, batch):
+    hidden = bound.hidden(params, batch, 8)
+    return jnp.einsum("btd,dv->btv", hidden, bound.output_matrix(params))
+
+
+def loss(bound, params, batch):
+    log_p = jax.nn.log_softmax(logits(bound, params, batch))
+    chosen = jnp.take_along_axis(log_p, batch["targets"][..., None], axis=-1)[..., 0]
+    return -jnp.sum(chosen * batch["loss_mask"])
+
+
+gradient = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)
+
+
+def unstack(params, layers):
+    def layer(i):
+        return jax.tree.map(lambda leaf: leaf[i], params["layers"])
+
+    return {**params, "layers": tuple(layer(i) for i in range(layers))}
+
+
+@pytest.mark.parametrize("shape", FAMILY.values(), ids=FAMILY)
+def test_scan_and_unroll_agree(shape):
+    scan, unroll = model(loop="scan", **shape), model(loop="unroll", **shape)
+    params = scan.init(jax.random.key(0))
+    layers = tiny.SHAPE.layers
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+        unstack(params, layers),
+        unroll.init(jax.random.key(0)),
+    )
+    batch = tiny.batch(0)
+    np.testing.assert_allclose(
+        logits(scan, params, batch), logits(unroll, unstack(params, layers), batch), atol=1e-6
+    )
+    one = gradient(scan, params, batch)
+    two = gradient(unroll, unstack(params, layers), batch)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(two))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * scale),
+        unstack(one, layers),
+        two,
+    )
+
+
+@pytest.mark.parametrize("shape", FAMILY.values(), ids=FAMILY)
+def test_a_packed_row_equals_its_documents_alone(shape):
+    bound = model(**shape)
+    params = bound.init(jax.random.key(1))
+    draw = np.random.default_rng(2)
+    lengths = [17, 1, 30, 9]  # and 7 of padding
+    used = sum(lengths)
+    tokens = draw.integers(0, tiny.SHAPE.vocabulary, (1, tiny.SEQUENCE)).astype(np.int32)
+    targets = draw.integers(0, tiny.SHAPE.vocabulary, (1, tiny.SEQUENCE)).astype(np.int32)
+    tail = tiny.SEQUENCE - used
+    packed = {
+        "tokens": tokens,
+        "targets": targets,
+        "segment_ids": np.repeat([1, 2, 3, 4, 0], [*lengths, tail])[None].astype(np.int32),
+        "positions": np.concatenate([np.arange(n) for n in [*lengths, tail]])[None].astype(np.int32),
+        "loss_mask": (np.arange(tiny.SEQUENCE) < used)[None].astype(np.float32),
+    }
+    together = logits(bound, params, packed)
+    together_grad = gradient(bound, params, packed)
+    alone_grad, start = jax.tree.map(jnp.zeros_like, params), 0
+    for length in lengths:
+        cut = {name: value[:, start : start + length] for name, value in packed.items()}
+        cut["segment_ids"] = np.ones_like(cut["segment_ids"])
+        np.testing.assert_allclose(together[:, start : start + length], logits(bound, params, cut), atol=2e-5)
+        alone_grad = jax.tree.map(jnp.add, alone_grad, gradient(bound, params, cut))
+        start += length
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), together_grad, alone_grad
+    )
+
+
+@pytest.mark.parametrize("policy", ["full", *KEPT])
+def test_rematerialisation_changes_no_gradient(policy):
+    plain, other = model(), model(policy)
+    params, batch = plain.init(jax.random.key(0)), tiny.batch(0)
+    one, two = gradient(plain, params, batch), gradient(other, params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), one, two)
+
+
+@pytest.mark.parametrize("policy", KEPT)
+def test_policies_keep_what_they_name(policy):
+    """A name that no layer gives would silently keep nothing."""
+    bound = model()
+    text = str(jax.make_jaxpr(lambda p: bound.hidden(p, tiny.batch(0), 8))(bound.init(jax.random.key(0))))
+    given = set(KEPT[policy]) - {"attention_statistics"}  # which only the GPU kernel has
+    assert all(f"name[name={name}]" in text for name in given)
+
+
+def test_too_many_segments_come_out_as_nan():
+    bound = model()
+    batch = tiny.batch(0)
+    batch["segment_ids"][3] = np.arange(tiny.SEQUENCE) // 4 + 1
+    hidden = bound.hidden(bound.init(jax.random.key(0)), batch, 8)
+    assert np.isnan(hidden[3]).all() and np.isfinite(hidden[:3]).all()
+
+
+def test_no_module_graph_is_walked_once_compiled(monkeypatch):
+    made = tiny.make()
+
+    def refuse(*_, **__):
+        raise AssertionError("a module graph was walked")
+
+    for name in ("merge", "split", "state"):
+        monkeypatch.setattr(nnx, name, refuse)
+    assert np.isfinite(made.losses(2)).all()
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    config = ModelConfig(head_dim=16)
+    draw = np.random.default_rng(0)
+    q, k = (jnp.asarray(draw.normal(size=(1, 1, 1, 16)), jnp.float32) for _ in range(2))
+
+    def score(i, j):
+        at = lambda x, p: rotate(x, rotary_angles(jnp.full((1, 1), p), config))  # noqa: E731
+        return float(jnp.sum(at(q, i) * at(k, j)))
+
+    assert score(3, 1) == pytest.approx(score(103, 101), abs=1e-4)
+    assert score(3, 1) != pytest.approx(score(3, 2), abs=1e-3)
+
+
+def test_rope_scaling_stretches_long_wavelengths_alone():
+    plain = ModelConfig(head_dim=128)
+    scaled = dataclasses.replace(plain, rope_scaling=RopeScaling(factor=8.0, original_sequence=8192))
+    position = jnp.ones((1, 1), jnp.int32)
+    angle = {
+        config: np.arctan2(*(np.asarray(part)[0, 0] for part in rotary_angles(position, config)[::-1]))
+        for config in (plain, scaled)
+    }
+    wavelength = 2 * np.pi / angle[plain]
+    short, long = wavelength < 8192 / 4, wavelength > 8192
+    np.testing.assert_allclose(angle[scaled][short], angle[plain][short], rtol=1e-5)
+    np.testing.assert_allclose(angle[scaled][long], angle[plain][long] / 8, rtol=1e-3)
+    between = ~(short | long)
+    assert between.any()
+    assert (angle[scaled][between] < angle[plain][between]).all()
+    assert (angle[scaled][between] > angle[plain][between] / 8).all()
+
+
+PUBLISHED = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_2_1b": 1_235_814_400,
+    "mistral_7b": 7_248_023_552,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_have_their_published_sizes(name):
+    shape = configuration.load(ROOT / "configs" / f"{name}.py").model
+    assert flops.parameters(shape) == PUBLISHED[name]
+    bound = bind(
+        shape, Ops(Layout(make_mesh(MeshConfig(), jax.devices()[:1])), jnp.dtype(jnp.float32)), "none"
+    )
+    leaves = jax.tree.leaves(jax.eval_shape(bound.init, jax.random.key(0)))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == PUBLISHED[name]
+
+
+def first_loss(path) -> tuple[float, float]:
+    """Returns (first loss of a configuration with one layer, ln(vocabulary))."""
+    shape = dataclasses.replace(configuration.load(path).model, layers=1, loop="scan")
+    bound = bind(
+        shape, Ops(Layout(make_mesh(MeshConfig(), jax.devices()[:1])), jnp.dtype(jnp.float32)), "none"
+    )
+    params = jax.jit(bound.init)(jax.random.key(0))
+    draw = np.random.default_rng(0)
+    tokens, targets = draw.integers(0, shape.vocabulary, (2, 1, 64)).astype(np.int32)
+    batch = {
+        "tokens": tokens,
+        "targets": targets,
+        "segment_ids": np.ones((1, 64), np.int32),
+        "positions": np.arange(64, dtype=np.int32)[None],
+        "loss_mask": np.ones((1, 64), np.float32),
+    }
+    return float(jax.jit(lambda p: loss(bound, p, batch))(params)) / 64, math.log(shape.vocabulary)
+
+
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=() if p.stem == "quickstart" else pytest.mark.slow) for p in CONFIGS],
+    ids=lambda path: path.stem,
+)
+def test_the_first_loss_is_that_of_guessing(path):
+    measured, guessing = first_loss(path)
+    assert measured == pytest.approx(guessing, rel=0.05)
+
+
+def test_flops_of_a_causal_row():
+    shape = configuration.load(ROOT / "configs" / "llama3_8b_8layer.py").model
+    tokens = 8192
+    n = flops.matmul_parameters(shape)
+    assert n == 8 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336) + 4096 * 128256
+    expected = tokens * (6 * n + 6 * 8 * 32 * 128 * tokens)
+    assert flops.train_flops(shape, tokens, tokens**2) == pytest.approx(expected)
+    # Two documents of half the length need half of the attention.
+    attention = expected - 6 * n * tokens
+    halves = flops.train_flops(shape, tokens, 2 * (tokens // 2) ** 2)
+    assert halves == pytest.approx(expected - attention / 2)

@@ -1,0 +1,130 @@
+"""Loading, changing and refusing configurations."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxthru import config as configuration
+from jaxthru.config import RunConfig, load
+from jaxthru.data.loader import DataConfig
+from jaxthru.models.llama import RopeScaling
+from jaxthru.runtime.errors import InputError
+from jaxthru.training.step import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart.py"
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_survives_its_json(path, tmp_path):
+    config = load(path)
+    configuration.dump(config, tmp_path / "config.json")
+    assert load(tmp_path / "config.json") == config
+    assert json.loads((tmp_path / "config.json").read_text()).keys() == {
+        field.name for field in dataclasses.fields(RunConfig)
+    }
+
+
+def test_overrides_take_the_declared_type():
+    overrides = [
+        *("train.steps=7", "optim.learning_rate=1", "data.groups=4", "model.tied_embeddings=true"),
+        *("model.rope_scaling.factor=2", "model.loop=unroll", "data.mix=7", "train.rows=1_6"),
+    ]
+    config = load(QUICKSTART, overrides)
+    assert (config.train.steps, config.train.rows, config.data.groups) == (7, 16, 4)
+    assert isinstance(config.optim.learning_rate, float)
+    assert config.model.tied_embeddings is True
+    assert config.model.rope_scaling == RopeScaling(factor=2.0)
+    assert config.data.mix == "7"
+    assert load(QUICKSTART, ["data.groups=None", "model.rope_scaling=None"]).data.groups is None
+
+
+def test_keys_that_fit_only_together():
+    assert load(QUICKSTART, ["model.heads=6", "model.kv_heads=3"]).model.kv_heads == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step=3", "unknown key train.step; did you mean 'steps'"),
+        ("trian.steps=3", "unknown key trian; did you mean 'train'"),
+        ("train.steps.more=3", "unknown key train.steps.more: train.steps has no keys"),
+        ("train.steps=many", "train.steps = 'many': must be int"),
+        ("train.steps=1.5", "train.steps = '1.5': must be int"),
+        ("train.steps=true", "train.steps = 'true': must be int"),
+        ("train.steps=0", "train.steps = 0: must be at least 1"),
+        ("train.deterministic=1", "train.deterministic = '1': must be bool"),
+        ("model.loop=scan_", "model.loop = 'scan_': must be one of 'scan', 'unroll'; did you mean 'scan'"),
+        ("train=3", "train is a group"),
+        ("train.steps", "must look like group.key=value"),
+        ("train.microbatches=3", "train.rows = 8: must be a multiple of train.microbatches = 3"),
+        ("model.heads=3", "model.heads = 3: must be a multiple of model.kv_heads"),
+        ("model.head_dim=7", "model.head_dim = 7: must be even"),
+        ("data.sequence=10000", "data.sequence = 10000: longer than model.max_sequence"),
+        ("data.groups=3", "data.groups = 3: must divide train.rows"),
+        ("optim.b1=1", "optim.b1 = 1.0: must be at least 0 and below 1"),
+        ("optim.learning_rate=nan", "optim.learning_rate = nan"),
+        ("offload.level=optimizer", "offload.level = 'optimizer': must be one of 'none'"),
+        ("mesh.data=0", "mesh.data = 0: must be -1"),
+        ("mesh.data=-1", "at most one axis may be -1"),
+        ("evaluate.rows=-1", "evaluate.rows = -1"),
+        ("checkpoint.keep=0", "checkpoint.keep = 0"),
+    ],
+)
+def test_refuses(override, message):
+    with pytest.raises(InputError) as caught:
+        load(QUICKSTART, [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("missing.py", None, "no such file"),
+        ("a.yaml", "", "must end in .py or .json"),
+        ("a.json", "{", "not valid JSON"),
+        ("a.json", "[]", "must hold one JSON object"),
+        ("a.json", '{"train": 3}', "train = 3: must be a group"),
+        ("a.json", '{"train": {"stepz": 3}}', "unknown key train.stepz; did you mean 'steps'"),
+        ("a.json", '{"train": {"steps": "3"}}', "train.steps = '3': must be int"),
+        ("a.py", "", "must define `def config()"),
+        ("a.py", "def config(): return 3", "must return a RunConfig"),
+        ("a.py", "def config(:", "a.py"),
+    ],
+)
+def test_refuses_files(tmp_path, name, text, message):
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_types_are_checked_in_python_too():
+    with pytest.raises(InputError, match=r"data.mix = 3: must be str"):
+        RunConfig(data=DataConfig(mix=3))
+    with pytest.raises(InputError, match="data is TrainConfig: must be a DataConfig"):
+        RunConfig(data=TrainConfig())
+
+
+def test_what_may_change_when_a_run_is_resumed(tmp_path):
+    old = load(QUICKSTART)
+    lines = configuration.check_change(
+        old, load(QUICKSTART, ["train.steps=400", "mesh.fsdp=2", "checkpoint.keep=5"]), tmp_path
+    )
+    assert lines == [
+        "checkpoint.keep (2 → 5)",
+        "mesh.fsdp (-1 → 2)",
+        f"train.steps ({old.train.steps} → 400)",
+    ]
+    assert configuration.check_change(old, old, tmp_path) == []
+    with pytest.raises(InputError, match=r"holds a run of another configuration: model.layers \(4 → 5\);"):
+        configuration.check_change(old, load(QUICKSTART, ["model.layers=5", "train.steps=9"]), tmp_path)
+    with pytest.raises(InputError, match=r"model.rope_scaling"):
+        configuration.check_change(old, load(QUICKSTART, ["model.rope_scaling.factor=9"]), tmp_path)

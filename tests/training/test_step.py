@@ -1,0 +1,228 @@
+"""One update: the right loss, the right gradients, and none from what is not finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxthru.models.bind import bind
+from jaxthru.models.ops import Ops
+from jaxthru.optim.optimizer import OptimConfig, make_optimizer, make_schedule
+from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.mesh import MeshConfig, make_mesh
+from jaxthru.runtime.sharding import Layout
+from jaxthru.training import loss as loss_module
+from jaxthru.training.loss import chunk_length, token_losses
+from jaxthru.training.state import decayed
+from jaxthru.training.step import TrainConfig, check_groups
+
+
+@pytest.fixture(scope="module")
+def made():
+    return tiny.make()
+
+
+def run(made, batches, state=None):
+    state = made.fresh() if state is None else state
+    metrics = None
+    for batch in batches:
+        state, metrics = made.compiled(state, batch)
+    return state, jax.device_get(metrics)
+
+
+def assert_trees_close(a, b, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+def test_metrics_say_what_the_batch_holds(made):
+    batch = tiny.batch(0)
+    _, metrics = run(made, [made.batch(0)])
+    assert metrics["tokens"] == (batch["segment_ids"] > 0).sum()
+    span = 0
+    for row in batch["segment_ids"]:
+        span += sum(int((row == i).sum()) ** 2 for i in (1, 2))
+    assert metrics["attention_span"] == span
+    for source in range(tiny.SOURCES):
+        mask = batch["loss_mask"] * (batch["source"] == source)
+        assert metrics["source_tokens"][source] == mask.sum()
+    total = metrics["source_loss"].sum() / metrics["source_tokens"].sum()
+    assert metrics["loss"] == pytest.approx(total, rel=1e-5)
+    assert metrics["loss"] == pytest.approx(np.log(tiny.SHAPE.vocabulary), rel=0.05)
+
+
+def test_the_update_is_clipped_adamw(made):
+    """Against Optax called by hand on the plain gradient of the whole batch."""
+    state, metrics = run(made, [made.batch(0)])
+    objective, params = made.step.objective, made.fresh()["params"]
+    weight = 1 / jnp.sum(made.batch(0)["loss_mask"])
+    gradients = jax.jit(jax.grad(lambda p: objective(p, made.batch(0), weight)[0]))(params)
+    norm = np.sqrt(sum(float(jnp.sum(jnp.square(g))) for g in jax.tree.leaves(gradients)))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert norm > 1, "nothing is clipped here"
+    config = OptimConfig(learning_rate=1e-2)
+    rate = float(make_schedule(config, 20)(0))
+    assert metrics["learning_rate"] == pytest.approx(rate)
+    for path, new in jax.tree_util.tree_flatten_with_path(state["params"])[0]:
+        old, gradient = params, gradients
+        for key in path:
+            old, gradient = old[key.key], gradient[key.key]
+        gradient = np.asarray(gradient, np.float64) / norm
+        decay = 0.0 if "norm" in jax.tree_util.keystr(path) else config.weight_decay
+        # The first step of Adam: both moments' bias corrections cancel their decay.
+        expected = old - rate * (gradient / (np.abs(gradient) + config.epsilon) + decay * old)
+        moved = np.abs(gradient) > 1e-6  # below, the sign of a rounding error decides
+        np.testing.assert_allclose(np.asarray(new)[moved], expected[moved], rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_decay_skips_norms(loop):
+    layout = Layout(make_mesh(MeshConfig(), jax.devices()[:1]))
+    shape = tiny.dataclasses.replace(tiny.SHAPE, loop=loop, qk_norm=True)
+    mask = decayed(bind(shape, Ops(layout, jnp.dtype(jnp.float32)), "none"))
+    for path, decays in jax.tree_util.tree_flatten_with_path(mask)[0]:
+        name = jax.tree_util.keystr(path)
+        assert decays == ("norm" not in name), name
+
+
+@pytest.mark.parametrize(("microbatches", "groups"), [(2, 4), (8, 2)])
+def test_micro_batches_add_up_to_the_batch(made, microbatches, groups):
+    parts = tiny.make(microbatches=microbatches, groups=groups)
+    params, batch = made.fresh()["params"], made.batch(0)
+    counts = np.asarray(jnp.sum(parts.step.split(batch["loss_mask"]), axis=(1, 2)))
+    assert counts.max() > 1.2 * counts.min(), "equal micro-batches prove nothing"
+    whole_sums, whole = jax.jit(made.step.gradients)(params, batch)
+    sums, gradients = jax.jit(parts.step.gradients)(params, batch)
+    assert_trees_close(gradients, whole, atol=1e-5, rtol=1e-5)
+    assert_trees_close(sums, whole_sums, rtol=1e-5)
+    np.testing.assert_allclose(parts.losses(10), made.losses(10), atol=1e-4)
+
+
+def test_micro_batch_k_takes_the_kth_slice_of_every_group():
+    step = tiny.make(microbatches=2, groups=2).step
+    rows = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32)[:, None], (8, 3))
+    # Two groups of four rows: 0-3 and 4-7.
+    np.testing.assert_array_equal(step.split(rows)[:, :, 0], [[0, 1, 4, 5], [2, 3, 6, 7]])
+
+
+def test_groups_must_fit_the_mesh():
+    check_groups(TrainConfig(rows=8, microbatches=2), groups=8, shards=4)
+    check_groups(TrainConfig(rows=8, microbatches=1), groups=3, shards=8)
+    with pytest.raises(InputError, match=r"data.groups = 2: .* must be a multiple of .* = 4"):
+        check_groups(TrainConfig(rows=8, microbatches=2), groups=2, shards=4)
+
+
+def test_what_is_not_finite_is_skipped_and_counted(made):
+    good, _ = run(made, [made.batch(0)])
+    kept = jax.tree.map(np.asarray, good)
+    bad = made.batch(1) | {"segment_ids": made.batch(1)["segment_ids"] * 0 + jnp.arange(64)[None]}
+    state, metrics = run(made, [bad], good)
+    assert np.isnan(metrics["loss"])
+    assert_trees_close(state["params"], kept["params"], rtol=0, atol=0)
+    assert_trees_close(state["opt_state"], kept["opt_state"], rtol=0, atol=0)
+    assert (state["step"], state["skipped"], state["skipped_in_a_row"]) == (2, 1, 1)
+    state, metrics = run(made, [bad], state)
+    assert metrics["skipped_in_a_row"] == 2
+    state, metrics = run(made, [made.batch(2)], state)
+    assert (metrics["skipped"], metrics["skipped_in_a_row"], state["step"]) == (2, 0, 4)
+    # The schedule counts updates made, not steps tried.
+    rate = float(make_schedule(OptimConfig(learning_rate=1e-2), 20)(1))
+    assert metrics["learning_rate"] == pytest.approx(rate)
+    assert np.isfinite(metrics["loss"])
+
+
+def reference_losses(hidden, matrix, targets):
+    logits = np.einsum("btd,dv->btv", *(np.asarray(x, np.float64) for x in (hidden, matrix)))
+    log_z = np.log(np.exp(logits).sum(-1))
+    return log_z - np.take_along_axis(logits, np.asarray(targets)[..., None], -1)[..., 0], log_z
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 12])
+def test_chunked_losses_equal_the_plain_ones(chunk):
+    draw = np.random.default_rng(0)
+    hidden = jnp.asarray(draw.normal(size=(2, 12, 8)), jnp.float32)
+    matrix = jnp.asarray(draw.normal(size=(8, 30)), jnp.float32)
+    targets = jnp.asarray(draw.integers(0, 30, (2, 12)), jnp.int32)
+
+    def chunked(hidden, matrix):
+        return token_losses(hidden, matrix, targets, chunk=chunk, constrain=lambda x, *axes: x)
+
+    losses, log_z = chunked(hidden, matrix)
+    expected, expected_z = reference_losses(hidden, matrix, targets)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(log_z, expected_z, rtol=1e-5)
+
+    def plain(hidden, matrix):
+        log_p = jax.nn.log_softmax(hidden @ matrix)
+        return -jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+
+    weights = jnp.asarray(draw.random((2, 12)), jnp.float32)
+    ours = jax.grad(lambda h, m: jnp.sum(chunked(h, m)[0] * weights), (0, 1))(hidden, matrix)
+    theirs = jax.grad(lambda h, m: jnp.sum(plain(h, m) * weights), (0, 1))(hidden, matrix)
+    assert_trees_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_chunk_length_divides_the_sequence_and_fits():
+    assert chunk_length(2, 8192, 128_256) == 1024
+    for rows, sequence, vocabulary in (
+        (2, 8192, 128_256),
+        (8, 256, 8192),
+        (1, 700, 50_000),
+        (4096, 8, 10**6),
+    ):
+        chunk = chunk_length(rows, sequence, vocabulary)
+        assert sequence % chunk == 0
+        assert chunk == 1 or rows * chunk * vocabulary * 4 <= loss_module.CHUNK_BYTES
+
+
+def test_whole_logits_never_exist(monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", tiny.ROWS * 16 * tiny.SHAPE.vocabulary * 4)
+    text = tiny.make.__wrapped__().compiled.as_text()
+    rows, sequence, vocabulary = tiny.ROWS, tiny.SEQUENCE, tiny.SHAPE.vocabulary
+    assert f"[{rows},16,{vocabulary}]" in text or f"[{rows * 16},{vocabulary}]" in text
+    assert f"[{rows},{sequence},{vocabulary}]" not in text
+    assert f"[{rows * sequence},{vocabulary}]" not in text
+
+
+def test_z_loss_moves_the_gradient_not_the_record(made):
+    with_z = tiny.make(z_loss=0.1)
+    _, plain = run(made, [made.batch(0)])
+    _, z = run(with_z, [with_z.batch(0)])
+    assert z["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert z["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+    objective, params = with_z.step.objective, with_z.fresh()["params"]
+    batch = with_z.batch(0)
+    weight = 1 / jnp.sum(batch["loss_mask"])
+    minimised, sums = jax.jit(objective)(params, batch, weight)
+    hidden = jax.jit(lambda params: objective.model.hidden(params, batch, 8))(params)
+    _, log_z = reference_losses(hidden, objective.model.output_matrix(params), batch["targets"])
+    expected = 0.1 * np.sum(np.square(log_z) * np.asarray(batch["loss_mask"])) * float(weight)
+    assert float(minimised - sums["loss"]) == pytest.approx(expected, rel=1e-3)
+
+
+def rates(steps, **config):
+    schedule = make_schedule(OptimConfig(learning_rate=1.0, **config), steps)
+    return np.array([float(schedule(jnp.asarray(i, jnp.int32))) for i in range(steps)])
+
+
+def test_schedules():
+    cosine = rates(100, schedule="cosine", warmup_ratio=0.1, final_ratio=0.1)
+    np.testing.assert_allclose(cosine[:10], np.arange(1, 11) / 10, rtol=1e-5)
+    assert cosine[55] == pytest.approx(0.55, abs=0.01)
+    assert cosine[99] == pytest.approx(0.1, abs=0.01) and (np.diff(cosine[10:]) <= 0).all()
+    wsd = rates(100, schedule="wsd", warmup_ratio=0.1, decay_ratio=0.2, final_ratio=0.0)
+    assert (wsd[10:80] == 1).all() and wsd[90] == pytest.approx(0.5) and wsd[99] == pytest.approx(0.05)
+    assert (rates(10, schedule="constant", warmup_ratio=0.0) == 1).all()
+    assert rates(1, schedule="cosine")[0] > 0
+
+
+def test_clip_off_leaves_gradients_alone():
+    optimizer = make_optimizer(OptimConfig(clip=0.0), optax.constant_schedule(1.0), {"w": True})
+    clipped = make_optimizer(OptimConfig(clip=1.0), optax.constant_schedule(1.0), {"w": True})
+    params = {"w": jnp.ones((2, 2))}
+    gradients = {"w": jnp.full((2, 2), 100.0)}
+    states = [o.update(gradients, o.init(params), params)[1] for o in (optimizer, clipped)]
+    moments = [optax.tree.get(state, "mu")["w"] for state in states]
+    np.testing.assert_allclose(moments[0], 10.0, rtol=1e-6)
+    np.testing.assert_allclose(moments[1], 0.05, rtol=1e-6)
