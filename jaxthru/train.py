@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxthru import config as configuration
 from jaxthru.config import RunConfig
-from jaxthru.data.batch import BATCH_FIELDS
 from jaxthru.data.loader import Data, canonical_groups, local_rows, open_data, to_global
 from jaxthru.data.state import DataState
 from jaxthru.models import flops
@@ -34,7 +33,7 @@ from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter, open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.state import State, abstract_state, decayed, sharded_init
-from jaxthru.training.step import Batch, Objective, Step, check_groups
+from jaxthru.training.step import Batch, Objective, Step, abstract_batch, check_groups
 from jaxthru.training.watchdog import Watchdog
 
 log = logging.getLogger("jaxthru")
@@ -122,9 +121,7 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     groups = config.data.groups or canonical_groups(train.rows)
     check_groups(train, groups, layout.size("batch"))
     check_deterministic(config)
-    ops = Ops(
-        layout, jnp.dtype(config.precision.compute), None if shape.attention == "auto" else shape.attention
-    )
+    ops = Ops(layout, jnp.dtype(config.precision.compute), shape.attention)
     model = bind(shape, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)
     optimizer = make_optimizer(config.optim, schedule, decayed(model))
@@ -132,12 +129,7 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     step = Step(objective, optimizer, schedule, train.microbatches, groups)
     abstract = abstract_state(model, optimizer, layout)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            (train.rows, config.data.sequence), dtype, sharding=layout.sharding(("batch", "sequence"))
-        )
-        for name, dtype in BATCH_FIELDS.items()
-    }
+    batch = abstract_batch(train.rows, config.data.sequence, layout.sharding(("batch", "sequence")))
     options = xla.compiler_options(jax.default_backend(), deterministic=train.deterministic)
     started = time.monotonic()
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
@@ -292,22 +284,12 @@ def describe(built: Build) -> None:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Returns the command line's arguments."""
     parser = argparse.ArgumentParser(prog="python -m jaxthru.train", description=__doc__)
-    parser.add_argument("--config", required=True, metavar="FILE", help="a .py or a resolved .json")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="GROUP.KEY=VALUE",
-        dest="overrides",
-        help="change one key of the configuration; may be repeated",
-    )
-    parser.add_argument("--run-dir", metavar="DIR", help="default: a fresh runs/<config>/<n>")
-    parser.add_argument(
-        "--resume",
-        choices=("auto", "never"),
-        default="auto",
-        help="auto continues what DIR holds; never refuses a DIR that holds a run",
-    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="a .py or a resolved .json")
+    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="repeatable")
+    add("--run-dir", metavar="DIR", help="default: a fresh runs/<config>/<n>")
+    resume = "auto continues what DIR holds; never refuses a DIR that holds a run"
+    add("--resume", choices=("auto", "never"), default="auto", help=resume)
     return parser.parse_args(argv)
 
 
@@ -322,12 +304,9 @@ def main(argv: list[str] | None = None) -> int:
         config = configuration.load(arguments.config, arguments.overrides)
         directory = RunDirectory(arguments.run_dir) if arguments.run_dir else None
         run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
-    except InputError as error:
+    except (InputError, TrainingError, CheckpointError) as error:
         print(f"jaxthru: {error}", file=sys.stderr)
-        return 2
-    except (TrainingError, CheckpointError) as error:
-        print(f"jaxthru: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InputError) else 1
     return 0
 
 

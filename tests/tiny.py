@@ -14,7 +14,7 @@ from jaxthru.optim.optimizer import OptimConfig, make_optimizer, make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.state import abstract_state, decayed, sharded_init
-from jaxthru.training.step import Objective, Step
+from jaxthru.training.step import Objective, Step, abstract_batch
 
 SHAPE = ModelConfig(vocabulary=512, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
 ROWS, SEQUENCE, SOURCES = 8, 64, 2
@@ -80,8 +80,7 @@ def make(
     optimizer = make_optimizer(config, schedule, decayed(model))
     step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups)
     abstract = abstract_state(model, optimizer, layout)
-    sharding = layout.sharding(("batch", "sequence"))
-    inputs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding) for k, v in batch(0).items()}
+    inputs = abstract_batch(ROWS, SEQUENCE, layout.sharding(("batch", "sequence")))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     compiled = (
         jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(abstract, inputs).compile()

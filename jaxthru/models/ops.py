@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, D embed, H heads, K kv heads, C head_dim, V vocabulary
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ from pallas_kernels.attention import Segments, attention
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """compute: the dtype of activations and matmul operands. implementation: of attention, None chooses."""
+    """compute: the dtype of activations and matmul operands. attention_by: an implementation of
+    `pallas_kernels.attention`, or `auto`."""
 
     layout: Layout
     compute: jnp.dtype
-    implementation: str | None = None
+    attention_by: str = "auto"
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Lays an activation out as its logical axes say."""
@@ -55,8 +57,8 @@ class Ops:
     def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments) -> jax.Array:
         """Returns attention within documents; each shard sees its own rows and heads."""
 
-        def local(q, k, v, segments):
-            return attention(q, k, v, segments, implementation=self.implementation)
+        named = None if self.attention_by == "auto" else self.attention_by
+        local = functools.partial(attention, implementation=named)
 
         if self.layout.mesh.size == 1:
             return local(q_BTHC, k_BTKC, v_BTKC, segments)

@@ -24,6 +24,8 @@ def initialize() -> None:
     leaves unsaid. An indexed Kubernetes job alone is no sign: its pods may be runs of their own.
     Call it before JAX is used. Raises InputError if the three variables are incomplete or contradictory.
     """
+    if jax.distributed.is_initialized():
+        return
     # A stop is agreed on by StopSignal; JAX's own service would take SIGTERM away from it.
     jax.config.update("jax_enable_preemption_service", False)
     given = [name for name in VARIABLES if os.environ.get(name)]

@@ -66,7 +66,8 @@ def check_flags(flags: str) -> None:
         return
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
         for name, _ in names:
-            known = binary.find(name.encode()) >= 0
+            # A flag's name stands in the library as a whole string, which ends with a zero byte.
+            known = binary.find(name.encode() + b"\0") >= 0
             require(known, f"XLA_FLAGS has --{name}: unknown to jaxlib {jaxlib.__version__}")
 
 

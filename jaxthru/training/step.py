@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxthru.data.batch import BATCH_FIELDS
 from jaxthru.models.bind import Model, is_axes
 from jaxthru.runtime.errors import require
 from jaxthru.training.loss import chunk_length, token_losses
@@ -43,6 +44,14 @@ class TrainConfig:
             self.rows % self.microbatches == 0,
             f"train.rows = {self.rows}: must be a multiple of train.microbatches = {self.microbatches}",
         )
+
+
+def abstract_batch(rows: int, sequence: int, sharding: jax.sharding.Sharding) -> Batch:
+    """Returns the shapes, dtypes and sharding of a batch, to compile for."""
+    return {
+        name: jax.ShapeDtypeStruct((rows, sequence), dtype, sharding=sharding)
+        for name, dtype in BATCH_FIELDS.items()
+    }
 
 
 def check_groups(train: TrainConfig, groups: int, shards: int) -> None:
@@ -106,6 +115,8 @@ class Objective:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """One update. groups: canonical groups of rows; the batch's row order is group-major."""
+
+    __name__ = "train_step"  # what traces call the compiled program
 
     objective: Objective
     optimizer: optax.GradientTransformation

@@ -1,0 +1,86 @@
+"""The table of logical axes, and meshes that fit the devices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxthru.runtime import hardware
+from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.mesh import MeshConfig, make_mesh
+from jaxthru.runtime.sharding import Layout, check_divisible
+
+
+def layout(*shape):
+    return Layout(make_mesh(MeshConfig(*shape)))
+
+
+def test_a_mesh_axis_serves_one_dim_and_batch_comes_first():
+    full = layout(2, 2, 2)
+    assert full.spec(("batch", "sequence", "embed")) == P(("data", "fsdp"), None, None)
+    assert full.spec(("embed", "heads", "head_dim")) == P("fsdp", "tensor", None)
+    assert full.spec(("heads", "head_dim", "embed")) == P("tensor", None, "fsdp")
+    assert full.spec(("vocab", "embed"), without=("fsdp",)) == P("tensor", None)
+    assert full.spec((None,)) == P(None)
+    assert full.spec(("layers", "embed", "mlp")) == P(None, "fsdp", "tensor")
+    assert full.spec(("sequence", "batch")) == P(None, ("data", "fsdp"))
+
+
+def test_axes_of_one_device_are_not_named():
+    assert layout(1, 8, 1).spec(("batch", "sequence", "heads")) == P("fsdp", None, None)
+    assert layout(8, 1, 1).spec(("embed", "mlp")) == P(None, None)
+    assert layout(1, 4, 2).live_axes == ("fsdp", "tensor")
+
+
+def test_constrain_lays_an_array_out():
+    made = layout(2, 4, 1)
+    x = jax.jit(lambda: made.constrain(jnp.zeros((8, 4)), ("batch", "embed")))()
+    assert x.sharding.spec == P(("data", "fsdp"), None) or x.sharding.spec == P(("data", "fsdp"))
+    assert x.addressable_shards[0].data.shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "shape"),
+    [
+        (MeshConfig(), 8, (1, 8, 1)),
+        (MeshConfig(data=-1, fsdp=2), 8, (4, 2, 1)),
+        (MeshConfig(2, 2, 2), 8, (2, 2, 2)),
+        (MeshConfig(fsdp=1, tensor=-1), 1, (1, 1, 1)),
+    ],
+)
+def test_meshes(config, devices, shape):
+    assert config.shape(devices) == shape
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "message"),
+    [
+        (MeshConfig(1, 4, 1), 8, "mesh.data=1, fsdp=4, tensor=1: needs 4 devices, found 8"),
+        (MeshConfig(3, -1, 1), 8, "needs a multiple of 3 devices, found 8"),
+    ],
+)
+def test_meshes_that_do_not_fit(config, devices, message):
+    with pytest.raises(InputError, match=message):
+        config.shape(devices)
+
+
+def test_what_does_not_divide_is_named():
+    check_divisible(layout(2, 2, 2), {"model.heads": ("heads", 4)})
+    with pytest.raises(InputError, match=r"model.heads = 3: must be a multiple of mesh.tensor = 2"):
+        check_divisible(layout(2, 2, 2), {"model.heads": ("heads", 3)})
+    with pytest.raises(InputError, match=r"train.rows = 6: must be a multiple of mesh.data × mesh.fsdp = 4"):
+        check_divisible(layout(2, 2, 2), {"train.rows": ("batch", 6)})
+
+
+class Device:
+    def __init__(self, kind):
+        self.device_kind = kind
+
+
+def test_peaks_by_data_sheet():
+    assert hardware.peak_flops([Device("NVIDIA H200")] * 2) == 2 * 989.5e12
+    assert hardware.peak_flops([Device("NVIDIA H100 PCIe")]) == 756e12
+    assert hardware.peak_flops([Device("NVIDIA GB200")]) == 2500e12
+    assert hardware.peak_flops([Device("TPU v5 lite")]) == 197e12
+    assert hardware.peak_flops([Device("TPU v5p")]) == 459e12
+    assert hardware.peak_flops([Device("NVIDIA H200"), Device("cpu")]) is None

@@ -1,0 +1,64 @@
+"""Flags are checked before XLA sees them, and multicast stays off."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxthru.runtime import xla
+from jaxthru.runtime.errors import InputError
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--xla_force_host_platform_device_count=8", "--xla_gpu_enable_nccl_user_buffers=false"],
+)
+def test_takes(flags):
+    xla.check_flags(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--xla_gpu_no_such_flag=true", "--xla_gpu_no_such_flag: unknown to jaxlib"),
+        ("--xla_gpu_enable_latency_hiding=1", "unknown to jaxlib"),  # the beginning of a known one
+        ("--xla_gpu_enable_nccl_user_buffers=true", "may use NVLink multicast"),
+        ("--xla_gpu_enable_nccl_user_buffers", "may use NVLink multicast"),
+        ("--xla_gpu_experimental_enable_nccl_symmetric_buffers=True", "may use NVLink multicast"),
+        ("--xla_gpu_enable_persistent_symmetric_memory=1", "may use NVLink multicast"),
+    ],
+)
+def test_refuses(flags, message):
+    with pytest.raises(InputError, match=message):
+        xla.check_flags(f"--xla_force_host_platform_device_count=8 {flags}")
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("0.11.2", True), ("0.12.9", True), ("0.11.0", False), ("0.13.0", False)]
+)
+def test_supported_versions_of_jax(monkeypatch, version, fits):
+    monkeypatch.setattr(jax, "__version__", version)
+    monkeypatch.setattr(xla, "keep_compiled", lambda directory: None)
+    if fits:
+        xla.configure()
+    else:
+        with pytest.raises(InputError, match=f"jax {version}: supported is jax>=0.11.2,<0.13"):
+            xla.configure()
+
+
+def test_multicast_is_off_whatever_the_environment_says():
+    code = (
+        "from jaxthru.runtime import xla; xla.configure(); import os\n"
+        "print([os.environ[name] for name in sorted(xla.NO_MULTICAST)])"
+    )
+    environment = os.environ | {"NCCL_NVLS_ENABLE": "1", "XDG_CACHE_HOME": "/nonexistent"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "['0', '1', '1']", done.stderr
+
+
+def test_deterministic_options_are_for_gpus_alone():
+    assert xla.compiler_options("cpu", deterministic=True) == {}
+    assert xla.compiler_options("gpu", deterministic=False) == {}
+    assert xla.compiler_options("gpu", deterministic=True)["xla_gpu_deterministic_ops"] is True
