@@ -35,6 +35,7 @@ from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.state import State, abstract_state, decayed, sharded_init
 from jaxthru.training.step import Batch, Objective, Step, abstract_batch, check_groups
 from jaxthru.training.watchdog import Watchdog
+from pallas_kernels.dispatch import Unsupported
 
 log = logging.getLogger("jaxthru")
 
@@ -133,7 +134,10 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     options = xla.compiler_options(jax.default_backend(), deterministic=train.deterministic)
     started = time.monotonic()
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    compiled = jitted.lower(abstract, batch).compile(compiler_options=options)
+    try:
+        compiled = jitted.lower(abstract, batch).compile(compiler_options=options)
+    except Unsupported as refusal:
+        raise InputError(f"model.attention = {shape.attention!r}: {refusal}") from refusal
     return Build(config, data, layout, step, abstract, compiled, time.monotonic() - started)
 
 

@@ -1,6 +1,8 @@
 """Strict settings for every test: eight CPU devices, no silent promotion of dtypes or ranks."""
 
 import os
+import shutil
+import tempfile
 
 import pytest
 
@@ -14,5 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Tests compile much and compute little: this halves their time.
         flags.append("--xla_backend_optimization_level=0")
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+    kept = tempfile.mkdtemp(prefix="jaxthru-compiled-")
+    config.add_cleanup(lambda: shutil.rmtree(kept, ignore_errors=True))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = kept  # and not the user's own
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"

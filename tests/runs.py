@@ -25,14 +25,17 @@ SETTINGS = {
     "evaluate.rows": 8,
     "checkpoint.every": 5,
     "metrics.tensorboard": "false",
+    "model.attention": "auto",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Workplace:
-    """A folder with a mix of real text; its store is shared by all of its runs."""
+    """A folder with a mix of real text; its store is shared by all of its runs. platform: cpu or cuda."""
 
     folder: Path
+    platform: str = "cpu"
+    _inode_before: dict[str, int | None] = dataclasses.field(default_factory=dict)
 
     def command(self, run_dir: str, *arguments: str, **settings) -> list[str]:
         """settings: `group__key=value`."""
@@ -44,6 +47,7 @@ class Workplace:
         return [sys.executable, "-m", "jaxthru.train", "--config", config, *where, *arguments, *overrides]
 
     def start(self, run_dir: str, *arguments: str, devices: int = 1, **settings) -> subprocess.Popen:
+        self._inode_before[run_dir] = inode(self.folder / run_dir / "metrics.jsonl")
         return subprocess.Popen(
             self.command(run_dir, *arguments, **settings),
             env=self.environment(devices),
@@ -55,7 +59,7 @@ class Workplace:
     def environment(self, devices: int = 1) -> dict[str, str]:
         flags = f"--xla_force_host_platform_device_count={devices}"
         cache = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
-        return os.environ | cache | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        return os.environ | cache | {"JAX_PLATFORMS": self.platform, "XLA_FLAGS": flags}
 
     def run(self, run_dir: str, *arguments: str, code: int = 0, devices: int = 1, **settings) -> str:
         """Returns what a run printed, once it has ended with this exit code."""
@@ -80,26 +84,31 @@ class Workplace:
         return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
 
     def wait_for_step(self, process: subprocess.Popen, run_dir: str, step: int) -> None:
-        """Returns once a run has booked a step."""
+        """Returns once a run has booked a step itself: a resumed run first replaces the record of the last."""
         path = self.folder / run_dir / "metrics.jsonl"
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             assert process.poll() is None, process.communicate()[0]
-            if path.exists() and path.read_bytes().count(b"\n") >= step:
+            replaced = inode(path) not in (None, self._inode_before[run_dir])
+            if replaced and path.read_bytes().count(b"\n") >= step:
                 return
             time.sleep(0.002)
         process.kill()
         raise AssertionError(f"step {step} never came:\n{process.communicate()[0]}")
 
 
-def make_workplace(folder: Path) -> Workplace:
+def make_workplace(folder: Path, platform: str = "cpu") -> Workplace:
     """Makes a mix of two sources: modules of the standard library, and what they say of themselves."""
     (folder / "mix.toml").write_text(
         "held_out = 0.2\n[tokenizer]\nvocabulary = 300\n"
         "[sources.python_stdlib]\nweight = 0.7\ncap_bytes = 300_000\n"
         "[sources.prose]\nweight = 0.3\npackages = []\ncap_bytes = 100_000\n"
     )
-    return Workplace(folder)
+    return Workplace(folder, platform)
+
+
+def inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
 
 
 def kill(process: subprocess.Popen) -> str:

@@ -12,8 +12,9 @@ CHUNK_BYTES = 1 << 30
 
 
 def chunk_length(rows: int, sequence: int, vocabulary: int) -> int:
-    """Returns the largest divisor of `sequence` whose float32 logits, over `rows` rows, fit CHUNK_BYTES."""
-    most = max(1, CHUNK_BYTES // (rows * vocabulary * 4))
+    """Returns the largest divisor of `sequence`, but not itself, whose float32 logits, over `rows` rows, fit
+    CHUNK_BYTES."""
+    most = min(max(1, CHUNK_BYTES // (rows * vocabulary * 4)), sequence // 2)
     return max(length for length in range(1, sequence + 1) if sequence % length == 0 and length <= most)
 
 
