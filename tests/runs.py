@@ -59,7 +59,9 @@ class Workplace:
     def environment(self, devices: int = 1) -> dict[str, str]:
         flags = f"--xla_force_host_platform_device_count={devices}"
         cache = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
-        return os.environ | cache | {"JAX_PLATFORMS": self.platform, "XLA_FLAGS": flags}
+        # On a GPU the tests' own process holds most of the memory.
+        memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
+        return os.environ | cache | memory | {"JAX_PLATFORMS": self.platform, "XLA_FLAGS": flags}
 
     def run(self, run_dir: str, *arguments: str, code: int = 0, devices: int = 1, **settings) -> str:
         """Returns what a run printed, once it has ended with this exit code."""
@@ -84,7 +86,7 @@ class Workplace:
         return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
 
     def wait_for_step(self, process: subprocess.Popen, run_dir: str, step: int) -> None:
-        """Returns once a run has booked a step itself: a resumed run first replaces the record of the last."""
+        """Returns once a run has booked a step itself: resuming, it first replaces the record it finds."""
         path = self.folder / run_dir / "metrics.jsonl"
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
