@@ -12,7 +12,7 @@ from jaxthru.training.step import TrainConfig
 
 def config() -> RunConfig:
     return RunConfig(
-        train=TrainConfig(steps=170, rows=8),
+        train=TrainConfig(steps=200, rows=8),
         model=ModelConfig(
             vocabulary=8192,
             layers=4,
