@@ -20,6 +20,7 @@ from jaxthru.training.checkpoint import CheckpointConfig
 from jaxthru.training.evaluate import EvaluateConfig
 from jaxthru.training.metrics import MetricsConfig
 from jaxthru.training.offload import OffloadConfig
+from jaxthru.training.run_directory import write_atomically
 from jaxthru.training.step import TrainConfig
 
 
@@ -47,6 +48,8 @@ class RunConfig:
             f"data.sequence = {self.data.sequence}: longer than "
             f"model.max_sequence = {self.model.max_sequence}",
         )
+        at, steps = self.profile.at, self.train.steps
+        require(at <= steps, f"profile.at = {at}: beyond the last step, train.steps = {steps}")
         groups = self.data.groups
         require(
             groups is None or self.train.rows % groups == 0,
@@ -74,7 +77,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
     elif path.suffix == ".json":
         try:
             tree = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except (OSError, ValueError) as error:
             raise InputError(f"--config {path}: not valid JSON ({error})") from error
         require(isinstance(tree, dict), f"--config {path}: must hold one JSON object")
     else:
@@ -98,9 +101,7 @@ def from_dict(tree: dict) -> RunConfig:
 
 def dump(config: RunConfig, path: Path) -> None:
     """Writes the resolved configuration as JSON, in one piece."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    partial.replace(path)
+    write_atomically(path, json.dumps(to_dict(config), indent=2) + "\n")
 
 
 def check_change(old: RunConfig, new: RunConfig, where: Path) -> list[str]:
@@ -152,7 +153,7 @@ def _build(cls: type, tree: Any, prefix: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for name, value in tree.items():
-        require(name in fields, f"unknown key {prefix}{name}{did_you_mean(name, list(fields))}")
+        require(name in fields, f"unknown key {prefix}{name} = {value!r}{did_you_mean(name, list(fields))}")
         declared, nested = fields[name].type, _dataclass_in(fields[name].type)
         if nested and value is not None:
             values[name] = _build(nested, value, f"{prefix}{name}.")
@@ -170,19 +171,20 @@ def _set(tree: dict, key: str, text: str) -> None:
     cls: type | None = RunConfig
     for depth, name in enumerate(path):
         prefix = "".join(part + "." for part in path[:depth])
-        cls = _dataclass_in(_field_type(cls, name, prefix))
-        require(cls is not None, f"unknown key {key}: {prefix}{name} has no keys of its own")
+        cls = _dataclass_in(_field_type(cls, name, prefix, text))
+        require(cls is not None, f"unknown key {key} = {text!r}: {prefix}{name} has no keys of its own")
         if tree.get(name) is None:
             tree[name] = {}
         tree = tree[name]
-    declared = _field_type(cls, last, "".join(part + "." for part in path))
+        require(isinstance(tree, dict), f"{prefix}{name} = {tree!r}: must be a group of keys")
+    declared = _field_type(cls, last, "".join(part + "." for part in path), text)
     require(_dataclass_in(declared) is None or text == "None", f"{key} is a group: set one of its keys")
     tree[last] = _parse(key, text, declared)
 
 
-def _field_type(cls: type, name: str, prefix: str) -> Any:
+def _field_type(cls: type, name: str, prefix: str, text: str) -> Any:
     fields = {field.name: field.type for field in dataclasses.fields(cls)}
-    require(name in fields, f"unknown key {prefix}{name}{did_you_mean(name, list(fields))}")
+    require(name in fields, f"unknown key {prefix}{name} = {text!r}{did_you_mean(name, list(fields))}")
     return fields[name]
 
 

@@ -15,25 +15,26 @@ import numpy as np
 
 from jaxthru import config as configuration
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import Data, canonical_groups, local_rows, open_data, to_global
+from jaxthru.data.batch import check_batch
+from jaxthru.data.loader import Data, local_rows, open_data, to_global
 from jaxthru.data.state import DataState
 from jaxthru.models import flops
 from jaxthru.models.bind import bind
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import make_optimizer, make_schedule
+from jaxthru.plan.fit import fit, groups_of
 from jaxthru.profile.trace import NoTrace, Trace
 from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, require
-from jaxthru.runtime.mesh import make_mesh
-from jaxthru.runtime.sharding import Layout, check_divisible
+from jaxthru.runtime.sharding import Layout
 from jaxthru.training.account import Account, TrainingError
-from jaxthru.training.checkpoint import Checkpointer, CheckpointError
+from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_step
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter, open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.state import State, abstract_state, decayed, sharded_init
-from jaxthru.training.step import Batch, Objective, Step, abstract_batch, check_groups
+from jaxthru.training.step import Batch, Objective, Step, abstract_batch
 from jaxthru.training.watchdog import Watchdog
 from pallas_kernels.dispatch import Unsupported
 
@@ -60,9 +61,10 @@ class Build:
         model, optimizer = self.step.objective.model, self.step.optimizer
         return sharded_init(model, optimizer, self.layout, self.config.train.seed)
 
-    def place(self, batch: dict[str, np.ndarray]) -> Batch:
-        """Returns this process's rows of a batch as a part of the global batch on the devices."""
-        return to_global(batch, self.layout.sharding(("batch", "sequence")), self.config.train.rows)
+    def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
+        """Returns this process's part of a batch of so many rows as the global batch on the devices."""
+        check_batch(batch, len(batch["tokens"]), self.config.data.sequence)
+        return to_global(batch, self.layout.sharding(("batch", "sequence")), rows)
 
     def batches(self, data_state: DataState) -> Iterator[Batch]:
         """Yields the batches of the updates after `data_state.step`."""
@@ -73,19 +75,24 @@ class Build:
             rows=train.rows,
             steps=train.steps,
             start=data_state.step,
-            local_rows=self._local_rows(),
+            local_rows=self._local_rows(train.rows),
         )
-        return map(self.place, batches)
+        return (self.place(batch, train.rows) for batch in batches)
 
     def evaluation(self) -> Evaluation | NoEvaluation:
         """Returns the held-out evaluation, compiled."""
         config = self.config.evaluate
         if config.rows == 0:
             return NoEvaluation()
+        # As many rows at once as a micro-batch of training has, so that it fits the memory that fits those.
+        rows = self.config.train.rows // self.config.train.microbatches
         batches = self.data.held_out_batches(
-            total_rows=config.rows, rows=self.config.train.rows, local_rows=self._local_rows()
+            total_rows=config.rows, rows=rows, local_rows=self._local_rows(rows)
         )
-        batches = [self.place(batch) for batch in batches]
+        if not batches:
+            log.info("no text is held out: nothing to evaluate on")
+            return NoEvaluation()
+        batches = [self.place(batch, rows) for batch in batches]
         return Evaluation(config, self.step.objective, self.abstract["params"], batches, self.data.names)
 
     def account(self, skipped: int, started: float, *listeners) -> Account:
@@ -95,39 +102,28 @@ class Build:
         meter = Meter(needed, hardware.peak_flops(devices), skipped, started)
         return Account(meter, self.data.names, self.config.train.skip_limit, *listeners)
 
-    def _local_rows(self) -> slice:
+    def _local_rows(self, rows: int) -> slice:
         sharding = self.layout.sharding(("batch", "sequence"))
-        return local_rows(sharding, self.config.train.rows, self.config.data.sequence)
+        return local_rows(sharding, rows, self.config.data.sequence)
 
 
 def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None) -> Build:
     """Returns the compiled step for a configuration. Raises InputError if they do not fit each other."""
+    xla.configure()
     train, shape = config.train, config.model
+    layout = fit(config, devices)
     require(
         data.vocabulary <= shape.vocabulary,
         f"model.vocabulary = {shape.vocabulary}: smaller than the tokenizer's {data.vocabulary}",
     )
     if data.vocabulary < shape.vocabulary:
         log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
-    layout = Layout(make_mesh(config.mesh, devices))
-    sizes = {
-        "train.rows / train.microbatches": ("batch", train.rows // train.microbatches),
-        "model.embed": ("embed", shape.embed),
-        "model.heads": ("heads", shape.heads),
-        "model.kv_heads": ("kv_heads", shape.kv_heads),
-        "model.mlp": ("mlp", shape.mlp),
-        "model.vocabulary": ("vocab", shape.vocabulary),
-    }
-    check_divisible(layout, sizes)
-    groups = config.data.groups or canonical_groups(train.rows)
-    check_groups(train, groups, layout.size("batch"))
-    check_deterministic(config)
     ops = Ops(layout, jnp.dtype(config.precision.compute), shape.attention)
     model = bind(shape, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)
     optimizer = make_optimizer(config.optim, schedule, decayed(model))
     objective = Objective(model, train.z_loss, data.segments, len(data.names))
-    step = Step(objective, optimizer, schedule, train.microbatches, groups)
+    step = Step(objective, optimizer, schedule, train.microbatches, groups_of(config))
     abstract = abstract_state(model, optimizer, layout)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     batch = abstract_batch(train.rows, config.data.sequence, layout.sharding(("batch", "sequence")))
@@ -139,16 +135,6 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     except Unsupported as refusal:
         raise InputError(f"model.attention = {shape.attention!r}: {refusal}") from refusal
     return Build(config, data, layout, step, abstract, compiled, time.monotonic() - started)
-
-
-def check_deterministic(config: RunConfig) -> None:
-    """Raises InputError where determinism needs a choice of attention that is the user's to make."""
-    require(
-        jax.default_backend() == "cpu" or not config.train.deterministic or config.model.attention != "auto",
-        "train.deterministic = True with model.attention = 'auto': cuDNN's deterministic backward pass needs "
-        "memory that grows with rows × segments × heads × sequence²; choose 'xla' (slower, any length) or "
-        "'cudnn_packed' (short sequences)",
-    )
 
 
 def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float) -> State:
@@ -186,15 +172,16 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
         step = start
         while step < steps and not stop.should_stop(step + 1):
             step += 1
+            account.look()
             asked = time.monotonic()
             batch = next(batches)
-            data_wait = time.monotonic() - asked
+            account.waited(time.monotonic() - asked)
             if step == config.profile.at:
                 account.settle()  # so that the trace begins between two steps
             trace.before(step)
-            host_gap = 0.0 if account.busy() else None
+            account.look()
             state, metrics = built.compiled(state, batch)
-            account.dispatched(step, metrics, data_wait_seconds=data_wait, host_gap_seconds=host_gap)
+            account.dispatched(step, metrics)
             trace.after(step - 1)
             last = step == steps
             if evaluation.due(step, last) or checkpointer.should_save(step, last):
@@ -231,12 +218,13 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
 
 def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:
     """Raises InputError unless the directory may be started or resumed with this configuration."""
+    path = directory.path
+    require(not path.exists() or path.is_dir(), f"--run-dir {path}: is a file; give a directory")
     if not directory.holds_run():
         return
-    require(resume == "auto", f"--resume never: {directory.path} already holds a run; give another --run-dir")
+    require(resume == "auto", f"--resume never: {path} already holds a run; give another --run-dir")
     if directory.config.exists():
-        changed = configuration.check_change(configuration.load(directory.config), config, directory.path)
-        for line in changed:
+        for line in configuration.check_change(configuration.load(directory.config), config, path):
             log.info("changed since the run was started: %s", line)
 
 
@@ -251,22 +239,25 @@ def run(
     started = time.monotonic()
     xla.configure()
     distributed.initialize()
-    directory = directory or RunDirectory.fresh(name)
-    check_resumable(config, directory, resume)
-    with Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
-        if max(checkpointer.steps(), default=0) >= config.train.steps:
+    if directory:
+        distributed.decide(lambda: check_resumable(config, directory, resume))
+        if (newest_step(directory.checkpoints) or 0) >= config.train.steps:
             log.info("%s is complete", directory.path)
-        else:
-            data = open_data(config.data, prepare=distributed.is_primary())
-            if config.train.deterministic:
-                xla.keep_compiled(directory.path / "xla_cache")
-            built = build(config, data)
-            describe(built)
             if distributed.is_primary():
-                directory.path.mkdir(parents=True, exist_ok=True)
-                configuration.dump(config, directory.config)
-                directory.write_environment()
-            train(built, directory, checkpointer, started)
+                final_table(directory)
+            return directory
+    fit(config)
+    data = open_data(config.data, prepare=distributed.is_primary())
+    directory = directory or RunDirectory.fresh(name)
+    if config.train.deterministic:
+        xla.keep_compiled(directory.path / "xla_cache")
+    built = build(config, data)
+    describe(built)
+    with directory.locked(), Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
+        if distributed.is_primary():
+            configuration.dump(config, directory.config)
+            directory.write_environment()
+        train(built, directory, checkpointer, started)
     if distributed.is_primary():
         final_table(directory)
     return directory
@@ -311,6 +302,9 @@ def main(argv: list[str] | None = None) -> int:
     except (InputError, TrainingError, CheckpointError) as error:
         print(f"jaxthru: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:
+        print("jaxthru: interrupted before training began; nothing is lost", file=sys.stderr)
+        return distributed.INTERRUPTED
     return 0
 
 

@@ -49,9 +49,9 @@ def test_keys_that_fit_only_together():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.step=3", "unknown key train.step; did you mean 'steps'"),
-        ("trian.steps=3", "unknown key trian; did you mean 'train'"),
-        ("train.steps.more=3", "unknown key train.steps.more: train.steps has no keys"),
+        ("train.step=3", "unknown key train.step = '3'; did you mean 'steps'"),
+        ("trian.steps=3", "unknown key trian = '3'; did you mean 'train'"),
+        ("train.steps.more=3", "unknown key train.steps.more = '3': train.steps has no keys"),
         ("train.steps=many", "train.steps = 'many': must be int"),
         ("train.steps=1.5", "train.steps = '1.5': must be int"),
         ("train.steps=true", "train.steps = 'true': must be int"),
@@ -72,6 +72,7 @@ def test_keys_that_fit_only_together():
         ("mesh.data=-1", "at most one axis may be -1"),
         ("evaluate.rows=-1", "evaluate.rows = -1"),
         ("checkpoint.keep=0", "checkpoint.keep = 0"),
+        ("profile.at=9999", "profile.at = 9999: beyond the last step"),
     ],
 )
 def test_refuses(override, message):
@@ -89,7 +90,7 @@ def test_refuses(override, message):
         ("a.json", "{", "not valid JSON"),
         ("a.json", "[]", "must hold one JSON object"),
         ("a.json", '{"train": 3}', "train = 3: must be a group"),
-        ("a.json", '{"train": {"stepz": 3}}', "unknown key train.stepz; did you mean 'steps'"),
+        ("a.json", '{"train": {"stepz": 3}}', "unknown key train.stepz = 3; did you mean 'steps'"),
         ("a.json", '{"train": {"steps": "3"}}', "train.steps = '3': must be int"),
         ("a.py", "", "must define `def config()"),
         ("a.py", "def config(): return 3", "must return a RunConfig"),
@@ -104,6 +105,16 @@ def test_refuses_files(tmp_path, name, text, message):
         load(path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_refuses_what_is_no_text_and_no_group(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(InputError, match="not valid JSON"):
+        load(path)
+    path.write_text('{"train": 3}')
+    with pytest.raises(InputError, match="train = 3: must be a group"):
+        load(path, ["train.steps=4"])
 
 
 def test_types_are_checked_in_python_too():

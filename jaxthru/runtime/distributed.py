@@ -3,12 +3,13 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxthru.runtime.errors import require
+from jaxthru.runtime.errors import InputError, require
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
@@ -75,6 +76,19 @@ def gather_text(text: str) -> list[str]:
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in np.asarray(rows)]
+
+
+def decide(check: Callable[[], None]) -> None:
+    """Runs a check in process 0 alone, and raises its InputError in all: files may change while the others
+    look at them."""
+    message = ""
+    if is_primary():
+        try:
+            check()
+        except InputError as error:
+            message = str(error)
+    message = gather_text(message)[0]
+    require(not message, message)
 
 
 class StopSignal:

@@ -1,8 +1,11 @@
 """What the devices can do, by their data sheets."""
 
+import re
+
 import jax
 
 PEAK_BF16_FLOPS = {
+    "h200 nvl": 835e12,
     "h200": 989.5e12,
     "h100 pcie": 756e12,
     "h100 nvl": 835e12,
@@ -23,7 +26,7 @@ PEAK_BF16_FLOPS = {
     "tpu v6e": 918e12,
     "tpu7x": 2307e12,
 }
-"""Part of a device kind's name, lower case -> dense bf16 FLOP/s; the first part that fits counts."""
+"""Whole words of a device kind's name, lower case -> dense bf16 FLOP/s; the first that fits counts."""
 
 
 def peak_flops(devices: list[jax.Device]) -> float | None:
@@ -31,7 +34,9 @@ def peak_flops(devices: list[jax.Device]) -> float | None:
     total = 0.0
     for device in devices:
         kind = device.device_kind.lower()
-        peak = next((peak for part, peak in PEAK_BF16_FLOPS.items() if part in kind), None)
+        peak = next(
+            (peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", kind)), None
+        )
         if peak is None:
             return None
         total += peak

@@ -10,6 +10,9 @@ from jaxthru.training.metrics import FinishedStep, Meter
 from jaxthru.training.step import Metrics
 from jaxthru.training.watchdog import Watchdog
 
+WAITS = ("data_wait_seconds", "host_gap_seconds", "checkpoint_seconds")
+"""What is booked as it happens, and belongs to the step that finishes next."""
+
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message is for the user."""
@@ -24,24 +27,42 @@ class Account:
         """skip_limit: updates skipped in a row that end the run."""
         self.meter, self.sources, self.skip_limit = meter, sources, skip_limit
         self.record, self.progress, self.watchdog = record, progress, watchdog
-        self._pending: tuple[int, Metrics, dict[str, float | None]] | None = None
-        self._checkpoint_seconds = 0.0
+        self._pending: tuple[int, Metrics] | None = None
+        self._idle_since: float | None = None
+        self._waits = dict.fromkeys(WAITS, 0.0)
         self._clock = time.monotonic()
 
-    def busy(self) -> bool:
-        """Says whether the device is still at the last step dispatched."""
-        return self._pending is not None and not self._pending[1]["loss"].is_ready()
+    def look(self) -> None:
+        """Notes when the device is first seen without work."""
+        idle = self._pending is not None and self._pending[1]["loss"].is_ready()
+        if idle and self._idle_since is None:
+            self._idle_since = time.monotonic()
 
-    def dispatched(self, step: int, metrics: Metrics, **waits: float | None) -> None:
-        """Books the step before, while the device is at this one. waits: FinishedStep's seconds waited."""
+    def waited(self, seconds: float) -> None:
+        """Books a wait for data."""
+        self._waits["data_wait_seconds"] += seconds
+
+    def saved(self, seconds: float) -> None:
+        """Books the time that a checkpoint kept the loop waiting."""
+        self._waits["checkpoint_seconds"] += seconds
+
+    def restart_clock(self) -> None:
+        """Begins the next step now: what came before belongs to no step."""
+        self._clock = time.monotonic()
+
+    def dispatched(self, step: int, metrics: Metrics) -> None:
+        """Books the step before, while the device is at this one."""
+        if self._idle_since is not None:
+            self._waits["host_gap_seconds"] += time.monotonic() - self._idle_since
+            self._idle_since = None
         self.settle()
-        self._pending = (step, metrics, waits)
+        self._pending = (step, metrics)
 
     def settle(self) -> None:
         """Waits for the last step dispatched and books it. Raises TrainingError at the skip limit."""
         if self._pending is None:
             return
-        (step, metrics, waits), self._pending = self._pending, None
+        (step, metrics), self._pending = self._pending, None
         values = jax.device_get(metrics)
         now = time.monotonic()
         finished = FinishedStep(
@@ -53,12 +74,11 @@ class Account:
             tokens=int(values["tokens"]),
             attention_span=float(values["attention_span"]),
             step_seconds=now - self._clock,
-            checkpoint_seconds=self._checkpoint_seconds,
             skipped_updates=int(values["skipped"]),
             hbm_peak_bytes=hardware.peak_bytes(),
-            **waits,
+            **self._waits,
         )
-        self._clock, self._checkpoint_seconds = now, 0.0
+        self._clock, self._waits = now, dict.fromkeys(WAITS, 0.0)
         row = self.meter.row(finished)
         self.record.step(row)
         self.progress.update(row)
@@ -68,11 +88,3 @@ class Account:
                 f"step {step}: the loss or its gradient was not finite {self.skip_limit} times in a row "
                 f"(train.skip_limit); the last loss was {finished.loss}"
             )
-
-    def saved(self, seconds: float) -> None:
-        """Books the time that a checkpoint kept the loop waiting; it counts into the next step."""
-        self._checkpoint_seconds += seconds
-
-    def restart_clock(self) -> None:
-        """Begins the next step now: what came before belongs to no step."""
-        self._clock = time.monotonic()

@@ -59,6 +59,19 @@ class CheckpointError(RuntimeError):
         self.reason = reason
 
 
+def saved_steps(directory: Path) -> list[int]:
+    """Returns the steps of all committed checkpoints in a directory, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+def newest_step(directory: Path) -> int | None:
+    """Returns the newest committed step as process 0 sees it: a file system may be slow to show it to all."""
+    newest = gather_text(str(max(saved_steps(directory), default="")))[0]
+    return int(newest) if newest else None
+
+
 class Checkpointer:
     """Writes checkpoints in the background and reads the newest whole one. A context manager: leaving it
     waits for the write in progress."""
@@ -98,9 +111,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Returns the steps of all committed checkpoints, oldest first."""
-        if not self.directory.is_dir():
-            return []
-        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
+        return saved_steps(self.directory)
 
     def should_save(self, step: int, last: bool) -> bool:
         """Says whether the state after `step` updates is to be saved. last: it is the run's last."""
@@ -146,7 +157,7 @@ class Checkpointer:
         checkpoints but none of them is whole.
         """
         self.wait()
-        while (step := self._agreed_newest()) is not None:
+        while (step := newest_step(self.directory)) is not None:
             reason = self._damage(step)
             if reason is None:
                 state, data_state = self._read(step, abstract_state)
@@ -175,11 +186,6 @@ class Checkpointer:
         disk = arrays.restore(directory / "state", args=arguments)
         data_state = ocp.JsonCheckpointHandler().restore(directory / "data")
         return layout.from_disk(disk, abstract_state), data_state
-
-    def _agreed_newest(self) -> int | None:
-        """Returns the newest step that process 0 sees; a shared file system may show it to others later."""
-        newest = gather_text(str(max(self.steps(), default="")))[0]
-        return int(newest) if newest else None
 
     def _damage(self, step: int) -> str | None:
         """Returns what is wrong with a checkpoint, the same in all processes; each reads a part of it."""

@@ -12,6 +12,7 @@ from typing import Any
 import rich.console
 import rich.progress
 import rich.table
+import rich.text
 
 from jaxthru.runtime.distributed import is_primary
 from jaxthru.training.run_directory import RunDirectory
@@ -135,7 +136,7 @@ def final_table(run: RunDirectory, console: rich.console.Console | None = None) 
     console = console or rich.console.Console()
     table = rich.table.Table(show_header=False)
     for name, value in summary(run):
-        table.add_row(name, value)
+        table.add_row(rich.text.Text(name), rich.text.Text(value))
     console.print(table)
     for purpose, command in commands(run):
         # Not in the table, whose borders and line breaks would be copied with it.

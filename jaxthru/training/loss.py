@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, D embed, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -11,11 +12,13 @@ import jax.numpy as jnp
 CHUNK_BYTES = 1 << 30
 
 
-def chunk_length(rows: int, sequence: int, vocabulary: int) -> int:
-    """Returns the largest divisor of `sequence`, but not itself, whose float32 logits, over `rows` rows, fit
-    CHUNK_BYTES."""
-    most = min(max(1, CHUNK_BYTES // (rows * vocabulary * 4)), sequence // 2)
-    return max(length for length in range(1, sequence + 1) if sequence % length == 0 and length <= most)
+def chunk_count(rows: int, sequence: int, vocabulary: int) -> int:
+    """Returns in how many chunks along the sequence the float32 logits of `rows` rows fit CHUNK_BYTES each.
+
+    A power of two, so that it divides the usual sequences, and at least 2.
+    """
+    needed = rows * sequence * vocabulary * 4 / CHUNK_BYTES
+    return min(max(2, 1 << math.ceil(math.log2(needed))) if needed > 1 else 2, sequence)
 
 
 def token_losses(
@@ -23,19 +26,23 @@ def token_losses(
     matrix_DV: jax.Array,
     targets_BT: jax.Array,
     *,
-    chunk: int,
+    chunks: int,
     constrain: Callable[..., jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Returns each token's cross-entropy and log(Z), where Z is the softmax's sum: two float32 [B, T].
 
     Tokens go through in chunks along T; a chunk's logits are made again in the backward pass. The matrix's
     gradient is summed over chunks in float32, whatever the compute dtype.
-    chunk: a divisor of T. constrain: lays out an array by its logical axes.
+    chunks: how many; the last is filled up. constrain: lays out an array by its logical axes.
     """
     rows, sequence = targets_BT.shape
-    parts = sequence // chunk
-    hidden_PBCD = jnp.moveaxis(hidden_BTD.reshape(rows, parts, chunk, -1), 1, 0)
-    targets_PBC = jnp.moveaxis(targets_BT.reshape(rows, parts, chunk), 1, 0)
+    length = -(-sequence // chunks)
+
+    def split(x_BT):
+        filled = jnp.pad(x_BT, [(0, 0), (0, chunks * length - sequence)] + [(0, 0)] * (x_BT.ndim - 2))
+        return jnp.moveaxis(filled.reshape(rows, chunks, length, *x_BT.shape[2:]), 1, 0)
+
+    hidden_PBCD, targets_PBC = split(hidden_BTD), split(targets_BT)
     matrix32_DV = matrix_DV.astype(jnp.float32)
 
     @jax.checkpoint
@@ -50,6 +57,8 @@ def token_losses(
 
     _, by_part = jax.lax.scan(lambda _, part: (None, one_chunk(*part)), None, (hidden_PBCD, targets_PBC))
     return jax.tree.map(
-        lambda x_PBC: constrain(jnp.moveaxis(x_PBC, 0, 1).reshape(rows, sequence), "batch", "sequence"),
+        lambda x_PBC: constrain(
+            jnp.moveaxis(x_PBC, 0, 1).reshape(rows, -1)[:, :sequence], "batch", "sequence"
+        ),
         by_part,
     )

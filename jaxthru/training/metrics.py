@@ -25,7 +25,9 @@ class FinishedStep:
 
     loss, loss_by_source: nats per token. tokens: without padding. attention_span: Σ document length².
     step_seconds: from the end of the step before to the end of this one. data_wait_seconds,
-    host_gap_seconds, checkpoint_seconds: parts of it in this process. skipped_updates: since the run's first
+    checkpoint_seconds: parts of it in this process. host_gap_seconds: how long the device was seen without
+    work, for whatever reason; a lower bound, as it is looked at only before and after the next batch is
+    fetched. skipped_updates: since the run's first
     step. hbm_peak_bytes: of the fullest device of this process.
     """
 

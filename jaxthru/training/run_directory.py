@@ -10,6 +10,8 @@ profile/<step>/      traces and what was read from them
 damaged/<step>/      checkpoints found broken
 """
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -17,12 +19,14 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxthru.runtime.distributed import gather_text, is_primary
+from jaxthru.runtime.errors import InputError
 
 METRICS_FIELDS = (
     "step",
@@ -85,6 +89,27 @@ class RunDirectory:
     def holds_run(self) -> bool:
         """Says whether a run was started here."""
         return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Makes the directory, and keeps other jobs from training in it at the same time.
+
+        Raises InputError if one does, or if the directory cannot be made.
+        """
+        if not is_primary():
+            yield
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise InputError(f"--run-dir {self.path}: cannot be written ({error.strerror})") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(f"--run-dir {self.path}: another process trains here now") from error
+            yield
 
     def write_environment(self) -> None:
         """Writes environment.json: with what, on what and by which command the run was last started."""
@@ -176,7 +201,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line) if line.endswith("\n") else None)
         except ValueError as error:
-            raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
+            raise InputError(f"{path}: line {number} is not JSON: {error}") from error
     return [row for row in rows if row is not None]
 
 

@@ -11,7 +11,7 @@ import optax
 from jaxthru.data.batch import BATCH_FIELDS
 from jaxthru.models.bind import Model, is_axes
 from jaxthru.runtime.errors import require
-from jaxthru.training.loss import chunk_length, token_losses
+from jaxthru.training.loss import chunk_count, token_losses
 from jaxthru.training.state import State
 
 Batch = dict[str, jax.Array]
@@ -93,7 +93,7 @@ class Objective:
                 hidden_BTD,
                 self.model.output_matrix(params),
                 batch["targets"],
-                chunk=chunk_length(rows // layout.size("batch"), sequence, vocabulary),
+                chunks=chunk_count(rows // layout.size("batch"), sequence, vocabulary),
                 constrain=self.model.ops.constrain,
             )
         mask = batch["loss_mask"]

@@ -107,6 +107,7 @@ def main() -> int:
     arguments = parser.parse_args()
     config = configuration.load(arguments.config, [*arguments.overrides, "train.steps=1000000"])
     xla.configure()
+    jax.config.update("jax_enable_compilation_cache", False)  # compile_seconds is that of a first start
     built = build(config, open_data(config.data))
     where = environment()
     line = {

@@ -84,3 +84,6 @@ def test_peaks_by_data_sheet():
     assert hardware.peak_flops([Device("TPU v5 lite")]) == 197e12
     assert hardware.peak_flops([Device("TPU v5p")]) == 459e12
     assert hardware.peak_flops([Device("NVIDIA H200"), Device("cpu")]) is None
+    assert hardware.peak_flops([Device("NVIDIA H200 NVL")]) == 835e12
+    assert hardware.peak_flops([Device("NVIDIA A100-SXM4-80GB")]) == 312e12
+    assert hardware.peak_flops([Device("NVIDIA RTX A1000 Laptop GPU")]) is None

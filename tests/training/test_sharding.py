@@ -12,6 +12,7 @@ MESHES = {
     "tensor=2 fsdp=4": (1, 4, 2),
     "data=2 fsdp=2 tensor=2": (2, 2, 2),
 }
+SHAPES = {"fsdp=8": {"loop": "unroll"}}
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +22,7 @@ def single_device():
 
 @pytest.fixture(scope="module", params=MESHES, ids=lambda name: name.replace(" ", ","))
 def sharded(request):
-    loop = "unroll" if request.param == "fsdp=8" else "scan"
-    return request.param, tiny.make(MESHES[request.param], loop=loop)
+    return request.param, tiny.make(MESHES[request.param], **SHAPES.get(request.param, {}))
 
 
 def test_losses_equal_the_single_device(sharded, single_device):
@@ -34,12 +34,14 @@ def test_losses_equal_the_single_device(sharded, single_device):
 
 COLLECTIVE = re.compile(
     r"= (?P<shape>.+?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
-    r"(?:-start)?\(.*?replica_groups=(?P<groups>mesh\[.*?\] \{.*?\}|\S+)"
+    r"(?:-start)?\((?:.*?replica_groups=(?P<groups>mesh\[.*?\] \{.*?\}|\S+))?"
 )
 
 
 def collectives(text: str) -> list[tuple[str, str, str]]:
-    return [(m["kind"], m["shape"], m["groups"]) for m in map(COLLECTIVE.search, text.splitlines()) if m]
+    return [
+        (m["kind"], m["shape"], m["groups"] or "") for m in map(COLLECTIVE.search, text.splitlines()) if m
+    ]
 
 
 def test_only_the_collectives_that_the_mesh_needs(sharded):
@@ -51,14 +53,38 @@ def test_only_the_collectives_that_the_mesh_needs(sharded):
         allowed |= {"all-gather", "reduce-scatter"}
         assert "all-gather" in kinds
     assert kinds <= allowed, f"{name}: {kinds - allowed} in {found}"
-    rows = {tiny.ROWS, tiny.ROWS // made.layout.size("batch")}
-    for kind, shape, _ in found:
-        if kind != "all-gather":
-            continue
+    # Only tensor parallelism adds activations up; nothing ever gathers them, or what indexes them.
+    moved = [(kind, shape) for kind, shape, _ in found if kind == "all-gather" or "tensor" not in name]
+    for kind, shape in moved:
+        assert kind != "all-gather" or shape[0] != "s", f"{name}: gathers the indices {shape}"
         for dims in re.findall(r"\[([\d,]*)\]", shape):
-            sizes = [int(size) for size in dims.split(",") if size]
-            activation = len(sizes) >= 3 and sizes[0] in rows - {1} and sizes[1] == tiny.SEQUENCE
-            assert not activation and shape[0] != "s", f"{name}: gathers the activation {shape}"
+            assert not is_activation(dims, made), f"{name}: {kind} of the activation {shape}"
+
+
+def is_activation(dims: str, made: tiny.Tiny) -> bool:
+    """Says whether a shape is [rows, sequence, ...], whole or a device's share."""
+    sizes = [int(size) for size in dims.split(",") if size]
+    rows = {tiny.ROWS, tiny.ROWS // made.layout.size("batch")} - {1}
+    return len(sizes) >= 3 and sizes[0] in rows and sizes[1] == tiny.SEQUENCE
+
+
+def test_collectives_are_recognised():
+    """Lines as XLA prints them: a check that sees nothing would pass everything."""
+    lines = """
+    %a = f32[8]{0} collective-permute(%x), channel_id=1, source_target_pairs={{0,1}}
+    %b = (f32[2]{0}, f32[2]{0}) all-reduce-start(%x, %y), replica_groups=mesh['data'=1,'fsdp'=8] {'fsdp'}
+    %c = f32[8]{0} all-to-all(%x), replica_groups=[1,8]<=[8]
+    %d = f32[8]{0} add(%x, %y)
+    """
+    assert [kind for kind, _, _ in collectives(lines)] == ["collective-permute", "all-reduce", "all-to-all"]
+
+
+def test_tied_embeddings_shard_over_tensor():
+    tied = tiny.make((1, 4, 2), tied_embeddings=True)
+    np.testing.assert_allclose(tied.losses(5), tiny.make(tied_embeddings=True).losses(5), atol=1e-4, rtol=0)
+    assert {kind for kind, _, _ in collectives(tied.compiled.as_text())} <= {
+        *("all-reduce", "all-gather", "reduce-scatter")
+    }
 
 
 def test_no_collective_over_one_device(sharded):

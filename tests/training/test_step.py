@@ -14,7 +14,7 @@ from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training import loss as loss_module
-from jaxthru.training.loss import chunk_length, token_losses
+from jaxthru.training.loss import chunk_count, token_losses
 from jaxthru.training.state import decayed
 from jaxthru.training.step import TrainConfig, check_groups
 
@@ -138,15 +138,15 @@ def reference_losses(hidden, matrix, targets):
     return log_z - np.take_along_axis(logits, np.asarray(targets)[..., None], -1)[..., 0], log_z
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 12])
-def test_chunked_losses_equal_the_plain_ones(chunk):
+@pytest.mark.parametrize("chunks", [2, 5, 12])  # 5 fills the last chunk up
+def test_chunked_losses_equal_the_plain_ones(chunks):
     draw = np.random.default_rng(0)
     hidden = jnp.asarray(draw.normal(size=(2, 12, 8)), jnp.float32)
     matrix = jnp.asarray(draw.normal(size=(8, 30)), jnp.float32)
     targets = jnp.asarray(draw.integers(0, 30, (2, 12)), jnp.int32)
 
     def chunked(hidden, matrix):
-        return token_losses(hidden, matrix, targets, chunk=chunk, constrain=lambda x, *axes: x)
+        return token_losses(hidden, matrix, targets, chunks=chunks, constrain=lambda x, *axes: x)
 
     losses, log_z = chunked(hidden, matrix)
     expected, expected_z = reference_losses(hidden, matrix, targets)
@@ -163,17 +163,18 @@ def test_chunked_losses_equal_the_plain_ones(chunk):
     assert_trees_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_chunk_length_divides_the_sequence_and_fits():
-    assert chunk_length(2, 8192, 128_256) == 1024
+def test_chunks_fit_and_are_never_the_whole():
+    assert chunk_count(2, 8192, 128_256) == 8
     for rows, sequence, vocabulary in (
-        (2, 8192, 128_256),
         (8, 256, 8192),
         (1, 700, 50_000),
-        (4096, 8, 10**6),
+        (3, 8191, 128_256),
+        (64, 8192, 151_936),
     ):
-        chunk = chunk_length(rows, sequence, vocabulary)
-        assert sequence % chunk == 0
-        assert chunk == 1 or rows * chunk * vocabulary * 4 <= loss_module.CHUNK_BYTES
+        chunks = chunk_count(rows, sequence, vocabulary)
+        assert 2 <= chunks <= sequence
+        assert rows * -(-sequence // chunks) * vocabulary * 4 <= 1.01 * loss_module.CHUNK_BYTES
+    assert chunk_count(4096, 8, 10**6) == 8  # not more chunks than tokens
 
 
 def test_whole_logits_never_exist(monkeypatch):

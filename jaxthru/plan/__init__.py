@@ -1,0 +1,1 @@
+"""Answers before hardware is used."""

@@ -1,0 +1,41 @@
+"""Does a configuration fit these devices? Asked before any data is prepared and any device works."""
+
+import jax
+
+from jaxthru.config import RunConfig
+from jaxthru.data.loader import canonical_groups
+from jaxthru.runtime.errors import require
+from jaxthru.runtime.mesh import make_mesh
+from jaxthru.runtime.sharding import Layout, check_divisible
+from jaxthru.training.step import check_groups
+
+
+def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
+    """Returns the layout of a configuration on these devices, by default all of them.
+
+    Raises InputError, naming the key, where rows, heads or another size cannot be split as the mesh asks.
+    """
+    train, shape = config.train, config.model
+    layout = Layout(make_mesh(config.mesh, devices))
+    sizes = {
+        "train.rows / train.microbatches": ("batch", train.rows // train.microbatches),
+        "model.embed": ("embed", shape.embed),
+        "model.heads": ("heads", shape.heads),
+        "model.kv_heads": ("kv_heads", shape.kv_heads),
+        "model.mlp": ("mlp", shape.mlp),
+        "model.vocabulary": ("vocab", shape.vocabulary),
+    }
+    check_divisible(layout, sizes)
+    check_groups(train, groups_of(config), layout.size("batch"))
+    require(
+        jax.default_backend() != "gpu" or not train.deterministic or shape.attention != "auto",
+        "train.deterministic = True with model.attention = 'auto': cuDNN's deterministic backward pass needs "
+        "memory that grows with rows × segments × heads × sequence²; choose 'xla' (slower, any length) or "
+        "'cudnn_packed' (short sequences)",
+    )
+    return layout
+
+
+def groups_of(config: RunConfig) -> int:
+    """Returns the canonical groups that batches are packed for."""
+    return config.data.groups or canonical_groups(config.train.rows)

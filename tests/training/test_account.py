@@ -1,0 +1,82 @@
+"""Waits are booked to the step in whose time they fall."""
+
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from jaxthru.training.account import Account, TrainingError
+from jaxthru.training.metrics import Meter
+
+
+class Listener:
+    def __init__(self):
+        self.rows = []
+
+    def step(self, row):
+        self.rows.append(row)
+
+    def update(self, row):
+        pass
+
+    def beat(self):
+        pass
+
+
+def metrics(loss=1.0, in_a_row=0):
+    number = lambda value: jnp.asarray(value, jnp.float32)  # noqa: E731
+    return {
+        "loss": number(loss),
+        "source_loss": number([2.0, 0.0]),
+        "source_tokens": number([2.0, 0.0]),
+        "grad_norm": number(1),
+        "learning_rate": number(1),
+        "tokens": number(2),
+        "attention_span": number(4),
+        "skipped": number(in_a_row),
+        "skipped_in_a_row": number(in_a_row),
+    }
+
+
+def account(listener, skip_limit=3):
+    meter = Meter(lambda tokens, span: tokens + span, None)
+    return Account(meter, ("a", "b"), skip_limit, listener, listener, listener)
+
+
+def test_a_wait_belongs_to_the_step_that_finishes_next():
+    listener = Listener()
+    made = account(listener)
+    made.waited(0.1)
+    made.dispatched(1, metrics())
+    made.waited(0.2)  # while step 1 runs
+    made.dispatched(2, metrics())
+    made.saved(0.4)
+    made.settle()
+    first, second = listener.rows
+    assert first["data_wait_seconds"] == pytest.approx(0.3) and first["checkpoint_seconds"] == 0
+    assert second["data_wait_seconds"] == 0 and second["checkpoint_seconds"] == 0.4
+    assert first["loss_by_source"] == {"a": 1.0, "b": None}
+
+
+def test_an_idle_device_is_seen():
+    listener = Listener()
+    made = account(listener)
+    made.look()  # nothing was dispatched yet: nobody knows
+    made.dispatched(1, metrics())
+    listener.ready = made._pending[1]["loss"].block_until_ready()
+    made.look()
+    time.sleep(0.05)
+    made.look()
+    made.dispatched(2, metrics())
+    made.settle()
+    assert 0.05 <= listener.rows[0]["host_gap_seconds"] < 1
+    assert listener.rows[1]["host_gap_seconds"] == 0
+
+
+def test_the_skip_limit_ends_the_run_after_the_row_is_written():
+    listener = Listener()
+    made = account(listener)
+    made.dispatched(1, metrics(float("nan"), in_a_row=3))
+    with pytest.raises(TrainingError, match=r"step 1: .* not finite 3 times in a row \(train.skip_limit\)"):
+        made.settle()
+    assert len(listener.rows) == 1
