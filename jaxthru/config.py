@@ -14,13 +14,13 @@ from jaxthru.models.llama import ModelConfig
 from jaxthru.models.remat import RematConfig
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.profile.trace import ProfileConfig
+from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 from jaxthru.runtime.mesh import MeshConfig
 from jaxthru.training.checkpoint import CheckpointConfig
 from jaxthru.training.evaluate import EvaluateConfig
 from jaxthru.training.metrics import MetricsConfig
 from jaxthru.training.offload import OffloadConfig
-from jaxthru.training.run_directory import write_atomically
 from jaxthru.training.step import TrainConfig
 
 

@@ -13,7 +13,7 @@ import sysconfig
 from pathlib import Path
 
 from jaxthru.data.mix import Recipe
-from jaxthru.data.store import write_atomically
+from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
 SITE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})

@@ -13,36 +13,18 @@ write the same bytes: whichever is last changes nothing.
 """
 
 import json
-import os
-import uuid
 import zlib
 from pathlib import Path
 
 import numpy as np
 
+from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
 VERSION = 1
 SPLITS = ("train", "held_out")
 BLOCK = 1 << 20
 """Bytes under one checksum."""
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is either whole or absent, whenever the process or the machine stops.
-
-    Raises InputError when the disk is full or may not be written.
-    """
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with partial.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def write_shard(folder: Path, number: int, splits: dict[str, list[np.ndarray]], record: dict) -> dict:

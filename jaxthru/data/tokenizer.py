@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from jaxthru.data.store import write_atomically
+from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
 END_OF_TEXT = (

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 
+from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.distributed import gather_text, is_primary
 from jaxthru.runtime.errors import InputError
 
@@ -157,17 +158,6 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "command": sys.orig_argv,
     }
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that whoever reads it, even after a kill, finds the old text or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _append(path: Path, row: dict[str, Any], fields: tuple[str, ...]) -> None:

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory, write_atomically
+from jaxthru.runtime.atomic import write_atomically
+from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory
 
 
 def metrics_row(step, **values):
