@@ -8,6 +8,7 @@ tensorboard/         event files
 checkpoints/<step>/  Orbax; <step> counts completed updates
 profile/<step>/      traces and what was read from them
 damaged/<step>/      checkpoints found broken
+.lock                held while a job trains here
 """
 
 import contextlib
