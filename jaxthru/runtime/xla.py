@@ -1,7 +1,9 @@
 """XLA's settings: the one place that knows flags, the compilation cache and what must stay switched off."""
 
+import hashlib
 import mmap
 import os
+import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,17 @@ def configure() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     check_flags(os.environ.get("XLA_FLAGS", ""))
     if jax.config.jax_compilation_cache_dir is None:
-        keep_compiled(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxthru" / "xla")
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        keep_compiled(home / "jaxthru" / "xla" / processor())
+
+
+def processor() -> str:
+    """Returns a short name for this kind of processor. Programs compiled for one may crash on another, and
+    the nodes of a cluster share home directories."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
 def keep_compiled(directory: Path) -> None:

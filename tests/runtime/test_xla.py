@@ -58,6 +58,20 @@ def test_multicast_is_off_whatever_the_environment_says():
     assert done.stdout.strip() == "['0', '1', '1']", done.stderr
 
 
+def test_programs_are_kept_apart_by_processor(monkeypatch, tmp_path):
+    kept = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(xla, "keep_compiled", kept.append)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        xla.configure()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert kept == [tmp_path / "jaxthru" / "xla" / xla.processor()]
+    assert xla.processor() == xla.processor()
+
+
 def test_deterministic_options_are_for_gpus_alone():
     assert xla.compiler_options("cpu", deterministic=True) == {}
     assert xla.compiler_options("gpu", deterministic=False) == {}
