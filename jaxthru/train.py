@@ -22,7 +22,7 @@ from jaxthru.models import flops
 from jaxthru.models.bind import bind
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import make_optimizer, make_schedule
-from jaxthru.plan.fit import fit, groups_of
+from jaxthru.plan.fit import fit
 from jaxthru.profile.trace import NoTrace, Trace
 from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, require
@@ -123,7 +123,7 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     schedule = make_schedule(config.optim, train.steps)
     optimizer = make_optimizer(config.optim, schedule, decayed(model))
     objective = Objective(model, train.z_loss, data.segments, len(data.names))
-    step = Step(objective, optimizer, schedule, train.microbatches, groups_of(config))
+    step = Step(objective, optimizer, schedule, train.microbatches, config.data.groups_of(train.rows))
     abstract = abstract_state(model, optimizer, layout)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     batch = abstract_batch(train.rows, config.data.sequence, layout.sharding(("batch", "sequence")))

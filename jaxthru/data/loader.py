@@ -37,6 +37,10 @@ class DataConfig:
         require(self.sequence >= 2, f"data.sequence = {self.sequence}: must be at least 2")
         require(self.groups is None or self.groups >= 1, f"data.groups = {self.groups}: must be at least 1")
 
+    def groups_of(self, rows: int) -> int:
+        """Returns the canonical groups that batches of `rows` rows are packed for."""
+        return self.groups or canonical_groups(rows)
+
 
 def open_data(config: DataConfig, *, prepare: bool = True) -> "Data":
     """Returns the opened data of a configuration.
@@ -87,7 +91,7 @@ class Data:
 
         rows: of the whole batch. local_rows: those to build; all by default. Raises InputError.
         """
-        groups = self.config.groups or canonical_groups(rows)
+        groups = self.config.groups_of(rows)
         available = {name: packing.rows for name, (_, packing) in zip(self.names, self.train, strict=True)}
         planner = Planner(available, schedule, seed=seed, rows=rows, groups=groups)
         planned = PlannedBatches(self, planner, range(start, max(start, steps)), local_rows or slice(0, rows))

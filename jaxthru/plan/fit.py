@@ -3,7 +3,6 @@
 import jax
 
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import canonical_groups
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
@@ -26,7 +25,7 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
         "model.vocabulary": ("vocab", shape.vocabulary),
     }
     check_divisible(layout, sizes)
-    check_groups(train, groups_of(config), layout.size("batch"))
+    check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
     require(
         jax.default_backend() != "gpu" or not train.deterministic or shape.attention != "auto",
         "train.deterministic = True with model.attention = 'auto': cuDNN's deterministic backward pass needs "
@@ -34,8 +33,3 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
         "'cudnn_packed' (short sequences)",
     )
     return layout
-
-
-def groups_of(config: RunConfig) -> int:
-    """Returns the canonical groups that batches are packed for."""
-    return config.data.groups or canonical_groups(config.train.rows)
