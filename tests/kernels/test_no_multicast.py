@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels.attention import attention, find_segments
 from pallas_kernels.attention.shapes import GPU
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.linear_cross_entropy.shapes import GPU as LINEAR_CROSS_ENTROPY
 
 FORBIDDEN = ("multimem", "symmetric_memory_parameters")
 
@@ -46,4 +48,36 @@ def test_attention(name, implementation, devices):
         pytest.skip(f"needs {devices} devices")
     text = lower_attention(GPU[name], implementation, devices)
     assert (text.count("@__cudnn$fmha") > 0) == (implementation == "cudnn_packed")
+    assert not [word for word in FORBIDDEN if word in text]
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 1), (2, 1), (1, 2), (2, 4)], ids=str)
+def test_linear_cross_entropy(mesh_shape):
+    """Rows over the first axis of the mesh, the vocabulary over the second."""
+    if mesh_shape[0] * mesh_shape[1] > jax.device_count():
+        pytest.skip(f"needs {mesh_shape[0] * mesh_shape[1]} devices")
+    shape = LINEAR_CROSS_ENTROPY["llama3_8b"]
+    B, T, D, V = shape.rows * mesh_shape[0], shape.sequence, shape.embed, shape.vocabulary
+    mesh = jax.make_mesh(mesh_shape, ("data", "tensor"), (jax.sharding.AxisType.Auto,) * 2)
+    rows = PartitionSpec("data")
+
+    def local(*arguments):
+        return jax.lax.psum(linear_cross_entropy(*arguments, axis_name="tensor")[0], "data")
+
+    def loss(*arguments):
+        if mesh.size == 1:
+            return linear_cross_entropy(*arguments)[0]
+        in_specs = rows, PartitionSpec(None, "tensor"), rows, rows
+        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())(*arguments)
+
+    arguments = (
+        jax.ShapeDtypeStruct(*x)
+        for x in (
+            *(((B, T, D), jnp.bfloat16), ((D, V), jnp.float32)),
+            *(((B, T), jnp.int32), ((B, T), jnp.float32)),
+        )
+    )
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("all_reduce" in text) == (mesh.size > 1)
     assert not [word for word in FORBIDDEN if word in text]

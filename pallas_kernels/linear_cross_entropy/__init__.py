@@ -1,0 +1,93 @@
+"""The output matrix and the cross-entropy in one operation, so that whole logits never exist."""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.linear_cross_entropy import reference, xla
+
+__all__ = ["linear_cross_entropy"]
+
+
+def linear_cross_entropy(
+    hidden_BTD: jax.Array,
+    matrix: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    z_loss: float = 0.0,
+    layout: Literal["DV", "VD"] = "DV",
+    axis_name: str | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns Σ weights × (cross-entropy + z_loss × log(Z)²), and each token's cross-entropy and log(Z).
+
+    Z is the sum of the softmax. Products take hidden's dtype and accumulate in float32, everything between
+    them is in float32. Only the sum has a gradient, and only for hidden and matrix; the weights are
+    constants. Nothing is left out where a weight is 0: what is not finite there makes the sum NaN.
+
+    The arrays are taken as they lie on one device. With `axis_name` the vocabulary is split over that mesh
+    axis: each device holds the columns that follow those of the device before. The call then has to be
+    within a `jax.shard_map` with check_vma=True, because what is summed over which axis in the backward pass
+    follows from the arrays' varying axes. The results are equal on all devices of the axis. They are of this
+    device's tokens: a sum over the axes that split B or T is the caller's.
+
+    Args:
+      hidden_BTD: [B, T, D], of the dtype to compute in.
+      matrix: [D, V], or [V, D] as an embedding table lies; it is cast to hidden's dtype. Its gradient, summed
+        in float32, comes in its own dtype.
+      targets_BT: [B, T] int32, in the whole vocabulary. One outside it counts as a logit of 0.
+      weights_BT: [B, T] float32, usually the loss mask over the number of tokens.
+      z_loss: the weight of log(Z)² (arXiv:2204.02311), static.
+      layout: of the matrix.
+      axis_name: the mesh axis over which the vocabulary is split, if any.
+      implementation: "xla" or "reference"; None takes the first.
+
+    Returns:
+      The objective, a float32 scalar; cross-entropy and log(Z), each [B, T] float32, in nats.
+
+    Raises:
+      ValueError: shapes, dtypes or the split do not fit together, or no implementation has the name.
+      dispatch.Unsupported: the reference was named for a split vocabulary.
+
+    Source: gradients formed along with the loss: Hsu et al. 2024 (arXiv:2410.10989); vocabulary in parts:
+    Shoeybi et al. 2019 (arXiv:1909.08053).
+    """
+    _check(hidden_BTD, matrix, targets_BT, weights_BT, layout, axis_name)
+    implementations = {
+        name: functools.partial(function, z_loss=z_loss, layout=layout, axis_name=axis_name)
+        for name, function in (
+            ("xla", xla.linear_cross_entropy),
+            ("reference", reference.linear_cross_entropy),
+        )
+    }
+    arguments = hidden_BTD, matrix, targets_BT, jax.lax.stop_gradient(weights_BT)
+    objective, losses_BT, log_z_BT = dispatch.run(
+        "linear_cross_entropy", implementations, ("xla",), implementation, *arguments
+    )
+    return objective, jax.lax.stop_gradient(losses_BT), jax.lax.stop_gradient(log_z_BT)
+
+
+def _check(hidden_BTD, matrix, targets_BT, weights_BT, layout, axis_name) -> None:
+    if layout not in ("DV", "VD"):
+        raise ValueError(f"linear_cross_entropy: layout {layout!r} is neither DV nor VD")
+    B, T, D = hidden_BTD.shape
+    fits = matrix.ndim == 2 and matrix.shape[layout.index("D")] == D
+    if not fits or targets_BT.shape != (B, T) or weights_BT.shape != (B, T):
+        raise ValueError(
+            f"linear_cross_entropy: shapes do not fit: hidden {hidden_BTD.shape}, matrix {matrix.shape} as "
+            f"{layout}, targets {targets_BT.shape}, weights {weights_BT.shape}"
+        )
+    if targets_BT.dtype != jnp.int32 or weights_BT.dtype != jnp.float32:
+        raise ValueError(
+            f"linear_cross_entropy: targets are int32 and weights float32, got {targets_BT.dtype} and "
+            f"{weights_BT.dtype}"
+        )
+    if axis_name is not None and axis_name not in jax.typeof(matrix).manual_axis_type.varying:
+        raise ValueError(
+            f"linear_cross_entropy: the matrix is not split over {axis_name!r}, or this is not within a "
+            "jax.shard_map with check_vma=True"
+        )

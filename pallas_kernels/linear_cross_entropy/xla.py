@@ -1,0 +1,152 @@
+"""Linear cross-entropy in chunks of tokens, with the gradients formed along with the loss.
+
+The objective is a sum of the tokens' losses with known weights. So as soon as a chunk's logits are there,
+their gradient is too, but for the one factor that the backward pass brings. The logits are computed once and
+are gone before the next chunk's: three matrix products in all, where computing the logits again in the
+backward pass would take four.
+
+Shapes: B rows, T tokens, N = B·T, C tokens of a chunk, P chunks, D embed, V vocabulary (this device's part).
+The matrix is [D, V] or [V, D].
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+# A chunk's logits take at most this much. Each chunk reads and writes the matrix's whole float32 gradient,
+# which makes large chunks cheap: 8 of 2,048 tokens for 16,384 tokens and a vocabulary of 128,256 in bfloat16.
+# Their gradients overwrite them. Should a compiler not manage that, the two are 1 GiB.
+LOGITS_BYTES = 512 << 20
+
+TILE = 128  # a chunk is a multiple of what matrix units take at once
+
+
+def linear_cross_entropy(hidden_BTD, matrix, targets_BT, weights_BT, *, z_loss, layout, axis_name):
+    """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package."""
+    B, T, D = hidden_BTD.shape
+    hidden_BTD, matrix = _vary_alike(hidden_BTD, matrix)
+    objective, losses_N, log_z_N = _losses(
+        hidden_BTD.reshape(B * T, D),
+        matrix,
+        targets_BT.reshape(-1),
+        weights_BT.reshape(-1),
+        z_loss,
+        layout.index("D"),
+        axis_name,
+    )
+    return objective, losses_N.reshape(B, T), log_z_N.reshape(B, T)
+
+
+def chunk_length(tokens: int, vocabulary: int, itemsize: int) -> int:
+    """Returns C: all tokens if they fit, else a multiple of TILE that leaves few places of the last chunk
+    empty. itemsize: bytes of a logit."""
+    most = max(LOGITS_BYTES // (vocabulary * itemsize) // TILE, 1) * TILE
+    if tokens <= most:
+        return tokens
+    chunks = -(-tokens // most)
+    return -(-tokens // (chunks * TILE)) * TILE
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _losses(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name):
+    matrix = matrix.astype(hidden_ND.dtype)
+
+    def one_chunk(_, chunk):
+        hidden_CD, targets_C, _ = chunk
+        return None, _chunk_losses(hidden_CD, matrix, targets_C, d_dim, axis_name)[:2]
+
+    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
+    _, parts = jax.lax.scan(one_chunk, None, _split(C, hidden_ND, targets_N, weights_N))
+    losses_N, log_z_N = _join(parts, len(targets_N))
+    return _objective(losses_N, log_z_N, weights_N, z_loss), losses_N, log_z_N
+
+
+def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name):
+    stored, matrix = matrix.dtype, matrix.astype(hidden_ND.dtype)
+
+    def one_chunk(d_matrix, chunk):
+        hidden_CD, targets_C, weights_C = chunk
+        losses_C, log_z_C, logits_CV, chosen_CV = _chunk_losses(
+            hidden_CD, matrix, targets_C, d_dim, axis_name
+        )
+        p_CV = jnp.exp(logits_CV.astype(jnp.float32) - log_z_C[:, None])
+        d_logits_CV = (1 + 2 * z_loss * log_z_C)[:, None] * p_CV - chosen_CV.astype(jnp.float32)
+        d_logits_CV = (weights_C[:, None] * d_logits_CV).astype(logits_CV.dtype)
+        # Two products read it: it is to be written once, and not made anew within either of them.
+        d_logits_CV = jax.lax.optimization_barrier(d_logits_CV)
+        d_hidden_CD = _dot(d_logits_CV, matrix, 1, 1 - d_dim)
+        pair = (hidden_CD, d_logits_CV) if d_dim == 0 else (d_logits_CV, hidden_CD)
+        # The sum in float32, in the form of a matrix product that adds to its output in place.
+        d_matrix = d_matrix + _dot(*pair, 0, 0, jnp.float32)
+        return d_matrix, (losses_C, log_z_C, d_hidden_CD)
+
+    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
+    nothing = jnp.zeros_like(matrix, dtype=jnp.float32)
+    d_matrix, parts = jax.lax.scan(one_chunk, nothing, _split(C, hidden_ND, targets_N, weights_N))
+    losses_N, log_z_N, d_hidden_ND = _join(parts, len(targets_N))
+    objective = _objective(losses_N, log_z_N, weights_N, z_loss)
+    return (objective, losses_N, log_z_N), (d_hidden_ND, d_matrix.astype(stored))
+
+
+def _backward(z_loss, d_dim, axis_name, residuals, cotangents):
+    scale = cotangents[0]  # those of the tokens' losses and log(Z) are none of ours
+    d_hidden_ND, d_matrix = ((scale * x.astype(jnp.float32)).astype(x.dtype) for x in residuals)
+    return d_hidden_ND, d_matrix, None, None
+
+
+_losses.defvjp(_forward, _backward)
+
+
+def _chunk_losses(hidden_CD, matrix, targets_C, d_dim, axis_name):
+    """Returns each token's cross-entropy and log(Z), and the logits and which of them are the targets'."""
+    logits_CV = _dot(hidden_CD, matrix, 1, d_dim)
+    logits32_CV = logits_CV.astype(jnp.float32)
+    if axis_name is not None:
+        targets_C = targets_C - jax.lax.axis_index(axis_name) * logits_CV.shape[1]
+    # A comparison, which fuses into the passes over the logits; not a gather and a scatter.
+    chosen_CV = jax.lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1) == targets_C[:, None]
+    target_C = jnp.sum(jnp.where(chosen_CV, logits32_CV, 0.0), axis=1)
+    log_z_C = jax.nn.logsumexp(logits32_CV, axis=1)
+    if axis_name is not None:
+        top_C = jax.lax.pmax(log_z_C, axis_name)
+        z_C, target_C = jax.lax.psum(jnp.stack([jnp.exp(log_z_C - top_C), target_C]), axis_name)
+        log_z_C = top_C + jnp.log(z_C)
+    return log_z_C - target_C, log_z_C, logits_CV, chosen_CV
+
+
+def _objective(losses_N, log_z_N, weights_N, z_loss):
+    return jnp.sum(weights_N * (losses_N + z_loss * jnp.square(log_z_N)))
+
+
+def _dot(a, b, a_dim: int, b_dim: int, dtype=None):
+    """Returns the product of two matrices over one dim of each. Written so, no transpose is ever needed."""
+    return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=dtype)
+
+
+def _split(C: int, *arrays):
+    """Returns each array [N, ...] as [P, C, ...], the last chunk filled up with zeros."""
+    P = -(-len(arrays[0]) // C)
+    fill = P * C - len(arrays[0])
+    return tuple(
+        jnp.pad(x, [(0, fill)] + [(0, 0)] * (x.ndim - 1)).reshape(P, C, *x.shape[1:]) for x in arrays
+    )
+
+
+def _join(parts, N: int):
+    """Returns each array [P, C, ...] as [N, ...]."""
+    return tuple(x.reshape(-1, *x.shape[2:])[:N] for x in parts)
+
+
+def _vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Within a shard_map, marks each array as varying over every mesh axis that any of them varies over.
+
+    The gradients formed here are then one device's part each, and JAX sums them where the mark was made:
+    the matrix's over the axes that split tokens, hidden's over the one that splits the vocabulary, in the
+    dtype in which a model's other matrix products are summed over devices.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    missing = [tuple(sorted(frozenset.union(*varying) - axes)) for axes in varying]
+    return tuple(
+        jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)
+    )

@@ -1,0 +1,277 @@
+"""The contract of linear cross-entropy: values and gradients, odd inputs, split vocabularies, one product
+for the logits, and memory."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from pallas_kernels import dispatch
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, xla
+from pallas_kernels.linear_cross_entropy.shapes import CPU, GPU, Shape
+from pallas_kernels.testing import CPU_TOLERANCE, GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
+
+NAMES = ("objective", "losses", "log_z", "d_hidden", "d_matrix")
+needs_gpu = pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of 16 tokens for these shapes, so that there are many and the last is not full."""
+    monkeypatch.setattr(xla, "LOGITS_BYTES", 0)
+    monkeypatch.setattr(xla, "TILE", 16)
+
+
+def draw(rng: np.random.Generator, shape: Shape, dtype=jnp.float32):
+    """Returns hidden, a float32 matrix, targets, and weights of which a third are 0."""
+    B, T = shape.rows, shape.sequence
+    hidden = normal(rng, (B, T, shape.embed), dtype)
+    matrix = normal(rng, (shape.embed, shape.vocabulary), jnp.float32) * shape.embed**-0.5
+    targets = jnp.asarray(rng.integers(0, shape.vocabulary, (B, T)), jnp.int32)
+    weights = jnp.asarray(rng.random((B, T), np.float32) * (rng.random((B, T)) < 0.67))
+    return hidden, matrix, targets, weights
+
+
+def run(hidden, matrix, targets, weights, **options):
+    """Returns values and gradients; compiled anew each time, for tests change the size of a chunk."""
+
+    def loss(hidden, matrix):
+        objective, *by_token = linear_cross_entropy(hidden, matrix, targets, weights, **options)
+        return objective, by_token
+
+    (objective, by_token), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, matrix)
+    return dict(zip(NAMES, (objective, *by_token, *gradients), strict=True))
+
+
+def expected(hidden, matrix, targets, weights, z_loss=0.0):
+    """Returns the reference's in float32, a row at a time: all logits would fill a GPU."""
+    rows = []
+    for b in range(len(targets)):
+        one = slice(b, b + 1)
+        arguments = hidden[one].astype(jnp.float32), matrix, targets[one], weights[one]
+        rows.append(run(*arguments, z_loss=z_loss, implementation="reference"))
+    joined = {name: np.concatenate([row[name] for row in rows]) for name in ("losses", "log_z", "d_hidden")}
+    return joined | {name: sum(np.asarray(row[name]) for row in rows) for name in ("objective", "d_matrix")}
+
+
+@pytest.mark.parametrize("shape", CPU.values(), ids=CPU)
+def test_agrees_with_reference(shape, small_chunks):
+    arguments = draw(np.random.default_rng(fresh_seed()), shape)
+    found = run(*arguments, z_loss=shape.z_loss, implementation="xla")
+    assert {x.dtype for x in found.values()} == {jnp.dtype(jnp.float32)}
+    assert_close(found, expected(*arguments, shape.z_loss), CPU_TOLERANCE)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["small", "odd"])
+def test_half_precision_on_gpu(name):
+    shape = GPU[name]
+    hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), shape, jnp.bfloat16)
+    found = run(hidden, matrix, targets, weights, z_loss=shape.z_loss)
+    assert found["d_hidden"].dtype == jnp.bfloat16 and found["d_matrix"].dtype == jnp.float32
+    rounded = matrix.astype(jnp.bfloat16).astype(jnp.float32)
+    assert_close(found, expected(hidden, rounded, targets, weights, shape.z_loss), GPU_TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_matrix_may_lie_as_an_embedding_table(implementation, small_chunks):
+    hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), CPU["z_loss"])
+    found = run(hidden, matrix.T, targets, weights, layout="VD", implementation=implementation)
+    found["d_matrix"] = found["d_matrix"].T
+    assert_close(found, expected(hidden, matrix, targets, weights), CPU_TOLERANCE)
+    text = jax.jit(
+        jax.grad(lambda h, m: linear_cross_entropy(h, m, targets, weights, layout="VD")[0], (0, 1))
+    )
+    assert "stablehlo.transpose" not in text.lower(hidden, matrix.T).as_text()
+
+
+def test_evaluation_forms_no_gradient(small_chunks):
+    arguments = draw(np.random.default_rng(fresh_seed()), CPU["odd"])
+    plain = linear_cross_entropy(*arguments, z_loss=0.1)
+    both = run(*arguments, z_loss=0.1)
+    assert_close(plain, tuple(both[name] for name in NAMES[:3]), CPU_TOLERANCE)
+    assert str(jax.make_jaxpr(linear_cross_entropy)(*arguments)).count("dot_general[") == 1
+
+
+def test_logits_are_computed_once():
+    """Three products a chunk: the logits, and the two gradients made of theirs."""
+    arguments = draw(np.random.default_rng(0), CPU["even"])
+    step = jax.value_and_grad(lambda h, m: linear_cross_entropy(h, m, *arguments[2:])[0], (0, 1))
+    assert str(jax.make_jaxpr(step)(*arguments[:2])).count("dot_general[") == 3
+    text = jax.jit(step).lower(*arguments[:2]).as_text()
+    assert text.count("stablehlo.dot_general") == 3
+    assert "scatter" not in text and "gather" not in text
+
+
+def test_the_backward_pass_scales(small_chunks):
+    hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), CPU["odd"])
+    function = lambda h, m: linear_cross_entropy(h, m, targets, weights)[0]  # noqa: E731
+    _, pullback = jax.vjp(function, hidden, matrix)
+    once, thrice = pullback(jnp.float32(1)), pullback(jnp.float32(3))
+    assert_close(thrice, jax.tree.map(lambda x: 3 * x, once), 1e-6)
+
+
+def test_only_the_objective_has_a_gradient():
+    arguments = draw(np.random.default_rng(fresh_seed()), CPU["even"])
+    for implementation in ("xla", "reference"):
+        function = functools.partial(linear_cross_entropy, implementation=implementation)
+        by_token = jax.grad(lambda *a, f=function: sum(map(jnp.sum, f(*a)[1:])), (0, 1))
+        of_weights = jax.grad(lambda w, *a, f=function: f(*a, w)[0])
+        gradients = *by_token(*arguments), of_weights(arguments[3], *arguments[:3])
+        assert not any(np.any(x) for x in gradients)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_odd_inputs(implementation, small_chunks):
+    hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), CPU["odd"])
+    plain = run(hidden, matrix, targets, weights, implementation=implementation)
+    # A token whose weight is 0 counts for nothing.
+    changed = jnp.where(weights[..., None] == 0, 5.0, hidden)
+    other = run(changed, matrix, targets, weights, implementation=implementation)
+    for name in ("objective", "d_matrix"):
+        np.testing.assert_allclose(other[name], plain[name], rtol=1e-5, atol=1e-5)
+    assert not np.any(np.asarray(other["d_hidden"])[np.asarray(weights) == 0])
+    # Nothing but such tokens.
+    masked = run(hidden, matrix, targets, weights * 0, implementation=implementation)
+    assert masked["objective"] == 0 and not np.any(masked["d_hidden"]) and not np.any(masked["d_matrix"])
+    # Logits whose exponential is beyond float32.
+    huge = run(hidden * 1e4, matrix, targets, weights, implementation=implementation)
+    assert all(np.isfinite(x).all() for x in huge.values()) and np.abs(huge["log_z"]).max() > 1e3
+    # What is not finite shows, wherever it is.
+    for bad in (jnp.nan, jnp.inf):
+        broken = run(hidden.at[1, 5].set(bad), matrix, targets, weights, implementation=implementation)
+        assert not np.isfinite(broken["objective"])
+
+
+def test_chunks_fit():
+    assert xla.chunk_length(16_384, 128_256, 2) == 2048
+    assert xla.chunk_length(16_384, 64_128, 2) == 4096  # a vocabulary split in two
+    assert xla.chunk_length(100, 512, 4) == 100
+    for tokens, vocabulary in ((16_384, 128_256), (8191, 151_936), (1_000_000, 32_000), (700, 10**7)):
+        C = xla.chunk_length(tokens, vocabulary, 2)
+        assert C % xla.TILE == 0
+        assert C == xla.TILE or C * vocabulary * 2 <= xla.LOGITS_BYTES
+        chunks = -(-tokens // C)
+        assert chunks * C - tokens < chunks * xla.TILE, "more is empty than tiles need"
+
+
+def test_whole_logits_never_exist(monkeypatch):
+    shape = CPU["benchmark"]
+    N, V, D = shape.rows * shape.sequence, shape.vocabulary, shape.embed
+    monkeypatch.setattr(xla, "LOGITS_BYTES", N * V * 4 // 8)
+    hidden, matrix, targets, weights = draw(np.random.default_rng(0), shape)
+    function = lambda h, m: linear_cross_entropy(h, m, targets, weights)[0]  # noqa: E731
+    compiled = jax.jit(jax.grad(function, (0, 1))).lower(hidden, matrix).compile()
+    assert f"[{N // 8},{V}]" in compiled.as_text() and f"[{N},{V}]" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < N * V * 4 + D * V * 4
+
+
+def beyond_matrix_and_gradient(compiled, shape: Shape) -> int:
+    """Returns the bytes that a compiled value_and_grad needs beyond its arguments, the matrix's copy in the
+    compute dtype and its float32 gradient; hidden's gradient, which is an output, counts."""
+    memory = compiled.memory_analysis()
+    matrix = shape.embed * shape.vocabulary
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes - 6 * matrix
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_at_the_benchmarks_shape():
+    shape = GPU["llama3_8b"]
+    B, T, D, V = shape.rows, shape.sequence, shape.embed, shape.vocabulary
+    hidden, matrix = (jax.ShapeDtypeStruct(*x) for x in (((B, T, D), jnp.bfloat16), ((D, V), jnp.float32)))
+    targets, weights = (jax.ShapeDtypeStruct((B, T), dtype) for dtype in (jnp.int32, jnp.float32))
+    step = jax.jit(jax.value_and_grad(lambda *a: linear_cross_entropy(*a)[0], (0, 1)))
+    compiled = step.lower(hidden, matrix, targets, weights).compile()
+    used = beyond_matrix_and_gradient(compiled, shape)
+    print(f"{used / 2**30:.3f} GiB beyond the matrix and its gradient")
+    assert used <= 1 << 30, compiled.memory_analysis()
+
+
+# A split vocabulary
+
+
+def split_run(mesh_shape, layout, hidden, matrix, targets, weights, **options):
+    """As `run`, on a mesh whose first axis splits rows and whose second the vocabulary."""
+    mesh = jax.make_mesh(mesh_shape, ("data", "tensor"), (jax.sharding.AxisType.Auto,) * 2)
+    rows = PartitionSpec("data")
+    columns = PartitionSpec(None, "tensor") if layout == "DV" else PartitionSpec("tensor")
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(rows, columns, rows, rows),
+        out_specs=(PartitionSpec(), rows, rows),
+    )
+    def local(hidden, matrix, targets, weights):
+        objective, *by_token = linear_cross_entropy(
+            hidden, matrix, targets, weights, layout=layout, axis_name="tensor", **options
+        )
+        return jax.lax.psum(objective, "data"), *by_token
+
+    def loss(hidden, matrix):
+        objective, *by_token = local(hidden, matrix, targets, weights)
+        return objective, by_token
+
+    (objective, by_token), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, matrix)
+    return dict(zip(NAMES, (objective, *by_token, *gradients), strict=True))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("layout", ["DV", "VD"])
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4)], ids=str)
+def test_split_vocabulary_equals_one_device(mesh_shape, layout, small_chunks):
+    shape = Shape(4, 21, 16, 136, z_loss=1e-2)
+    hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), shape)
+    stored = matrix if layout == "DV" else matrix.T
+    found = split_run(mesh_shape, layout, hidden, stored, targets, weights, z_loss=shape.z_loss)
+    if layout == "VD":
+        found["d_matrix"] = found["d_matrix"].T
+    assert_close(found, expected(hidden, matrix, targets, weights, shape.z_loss), CPU_TOLERANCE)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_what_is_not_finite_on_one_device_shows_on_all():
+    hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), CPU["even"])
+    for bad in (jnp.nan, jnp.inf):
+        found = split_run((1, 2), "DV", hidden, matrix.at[3, 7].set(bad), targets, weights)
+        assert not np.isfinite(found["objective"])
+
+
+# What is refused
+
+
+def test_named_runs_or_raises(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_logged", set())
+    arguments = draw(np.random.default_rng(0), CPU["one_token"])
+    with caplog.at_level(logging.INFO, "jaxthru.kernels"):
+        linear_cross_entropy(*arguments)
+    assert [r.getMessage() for r in caplog.records] == ["linear_cross_entropy: xla runs"]
+    with pytest.raises(ValueError, match=r"no implementation 'xal'; there are xla, reference"):
+        linear_cross_entropy(*arguments, implementation="xal")
+
+
+def test_arguments_are_checked():
+    hidden, matrix, targets, weights = draw(np.random.default_rng(0), CPU["odd"])
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        linear_cross_entropy(hidden, matrix, targets, weights, layout="VD")
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        linear_cross_entropy(hidden, matrix, targets[:, 1:], weights)
+    with pytest.raises(ValueError, match="targets are int32 and weights float32, got float32"):
+        linear_cross_entropy(hidden, matrix, weights, weights)
+    with pytest.raises(ValueError, match="neither DV nor VD"):
+        linear_cross_entropy(hidden, matrix, targets, weights, layout="DB")
+    with pytest.raises(ValueError, match="not split over 'tensor'"):
+        linear_cross_entropy(hidden, matrix, targets, weights, axis_name="tensor")
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_the_reference_refuses_a_split_vocabulary():
+    arguments = draw(np.random.default_rng(0), CPU["even"])
+    with pytest.raises(dispatch.Unsupported, match="whole vocabulary"):
+        split_run((1, 2), "DV", *arguments, implementation="reference")
