@@ -31,10 +31,11 @@ from jaxthru.training.account import Account, TrainingError
 from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_step
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
+from jaxthru.training.loss import Batch, Objective
 from jaxthru.training.metrics import Meter, open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.state import State, abstract_state, decayed, sharded_init
-from jaxthru.training.step import Batch, Objective, Step, abstract_batch
+from jaxthru.training.step import Step, abstract_batch
 from jaxthru.training.watchdog import Watchdog
 from pallas_kernels.dispatch import Unsupported
 

@@ -13,8 +13,9 @@ from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import OptimConfig, make_optimizer, make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
+from jaxthru.training.loss import Objective
 from jaxthru.training.state import abstract_state, decayed, sharded_init
-from jaxthru.training.step import Objective, Step, abstract_batch
+from jaxthru.training.step import Step, abstract_batch
 
 SHAPE = ModelConfig(vocabulary=512, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
 ROWS, SEQUENCE, SOURCES = 8, 64, 2

@@ -17,6 +17,7 @@ from jaxthru.models.layers import rotary_angles
 from jaxthru.models.llama import Block, Embedding, Head, ModelConfig
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import remat
+from jaxthru.runtime.sharding import Axes
 from pallas_kernels.attention import find_segments
 
 Tree = Any
@@ -100,11 +101,11 @@ class Model:
                 x_BTD = layer(x_BTD, tree)
         return self.head.apply(params["head"], x_BTD)
 
-    def output_matrix(self, params: Tree) -> jax.Array:
-        """Returns the matrix [D, V] that turns hidden vectors into logits, in the compute dtype."""
+    def output_matrix(self, params: Tree) -> tuple[jax.Array, Axes]:
+        """Returns the matrix that turns hidden vectors into logits, as it is stored, and its axes."""
         if self.config.tied_embeddings:
-            return self.ops.gather(params["embedding"]["table"], ("vocab", "embed")).T
-        return self.ops.gather(params["head"]["matrix"], ("embed", "vocab"))
+            return params["embedding"]["table"], ("vocab", "embed")
+        return params["head"]["matrix"], ("embed", "vocab")
 
 
 def is_axes(node: Any) -> bool:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +95,37 @@ class Ops:
         in_specs = (PartitionSpec(vocab_axis, embed_axis), self.layout.spec(("batch", "sequence")))
         out_specs = self.layout.spec(("batch", "sequence", "embed"))
         return self.layout.shard_map(local, in_specs, out_specs, check_vma=True)(table_VD, tokens_BT)
+
+    def linear_cross_entropy(
+        self, hidden_BTD: jax.Array, matrix: jax.Array, axes: Axes, targets_BT, weights_BT, z_loss: float
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the objective and each token's cross-entropy and log(Z), as the kernel of this name does.
+
+        matrix: as stored, in float32. axes: its logical axes, ("embed", "vocab") or ("vocab", "embed").
+
+        On one device the matrix's gradient is float32 from the first sum to the last. On several it is
+        rounded to the compute dtype before it is summed over devices, as those of all other matrices are; and
+        it is reduced to the stored shards before it is summed over `data`.
+        """
+        layout = "DV" if axes == ("embed", "vocab") else "VD"
+        kernel = functools.partial(linear_cross_entropy, z_loss=z_loss, layout=layout)
+        if self.layout.mesh.size == 1:
+            return kernel(hidden_BTD, matrix, targets_BT, weights_BT)
+        stored, batch = self.layout.spec(axes), self.layout.spec(("batch", "sequence"))
+        embed_axis, vocab_axis = (stored[axes.index(name)] for name in ("embed", "vocab"))
+        row_axes = tuple(jax.tree.leaves(batch[0]))
+
+        def local(hidden_BTD, matrix, targets_BT, weights_BT):
+            matrix = matrix.astype(self.compute)
+            copied = tuple(axis for axis in row_axes if axis != embed_axis)
+            if copied:
+                matrix = jax.lax.pcast(matrix, copied, to="varying")
+            if embed_axis is not None:
+                matrix = jax.lax.all_gather(matrix, embed_axis, axis=axes.index("embed"), tiled=True)
+            objective, *by_token = kernel(hidden_BTD, matrix, targets_BT, weights_BT, axis_name=vocab_axis)
+            return jax.lax.psum(objective, row_axes) if row_axes else objective, *by_token
+
+        in_specs = (self.layout.spec(("batch", "sequence", None)), stored, batch, batch)
+        out_specs = (PartitionSpec(), batch, batch)
+        sharded = self.layout.shard_map(local, in_specs, out_specs, check_vma=True)
+        return sharded(hidden_BTD, matrix, targets_BT, weights_BT)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.runtime.errors import require
-from jaxthru.training.step import Batch, Objective
+from jaxthru.training.loss import Batch, Objective
 
 
 @dataclasses.dataclass(frozen=True)

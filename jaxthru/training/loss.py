@@ -1,64 +1,55 @@
-"""Next-token cross-entropy, without ever holding the logits of a whole batch.
+"""The loss of a batch: what a step minimises and what is recorded of it.
 
-Shapes: B rows, T tokens, D embed, V vocabulary.
+Shapes: B rows, T tokens, D embed.
 """
 
-import math
-from collections.abc import Callable
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-CHUNK_BYTES = 1 << 30
+from jaxthru.models.bind import Model
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
 
 
-def chunk_count(rows: int, sequence: int, vocabulary: int) -> int:
-    """Returns in how many chunks along the sequence the float32 logits of `rows` rows fit CHUNK_BYTES each.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Objective:
+    """The loss of a batch. max_segments: most segments in a row. sources: how many the mix has."""
 
-    A power of two, so that it divides the usual sequences, and at least 2.
-    """
-    needed = rows * sequence * vocabulary * 4 / CHUNK_BYTES
-    return min(max(2, 1 << math.ceil(math.log2(needed))) if needed > 1 else 2, sequence)
+    model: Model
+    z_loss: float
+    max_segments: int
+    sources: int
 
+    def __call__(self, params: Any, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Metrics]:
+        """Returns `weight` × the summed loss to minimise, and sums of cross-entropy for the record.
 
-def token_losses(
-    hidden_BTD: jax.Array,
-    matrix_DV: jax.Array,
-    targets_BT: jax.Array,
-    *,
-    chunks: int,
-    constrain: Callable[..., jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """Returns each token's cross-entropy and log(Z), where Z is the softmax's sum: two float32 [B, T].
+        weight: one over the tokens that count, of the whole batch where this is a part of it. With
+        gradients asked for, those of the logits are formed along with the loss.
+        """
+        mask = batch["loss_mask"]
+        with jax.named_scope("model"):
+            hidden_BTD = self.model.hidden(params, batch, self.max_segments)
+        with jax.named_scope("loss"):
+            minimised, cross_entropy, _ = self.model.ops.linear_cross_entropy(
+                hidden_BTD,
+                *self.model.output_matrix(params),
+                batch["targets"],
+                mask * weight,
+                self.z_loss,
+            )
+        cross_entropy = cross_entropy * mask
+        sums = {
+            "loss": jnp.sum(cross_entropy) * weight,
+            "source_loss": self.by_source(cross_entropy, batch),
+            "source_tokens": self.by_source(mask, batch),
+        }
+        return minimised, jax.lax.stop_gradient(sums)
 
-    Tokens go through in chunks along T; a chunk's logits are made again in the backward pass. The matrix's
-    gradient is summed over chunks in float32, whatever the compute dtype.
-    chunks: how many; the last is filled up. constrain: lays out an array by its logical axes.
-    """
-    rows, sequence = targets_BT.shape
-    length = -(-sequence // chunks)
-
-    def split(x_BT):
-        filled = jnp.pad(x_BT, [(0, 0), (0, chunks * length - sequence)] + [(0, 0)] * (x_BT.ndim - 2))
-        return jnp.moveaxis(filled.reshape(rows, chunks, length, *x_BT.shape[2:]), 1, 0)
-
-    hidden_PBCD, targets_PBC = split(hidden_BTD), split(targets_BT)
-    matrix32_DV = matrix_DV.astype(jnp.float32)
-
-    @jax.checkpoint
-    def one_chunk(hidden_BCD, targets_BC):
-        logits_BCV = jnp.einsum("bcd,dv->bcv", hidden_BCD, matrix32_DV.astype(matrix_DV.dtype))
-        logits_BCV = constrain(logits_BCV, "batch", "sequence", "vocab").astype(jnp.float32)
-        log_z_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-        # A masked sum rather than a gather: it stays local when the vocabulary is sharded.
-        chosen = jax.lax.broadcasted_iota(jnp.int32, logits_BCV.shape, 2) == targets_BC[..., None]
-        target_BC = jnp.sum(jnp.where(chosen, logits_BCV, 0.0), axis=-1)
-        return log_z_BC - target_BC, log_z_BC
-
-    _, by_part = jax.lax.scan(lambda _, part: (None, one_chunk(*part)), None, (hidden_PBCD, targets_PBC))
-    return jax.tree.map(
-        lambda x_PBC: constrain(
-            jnp.moveaxis(x_PBC, 0, 1).reshape(rows, -1)[:, :sequence], "batch", "sequence"
-        ),
-        by_part,
-    )
+    def by_source(self, values_BT: jax.Array, batch: Batch) -> jax.Array:
+        """Returns the sum of `values_BT` over each source's tokens, float32 [sources]."""
+        belongs = batch["source"][..., None] == jnp.arange(self.sources, dtype=jnp.int32)[None, None]
+        return jnp.sum(jnp.where(belongs, values_BT[..., None], 0.0), axis=(0, 1))

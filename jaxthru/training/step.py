@@ -9,13 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxthru.data.batch import BATCH_FIELDS
-from jaxthru.models.bind import Model, is_axes
+from jaxthru.models.bind import is_axes
 from jaxthru.runtime.errors import require
-from jaxthru.training.loss import chunk_count, token_losses
+from jaxthru.training.loss import Batch, Metrics, Objective
 from jaxthru.training.state import State
-
-Batch = dict[str, jax.Array]
-Metrics = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,46 +67,6 @@ def check_groups(train: TrainConfig, groups: int, shards: int) -> None:
 def _blocks(rows: int, groups: int, microbatches: int) -> int:
     """Returns into how many blocks of whole groups rows are laid so that each splits into micro-batches."""
     return math.gcd(groups, rows // microbatches)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Objective:
-    """The loss of a batch. max_segments: most segments in a row. sources: how many the mix has."""
-
-    model: Model
-    z_loss: float
-    max_segments: int
-    sources: int
-
-    def __call__(self, params: Any, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Metrics]:
-        """Returns `weight` × the summed loss to minimise, and sums of cross-entropy for the record."""
-        layout = self.model.ops.layout
-        rows, sequence = batch["tokens"].shape
-        vocabulary = self.model.config.vocabulary // layout.size("vocab")
-        with jax.named_scope("model"):
-            hidden_BTD = self.model.hidden(params, batch, self.max_segments)
-        with jax.named_scope("loss"):
-            cross_entropy, log_z = token_losses(
-                hidden_BTD,
-                self.model.output_matrix(params),
-                batch["targets"],
-                chunks=chunk_count(rows // layout.size("batch"), sequence, vocabulary),
-                constrain=self.model.ops.constrain,
-            )
-        mask = batch["loss_mask"]
-        cross_entropy = cross_entropy * mask
-        minimised = cross_entropy + self.z_loss * jnp.square(log_z) * mask
-        sums = {
-            "loss": jnp.sum(cross_entropy) * weight,
-            "source_loss": self.by_source(cross_entropy, batch),
-            "source_tokens": self.by_source(mask, batch),
-        }
-        return jnp.sum(minimised) * weight, jax.lax.stop_gradient(sums)
-
-    def by_source(self, values_BT: jax.Array, batch: Batch) -> jax.Array:
-        """Returns the sum of `values_BT` over each source's tokens, float32 [sources]."""
-        belongs = batch["source"][..., None] == jnp.arange(self.sources, dtype=jnp.int32)[None, None]
-        return jnp.sum(jnp.where(belongs, values_BT[..., None], 0.0), axis=(0, 1))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -39,7 +39,8 @@ def model(policy: str = "none", **shape):
 @functools.partial(jax.jit, static_argnums=0)
 def logits(bound, params, batch):
     hidden = bound.hidden(params, batch, 8)
-    return jnp.einsum("btd,dv->btv", hidden, bound.output_matrix(params))
+    matrix, axes = bound.output_matrix(params)
+    return jnp.einsum(f"btd,{'dv' if axes == ('embed', 'vocab') else 'vd'}->btv", hidden, matrix)
 
 
 def loss(bound, params, batch):

@@ -13,10 +13,9 @@ from jaxthru.optim.optimizer import OptimConfig, make_optimizer, make_schedule
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training import loss as loss_module
-from jaxthru.training.loss import chunk_count, token_losses
 from jaxthru.training.state import decayed
 from jaxthru.training.step import TrainConfig, check_groups
+from pallas_kernels.linear_cross_entropy import xla as linear_cross_entropy
 
 
 @pytest.fixture(scope="module")
@@ -138,52 +137,29 @@ def reference_losses(hidden, matrix, targets):
     return log_z - np.take_along_axis(logits, np.asarray(targets)[..., None], -1)[..., 0], log_z
 
 
-@pytest.mark.parametrize("chunks", [2, 5, 12])  # 5 fills the last chunk up
-def test_chunked_losses_equal_the_plain_ones(chunks):
-    draw = np.random.default_rng(0)
-    hidden = jnp.asarray(draw.normal(size=(2, 12, 8)), jnp.float32)
-    matrix = jnp.asarray(draw.normal(size=(8, 30)), jnp.float32)
-    targets = jnp.asarray(draw.integers(0, 30, (2, 12)), jnp.int32)
-
-    def chunked(hidden, matrix):
-        return token_losses(hidden, matrix, targets, chunks=chunks, constrain=lambda x, *axes: x)
-
-    losses, log_z = chunked(hidden, matrix)
-    expected, expected_z = reference_losses(hidden, matrix, targets)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    np.testing.assert_allclose(log_z, expected_z, rtol=1e-5)
-
-    def plain(hidden, matrix):
-        log_p = jax.nn.log_softmax(hidden @ matrix)
-        return -jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
-
-    weights = jnp.asarray(draw.random((2, 12)), jnp.float32)
-    ours = jax.grad(lambda h, m: jnp.sum(chunked(h, m)[0] * weights), (0, 1))(hidden, matrix)
-    theirs = jax.grad(lambda h, m: jnp.sum(plain(h, m) * weights), (0, 1))(hidden, matrix)
-    assert_trees_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_chunks_fit_and_are_never_the_whole():
-    assert chunk_count(2, 8192, 128_256) == 8
-    for rows, sequence, vocabulary in (
-        (8, 256, 8192),
-        (1, 700, 50_000),
-        (3, 8191, 128_256),
-        (64, 8192, 151_936),
-    ):
-        chunks = chunk_count(rows, sequence, vocabulary)
-        assert 2 <= chunks <= sequence
-        assert rows * -(-sequence // chunks) * vocabulary * 4 <= 1.01 * loss_module.CHUNK_BYTES
-    assert chunk_count(4096, 8, 10**6) == 8  # not more chunks than tokens
+def test_the_record_and_the_minimised_loss_are_the_plain_ones(made):
+    """Against float64, with the masks and the sources of the batch."""
+    objective, params, batch = made.step.objective, made.fresh()["params"], made.batch(0)
+    weight = 1 / jnp.sum(batch["loss_mask"])
+    minimised, sums = jax.jit(objective)(params, batch, weight)
+    hidden = jax.jit(lambda params: objective.model.hidden(params, batch, 8))(params)
+    losses, _ = reference_losses(hidden, objective.model.output_matrix(params)[0], batch["targets"])
+    losses = losses * np.asarray(batch["loss_mask"])
+    assert float(minimised) == pytest.approx(losses.sum() * float(weight), rel=1e-5)
+    assert float(sums["loss"]) == pytest.approx(losses.sum() * float(weight), rel=1e-5)
+    for source in range(tiny.SOURCES):
+        assert sums["source_loss"][source] == pytest.approx(
+            losses[np.asarray(batch["source"]) == source].sum(), rel=1e-5
+        )
 
 
 def test_whole_logits_never_exist(monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", tiny.ROWS * 16 * tiny.SHAPE.vocabulary * 4)
+    chunk, vocabulary = 128, tiny.SHAPE.vocabulary
+    monkeypatch.setattr(linear_cross_entropy, "LOGITS_BYTES", chunk * vocabulary * 4)
     text = tiny.make.__wrapped__().compiled.as_text()
-    rows, sequence, vocabulary = tiny.ROWS, tiny.SEQUENCE, tiny.SHAPE.vocabulary
-    assert f"[{rows},16,{vocabulary}]" in text or f"[{rows * 16},{vocabulary}]" in text
-    assert f"[{rows},{sequence},{vocabulary}]" not in text
-    assert f"[{rows * sequence},{vocabulary}]" not in text
+    assert f"[{chunk},{vocabulary}]" in text
+    assert f"[{tiny.ROWS},{tiny.SEQUENCE},{vocabulary}]" not in text
+    assert f"[{tiny.ROWS * tiny.SEQUENCE},{vocabulary}]" not in text
 
 
 def test_z_loss_moves_the_gradient_not_the_record(made):
@@ -197,7 +173,7 @@ def test_z_loss_moves_the_gradient_not_the_record(made):
     weight = 1 / jnp.sum(batch["loss_mask"])
     minimised, sums = jax.jit(objective)(params, batch, weight)
     hidden = jax.jit(lambda params: objective.model.hidden(params, batch, 8))(params)
-    _, log_z = reference_losses(hidden, objective.model.output_matrix(params), batch["targets"])
+    _, log_z = reference_losses(hidden, objective.model.output_matrix(params)[0], batch["targets"])
     expected = 0.1 * np.sum(np.square(log_z) * np.asarray(batch["loss_mask"])) * float(weight)
     assert float(minimised - sums["loss"]) == pytest.approx(expected, rel=1e-3)
 

@@ -1,0 +1,51 @@
+"""Operations over a mesh equal those on one device, values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxthru.models.ops import Ops
+from jaxthru.runtime.mesh import MeshConfig, make_mesh
+from jaxthru.runtime.sharding import Layout
+from pallas_kernels.testing import CPU_TOLERANCE, assert_close, fresh_seed, normal
+
+B, T, D, V = 8, 12, 16, 48
+
+
+def loss_and_gradients(mesh: tuple[int, int, int], axes, hidden, matrix, targets, weights):
+    """mesh: sizes of data, fsdp and tensor."""
+    layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
+    ops = Ops(layout, jnp.dtype(jnp.float32))
+    rows, stored = layout.sharding(("batch", "sequence")), layout.sharding(axes)
+    hidden = jax.device_put(hidden, layout.sharding(("batch", "sequence", None)))
+    matrix, targets, weights = (
+        jax.device_put(*x) for x in ((matrix, stored), (targets, rows), (weights, rows))
+    )
+
+    def loss(hidden, matrix):
+        objective, *by_token = ops.linear_cross_entropy(hidden, matrix, axes, targets, weights, 1e-2)
+        return objective, by_token
+
+    jitted = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (values, gradients), text = jitted(hidden, matrix), jitted.lower(hidden, matrix).as_text()
+    assert gradients[1].sharding.is_equivalent_to(stored, 2), "the gradient is not laid out as the matrix"
+    return (values, gradients), text
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("axes", [("embed", "vocab"), ("vocab", "embed")], ids="-".join)
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (1, 2, 4), (2, 2, 2)], ids=str)
+def test_linear_cross_entropy(mesh, axes):
+    rng = np.random.default_rng(fresh_seed())
+    hidden = normal(rng, (B, T, D), jnp.float32)
+    matrix = normal(rng, (D, V) if axes[0] == "embed" else (V, D), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
+    weights = jnp.asarray(rng.random((B, T)) < 0.7, jnp.float32) / (B * T)
+    arguments = axes, hidden, matrix, targets, weights
+    alone, _ = loss_and_gradients((1, 1, 1), *arguments)
+    found, text = loss_and_gradients(mesh, *arguments)
+    assert_close(found, alone, CPU_TOLERANCE)
+    # The matrix is gathered, and its gradient scattered, where it is stored in parts, and nowhere else.
+    stored_in_parts = mesh[1] > 1
+    assert text.count("stablehlo.all_gather") == text.count("stablehlo.reduce_scatter") == stored_in_parts
