@@ -5,7 +5,7 @@ import functools
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import cudnn_packed, reference, xla
+from pallas_kernels.attention import cudnn_packed, reference, triton, xla
 from pallas_kernels.attention.segments import Segments, find_segments
 
 __all__ = ["Segments", "attention", "find_segments"]
@@ -36,9 +36,10 @@ def attention(
       k_BTKC: [B, T, K, C] keys of q's dtype; K divides H and query head h uses key head h // (H // K).
       v_BTKC: [B, T, K, C] values of q's dtype.
       segments: of `find_segments`, for the same B and T.
-      implementation: "cudnn_packed", "xla" or "reference"; None takes the first that can run. On a GPU
-        that is cudnn_packed or an error, because the other two cost T² whatever the documents; there they
-        run only when named. The reference does so everywhere.
+      implementation: "triton", "cudnn_packed", "xla" or "reference"; None takes the first that can run. On
+        a GPU that is triton, or cudnn_packed where `segments` has room for one a row (its causal kernel is
+        faster, its packed one clears a workspace of all segments × T), or an error: the other two cost T²
+        whatever the documents and run there only when named. The reference does so everywhere.
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
 
     Returns:
@@ -61,12 +62,16 @@ def attention(
     if not q_BTHC.dtype == k_BTKC.dtype == v_BTKC.dtype:
         raise ValueError(f"attention: dtypes differ: q {q_BTHC.dtype}, k {k_BTKC.dtype}, v {v_BTKC.dtype}")
     platform = dispatch.resolve_platform(platform)
+    whole_rows = segments.starts.shape[1] == 1
     implementations = {
+        "triton": functools.partial(triton.attention, platform=platform),
         "cudnn_packed": functools.partial(cudnn_packed.attention, platform=platform),
         "xla": xla.attention,
         "reference": reference.attention,
     }
-    automatic = ("cudnn_packed",) if platform == "gpu" else ("cudnn_packed", "xla")
+    automatic = ("cudnn_packed", "triton") if whole_rows else ("triton", "cudnn_packed")
+    if platform != "gpu":
+        automatic = (*automatic, "xla")
     return dispatch.run(
         "attention", implementations, automatic, implementation, q_BTHC, k_BTKC, v_BTKC, segments
     )

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.segments import Segments
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
+from pallas_kernels.varying import vary_alike
 
 SUPPORTED_JAX = ">=0.11.2,<0.13"
 MIN_CUDNN = 90800  # 9.8, the oldest that JAX 0.11 runs with
@@ -52,7 +53,7 @@ def attention(
     _check_device(platform)
     _check_arrays(q_BTHC)
     _private()
-    return _attention(*_vary_alike(q_BTHC, k_BTKC, v_BTKC), segments)
+    return _attention(*vary_alike(q_BTHC, k_BTKC, v_BTKC), segments)
 
 
 def _check_device(platform: str) -> None:
@@ -109,20 +110,6 @@ def _private():
             f" {'; '.join(differing)}"
         )
     return module
-
-
-def _vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Within a shard_map, marks each array as varying over every mesh axis that any of them varies over.
-
-    A key head may be the same on all devices of an axis that splits the query heads. Its gradient then is a
-    sum over that axis, which JAX adds where the mark was made; without it, one device's part would pass for
-    the whole.
-    """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    missing = [tuple(sorted(frozenset.union(*varying) - axes)) for axes in varying]
-    return tuple(
-        jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)
-    )
 
 
 def _operands(q_BTHC, segments: Segments) -> tuple:

@@ -17,6 +17,8 @@ class Segments(NamedTuple):
     """
 
     ids: jax.Array  # [B, T] int32: each token's segment, from 0 in each row (not the batch's ids)
+    first: jax.Array  # [B, T] int32: the first position of each token's segment
+    last: jax.Array  # [B, T] int32: its last position
     starts: jax.Array  # [B, M] int32: each segment's first position, -1 where unused
     lengths: jax.Array  # [B, M] int32: each segment's number of tokens, -1 where unused
     overflow: jax.Array  # [B] bool: the row has more than M segments; its attention is then not to be trusted
@@ -33,7 +35,11 @@ def find_segments(segment_ids_BT: jax.Array, max_segments: int) -> Segments:
       Segments. Rows with more than M are flagged in `overflow`, never silently cut: make the loss NaN.
     """
     begins_BT = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
-    ids_BT = jnp.cumsum(jnp.pad(begins_BT, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+    begins_BT = jnp.pad(begins_BT, ((0, 0), (1, 0)))
+    ends_BT = jnp.pad(begins_BT[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+    ids_BT = jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32)
+    T = ids_BT.shape[1]
+    positions_1T = jnp.arange(T, dtype=jnp.int32)[None, :]
     # Comparing and summing fuses into one pass and, unlike a scatter, has one order of summation everywhere.
     numbers_M = jnp.arange(max_segments, dtype=jnp.int32)
     ids_BT1 = ids_BT[:, :, None]
@@ -42,6 +48,8 @@ def find_segments(segment_ids_BT: jax.Array, max_segments: int) -> Segments:
     used_BM = lengths_BM > 0
     return Segments(
         ids=ids_BT,
+        first=jax.lax.cummax(jnp.where(begins_BT, positions_1T, 0), axis=1),
+        last=jax.lax.cummin(jnp.where(ends_BT, positions_1T, T), axis=1, reverse=True),
         starts=jnp.where(used_BM, starts_BM, -1),
         lengths=jnp.where(used_BM, lengths_BM, -1),
         overflow=ids_BT[:, -1] >= max_segments,

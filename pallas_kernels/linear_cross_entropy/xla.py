@@ -14,6 +14,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.varying import vary_alike
+
 # A chunk's logits take at most this much. Each chunk reads and writes the matrix's whole float32 gradient,
 # which makes large chunks cheap: 8 of 2,048 tokens for 16,384 tokens and a vocabulary of 128,256 in bfloat16.
 # Their gradients overwrite them. Should a compiler not manage that, the two are 1 GiB.
@@ -25,7 +27,7 @@ TILE = 128  # a chunk is a multiple of what matrix units take at once
 def linear_cross_entropy(hidden_BTD, matrix, targets_BT, weights_BT, *, z_loss, layout, axis_name):
     """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package."""
     B, T, D = hidden_BTD.shape
-    hidden_BTD, matrix = _vary_alike(hidden_BTD, matrix)
+    hidden_BTD, matrix = vary_alike(hidden_BTD, matrix)
     objective, losses_N, log_z_N = _losses(
         hidden_BTD.reshape(B * T, D),
         matrix,
@@ -136,17 +138,3 @@ def _split(C: int, *arrays):
 def _join(parts, N: int):
     """Returns each array [P, C, ...] as [N, ...]."""
     return tuple(x.reshape(-1, *x.shape[2:])[:N] for x in parts)
-
-
-def _vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Within a shard_map, marks each array as varying over every mesh axis that any of them varies over.
-
-    The gradients formed here are then one device's part each, and JAX sums them where the mark was made:
-    the matrix's over the axes that split tokens, hidden's over the one that splits the vocabulary, in the
-    dtype in which a model's other matrix products are summed over devices.
-    """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    missing = [tuple(sorted(frozenset.union(*varying) - axes)) for axes in varying]
-    return tuple(
-        jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)
-    )

@@ -29,12 +29,13 @@ CASES = [
     *(pytest.param("xla", CPU[name], jnp.float32, id=f"xla-{name}") for name in CPU),
     *(
         pytest.param(
-            "cudnn_packed",
+            implementation,
             GPU[name],
             jnp.bfloat16,
-            id=f"cudnn_packed-{name}",
+            id=f"{implementation}-{name}",
             marks=[pytest.mark.gpu, needs_hopper],
         )
+        for implementation in ("cudnn_packed", "triton")
         for name in GPU
     ),
 ]
@@ -94,7 +95,7 @@ def test_agrees_with_reference(implementation, shape, dtype):
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("implementation", ["xla", "cudnn_packed"])
+@pytest.mark.parametrize("implementation", ["xla", "cudnn_packed", "triton"])
 def test_half_precision_on_gpu(implementation):
     """Also for the fallback that is only taken when named, and for float16."""
     shape = GPU["multi_head"]
@@ -112,6 +113,7 @@ def packed_implementations():
         ("reference", jnp.float32),
         ("xla", jnp.float32),
         pytest.param("cudnn_packed", jnp.bfloat16, marks=[pytest.mark.gpu, needs_hopper]),
+        pytest.param("triton", jnp.bfloat16, marks=[pytest.mark.gpu, needs_hopper]),
     ]
 
 

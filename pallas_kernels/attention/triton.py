@@ -1,0 +1,130 @@
+"""Attention within documents by Triton kernels: what the documents cost, whatever their number.
+
+Blocks outside a query's document are neither read nor computed, no workspace grows with the number of
+documents, and each gradient is summed in one order, so that results repeat bit for bit.
+
+Source: the loops are FlashAttention-2's (Dao 2023, arXiv:2307.08691).
+
+Shapes: B rows, T tokens, H query heads, K key heads, C width of a head.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.attention.segments import Segments
+from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
+from pallas_kernels.varying import vary_alike
+
+MIN_CAPABILITY = (8, 0)
+HEAD_DIMS = (16, 32, 64, 128)
+
+# Blocks of queries and keys, warps and stages of loads in flight, by a sweep on an H200 at head dim 128
+# (scripts/bench/attention.py).
+TILES = {
+    "forward": {"BQ": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+    "backward_q": {"BQ": 128, "BK": 64, "num_warps": 8, "num_stages": 2},
+    "backward_kv": {"BQ": 64, "BK": 128, "num_warps": 8, "num_stages": 2},
+}
+
+
+def attention(
+    q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, segments: Segments, *, platform: str
+) -> jax.Array:
+    """Returns [B, T, H, C] of q's dtype; see `pallas_kernels.attention.attention`.
+
+    Raises:
+      Unsupported: not an NVIDIA GPU of compute capability 8.0 or later; jax-triton is not installed; neither
+        bfloat16 nor float16; or a head that is not 16, 32, 64 or 128 wide.
+    """
+    if platform != "gpu":
+        raise Unsupported(f"needs an NVIDIA GPU of compute capability >= 8.0, found {platform}")
+    capability = nvidia_compute_capability()
+    if jax.default_backend() == "gpu" and (capability is None or capability < MIN_CAPABILITY):
+        raise Unsupported(f"needs an NVIDIA GPU of compute capability >= 8.0, found {capability}")
+    if q_BTHC.dtype not in (jnp.bfloat16, jnp.float16):
+        raise Unsupported(f"needs bfloat16 or float16, got {q_BTHC.dtype}")
+    if q_BTHC.shape[3] not in HEAD_DIMS:
+        raise Unsupported(f"needs a head dim of {', '.join(map(str, HEAD_DIMS))}, got {q_BTHC.shape[3]}")
+    _kernels()
+    return _attention(*vary_alike(q_BTHC, k_BTKC, v_BTKC), segments)
+
+
+@functools.cache
+def _kernels():
+    """Returns (jax_triton, the kernels). Late, for neither is of use off a GPU."""
+    try:
+        import jax_triton
+
+        from pallas_kernels.attention import triton_kernels
+    except ImportError as error:
+        raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
+    return jax_triton, triton_kernels
+
+
+def _call(name: str, arrays: tuple, outputs: tuple, blocks_of: str, heads: int, q_BTHC, k_BTKC, **constants):
+    """Runs a kernel over (blocks of queries or keys, heads, rows) and returns its outputs."""
+    jax_triton, kernels = _kernels()
+    B, T, H, C = q_BTHC.shape
+    tile = TILES[name]
+    root = C**-0.5
+    return jax_triton.triton_call(
+        *arrays,
+        kernel=getattr(kernels, name),
+        out_shape=outputs,
+        grid=(-(-T // tile[blocks_of]), heads, B),
+        scale=root * math.log2(math.e),
+        T=T,
+        H=H,
+        K=k_BTKC.shape[2],
+        C=C,
+        **constants,
+        **tile,
+    )
+
+
+@jax.custom_vjp
+def _attention(q_BTHC, k_BTKC, v_BTKC, segments: Segments):
+    return _forward(q_BTHC, k_BTKC, v_BTKC, segments)[0]
+
+
+def _forward(q_BTHC, k_BTKC, v_BTKC, segments: Segments):
+    B, T, H, _ = q_BTHC.shape
+    outputs = (
+        jax.ShapeDtypeStruct(q_BTHC.shape, q_BTHC.dtype),
+        jax.ShapeDtypeStruct((B, H, T), jnp.float32),
+    )
+    arrays = (q_BTHC, k_BTKC, v_BTKC, segments.first)
+    o_BTHC, statistics_BHT = _call("forward", arrays, outputs, "BQ", H, q_BTHC, k_BTKC)
+    # The named arrays are the residuals: a policy that saves the names saves what the backward pass reads.
+    o_BTHC = checkpoint_name(o_BTHC, "attention")
+    statistics_BHT = checkpoint_name(statistics_BHT, "attention_statistics")
+    return o_BTHC, (q_BTHC, k_BTKC, v_BTKC, segments, o_BTHC, statistics_BHT)
+
+
+def _backward(residuals, do_BTHC):
+    q_BTHC, k_BTKC, v_BTKC, segments, o_BTHC, statistics_BHT = residuals
+    H, K = q_BTHC.shape[2], k_BTKC.shape[2]
+    root = q_BTHC.shape[3] ** -0.5
+    products = o_BTHC.astype(jnp.float32) * do_BTHC.astype(jnp.float32)
+    delta_BHT = jnp.sum(products, axis=-1).transpose(0, 2, 1)
+    arrays = (q_BTHC, k_BTKC, v_BTKC, do_BTHC, statistics_BHT, delta_BHT, segments.first)
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    dq_BTHC = _call("backward_q", arrays, like(q_BTHC), "BQ", H, q_BTHC, k_BTKC, root=root)
+    dk_BTKC, dv_BTKC = _call(
+        "backward_kv",
+        (*arrays, segments.last),
+        (like(k_BTKC), like(v_BTKC)),
+        "BK",
+        K,
+        q_BTHC,
+        k_BTKC,
+        root=root,
+    )
+    return dq_BTHC, dk_BTKC, dv_BTKC, None
+
+
+_attention.defvjp(_forward, _backward)
