@@ -29,18 +29,16 @@ PEAK_BF16_FLOPS = {
 """Whole words of a device kind's name, lower case -> dense bf16 FLOP/s; the first that fits counts."""
 
 
+def data_sheet_flops(kind: str) -> float | None:
+    """Returns the dense bf16 FLOP/s of one device of this kind, None where the data sheet is not known."""
+    named = (peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", kind.lower()))
+    return next(named, None)
+
+
 def peak_flops(devices: list[jax.Device]) -> float | None:
-    """Returns the dense bf16 FLOP/s of all devices together, None where the data sheet is not known."""
-    total = 0.0
-    for device in devices:
-        kind = device.device_kind.lower()
-        peak = next(
-            (peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", kind)), None
-        )
-        if peak is None:
-            return None
-        total += peak
-    return total
+    """Returns the dense bf16 FLOP/s of all devices together, None where a data sheet is not known."""
+    peaks = [data_sheet_flops(device.device_kind) for device in devices]
+    return None if None in peaks else sum(peaks)
 
 
 def peak_bytes() -> int | None:

@@ -3,128 +3,138 @@
     python scripts/bench/step.py --config configs/llama3_8b_8layer.py [--set a.b=v ...] [--output FILE]
 
 At least 20 s of warm-up under load and 40 s timed; the median step counts. Clipping, loss mask and the check
-for finite values are part of the step. The SM clock and the power are means over the timed steps.
+for finite values are part of the step. The SM clock and the power are means over the timed steps. With
+--causal-rows the step takes the rows of a file, each as one document, and so has plain causal attention.
 """
 
 import argparse
-import json
-import shutil
+import copy
 import statistics
-import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import harness
 import jax
+import numpy as np
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
 from jaxthru.data.state import DataState
 from jaxthru.models import flops
 from jaxthru.runtime import hardware, xla
-from jaxthru.train import build
+from jaxthru.runtime.errors import InputError
+from jaxthru.train import Build, build
 from jaxthru.training.run_directory import environment
+from jaxthru.training.step import Batch
 
 
-class Clocks:
-    """Samples the first GPU's SM clock (MHz) and power (W) while the block runs; None without a GPU."""
-
-    def __enter__(self):
-        query = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
-        self.process = None
-        if shutil.which("nvidia-smi"):
-            self.process = subprocess.Popen([*query, "-lms", "200"], stdout=subprocess.PIPE, text=True)
-        return self
-
-    def __exit__(self, *_):
-        self.mhz = self.watts = None
-        if self.process is None:
-            return
-        self.process.terminate()
-        lines = [line.split(",") for line in self.process.communicate()[0].splitlines()]
-        samples = [
-            (float(clock), float(power)) for clock, power in (line for line in lines if len(line) == 2)
-        ]
-        if samples:
-            self.mhz, self.watts = (
-                round(statistics.fmean(values), 1) for values in zip(*samples, strict=True)
-            )
+def packed_batches(built: Build) -> Iterator[Batch]:
+    """Yields the batches of a run from its first step on."""
+    return built.batches(DataState(0, ((0, built.data.weights),), built.data.keys))
 
 
-def timed(built, warmup_seconds: float, timed_seconds: float) -> dict:
-    """Returns what the steps took and did; the loop dispatches a step before it waits for the one before."""
-    data_state = DataState(0, ((0, built.data.weights),), built.data.keys)
-    batches, state, previous = built.batches(data_state), built.first_state(), None
+def causal_batches(built: Build, rows: np.ndarray) -> Iterator[Batch]:
+    """Yields batches of `rows`, each row one document."""
+    segment_ids = np.ones(rows.shape[1:], np.int32)
+    positions = np.tile(np.arange(rows.shape[2], dtype=np.int32), (rows.shape[1], 1))
+    for tokens, targets, mask in harness.causal_batches(rows):
+        batch = {"tokens": tokens, "targets": targets, "loss_mask": mask, "segment_ids": segment_ids}
+        yield built.place(batch | {"positions": positions, "source": np.zeros_like(tokens)}, len(tokens))
 
-    def run_for(seconds: float) -> list[tuple[float, dict]]:
-        nonlocal state, previous
-        done, began, clock = [], time.perf_counter(), time.perf_counter()
-        while time.perf_counter() - began < seconds or len(done) < 3:
-            state, metrics = built.compiled(state, next(batches))
-            if previous is not None:
-                values = jax.device_get(previous)
-                now = time.perf_counter()
-                done.append((now - clock, values))
-                clock = now
-            previous = metrics
-        return done
 
-    run_for(warmup_seconds)
-    with Clocks() as clocks:
-        steps = run_for(timed_seconds)
-    shape = built.config.model
-    seconds = statistics.median(took for took, _ in steps)
-    tokens = statistics.fmean(int(values["tokens"]) for _, values in steps)
-    span = statistics.fmean(float(values["attention_span"]) for _, values in steps)
+def documents(built: Build, steps: range) -> dict:
+    """Returns how long the documents of these steps' rows are: what packed attention saves rests on it."""
+    train = built.config.train
+    schedule = DataState(0, ((0, built.data.weights),), built.data.keys).schedule
+    lengths = []
+    with built.data.train_batches(
+        schedule, seed=train.seed, rows=train.rows, start=steps.start, steps=steps.stop
+    ) as batches:
+        for batch in batches:
+            for row in batch["segment_ids"]:
+                lengths.append(np.bincount(row)[1:])
+    lengths = np.concatenate(lengths)
+    edges = 2 ** np.arange(built.config.data.sequence.bit_length() + 1)
+    counts, _ = np.histogram(lengths, edges)
+    return {
+        "documents_per_row": round(len(lengths) / (len(steps) * train.rows), 2),
+        "sum_length_squared": int(np.sum(lengths.astype(np.int64) ** 2)),
+        "length_histogram": {
+            f"{low}-{2 * low - 1}": int(count) for low, count in zip(edges[:-1], counts, strict=True)
+        },
+    }
+
+
+def measure(built: Build, batches: Iterator[Batch], warmup_seconds: float, timed_seconds: float) -> dict:
+    """Returns what the steps took and did."""
+    state = built.first_state()
+
+    def dispatch():
+        nonlocal state
+        state, metrics = built.compiled(state, next(batches))
+        return metrics
+
+    timing = harness.timed(dispatch, jax.device_get, warmup_seconds, timed_seconds)
+    shape, values = built.config.model, timing.values
+    tokens = statistics.fmean(int(step["tokens"]) for step in values)
+    span = statistics.fmean(float(step["attention_span"]) for step in values)
+    line = timing.line(tokens)
+    seconds = line["step_seconds"]
     rate = flops.train_flops(shape, tokens, span) / seconds
     causal = flops.train_flops(shape, tokens, tokens * built.config.data.sequence) / seconds
     peak = hardware.peak_flops(list(built.layout.mesh.devices.flat))
-    return {
-        "tokens_per_second": round(tokens / seconds, 1),
+    line |= {
         "model_tflops": float(f"{rate / 1e12:.4g}"),
         "mfu": round(rate / peak, 4) if peak else None,
         "mfu_if_full_causal": round(causal / peak, 4) if peak else None,
-        "step_seconds": round(seconds, 5),
-        "step_seconds_quartiles": [round(q, 5) for q in statistics.quantiles([t for t, _ in steps])],
-        "steps_timed": len(steps),
-        "tokens_per_step": tokens,
         "attention_span_per_token": round(span / tokens, 1),
-        "loss": [float(steps[0][1]["loss"]), float(steps[-1][1]["loss"])],
-        "skipped_updates": int(steps[-1][1]["skipped"]),
+        "loss": [float(values[0]["loss"]), float(values[-1]["loss"])],
+        "skipped_updates": int(values[-1]["skipped"]),
         "peak_hbm_bytes": hardware.peak_bytes(),
-        "sm_clock_mhz": clocks.mhz,
-        "power_watts": clocks.watts,
     }
+    if built.data.segments > 1:
+        line["documents"] = documents(built, range(timing.first, timing.first + len(values)))
+    return line
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
-    parser.add_argument("--warmup-seconds", type=float, default=20.0)
-    parser.add_argument("--timed-seconds", type=float, default=40.0)
+    harness.add_seconds(parser)
+    parser.add_argument("--causal-rows", type=Path, metavar="FILE", help="an .npy of rows, each one document")
+    parser.add_argument("--keep-compiled", action="store_true", help="start from a compiled step if kept")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
-    config = configuration.load(arguments.config, [*arguments.overrides, "train.steps=1000000"])
+    try:
+        config = configuration.load(arguments.config, [*arguments.overrides, "train.steps=1000000"])
+    except InputError as error:
+        print(f"step.py: {error}", file=sys.stderr)
+        return 2
     xla.configure()
-    jax.config.update("jax_enable_compilation_cache", False)  # compile_seconds is that of a first start
-    built = build(config, open_data(config.data))
+    # Without the cache, compile_seconds is that of a first start.
+    jax.config.update("jax_enable_compilation_cache", arguments.keep_compiled)
+    data = open_data(config.data)
+    if arguments.causal_rows:
+        data = copy.copy(data)
+        data.segments = 1
+    built = build(config, data)
+    rows = np.load(arguments.causal_rows) if arguments.causal_rows else None
+    batches = packed_batches(built) if rows is None else causal_batches(built, rows)
     where = environment()
     line = {
         "benchmark": "step",
         "config": Path(arguments.config).stem,
         "set": arguments.overrides,
-        **timed(built, arguments.warmup_seconds, arguments.timed_seconds),
+        **measure(built, batches, arguments.warmup_seconds, arguments.timed_seconds),
         "compile_seconds": round(built.compile_seconds, 2),
         "device": where["devices"],
         "versions": where["versions"] | {"python": where["python"], "backend": where["backend"]},
         "commit": where["commit"],
         "command": " ".join(["python", *sys.argv]),
     }
-    print(json.dumps(line), flush=True)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(line, indent=2) + "\n")
+    harness.emit(line, arguments.output)
     return 0
 
 

@@ -1,0 +1,91 @@
+"""Times attention alone, forward and backward, on the first packed batches of a configuration: plain causal
+against packed, and prints one JSON line.
+
+    python scripts/bench/attention_saving.py --config configs/llama3_8b_8layer.py
+
+The difference, times the layers, is what packed rows should save in a step. Alone, attention runs at another
+clock than within a step, so this is a prediction.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+
+import harness
+import jax
+import jax.numpy as jnp
+
+from jaxthru import config as configuration
+from jaxthru.data.loader import open_data
+from jaxthru.data.state import DataState
+from jaxthru.runtime import xla
+from jaxthru.training.run_directory import environment
+from pallas_kernels.attention import attention, find_segments
+
+BATCHES, REPEATS = 16, 8
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    harness.add_seconds(parser)
+    arguments = parser.parse_args()
+    config = configuration.load(arguments.config, [*arguments.overrides, f"train.steps={BATCHES}"])
+    xla.configure()
+    data, shape, rows = open_data(config.data), config.model, config.train.rows
+    schedule = DataState(0, ((0, data.weights),), data.keys).schedule
+    with data.train_batches(schedule, seed=config.train.seed, rows=rows, steps=BATCHES) as batches:
+        packed = [find_segments(jnp.asarray(batch["segment_ids"]), data.segments) for batch in batches]
+    causal = [find_segments(jnp.ones_like(packed[0].ids), 1)]
+    dtype = jnp.dtype(config.precision.compute)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    q, k, v, dy = (
+        jax.random.normal(jax.random.key(i), (rows, config.data.sequence, number, shape.head_dim), dtype)
+        for i, number in enumerate(heads)
+    )
+
+    @jax.jit
+    def gradients(q, k, v, dy, segments):
+        y, backward = jax.vjp(lambda q, k, v: attention(q, k, v, segments), q, k, v)
+        return y, backward(dy)
+
+    def mean_seconds(choices) -> tuple[float, harness.Timing]:
+        endless = itertools.cycle(enumerate(choices))
+
+        def dispatch():
+            number, segments = next(endless)
+            for _ in range(REPEATS):
+                result = gradients(q, k, v, dy, segments)
+            return number, result
+
+        def finish(started):
+            return jax.block_until_ready(started)[0]
+
+        timing = harness.timed(dispatch, finish, arguments.warmup_seconds / 2, arguments.timed_seconds / 2)
+        by_batch = {number: [] for number in range(len(choices))}
+        for seconds, number in zip(timing.seconds, timing.values, strict=True):
+            by_batch[number].append(seconds / REPEATS)
+        medians = [statistics.median(seconds) for seconds in by_batch.values() if seconds]
+        return statistics.fmean(medians), timing
+
+    causal_seconds, _ = mean_seconds(causal)
+    packed_seconds, timing = mean_seconds(packed)
+    where = environment()
+    harness.emit(
+        {
+            "benchmark": "attention",
+            **timing.line(0),
+            "causal_milliseconds": round(causal_seconds * 1e3, 3),
+            "packed_milliseconds": round(packed_seconds * 1e3, 3),
+            "settings": {"batches": BATCHES, "max_segments": data.segments},
+            "device": where["devices"],
+            "versions": {name: where["versions"][name] for name in ("jax", "jaxlib")},
+        }
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""From the blocks of a comparison to its table: medians, spreads, shares, and which ratios may be claimed."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+Block = dict[str, Any]
+"""{"contender", "round", "line": what its process printed} or, in place of the line, "error"."""
+
+Row = dict[str, Any]
+
+
+def missing(contenders: list[str], rounds: int, blocks: list[Block]) -> list[tuple[int, str]]:
+    """Returns the (round, contender) still to run, every contender once before any comes again."""
+    done = {(block["round"], block["contender"]) for block in blocks if "line" in block}
+    return [(turn, name) for turn in range(1, rounds + 1) for name in contenders if (turn, name) not in done]
+
+
+def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: float | None) -> dict:
+    """Returns {contender: row}, averaged over its blocks.
+
+    precision: bf16 or fp8 of each contender. flops: (tokens, attention span) -> needed in a step. peak: the
+    data sheet's dense bf16 FLOP/s. A row's `spread` is the largest difference between two of its blocks,
+    over their mean: the A-A spread. None if there is but one block.
+    """
+    lines: dict[str, list[dict]] = {}
+    for block in blocks:
+        if "line" in block:
+            lines.setdefault(block["contender"], []).append(block["line"])
+    found = {}
+    for name, of_blocks in lines.items():
+        gemm, plain = "tflops" in of_blocks[0], "tokens_per_second" in of_blocks[0]
+        rates = [line["tflops"] if gemm else line["tokens_per_second"] for line in of_blocks]
+        row: Row = {
+            "precision": precision.get(name),
+            "blocks": len(of_blocks),
+            "spread": (max(rates) - min(rates)) / _mean(rates) if len(rates) > 1 and _mean(rates) else None,
+            "step_milliseconds": 1e3 * _mean(_values(of_blocks, "step_seconds")),
+            "steps_timed": sum(line["steps_timed"] for line in of_blocks),
+            "sm_clock_mhz": _mean(_values(of_blocks, "sm_clock_mhz")),
+            "power_watts": _mean(_values(of_blocks, "power_watts")),
+            "peak_hbm_gib": _mean([peak / 2**30 for peak in _values(of_blocks, "peak_hbm_bytes")]),
+        }
+        if gemm:
+            row["tflops"] = _mean(rates)
+        elif plain and rates[0]:
+            row["tokens_per_second"] = _mean(rates)
+            row["tflops"] = _mean([_tflops(line, flops) for line in of_blocks])
+            row["mfu"] = row["tflops"] * 1e12 / peak if peak else None
+        found[name] = row
+    for row in found.values():
+        ceiling = found.get(f"gemm_{row['precision']}", {}).get("tflops")
+        row["share_of_gemm"] = row["tflops"] / ceiling if ceiling and "mfu" in row else None
+    return found
+
+
+def _tflops(line: dict, flops: Callable) -> float:
+    tokens = line["tokens_per_step"]
+    return flops(tokens, tokens * line["attention_span_per_token"]) / line["step_seconds"] / 1e12
+
+
+def _values(lines: list[dict], key: str) -> list[float]:
+    return [line[key] for line in lines if line.get(key) is not None]
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def ratio(own: Row, other: Row) -> dict[str, Any]:
+    """Returns the ratio of tokens per second, and whether it may be claimed.
+
+    It may if it differs from 1 by more than twice the larger A-A spread; never while a spread is unknown.
+    """
+    value = own["tokens_per_second"] / other["tokens_per_second"]
+    spreads = [own["spread"], other["spread"]]
+    bar = None if None in spreads else 2 * max(spreads)
+    return {"ratio": value, "needed": bar, "claimed": bar is not None and abs(value - 1) > bar}
+
+
+def best_peer(found: dict[str, Row], peers: list[str], precision: str) -> str | None:
+    """Returns the fastest of the peers of this precision."""
+    able = [name for name in peers if name in found and found[name]["precision"] == precision]
+    return max(able, key=lambda name: found[name]["tokens_per_second"], default=None)
+
+
+def packed_saving(found: dict[str, Row], blocks: list[Block], layers: int) -> dict[str, float] | None:
+    """Returns what packed rows save in a step, beside what the attention kernels alone predict."""
+    names = ("jaxthru_causal", "jaxthru_packed", "attention")
+    if any(name not in found for name in names):
+        return None
+    lines = [block["line"] for block in blocks if block["contender"] == "attention" and "line" in block]
+    causal, packed = (
+        _mean([line[f"{kind}_milliseconds"] for line in lines]) for kind in ("causal", "packed")
+    )
+    measured = found[names[0]]["step_milliseconds"] - found[names[1]]["step_milliseconds"]
+    predicted = layers * (causal - packed)
+    return {
+        "attention_causal_milliseconds_per_layer": causal,
+        "attention_packed_milliseconds_per_layer": packed,
+        "predicted_milliseconds": predicted,
+        "measured_milliseconds": measured,
+        "measured_over_predicted": measured / predicted,
+        "rate_over_causal": ratio(found[names[1]], found[names[0]])["ratio"],
+    }
+
+
+def table(found: dict[str, Row], order: list[str], base: str, peers: list[str]) -> str:
+    """Returns the comparison in Markdown. A ratio in bold is claimed; others are within the spread."""
+    head = ("contender", "tok/s", "step ms", "TFLOP/s", "MFU", "of GEMM", "MHz", "W", "GiB", "A-A")
+    head += (f"/ {base}", "/ best peer")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name in order:
+        row = found.get(name, {})
+        if "tflops" not in row:
+            continue
+        cells = [
+            name,
+            _shown(row.get("tokens_per_second"), ",.0f"),
+            _shown(row["step_milliseconds"] if "mfu" in row else None, ".1f"),
+            _shown(row.get("tflops"), ".0f"),
+            _shown(row.get("mfu"), ".1%"),
+            _shown(row["share_of_gemm"], ".0%"),
+            _shown(row["sm_clock_mhz"], ".0f"),
+            _shown(row["power_watts"], ".0f"),
+            _shown(row["peak_hbm_gib"], ".1f"),
+            _shown(row["spread"], ".2%"),
+        ]
+        best = best_peer(found, peers, row["precision"])
+        for other in (base, best):
+            comparable = other in found and other != name and "tokens_per_second" in row
+            compared = ratio(row, found[other]) if comparable else None
+            mark = "**" if compared and compared["claimed"] else ""
+            cells.append(f"{mark}{compared['ratio']:.3f}{mark}" if compared else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,177 @@
+"""What every benchmark here shares: the loop that times, the clocks, the rows, the line that is printed.
+
+It imports neither JAX nor PyTorch, so that each process loads only the one that it measures.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Clocks:
+    """Samples the first GPU's SM clock (MHz) and power (W) while the block runs; None without a GPU."""
+
+    def __enter__(self):
+        query = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+        self.process = None
+        if shutil.which("nvidia-smi"):
+            self.process = subprocess.Popen([*query, "-lms", "200"], stdout=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *_):
+        self.mhz = self.watts = None
+        if self.process is None:
+            return
+        self.process.terminate()
+        lines = [line.split(",") for line in self.process.communicate()[0].splitlines()]
+        samples = [
+            (float(clock), float(power)) for clock, power in (line for line in lines if len(line) == 2)
+        ]
+        if samples:
+            self.mhz, self.watts = (
+                round(statistics.fmean(values), 1) for values in zip(*samples, strict=True)
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """seconds, values: of each timed step. first: how many steps came before them."""
+
+    seconds: list[float]
+    values: list[Any]
+    first: int
+    mhz: float | None
+    watts: float | None
+
+    def line(self, tokens: float) -> dict[str, Any]:
+        """Returns the part of a result that all benchmarks have; tokens: in a step."""
+        median = statistics.median(self.seconds)
+        return {
+            "tokens_per_second": round(tokens / median, 1),
+            "step_seconds": round(median, 6),
+            "step_seconds_quartiles": [round(q, 6) for q in statistics.quantiles(self.seconds)],
+            "steps_timed": len(self.seconds),
+            "tokens_per_step": tokens,
+            "sm_clock_mhz": self.mhz,
+            "power_watts": self.watts,
+        }
+
+
+def timed(
+    dispatch: Callable[[], Any],
+    finish: Callable[[Any], Any],
+    warmup_seconds: float,
+    timed_seconds: float,
+) -> Timing:
+    """Times steps under load, the next one dispatched before the last one is waited for.
+
+    dispatch: starts a step and returns what `finish` waits for; `finish` returns the step's values.
+    """
+    previous = None
+
+    def run_for(seconds: float) -> list[tuple[float, Any]]:
+        nonlocal previous
+        done, began, clock = [], time.perf_counter(), time.perf_counter()
+        while time.perf_counter() - began < seconds or len(done) < 3:
+            started = dispatch()
+            if previous is not None:
+                values = finish(previous)
+                now = time.perf_counter()
+                done.append((now - clock, values))
+                clock = now
+            previous = started
+        return done
+
+    first = len(run_for(0.0))  # whatever is compiled at the first call is no part of the warm-up
+    first += len(run_for(warmup_seconds))
+    with Clocks() as clocks:
+        steps = run_for(timed_seconds)
+    seconds, values = zip(*steps, strict=True)
+    return Timing(list(seconds), list(values), first, clocks.mhz, clocks.watts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A Llama's shape, as peers take it; the defaults are Llama 3 8B cut to 8 layers."""
+
+    layers: int = 8
+    embed: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    mlp: int = 14_336
+    vocabulary: int = 128_256
+
+    @classmethod
+    def of(cls, fields: Any) -> "Shape":
+        """Returns the shape with the attributes of `fields`: parsed arguments or a ModelConfig."""
+        return cls(**{field.name: getattr(fields, field.name) for field in dataclasses.fields(cls)})
+
+    def flags(self) -> list[str]:
+        """Returns the shape as command-line arguments of a peer."""
+        named = dataclasses.asdict(self).items()
+        return [word for name, value in named for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+ROPE_THETA = 500_000.0
+LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+def add_seconds(parser: argparse.ArgumentParser, warmup: float = 20.0, timed: float = 40.0) -> None:
+    """Adds --warmup-seconds and --timed-seconds."""
+    parser.add_argument("--warmup-seconds", type=float, default=warmup)
+    parser.add_argument("--timed-seconds", type=float, default=timed)
+
+
+def peer_parser(description: str) -> argparse.ArgumentParser:
+    """Returns the arguments that all peers take."""
+    parser = argparse.ArgumentParser(description=description)
+    add_seconds(parser)
+    for field in dataclasses.fields(Shape):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+    parser.add_argument("--tokens", type=Path, help="an .npy of rows; without it they are random")
+    parser.add_argument("--rows", type=int, default=2, help="of a random batch")
+    parser.add_argument("--sequence", type=int, default=8192, help="of a random batch")
+    return parser
+
+
+def rows_of(arguments: argparse.Namespace) -> np.ndarray:
+    """Returns int32 [batches, rows, sequence]: tokens from the file, or random ones."""
+    if arguments.tokens:
+        return np.load(arguments.tokens)
+    shape = (8, arguments.rows, arguments.sequence)
+    return np.random.default_rng(0).integers(0, arguments.vocabulary, shape, np.int32)
+
+
+def causal_batches(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yields (tokens, targets, loss mask) for ever; each row is one document, whose last token has no
+    target."""
+    for tokens in itertools.cycle(rows):
+        targets = np.roll(tokens, -1, axis=1)
+        mask = np.ones(tokens.shape, np.float32)
+        targets[:, -1], mask[:, -1] = 0, 0.0
+        yield tokens, targets, mask
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Returns the installed versions."""
+    return {package: importlib.metadata.version(package) for package in packages}
+
+
+def emit(line: dict[str, Any], output: Path | None = None) -> None:
+    """Prints a result as one line of JSON, and writes it to `output` if given."""
+    print(json.dumps(line), flush=True)
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(line, indent=2) + "\n")

@@ -1,0 +1,127 @@
+"""One training step in PyTorch as the peers share it: autocast, clipping, finite check, fused AdamW.
+
+Master weights and moments are float32, computation is bfloat16 by autocast: what both peers do on one GPU.
+Where PyTorch leaves a choice, the faster one is taken:
+- the embedding's output is cast to bfloat16, so that the residual stream is (--residual float32: theirs);
+- clipping and the skipped update for a non-finite loss or gradient go through fused AdamW's own `grad_scale`
+  and `found_inf`, which cost neither a pass over the gradients nor a wait for the GPU.
+"""
+
+import argparse
+import contextlib
+import itertools
+
+import harness
+import torch
+from torch import nn
+
+
+def parser(description: str, compile_by: str) -> argparse.ArgumentParser:
+    """Returns the arguments of a PyTorch peer. compile_by: how its own users compile it."""
+    parser = harness.peer_parser(description)
+    add = parser.add_argument
+    add("--compile", choices=("whole", "blocks", "none"), default=compile_by)
+    add("--mode", default="default", help="of torch.compile: default or max-autotune-no-cudagraphs")
+    add("--residual", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--attention", choices=("cudnn", "flash", "math"), default="cudnn")
+    recipes = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+    add("--float8", choices=recipes, default="none", help="a torchao recipe for the blocks' linear layers")
+    return parser
+
+
+def device() -> torch.device:
+    """Returns the GPU, or the CPU of a machine that has none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def use_float8(blocks: nn.Module, recipe: str) -> None:
+    """Replaces the linear layers of the blocks (not the output layer) by torchao's float8 ones, in place."""
+    if recipe == "none":
+        return
+    import dataclasses
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if device().type == "cpu":
+        config = dataclasses.replace(config, emulate=True)
+    convert_to_float8_training(blocks, config=config)
+
+
+def round_embedding(embedding: nn.Module, residual: str) -> None:
+    """Makes the embedding's output, and so the residual stream, bfloat16."""
+    if residual == "bfloat16":
+        embedding.register_forward_hook(lambda _module, _inputs, output: output.to(torch.bfloat16))
+
+
+def measure(loss_of, model: nn.Module, arguments: argparse.Namespace, **packages: str) -> dict:
+    """Returns the line of a peer. loss_of: (tokens, targets) -> mean loss, with -100 for masked targets."""
+    where, parameters = device(), list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=harness.LEARNING_RATE,
+        betas=harness.BETAS,
+        eps=harness.EPSILON,
+        weight_decay=harness.WEIGHT_DECAY,
+        fused=True,
+    )
+    rows = harness.rows_of(arguments)
+    endless = harness.causal_batches(rows)
+    batches = []  # on the device beforehand: loading costs the peers nothing
+    for tokens, targets, mask in itertools.islice(endless, len(rows)):
+        masked = torch.from_numpy(targets).long().masked_fill(torch.from_numpy(mask) == 0, -100)
+        batches.append((torch.from_numpy(tokens).long().to(where), masked.to(where)))
+    batches = itertools.cycle(batches)
+    skipped = torch.zeros((), device=where)
+
+    def dispatch():
+        with torch.autocast(where.type, torch.bfloat16):
+            loss = loss_of(*next(batches))
+        loss.backward()
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters], foreach=True)
+        missed = (~(norm.isfinite() & loss.isfinite())).float()
+        skipped.add_(missed)
+        optimizer.grad_scale = (norm / harness.MAX_NORM).clamp(min=1.0)
+        optimizer.found_inf = missed
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        # Copied without waiting, so that the next step can be queued before this one is read.
+        values = torch.stack([loss.detach(), norm, skipped]).to("cpu", non_blocking=True)
+        done = torch.cuda.Event() if where.type == "cuda" else None
+        if done:
+            done.record()
+        return done, values
+
+    def finish(started):
+        done, values = started
+        if done:
+            done.synchronize()
+        return values.tolist()
+
+    with attention_by(arguments.attention if where.type == "cuda" else "math"):
+        timing = harness.timed(dispatch, finish, arguments.warmup_seconds, arguments.timed_seconds)
+    settings = ("compile", "mode", "residual", "attention", "float8")
+    on_gpu = where.type == "cuda"
+    return {
+        **timing.line(rows[0].size),
+        "attention_span_per_token": rows.shape[2],
+        "loss": [timing.values[0][0], timing.values[-1][0]],
+        "skipped_updates": int(timing.values[-1][2]),
+        "peak_hbm_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "settings": {name: getattr(arguments, name) for name in settings},
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "device": {"kind": torch.cuda.get_device_name() if on_gpu else "cpu", "count": 1},
+        "versions": {"torch": torch.__version__, "triton": harness.versions("triton")["triton"], **packages},
+    }
+
+
+def attention_by(name: str) -> contextlib.AbstractContextManager:
+    """Pins scaled_dot_product_attention to one implementation."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    return sdpa_kernel([backends[name]])
