@@ -1,0 +1,112 @@
+"""What the comparison with peers may claim, and that it goes on where it was stopped."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Returns a function that imports a module of scripts/bench, as a script there would."""
+    monkeypatch.syspath_prepend(BENCH)
+    yield importlib.import_module
+    for name in ("comparison", "harness"):
+        sys.modules.pop(name, None)
+
+
+def block(contender: str, turn: int, rate: float, **more) -> dict:
+    tokens = 1000
+    line = {
+        "tokens_per_second": rate,
+        "step_seconds": tokens / rate,
+        "steps_timed": 10,
+        "tokens_per_step": tokens,
+        "attention_span_per_token": 8,
+    }
+    return {"contender": contender, "round": turn, "line": line | more}
+
+
+def rows_of(comparison, blocks: list[dict]) -> dict:
+    precision = dict.fromkeys(("own", "peer", "gemm_bf16"), "bf16")
+    return comparison.rows(blocks, precision, lambda tokens, span: 1e9 * (tokens + span), 100e12)
+
+
+@pytest.mark.parametrize(
+    ("second", "claimed"), [(1240.0, True), (1000.0, False)], ids=("steady", "as spread as the gain")
+)
+def test_ratio_is_claimed_only_above_twice_the_spread(bench, second, claimed):
+    comparison = bench("comparison")
+    blocks = [
+        block("own", 1, 1200.0),
+        block("peer", 1, 1000.0),
+        block("own", 2, second),
+        block("peer", 2, 990),
+    ]
+    found = rows_of(comparison, blocks)
+    compared = comparison.ratio(found["own"], found["peer"])
+    assert compared["ratio"] == pytest.approx((1200 + second) / 1990)
+    assert compared["needed"] == pytest.approx(2 * abs(1200 - second) / ((1200 + second) / 2))
+    assert compared["claimed"] is claimed
+
+
+def test_one_block_claims_nothing(bench):
+    comparison = bench("comparison")
+    found = rows_of(comparison, [block("own", 1, 2000.0), block("peer", 1, 1000.0)])
+    assert comparison.ratio(found["own"], found["peer"]) == {"ratio": 2.0, "needed": None, "claimed": False}
+
+
+def test_rows_count_needed_flops_and_the_share_of_the_sustained_product(bench):
+    comparison = bench("comparison")
+    gemm = block("gemm_bf16", 1, 0.0001, tflops=45.0)
+    row = rows_of(comparison, [block("own", 1, 1000.0), gemm])["own"]
+    # 1e9 × (1000 tokens + their span of 8 each) in one second
+    assert row["tflops"] == pytest.approx(9.0)
+    assert row["mfu"] == pytest.approx(0.09)
+    assert row["share_of_gemm"] == pytest.approx(0.2)
+
+
+def test_blocks_alternate_and_only_missing_ones_run(bench):
+    comparison = bench("comparison")
+    assert comparison.missing(["a", "b"], 2, []) == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
+    blocks = [block("a", 1, 1.0), {"contender": "b", "round": 1, "error": "out of memory"}]
+    assert comparison.missing(["a", "b"], 2, blocks) == [(1, "b"), (2, "a"), (2, "b")]
+
+
+def test_table_shows_claimed_ratios_in_bold(bench):
+    comparison = bench("comparison")
+    blocks = [
+        block(name, turn, rate) for turn in (1, 2) for name, rate in (("own", 1500.0), ("peer", 1000.0))
+    ]
+    lines = comparison.table(rows_of(comparison, blocks), ["own", "peer"], "peer", ["peer"]).splitlines()
+    assert len(lines) == 4
+    assert lines[2].endswith("| **1.500** | **1.500** |")
+
+
+def test_a_step_is_dispatched_before_the_last_is_waited_for(bench):
+    harness = bench("harness")
+    log = []
+
+    def dispatch():
+        log.append(("dispatch", sum(kind == "dispatch" for kind, _ in log)))
+        return log[-1][1]
+
+    def finish(number):
+        log.append(("finish", number))
+        return number
+
+    timing = harness.timed(dispatch, finish, 0.0, 0.0)
+    assert log[:4] == [("dispatch", 0), ("dispatch", 1), ("finish", 0), ("dispatch", 2)]
+    assert timing.values == list(range(timing.first, timing.first + 3))
+
+
+def test_causal_rows_mask_what_has_no_target(bench):
+    harness = bench("harness")
+    rows = harness.np.arange(8, dtype="int32").reshape(1, 2, 4)
+    tokens, targets, mask = next(harness.causal_batches(rows))
+    assert tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert targets.tolist() == [[1, 2, 3, 0], [5, 6, 7, 0]]
+    assert mask.tolist() == [[1, 1, 1, 0]] * 2
