@@ -29,7 +29,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from step import Clocks
+from harness import Clocks
 
 from jaxthru.runtime import xla
 from jaxthru.training.run_directory import environment
