@@ -88,6 +88,8 @@ class Step:
         """
         sums, gradients = self.gradients(state["params"], batch)
         with jax.named_scope("optimizer"):
+            # Not a copy: every reader converts for itself.
+            gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
             norm = optax.tree.norm(gradients)
             finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
             updates, opt_state = self.optimizer.update(gradients, state["opt_state"], state["params"])
@@ -119,21 +121,25 @@ class Step:
         return next_state, metrics
 
     def gradients(self, params: Any, batch: Batch) -> tuple[Metrics, Any]:
-        """Returns the sums over the batch and the float32 gradients, micro-batch after micro-batch.
+        """Returns the sums over the batch and the gradients, micro-batch after micro-batch.
+
+        The gradients are in the dtypes of `Model.seats`, or, added up over micro-batches, in float32.
 
         Every token's loss is divided by the whole batch's count of tokens, so that micro-batches with
         unequal loss masks add up to exactly the full batch's mean.
         """
         weight = 1.0 / jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
-        value_and_grad = jax.value_and_grad(self.objective, has_aux=True)
+        model = self.objective.model
+        value_and_grad = jax.value_and_grad(
+            lambda seats, part: self.objective(model.seated(params, seats), part, weight), has_aux=True
+        )
 
         def one(part):
-            (_, sums), gradients = value_and_grad(params, part, weight)
+            (_, sums), gradients = value_and_grad(model.seats(params), part)
             return sums, gradients
 
         if self.microbatches == 1:
             return one(batch)
-        model = self.objective.model
         parts = jax.tree.map(self.split, batch)
         sums = jax.eval_shape(one, jax.tree.map(lambda part: part[0], parts))[0]
         zero_sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
@@ -143,7 +149,10 @@ class Step:
             is_leaf=is_axes,
         )
         total, _ = jax.lax.scan(
-            lambda total, part: (jax.tree.map(jnp.add, total, one(part)), None),
+            lambda total, part: (
+                jax.tree.map(lambda sum_, term: sum_ + term.astype(sum_.dtype), total, one(part)),
+                None,
+            ),
             (zero_sums, zero_gradients),
             parts,
         )

@@ -10,6 +10,8 @@ from pallas_kernels.attention.segments import Segments, find_segments
 
 __all__ = ["Segments", "attention", "find_segments"]
 
+CUDNN_WORKSPACE = 20 << 30  # bytes; two rows of 8,192 tokens and 32 segments, 32 heads of 128, take 16 GiB
+
 
 def attention(
     q_BTHC: jax.Array,
@@ -36,10 +38,10 @@ def attention(
       k_BTKC: [B, T, K, C] keys of q's dtype; K divides H and query head h uses key head h // (H // K).
       v_BTKC: [B, T, K, C] values of q's dtype.
       segments: of `find_segments`, for the same B and T.
-      implementation: "triton", "cudnn_packed", "xla" or "reference"; None takes the first that can run. On
-        a GPU that is triton, or cudnn_packed where `segments` has room for one a row (its causal kernel is
-        faster, its packed one clears a workspace of all segments × T), or an error: the other two cost T²
-        whatever the documents and run there only when named. The reference does so everywhere.
+      implementation: "cudnn_packed", "triton", "xla" or "reference"; None takes the first that can run. On
+        a GPU that is cudnn_packed, or triton where cuDNN's workspace would be above CUDNN_WORKSPACE, or an
+        error: the other two cost T² whatever the documents and run there only when named. The reference does
+        so everywhere.
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
 
     Returns:
@@ -62,14 +64,14 @@ def attention(
     if not q_BTHC.dtype == k_BTKC.dtype == v_BTKC.dtype:
         raise ValueError(f"attention: dtypes differ: q {q_BTHC.dtype}, k {k_BTKC.dtype}, v {v_BTKC.dtype}")
     platform = dispatch.resolve_platform(platform)
-    whole_rows = segments.starts.shape[1] == 1
     implementations = {
-        "triton": functools.partial(triton.attention, platform=platform),
         "cudnn_packed": functools.partial(cudnn_packed.attention, platform=platform),
+        "triton": functools.partial(triton.attention, platform=platform),
         "xla": xla.attention,
         "reference": reference.attention,
     }
-    automatic = ("cudnn_packed", "triton") if whole_rows else ("triton", "cudnn_packed")
+    small = cudnn_packed.workspace_bytes(q_BTHC, segments) <= CUDNN_WORKSPACE
+    automatic = ("cudnn_packed", "triton") if small else ("triton", "cudnn_packed")
     if platform != "gpu":
         automatic = (*automatic, "xla")
     return dispatch.run(

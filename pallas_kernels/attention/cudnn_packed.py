@@ -92,6 +92,12 @@ def _check_arrays(q_BTHC: jax.Array) -> None:
         )
 
 
+def workspace_bytes(q_BTHC: jax.Array, segments: Segments) -> int:
+    """Returns what the backward kernel needs: dq in float32, and dk and dv of every query head, are added up
+    for each segment apart, as if each were T long."""
+    return q_BTHC.size * segments.starts.shape[1] * 8
+
+
 @functools.cache
 def _private():
     """Returns JAX's private module after checking what is used of it. Late, for it is of no use off a GPU."""
