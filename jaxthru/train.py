@@ -22,7 +22,7 @@ from jaxthru.models import flops
 from jaxthru.models.bind import bind
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import make_optimizer, make_schedule
-from jaxthru.plan.fit import fit
+from jaxthru.plan.fit import attention_by, fit
 from jaxthru.profile.trace import NoTrace, Trace
 from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, require
@@ -34,6 +34,7 @@ from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.loss import Batch, Objective
 from jaxthru.training.metrics import Meter, open_record
 from jaxthru.training.run_directory import RunDirectory
+from jaxthru.training.self_check import check_attention
 from jaxthru.training.state import State, abstract_state, decayed, sharded_init
 from jaxthru.training.step import Step, abstract_batch
 from jaxthru.training.watchdog import Watchdog
@@ -119,7 +120,7 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     )
     if data.vocabulary < shape.vocabulary:
         log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
-    ops = Ops(layout, jnp.dtype(config.precision.compute), shape.attention)
+    ops = Ops(layout, jnp.dtype(config.precision.compute), attention_by(config))
     model = bind(shape, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)
     optimizer = make_optimizer(config.optim, schedule, decayed(model))
@@ -254,11 +255,13 @@ def run(
         xla.keep_compiled(directory.path / "xla_cache")
     built = build(config, data)
     describe(built)
+    check_attention(built.step.objective.model, data.segments)
     with directory.locked(), Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
         if distributed.is_primary():
             configuration.dump(config, directory.config)
             directory.write_environment()
         train(built, directory, checkpointer, started)
+    log.info("%d programs compiled, %d found compiled", *xla.compilations())
     if distributed.is_primary():
         final_table(directory)
     return directory

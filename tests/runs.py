@@ -119,6 +119,12 @@ def kill(process: subprocess.Popen) -> str:
     return process.communicate(timeout=60)[0]
 
 
+def compiled(output: str) -> int:
+    """Returns how many programs a run says it compiled, rather than found compiled."""
+    (line,) = (line for line in output.splitlines() if line.endswith(" found compiled"))
+    return int(line.split(" ", 1)[0])
+
+
 def resumed_from(output: str) -> int:
     """Returns the step that a run says it resumed from, 0 if it started anew."""
     lines = [line for line in output.splitlines() if line.startswith("resumed from step ")]

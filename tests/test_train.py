@@ -11,7 +11,7 @@ import time
 
 import pytest
 from processes import finish, start_processes
-from runs import ROOT, kill, make_workplace, resumed_from
+from runs import ROOT, compiled, kill, make_workplace, resumed_from
 
 from jaxthru.train import main
 from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS
@@ -55,6 +55,12 @@ def test_a_finished_run_started_again_prints_its_table(place, whole):
     table = whole[whole.index("┌") :]
     assert output[output.index("┌") :] == table
     assert (place.folder / "whole" / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_second_start_of_a_configuration_compiles_nothing(place):
+    settings = {"train__steps": 3, "model__mlp": 160}
+    assert compiled(place.run("cold", **settings)) > 0
+    assert compiled(place.run("warm", **settings)) == 0
 
 
 def test_killed_and_run_again_the_losses_are_the_same(place, whole):

@@ -1,12 +1,13 @@
 """The command on a GPU: exact repeats where asked for, and no quiet fallback."""
 
 import pytest
-from runs import kill, make_workplace, resumed_from
+from runs import compiled, kill, make_workplace, resumed_from
 
 pytestmark = pytest.mark.gpu
 
 FORMS = {
     "float32, portable attention": {"model__attention": "xla"},
+    "bfloat16, Triton attention": {"precision__compute": "bfloat16"},
     "bfloat16, cuDNN attention": {"precision__compute": "bfloat16", "model__attention": "cudnn_packed"},
 }
 
@@ -19,7 +20,7 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("form", FORMS)
 def test_deterministic_runs_repeat_and_resume_bit_for_bit(place, form):
     settings = FORMS[form] | {"train__deterministic": "true", "train__steps": 200}
-    name = form.split(",")[0]
+    name = form.replace(", ", "_").split(" ")[0]
     place.run(f"{name}_whole", **settings)
     place.run(f"{name}_again", **settings)
     process = place.start(f"{name}_killed", **settings)
@@ -47,6 +48,7 @@ def test_the_kernel_that_ran_is_named_and_float32_is_no_quiet_fallback(place):
     assert "float32" in output and "model.attention" in output
 
 
-def test_determinism_wants_a_choice_of_attention(place):
-    output = place.run("choice", code=2, train__deterministic="true", precision__compute="bfloat16")
-    assert "train.deterministic = True with model.attention = 'auto'" in output
+def test_the_second_start_compiles_nothing(place):
+    settings = {"precision__compute": "bfloat16", "model__mlp": 640}
+    assert compiled(place.run("cold", **settings)) > 0
+    assert compiled(place.run("warm", **settings)) == 0

@@ -57,7 +57,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     qk_norm: bool = False
     loop: Literal["scan", "unroll"] = "scan"
-    attention: Literal["auto", "reference", "xla", "cudnn_packed"] = "auto"
+    attention: Literal["auto", "reference", "xla", "cudnn_packed", "triton"] = "auto"
 
     def __post_init__(self):
         for name in ("vocabulary", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "max_sequence"):

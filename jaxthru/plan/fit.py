@@ -3,7 +3,6 @@
 import jax
 
 from jaxthru.config import RunConfig
-from jaxthru.runtime.errors import require
 from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
 from jaxthru.training.step import check_groups
@@ -26,10 +25,12 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
     }
     check_divisible(layout, sizes)
     check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
-    require(
-        jax.default_backend() != "gpu" or not train.deterministic or shape.attention != "auto",
-        "train.deterministic = True with model.attention = 'auto': cuDNN's deterministic backward pass needs "
-        "memory that grows with rows × segments × heads × sequence²; choose 'xla' (slower, any length) or "
-        "'cudnn_packed' (short sequences)",
-    )
     return layout
+
+
+def attention_by(config: RunConfig) -> str:
+    """Returns which attention is to run. cuDNN's repeatable kernel takes memory that grows with rows ×
+    segments × heads × sequence²; the Triton kernels repeat bit for bit as they are."""
+    chosen = config.model.attention
+    repeatable = config.train.deterministic and jax.default_backend() == "gpu"
+    return "triton" if chosen == "auto" and repeatable else chosen
