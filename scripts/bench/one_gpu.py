@@ -84,8 +84,9 @@ A ratio in bold is claimed: it differs from 1 by more than twice the larger A-A 
 FLOPs over the data sheet's dense bf16 peak, fp8 too. `of GEMM` is the share of this run's sustained product
 of 8192 cubed in the same precision; the fp8 steps compute attention and the output layer in bf16 too.
 All have float32 master weights and moments, clipping, a loss mask and a finite check that skips the update.
-Causal contenders take the same rows of real tokens. Only jaxthru_packed has packed rows, whose tokens attend
-within their documents; the peers run without, so its ratio to them is one of tokens, not of FLOPs.
+Causal contenders take the same rows of real tokens. In jaxthru_packed (and _fp8_packed) tokens attend within
+their documents, so its ratio to the others is one of tokens, not of FLOPs: Hugging Face has packed rows with
+the flash-attn package alone, and torchtitan's document masks (flex and varlen attention) are not run here.
 hf: masks are left out, so that attention is cuDNN's causal kernel; whole logits, which the compiler fuses.
 """
 

@@ -127,7 +127,13 @@ def main() -> int:
     def first_state():
         params = first_params(shape, jax.random.key(0))
         mean, square = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-        return {"params": params, "mean": mean, "square": square, "count": 0.0, "skipped": 0.0}
+        return {
+            "params": params,
+            "mean": mean,
+            "square": square,
+            "count": jnp.zeros(()),
+            "skipped": jnp.zeros(()),
+        }
 
     state, compiled = first_state(), jax.jit(step, donate_argnums=0)
     batches = harness.causal_batches(rows)
