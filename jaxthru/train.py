@@ -120,7 +120,8 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     )
     if data.vocabulary < shape.vocabulary:
         log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
-    ops = Ops(layout, jnp.dtype(config.precision.compute), attention_by(config))
+    precision = config.precision
+    ops = Ops(layout, jnp.dtype(precision.compute), attention_by(config), float8=precision.matmul == "fp8")
     model = bind(shape, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)
     optimizer = make_optimizer(config.optim, schedule, decayed(model))

@@ -72,10 +72,13 @@ def make(
     remat: str = "none",
     groups: int = ROWS,
     z_loss: float = 0.0,
+    float8: bool = False,
+    compute: str = "float32",
     **shape,
 ) -> Tiny:
     layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
-    model = bind(dataclasses.replace(SHAPE, **shape), Ops(layout, jnp.dtype(jnp.float32)), remat)
+    ops = Ops(layout, jnp.dtype(compute), float8=float8)
+    model = bind(dataclasses.replace(SHAPE, **shape), ops, remat)
     config = OptimConfig(learning_rate=1e-2)
     schedule = make_schedule(config, 20)
     optimizer = make_optimizer(config, schedule, decayed(model))

@@ -18,11 +18,12 @@ from jaxthru.models.ops import Ops
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
     """parameters: the master weights. compute: activations and matmul operands; the loss is always
-    float32. matmul: `compute` multiplies in the compute type."""
+    float32. matmul: `compute` multiplies in the compute type, `fp8` multiplies the layers' linear maps in
+    float8 (arXiv:2209.05433), but never the embedding or the output matrix."""
 
     parameters: Literal["float32"] = "float32"
     compute: Literal["bfloat16", "float32"] = "bfloat16"
-    matmul: Literal["compute"] = "compute"
+    matmul: Literal["compute", "fp8"] = "compute"
 
 
 class Weight(nnx.Param):
@@ -67,16 +68,14 @@ class Attention(nnx.Module):
         self.qk_norm = config.qk_norm
 
     def __call__(self, ops: Ops, x_BTD: jax.Array, rotary, segments) -> jax.Array:
-        q_BTHC = ops.matmul("btd,dhc->bthc", x_BTD, self.query)
-        k_BTKC = ops.matmul("btd,dkc->btkc", x_BTD, self.key)
-        v_BTKC = ops.matmul("btd,dkc->btkc", x_BTD, self.value)
+        q_BTHC, k_BTKC, v_BTKC = ops.project(x_BTD, self.query, self.key, self.value)
         if self.qk_norm:
             q_BTHC, k_BTKC = self.query_norm(q_BTHC), self.key_norm(k_BTKC)
         q_BTHC = checkpoint_name(rotate(q_BTHC, rotary), "query")
         k_BTKC = checkpoint_name(rotate(k_BTKC, rotary), "key")
         v_BTKC = checkpoint_name(v_BTKC, "value")
         o_BTHC = ops.attention(q_BTHC, k_BTKC, v_BTKC, segments)
-        return checkpoint_name(ops.matmul("bthc,hcd->btd", o_BTHC, self.out), "attention_out")
+        return checkpoint_name(ops.matmul(o_BTHC, self.out), "attention_out")
 
 
 class SwiGLU(nnx.Module):
@@ -89,9 +88,9 @@ class SwiGLU(nnx.Module):
         self.down = weight(rngs, ("mlp", "embed"), (m, d), (m * 2 * config.layers) ** -0.5)
 
     def __call__(self, ops: Ops, x_BTD: jax.Array) -> jax.Array:
-        gate_BTM = checkpoint_name(ops.matmul("btd,dm->btm", x_BTD, self.gate), "gate")
-        up_BTM = checkpoint_name(ops.matmul("btd,dm->btm", x_BTD, self.up), "up")
-        return ops.matmul("btm,md->btd", jax.nn.silu(gate_BTM) * up_BTM, self.down)
+        gate_BTM, up_BTM = ops.project(x_BTD, self.gate, self.up)
+        gate_BTM, up_BTM = checkpoint_name(gate_BTM, "gate"), checkpoint_name(up_BTM, "up")
+        return ops.matmul(jax.nn.silu(gate_BTM) * up_BTM, self.down)
 
 
 def rotary_angles(positions_BT: jax.Array, config) -> tuple[jax.Array, jax.Array]:

@@ -10,19 +10,24 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxthru.models import fp8
 from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+
+JOINED = True
+"""Whether weights applied to the same input are multiplied as one matrix."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
     """compute: the dtype of activations and matmul operands. attention_by: an implementation of
-    `pallas_kernels.attention`, or `auto`."""
+    `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8."""
 
     layout: Layout
     compute: jnp.dtype
     attention_by: str = "auto"
+    float8: bool = False
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Lays an activation out as its logical axes say."""
@@ -47,13 +52,36 @@ class Ops:
         gathered.defvjp(lambda parameter: (gathered(parameter), None), backward)
         return gathered(parameter)
 
-    def matmul(self, equation: str, x: jax.Array, weight) -> jax.Array:
-        """Returns `einsum(equation, x, weight)` in the compute dtype, accumulated in float32, with the
-        result sharded over rows and over the weight's output axes."""
-        y = jnp.einsum(equation, x, self.gather(weight[...], weight.logical_axes))
-        outputs = equation.split("->")[1][2:]
-        named = dict(zip(equation.split("->")[0].split(",")[1], weight.logical_axes, strict=True))
-        return self.constrain(y, "batch", "sequence", *(named[dim] for dim in outputs))
+    def matmul(self, x: jax.Array, weight) -> jax.Array:
+        """Returns `x` [B, T, *in] times a weight [*in, *out]: [B, T, *out]."""
+        return self.project(x, weight)[0]
+
+    def project(self, x: jax.Array, *weights) -> list[jax.Array]:
+        """Returns `x` [B, T, *in] times each weight [*in, *out]: [B, T, *out] each, in the compute dtype,
+        accumulated in float32, sharded over rows and over the weight's output axes.
+
+        The weights' outputs are joined to one matmul where no device holds only a part of them.
+        """
+        rows, length, *inputs = x.shape
+        x_BTI = x.reshape(rows, length, -1)
+        matrices = [weight[...].reshape(x_BTI.shape[-1], -1) for weight in weights]
+        # A dim made of several is sharded as the first of them is.
+        axes = [(weight.logical_axes[0], weight.logical_axes[len(inputs)]) for weight in weights]
+        joined = JOINED and all(self.layout.size(out) == 1 for _, out in axes)
+        groups = [slice(None)] if joined else [slice(i, i + 1) for i in range(len(weights))]
+        if self.float8:
+            x_RI = x_BTI.reshape(rows * length, -1)
+            ys = fp8.project(self.layout, x_RI, matrices, axes, groups)
+        else:
+            ys = []
+            for group in groups:
+                matrix_IO = self.gather(jnp.concatenate(matrices[group], axis=1), axes[group][0])
+                ys += fp8.columns(jnp.einsum("bti,io->bto", x_BTI, matrix_IO), matrices[group])
+        outputs = []
+        for y, weight in zip(ys, weights, strict=True):
+            y = y.reshape(rows, length, *weight.shape[len(inputs) :])
+            outputs.append(self.constrain(y, "batch", "sequence", *weight.logical_axes[len(inputs) :]))
+        return outputs
 
     def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments) -> jax.Array:
         """Returns attention within documents; each shard sees its own rows and heads."""

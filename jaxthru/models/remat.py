@@ -10,7 +10,7 @@ KEPT = {
     "attention": ("query", "key", "value", "attention", "attention_statistics", "attention_out"),
     "projections": (
         *("query", "key", "value", "attention", "attention_statistics", "attention_out"),
-        *("gate", "up"),
+        *("gate", "up", "float8"),
     ),
 }
 """Policy -> the names (`jax.ad_checkpoint.checkpoint_name`) whose values are kept."""

@@ -3,15 +3,18 @@
 import jax
 
 from jaxthru.config import RunConfig
+from jaxthru.runtime.errors import require
 from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
 from jaxthru.training.step import check_groups
+from pallas_kernels.dispatch import nvidia_compute_capability
 
 
 def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
     """Returns the layout of a configuration on these devices, by default all of them.
 
-    Raises InputError, naming the key, where rows, heads or another size cannot be split as the mesh asks.
+    Raises InputError, naming the key, where rows, heads or another size cannot be split as the mesh asks, or
+    the devices cannot do what is asked of them.
     """
     train, shape = config.train, config.model
     layout = Layout(make_mesh(config.mesh, devices))
@@ -25,6 +28,8 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
     }
     check_divisible(layout, sizes)
     check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
+    if config.precision.matmul == "fp8":
+        check_float8(layout.mesh.devices.flat[0])
     return layout
 
 
@@ -34,3 +39,13 @@ def attention_by(config: RunConfig) -> str:
     chosen = config.model.attention
     repeatable = config.train.deterministic and jax.default_backend() == "gpu"
     return "triton" if chosen == "auto" and repeatable else chosen
+
+
+def check_float8(device: jax.Device) -> None:
+    """Raises InputError where XLA would widen float8 matmuls without a word. On a CPU it does, for tests."""
+    capability = nvidia_compute_capability() if device.platform == "gpu" else None
+    require(
+        device.platform == "cpu" or (capability is not None and capability >= (8, 9)),
+        "precision.matmul = 'fp8': needs an NVIDIA GPU of compute capability 8.9 or above (Ada, Hopper, "
+        f"Blackwell), and here is {device.device_kind}; choose 'compute'",
+    )

@@ -1,0 +1,118 @@
+"""Linear layers multiplied in float8 (arXiv:2209.05433): e4m3 forward, e5m2 gradients.
+
+Each tensor has one scale, made from its own largest magnitude when it is quantised ("current" scaling), so
+that there is no history to train, shard and checkpoint. `lax.dot_general` is given float8 operands and its
+result is multiplied by one scalar, which is the form that XLA turns into a cuBLASLt float8 matmul with the
+scale inside. Flax's `fp8_ops` multiplies operands that were quantised and widened again, which XLA may undo,
+and needs a history; qwix quantises each gradient twice and an input once for every weight it meets.
+
+Shapes: R rows × tokens, I input and O output of a linear layer.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxthru.runtime.sharding import Axes, Layout
+
+FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+SMALLEST = 2.0**-100
+"""Tensors below this everywhere are not scaled up further, so that no scale overflows."""
+KEPT_NAME = "float8"
+"""What rematerialisation policies call quantised inputs, and the magnitudes that weights are scaled by."""
+
+
+class Quantised(NamedTuple):
+    """`values` × `scale` is about the tensor. scale: a float32 power of two, or NaN."""
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def quantise(parts: Sequence[jax.Array], dtype: jnp.dtype) -> Quantised:
+    """Returns matrices [R, O] side by side, [R, ΣO], in a float8 dtype under one scale.
+
+    The scale is a power of two: multiplying by it is exact in any float type, so only the cast rounds.
+    Nothing that is not finite gets lost in a saturating cast: an infinity makes the scale NaN, and a NaN,
+    which a device's maximum may pass over, is still one in float8.
+    """
+    amax = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)).astype(jnp.float32) for part in parts])
+    amax = checkpoint_name(amax, KEPT_NAME)
+    largest = float(jnp.finfo(dtype).max) / jnp.maximum(amax, SMALLEST)
+    # Clearing the mantissa rounds down to a power of two; an exp2 is not exact on every device.
+    bits = lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
+    up = lax.bitcast_convert_type(bits, jnp.float32)
+    values = [(part.astype(jnp.float32) * up).astype(dtype) for part in parts]
+    return Quantised(jnp.concatenate(values, axis=1), jnp.where(jnp.isfinite(amax), 1 / up, jnp.nan))
+
+
+def dot(a: Quantised, b: Quantised, contract: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
+    """Returns the product of two matrices, contracted over these dims, accumulated in float32."""
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    product = lax.dot_general(a.values, b.values, dims, preferred_element_type=dtype)
+    # A power of two in `dtype` is exact too: the same numbers, whether or not XLA scales before it rounds.
+    return product * (a.scale * b.scale).astype(dtype)
+
+
+def columns(y: jax.Array, matrices: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns `y` [..., ΣO] cut into the columns that belong to each of the matrices [I, O]."""
+    ends = itertools.accumulate(matrix.shape[1] for matrix in matrices)
+    return jnp.split(y, list(ends)[:-1], axis=-1)
+
+
+def project(
+    layout: Layout,
+    x_RI: jax.Array,
+    weights: Sequence[jax.Array],
+    axes: Sequence[Axes],
+    groups: Sequence[slice],
+) -> list[jax.Array]:
+    """Returns `x_RI` times each weight, [R, O] in its dtype, by float8 matmuls forward and backward.
+
+    The input is quantised once; its float8 form is what the backward pass keeps. Weights are quantised as
+    they are stored and gathered over `fsdp` in float8; their gradients are laid out as they are stored.
+
+    Args:
+      layout: where weights and gradients lie.
+      weights: float32 [I, O] each.
+      axes: the two logical axes of each weight.
+      groups: which weights to multiply as one matrix [I, ΣO] under one scale; alike in where their dims lie.
+    """
+    dtype = x_RI.dtype
+
+    def forward(x_RI, weights):
+        x8 = quantise([x_RI], FORWARD)
+        # Kept as bits: `jax.checkpoint` rounds floats that it keeps to IEEE's e4m3, which ends at 240.
+        bits = checkpoint_name(lax.bitcast_convert_type(x8.values, jnp.uint8), KEPT_NAME)
+        x8 = x8._replace(values=lax.bitcast_convert_type(bits, FORWARD))
+        weights8, outputs = [], []
+        for group in groups:
+            weight8 = quantise(weights[group], FORWARD)
+            whole = layout.constrain(weight8.values, axes[group][0], without=("fsdp",))
+            weights8.append(weight8._replace(values=whole))
+            outputs += columns(dot(x8, weights8[-1], (1, 0), dtype), weights[group])
+        return outputs, (x8, weights8)
+
+    def backward(kept, gradients):
+        x8, weights8 = kept
+        dx_RI, dweights = None, []
+        for group, weight8 in zip(groups, weights8, strict=True):
+            gradient8 = quantise(gradients[group], BACKWARD)
+            part_RI = dot(gradient8, weight8, (1, 1), dtype)
+            dx_RI = part_RI if dx_RI is None else dx_RI + part_RI
+            stored = layout.constrain(dot(x8, gradient8, (0, 0), dtype), axes[group][0])
+            dweights += columns(stored.astype(jnp.float32), gradients[group])
+        return dx_RI, dweights
+
+    @jax.custom_vjp
+    def run(x_RI, weights):
+        return forward(x_RI, weights)[0]
+
+    run.defvjp(forward, backward)
+    return run(x_RI, list(weights))

@@ -1,0 +1,339 @@
+"""Float8 matmuls: as near to float32 as their mantissas allow, in float8 indeed, and hiding nothing."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxthru.models import fp8, ops
+from jaxthru.models.ops import Ops
+from jaxthru.plan import fit
+from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.mesh import MeshConfig, make_mesh
+from jaxthru.runtime.sharding import Layout
+
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+ROWS, LENGTH, EMBED, HEADS, HEAD_DIM, MLP = 8, 32, 64, 4, 16, 128
+MESHES = {"data=8": (8, 1, 1), "fsdp=8": (1, 8, 1), "tensor=2 fsdp=4": (1, 4, 2), "2 of each": (2, 2, 2)}
+
+
+class Weight:
+    """What `Ops` sees of a parameter."""
+
+    def __init__(self, values, *axes):
+        self.values, self.logical_axes, self.shape = values, axes, values.shape
+
+    def __getitem__(self, _):
+        return self.values
+
+
+def draw(seed: int, *shape: int, deviation: float = 1.0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(0, deviation, shape), jnp.float32)
+
+
+def make_ops(mesh=(1, 1, 1), *, compute="float32", float8=True) -> Ops:
+    layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
+    return Ops(layout, jnp.dtype(compute), float8=float8)
+
+
+PARAMETERS = {
+    "query": draw(1, EMBED, HEADS, HEAD_DIM, deviation=0.1),
+    "key": draw(2, EMBED, 2, HEAD_DIM, deviation=0.1),
+    "out": draw(3, HEADS, HEAD_DIM, EMBED, deviation=0.1),
+    "up": draw(4, EMBED, MLP, deviation=0.1),
+    "down": draw(5, MLP, EMBED, deviation=0.1),
+}
+AXES = {
+    "query": ("embed", "heads", "head_dim"),
+    "key": ("embed", "kv_heads", "head_dim"),
+    "out": ("heads", "head_dim", "embed"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+}
+COTANGENT = draw(6, ROWS, LENGTH, EMBED, deviation=1e-4)
+
+
+def apply(using: Ops, parameters, x_BTD):
+    """Column-parallel and row-parallel linear layers of several dims, two of them with a shared input."""
+    weights = {name: Weight(values, *AXES[name]) for name, values in parameters.items()}
+    query, key = using.project(x_BTD, weights["query"], weights["key"])
+    mixed = using.matmul(query + jnp.repeat(key, 2, axis=2), weights["out"])
+    return using.matmul(using.matmul(x_BTD + mixed, weights["up"]), weights["down"])
+
+
+def value_and_gradients(using: Ops, x_BTD, parameters=PARAMETERS):
+    @jax.jit
+    def both(parameters, x_BTD):
+        y, pull = jax.vjp(lambda p, x: apply(using, p, x), parameters, x_BTD)
+        return y, *pull(COTANGENT.astype(y.dtype))
+
+    return both(parameters, x_BTD.astype(using.compute))
+
+
+def distance(a, b) -> float:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def equations(jaxpr) -> list:
+    """Returns the equations of a jaxpr and of all jaxprs within it."""
+    found = list(jaxpr.eqns)
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            found += equations(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def dots(jaxpr) -> list[tuple]:
+    return [
+        tuple(v.aval.dtype for v in (*e.invars, *e.outvars))
+        for e in equations(jaxpr)
+        if e.primitive.name == "dot_general"
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(E4M3, 2.0**-4), (E5M2, 2.0**-3)], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("deviation", [1e-12, 1.0, 1e12])
+def test_a_quantised_tensor_is_within_half_a_step(dtype, step, deviation):
+    x = draw(0, 64, 64, deviation=deviation)
+    values, scale = fp8.quantise([x[:, :16], x[:, 16:]], dtype)
+    assert values.dtype == dtype and scale.dtype == jnp.float32
+    assert np.log2(float(scale)) % 1 == 0
+    largest = float(jnp.abs(values.astype(jnp.float32)).max())
+    assert float(jnp.finfo(dtype).max) / 2 * (1 - step) <= largest <= float(jnp.finfo(dtype).max)
+    back = values.astype(jnp.float32) * scale
+    normal = jnp.abs(x) > float(jnp.finfo(dtype).tiny) * scale
+    assert float(normal.mean()) > 0.98
+    assert float(jnp.max(jnp.where(normal, jnp.abs(back - x) / jnp.abs(x), 0))) <= step
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_one_layer_is_near_float32(compute, joined, monkeypatch):
+    """Half a step of e4m3 is 2^-4 of a power of two. A rounding error is uniform within it, and mantissas are
+    about log-uniform, so its deviation is 2^-4 / √3 × √(3 / (8 ln 2)) = 2.7 % of a value; e5m2: twice that.
+    Errors of a dot's many terms are independent: √2 × 2.7 % = 3.8 % forward, √(2.7² + 5.3²) = 5.9 % backward.
+    """
+    monkeypatch.setattr(ops, "JOINED", joined)
+    using, x_BTD = make_ops(compute=compute), draw(7, ROWS, LENGTH, EMBED).astype(compute)
+    gate, up = draw(8, EMBED, MLP), draw(9, EMBED, MLP)
+    cotangents = tuple(draw(seed, ROWS, LENGTH, MLP).astype(compute) for seed in (10, 11))
+
+    def project(x_BTD, *weights):
+        return tuple(using.project(x_BTD, *(Weight(weight, "embed", "mlp") for weight in weights)))
+
+    def plain(x_BTD, *weights):
+        return tuple(x_BTD.astype(jnp.float32) @ weight for weight in weights)
+
+    ys, pull = jax.vjp(project, x_BTD, gate, up)
+    references, pull_reference = jax.vjp(plain, x_BTD, gate, up)
+    for y, reference in zip(ys, references, strict=True):
+        assert y.dtype == jnp.dtype(compute)
+        assert 0.032 < distance(y, reference) < 0.042
+    wide = tuple(cotangent.astype(jnp.float32) for cotangent in cotangents)
+    for got, reference in zip(pull(cotangents), pull_reference(wide), strict=True):
+        assert got.dtype == reference.dtype
+        assert 0.05 < distance(got, reference) < 0.066
+
+
+@pytest.mark.parametrize(("joined", "matmuls"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_all_three_matmuls_are_in_float8(joined, matmuls, compute, monkeypatch):
+    monkeypatch.setattr(ops, "JOINED", joined)
+    using, x_BTD = make_ops(compute=compute), draw(7, ROWS, LENGTH, EMBED).astype(compute)
+    pair = (draw(8, EMBED, MLP), draw(9, EMBED, MLP))
+
+    def both(x_BTD, pair):
+        project = lambda x, p: using.project(x, *(Weight(w, "embed", "mlp") for w in p))  # noqa: E731
+        ys, pull = jax.vjp(project, x_BTD, pair)
+        return pull(ys)
+
+    jaxpr = jax.make_jaxpr(both)(x_BTD, pair).jaxpr
+    out = jnp.dtype(compute)
+    expected = [(E4M3, E4M3, out), (E5M2, E4M3, out), (E4M3, E5M2, out)] * matmuls
+    assert sorted(map(str, dots(jaxpr))) == sorted(map(str, expected))
+    casts = [
+        (e.outvars[0].aval.dtype, e.outvars[0].aval.shape)
+        for e in equations(jaxpr)
+        if e.primitive.name == "convert_element_type" and e.outvars[0].aval.dtype.itemsize == 1
+    ]
+    assert casts.count((E4M3, (ROWS * LENGTH, EMBED))) == 1, "the shared input is quantised once"
+    assert len(casts) == 5  # and each weight and each gradient once
+
+
+def test_embedding_and_output_matrix_stay_out():
+    made, batch = tiny.make(float8=True, vocabulary=640), tiny.batch(0)
+    objective, params = made.step.objective, made.state["params"]
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: objective(p, batch, jnp.float32(1))[0]))(params).jaxpr
+    shapes = [
+        v.aval.shape
+        for e in equations(jaxpr)
+        for v in e.outvars
+        if getattr(v.aval, "dtype", None) in (E4M3, E5M2)
+    ]
+    assert shapes and not [shape for shape in shapes if 640 in shape]
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_every_mesh_gives_one_device_s_numbers(mesh):
+    """Scales are those of whole tensors, so that only the order of float32 additions differs."""
+    x_BTD = draw(7, ROWS, LENGTH, EMBED)
+    alone, sharded = make_ops(), make_ops(mesh)
+    weights = [Weight(PARAMETERS[name], *AXES[name]) for name in ("query", "key")]
+    for name in ("query", "out", "up", "down"):
+        axes, values = AXES[name], PARAMETERS[name]
+        shape = (ROWS, LENGTH, *values.shape[: 2 if name == "out" else 1])
+        x, cotangent = draw(8, *shape), draw(9, ROWS, LENGTH, *values.shape[len(shape) - 2 :])
+
+        def both(x, values, using, axes=axes, cotangent=cotangent):
+            y, pull = jax.vjp(lambda x, w: using.matmul(x, Weight(w, *axes)), x, values)
+            return y, *pull(cotangent)
+
+        placed = jax.device_put(values, sharded.layout.sharding(axes))
+        got = jax.jit(both, static_argnums=2)(x, placed, sharded)
+        for one, other in zip(got, jax.jit(both, static_argnums=2)(x, values, alone), strict=True):
+            assert distance(one, other) < 1e-5
+        assert got[2].sharding.is_equivalent_to(sharded.layout.sharding(axes), values.ndim)
+    for one, other in zip(sharded.project(x_BTD, *weights), alone.project(x_BTD, *weights), strict=True):
+        assert distance(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=["fsdp=8", "2 of each"])
+def test_a_sharded_model_learns_alike(mesh):
+    """Rounding to float8 makes large differences of some tiny ones, so only the first loss is equal."""
+    losses, alone = tiny.make(mesh, float8=True).losses(8), tiny.make(float8=True).losses(8)
+    assert losses[0] == pytest.approx(alone[0], abs=1e-4)
+    np.testing.assert_allclose(losses, alone, rtol=5e-3)
+
+
+def test_weights_are_gathered_in_float8():
+    """Of the program as it is given to XLA; on a CPU XLA widens them first."""
+    using = make_ops((1, 8, 1))
+    weight = jax.device_put(PARAMETERS["up"], using.layout.sharding(AXES["up"]))
+    lowered = jax.jit(lambda x, w: using.matmul(x, Weight(w, *AXES["up"]))).lower(
+        draw(7, ROWS, LENGTH, EMBED), weight
+    )
+    text = lowered.as_text()
+    constrained = [line for line in text.splitlines() if "sharding_constraint" in line]
+    assert any(f"tensor<{EMBED}x{MLP}xf8E4M3FN>" in line for line in constrained), text
+
+
+def test_scan_and_unroll_agree():
+    scan, unroll = tiny.make(float8=True).losses(4), tiny.make(float8=True, loop="unroll").losses(4)
+    assert scan[0] == pytest.approx(unroll[0], abs=1e-5)
+    np.testing.assert_allclose(scan, unroll, rtol=2e-3)
+
+
+@pytest.mark.parametrize("policy", ["projections", "attention", "full"])
+def test_rematerialisation_changes_no_gradient(policy):
+    plain, other = tiny.make(float8=True), tiny.make(float8=True, remat=policy)
+    gradients = [
+        jax.jit(jax.grad(lambda p, made=made: made.step.objective(p, tiny.batch(0), jnp.float32(1))[0]))(
+            plain.state["params"]
+        )
+        for made in (plain, other)
+    ]
+    whole = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in gradients]
+    assert distance(*whole) < 1e-3
+
+
+def test_inputs_are_kept_in_float8():
+    """`projections` quantises no input twice: as many casts of activations as with everything kept."""
+
+    def casts(policy):
+        objective = tiny.make(float8=True, remat=policy).step.objective
+        params = tiny.make(float8=True).state["params"]
+        jaxpr = jax.make_jaxpr(jax.grad(lambda p: objective(p, tiny.batch(0), jnp.float32(1))[0]))(params)
+        rows = tiny.ROWS * tiny.SEQUENCE
+        return sum(
+            e.primitive.name == "convert_element_type"
+            and e.outvars[0].aval.dtype == E4M3
+            and e.outvars[0].aval.shape[0] == rows
+            for e in equations(jaxpr.jaxpr)
+        )
+
+    assert casts("none") == 4
+    assert casts("full") == 8
+    assert casts("projections") == 4
+
+
+def test_zeros_stay_zeros():
+    using = make_ops()
+    values, scale = fp8.quantise([jnp.zeros((4, 4))], E4M3)
+    assert not values.astype(jnp.float32).any() and np.isfinite(scale) and scale > 0
+    zeros = jax.tree.map(jnp.zeros_like, PARAMETERS)
+    for parameters, x_BTD in (
+        (PARAMETERS, jnp.zeros((ROWS, LENGTH, EMBED))),
+        (zeros, draw(7, ROWS, LENGTH, EMBED)),
+    ):
+        y, *gradients = value_and_gradients(using, x_BTD, parameters)
+        assert not y.any()
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["input", "weight", "gradient"])
+def test_what_is_not_finite_shows(where, bad, compute):
+    using = make_ops(compute=compute)
+    x_BTD, weight, cotangent = (
+        draw(7, ROWS, LENGTH, EMBED),
+        draw(8, EMBED, MLP),
+        draw(9, ROWS, LENGTH, MLP),
+    )
+    spoil = lambda array: array.at[(0,) * array.ndim].set(bad)  # noqa: E731
+    if where == "input":
+        x_BTD = spoil(x_BTD)
+    elif where == "weight":
+        weight = spoil(weight)
+    else:
+        cotangent = spoil(cotangent)
+    y, pull = jax.vjp(lambda x, w: using.matmul(x, Weight(w, "embed", "mlp")), x_BTD.astype(compute), weight)
+    dx, dweight = pull(cotangent.astype(compute))
+    finite = {"y": np.isfinite(y).all(), "dx": np.isfinite(dx).all(), "dw": np.isfinite(dweight).all()}
+    expected = {"input": {"y", "dw"}, "weight": {"y", "dx"}, "gradient": {"dx", "dw"}}[where]
+    assert not [name for name in expected if finite[name]]
+
+
+def test_a_step_that_is_not_finite_is_skipped():
+    made = tiny.make(float8=True)
+    state = made.fresh()
+    up = state["params"]["layers"]["mlp"]["up"]
+    state["params"]["layers"]["mlp"]["up"] = up.at[0, 0, 0].set(jnp.inf)
+    before = np.asarray(state["params"]["layers"]["mlp"]["down"])
+    state, metrics = made.compiled(state, made.batch(0))
+    assert int(metrics["skipped"]) == 1
+    np.testing.assert_array_equal(state["params"]["layers"]["mlp"]["down"], before)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_small_model_learns_as_well(compute):
+    float8 = np.mean(tiny.make(float8=True, compute=compute).losses(40)[-10:])
+    plain = np.mean(tiny.make().losses(40)[-10:])
+    assert plain < tiny.make().losses(1)[0] - 1
+    assert float8 == pytest.approx(plain, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "runs"),
+    [
+        ("cpu", None, True),
+        ("gpu", (8, 9), True),
+        ("gpu", (9, 0), True),
+        ("gpu", (8, 0), False),
+        ("gpu", None, False),
+        ("tpu", None, False),
+    ],
+)
+def test_devices_without_float8_refuse(platform, capability, runs, monkeypatch):
+    monkeypatch.setattr(fit, "nvidia_compute_capability", lambda: capability)
+    device = types.SimpleNamespace(platform=platform, device_kind="Accelerator X")
+    if runs:
+        fit.check_float8(device)
+    else:
+        with pytest.raises(InputError, match=r"precision\.matmul = 'fp8'.*8\.9.*Accelerator X"):
+            fit.check_float8(device)
