@@ -15,7 +15,7 @@ from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
-JOINED = True
+JOINED = False
 """Whether weights applied to the same input are multiplied as one matrix."""
 
 
@@ -60,7 +60,7 @@ class Ops:
         """Returns `x` [B, T, *in] times each weight [*in, *out]: [B, T, *out] each, in the compute dtype,
         accumulated in float32, sharded over rows and over the weight's output axes.
 
-        The weights' outputs are joined to one matmul where no device holds only a part of them.
+        With JOINED, all are one matmul where no device holds only a part of an output.
         """
         rows, length, *inputs = x.shape
         x_BTI = x.reshape(rows, length, -1)
