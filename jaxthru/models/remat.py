@@ -6,22 +6,22 @@ from typing import Literal
 
 import jax
 
+_ATTENTION = ("query", "key", "value", "attention", "attention_statistics", "attention_out")
 KEPT = {
-    "attention": ("query", "key", "value", "attention", "attention_statistics", "attention_out"),
-    "projections": (
-        *("query", "key", "value", "attention", "attention_statistics", "attention_out"),
-        *("gate", "up", "float8"),
-    ),
+    "attention": _ATTENTION,
+    "gate": (*_ATTENTION, "gate"),
+    "projections": (*_ATTENTION, "gate", "up", "float8"),
 }
 """Policy -> the names (`jax.ad_checkpoint.checkpoint_name`) whose values are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RematConfig:
-    """policy: `none` keeps everything; `projections` recomputes norms and activations only; `attention`
-    also recomputes the gate and up projections; `full` keeps each layer's input alone."""
+    """policy: `none` keeps everything; `projections` recomputes norms and activations only; `gate` also
+    recomputes the up projection, `attention` the gate projection too; `full` keeps each layer's input alone.
+    """
 
-    policy: Literal["none", "projections", "attention", "full"] = "none"
+    policy: Literal["none", "projections", "gate", "attention", "full"] = "none"
 
 
 def remat(function: Callable, policy: str) -> Callable:

@@ -241,7 +241,7 @@ def test_none_takes_the_portable_one_and_logs_once(monkeypatch, caplog):
         attention(*small(), implementation="reference")
     assert [record.getMessage() for record in caplog.records] == [
         "attention: xla runs (refused: cudnn_packed: needs an NVIDIA GPU of compute capability >= 9.0, "
-        "found cpu)",
+        "found cpu; triton: needs an NVIDIA GPU of compute capability >= 8.0, found cpu)",
         "attention: reference runs",
     ]
 
@@ -251,7 +251,9 @@ def test_named_runs_or_raises():
         attention(*small(jnp.bfloat16), implementation="cudnn_packed", platform="cpu")
     with pytest.raises(dispatch.Unsupported, match="found tpu"):
         attention(*small(jnp.bfloat16), implementation="cudnn_packed", platform="tpu")
-    with pytest.raises(ValueError, match=r"no implementation 'xal'; there are cudnn_packed, xla, reference"):
+    with pytest.raises(
+        ValueError, match=r"no implementation 'xal'; there are cudnn_packed, triton, xla, reference"
+    ):
         attention(*small(), implementation="xal")
 
 

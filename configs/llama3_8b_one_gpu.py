@@ -1,0 +1,37 @@
+"""All 32 layers of Llama 3 8B on one GPU of 141 GB: 90 GiB of float32 state, and every byte else counted.
+
+The layers are unrolled and their gradients bfloat16 (15 GiB); `gate` keeps 1.0 GiB of activations a layer;
+attention is Triton's, which needs no workspace for packed rows.
+"""
+
+from jaxthru.config import RunConfig
+from jaxthru.data.loader import DataConfig
+from jaxthru.models.llama import ModelConfig
+from jaxthru.models.remat import RematConfig
+from jaxthru.optim.optimizer import OptimConfig
+from jaxthru.training.checkpoint import CheckpointConfig
+from jaxthru.training.evaluate import EvaluateConfig
+from jaxthru.training.step import TrainConfig
+
+
+def config() -> RunConfig:
+    return RunConfig(
+        train=TrainConfig(steps=1000, rows=2),
+        model=ModelConfig(
+            vocabulary=128_256,
+            layers=32,
+            embed=4096,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp=14_336,
+            max_sequence=8192,
+            loop="unroll",
+            attention="triton",
+        ),
+        data=DataConfig(mix="quickstart", sequence=8192),
+        optim=OptimConfig(learning_rate=3e-4),
+        remat=RematConfig(policy="gate"),
+        checkpoint=CheckpointConfig(every=500, keep=1),
+        evaluate=EvaluateConfig(rows=8),
+    )
