@@ -22,6 +22,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxthru.runtime.sharding import Axes, Layout
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+FORWARD_SUMS, BACKWARD_SUMS = lax.Precision.DEFAULT, lax.Precision.HIGHEST
+"""Hopper's tensor cores add up float8 products with about 14 bits. HIGHEST has cuBLASLt move the sums to
+float32 as they grow; DEFAULT does not ("fast accumulation"). With the backward pass short of those bits, losses
+were 2 % higher after 100 steps; in the forward pass it made no difference (scripts/bench/fp8_loss.py)."""
 SMALLEST = 2.0**-100
 """Tensors below this everywhere are not scaled up further, so that no scale overflows."""
 KEPT_NAME = "float8"
@@ -52,10 +56,13 @@ def quantise(parts: Sequence[jax.Array], dtype: jnp.dtype) -> Quantised:
     return Quantised(jnp.concatenate(values, axis=1), jnp.where(jnp.isfinite(amax), 1 / up, jnp.nan))
 
 
-def dot(a: Quantised, b: Quantised, contract: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
-    """Returns the product of two matrices, contracted over these dims, accumulated in float32."""
+def dot(
+    a: Quantised, b: Quantised, contract: tuple[int, int], dtype: jnp.dtype, precision: lax.Precision
+) -> jax.Array:
+    """Returns the product of two matrices, contracted over these dims. precision: of its sums, see
+    BACKWARD_SUMS."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    product = lax.dot_general(a.values, b.values, dims, preferred_element_type=dtype)
+    product = lax.dot_general(a.values, b.values, dims, precision, preferred_element_type=dtype)
     # A power of two in `dtype` is exact too: the same numbers, whether or not XLA scales before it rounds.
     return product * (a.scale * b.scale).astype(dtype)
 
@@ -96,7 +103,7 @@ def project(
             weight8 = quantise(weights[group], FORWARD)
             whole = layout.constrain(weight8.values, axes[group][0], without=("fsdp",))
             weights8.append(weight8._replace(values=whole))
-            outputs += columns(dot(x8, weights8[-1], (1, 0), dtype), weights[group])
+            outputs += columns(dot(x8, weights8[-1], (1, 0), dtype, FORWARD_SUMS), weights[group])
         return outputs, (x8, weights8)
 
     def backward(kept, gradients):
@@ -104,9 +111,10 @@ def project(
         dx_RI, dweights = None, []
         for group, weight8 in zip(groups, weights8, strict=True):
             gradient8 = quantise(gradients[group], BACKWARD)
-            part_RI = dot(gradient8, weight8, (1, 1), dtype)
+            part_RI = dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS)
             dx_RI = part_RI if dx_RI is None else dx_RI + part_RI
-            stored = layout.constrain(dot(x8, gradient8, (0, 0), dtype), axes[group][0])
+            sum_IO = dot(x8, gradient8, (0, 0), dtype, BACKWARD_SUMS)
+            stored = layout.constrain(sum_IO, axes[group][0])
             dweights += columns(stored.astype(jnp.float32), gradients[group])
         return dx_RI, dweights
 

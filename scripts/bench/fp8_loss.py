@@ -1,9 +1,16 @@
-"""Trains a configuration twice, with precision.matmul = compute and fp8, and compares the losses.
+"""Trains a configuration with precision.matmul = compute and fp8 and compares the losses.
 
     python scripts/bench/fp8_loss.py [--config FILE] [--set a.b=v ...] [--steps 300] [--output FILE]
 
-Both runs start from the same parameters and take the same batches. Without --config it is a Llama of 0.4 B
-parameters. Prints the means of every 20 steps as they go by, and then one JSON line.
+All runs start from the same parameters and take the same batches. Training from the start is chaotic: a third
+run, `compute` with a learning rate that is 0.1 % higher, shows how far two runs come apart that should agree,
+and so what a difference means. Without --config it is a Llama of 0.4 B parameters. Prints the means of every
+20 steps as they go by, and then one JSON line.
+
+Log (H200, the default shape at a learning rate of 6e-4, difference of 20-step means after 100 steps): all
+float8 sums with fast accumulation 1.9 %; the backward ones in float32, as they are now, 0.85 %; the forward
+ones too, 0.77 %; bfloat16 with a learning rate 0.2 % higher 0.68 %. So the sums of the backward pass over
+16,384 tokens are what must not be short of bits, and what is left is the chaos of that learning rate.
 """
 
 import argparse
@@ -45,7 +52,7 @@ def config() -> RunConfig:
             loop="unroll",
         ),
         data=DataConfig(mix="quickstart", sequence=2048),
-        optim=OptimConfig(learning_rate=6e-4),
+        optim=OptimConfig(learning_rate=3e-4, warmup_ratio=0.1),
         evaluate=EvaluateConfig(rows=64),
     )
 
@@ -61,7 +68,7 @@ def losses(config: RunConfig, data: Data) -> tuple[list[float], float | None, in
         if len(metrics) % WINDOW == 0:
             metrics[-WINDOW:] = jax.device_get(metrics[-WINDOW:])
             mean = np.mean([values["loss"] for values in metrics[-WINDOW:]])
-            print(f"{config.precision.matmul:8} {len(metrics):5} {mean:.5f}", file=sys.stderr, flush=True)
+            print(f"{len(metrics):5} {mean:.5f}", file=sys.stderr, flush=True)
     metrics = jax.device_get(metrics)
     evaluation = built.evaluation()
     last = config.train.steps
@@ -69,25 +76,23 @@ def losses(config: RunConfig, data: Data) -> tuple[list[float], float | None, in
     return [float(values["loss"]) for values in metrics], held_out, int(metrics[-1]["skipped"])
 
 
-def compare(plain: list[float], float8: list[float]) -> dict:
-    """Returns how far the losses in float8 are from the others, as parts of those."""
-    one, other = np.asarray(plain), np.asarray(float8)
-    late = min(50, len(one))
-    count = len(one) // WINDOW
-    means = [losses[: count * WINDOW].reshape(count, WINDOW).mean(axis=1) for losses in (one, other)]
-    relative = (other - one) / one
+def compare(plain: list[float], other: list[float]) -> dict:
+    """Returns how far the other losses are from the plain ones, as parts of those."""
+    pair = np.asarray([plain, other])
+    count = pair.shape[1] // WINDOW
+    means = pair[:, : count * WINDOW].reshape(2, count, WINDOW).mean(axis=2)
+    late = pair[:, -min(50, pair.shape[1]) :].mean(axis=1)
     return {
-        "relative_difference_last_50": float(f"{relative[-late:].mean():.3e}"),
-        "mean_absolute_relative_difference_last_50": float(f"{np.abs(relative[-late:]).mean():.3e}"),
+        "relative_difference_last_50": float(f"{late[1] / late[0] - 1:.3e}"),
         "largest_relative_difference_of_20_step_means": float(
             f"{np.abs(means[1] / means[0] - 1).max(initial=0):.3e}"
         ),
-        "means_of_20_steps": {
-            "compute": [round(float(loss), 5) for loss in means[0]],
-            "fp8": [round(float(loss), 5) for loss in means[1]],
-        },
-        "loss": {"compute": [plain[0], plain[-1]], "fp8": [float8[0], float8[-1]]},
+        "means_of_20_steps": [round(float(loss), 5) for loss in means[1]],
     }
+
+
+RUNS = {"compute": ("compute", 1.0), "repeat": ("compute", 1.001), "fp8": ("fp8", 1.0)}
+"""Run -> (precision.matmul, factor of the learning rate)."""
 
 
 def main() -> int:
@@ -100,9 +105,12 @@ def main() -> int:
     overrides = [*arguments.overrides, f"train.steps={arguments.steps}"]
     results = {}
     try:
-        for matmul in ("compute", "fp8"):
-            chosen = configuration.load(arguments.config, [*overrides, f"precision.matmul={matmul}"])
-            results[matmul] = losses(chosen, open_data(chosen.data))
+        rate = configuration.load(arguments.config, overrides).optim.learning_rate
+        for name, (matmul, factor) in RUNS.items():
+            settings = [f"precision.matmul={matmul}", f"optim.learning_rate={rate * factor!r}"]
+            chosen = configuration.load(arguments.config, [*overrides, *settings])
+            print(name, file=sys.stderr)
+            results[name] = losses(chosen, open_data(chosen.data))
     except InputError as error:
         print(f"fp8_loss: {error}", file=sys.stderr)
         return 2
@@ -114,9 +122,9 @@ def main() -> int:
         "steps": arguments.steps,
         "rows": chosen.train.rows,
         "sequence": chosen.data.sequence,
-        **compare(results["compute"][0], results["fp8"][0]),
-        "held_out_loss": {matmul: result[1] for matmul, result in results.items()},
-        "skipped_updates": {matmul: result[2] for matmul, result in results.items()},
+        "from_compute": {name: compare(results["compute"][0], result[0]) for name, result in results.items()},
+        "held_out_loss": {name: result[1] for name, result in results.items()},
+        "skipped_updates": {name: result[2] for name, result in results.items()},
         "device": where["devices"],
         "versions": where["versions"] | {"python": where["python"], "backend": where["backend"]},
         "commit": where["commit"],

@@ -90,7 +90,7 @@ def equations(jaxpr) -> list:
 
 def dots(jaxpr) -> list[tuple]:
     return [
-        tuple(v.aval.dtype for v in (*e.invars, *e.outvars))
+        (*(v.aval.dtype for v in (*e.invars, *e.outvars)), e.params["precision"][0])
         for e in equations(jaxpr)
         if e.primitive.name == "dot_general"
     ]
@@ -154,7 +154,8 @@ def test_all_three_matmuls_are_in_float8(joined, matmuls, compute, monkeypatch):
 
     jaxpr = jax.make_jaxpr(both)(x_BTD, pair).jaxpr
     out = jnp.dtype(compute)
-    expected = [(E4M3, E4M3, out), (E5M2, E4M3, out), (E4M3, E5M2, out)] * matmuls
+    fast, exact = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
+    expected = [(E4M3, E4M3, out, fast), (E5M2, E4M3, out, exact), (E4M3, E5M2, out, exact)] * matmuls
     assert sorted(map(str, dots(jaxpr))) == sorted(map(str, expected))
     casts = [
         (e.outvars[0].aval.dtype, e.outvars[0].aval.shape)
