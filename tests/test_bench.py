@@ -76,6 +76,16 @@ def test_blocks_alternate_and_only_missing_ones_run(bench):
     assert comparison.missing(["a", "b"], 2, blocks) == [(1, "b"), (2, "a"), (2, "b")]
 
 
+def test_several_gpus_share_the_blocks_and_swap_contenders(bench):
+    comparison = bench("comparison")
+    names = ["a", "b", "c"]
+    blocks = comparison.missing(names, 2, [])
+    assert comparison.share(blocks, names, 0, 1) == blocks
+    first, second = (comparison.share(blocks, names, gpu, 2) for gpu in (0, 1))
+    assert sorted(first + second) == blocks
+    assert not {name for turn, name in first if turn == 1} & {name for turn, name in first if turn == 2}
+
+
 def test_table_shows_claimed_ratios_in_bold(bench):
     comparison = bench("comparison")
     blocks = [

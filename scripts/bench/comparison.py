@@ -16,6 +16,11 @@ def missing(contenders: list[str], rounds: int, blocks: list[Block]) -> list[tup
     return [(turn, name) for turn in range(1, rounds + 1) for name in contenders if (turn, name) not in done]
 
 
+def share(blocks: list[tuple[int, str]], contenders: list[str], gpu: int, gpus: int) -> list[tuple[int, str]]:
+    """Returns which (round, contender) a GPU runs: with each round, a contender moves on by one GPU."""
+    return [(turn, name) for turn, name in blocks if (contenders.index(name) + turn) % gpus == gpu]
+
+
 def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: float | None) -> dict:
     """Returns {contender: row}, averaged over its blocks.
 

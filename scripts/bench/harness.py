@@ -8,6 +8,7 @@ import dataclasses
 import importlib.metadata
 import itertools
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -20,10 +21,16 @@ import numpy as np
 
 
 class Clocks:
-    """Samples the first GPU's SM clock (MHz) and power (W) while the block runs; None without a GPU."""
+    """Samples the SM clock (MHz) and power (W) of the GPU in use while the block runs; None without one."""
 
     def __enter__(self):
-        query = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        query = [
+            "nvidia-smi",
+            f"--id={gpu}",
+            "--query-gpu=clocks.sm,power.draw",
+            "--format=csv,noheader,nounits",
+        ]
         self.process = None
         if shutil.which("nvidia-smi"):
             self.process = subprocess.Popen([*query, "-lms", "200"], stdout=subprocess.PIPE, text=True)

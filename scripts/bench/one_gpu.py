@@ -1,13 +1,16 @@
 """jaxthru beside its peers on one GPU: the same shape, tokens and device, one table with ratios.
 
-    python scripts/bench/one_gpu.py --output FILE [--contenders a,b,...] [--stop-after SECONDS]
+    python scripts/bench/one_gpu.py --output FILE [--contenders a,b,...] [--stop-after SECONDS] [--gpus N]
 
 Every contender runs in a process of its own, once, then all again, and so on: A-B-A-B. A block is 20 s of
 warm-up under load and 20 s timed, so that two rounds time each contender for 40 s. Finished blocks are kept
-in FILE; the same command continues with those that are missing.
+in FILE; the same command continues with those that are missing. On a host with several GPUs, N of them work
+at once, one block each; a contender's next round is on the next GPU, so that what one GPU is faster than
+another shows as A-A spread and favours nobody.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -16,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -109,11 +113,12 @@ def command_of(contender: Contender, arguments: argparse.Namespace, tokens: Path
     return [sys.executable, str(HERE / contender.script), *words]
 
 
-def run_block(command: list[str]) -> dict:
-    """Runs one block in its own process; returns {"line": ...} or {"error": ...}."""
+def run_block(command: list[str], gpu: str) -> dict:
+    """Runs one block in its own process on one GPU; returns {"line": ...} or {"error": ...}."""
     root = HERE.parent.parent
     path = os.pathsep.join(filter(None, [str(HERE), str(root), os.environ.get("PYTHONPATH", "")]))
-    environment = os.environ | NO_MULTICAST | {"PYTHONPATH": path}
+    one = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
+    environment = os.environ | NO_MULTICAST | one | {"PYTHONPATH": path}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = ended.stdout.strip().splitlines()
     if ended.returncode == 0 and lines:
@@ -189,9 +194,9 @@ def summarise(record: dict, config: configuration.RunConfig) -> str:
             "packed rows: {rate_over_causal:.3f} of the causal rate; {measured_milliseconds:.1f} ms saved of "
             "{predicted_milliseconds:.1f} ms predicted ({measured_over_predicted:.0%})".format(**saving)
         )
-    machines = {block["gpu"] for block in blocks if "line" in block}
+    machines = sorted({str(block["gpu"]) for block in blocks if "line" in block})
     if len(machines) > 1:
-        told.append(f"These blocks ran on {len(machines)} different GPUs: {', '.join(map(str, machines))}.")
+        told.append(f"These blocks ran on {len(machines)} different GPUs: {', '.join(machines)}.")
     errors = {block["contender"]: block["error"] for block in blocks if "error" in block}
     told += [f"{name} failed: {error}" for name, error in errors.items()]
     return "\n\n".join(told)
@@ -205,6 +210,7 @@ def main() -> int:
     add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--contenders", default=",".join(DEFAULT), help=f"of {', '.join(CONTENDERS)}")
     add("--rounds", type=int, default=2)
+    add("--gpus", type=int, default=1, help="of this host to use at once, one block each")
     add("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help="start no block after it")
     add("--torch-python", default=sys.executable, help="a Python that has PyTorch, if this one has not")
     harness.add_seconds(parser, 20.0, 20.0)
@@ -216,25 +222,44 @@ def main() -> int:
     arguments.resolved = configuration.load(arguments.config, arguments.overrides)
     record = record_of(arguments)
     left = comparison.missing(names, arguments.rounds, record["blocks"])
-    gpu = ask("nvidia-smi", "--id=0", "--query-gpu=uuid", "--format=csv,noheader")
-    with tempfile.TemporaryDirectory() as folder:
-        tokens = Path(folder) / "tokens.npy"
-        if left:
-            write_tokens(arguments.resolved, tokens)
-        while left and time.monotonic() - began < arguments.stop_after:
-            turn, name = left.pop(0)
+    writing = threading.Lock()
+
+    def work(gpu: int, tokens: Path) -> None:
+        """Runs the blocks that are this GPU's."""
+        identity = ask("nvidia-smi", f"--id={gpu}", "--query-gpu=uuid", "--format=csv,noheader")
+        for turn, name in comparison.share(left, names, gpu, arguments.gpus):
+            if time.monotonic() - began > arguments.stop_after:
+                return
             command = command_of(CONTENDERS[name], arguments, tokens)
             started = time.monotonic()
-            outcome = run_block(command)
+            outcome = run_block(command, str(gpu))
             took = time.monotonic() - started
             print(f"round {turn} {name}, {took:.0f} s: {brief(outcome)}", flush=True)
-            of_block = {"contender": name, "round": turn, "gpu": gpu, "seconds": round(took, 1), **outcome}
-            kept = [b for b in record["blocks"] if (b["contender"], b["round"]) != (name, turn)]
-            record["blocks"] = [*kept, of_block | {"command": shlex.join(command)}]
-            record["command"] = shlex.join(["python", *sys.argv])
-            summarise(record, arguments.resolved)
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(arguments.output, json.dumps(record, indent=2) + "\n")
+            of_block = {
+                "contender": name,
+                "round": turn,
+                "gpu": identity,
+                "seconds": round(took, 1),
+                **outcome,
+            }
+            with writing:
+                kept = [b for b in record["blocks"] if (b["contender"], b["round"]) != (name, turn)]
+                record["blocks"] = [*kept, of_block | {"command": shlex.join(command)}]
+                record["command"] = shlex.join(["python", *sys.argv])
+                summarise(record, arguments.resolved)
+                arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(arguments.output, json.dumps(record, indent=2) + "\n")
+
+    if left:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            concurrent.futures.ThreadPoolExecutor(arguments.gpus) as pool,
+        ):
+            tokens = Path(folder) / "tokens.npy"
+            write_tokens(arguments.resolved, tokens)
+            for ended in [pool.submit(work, gpu, tokens) for gpu in range(arguments.gpus)]:
+                ended.result()
+    left = comparison.missing(names, arguments.rounds, record["blocks"])
     print(summarise(record, arguments.resolved))
     if left:
         print(f"\n{len(left)} blocks are missing: run the same command again.")
