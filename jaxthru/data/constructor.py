@@ -1,12 +1,13 @@
 """The constructor: builds the batch of some planned rows, with one gather for each source."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxthru.data.batch import BATCH_FIELDS
 from jaxthru.data.packing import Packing
-from jaxthru.data.store import Split
+from jaxthru.data.store import Split, ranges
 
 EMPTY = -1
 """The row that is padding alone."""
@@ -24,50 +25,54 @@ def build(
     batch = {name: np.zeros((len(row), sequence), dtype) for name, dtype in BATCH_FIELDS.items()}
     batch["source"][:] = source[:, None]
     flat = {name: array.reshape(-1) for name, array in batch.items()}
-    for number in np.unique(source[row != EMPTY]).tolist():
+    begun = []
+    for number in np.unique(source[row != EMPTY]).tolist():  # all are asked before the first is waited for
         split, packing = splits[number]
-        _fill(flat, split, packing, np.flatnonzero((source == number) & (row != EMPTY)), row, sequence)
+        places = np.flatnonzero((source == number) & (row != EMPTY))
+        pieces = _pieces(packing, row[places])
+        begun.append((places, pieces, split.begin(pieces.start, pieces.read)))
+    for places, pieces, finish in begun:
+        _fill(flat, places * sequence, pieces, finish())
     return batch
 
 
-def _fill(
-    flat: dict[str, np.ndarray],
-    split: Split,
-    packing: Packing,
-    places: np.ndarray,
-    row: np.ndarray,
-    sequence: int,
-) -> None:
-    """Writes the rows `row[places]` of one source to the rows `places` of the flat arrays."""
-    first = packing.first[row[places]]
-    pieces = packing.first[row[places] + 1] - first
-    segment = _ranges(pieces)  # [pieces], which of its row
-    piece = np.repeat(first, pieces) + segment
-    start, length, last = packing.start[piece], packing.length[piece], packing.last[piece]
-    if not len(piece):
+class _Pieces(NamedTuple):
+    """The pieces of some rows, in order. per_row: [rows], how many each row has. segment: [pieces], which
+    of its row. start, length: [pieces], in the stream. read: [pieces], tokens to read: one more than `length`
+    where the document goes on, for that is the last one's target."""
+
+    per_row: np.ndarray
+    segment: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    read: np.ndarray
+
+
+def _pieces(packing: Packing, row: np.ndarray) -> _Pieces:
+    first = packing.first[row]
+    per_row = packing.first[row + 1] - first
+    segment = ranges(per_row)
+    piece = np.repeat(first, per_row) + segment
+    length = packing.length[piece]
+    return _Pieces(per_row, segment, packing.start[piece], length, length + ~packing.last[piece])
+
+
+def _fill(flat: dict[str, np.ndarray], begin: np.ndarray, pieces: _Pieces, read: np.ndarray) -> None:
+    """Writes rows of one source. begin: [rows], where each begins in the flat arrays. read: the tokens."""
+    if not len(pieces.length):
         return
+    within = ranges(pieces.read)  # [tokens read], position in the piece
+    is_input = within < np.repeat(pieces.length, pieces.read)
+    is_target = within > 0
+    position = within[is_input]
+    has_target = position < np.repeat(pieces.read, pieces.length) - 1
+    targets = np.zeros(len(position), np.int32)
+    targets[has_target] = read[is_target]
 
-    within = _ranges(length)  # [tokens], position in the piece
-    tokens = split.gather(np.repeat(start, length) + within).astype(np.int32)
-    final = np.cumsum(length) - 1  # [pieces], where the last token of each stands
-    targets = np.empty_like(tokens)
-    targets[:-1] = tokens[1:]
-    targets[final] = 0
-    goes_on = np.flatnonzero(~last)
-    targets[final[goes_on]] = split.gather(start[goes_on] + length[goes_on])
-    mask = np.ones(len(tokens), np.float32)
-    mask[final[last]] = 0.0
-
-    used = np.add.reduceat(length, np.cumsum(pieces) - pieces)  # [rows], tokens in each
-    where = np.repeat(places * sequence, used) + _ranges(used)
-    flat["tokens"][where] = tokens
+    used = np.add.reduceat(pieces.length, np.cumsum(pieces.per_row) - pieces.per_row)  # [rows], tokens
+    where = np.repeat(begin, used) + ranges(used)
+    flat["tokens"][where] = read[is_input]
     flat["targets"][where] = targets
-    flat["segment_ids"][where] = np.repeat(segment + 1, length)
-    flat["positions"][where] = within
-    flat["loss_mask"][where] = mask
-
-
-def _ranges(counts: np.ndarray) -> np.ndarray:
-    """Returns 0, 1, ... n-1 for each n of `counts`, one after the other."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    flat["segment_ids"][where] = np.repeat(pieces.segment + 1, pieces.length)
+    flat["positions"][where] = position
+    flat["loss_mask"][where] = has_target

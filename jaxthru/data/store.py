@@ -14,6 +14,7 @@ write the same bytes: whichever is last changes nothing.
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -62,16 +63,22 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     write_atomically(folder / "manifest.json", json.dumps({"version": VERSION, **manifest}).encode())
 
 
+def read_manifest(folder: Path) -> dict:
+    """Returns the manifest of a store. Raises InputError if there is none that this version reads."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder}: not a token store ({error})") from error
+    version = manifest.get("version")
+    require(version == VERSION, f"{folder}: token store of version {version}, this is version {VERSION}")
+    return manifest
+
+
 class TokenStore:
     """An opened store. manifest: what was written. train, held_out: its splits."""
 
     def __init__(self, folder: Path):
-        try:
-            self.manifest = json.loads((folder / "manifest.json").read_bytes())
-        except (OSError, ValueError) as error:
-            raise InputError(f"{folder}: not a token store ({error})") from error
-        version = self.manifest.get("version")
-        require(version == VERSION, f"{folder}: token store of version {version}, this is version {VERSION}")
+        self.manifest = read_manifest(folder)
         self.folder = folder
         self.train, self.held_out = (Split(folder, split, self.manifest) for split in SPLITS)
 
@@ -94,10 +101,10 @@ class Split:
         starts, ends = [0], [np.zeros(0, np.int64)]
         for number, shard in enumerate(manifest["shards"]):
             record, path = shard["splits"][split], folder / f"{split}-{number:05d}.tokens"
-            offsets = _map(path.with_suffix(".offsets"), "<i8", record["documents"] + 1)
+            offsets = map_array(path.with_suffix(".offsets"), "<i8", record["documents"] + 1)
             crc32 = zlib.crc32(offsets)
             require(crc32 == record["offsets_crc32"], f"{path.with_suffix('.offsets')}: damaged; {REMEDY}")
-            self._shards.append(_map(path, manifest["dtype"], record["tokens"]))
+            self._shards.append(map_array(path, manifest["dtype"], record["tokens"]))
             self._paths.append(path)
             self._checksums.append(record["tokens_crc32"])
             ends.append(offsets[1:] + starts[-1])
@@ -106,6 +113,13 @@ class Split:
         self.tokens: int = starts[-1]
         self._starts = np.array(starts, np.int64)
         self._unverified = [np.ones(len(checksums), bool) for checksums in self._checksums]
+
+    def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], np.ndarray]:
+        """Returns a function that returns the tokens of pieces of the stream, piece after piece.
+
+        start, length: int64 [pieces]. Of a source that is tokenised while training, the work begins here.
+        """
+        return lambda: self.gather(np.repeat(start, length) + ranges(length))
 
     def gather(self, index: np.ndarray) -> np.ndarray:
         """Returns the tokens at `index` (int64, any shape) of the stream.
@@ -147,10 +161,16 @@ class Split:
         self._unverified[number][block] = False
 
 
+def ranges(counts: np.ndarray) -> np.ndarray:
+    """Returns 0, 1, ... n-1 for each n of `counts`, one after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
 REMEDY = "remove its folder and prepare again"
 
 
-def _map(path: Path, dtype: str, count: int) -> np.ndarray:
+def map_array(path: Path, dtype: str, count: int) -> np.ndarray:
     """Maps a flat array of known length. Raises InputError when the file is missing or of another size."""
     size = path.stat().st_size if path.is_file() else None
     expected = count * np.dtype(dtype).itemsize

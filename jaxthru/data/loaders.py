@@ -1,0 +1,295 @@
+"""The pool of Source Loaders: which process makes the tokens of which source, and what if one dies.
+
+After OVERLORD (MegaScale-Data, arXiv:2504.09844): work on samples is taken out of the training process, and
+each source is opened by the few processes that serve it, not by every worker of every rank. Which those are
+follows what each source costs, measured, and what the coming steps want of it.
+
+Tokens come back through memory that has no name in any file system: when the processes are gone, so is it.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import logging
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from jaxthru.data.text_store import TextSplit
+from jaxthru.runtime.errors import InputError, require
+
+log = logging.getLogger("jaxthru")
+
+TASK_TOKENS = 1 << 18
+"""Tokens in a task, if stretches allow: some tenths of a second of a loader's work."""
+REGION_TOKENS = 1 << 26
+"""Tokens that a task can have at most. The memory is taken only as far as it is used."""
+AHEAD = 2
+"""Tasks that a loader has at once: the next one is there when it has done one."""
+TRIES = 3
+"""A task that ends its loader so often is given up."""
+FIRST_GUESS = 1e-6
+"""Seconds a token takes, until it is measured."""
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """Stretches whose tokens are wanted. lengths: how many each has. tries: loaders that died over it."""
+
+    number: int
+    source: str
+    split: TextSplit
+    stretches: np.ndarray
+    lengths: np.ndarray
+    future: concurrent.futures.Future
+    tries: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+
+class Loaders:
+    """A pool of `processes` Source Loaders for these sources. Close it, or use it as a context manager.
+
+    tokenizer: the path of its tokenizer.json.
+    """
+
+    def __init__(self, processes: int, sources: tuple[str, ...], tokenizer: Path):
+        require(processes >= 1, f"data.loaders = {processes}: must be at least 1")
+        self.sources, self.tokenizer = sources, tokenizer
+        self.seconds_per_token = dict.fromkeys(sources, FIRST_GUESS)
+        self.restarts = 0
+        self._waiting = {source: collections.deque() for source in sources}
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._closed, self._broken = False, ""
+        self._coming = dict.fromkeys(sources, 1.0)
+        self._loaders = [_Loader(self, number) for number in range(processes)]
+        self.serves = share_out(self._coming, processes)
+
+    def request(self, source: str, split: TextSplit, stretches: np.ndarray) -> "Tokens":
+        """Returns what will be the tokens, int32, of stretches (int64 [n]) one after the other."""
+        lengths = split.lengths(stretches)
+        parts = []
+        with self._lock:
+            require(not self._broken, self._broken)
+            for part in _cut(lengths):
+                future = concurrent.futures.Future()
+                task = Task(next(self._numbers), source, split, stretches[part], lengths[part], future)
+                if task.tokens > REGION_TOKENS:
+                    raise InputError(f"source {source}: a document of {task.tokens:,} tokens in one stretch")
+                self._waiting[source].append(task)
+                parts.append(future)
+            self._dispatch()
+        return Tokens(parts)
+
+    def expect(self, tokens: dict[str, float]) -> None:
+        """Moves loaders to where they will be needed. tokens: that each source gives in the coming steps."""
+        with self._lock:
+            for source in self.sources:
+                waiting = sum(task.tokens for task in self._waiting[source])
+                self._coming[source] = (tokens.get(source, 0) + waiting) * self.seconds_per_token[source]
+            self.serves = share_out(self._coming, len(self._loaders))
+            self._dispatch()
+
+    def close(self) -> None:
+        """Ends the loaders. What is still wanted is cancelled."""
+        with self._lock:
+            self._closed = True
+            for tasks in self._waiting.values():
+                for task in tasks:
+                    task.future.cancel()
+                tasks.clear()
+        for loader in self._loaders:
+            loader.close()
+
+    def __enter__(self) -> "Loaders":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _dispatch(self) -> None:
+        """Gives every loader what it may take: the oldest task of the sources that it serves."""
+        for loader, sources in zip(self._loaders, self.serves, strict=True):
+            while loader.free and not self._closed:
+                able = [self._waiting[source] for source in sources if self._waiting[source]]
+                if not able:
+                    break
+                loader.give(min(able, key=lambda tasks: tasks[0].number).popleft())
+
+    def _done(self, loader: "_Loader", number: int, seconds: float, error: str | None) -> None:
+        with self._lock:
+            task, region = loader.in_flight.pop(number)
+            loader.deaths = 0
+            if error is None:
+                took = seconds / max(task.tokens, 1)
+                self.seconds_per_token[task.source] += 0.2 * (took - self.seconds_per_token[task.source])
+                tokens = loader.region(region)[: task.tokens].copy()
+            loader.free.append(region)
+            self._dispatch()
+        if error is None:
+            task.future.set_result(tokens)
+        else:
+            task.future.set_exception(InputError(f"source {task.source}: {error}"))
+
+    def _fail(self, message: str) -> None:
+        """Has everything that is wanted, and all that will be, fail with this message."""
+        self._broken = message
+        waiting = [task for tasks in self._waiting.values() for task in tasks]
+        running = [task for loader in self._loaders for task, _ in loader.in_flight.values()]
+        for task in (*waiting, *running):
+            if not task.future.done():
+                task.future.set_exception(InputError(message))
+        for tasks in self._waiting.values():
+            tasks.clear()
+
+    def _died(self, loader: "_Loader") -> None:
+        """Starts a loader anew and has its tasks done again, the oldest first."""
+        with self._lock:
+            if self._closed:
+                return
+            code = loader.ended()
+            tasks = [task for task, _ in loader.in_flight.values()]
+            self.restarts += 1
+            loader.deaths += 1
+            if loader.deaths >= TRIES:
+                self._fail(f"a source loader ended with code {code} {TRIES} times without doing anything")
+                return
+            log.warning(
+                "source loader %d ended with code %d: started again, %d tasks repeated",
+                *(loader.number, code, len(tasks)),
+            )
+            loader.start()
+            for task in sorted(tasks, key=lambda task: task.number, reverse=True):
+                task.tries += 1
+                if task.tries < TRIES:
+                    self._waiting[task.source].appendleft(task)
+                    continue
+                stretches = f"{task.stretches[0]} to {task.stretches[-1]}"
+                message = f"source {task.source}: stretches {stretches} ended their loader {TRIES} times"
+                task.future.set_exception(InputError(message))
+            self._dispatch()
+
+
+class _Loader:
+    """One process, the socket to it, and the memory that it writes tokens to."""
+
+    def __init__(self, pool: Loaders, number: int):
+        self.pool, self.number, self.deaths = pool, number, 0
+        size = AHEAD * REGION_TOKENS * 4
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("jaxthru-tokens")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._file = os.dup(file.fileno())
+        os.ftruncate(self._file, size)
+        self._memory = np.frombuffer(mmap.mmap(self._file, size), np.int32).reshape(AHEAD, REGION_TOKENS)
+        self.start()
+
+    def start(self) -> None:
+        """Starts the process, and the thread that hears of it."""
+        self.in_flight: dict[int, tuple[Task, int]] = {}
+        self.free = list(range(AHEAD))
+        own, other = socket.socketpair()
+        program = [sys.executable, "-m", "jaxthru.data.source_loader"]
+        self.process = subprocess.Popen(
+            [*program, str(other.fileno()), str(self._file), str(self.pool.tokenizer)],
+            pass_fds=(other.fileno(), self._file),
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        other.close()
+        self._socket = Connection(own.detach())
+        self._thread = threading.Thread(target=self._hear, args=(self._socket,), daemon=True)
+        self._thread.start()
+
+    def region(self, number: int) -> np.ndarray:
+        """Returns the memory that a task's tokens are written to, int32."""
+        return self._memory[number]
+
+    def give(self, task: Task) -> None:
+        """Sends a task to the process."""
+        region = self.free.pop()
+        self.in_flight[task.number] = task, region
+        split, first = task.split, region * REGION_TOKENS
+        message = (task.number, str(split.folder), split.split, task.stretches, task.lengths, first)
+        with contextlib.suppress(OSError):  # it has died: the thread that hears of it sees to the task
+            self._socket.send(message)
+
+    def ended(self) -> int:
+        """Returns the exit code of a process whose end of the socket is closed."""
+        try:
+            return self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.wait()
+        self._thread.join()
+        self._socket.close()
+        os.close(self._file)
+
+    def _hear(self, connection: Connection) -> None:
+        while True:
+            try:
+                answer = connection.recv()
+            except (EOFError, OSError):
+                self.pool._died(self)
+                return
+            self.pool._done(self, *answer)
+
+
+class Tokens:
+    """The results of several futures as one array."""
+
+    def __init__(self, parts: list[concurrent.futures.Future]):
+        self._parts = parts
+
+    def result(self) -> np.ndarray:
+        """Waits for all. Raises what one of them raised."""
+        return np.concatenate([part.result() for part in self._parts])
+
+
+def share_out(demand: dict[str, float], loaders: int) -> list[list[str]]:
+    """Returns which sources each loader serves.
+
+    The sources are laid end to end, each as long as its demand in seconds, and the line is cut into equal
+    parts, one a loader. So a heavy source has several loaders, light ones share one, and no more than
+    sources + loaders - 1 pairs exist. A source without demand still has a loader.
+    """
+    names = list(demand)
+    ends = np.cumsum([demand[name] for name in names], dtype=float)
+    scale = loaders / ends[-1] if ends[-1] > 0 else 0.0
+    serves: list[list[str]] = [[] for _ in range(loaders)]
+    begin = 0.0
+    for name, end in zip(names, ends * scale, strict=True):
+        first = min(int(begin), loaders - 1)
+        # An end that falls on a border belongs to the part before it.
+        last = min(max(int(np.ceil(end - 1e-9)) - 1, first), loaders - 1)
+        for loader in range(first, last + 1):
+            serves[loader].append(name)
+        begin = float(end)
+    return serves
+
+
+def _cut(lengths: np.ndarray) -> list[slice]:
+    """Returns the stretches in runs of about TASK_TOKENS tokens."""
+    ends = np.cumsum(lengths)
+    task = (ends - lengths) // TASK_TOKENS
+    borders = [0, *(np.flatnonzero(np.diff(task)) + 1).tolist(), len(lengths)]
+    return [slice(*pair) for pair in itertools.pairwise(borders) if pair[0] < pair[1]]

@@ -1,0 +1,41 @@
+"""A source that is tokenised while training: a text store whose tokens the Source Loaders make."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxthru.data.loaders import Loaders
+from jaxthru.data.store import ranges
+from jaxthru.data.text_store import TextSplit
+
+
+class OnlineSplit:
+    """One split, read as that of a token store is. source: its name in the pool. See `store.Split`."""
+
+    def __init__(self, source: str, text: TextSplit, loaders: Loaders):
+        self.source, self.text, self.loaders = source, text, loaders
+        self.ends, self.tokens = text.ends, text.tokens
+
+    def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], np.ndarray]:
+        """Asks for pieces of the stream and returns a function that waits for their tokens.
+
+        start, length: int64 [pieces]; no piece reaches over a document's end. The tokens are int32, piece
+        after piece. The function raises InputError for what cannot be read.
+        """
+        used = length > 0
+        first, last = (
+            np.searchsorted(self.text.stretch_ends, position[used], side="right")
+            for position in (start, start + length - 1)
+        )
+        # Pieces may share a stretch, and a long one has several: each stretch is asked for once.
+        stretches = np.unique(np.repeat(first, last - first + 1) + ranges(last - first + 1))
+        tokens = self.loaders.request(self.source, self.text, stretches)
+
+        def finish() -> np.ndarray:
+            lengths = self.text.lengths(stretches)
+            place = np.cumsum(lengths) - lengths  # where each stretch's tokens begin in the answer
+            at = np.searchsorted(stretches, first)
+            begins = place[at] + start[used] - self.text.starts(first)
+            return tokens.result()[np.repeat(begins, length[used]) + ranges(length[used])]
+
+        return finish

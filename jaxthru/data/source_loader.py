@@ -1,0 +1,95 @@
+"""A Source Loader: a process that makes the tokens of texts, for sources that are tokenised online.
+
+    python -m jaxthru.data.source_loader SOCKET MEMORY TOKENIZER
+
+It is started by `loaders.py`, which sends it (task, folder, split, stretches, lengths, place) through the
+socket; the loader writes the tokens into the shared memory at `place` and answers (task, seconds, error). It
+holds no state but what it has opened: a task may be given to another loader at any time. It ends when the
+socket is closed, so that no loader outlives the process that it works for.
+"""
+
+import mmap
+import os
+import sys
+import time
+from collections import OrderedDict
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from jaxthru.data.text_store import TextSplit, TextStore
+from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.data.transform import find_transform
+from jaxthru.runtime.errors import InputError
+
+OPEN_STORES = 64
+"""Stores that a loader keeps open; the one used longest ago is closed."""
+
+
+class Stores:
+    """The stores that this loader has opened."""
+
+    def __init__(self):
+        self._opened: OrderedDict[str, TextStore] = OrderedDict()
+
+    def split(self, folder: str, split: str) -> tuple[TextSplit, str]:
+        """Returns a split of a store, and the name of its source's transform."""
+        if folder not in self._opened:
+            self._opened[folder] = TextStore(Path(folder))
+            if len(self._opened) > OPEN_STORES:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(folder)
+        store = self._opened[folder]
+        return getattr(store, split), store.manifest["transform"]
+
+
+def produce(
+    stores: Stores, tokenizer: Tokenizer, folder: str, split: str, stretches: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """Returns the tokens of the stretches, one after the other, int32. Raises InputError."""
+    opened, transform = stores.split(folder, split)
+    function = find_transform(transform)
+    texts = opened.texts(stretches)
+    tokens = []
+    for (_, final), ids in zip(texts, tokenizer.encode([function(text) for text, _ in texts]), strict=True):
+        tokens.append(ids if final else ids[:-1])  # only a document's end has a token of its own
+    for stretch, ids, length in zip(stretches.tolist(), tokens, lengths.tolist(), strict=True):
+        if len(ids) != length:
+            raise InputError(
+                f"{folder}: stretch {stretch} of {split} is {len(ids)} tokens long, and was {length} when "
+                "the store was made: a transform must give the same result for the same text"
+            )
+    return np.concatenate(tokens).astype(np.int32)
+
+
+def main(argv: list[str]) -> int:
+    """Serves tasks until the socket closes."""
+    socket, memory = Connection(int(argv[0])), mmap.mmap(int(argv[1]), 0)
+    os.close(int(argv[1]))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one loader, one core
+    stores, tokenizer = Stores(), Tokenizer(Path(argv[2]))
+    place = np.frombuffer(memory, np.int32)
+    while True:
+        try:
+            task, folder, split, stretches, lengths, first = socket.recv()
+        except EOFError:
+            return 0
+        began, error = time.perf_counter(), None
+        try:
+            tokens = produce(stores, tokenizer, folder, split, stretches, lengths)
+            place[first : first + len(tokens)] = tokens
+        except Exception as failure:  # whatever it is, the process that asked is to hear of it
+            known = isinstance(failure, InputError)
+            error = str(failure) if known else f"{folder}: {type(failure).__name__}: {failure}"
+        try:
+            socket.send((task, time.perf_counter() - began, error))
+        except OSError:
+            return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except InputError as error:
+        sys.exit(f"source loader: {error}")

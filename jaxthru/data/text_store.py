@@ -1,0 +1,189 @@
+"""The text store: the documents of one source as compressed text, for sources tokenised while training.
+
+A folder is laid out as a token store's, but for its data files. Of each shard k and split:
+
+    <split>-<k>.text       zlib streams ("frames"), one after the other
+    <split>-<k>.frames     int64 [frames + 1], where each frame starts, and the end
+    <split>-<k>.stretches  int32 [stretches, 5]: frame, first byte within it, bytes, tokens, ends a document
+
+A stretch is a document, or a part of a long one whose tokens are the same when it is tokenised alone: so a
+row from the middle of a book costs a few pages and not the book. How many tokens each stretch becomes is
+known, so that rows are planned and packed as those of a token store are, and a run gets the same batches from
+either.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxthru.data import store
+from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.runtime.atomic import write_atomically
+from jaxthru.runtime.errors import InputError, require
+
+FRAME_BYTES = 1 << 18
+"""Text in a frame: what is decompressed to get at one document, unless that is longer."""
+STRETCH_BYTES = 1 << 15
+"""Text in a stretch of a longer document, to the next line end."""
+KIND = "text"
+
+
+class Stretch(NamedTuple):
+    """text: UTF-8. tokens: how many. final: whether it ends its document, with one token for that end."""
+
+    text: bytes
+    tokens: int
+    final: bool
+
+
+def stretches(text: str, ids: np.ndarray, tokenizer: Tokenizer) -> list[Stretch]:
+    """Returns a document in stretches of about STRETCH_BYTES, cut at line ends.
+
+    ids: its tokens. It stays whole where the parts' tokens would not be the whole's, as when a merge of the
+    tokenizer reaches over a line end.
+    """
+    parts = _paragraphs(text)
+    encoded = tokenizer.encode(parts) if len(parts) > 1 else [ids]
+    encoded = [*(tokens[:-1] for tokens in encoded[:-1]), encoded[-1]]  # only the last part ends the document
+    if not np.array_equal(np.concatenate(encoded), ids):
+        parts, encoded = [text], [ids]
+    last = len(parts) - 1
+    pairs = zip(parts, encoded, strict=True)
+    return [Stretch(part.encode(), len(tokens), at == last) for at, (part, tokens) in enumerate(pairs)]
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Cuts a text behind line ends, into parts of at least STRETCH_BYTES characters."""
+    parts, begin = [], 0
+    while len(text) - begin > 2 * STRETCH_BYTES:
+        end = text.find("\n", begin + STRETCH_BYTES)
+        # Where whitespace follows, tokenizers may join it to the line end.
+        while end >= 0 and end + 1 < len(text) and text[end + 1].isspace():
+            end = text.find("\n", end + 1)
+        if end < 0 or end + 1 >= len(text):
+            break
+        parts.append(text[begin : end + 1])
+        begin = end + 1
+    return [*parts, text[begin:]]
+
+
+def write_shard(folder: Path, number: int, splits: dict[str, list[Stretch]], record: dict) -> dict:
+    """Writes one shard and returns its record, which stands for the shard once it is on disk."""
+    record = {**record, "splits": {}}
+    for split, parts in splits.items():
+        frames, index = _compress(parts)
+        starts = np.concatenate([[0], np.cumsum([len(frame) for frame in frames])]).astype("<i8")
+        for name, content in (
+            ("text", b"".join(frames)),
+            ("frames", starts.tobytes()),
+            ("stretches", index.tobytes()),
+        ):
+            write_atomically(folder / f"{split}-{number:05d}.{name}", content)
+        record["splits"][split] = {
+            "documents": int(index[:, 4].sum()),
+            "stretches": len(parts),
+            "tokens": int(index[:, 3].sum(dtype=np.int64)),
+            "frames": len(frames),
+            "frames_crc32": zlib.crc32(starts.tobytes()),
+            "stretches_crc32": zlib.crc32(index.tobytes()),
+        }
+    write_atomically(folder / f"shard-{number:05d}.json", json.dumps(record).encode())
+    return record
+
+
+def _compress(parts: list[Stretch]) -> tuple[list[bytes], np.ndarray]:
+    """Returns the frames, and the index of the stretches."""
+    frames, waiting, size = [], [], 0
+    index = np.zeros((len(parts), 5), "<i4")
+    for number, (text, tokens, final) in enumerate(parts):
+        index[number] = len(frames), size, len(text), tokens, final
+        waiting.append(text)
+        size += len(text)
+        if size >= FRAME_BYTES:
+            frames.append(zlib.compress(b"".join(waiting)))
+            waiting, size = [], 0
+    if waiting:
+        frames.append(zlib.compress(b"".join(waiting)))
+    return frames, index
+
+
+class TextStore:
+    """An opened store. manifest: what was written. train, held_out: its splits."""
+
+    def __init__(self, folder: Path):
+        self.manifest = store.read_manifest(folder)
+        require(self.manifest.get("kind") == KIND, f"{folder}: not a text store")
+        self.folder = folder
+        self.train, self.held_out = (TextSplit(folder, split, self.manifest) for split in store.SPLITS)
+
+    def verify(self) -> None:
+        """Reads everything. Raises InputError that names the first damaged frame."""
+        for split in (self.train, self.held_out):
+            split.verify()
+
+
+class TextSplit:
+    """One split: stretches, numbered through all its shards, one after the other in one stream of tokens.
+
+    ends: int64 [documents], where each document ends in the stream. stretch_ends: int64 [stretches].
+    """
+
+    def __init__(self, folder: Path, split: str, manifest: dict):
+        self.folder, self.split = folder, split
+        self._paths, self._text, self._frames, self._index = [], [], [], []
+        for number, shard in enumerate(manifest["shards"]):
+            record, path = shard["splits"][split], folder / f"{split}-{number:05d}.text"
+            frames = store.map_array(path.with_suffix(".frames"), "<i8", record["frames"] + 1)
+            index = store.map_array(path.with_suffix(".stretches"), "<i4", 5 * record["stretches"])
+            for name, array in (("frames", frames), ("stretches", index)):
+                damaged = zlib.crc32(array) != record[f"{name}_crc32"]
+                require(not damaged, f"{path.with_suffix('.' + name)}: damaged; {store.REMEDY}")
+            self._paths.append(path)
+            self._text.append(store.map_array(path, "u1", int(frames[-1])))
+            self._frames.append(frames)
+            self._index.append(index.reshape(-1, 5))
+        counts = [len(index) for index in self._index]
+        self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        whole = np.concatenate([np.zeros((0, 5), np.int32), *self._index])
+        self.stretch_ends = np.cumsum(whole[:, 3], dtype=np.int64)
+        self.ends = self.stretch_ends[whole[:, 4] == 1]
+        self.tokens = int(self.ends[-1]) if len(self.ends) else 0
+
+    def lengths(self, stretch: np.ndarray) -> np.ndarray:
+        """Returns int64 [n], how many tokens each of these stretches has."""
+        return self.stretch_ends[stretch] - self.starts(stretch)
+
+    def starts(self, stretch: np.ndarray) -> np.ndarray:
+        """Returns int64 [n], where in the stream of tokens each of these stretches starts."""
+        return np.where(stretch > 0, self.stretch_ends[stretch - 1], 0)
+
+    def texts(self, stretch: np.ndarray) -> list[tuple[str, bool]]:
+        """Returns the texts of stretches (int64 [n]), and whether each ends its document.
+
+        Raises InputError that names a damaged frame.
+        """
+        texts, opened = [], {}
+        for number in stretch.tolist():
+            shard = int(np.searchsorted(self._first, number, side="right")) - 1
+            frame, start, size, _, final = self._index[shard][number - self._first[shard]].tolist()
+            if (shard, frame) not in opened:
+                opened[shard, frame] = self._frame(shard, frame)
+            texts.append((opened[shard, frame][start : start + size].decode(), bool(final)))
+        return texts
+
+    def verify(self) -> None:
+        """Reads every frame. Raises InputError that names the first damaged one."""
+        for shard, frames in enumerate(self._frames):
+            for frame in range(len(frames) - 1):
+                self._frame(shard, frame)
+
+    def _frame(self, shard: int, frame: int) -> bytes:
+        first, end = self._frames[shard][frame : frame + 2].tolist()
+        try:
+            return zlib.decompress(self._text[shard][first:end])  # zlib compares its own checksum
+        except zlib.error as error:
+            where = f"{self._paths[shard]}: frame {frame} (bytes {first} to {end - 1})"
+            raise InputError(f"{where} is damaged; {store.REMEDY}") from error

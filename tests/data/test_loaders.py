@@ -1,0 +1,226 @@
+"""Source Loaders: the same tokens as from a token store, whoever dies on the way."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpus import sentences
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxthru.data import store, text_store
+from jaxthru.data.loaders import Loaders, share_out
+from jaxthru.data.online import OnlineSplit
+from jaxthru.data.store import ranges
+from jaxthru.data.tokenizer import Tokenizer, train
+from jaxthru.runtime.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    draw = random.Random(0)
+    train((sentences(draw, 20) for _ in range(20)), 300, path)
+    return Tokenizer(path)
+
+
+def write_store(
+    folder: Path, tokenizer: Tokenizer, texts: list[str], transform: str = ""
+) -> list[np.ndarray]:
+    """Writes a text store of two shards with nothing held out; returns the tokens of each text."""
+    ids = tokenizer.encode(texts)
+    records, middle = [], len(texts) // 2
+    for part in (slice(0, middle), slice(middle, None)):
+        parts = [
+            stretch
+            for text, tokens in zip(texts[part], ids[part], strict=True)
+            for stretch in text_store.stretches(text, tokens, tokenizer)
+        ]
+        splits = {"train": parts, "held_out": []}
+        records.append(text_store.write_shard(folder, len(records), splits, {}))
+    manifest = {"kind": text_store.KIND, "transform": transform, "shards": records}
+    store.write_manifest(folder, manifest)
+    return ids
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, tokenizer):
+    """A store of short documents and one long one, and its tokens as one stream."""
+    draw = random.Random(1)
+    texts = [sentences(draw, draw.randint(1, 30)) for _ in range(60)]
+    texts.insert(30, sentences(draw, 5000))
+    folder = tmp_path_factory.mktemp("store")
+    ids = write_store(folder, tokenizer, texts)
+    return folder, np.concatenate(ids).astype(np.int32), np.cumsum([len(x) for x in ids])
+
+
+def pieces(draw: np.random.Generator, ends: np.ndarray, count: int):
+    """Returns pieces that do not reach over a document's end."""
+    document = draw.integers(0, len(ends), count)
+    begins = np.where(document > 0, ends[document - 1], 0)
+    start = begins + (draw.random(count) * (ends[document] - begins)).astype(np.int64)
+    return start, np.minimum(draw.integers(0, 900, count), ends[document] - start)
+
+
+def test_a_long_document_is_cut_into_stretches_with_the_same_tokens(source):
+    folder, stream, ends = source
+    split = text_store.TextStore(folder).train
+    assert (split.ends == ends).all() and split.tokens == len(stream)
+    assert len(split.stretch_ends) > len(ends) + 3
+    longest = max(len(text.encode()) for text, _ in split.texts(np.arange(len(split.stretch_ends))))
+    assert longest < 3 * text_store.STRETCH_BYTES
+
+
+@settings(deadline=None, max_examples=25)
+@given(lines=st.lists(st.text(alphabet="ab \n\t\r\u2028é", max_size=40), min_size=1, max_size=60))
+def test_stretches_say_what_the_document_says(tokenizer, lines):
+    text = "\n".join(lines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_store, "STRETCH_BYTES", 20)
+        (ids,) = tokenizer.encode([text])
+        parts = text_store.stretches(text, ids, tokenizer)
+    assert b"".join(part.text for part in parts).decode() == text
+    assert sum(part.tokens for part in parts) == len(ids)
+    assert [part.final for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_the_tokens_are_those_of_the_documents(source, tokenizer):
+    folder, stream, ends = source
+    split = text_store.TextStore(folder).train
+    draw = np.random.default_rng(0)
+    with Loaders(2, ("books",), tokenizer.path) as loaders:
+        online = OnlineSplit("books", split, loaders)
+        waiting = [(pair, online.begin(*pair)) for pair in (pieces(draw, ends, 40) for _ in range(20))]
+        for (start, length), finish in waiting:
+            assert (finish() == stream[np.repeat(start, length) + ranges(length)]).all()
+        assert loaders.seconds_per_token["books"] != 1e-6 and loaders.restarts == 0
+
+
+def test_killed_loaders_lose_nothing_and_double_nothing(source, tokenizer):
+    folder, stream, ends = source
+    split = text_store.TextStore(folder).train
+    draw = np.random.default_rng(int(os.environ.get("JAXTHRU_TEST_SEED") or 0))
+    with Loaders(2, ("books", "notes"), tokenizer.path) as loaders:
+        splits = [OnlineSplit(name, split, loaders) for name in loaders.sources]
+        for _ in range(6):
+            asked = [pieces(draw, ends, 60) for _ in range(16)]
+            begun = [splits[turn % 2].begin(*pair) for turn, pair in enumerate(asked)]
+            time.sleep(float(draw.random()) * 0.05)
+            os.kill(loaders._loaders[int(draw.integers(2))].process.pid, signal.SIGKILL)
+            for (start, length), finish in zip(asked, begun, strict=True):
+                assert (finish() == stream[np.repeat(start, length) + ranges(length)]).all()
+        deadline = time.monotonic() + 20
+        while loaders.restarts < 6 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert loaders.restarts == 6
+
+
+def test_a_loader_that_cannot_start_is_an_error_not_a_loop(source, tmp_path):
+    folder, *_ = source
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with Loaders(1, ("books",), tmp_path / "tokenizer.json") as loaders:
+        split = OnlineSplit("books", text_store.TextStore(folder).train, loaders)
+        with pytest.raises(InputError, match="ended with code 1 3 times without"):
+            split.begin(np.array([0]), np.array([5]))()
+
+
+def test_a_transform_runs_in_the_loader(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "shouting.py").write_text("def shout(text):\n    return text.upper()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (ids,) = tokenizer.encode(["THE STORE"])
+    parts = [text_store.Stretch(b"the store", len(ids), True)]
+    record = text_store.write_shard(tmp_path / "s", 0, {"train": parts, "held_out": []}, {})
+    manifest = {"kind": text_store.KIND, "transform": "shouting:shout", "shards": [record]}
+    store.write_manifest(tmp_path / "s", manifest)
+    with Loaders(1, ("books",), tokenizer.path) as loaders:
+        split = OnlineSplit("books", text_store.TextStore(tmp_path / "s").train, loaders)
+        assert (split.begin(np.array([0]), np.array([len(ids)]))() == ids).all()
+        (tmp_path / "shouting.py").write_text("def shout(text):\n    return text\n")
+        loaders._loaders[0].process.kill()
+        with pytest.raises(InputError, match="a transform must give the same result for the same text"):
+            for _ in range(50):
+                split.begin(np.array([0]), np.array([len(ids)]))()
+                time.sleep(0.1)
+
+
+def test_a_damaged_frame_is_named(source, tmp_path, tokenizer):
+    folder, *_ = source
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    path = copy / "train-00001.text"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    opened = text_store.TextStore(copy)
+    with pytest.raises(InputError, match=r"train-00001.text: frame 0 \(bytes 0 to .* is damaged"):
+        opened.verify()
+    with Loaders(1, ("books",), tokenizer.path) as loaders:
+        split = OnlineSplit("books", opened.train, loaders)
+        with pytest.raises(InputError, match=r"source books: .*train-00001.text: frame 0"):
+            split.begin(np.array([split.tokens - 2]), np.array([1]))()
+
+
+PROGRAM = """
+import sys, time, numpy as np
+from pathlib import Path
+from jaxthru.data import text_store
+from jaxthru.data.loaders import Loaders
+from jaxthru.data.online import OnlineSplit
+loaders = Loaders(2, ("books",), Path(sys.argv[2]))
+split = OnlineSplit("books", text_store.TextStore(Path(sys.argv[1])).train, loaders)
+split.begin(np.array([0]), np.array([9]))()
+print(*(loader.process.pid for loader in loaders._loaders), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and /dev/shm")
+def test_nothing_is_left_when_the_process_is_killed(source, tokenizer):
+    before = set(Path("/dev/shm").iterdir())
+    command = [sys.executable, "-c", PROGRAM, str(source[0]), str(tokenizer.path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    loaders = [int(word) for word in process.stdout.readline().split()]
+    assert len(loaders) == 2 and all(Path(f"/proc/{pid}").exists() for pid in loaders)
+    assert set(Path("/dev/shm").iterdir()) <= before
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in loaders) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in loaders)
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+# Which loader serves which source
+
+
+@settings(deadline=None)
+@given(
+    demand=st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1, max_size=40),
+    loaders=st.integers(1, 9),
+)
+def test_sources_are_shared_out_by_demand(demand, loaders):
+    names = [f"s{number}" for number in range(len(demand))]
+    serves = share_out(dict(zip(names, demand, strict=True)), loaders)
+    assert len(serves) == loaders
+    assert sum(map(len, serves)) <= len(names) + loaders - 1
+    count = {name: sum(name in sources for sources in serves) for name in names}
+    assert min(count.values()) >= 1
+    total = sum(demand)
+    for name, wanted in zip(names, demand, strict=True):
+        if total:
+            assert count[name] >= int(wanted / total * loaders - 1e-6)  # a heavy source has its share
+
+
+def test_loaders_move_before_the_weights_change():
+    steady = share_out({"a": 3.0, "b": 1.0}, 4)
+    assert steady == [["a"], ["a"], ["a"], ["b"]]
+    assert share_out({"a": 1.0, "b": 3.0}, 4) == [["a"], ["b"], ["b"], ["b"]]
