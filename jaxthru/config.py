@@ -58,7 +58,7 @@ class RunConfig:
 
 
 CHANGEABLE = (
-    *("train.steps", "train.microbatches"),
+    *("train.steps", "train.microbatches", "data.loaders"),
     *("mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""

@@ -1,6 +1,8 @@
 """From a mix to batches on the devices."""
 
 import dataclasses
+import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -8,10 +10,14 @@ from typing import Literal
 import numpy as np
 
 from jaxthru.data.constructor import EMPTY, build
+from jaxthru.data.loaders import Loaders
 from jaxthru.data.mix import load_mix
-from jaxthru.data.packing import pack
+from jaxthru.data.online import OnlineSplit
+from jaxthru.data.packing import Packing, pack
 from jaxthru.data.planner import Planner, Schedule
 from jaxthru.data.prepare import Prepared, open_stores
+from jaxthru.data.store import Split
+from jaxthru.data.text_store import TextStore
 from jaxthru.runtime.errors import require
 
 
@@ -25,6 +31,8 @@ class DataConfig:
     store: folder of the token stores, shared by all runs.
     groups: canonical groups a batch is packed and balanced for; None is the largest divisor of
         train.rows up to 64.
+    loaders: processes that make the tokens of the sources that are tokenised online; None is half of the
+        cores. They change no batch.
     """
 
     mix: str = "quickstart"
@@ -32,14 +40,21 @@ class DataConfig:
     packing: Literal["split", "best_fit"] = "split"
     store: str = "store"
     groups: int | None = None
+    loaders: int | None = None
 
     def __post_init__(self):
         require(self.sequence >= 2, f"data.sequence = {self.sequence}: must be at least 2")
-        require(self.groups is None or self.groups >= 1, f"data.groups = {self.groups}: must be at least 1")
+        for name in ("groups", "loaders"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"data.{name} = {value}: must be at least 1")
 
     def groups_of(self, rows: int) -> int:
         """Returns the canonical groups that batches of `rows` rows are packed for."""
         return self.groups or canonical_groups(rows)
+
+
+AHEAD = (0, 8, 16)
+"""Steps from now whose sources say where Source Loaders will be needed."""
 
 
 def open_data(config: DataConfig, *, prepare: bool = True) -> "Data":
@@ -67,13 +82,18 @@ class Data:
         self.keys = prepared.keys
         self.vocabulary = prepared.tokenizer.vocabulary
         self.tokens = {name: opened.train.tokens for name, opened in prepared.stores.items()}
-        self.train, self.held_out = (
-            [(split, pack(split.ends, config.sequence, config.packing)) for split in splits]
-            for splits in (
-                [opened.train for opened in prepared.stores.values()],
-                [opened.held_out for opened in prepared.stores.values()],
-            )
-        )
+        online = tuple(name for name, opened in prepared.stores.items() if isinstance(opened, TextStore))
+        processes = config.loaders or max((os.cpu_count() or 1) // 2, 1)
+        self.loaders = Loaders(processes, online, prepared.tokenizer.path) if online else None
+        if self.loaders:
+            weakref.finalize(self, self.loaders.close)
+
+        def opened_splits(split: str) -> list[tuple[Split | OnlineSplit, Packing]]:
+            splits = {name: getattr(opened, split) for name, opened in prepared.stores.items()}
+            splits |= {name: OnlineSplit(name, splits[name], self.loaders) for name in online}
+            return [(item, pack(item.ends, config.sequence, config.packing)) for item in splits.values()]
+
+        self.train, self.held_out = opened_splits("train"), opened_splits("held_out")
         most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
         self.segments = -(-(most + 1) // 8) * 8
 
@@ -132,10 +152,24 @@ class PlannedBatches:
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def waits(self) -> bool:
+        """Whether batches wait for other processes."""
+        return self._data.loaders is not None
+
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         plan = self._planner.plan(self._steps[index])
+        if self._data.loaders:
+            self._expect(index)
         source, row = plan.source[self._local_rows], plan.row[self._local_rows]
         return build(self._data.train, source, row, self._data.config.sequence)
+
+    def _expect(self, index: int) -> None:
+        """Tells the Source Loaders what the coming steps want of each source."""
+        coming = (self._steps[min(index + ahead, len(self) - 1)] for ahead in AHEAD)
+        rows = np.concatenate([self._planner.plan(step).source[self._local_rows] for step in coming])
+        counts = np.bincount(rows, minlength=len(self._data.names)) * self._data.config.sequence
+        self._data.loaders.expect(dict(zip(self._data.names, counts.tolist(), strict=True)))
 
 
 class Batches:
@@ -144,7 +178,9 @@ class Batches:
     def __init__(self, planned: PlannedBatches):
         import grain  # here, for it loads JAX, which commands that only look at the data can do without
 
-        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+        # Threads that wait for Source Loaders cost nothing, and keep them busy.
+        threads = 4 if planned.waits else 2
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
         self._iterator = iter(grain.MapDataset.source(planned).to_iter_dataset(options)) if planned else None
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:

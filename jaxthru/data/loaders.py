@@ -75,7 +75,7 @@ class Loaders:
         self._lock = threading.RLock()
         self._closed, self._broken = False, ""
         self._coming = dict.fromkeys(sources, 1.0)
-        self._loaders = [_Loader(self, number) for number in range(processes)]
+        self._processes, self._loaders = processes, []  # started when they are first needed
         self.serves = share_out(self._coming, processes)
 
     def request(self, source: str, split: TextSplit, stretches: np.ndarray) -> "Tokens":
@@ -84,6 +84,9 @@ class Loaders:
         parts = []
         with self._lock:
             require(not self._broken, self._broken)
+            require(not self._closed, "the source loaders are closed")
+            if not self._loaders:
+                self._loaders = [_Loader(self, number) for number in range(self._processes)]
             for part in _cut(lengths):
                 future = concurrent.futures.Future()
                 task = Task(next(self._numbers), source, split, stretches[part], lengths[part], future)
@@ -100,7 +103,7 @@ class Loaders:
             for source in self.sources:
                 waiting = sum(task.tokens for task in self._waiting[source])
                 self._coming[source] = (tokens.get(source, 0) + waiting) * self.seconds_per_token[source]
-            self.serves = share_out(self._coming, len(self._loaders))
+            self.serves = share_out(self._coming, self._processes)
             self._dispatch()
 
     def close(self) -> None:
@@ -111,7 +114,8 @@ class Loaders:
                 for task in tasks:
                     task.future.cancel()
                 tasks.clear()
-        for loader in self._loaders:
+            loaders, self._loaders = self._loaders, []
+        for loader in loaders:
             loader.close()
 
     def __enter__(self) -> "Loaders":
@@ -122,7 +126,7 @@ class Loaders:
 
     def _dispatch(self) -> None:
         """Gives every loader what it may take: the oldest task of the sources that it serves."""
-        for loader, sources in zip(self._loaders, self.serves, strict=True):
+        for loader, sources in zip(self._loaders, self.serves, strict=bool(self._loaders)):
             while loader.free and not self._closed:
                 able = [self._waiting[source] for source in sources if self._waiting[source]]
                 if not able:

@@ -26,6 +26,9 @@ class Recipe:
     text_key: the key of a record, or the column, that holds the text.
     cap_bytes: stop after so much text; 0 takes all. max_file_bytes: leave out larger files; 0 takes all.
     damaged_limit: preparation fails when more than this share of the records cannot be read.
+    online: keep the text, compressed, and make the tokens while training, in processes of their own.
+    transform: "module:function", applied to each text before it is tokenised; the same text must always
+        give the same result. With `online` it runs while training.
     """
 
     description: str = ""
@@ -39,6 +42,8 @@ class Recipe:
     cap_bytes: int = 0
     max_file_bytes: int = 0
     damaged_limit: float = 0.01
+    online: bool = False
+    transform: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

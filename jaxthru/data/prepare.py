@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from jaxthru.data import store
+from jaxthru.data import store, text_store
 from jaxthru.data.files import File, HashCache, collect
 from jaxthru.data.mix import Mix, Recipe
 from jaxthru.data.progress import Progress
 from jaxthru.data.readers import Damage, Document, held_out, read
+from jaxthru.data.text_store import Stretch, TextStore, stretches
 from jaxthru.data.tokenizer import Tokenizer, train
+from jaxthru.data.transform import find_transform
 from jaxthru.runtime.errors import InputError, require
 
 SHARD_BYTES = 64_000_000
@@ -36,7 +36,7 @@ class Prepared:
 
     mix: Mix
     tokenizer: Tokenizer
-    stores: dict[str, store.TokenStore]
+    stores: dict[str, store.TokenStore | TextStore]
     keys: dict[str, str]
 
 
@@ -46,7 +46,8 @@ class Corpus:
     def __init__(self, name: str, recipe: Recipe, files: list[File]):
         self.name, self.recipe, self.files = name, recipe, files
         contents = [(file.digest, file.path.suffix) for file in files]
-        self.key = _hash([recipe.format, recipe.text_key, recipe.cap_bytes, contents])
+        transform = [recipe.transform] if recipe.transform else []
+        self.key = _hash([recipe.format, recipe.text_key, recipe.cap_bytes, contents, *transform])
         self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
         self._kept = read(files, recipe) if 0 < recipe.cap_bytes <= KEEP_BYTES else None
 
@@ -82,13 +83,22 @@ def open_stores(mix: Mix, folder: Path, prepare: bool = True) -> Prepared:
         parts = (store.VERSION, tokenizer.hash, mix.held_out, SHARD_BYTES)
         keys = {name: _hash([*parts, corpus.key])[:16] for name, corpus in corpora.items()}
         for name, corpus in corpora.items():
-            target = folder / f"{name}-{keys[name]}"
+            target = _folder(folder, corpus, keys[name])
             if not prepare:
                 _wait_for(target / "manifest.json")
             elif not (target / "manifest.json").is_file():
                 _write(corpus, target, tokenizer, mix.held_out, progress)
-    stores = {name: store.TokenStore(folder / f"{name}-{key}") for name, key in keys.items()}
+    stores = {
+        name: (TextStore if corpus.recipe.online else store.TokenStore)(_folder(folder, corpus, keys[name]))
+        for name, corpus in corpora.items()
+    }
     return Prepared(mix, tokenizer, stores, keys)
+
+
+def _folder(folder: Path, corpus: Corpus, key: str) -> Path:
+    """Returns where a source's store is. One of text and one of tokens hold the same documents: their key,
+    by which a run knows its data, is the same."""
+    return folder / f"{corpus.name}-{key}{'.text' if corpus.recipe.online else ''}"
 
 
 def _tokenizer(mix: Mix, folder: Path, corpora: dict[str, Corpus], progress: Progress | None) -> Tokenizer:
@@ -129,6 +139,7 @@ def _training_texts(mix: Mix, corpora: dict[str, Corpus], progress: Progress) ->
 
 def _write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, progress: Progress) -> None:
     """Writes the store of one source, from the first shard that is not whole. Raises InputError."""
+    recipe, transform = corpus.recipe, find_transform(corpus.recipe.transform)
     target.mkdir(parents=True, exist_ok=True)
     progress.begin(corpus.name, corpus.size)
     records = store.finished_shards(target)
@@ -137,10 +148,17 @@ def _write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, pro
     for documents, damaged, size in _shards(items):
         if not documents and not damaged and records:
             break  # the last shard ended exactly where the source does
-        splits: dict[str, list[np.ndarray]] = {split: [] for split in store.SPLITS}
+        splits: dict[str, list] = {split: [] for split in store.SPLITS}
         for batch in _batches(documents):
-            for document, ids in zip(batch, tokenizer.encode([item.text for item in batch]), strict=True):
-                splits["held_out" if held_out(document.origin, share) else "train"].append(ids)
+            encoded = tokenizer.encode([transform(item.text) for item in batch])
+            for document, ids in zip(batch, encoded, strict=True):
+                split = splits["held_out" if held_out(document.origin, share) else "train"]
+                if not recipe.online:
+                    split.append(ids)
+                elif recipe.transform:  # which may look at the whole text
+                    split.append(Stretch(document.text.encode(), len(ids), True))
+                else:
+                    split += stretches(document.text, ids, tokenizer)
             progress.advance(sum(len(document.text.encode()) for document in batch))
         record = {
             "read": len(documents) + len(damaged),
@@ -148,7 +166,8 @@ def _write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, pro
             "damaged": len(damaged),
             "damage": damaged[:DAMAGE_SHOWN],
         }
-        records.append(store.write_shard(target, len(records), splits, record))
+        write = text_store.write_shard if recipe.online else store.write_shard
+        records.append(write(target, len(records), splits, record))
         _check_damage(corpus, records)
     _check_damage(corpus, records)  # also what an earlier preparation had read
     damage = [item for record in records for item in record["damage"]]
@@ -169,6 +188,8 @@ def _write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, pro
         "held_out": share,
         "shards": records,
     }
+    if recipe.online:
+        manifest |= {"kind": text_store.KIND, "transform": recipe.transform}
     store.write_manifest(target, manifest)
     progress.finish()
 
