@@ -9,7 +9,7 @@ from typing import Any
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "data"
-FORMATS = ("text", "docstrings", "jsonl", "parquet")
+FORMATS = ("text", "docstrings", "jsonl", "parquet", "tar", "array_record")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,15 +17,19 @@ class Recipe:
     """How the documents of one source are obtained: data/sources/<name>/source.toml, changed by the mix.
 
     format: how a file becomes documents; `text` is one document a file, `docstrings` one document a Python
-        file or METADATA file, `jsonl` (also .gz and .zst) and `parquet` one document a record.
+        file or METADATA file, `jsonl`, `parquet` and `array_record` one document a record, `tar`
+        (WebDataset) one document a sample. Files of text, jsonl and tar may be .gz or .zst.
     stdlib: take the files of Python's standard library. packages: and those of these installed
         distributions; one that is not installed is skipped.
     paths: and the files that these globs match (`~` and `**` are understood), from the mix file's folder.
     suffixes: only files whose names end so; empty takes all. exclude: not those that match these globs;
         for `stdlib` and `packages` the path begins at the library or the package.
-    text_key: the key of a record, or the column, that holds the text.
+    text_key: the key of a record, or the column, that holds the text; of an ArrayRecord "" if the record is
+        the text. extension: of the member of a tar sample that holds the text (JSON if it ends in `json`);
+        "" is `txt`, or else `json`.
     cap_bytes: stop after so much text; 0 takes all. max_file_bytes: leave out larger files; 0 takes all.
-    damaged_limit: preparation fails when more than this share of the records cannot be read.
+    max_record_bytes: a longer record counts as damaged; as it stands in its file, decompressed.
+    max_damaged: preparation fails when more than this share of the records is damaged.
     online: keep the text, compressed, and make the tokens while training, in processes of their own.
     transform: "module:function", applied to each text before it is tokenised; the same text must always
         give the same result. With `online` it runs while training.
@@ -39,9 +43,11 @@ class Recipe:
     suffixes: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     text_key: str = "text"
+    extension: str = ""
     cap_bytes: int = 0
     max_file_bytes: int = 0
-    damaged_limit: float = 0.01
+    max_record_bytes: int = 16_000_000
+    max_damaged: float = 0.01
     online: bool = False
     transform: str = ""
 
@@ -137,6 +143,10 @@ def _recipe(path: Path, name: str, table: dict[str, Any]) -> Recipe:
         built.format in FORMATS,
         f"{path}: sources.{name}.format = {built.format!r}{did_you_mean(built.format, FORMATS)}",
     )
+    for key in ("text_key", "max_record_bytes"):
+        needed = key != "text_key" or built.format in ("jsonl", "parquet")
+        value = getattr(built, key)
+        require(bool(value) or not needed, f"{path}: sources.{name}.{key} = {value!r}: must not be empty")
     require(
         built.stdlib or bool(built.packages) or bool(built.paths),
         f"{path}: sources.{name} says nowhere what to read: give it paths = [...]",

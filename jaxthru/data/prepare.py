@@ -18,6 +18,8 @@ from jaxthru.data.tokenizer import Tokenizer, train
 from jaxthru.data.transform import find_transform
 from jaxthru.runtime.errors import InputError, require
 
+READERS = 2
+"""Counts the changes to what documents the same files become."""
 SHARD_BYTES = 64_000_000
 """Text in one shard: what a kill costs at most."""
 BATCH_BYTES = 4_000_000
@@ -41,13 +43,13 @@ class Prepared:
 
 
 class Corpus:
-    """The files of one source. key: the hash of all that decides its documents."""
+    """The files of one source. key: the hash of all that decides its documents, and of nothing else."""
 
     def __init__(self, name: str, recipe: Recipe, files: list[File]):
         self.name, self.recipe, self.files = name, recipe, files
         contents = [(file.digest, file.path.suffix) for file in files]
-        transform = [recipe.transform] if recipe.transform else []
-        self.key = _hash([recipe.format, recipe.text_key, recipe.cap_bytes, contents, *transform])
+        decisive = ("format", "text_key", "extension", "transform", "cap_bytes", "max_record_bytes")
+        self.key = _hash([READERS, [getattr(recipe, name) for name in decisive], contents])
         self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
         self._kept = read(files, recipe) if 0 < recipe.cap_bytes <= KEEP_BYTES else None
 
@@ -223,9 +225,9 @@ def _batches(documents: list[Document]) -> Iterator[list[Document]]:
 
 def _check_damage(corpus: Corpus, records: list[dict]) -> None:
     damaged, total = (sum(record[key] for record in records) for key in ("damaged", "read"))
-    if damaged > corpus.recipe.damaged_limit * total:
+    if damaged > corpus.recipe.max_damaged * total:
         first = _describe(next(item for record in records for item in record["damage"]))
-        share = f"{damaged} of {total} records are damaged (damaged_limit = {corpus.recipe.damaged_limit:g})"
+        share = f"{damaged} of {total} records are damaged (max_damaged = {corpus.recipe.max_damaged:g})"
         require(False, f"source {corpus.name}: {share}, first {first}")
 
 

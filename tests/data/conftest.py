@@ -22,3 +22,10 @@ def shared(tmp_path_factory) -> tuple[Path, Path]:
     write_corpus(folder)
     (folder / "small.toml").write_text(MIX)
     return folder / "small.toml", folder / "store"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """An empty folder for a corpus."""
+    (tmp_path / "corpus").mkdir()
+    return tmp_path / "corpus"

@@ -16,7 +16,7 @@ def test_the_quickstart():
 
 def test_every_recipe_is_complete(tmp_path):
     names = sorted(path.parent.name for path in REPOSITORY.glob("sources/*/source.toml"))
-    assert len(names) == 7
+    assert len(names) == 9
     tables = [f'[sources.{name}]\nweight = 1\npaths = ["x"]\n' for name in names]
     (tmp_path / "all.toml").write_text("".join(tables))
     mix = load_mix(str(tmp_path / "all.toml"))

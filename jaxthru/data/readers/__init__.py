@@ -1,0 +1,49 @@
+"""From files to documents: one module a format. A record that cannot be read is reported, never dropped."""
+
+import hashlib
+from collections.abc import Iterator
+
+from jaxthru.data.files import File
+from jaxthru.data.mix import Recipe
+from jaxthru.data.readers import array_record, docstrings, jsonl, parquet, tar, text
+from jaxthru.data.readers.record import Damage, Document
+
+__all__ = ["Damage", "Document", "held_out", "read"]
+
+READERS = {
+    "text": text.read,
+    "docstrings": docstrings.read,
+    "jsonl": jsonl.read,
+    "parquet": parquet.read,
+    "tar": tar.read,
+    "array_record": array_record.read,
+}
+
+
+def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
+    """Yields the documents of the files in order, up to the recipe's cap.
+
+    Empty texts are left out, and every text but the first of equal ones. Memory holds one record at a time,
+    and a hash of each text so far.
+    """
+    seen: set[int] = set()
+    size = 0
+    for item in READERS[recipe.format](files, recipe):
+        if isinstance(item, Document):
+            content = item.text.encode()
+            key = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+            if key in seen or not content:
+                continue
+            seen.add(key)
+            size += len(content)
+        yield item
+        if recipe.cap_bytes and size >= recipe.cap_bytes:
+            return
+
+
+def held_out(origin: str, share: float) -> bool:
+    """Says whether a document of this origin (a SHA-256 in hex) is held out; true for `share` of origins.
+
+    The last digits decide, for the first ones order the files and so choose what a cap leaves.
+    """
+    return int(origin[-16:], 16) < share * 2**64

@@ -1,0 +1,50 @@
+"""Prose in Python packages, parsed on all cores: one document a file."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxthru.data.files import File
+from jaxthru.data.mix import Recipe
+from jaxthru.data.readers import prose
+from jaxthru.data.readers.record import Damage, Document, Place, over_long
+
+
+def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
+    """Yields the prose of each file that has some, parsed in child processes a few batches ahead."""
+    workers = min(os.cpu_count() or 1, 16)
+    batches = deque(files[start : start + 64] for start in range(0, len(files), 64))
+    running: deque = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        while batches or running:
+            while batches and len(running) < 2 * workers:
+                batch = batches.popleft()
+                running.append((batch, pool.submit(_in_child, batch, recipe.max_record_bytes)))
+            batch, result = running.popleft()
+            for file, text in zip(batch, result.result(), strict=True):
+                place = Place(str(file.path), "whole file")
+                if file.size > recipe.max_record_bytes:
+                    yield place.damage(over_long(recipe))
+                elif text is None:
+                    yield place.damage("not UTF-8, or not valid Python")
+                elif text:
+                    yield Document(text, file.digest)
+
+
+def _in_child(files: list[File], limit: int) -> list[str | None]:
+    """Returns the prose of each file; None for one that cannot be read or is longer than `limit` bytes."""
+    command = [sys.executable, "-I", "-S", str(Path(prose.__file__))]
+    short = [file for file in files if file.size <= limit]
+    paths = json.dumps([str(file.path) for file in short]).encode()
+    result = subprocess.run(command, input=paths, capture_output=True)
+    if result.returncode == 0:
+        texts = dict(zip(short, json.loads(result.stdout), strict=True))
+        return [texts.get(file) for file in files]
+    if len(files) == 1:  # the parser can be made to overflow its stack
+        return [None]
+    return [text for file in files for text in _in_child([file], limit)]

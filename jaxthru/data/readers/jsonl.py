@@ -1,0 +1,36 @@
+"""JSON lines: one document a line."""
+
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from jaxthru.data.files import File
+from jaxthru.data.mix import Recipe
+from jaxthru.data.readers.record import Damage, Document, Place, from_json, over_long
+from jaxthru.data.readers.streams import READ_ERRORS, cannot_be_read, opened
+
+
+def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
+    """Yields the text of each line that is not blank. Only `\\n` ends a line: JSON may hold U+2028."""
+    for file in files:
+        path, number = str(file.path), 0
+        try:
+            with opened(file.path) as stream:
+                for number, line in enumerate(_lines(stream, recipe.max_record_bytes), start=1):
+                    place = Place(path, f"line {number}")
+                    if line is None:
+                        yield place.damage(over_long(recipe))
+                    elif line.strip():
+                        yield from_json(line, place, recipe)
+        except READ_ERRORS as error:
+            yield Place(path, f"after line {number}").damage(cannot_be_read(error))
+
+
+def _lines(stream: BinaryIO, limit: int) -> Iterator[bytes | None]:
+    """Yields the lines, and None for each that is longer than `limit` bytes, which memory need not hold."""
+    while line := stream.readline(limit + 1):
+        if len(line) <= limit or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
+            pass
+        yield None

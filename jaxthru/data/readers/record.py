@@ -1,0 +1,74 @@
+"""A record becomes a document, or damage that says where it stands and what is wrong with it."""
+
+import hashlib
+import json
+from typing import NamedTuple
+
+from jaxthru.data.mix import Recipe
+
+
+class Document(NamedTuple):
+    """origin: the content hash (hex) that decides on which side of the held-out split the text falls.
+
+    It is the originating file's, so that a file's docstrings follow it; a record of a file of many records
+    has its own.
+    """
+
+    text: str
+    origin: str
+
+
+class Damage(NamedTuple):
+    """A record that is left out. position: where in the file, in words."""
+
+    file: str
+    position: str
+    reason: str
+
+
+class Place(NamedTuple):
+    """Where a record stands."""
+
+    file: str
+    position: str
+
+    def damage(self, reason: str) -> Damage:
+        """Returns the damage of the record at this place."""
+        return Damage(self.file, self.position, reason)
+
+
+def over_long(recipe: Recipe) -> str:
+    """Returns the reason for a record that is longer than its recipe allows."""
+    return f"longer than max_record_bytes = {recipe.max_record_bytes}"
+
+
+def from_json(content: bytes, place: Place, recipe: Recipe) -> Document | Damage:
+    """Returns the document that a JSON object holds under the recipe's `text_key`."""
+    try:
+        # Not json.loads of bytes, which takes what begins like UTF-16 for UTF-16.
+        record = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return place.damage("not UTF-8")
+    except (ValueError, RecursionError):
+        return place.damage("not valid JSON")
+    text = record.get(recipe.text_key) if isinstance(record, dict) else None
+    return from_value(text, place, f"no text under {recipe.text_key!r}")
+
+
+def from_bytes(content: bytes, place: Place) -> Document | Damage:
+    """Returns the document of a record that is its text."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return place.damage(f"not UTF-8 from byte {error.start}")
+    return from_value(text, place, "")
+
+
+def from_value(text: object, place: Place, reason: str) -> Document | Damage:
+    """Returns the document of a value that should be text; `reason` says what is wrong if it is not."""
+    if not isinstance(text, str):
+        return place.damage(reason)
+    try:
+        return Document(text, hashlib.sha256(text.encode("utf-8")).hexdigest())
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape and UTF-8 cannot hold
+        return place.damage("not valid Unicode")

@@ -1,0 +1,350 @@
+"""Every reader on damaged and strange files: what is lost is exactly what is damaged, and is counted."""
+
+import gzip
+import io
+import json
+import random
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reading import items
+
+from jaxthru.data.readers import text as text_reader
+
+STRANGE = [
+    "a\u2028b\u2029c\x85d",
+    "windows\r\nlines\r\n",
+    "\ufeff\ufeffmarks",
+    "nul\0",
+    "𝕌𝕟𝕚",
+    "é" * 3,
+    "\r",
+    " ",
+]
+"""Texts that are easily changed on the way. The first mark of order in a file belongs to the file."""
+
+
+def compress(suffix: str, content: bytes) -> bytes:
+    if suffix == ".zst":
+        return pytest.importorskip("zstandard").compress(content)
+    return gzip.compress(content, mtime=0) if suffix == ".gz" else content
+
+
+def archive(members: list[tuple[str, bytes] | tarfile.TarInfo]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as file:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                file.addfile(member)
+            else:
+                header = tarfile.TarInfo(member[0])
+                header.size = len(member[1])
+                file.addfile(header, io.BytesIO(member[1]))
+    return stream.getvalue()
+
+
+def array_record(path: Path, records: list[bytes], group: int = 1) -> None:
+    module = pytest.importorskip("array_record.python.array_record_module")
+    writer = module.ArrayRecordWriter(str(path), f"group_size:{group}")
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def write(folder: Path, kind: str, texts: list[str]) -> dict:
+    """Writes texts in a format, each byte as it is; returns the recipe's keys that read it."""
+    contents = [text.encode() for text in texts]
+    if kind == "text":
+        for number, content in enumerate(contents):
+            (folder / f"{number}.txt").write_bytes(b"\xef\xbb\xbf" + content)
+        return {"format": "text"}
+    if kind == "jsonl":
+        lines = [json.dumps({"text": text}, ensure_ascii=len(text) % 2 == 0).encode() for text in texts]
+        (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
+        return {"format": "jsonl"}
+    if kind == "parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet", row_group_size=3)
+        return {"format": "parquet"}
+    if kind == "tar":
+        members = [(f"{n}.txt", b"\xef\xbb\xbf" + content) for n, content in enumerate(contents)]
+        (folder / "a.tar").write_bytes(
+            archive([m for pair in members for m in (pair, (pair[0][:-3] + "cls", b"3"))])
+        )
+        return {"format": "tar"}
+    records = [b"\xef\xbb\xbf" + content for content in contents]
+    if kind == "array_record of json":
+        records = [json.dumps({"text": text}).encode() for text in texts]
+    array_record(folder / "a.array_record", records, group=3)
+    return {"format": "array_record", "text_key": "text" if kind.endswith("json") else ""}
+
+
+KINDS = ["text", "jsonl", "parquet", "tar", "array_record", "array_record of json"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(texts=st.lists(st.text() | st.sampled_from(STRANGE), max_size=12))
+def test_text_survives_as_it_is(tmp_path_factory, kind, texts):
+    folder = tmp_path_factory.mktemp("fuzz") / "corpus"
+    folder.mkdir()
+    keys = write(folder, kind, [*texts, "last"])
+    found, damaged = items(folder, **keys)
+    assert not damaged
+    expected = list(dict.fromkeys(text for text in [*texts, "last"] if text))  # no empty, no second of equals
+    assert sorted(found) == sorted(expected) if kind == "text" else found == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    content=st.binary(max_size=1500), head=st.integers(0, 1500), kind=st.sampled_from(["tar", "array_record"])
+)
+def test_no_content_makes_a_reader_of_archives_fail(tmp_path_factory, content, head, kind):
+    folder = tmp_path_factory.mktemp("fuzz") / "corpus"
+    folder.mkdir()
+    whole = archive([("a.txt", b"one"), ("b.txt", b"two")])
+    (folder / "a.tar").write_bytes(whole[:head] + content)
+    texts, damaged = items(folder, format=kind)
+    assert set(texts) <= {"one", "two"} or content
+    assert damaged or set(texts) == {"one", "two"}
+
+
+LINES = [json.dumps({"text": f"document {number} " * 40}) for number in range(3000)]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_cut_archive_keeps_every_line_before_the_cut(folder, suffix, share):
+    whole = compress(suffix, "\n".join(LINES).encode())
+    (folder / f"a.jsonl{suffix}").write_bytes(whole[: int(len(whole) * share)])
+    texts, [damage] = items(folder, format="jsonl")
+    assert texts == [json.loads(line)["text"] for line in LINES[: len(texts)]]
+    assert damage.position == f"after line {len(texts)}" and "cannot be read from here on" in damage.reason
+    # What the library could still decompress holds no further whole line.
+    assert len(texts) > len(LINES) * share * 0.5 or share < 0.2
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_an_archive_cut_at_the_end_of_a_line_is_not_taken_for_whole(folder, suffix):
+    if suffix == ".zst":
+        compressor = pytest.importorskip("zstandard").ZstdCompressor().compressobj()
+        content = compressor.compress(b'{"text": "one"}\n') + compressor.flush(1)  # a block, not the frame
+    else:
+        content = gzip.compress(b'{"text": "one"}\n')[:-8]
+    (folder / f"a.jsonl{suffix}").write_bytes(content)
+    texts, [damage] = items(folder, format="jsonl")
+    assert texts == ["one"] and damage.position == "after line 1"
+    (folder / f"a.jsonl{suffix}").write_bytes(b"")
+    assert items(folder, format="jsonl") == ([], [])
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_text(folder, suffix):
+    (folder / f"a.txt{suffix}").write_bytes(compress(suffix, b"one\r\n"))
+    (folder / f"cut.txt{suffix}").write_bytes(compress(suffix, b"two\r\n" * 99)[:-3])
+    texts, [damage] = items(folder)
+    assert texts == ["one\r\n"] and Path(damage.file).name == f"cut.txt{suffix}"
+    assert damage.position.startswith("after byte")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_over_long_record_costs_itself(folder, kind):
+    keys = write(folder, kind, ["before", "x" * 5000, "after", "y" * 900])
+    texts, [damage] = items(folder, **keys, max_record_bytes=1000)
+    assert sorted(texts) == ["after", "before", "y" * 900]
+    assert damage.reason == "longer than max_record_bytes = 1000"
+
+
+def test_over_long_docstrings(folder):
+    (folder / "a.py").write_text('"""One."""\n')
+    (folder / "b.py").write_text('"""Two."""\n' + "x = 1\n" * 999)
+    texts, [damage] = items(folder, format="docstrings", max_record_bytes=1000)
+    assert texts == ["One."] and damage.reason == "longer than max_record_bytes = 1000"
+
+
+def test_what_is_too_long_is_not_read_whole(folder, monkeypatch):
+    (folder / "a.txt").write_bytes(b"x" * 10_000_000)
+    asked = []
+    opened = text_reader.opened
+
+    def counted(path):
+        stream = opened(path)
+        return type(
+            "Stream",
+            (),
+            {
+                "__enter__": lambda self: self,
+                "__exit__": lambda *_: stream.close(),
+                "read": lambda self, size: asked.append(size) or stream.read(size),
+            },
+        )()
+
+    monkeypatch.setattr(text_reader, "opened", counted)
+    assert len(items(folder, max_record_bytes=1000)[1]) == 1
+    assert sum(asked) == 1 << 20
+
+
+def member(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    header = tarfile.TarInfo(name)
+    header.type, header.linkname = kind, target
+    return header
+
+
+def test_unsafe_members_are_refused_one_record_each(folder):
+    unsafe = [
+        member("link.txt", tarfile.SYMTYPE, "/etc/passwd"),
+        member("hard.txt", tarfile.LNKTYPE, "good.txt"),
+        member("pipe.txt", tarfile.FIFOTYPE),
+        member("disk.txt", tarfile.BLKTYPE),
+        ("/etc/absolute.txt", b"absolute"),
+        ("../up.txt", b"up"),
+        ("a/../../up.txt", b"up"),
+    ]
+    parts = [("good.txt", b"good"), member("folder", tarfile.DIRTYPE)]
+    parts += [
+        part for number, bad in enumerate(unsafe) for part in (bad, (f"d/{number}.txt", b"%d" % number))
+    ]
+    both = [("s.txt", b"refused with its sample"), member("s.json", tarfile.SYMTYPE, "x")]
+    (folder / "a.tar").write_bytes(archive([*parts, *both]))
+    texts, damaged = items(folder, format="tar")
+    assert texts == ["good", *map(str, range(len(unsafe)))]
+    assert len(damaged) == len(unsafe) + 1
+    assert all("unsafe member" in damage.reason for damage in damaged)
+    assert damaged[0].position == "sample 'link' at byte 1536"
+
+
+def test_samples_of_a_tar(folder):
+    members = [
+        ("a/1.cls", b"7"),
+        ("a/1.txt", b"one"),
+        ("a/1.json", b"{}"),
+        ("a/2.json", b'{"text": "two"}'),
+        ("a/3.cls", b"7"),  # no text
+        ("a/4.txt", b"\xff"),
+        ("a/5.json", b"{"),
+        ("a/6.json", b'{"text": 5}'),
+        ("a/7.txt", b""),
+        ("a/8.meta.json", b'{"text": "elsewhere"}'),
+        ("a/8.txt", b"eight"),
+    ]
+    (folder / "a.tar").write_bytes(archive(members))
+    texts, damaged = items(folder, format="tar")
+    assert texts == ["one", "two", "eight"]
+    assert [(damage.position.split(" at ")[0], damage.reason) for damage in damaged] == [
+        ("sample 'a/3'", "no member .txt or .json"),
+        ("sample 'a/4'", "not UTF-8 from byte 0"),
+        ("sample 'a/5'", "not valid JSON"),
+        ("sample 'a/6'", "no text under 'text'"),
+    ]
+    assert items(folder, format="tar", extension=".meta.json")[0] == ["elsewhere"]
+
+
+@pytest.mark.parametrize("size", [1, 512, 1023, 1024, 1700, 2048, 10_240, 30_000, 51_200])
+def test_a_cut_tar_keeps_what_stands_before_the_cut(folder, size):
+    whole = archive([(f"{number}.txt", b"%03d" % number * 100) for number in range(50)])  # 1024 bytes each
+    (folder / "a.tar").write_bytes(whole[:size])
+    texts, [damage] = items(folder, format="tar")
+    held = size // 1024 + (size % 1024 >= 512 + 300)
+    assert texts == [f"{number:03}" * 100 for number in range(held)]
+    assert damage.position.startswith("after byte ")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("lost", [1, 9, 20_000])
+def test_a_cut_compressed_tar(folder, suffix, lost):
+    draw = random.Random(0)
+    texts = [draw.randbytes(500).hex() for _ in range(100)]
+    whole = compress(suffix, archive([(f"{n}.txt", text.encode()) for n, text in enumerate(texts)]))
+    (folder / f"a.tar{suffix}").write_bytes(whole[:-lost])
+    found, [damage] = items(folder, format="tar")
+    assert found == texts[: len(found)] and "ended before the end" in damage.reason
+    assert len(found) > 55 if suffix == ".gz" else lost == 20_000 or found == texts[: len(found)]
+
+
+def test_archives_that_were_joined_are_not_taken_for_one(folder):
+    parts = [archive([(f"{number}.txt", b"%d" % number)]) for number in range(3)]
+    (folder / "a.tar").write_bytes(b"".join(parts))
+    texts, [damage] = items(folder, format="tar")
+    assert texts == ["0"] and "after its end mark" in damage.reason
+
+
+def test_a_damaged_header_in_a_tar_is_not_its_end(folder):
+    whole = bytearray(archive([(f"{number}.txt", b"%d" % number * 100) for number in range(9)]))
+    whole[4 * 1024 + 3] ^= 255
+    (folder / "a.tar").write_bytes(whole)
+    texts, [damage] = items(folder, format="tar")
+    assert texts == [f"{number}" * 100 for number in range(4)]
+    assert damage.reason.startswith("cannot be read from here on (bad checksum")
+
+
+def test_parquet_loses_the_rows_of_a_damaged_group(folder):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"{number:04}" * 50 for number in range(1000)]
+    table = pyarrow.table({"text": texts})
+    parquet.write_table(
+        table,
+        folder / "a.parquet",
+        row_group_size=100,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    content = bytearray((folder / "a.parquet").read_bytes())
+    content[content.index(b"0345" * 50)] ^= 1
+    (folder / "a.parquet").write_bytes(content)
+    found, damaged = items(folder, format="parquet")
+    assert found == texts[:300] + texts[400:]
+    assert [damage.position for damage in damaged] == [f"row {number}" for number in range(300, 400)]
+    (folder / "a.parquet").write_bytes(content[: len(content) // 2])
+    found, [damage] = items(folder, format="parquet")
+    assert not found and damage.position == "whole file"
+
+
+def test_parquet_of_other_types(folder):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name, values in {
+        "numbers": [1, 2],
+        "lists": [["a"], []],
+        "bytes": [b"a", b"\xff"],
+        "null": [None] * 2,
+    }.items():
+        parquet.write_table(pyarrow.table({"text": values}), folder / f"{name}.parquet")
+    parquet.write_table(
+        pyarrow.table({"text": pyarrow.array(["x", "y", "x"]).dictionary_encode()}),
+        folder / "dictionary.parquet",
+    )
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], "string")}), folder / "none.parquet")
+    texts, damaged = items(folder, format="parquet")
+    assert sorted(texts) == ["x", "y"] and len(damaged) == 8
+    assert {damage.reason for damage in damaged} == {"no text in column 'text'"}
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_array_record_loses_the_damaged_group(folder, group):
+    draw = random.Random(0)  # what compresses well is soon all index
+    records = [f"record {number} {draw.randbytes(200).hex()}".encode() for number in range(2000)]
+    path = folder / "a.array_record"
+    array_record(path, records, group)
+    content = bytearray(path.read_bytes())
+    for offset in range(8):
+        content[len(content) // 2 + 77 + offset] ^= 255
+    path.write_bytes(content)
+    texts, damaged = items(folder, format="array_record", text_key="")
+    lost = [int(damage.position.removeprefix("record ")) for damage in damaged]
+    assert len(lost) == group and lost == list(range(lost[0], lost[0] + group)) and lost[0] % group == 0
+    assert texts == [record.decode() for number, record in enumerate(records) if number not in lost]
+    for other in (bytes(content[: len(content) // 2]), b"", b"x" * 100_000):
+        path.write_bytes(other)
+        texts, [damage] = items(folder, format="array_record", text_key="")
+        assert not texts and damage.position == "whole file" and "cannot be read (" in damage.reason
+
+
+def test_array_record_of_what_is_no_text(folder):
+    array_record(folder / "a.array_record", [b"one", b"\xff", b'{"text": 5}', b'{"text": "two"}', b"", b"{"])
+    texts, damaged = items(folder, format="array_record", text_key="text")
+    assert texts == ["two"] and len(damaged) == 5
+    texts, [damage] = items(folder, format="array_record", text_key="")
+    assert len(texts) == 4 and damage.position == "record 1" and damage.reason == "not UTF-8 from byte 0"
