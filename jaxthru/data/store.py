@@ -103,7 +103,8 @@ class Split:
             record, path = shard["splits"][split], folder / f"{split}-{number:05d}.tokens"
             offsets = map_array(path.with_suffix(".offsets"), "<i8", record["documents"] + 1)
             crc32 = zlib.crc32(offsets)
-            require(crc32 == record["offsets_crc32"], f"{path.with_suffix('.offsets')}: damaged; {REMEDY}")
+            where = f"{path.with_suffix('.offsets')}: block 0 (bytes 0 to {offsets.nbytes - 1})"
+            require(crc32 == record["offsets_crc32"], f"{where} is damaged; {REMEDY}")
             self._shards.append(map_array(path, manifest["dtype"], record["tokens"]))
             self._paths.append(path)
             self._checksums.append(record["tokens_crc32"])
@@ -154,9 +155,10 @@ class Split:
         shard = self._shards[number]
         size = BLOCK // shard.itemsize
         crc32 = zlib.crc32(shard[block * size : (block + 1) * size])
+        end = min((block + 1) * BLOCK, shard.nbytes)
         require(
             crc32 == self._checksums[number][block],
-            f"{self._paths[number]}: block {block} (bytes from {block * BLOCK}) is damaged; {REMEDY}",
+            f"{self._paths[number]}: block {block} (bytes {block * BLOCK} to {end - 1}) is damaged; {REMEDY}",
         )
         self._unverified[number][block] = False
 

@@ -1,10 +1,16 @@
 """Writing a file so that a kill leaves the old content or the new, never a part."""
 
 import os
+import re
+import socket
+import time
 import uuid
 from pathlib import Path
 
 from jaxthru.runtime.errors import InputError
+
+STALE_SECONDS = 3600.0
+"""No write takes so long: a partial file of another host that is older was left by a killed process."""
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
@@ -12,7 +18,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
     Raises InputError when the disk is full or may not be written.
     """
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.{os.getpid()}@{socket.gethostname()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as stream:
@@ -24,3 +30,32 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def remove_partials(folder: Path) -> None:
+    """Removes the unfinished files that killed writers have left in a folder and in the folders in it."""
+    for path in (*folder.glob("*.partial"), *folder.glob("*/*.partial")):
+        writer = re.search(r"\.(\d+)@(.+)\.partial$", path.name)
+        if writer and writer[2] == socket.gethostname():
+            left = not _runs(int(writer[1]))
+        else:
+            left = time.time() - _changed(path) > STALE_SECONDS
+        if left:
+            path.unlink(missing_ok=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # its writer has finished it meanwhile
+        return time.time()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from corpus import write_corpus
 
-from jaxthru.data import prepare, store
+from jaxthru.data import prepare, store, writer
 from jaxthru.data.mix import load_mix
 from jaxthru.data.prepare import open_stores
 from jaxthru.data.readers import held_out
@@ -34,7 +34,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 5000])
 def test_round_trip(mix, tmp_path, monkeypatch, shard_bytes):
-    monkeypatch.setattr(prepare, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(writer, "SHARD_BYTES", shard_bytes)
     prepared = open_stores(load_mix(str(mix)), tmp_path / "store")
     opened, tokenizer = prepared.stores["books"], prepared.tokenizer
     assert (len(opened.manifest["shards"]) == 1) == (shard_bytes == 10**9)
@@ -104,15 +104,15 @@ def test_the_bad_block_of_many(tmp_path, monkeypatch):
     (tmp_path / "train-00000.tokens").write_bytes(content)
     opened = store.TokenStore(tmp_path)
     assert (opened.train.gather(np.arange(200)) == ids[:200]).all()
-    with pytest.raises(InputError, match=r"block 7 \(bytes from 448\)"):
+    with pytest.raises(InputError, match=r"block 7 \(bytes 448 to 511\)"):
         opened.verify()
 
 
 PREPARE = """
 import sys, pathlib
-from jaxthru.data import prepare
+from jaxthru.data import prepare, writer
 from jaxthru.data.mix import load_mix
-prepare.SHARD_BYTES, prepare.BATCH_BYTES = 20_000, 5_000
+writer.SHARD_BYTES, writer.BATCH_BYTES = 20_000, 5_000
 print("go", flush=True)
 prepare.open_stores(load_mix(sys.argv[1]), pathlib.Path(sys.argv[2]))
 """
@@ -155,6 +155,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_the_same(large, tmp_path):
         kept = whole
     assert start(large, folder).wait() == 0
     assert files(folder) == expected
+    assert not list(folder.rglob("*.partial"))  # nor is what the killed ones have begun
 
 
 def test_two_at_once_do_not_harm_each_other(large, tmp_path):

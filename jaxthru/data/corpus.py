@@ -1,0 +1,40 @@
+"""The files of one source as a stream of documents, and the key that stands for it."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+
+from jaxthru.data.files import File
+from jaxthru.data.mix import Recipe
+from jaxthru.data.readers import Damage, Document, read
+
+READERS = 2
+"""Counts the changes to what documents the same files become."""
+DECISIVE = ("format", "text_key", "extension", "transform", "cap_bytes", "max_record_bytes")
+"""What of a recipe, besides the files that it finds, decides the documents."""
+KEEP_BYTES = 64_000_000
+"""A source capped below this is read once and kept, for the tokenizer's training and for encoding."""
+
+
+class Corpus:
+    """The files of one source. key: the hash of all that decides its documents, and of nothing else."""
+
+    def __init__(self, name: str, recipe: Recipe, files: list[File]):
+        self.name, self.recipe, self.files = name, recipe, files
+        contents = [(file.digest, file.path.suffix) for file in files]
+        self.key = hash_of([READERS, [getattr(recipe, name) for name in DECISIVE], contents])
+        self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
+        self._kept = read(files, recipe) if 0 < recipe.cap_bytes <= KEEP_BYTES else None
+
+    def items(self) -> Iterator[Document | Damage]:
+        """Yields the documents and damaged records, from the first."""
+        if self._kept is None:
+            return read(self.files, self.recipe)
+        self._kept, items = itertools.tee(self._kept)
+        return items
+
+
+def hash_of(parts: list) -> str:
+    """Returns the SHA-256, in hex, of JSON values."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -1,0 +1,109 @@
+"""A store's bytes depend on its text alone; its account of damage is exact."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxthru.data import writer
+from jaxthru.data.mix import load_mix
+from jaxthru.data.prepare import open_stores
+from jaxthru.runtime.errors import InputError
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != "hashes.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def test_the_bytes_do_not_depend_on_threads_or_batches(mix, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SHARD_BYTES", 8000)
+    expected = None
+    for threads, batch in ((1, 10**6), (2, 700), (7, 1)):
+        monkeypatch.setattr(writer, "THREADS", threads)
+        monkeypatch.setattr(writer, "BATCH_BYTES", batch)
+        open_stores(load_mix(str(mix)), tmp_path / f"{threads}")
+        found = contents(tmp_path / f"{threads}")
+        assert len(found) > 20 and found == (expected := expected or found)
+
+
+def damage(path: Path, lines: list[int]) -> list[str]:
+    records = path.read_text().splitlines()
+    for line in lines:
+        records[line - 1] = "{"
+    path.write_text("\n".join(records) + "\n")
+    return [f"{path}, line {line}: not valid JSON" for line in lines]
+
+
+def test_every_damaged_record_is_listed(mix, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(writer, "SHARD_BYTES", 3000)
+    monkeypatch.setattr(writer, "DAMAGE_SHOWN", 1)
+    monkeypatch.setattr(writer, "SHARD_DAMAGE", 2)
+    listed = damage(tmp_path / "records.jsonl", [3, 20, 21, 22, 23, 60])
+    mix.write_text(mix.read_text() + "max_damaged = 0.1\n")
+    opened = open_stores(load_mix(str(mix)), tmp_path / "store").stores["notes"]
+    lists = sorted(opened.folder.glob("damaged-*.txt"))
+    assert "".join(path.read_text() for path in lists).splitlines() == listed
+    shards = opened.manifest["shards"]
+    assert sum(shard["damaged"] for shard in shards) == 6 and sum(shard["read"] for shard in shards) == 60
+    assert all(shard["damaged"] <= 2 for shard in shards)
+    printed = capsys.readouterr().err
+    assert f"6 of 60 records damaged and left out, listed in {opened.folder}/damaged-*.txt" in printed
+    assert f"{listed[0]}\n" in printed and "60 records, none damaged" in printed  # the other source
+
+
+def test_damage_in_a_cluster_is_judged_at_the_end(mix, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1000)
+    damage(tmp_path / "records.jsonl", [5, 6, 7])
+    mix.write_text(mix.read_text() + "max_damaged = 0.05\n")
+    opened = open_stores(load_mix(str(mix)), tmp_path / "store").stores["notes"]
+    shares = [shard["damaged"] / shard["read"] for shard in opened.manifest["shards"]]
+    assert max(shares) > 0.05
+
+
+def test_a_wrong_key_is_told_at_once(mix, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SHARD_DAMAGE", 10)
+    mix.write_text(mix.read_text() + 'text_key = "body"\n')
+    with pytest.raises(InputError, match=r"10 of 10 records .*line 1: no text under 'body'"):
+        open_stores(load_mix(str(mix)), tmp_path / "store")
+
+
+def test_what_decides_no_document_makes_no_new_store(mix, tmp_path):
+    """Comments, descriptions, weights, limits that change nothing: a store is found again."""
+    first = open_stores(load_mix(str(mix)), tmp_path / "store")
+    recipe = tmp_path / "data" / "sources" / "renamed" / "source.toml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text('# a comment\ndescription = "other words"\nformat = "jsonl"\nmax_damaged = 0.5\n')
+    (tmp_path / "mixes").mkdir()
+    text = mix.read_text().replace("weight = 1", "weight = 5  # more")
+    text = text.replace('["', '["../').replace('recipe = "local_jsonl"', 'recipe = "renamed"')
+    (tmp_path / "mixes" / "other.toml").write_text('description = "a mix"\n' + text)
+    (tmp_path / "data" / "sources").rename(tmp_path / "sources")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("*/*")}
+    again = open_stores(load_mix(str(tmp_path / "mixes" / "other.toml")), tmp_path / "store")
+    assert again.keys == first.keys and again.mix.weights != first.mix.weights
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("*/*")} == times
+
+
+def test_the_damage_of_a_store_is_the_same_after_a_kill(mix, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1000)
+    damage(tmp_path / "records.jsonl", [2, 30, 31])
+    mix.write_text(mix.read_text() + "max_damaged = 0.05\n")
+    open_stores(load_mix(str(mix)), tmp_path / "whole")
+    write_atomically, written = writer.store.write_atomically, []
+
+    def dies(path, content):
+        written.append(path)
+        if len(written) == 40:
+            raise KeyboardInterrupt
+        write_atomically(path, content)
+
+    monkeypatch.setattr(writer.store, "write_atomically", dies)
+    with pytest.raises(KeyboardInterrupt):
+        open_stores(load_mix(str(mix)), tmp_path / "killed")
+    monkeypatch.undo()
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1000)
+    open_stores(load_mix(str(mix)), tmp_path / "killed")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    records = [json.loads(path.read_bytes()) for path in (tmp_path / "killed").rglob("shard-*.json")]
+    assert sum(record["damaged"] for record in records) == 3
