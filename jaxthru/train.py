@@ -142,9 +142,10 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
 
 def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float) -> State:
     """Runs the loop from the newest checkpoint, or from the start; returns the last state, which is saved."""
-    config, steps = built.config, built.config.train.steps
+    config, data, train = built.config, built.data, built.config.train
     state, data_state = restore_or_start(built, checkpointer)
     start = data_state.step
+    steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
     trace = Trace(config.profile, directory.profile, built.compiled) if config.profile.at else NoTrace()
@@ -209,13 +210,13 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
     data = built.data
     restored = checkpointer.restore(built.abstract)
     if restored is None:
-        return built.first_state(), DataState(0, ((0, data.weights),), data.keys)
+        return built.first_state(), DataState(0, ((0, data.mixing),), data.keys)
     step, state, saved = restored
     data_state = DataState.from_json(saved)
-    resumed = data_state.resumed(step, data.weights, data.keys)
+    resumed = data_state.resumed(step, data.mixing, data.keys)
     log.info("resumed from step %d", step)
     if resumed.schedule != data_state.schedule:
-        log.info("the mix's weights are now %s", data.weights)
+        log.info("the mix is now %s", data.mixing.to_tree())
     return state, resumed
 
 

@@ -194,15 +194,29 @@ def test_changed_weights_change_only_later_steps(place, whole):
     mix = place.folder / "mix.toml"
     text = mix.read_text()
     try:
-        mix.write_text(text.replace("0.7", "0.1").replace("0.3", "0.9"))
+        mix.write_text(text.replace("0.7", "[[0, 0.1], [30, 0.2]]").replace("0.3", "0.9"))
         output = place.run("reweighed")
     finally:
         mix.write_text(text)
     resumed = resumed_from(output)
-    assert "the mix's weights are now" in output
+    assert "the mix is now" in output
     new, old = place.losses("reweighed"), place.losses("whole")
     assert all(new[step] == old[step] for step in range(1, resumed + 1))
     assert any(new[step] != old[step] for step in range(resumed + 1, 41))
+
+
+def test_a_run_ends_where_a_source_is_to_end_it(place, whole):
+    mix = place.folder / "ending.toml"
+    capped = 'weight = 0.7\nmax_tokens = 4000\nexhausted = "stop"\n'
+    mix.write_text((place.folder / "mix.toml").read_text().replace("weight = 0.7\n", capped))
+    output = place.run("ending", data__mix=mix)
+    end = len(place.metrics("ending"))
+    assert 10 < end < 14 and place.checkpoints("ending")[-1] == end
+    assert f"source python_stdlib is exhausted after step {end} of 40: the run ends there" in output
+    assert resumed_from(place.run("ending", data__mix=mix)) == end
+    mix.write_text((place.folder / "mix.toml").read_text())
+    place.run("ending", data__mix=mix)
+    assert len(place.losses("ending")) == 40
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(place, whole):

@@ -9,6 +9,7 @@ import rich.console
 import rich.table
 
 from jaxthru.data.loader import Data, DataConfig, open_data
+from jaxthru.data.schedule import Mixing
 from jaxthru.runtime.errors import InputError, require
 
 
@@ -52,7 +53,7 @@ def _inspect(data: Data, rows: int) -> None:
     console.print("All checksums agree.")
     for number, name in enumerate(data.names):
         with data.train_batches(
-            ((0, {name: 1.0}),), seed=0, rows=max(rows, 1), steps=min(rows, 1)
+            ((0, Mixing.plain({name: 1.0})),), seed=0, rows=max(rows, 1), steps=min(rows, 1)
         ) as batches:
             for batch in batches:
                 for row in range(rows):
@@ -63,24 +64,48 @@ def _inspect(data: Data, rows: int) -> None:
 
 def _table(data: Data) -> rich.table.Table:
     mix = data.prepared.mix
+    shares, caption = _shares(data.mixing)
     table = rich.table.Table(
-        box=None, padding=(0, 1, 0, 0), title=f"{mix.path.stem}: {mix.description}", title_justify="left"
+        box=None,
+        padding=(0, 1, 0, 0),
+        title=f"{mix.path.stem}: {mix.description}",
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
     )
     table.add_column("source", no_wrap=True)
-    for column in ("weight", "docs", "tokens", "MB", "held-out\ntokens", "held-out\nrows", "damaged"):
+    for column in ("share", "docs", "tokens", "MB", "held-out\ntokens", "held-out\nrows", "damaged"):
         table.add_column(column, justify="right")
     for name, opened, (_, packing) in zip(
         data.names, data.prepared.stores.values(), data.held_out, strict=True
     ):
         shards = opened.manifest["shards"]
         table.add_row(
-            *(name, f"{data.weights[name]:.3f}"),
+            *(name, shares[name]),
             *(f"{len(opened.train.ends) + len(opened.held_out.ends):,}", f"{opened.train.tokens:,}"),
             f"{sum(shard['bytes'] for shard in shards) / 1e6:,.2f}",
             *(f"{opened.held_out.tokens:,}", f"{packing.rows:,}"),
             f"{sum(shard['damaged'] for shard in shards):,}",
         )
     return table
+
+
+def _shares(mixing: Mixing) -> tuple[dict[str, str], str]:
+    """Returns each source's share at each point of the schedule and its cap, and what these count."""
+    points = sorted({at for share in mixing.shares.values() for at, _ in share.points})
+    weights = [mixing.weights(at, 1) for at in points]
+    shown = {}
+    for name, share in mixing.shares.items():
+        parts = [" → ".join(f"{at[name] / sum(at.values()):.3f}" for at in weights)]
+        if share.max_epochs is not None:
+            parts.append(f"at most {share.max_epochs:g} epochs, then {share.exhausted}")
+        if share.max_tokens is not None:
+            parts.append(f"at most {share.max_tokens:,.0f} tokens, then {share.exhausted}")
+        shown[name] = "\n".join(parts)
+    caption = f"Shares are of {mixing.count}"
+    if mixing.changes:
+        caption += f", {mixing.interpolate}, at {mixing.unit} " + ", ".join(f"{at:,.0f}" for at in points)
+    return shown, caption + "."
 
 
 def _decoded(data: Data, batch: dict[str, np.ndarray], row: int) -> str:

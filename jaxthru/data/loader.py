@@ -1,6 +1,7 @@
 """From a mix to batches on the devices."""
 
 import dataclasses
+import logging
 import os
 import weakref
 from collections.abc import Iterator
@@ -14,11 +15,14 @@ from jaxthru.data.loaders import Loaders
 from jaxthru.data.mix import load_mix
 from jaxthru.data.online import OnlineSplit
 from jaxthru.data.packing import Packing, pack
-from jaxthru.data.planner import Planner, Schedule
+from jaxthru.data.planner import Planner
 from jaxthru.data.prepare import Prepared, open_stores
 from jaxthru.data.store import Split
 from jaxthru.data.text_store import TextStore
+from jaxthru.data.timeline import Schedule, Supply
 from jaxthru.runtime.errors import require
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +73,7 @@ def open_data(config: DataConfig, *, prepare: bool = True) -> "Data":
 class Data:
     """Opened token stores and their packing.
 
-    names: sources in mix order, which `batch["source"]` numbers. weights: of the mix file now, normalised.
+    names: sources in mix order, which `batch["source"]` numbers. mixing: of the mix file now.
     keys: {source: key of its store}, for the checkpoint. vocabulary: highest token id + 1.
     segments: no row has more, a padding tail counted as one; a multiple of 8. tokens: {source: tokens to
     train on}.
@@ -78,7 +82,7 @@ class Data:
     def __init__(self, config: DataConfig, prepared: Prepared):
         self.config, self.prepared = config, prepared
         self.names = tuple(prepared.stores)
-        self.weights = prepared.mix.weights
+        self.mixing = prepared.mix.mixing
         self.keys = prepared.keys
         self.vocabulary = prepared.tokenizer.vocabulary
         self.tokens = {name: opened.train.tokens for name, opened in prepared.stores.items()}
@@ -107,15 +111,43 @@ class Data:
         start: int = 0,
         local_rows: slice | None = None,
     ) -> "Batches":
-        """Returns the batches of the updates `start` + 1 to `steps`, built ahead by a few threads.
+        """Returns the batches of the updates `start` + 1 to `steps`, or to where a source that is gone
+        through ends the run, built ahead by a few threads.
 
         rows: of the whole batch. local_rows: those to build; all by default. Raises InputError.
         """
+        planner = self.planner(schedule, seed=seed, rows=rows)
+        steps = max(start, min(steps, planner.end or steps))
+        return Batches(PlannedBatches(self, planner, range(start, steps), local_rows or slice(0, rows)))
+
+    def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
+        """Returns after which of `steps` updates the run ends: the last, or where an exhausted source ends
+        it, which is logged. Raises InputError.
+        """
+        planner = self.planner(schedule, seed=seed, rows=rows)
+        if planner.end is None or planner.end >= steps:
+            return steps
+        log.warning(
+            "source %s is exhausted after step %d of %d: the run ends there",
+            planner.ended_by,
+            planner.end,
+            steps,
+        )
+        return planner.end
+
+    def planner(self, schedule: Schedule, *, seed: int, rows: int) -> Planner:
+        """Returns the plan of all steps of `rows` rows. Raises InputError."""
+        sequence = self.config.sequence
+        # Rows that are split are full, but for a source's last: weights of tokens are weights of rows.
+        full = self.config.packing == "split"
+        supplies = {
+            name: Supply(
+                packed.rows, packed.rows * sequence if full else int(packed.length.sum()), len(split.ends)
+            )
+            for name, (split, packed) in zip(self.names, self.train, strict=True)
+        }
         groups = self.config.groups_of(rows)
-        available = {name: packing.rows for name, (_, packing) in zip(self.names, self.train, strict=True)}
-        planner = Planner(available, schedule, seed=seed, rows=rows, groups=groups)
-        planned = PlannedBatches(self, planner, range(start, max(start, steps)), local_rows or slice(0, rows))
-        return Batches(planned)
+        return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)
 
     def held_out_batches(
         self, *, total_rows: int, rows: int, local_rows: slice | None = None

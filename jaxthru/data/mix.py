@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from jaxthru.data.schedule import MIXING_KEYS, SHARE_KEYS, Mixing
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "data"
@@ -66,12 +67,12 @@ class TokenizerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """Sources in the order of the file. weights: shares of tokens, normalised. held_out: share of files."""
+    """Sources in the order of the file. mixing: what each gives. held_out: share of files."""
 
     path: Path
     description: str
     recipes: dict[str, Recipe]
-    weights: dict[str, float]
+    mixing: Mixing
     tokenizer: TokenizerSpec
     held_out: float
 
@@ -83,24 +84,23 @@ def load_mix(mix: str) -> Mix:
     """
     path = _find(mix)
     tree = _read_toml(path)
-    _check_keys(path, tree, ("description", "held_out", "tokenizer", "sources"), "")
+    _check_keys(path, tree, ("description", "held_out", "tokenizer", "sources", *MIXING_KEYS), "")
     sources = tree.get("sources", {})
     require(isinstance(sources, dict) and bool(sources), f"{path}: needs at least one [sources.<name>]")
-    recipes, weights = {}, {}
+    recipes, shares = {}, {}
     for name, table in sources.items():
         require(isinstance(table, dict), f"{path}: sources.{name} must be a table")
         table = dict(table)
-        weights[name] = _number(path, f"sources.{name}.weight", table.pop("weight", None))
+        shares[name] = {key: table.pop(key) for key in SHARE_KEYS if key in table}
         recipes[name] = _recipe(path, name, table)
     held_out = _number(path, "held_out", tree.get("held_out", 0.02))
     require(held_out < 1, f"{path}: held_out = {held_out}: must be below 1")
-    total = sum(weights.values())
-    require(total > 0, f"{path}: the weights of the sources sum to 0")
+    mixing = {key: tree[key] for key in MIXING_KEYS if key in tree}
     return Mix(
         path=path,
         description=str(tree.get("description", "")),
         recipes=recipes,
-        weights={name: weight / total for name, weight in weights.items()},
+        mixing=Mixing.from_tree({**mixing, "sources": shares}, f"{path}: ").normalised(),
         tokenizer=_tokenizer(path, tree.get("tokenizer", {})),
         held_out=held_out,
     )

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from jaxthru.data.planner import Schedule
+from jaxthru.data.schedule import Mixing
+from jaxthru.data.timeline import Schedule
 from jaxthru.runtime.errors import require
 
 
@@ -17,19 +18,19 @@ class DataState:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON values."""
-        schedule = [[step, dict(weights)] for step, weights in self.schedule]
+        schedule = [[step, mixing.to_tree()] for step, mixing in self.schedule]
         return {"step": self.step, "schedule": schedule, "keys": dict(self.keys)}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "DataState":
         """Returns the state that `to_json` described."""
-        schedule = tuple((int(step), dict(weights)) for step, weights in tree["schedule"])
+        schedule = tuple((int(step), Mixing.from_tree(mixing)) for step, mixing in tree["schedule"])
         return cls(step=int(tree["step"]), schedule=schedule, keys=dict(tree["keys"]))
 
-    def resumed(self, step: int, weights: dict[str, float], keys: dict[str, str]) -> "DataState":
+    def resumed(self, step: int, mixing: Mixing, keys: dict[str, str]) -> "DataState":
         """Returns the state of a run that goes on after `step` updates with today's mix.
 
-        weights: of the mix now; they enter the schedule only if they have changed. keys: of the stores now.
+        mixing: of the mix now; it enters the schedule only if it has changed. keys: of the stores now.
         Raises InputError when a source of the run is gone or no longer what it was trained on.
         """
         for name, key in self.keys.items():
@@ -40,8 +41,8 @@ class DataState:
                 "checkpoint was trained on",
             )
         schedule = tuple(entry for entry in self.schedule if entry[0] < step or entry[0] == 0)
-        if schedule[-1][1] != weights:
+        if not mixing.follows(schedule[-1][1]):
             # After no update at all the first entry itself changes: none of its steps has been taken.
             kept = tuple(entry for entry in schedule if entry[0] < step)
-            schedule = (*kept, (step, dict(weights)))
+            schedule = (*kept, (step, mixing))
         return DataState(step=step, schedule=schedule, keys=dict(keys))

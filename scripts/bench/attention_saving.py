@@ -35,7 +35,7 @@ def main() -> int:
     config = configuration.load(arguments.config, [*arguments.overrides, f"train.steps={BATCHES}"])
     xla.configure()
     data, shape, rows = open_data(config.data), config.model, config.train.rows
-    schedule = DataState(0, ((0, data.weights),), data.keys).schedule
+    schedule = DataState(0, ((0, data.mixing),), data.keys).schedule
     with data.train_batches(schedule, seed=config.train.seed, rows=rows, steps=BATCHES) as batches:
         packed = [find_segments(jnp.asarray(batch["segment_ids"]), data.segments) for batch in batches]
     causal = [find_segments(jnp.ones_like(packed[0].ids), 1)]

@@ -60,7 +60,7 @@ def config() -> RunConfig:
 def losses(config: RunConfig, data: Data) -> tuple[list[float], float | None, int]:
     """Returns the loss of every step, the held-out loss after the last, and how many updates were skipped."""
     built = build(config, data)
-    batches = built.batches(DataState(0, ((0, data.weights),), data.keys))
+    batches = built.batches(DataState(0, ((0, data.mixing),), data.keys))
     state, metrics = built.first_state(), []
     for batch in batches:
         state, latest = built.compiled(state, batch)

@@ -146,7 +146,7 @@ def ask(*command: str) -> str | None:
 def write_tokens(config: configuration.RunConfig, path: Path) -> None:
     """Writes the tokens of a run's first batches, int32 [batches, rows, sequence]."""
     data = open_data(config.data)
-    schedule = DataState(0, ((0, data.weights),), data.keys).schedule
+    schedule = DataState(0, ((0, data.mixing),), data.keys).schedule
     train = config.train
     with data.train_batches(schedule, seed=train.seed, rows=train.rows, steps=BATCHES) as batches:
         np.save(path, np.stack([batch["tokens"] for batch in batches]))

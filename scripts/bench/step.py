@@ -31,7 +31,7 @@ from jaxthru.training.step import Batch
 
 def packed_batches(built: Build) -> Iterator[Batch]:
     """Yields the batches of a run from its first step on."""
-    return built.batches(DataState(0, ((0, built.data.weights),), built.data.keys))
+    return built.batches(DataState(0, ((0, built.data.mixing),), built.data.keys))
 
 
 def causal_batches(built: Build, rows: np.ndarray) -> Iterator[Batch]:
@@ -46,7 +46,7 @@ def causal_batches(built: Build, rows: np.ndarray) -> Iterator[Batch]:
 def documents(built: Build, steps: range) -> dict:
     """Returns how long the documents of these steps' rows are: what packed attention saves rests on it."""
     train = built.config.train
-    schedule = DataState(0, ((0, built.data.weights),), built.data.keys).schedule
+    schedule = DataState(0, ((0, built.data.mixing),), built.data.keys).schedule
     lengths = []
     with built.data.train_batches(
         schedule, seed=train.seed, rows=train.rows, start=steps.start, steps=steps.stop

@@ -18,6 +18,18 @@ def test_prepare_and_inspect(shared, capsys):
     assert "row 1" not in capsys.readouterr().out
 
 
+def test_inspect_shows_the_schedule(shared, capsys):
+    mix, store = shared
+    changed = mix.with_name("changed.toml")
+    capped = "weight = [[0, 3], [2000, 1]]\nmax_epochs = 2\n"
+    changed.write_text('unit = "tokens"\n' + mix.read_text().replace("weight = 3\n", capped))
+    assert main(["inspect", str(changed), "--store", str(store), "--rows", "0"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in ("0.750 → 0.500", "0.250 → 0.500", "at most 2 epochs, then drop"):
+        assert part in printed
+    assert "Shares are of tokens, linear, at tokens 0, 2,000." in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

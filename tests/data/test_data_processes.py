@@ -17,7 +17,7 @@ data = open_data(config, prepare=jax.process_index() == 0)
 sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
 mine = local_rows(sharding, 8, 32)
 whole_batches = None
-asked = dict(schedule=((0, data.weights),), seed=3, rows=8, steps=5)
+asked = dict(schedule=((0, data.mixing),), seed=3, rows=8, steps=5)
 parts, wholes = data.train_batches(**asked, local_rows=mine), data.train_batches(**asked)
 for part, whole in zip(parts, wholes, strict=True):
     assert part["tokens"].shape == (4, 32)

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.data.batch import check_batch
 from jaxthru.data.loader import DataConfig, canonical_groups, local_rows, open_data, to_global
+from jaxthru.data.schedule import Mixing
 from jaxthru.runtime.errors import InputError
 
 ROWS, SEQUENCE = 8, 32
@@ -20,7 +21,7 @@ def data(shared, request):
 
 
 def batches(data, **keys):
-    keys = {"schedule": ((0, data.weights),), "seed": 1, "rows": ROWS, "steps": 12, **keys}
+    keys = {"schedule": ((0, data.mixing),), "seed": 1, "rows": ROWS, "steps": 12, **keys}
     with data.train_batches(**keys) as made:
         return list(made)
 
@@ -30,7 +31,9 @@ def same(left, right):
 
 
 def test_what_it_says_of_itself(data):
-    assert data.names == ("books", "notes") and data.weights == {"books": 0.75, "notes": 0.25}
+    assert data.names == ("books", "notes") and data.mixing == Mixing.plain(
+        {"books": 0.75, "notes": 0.25}, "tokens"
+    )
     assert data.vocabulary == 300 and data.keys.keys() == data.tokens.keys() == set(data.names)
     most = max(int(batch["segment_ids"].max()) for batch in batches(data, steps=200))
     assert most < data.segments and data.segments % 8 == 0
@@ -56,14 +59,14 @@ def test_batches_are_the_same_for_any_division_into_processes_and_any_start(data
 
 def test_a_changed_schedule_leaves_earlier_batches(data):
     before = batches(data)
-    after = batches(data, schedule=((0, data.weights), (6, {"notes": 1.0})))
+    after = batches(data, schedule=((0, data.mixing), (6, Mixing.plain({"notes": 1.0}))))
     assert all(same(*pair) for pair in zip(before[:6], after[:6], strict=True))
     assert all((batch["source"] == 1).all() for batch in after[6:])
 
 
 def test_one_epoch_holds_every_token_once(data):
     rows = data.train[0][1].rows
-    epoch = batches(data, schedule=((0, {"books": 1.0}),), rows=1, steps=rows)
+    epoch = batches(data, schedule=((0, Mixing.plain({"books": 1.0})),), rows=1, steps=rows)
     tokens = np.concatenate([batch["tokens"][batch["segment_ids"] > 0] for batch in epoch])
     split = data.train[0][0]
     assert len(tokens) == split.tokens
@@ -126,7 +129,7 @@ def test_dropped_batches_do_not_keep_the_process(shared):
     program = (
         "import sys; from jaxthru.data.loader import *\n"
         "data = open_data(DataConfig(mix=sys.argv[1], sequence=32, store=sys.argv[2]))\n"
-        "made = data.train_batches(((0, data.weights),), seed=0, rows=8, steps=10**9)\n"
+        "made = data.train_batches(((0, data.mixing),), seed=0, rows=8, steps=10**9)\n"
         "next(made)\n"
         "raise SystemExit(3)\n"
     )

@@ -1,13 +1,14 @@
 import pytest
 
 from jaxthru.data.mix import REPOSITORY, load_mix
+from jaxthru.data.schedule import Mixing
 from jaxthru.runtime.errors import InputError
 
 
 def test_the_quickstart():
     mix = load_mix("quickstart")
     assert list(mix.recipes) == ["python_stdlib", "scientific_packages", "prose", "structured"]
-    assert sum(mix.weights.values()) == pytest.approx(1)
+    assert sum(mix.mixing.weights(0, 1).values()) == pytest.approx(1)
     assert mix.tokenizer.vocabulary == 8192 and mix.tokenizer.train_bytes <= 20_000_000
     for recipe in mix.recipes.values():
         assert recipe.cap_bytes <= 12_000_000
@@ -28,7 +29,7 @@ def test_the_nearest_folder_wins(tmp_path, monkeypatch):
     (tmp_path / "data" / "mixes").mkdir(parents=True)
     (tmp_path / "data" / "mixes" / "quickstart.toml").write_text("[sources.prose]\nweight = 2\n")
     monkeypatch.chdir(tmp_path)
-    assert load_mix("quickstart").weights == {"prose": 1.0}
+    assert load_mix("quickstart").mixing == Mixing.plain({"prose": 1.0}, "tokens")
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 import numpy as np
 
 from jaxthru.data.loader import DataConfig, open_data
+from jaxthru.data.schedule import Mixing
 
 
 def batches(mix, store, *, steps=12, **settings):
     data = open_data(DataConfig(mix=str(mix), store=str(store), sequence=64, **settings))
-    schedule = ((0, {"books": 3.0, "notes": 1.0}), (6, {"books": 1.0, "notes": 3.0}))
+    schedule = tuple((step, Mixing.plain({"books": 4.0 - b, "notes": b})) for step, b in ((0, 1.0), (6, 3.0)))
     with data.train_batches(schedule, seed=0, rows=8, steps=steps) as found:
         found = list(found)
     held_out = data.held_out_batches(total_rows=8, rows=4)

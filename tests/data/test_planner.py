@@ -4,13 +4,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxthru.data.planner import Planner
+from jaxthru.data.schedule import Mixing
+from jaxthru.data.timeline import Supply
 from jaxthru.runtime.errors import InputError
 
 ROWS = 8
 
 
 def planner(available, schedule, seed=0, rows=ROWS, groups=1):
-    return Planner(available, schedule, seed=seed, rows=rows, groups=groups)
+    supplies = {name: Supply(count, count * 100, count) for name, count in available.items()}
+    schedule = tuple((step, Mixing.plain(weights)) for step, weights in schedule)
+    return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=100)
 
 
 def names(count):
@@ -40,7 +44,7 @@ def test_weights_hold_at_any_distance(weights, steps):
 def test_many_sources_of_tiny_weights():
     weights = dict(zip(names(306), 1.0 / np.arange(1, 307), strict=True))
     made = planner(dict.fromkeys(weights, 50), ((0, weights),))
-    steps = 10 * made._block // ROWS
+    steps = 10 * made.timeline._block // ROWS
     taken = np.array(list(made.epochs(steps).values())) * 50
     share = np.array(list(weights.values())) / sum(weights.values())
     assert np.abs(taken / taken.sum() / share - 1).max() < 0.01

@@ -1,0 +1,196 @@
+"""The mixing schedule: what each source gives, from which step on, and what happens when it has no more.
+
+A mix says it in TOML; a checkpoint keeps it as JSON of the same form, so that one function reads both.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from jaxthru.runtime.errors import did_you_mean, require
+
+Points = tuple[tuple[float, float], ...]
+"""(where, weight) in rising order. Before the first point its weight holds, after the last the last's."""
+
+Interpolate, Unit = Literal["linear", "staged"], Literal["steps", "tokens"]
+Count, Exhausted = Literal["tokens", "documents", "rows"], Literal["repeat", "drop", "stop"]
+MIXING_KEYS = ("interpolate", "unit", "count")
+SHARE_KEYS = ("weight", "max_epochs", "max_tokens", "exhausted")
+
+STAIRS = 1024
+"""A linear change is taken in at most so many stairs, each of constant weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one source gives.
+
+    points: its weight; (0, weight) alone if it is constant. max_epochs, max_tokens: it has no more after so
+    many since the run began; None is no cap. exhausted: what happens then. `drop` leaves its share to the
+    others, `stop` ends the run; `repeat`, for uncapped sources, goes on with it in a new order.
+    """
+
+    points: Points
+    max_epochs: float | None = None
+    max_tokens: float | None = None
+    exhausted: Exhausted = "repeat"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing:
+    """The shares of all sources over a run.
+
+    interpolate: between points; `staged` holds a weight until the next point. unit: what points are counted
+    in, completed updates or tokens; a step counts as train.rows × data.sequence tokens, padding included.
+    count: what weights are shares of; `rows` is what runs had before there was a choice.
+    """
+
+    shares: dict[str, Share]
+    interpolate: Interpolate = "linear"
+    unit: Unit = "steps"
+    count: Count = "tokens"
+
+    @classmethod
+    def plain(cls, weights: dict[str, float], count: Count = "rows") -> "Mixing":
+        """Returns constant weights without caps."""
+        return cls({name: Share(((0.0, float(value)),)) for name, value in weights.items()}, count=count)
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any], where: str = "") -> "Mixing":
+        """Returns the mixing of `{interpolate, unit, count, sources: {name: {weight, max_epochs, max_tokens,
+        exhausted}}}`, all but `sources` and `weight` optional, or of the older `{name: weight}`.
+
+        where: begins messages. Raises InputError.
+        """
+        if not isinstance(tree.get("sources"), dict):
+            return cls.plain(tree)
+        mixing = cls(
+            {name: _share(table, f"{where}sources.{name}.") for name, table in tree["sources"].items()},
+            interpolate=_choice(f"{where}interpolate", tree.get("interpolate", "linear"), Interpolate),
+            unit=_choice(f"{where}unit", tree.get("unit", "steps"), Unit),
+            count=_choice(f"{where}count", tree.get("count", "tokens"), Count),
+        )
+        mixing.check(where)
+        return mixing
+
+    def check(self, where: str = "") -> None:
+        """Raises InputError unless there is a weight above 0 at all times, and none below 0."""
+        for name, share in self.shares.items():
+            lowest = min(weight for _, weight in share.points)
+            require(lowest >= 0, f"{where}source {name} has the weight {lowest:g}: must be at least 0")
+        for at in self._points():
+            total = sum(self._weight(share, at) for share in self.shares.values())
+            when = f" at {self.unit} {at:g}" if self.changes else ""
+            require(total > 0, f"{where}the weights of the sources sum to 0{when}")
+
+    def to_tree(self) -> dict[str, Any]:
+        """Returns plain JSON values that `from_tree` understands."""
+        sources = {}
+        for name, share in self.shares.items():
+            points = [list(point) for point in share.points]
+            caps = {"max_epochs": share.max_epochs, "max_tokens": share.max_tokens}
+            sources[name] = {
+                "weight": points[0][1] if len(points) == 1 else points,
+                **{key: value for key, value in caps.items() if value is not None},
+                "exhausted": share.exhausted,
+            }
+        return {"interpolate": self.interpolate, "unit": self.unit, "count": self.count, "sources": sources}
+
+    def normalised(self) -> "Mixing":
+        """Returns the same with weights that sum to 1, if they are all constant."""
+        if self.changes:
+            return self
+        total = sum(share.points[0][1] for share in self.shares.values())
+        shares = {
+            name: dataclasses.replace(share, points=((0.0, share.points[0][1] / total),))
+            for name, share in self.shares.items()
+        }
+        return dataclasses.replace(self, shares=shares)
+
+    @property
+    def changes(self) -> bool:
+        """Whether any weight has more than one point."""
+        return any(len(share.points) > 1 for share in self.shares.values())
+
+    def follows(self, older: "Mixing") -> bool:
+        """Says whether a run under `older` that is now given this one has been given nothing new."""
+        return self == older or (older.count == "rows" and dataclasses.replace(self, count="rows") == older)
+
+    def weights(self, step: float, tokens_per_step: int) -> dict[str, float]:
+        """Returns {source: weight} after `step` completed updates, not normalised."""
+        at = step * (tokens_per_step if self.unit == "tokens" else 1)
+        return {name: self._weight(share, at) for name, share in self.shares.items()}
+
+    def stairs(self, start: int, tokens_per_step: int) -> Iterator[tuple[int, int | None, dict[str, float]]]:
+        """Yields (first step, step after the last or None, weights): the steps from `start` on, in pieces of
+        constant weights. A stair of a linear change has the mean weights of its steps."""
+        scale = tokens_per_step if self.unit == "tokens" else 1
+        knots = sorted({math.ceil(at / scale) for at in self._points()})
+        edges = [0]
+        for knot in knots:
+            first, steps = edges[-1], knot - edges[-1]
+            ends = (self.weights(step, tokens_per_step) for step in (first, knot))
+            constant = self.interpolate == "staged" or next(ends) == next(ends)
+            pieces = 1 if constant else min(steps, STAIRS)
+            edges += [first + steps * piece // pieces for piece in range(1, pieces + 1)] if steps else []
+        for first, last in zip(edges, [*edges[1:], None], strict=True):
+            if last is None or last > start:
+                linear = self.interpolate == "linear" and last is not None
+                middle = (first + last - 1) / 2 if linear else first
+                yield max(first, start), last, self.weights(middle, tokens_per_step)
+
+    def _points(self) -> list[float]:
+        return sorted({at for share in self.shares.values() for at, _ in share.points})
+
+    def _weight(self, share: Share, at: float) -> float:
+        where, weights = zip(*share.points, strict=True)
+        if self.interpolate == "linear":
+            return float(np.interp(at, where, weights))
+        return weights[max(0, int(np.searchsorted(where, at, side="right")) - 1)]
+
+
+def _share(table: dict[str, Any], key: str) -> Share:
+    """Returns the share that a source's table describes."""
+    points = _points(table.get("weight"), f"{key}weight")
+    epochs, tokens = (_cap(table.get(name), key + name) for name in ("max_epochs", "max_tokens"))
+    capped = epochs is not None or tokens is not None
+    exhausted = _choice(f"{key}exhausted", table.get("exhausted", "drop" if capped else "repeat"), Exhausted)
+    require(
+        not (capped and exhausted == "repeat"),
+        f"{key}exhausted = 'repeat': contradicts its cap; choose 'drop' or 'stop', or take the cap away",
+    )
+    if exhausted != "repeat" and not capped:
+        epochs = 1.0
+    return Share(points, epochs, tokens, exhausted)
+
+
+def _points(value: Any, key: str) -> Points:
+    if not isinstance(value, list):
+        require(_is_number(value), f"{key} = {value}: must be a number >= 0, or a list of [when, weight]")
+        return ((0.0, float(value)),)
+    valid = bool(value) and all(
+        isinstance(point, list) and len(point) == 2 and all(map(_is_number, point)) for point in value
+    )
+    require(valid, f"{key} = {value}: must be a list of [when, weight], each a number >= 0")
+    where = [point[0] for point in value]
+    require(where == sorted(set(where)), f"{key} = {value}: its points must rise, each after the one before")
+    return tuple((float(at), float(weight)) for at, weight in value)
+
+
+def _cap(value: Any, key: str) -> float | None:
+    require(value is None or (_is_number(value) and value > 0), f"{key} = {value}: must be a number > 0")
+    return None if value is None else float(value)
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0
+
+
+def _choice(key: str, value: Any, literal: Any) -> Any:
+    valid = get_args(literal)
+    require(value in valid, f"{key} = {value!r}{did_you_mean(str(value), valid)}")
+    return value
