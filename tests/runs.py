@@ -60,7 +60,7 @@ class Workplace:
         flags = f"--xla_force_host_platform_device_count={devices}"
         cache = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
         # On a GPU the tests' own process holds most of the memory.
-        memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
+        memory = {"XLA_CLIENT_MEM_FRACTION": "0.1"}
         return os.environ | cache | memory | {"JAX_PLATFORMS": self.platform, "XLA_FLAGS": flags}
 
     def run(self, run_dir: str, *arguments: str, code: int = 0, devices: int = 1, **settings) -> str:

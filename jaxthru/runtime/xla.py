@@ -45,7 +45,8 @@ def configure() -> None:
     os.environ.update(NO_MULTICAST)
     # A training job owns its GPU; JAX's default leaves a quarter of the memory unused. What is left here,
     # 5.6 GiB of an H200's 140, is for CUDA's context and the libraries' own workspaces.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.96")
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both at once
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.96")
     check_flags(os.environ.get("XLA_FLAGS", ""))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small ones add up to seconds too
     _count_compilations()

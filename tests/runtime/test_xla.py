@@ -6,6 +6,7 @@ import sys
 
 import jax
 import pytest
+from jaxlib import xla_client
 
 from jaxthru.runtime import xla
 from jaxthru.runtime.errors import InputError
@@ -56,6 +57,18 @@ def test_multicast_is_off_whatever_the_environment_says():
     environment = os.environ | {"NCCL_NVLS_ENABLE": "1", "XDG_CACHE_HOME": "/nonexistent"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "['0', '1', '1']", done.stderr
+
+
+@pytest.mark.parametrize("name", [None, "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_chosen_share_of_the_memory_stays(monkeypatch, name):
+    for known in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(known, "1")  # noted, so that whatever is set meanwhile goes
+        monkeypatch.delenv(known)
+    if name:
+        monkeypatch.setenv(name, "0.5")
+    xla.configure()
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    assert options["memory_fraction"] == (0.5 if name else 0.96)
 
 
 def test_programs_are_kept_apart_by_processor(monkeypatch, tmp_path):
