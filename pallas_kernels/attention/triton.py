@@ -38,7 +38,7 @@ def attention(
 
     Raises:
       Unsupported: not an NVIDIA GPU of compute capability 8.0 or later; jax-triton is not installed; neither
-        bfloat16 nor float16; or a head that is not 16, 32, 64 or 128 wide.
+        bfloat16 nor float16; a head that is not 16, 32, 64 or 128 wide; or a row of 2**31 elements or more.
     """
     if platform != "gpu":
         raise Unsupported(f"needs an NVIDIA GPU of compute capability >= 8.0, found {platform}")
@@ -47,6 +47,10 @@ def attention(
         raise Unsupported(f"needs an NVIDIA GPU of compute capability >= 8.0, found {capability}")
     if q_BTHC.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(f"needs bfloat16 or float16, got {q_BTHC.dtype}")
+    if math.prod(q_BTHC.shape[1:]) >= 2**31:
+        raise Unsupported(
+            f"needs fewer than 2**31 elements of q in a row (offsets in it are int32), got {q_BTHC.shape}"
+        )
     if q_BTHC.shape[3] not in HEAD_DIMS:
         raise Unsupported(f"needs a head dim of {', '.join(map(str, HEAD_DIMS))}, got {q_BTHC.shape[3]}")
     _kernels()
