@@ -257,7 +257,8 @@ def run(
         xla.keep_compiled(directory.path / "xla_cache")
     built = build(config, data)
     describe(built)
-    check_attention(built.step.objective.model, data.segments)
+    rows = config.train.rows // config.train.microbatches
+    check_attention(built.step.objective.model, rows, config.data.sequence, data.segments)
     with directory.locked(), Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
         if distributed.is_primary():
             configuration.dump(config, directory.config)

@@ -1,6 +1,7 @@
 """Causal attention within the documents of packed rows, with grouped queries."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 
@@ -8,7 +9,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention import cudnn_packed, reference, triton, xla
 from pallas_kernels.attention.segments import Segments, find_segments
 
-__all__ = ["Segments", "attention", "find_segments"]
+__all__ = ["Segments", "attention", "automatic", "find_segments"]
 
 CUDNN_WORKSPACE = 20 << 30  # bytes; two rows of 8,192 tokens and 32 segments, 32 heads of 128, take 16 GiB
 
@@ -19,7 +20,7 @@ def attention(
     v_BTKC: jax.Array,
     segments: Segments,
     *,
-    implementation: str | None = None,
+    implementation: str | Sequence[str] | None = None,
     platform: str | None = None,
 ) -> jax.Array:
     """Each token attends to the tokens of its own segment up to itself, with the scale C**-0.5.
@@ -38,10 +39,8 @@ def attention(
       k_BTKC: [B, T, K, C] keys of q's dtype; K divides H and query head h uses key head h // (H // K).
       v_BTKC: [B, T, K, C] values of q's dtype.
       segments: of `find_segments`, for the same B and T.
-      implementation: "cudnn_packed", "triton", "xla" or "reference"; None takes the first that can run. On
-        a GPU that is cudnn_packed, or triton where cuDNN's workspace would be above CUDNN_WORKSPACE, or an
-        error: the other two cost T² whatever the documents and run there only when named. The reference does
-        so everywhere.
+      implementation: "cudnn_packed", "triton", "xla" or "reference", or several, of which the first that can
+        run is taken; None is those of `automatic`.
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
 
     Returns:
@@ -70,10 +69,20 @@ def attention(
         "xla": xla.attention,
         "reference": reference.attention,
     }
-    small = cudnn_packed.workspace_bytes(q_BTHC, segments) <= CUDNN_WORKSPACE
-    automatic = ("cudnn_packed", "triton") if small else ("triton", "cudnn_packed")
-    if platform != "gpu":
-        automatic = (*automatic, "xla")
-    return dispatch.run(
-        "attention", implementations, automatic, implementation, q_BTHC, k_BTKC, v_BTKC, segments
-    )
+    named = implementation if isinstance(implementation, str) else None
+    tried = implementation or automatic(q_BTHC.size, segments.starts.shape[1], platform)
+    return dispatch.run("attention", implementations, tried, named, q_BTHC, k_BTKC, v_BTKC, segments)
+
+
+def automatic(elements: int, max_segments: int, platform: str | None = None) -> tuple[str, ...]:
+    """Returns the implementations that are tried where none is named, the first first.
+
+    On a GPU that is cudnn_packed, or triton where cuDNN's workspace would be above CUDNN_WORKSPACE, or an
+    error: the other two cost T² whatever the documents and run there only when named. The reference does so
+    everywhere.
+
+    elements: of q on one device. max_segments: that `segments` have room for. platform: as for `attention`.
+    """
+    small = cudnn_packed.workspace_bytes(elements, max_segments) <= CUDNN_WORKSPACE
+    packed = ("cudnn_packed", "triton") if small else ("triton", "cudnn_packed")
+    return packed if dispatch.resolve_platform(platform) == "gpu" else (*packed, "xla")

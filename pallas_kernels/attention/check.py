@@ -1,6 +1,7 @@
 """A check, on the very device, that packed attention is what it should be: to be made before training."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,26 @@ from pallas_kernels.attention.segments import find_segments
 ROW = (1, 1, 1, 2, 3, 3, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0)
 """Documents of unequal length and a padding tail, in units of TOKENS / 16."""
 TOKENS = 512
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
-"""Four times what rounding gives; an attention that crosses documents is off by more than 0.1."""
+TOLERANCE = 2e-2
+"""Four times what rounding to bfloat16 gives; matrix units may round float32 operands too. An attention that
+crosses documents is off by more than 0.1."""
 
 
 def differences(
-    heads: int, kv_heads: int, head_dim: int, dtype, *, packed: bool, implementation: str | None = None
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype,
+    *,
+    packed: bool,
+    implementation: str | Sequence[str] | None,
 ) -> dict[str, float]:
     """Returns the relative errors of o, dq, dk and dv, from the dense-mask reference in float32.
 
     Two rows of 512 tokens on the default backend, the second turned by a quarter; one key head with all of
     its query heads. A value that is not finite counts as infinite.
-    packed: several documents and padding in a row, or one document, as in the run to come.
+    packed: several documents and padding in a row, or one document, as in the run to come. implementation:
+    as for `attention`; but what None chooses for these shapes may not be what it chooses for the run's.
     """
     group = heads // kv_heads
     rng = np.random.default_rng(0)

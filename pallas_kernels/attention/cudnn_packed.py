@@ -92,10 +92,10 @@ def _check_arrays(q_BTHC: jax.Array) -> None:
         )
 
 
-def workspace_bytes(q_BTHC: jax.Array, segments: Segments) -> int:
+def workspace_bytes(elements: int, max_segments: int) -> int:
     """Returns what the backward kernel needs: dq in float32, and dk and dv of every query head, are added up
-    for each segment apart, as if each were T long."""
-    return q_BTHC.size * segments.starts.shape[1] * 8
+    for each segment apart, as if each were T long. elements: of q."""
+    return elements * max_segments * 8
 
 
 @functools.cache

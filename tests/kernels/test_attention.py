@@ -12,7 +12,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import Segments, attention, cudnn_packed, find_segments, reference
+from pallas_kernels.attention import (
+    Segments,
+    attention,
+    automatic,
+    cudnn_packed,
+    find_segments,
+    reference,
+    triton,
+)
 from pallas_kernels.attention.shapes import CPU, GPU, Shape
 from pallas_kernels.testing import (
     CPU_TOLERANCE,
@@ -290,6 +298,30 @@ def test_cudnn_refuses_offsets_beyond_32_bits():
     )
     with pytest.raises(dispatch.Unsupported, match="fewer than"):
         jax.eval_shape(lambda q, ids: attention(q, q, q, find_segments(ids, 4), platform="gpu"), q, ids)
+
+
+@pytest.mark.parametrize(
+    ("capability", "shape", "dtype", "reason"),
+    [
+        ((7, 5), (1, 8, 2, 16), jnp.bfloat16, "needs an NVIDIA GPU .* found .7, 5."),
+        ((9, 0), (1, 8, 2, 16), jnp.float32, "got float32"),
+        ((9, 0), (1, 8, 2, 48), jnp.bfloat16, "head dim of 16, 32, 64, 128, got 48"),
+        ((9, 0), (1, 2**17, 128, 128), jnp.bfloat16, "fewer than 2..31 elements"),
+    ],
+)
+def test_triton_refuses_what_it_cannot_run(monkeypatch, capability, shape, dtype, reason):
+    monkeypatch.setattr(triton, "nvidia_compute_capability", lambda: capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q, ids = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:2], jnp.int32)
+    run = functools.partial(attention, implementation="triton", platform="gpu")
+    with pytest.raises(dispatch.Unsupported, match=reason):
+        jax.eval_shape(lambda q, ids: run(q, q, q, find_segments(ids, 4)), q, ids)
+
+
+@pytest.mark.parametrize(("max_segments", "first"), [(32, "cudnn_packed"), (64, "triton")])
+def test_gpu_takes_triton_where_cudnn_wants_much_memory(max_segments, first):
+    """Two rows of 8,192 tokens with 32 heads of 128: 512 MiB a segment."""
+    assert automatic(2 * 8192 * 32 * 128, max_segments, "gpu")[0] == first
 
 
 def test_shapes_and_dtypes_are_checked():
