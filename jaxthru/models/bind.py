@@ -105,8 +105,7 @@ class Model:
         the layers' matrices a seat each, in the compute dtype. See `seated`."""
 
         def seat(axes: Axes, leaf: jax.Array) -> jax.Array:
-            is_matrix = len(set(axes) - {"layers"}) > 1
-            return jnp.zeros(leaf.shape, self.ops.compute if is_matrix else leaf.dtype)
+            return jnp.zeros(leaf.shape, self.ops.compute if is_matrix(axes) else leaf.dtype)
 
         layers = jax.tree.map(seat, self.axes["layers"], params["layers"], is_leaf=is_axes)
         return params | {"layers": layers}
@@ -153,6 +152,11 @@ class Model:
 def is_axes(node: Any) -> bool:
     """Says whether a node of `Model.axes` is one parameter's axes."""
     return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
+
+
+def is_matrix(axes: Axes) -> bool:
+    """Says whether a parameter with these axes is a matrix, not a norm's scale or a bias."""
+    return len(set(axes) - {"layers"}) > 1
 
 
 def bind(config: ModelConfig, ops: Ops, policy: str) -> Model:

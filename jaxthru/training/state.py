@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxthru.models.bind import Model, is_axes
+from jaxthru.models.bind import Model, is_axes, is_matrix
 from jaxthru.runtime.sharding import Layout
 
 State = dict[str, Any]
@@ -29,7 +29,7 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, key: jax.A
 
 def decayed(model: Model) -> Any:
     """Returns True for each parameter that weight decay applies to: matrices, not norms and biases."""
-    return jax.tree.map(lambda axes: len(set(axes) - {"layers"}) > 1, model.axes, is_leaf=is_axes)
+    return jax.tree.map(is_matrix, model.axes, is_leaf=is_axes)
 
 
 def abstract_state(model: Model, optimizer: optax.GradientTransformation, layout: Layout) -> State:

@@ -10,6 +10,7 @@ import tiny
 
 from jaxthru.models import fp8, ops
 from jaxthru.models.ops import Ops
+from jaxthru.models.remat import KEPT
 from jaxthru.plan import fit
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
@@ -229,7 +230,7 @@ def test_scan_and_unroll_agree():
     np.testing.assert_allclose(scan, unroll, rtol=2e-3)
 
 
-@pytest.mark.parametrize("policy", ["projections", "attention", "full"])
+@pytest.mark.parametrize("policy", ["full", *KEPT])
 def test_rematerialisation_changes_no_gradient(policy):
     plain, other = tiny.make(float8=True), tiny.make(float8=True, remat=policy)
     gradients = [

@@ -98,6 +98,36 @@ def test_micro_batches_add_up_to_the_batch(made, microbatches, groups):
     np.testing.assert_allclose(parts.losses(10), made.losses(10), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [{"loop": "scan"}, {"loop": "unroll"}, {"tied_embeddings": True}, {"float8": True}],
+    ids=str,
+)
+def test_layers_gradients_stay_in_the_compute_dtype(shape):
+    """The very numbers that JAX gives in float32, and nowhere a float32 copy of stacked layers."""
+    made = tiny.make(compute="bfloat16", **shape)
+    params, batch, objective = made.fresh()["params"], made.batch(0), made.step.objective
+    weight = 1 / jnp.sum(batch["loss_mask"])
+    plain = jax.jit(jax.grad(lambda params: objective(params, batch, weight)[0]))(params)
+    _, gradients = jax.jit(made.step.gradients)(params, batch)
+    assert_trees_close(jax.tree.map(lambda x: x.astype(jnp.float32), gradients), plain, rtol=0, atol=0)
+    is_matrix = jax.tree.leaves(decayed(objective.model))
+    for (path, x), matrix in zip(jax.tree.leaves_with_path(gradients), is_matrix, strict=True):
+        narrow = matrix and path[0].key == "layers"
+        assert x.dtype == (jnp.bfloat16 if narrow else jnp.float32), jax.tree_util.keystr(path)
+    if objective.model.config.loop == "scan":
+        up = params["layers"]["mlp"]["up"].shape
+        made_by = jax.make_jaxpr(made.step.gradients)(params, batch).eqns
+        stacked = {
+            v.aval.dtype
+            for e in made_by
+            if e.primitive.name == "scan"
+            for v in e.outvars
+            if v.aval.shape == up
+        }
+        assert jnp.dtype(jnp.bfloat16) in stacked and jnp.dtype(jnp.float32) not in stacked
+
+
 def test_micro_batch_k_takes_the_kth_slice_of_every_group():
     step = tiny.make(microbatches=2, groups=2).step
     rows = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32)[:, None], (8, 3))
