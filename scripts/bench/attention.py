@@ -15,12 +15,12 @@ rate): about 2 ms backward, 0.6 ms forward.
 import argparse
 import functools
 import itertools
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,10 +134,7 @@ def main() -> int:
         "commit": where["commit"],
         "command": " ".join(["python", *sys.argv]),
     }
-    print(json.dumps(result), flush=True)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    harness.emit(result, arguments.output)
     return 0
 
 

@@ -75,7 +75,7 @@ def main() -> int:
     where = environment()
     harness.emit(
         {
-            "benchmark": "attention",
+            "benchmark": "attention_saving",
             **timing.line(0),
             "causal_milliseconds": round(causal_seconds * 1e3, 3),
             "packed_milliseconds": round(packed_seconds * 1e3, 3),

@@ -14,10 +14,10 @@ ones too, 0.77 %; bfloat16 with a learning rate 0.2 % higher 0.68 %. So the sums
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+import harness
 import jax
 import numpy as np
 
@@ -130,10 +130,7 @@ def main() -> int:
         "commit": where["commit"],
         "command": " ".join(["python", *sys.argv]),
     }
-    print(json.dumps(line), flush=True)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(line, indent=2) + "\n")
+    harness.emit(line, arguments.output)
     return 0
 
 

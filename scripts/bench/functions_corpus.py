@@ -33,7 +33,7 @@ def definitions(path: Path) -> Iterator[str]:
     """Yields the source of each function and class at the top of a file."""
     text = path.read_text(encoding="utf-8")
     for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield ast.get_source_segment(text, node)
 
 

@@ -19,17 +19,16 @@ overwrites, and hidden's gradient (0.13 GiB): 0.6 GiB.
 
 import argparse
 import importlib.util
-import json
 import statistics
 import sys
 import time
 import types
 from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import Clocks
 
 from jaxthru.runtime import xla
 from jaxthru.training.run_directory import environment
@@ -135,7 +134,7 @@ def main() -> int:
     losses = {name: float(value) for name, (value, _) in results.items()}
     del results
     take_turns(runs, arguments, options.warmup_seconds / len(runs))
-    with Clocks() as clocks:
+    with harness.Clocks() as clocks:
         times = take_turns(runs, arguments, options.timed_seconds)
     flops = 6 * shape.rows * shape.sequence * shape.embed * shape.vocabulary
     copy = 0 if on_cpu else arguments[0].dtype.itemsize
@@ -169,10 +168,7 @@ def main() -> int:
         "commit": where["commit"],
         "command": " ".join(["python", *sys.argv]),
     }
-    print(json.dumps(line), flush=True)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(line, indent=2) + "\n")
+    harness.emit(line, options.output)
     return 0
 
 

@@ -3,10 +3,11 @@
     python scripts/bench/one_gpu.py --output FILE [--contenders a,b,...] [--stop-after SECONDS] [--gpus N]
 
 Every contender runs in a process of its own, once, then all again, and so on: A-B-A-B. A block is 20 s of
-warm-up under load and 20 s timed, so that two rounds time each contender for 40 s. Finished blocks are kept
-in FILE; the same command continues with those that are missing. On a host with several GPUs, N of them work
-at once, one block each; a contender's next round is on the next GPU, so that what one GPU is faster than
-another shows as A-A spread and favours nobody.
+warm-up under load and 20 s timed, so that two rounds time each contender for 40 s; those that train nothing
+(sustained products, attention alone) have half the warm-up and three quarters of the time. Finished blocks
+are kept in FILE; the same command continues with those that are missing. On a host with several GPUs, N of
+them work at once, one block each; a contender's next round is on the next GPU, so that what one GPU is faster
+than another shows as A-A spread and favours nobody.
 """
 
 import argparse
@@ -86,11 +87,13 @@ QUICK = ("gemm.py", "attention_saving.py")
 NOTES = """\
 A ratio in bold is claimed: it differs from 1 by more than twice the larger A-A spread. MFU counts needed
 FLOPs over the data sheet's dense bf16 peak, fp8 too. `of GEMM` is the share of this run's sustained product
-of 8192 cubed in the same precision; the fp8 steps compute attention and the output layer in bf16 too.
+of 8192 cubed in the same precision; the fp8 steps compute attention and the output layer in bf16 too, and
+jaxthru's backward pass adds up in float32, which the fp8 product does not.
 All have float32 master weights and moments, clipping, a loss mask and a finite check that skips the update.
 Causal contenders take the same rows of real tokens. In jaxthru_packed (and _fp8_packed) tokens attend within
-their documents, so its ratio to the others is one of tokens, not of FLOPs: Hugging Face has packed rows with
-the flash-attn package alone, and torchtitan's document masks (flex and varlen attention) are not run here.
+their documents, so its ratio to the others is one of tokens, not of FLOPs: the peers' own document masks
+(Hugging Face: whole masks, flex attention, the flash-attn package; torchtitan: flex and varlen attention) are
+not run here.
 hf: masks are left out, so that attention is cuDNN's causal kernel; whole logits, which the compiler fuses.
 """
 
@@ -199,6 +202,8 @@ def summarise(record: dict, config: configuration.RunConfig) -> str:
         told.append(f"These blocks ran on {len(machines)} different GPUs: {', '.join(machines)}.")
     errors = {block["contender"]: block["error"] for block in blocks if "error" in block}
     told += [f"{name} failed: {error}" for name, error in errors.items()]
+    skipped = sorted({block["contender"] for block in blocks if block.get("line", {}).get("skipped_updates")})
+    told += [f"{name} skipped updates: a loss or a gradient was not finite." for name in skipped]
     return "\n\n".join(told)
 
 
