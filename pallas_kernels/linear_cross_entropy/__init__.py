@@ -25,9 +25,10 @@ def linear_cross_entropy(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns Σ weights × (cross-entropy + z_loss × log(Z)²), and each token's cross-entropy and log(Z).
 
-    Z is the sum of the softmax. Products take hidden's dtype and accumulate in float32, everything between
-    them is in float32. Only the sum has a gradient, and only for hidden and matrix; the weights are
-    constants. Nothing is left out where a weight is 0: what is not finite there makes the sum NaN.
+    Z is the sum of the softmax. Products take and give hidden's dtype, to which logits and their gradients
+    are thus rounded, and accumulate in float32; everything between them is in float32. Only the sum has a
+    gradient, and only for hidden and matrix; the weights are constants. Nothing is left out where a weight
+    is 0: what is not finite there makes the sum NaN.
 
     The arrays are taken as they lie on one device. With `axis_name` the vocabulary is split over that mesh
     axis: each device holds the columns that follow those of the device before. The call then has to be
