@@ -227,17 +227,21 @@ def main() -> int:
     arguments.resolved = configuration.load(arguments.config, arguments.overrides)
     record = record_of(arguments)
     left = comparison.missing(names, arguments.rounds, record["blocks"])
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(arguments.gpus)))).split(",")
+    if len(visible) < arguments.gpus:
+        parser.error(f"--gpus {arguments.gpus}: CUDA_VISIBLE_DEVICES shows {len(visible)}")
     writing = threading.Lock()
 
-    def work(gpu: int, tokens: Path) -> None:
+    def work(number: int, tokens: Path) -> None:
         """Runs the blocks that are this GPU's."""
+        gpu = visible[number]
         identity = ask("nvidia-smi", f"--id={gpu}", "--query-gpu=uuid", "--format=csv,noheader")
-        for turn, name in comparison.share(left, names, gpu, arguments.gpus):
+        for turn, name in comparison.share(left, names, number, arguments.gpus):
             if time.monotonic() - began > arguments.stop_after:
                 return
             command = command_of(CONTENDERS[name], arguments, tokens)
             started = time.monotonic()
-            outcome = run_block(command, str(gpu))
+            outcome = run_block(command, gpu)
             took = time.monotonic() - started
             print(f"round {turn} {name}, {took:.0f} s: {brief(outcome)}", flush=True)
             of_block = {
@@ -262,7 +266,7 @@ def main() -> int:
         ):
             tokens = Path(folder) / "tokens.npy"
             write_tokens(arguments.resolved, tokens)
-            for ended in [pool.submit(work, gpu, tokens) for gpu in range(arguments.gpus)]:
+            for ended in [pool.submit(work, number, tokens) for number in range(arguments.gpus)]:
                 ended.result()
     left = comparison.missing(names, arguments.rounds, record["blocks"])
     print(summarise(record, arguments.resolved))
