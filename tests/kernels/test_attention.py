@@ -3,6 +3,7 @@
 import functools
 import itertools
 import logging
+import types
 
 import jax
 import jax.numpy as jnp
@@ -408,6 +409,30 @@ def test_forward_kernel_runs_once_a_layer(max_segments, names, forwards):
     text = jax.jit(step).trace(x, segments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
     assert text.count("@__cudnn$fmhaSoftmax(") == forwards
+
+
+@pytest.mark.parametrize("names, forwards", [(SAVED, 1), (SAVED[:-1], 2), ((), 2)])
+def test_triton_s_forward_kernel_runs_once_a_layer(monkeypatch, names, forwards):
+    """Without a GPU: a stand-in for each kernel has its name and its outputs' shapes."""
+
+    def triton_call(*arrays, kernel, out_shape, **_):
+        def stand_in(*arrays):
+            return jax.tree.map(
+                lambda s: jnp.broadcast_to(arrays[0].max(), s.shape).astype(s.dtype), out_shape
+            )
+
+        stand_in.__name__ = kernel
+        return jax.jit(stand_in)(*arrays)
+
+    kernels = types.SimpleNamespace(forward="forward", backward_q="backward_q", backward_kv="backward_kv")
+    stub = types.SimpleNamespace(triton_call=triton_call)
+    monkeypatch.setattr(triton, "_kernels", lambda: (stub, kernels))
+    x = jax.ShapeDtypeStruct((2, 32, 4, 16), jnp.bfloat16)
+    segments = jax.eval_shape(lambda: find_segments(jnp.ones((2, 32), jnp.int32), 4))
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    step = jax.value_and_grad(lambda x, s: layer_loss(x, s, policy, "triton", "gpu"))
+    jaxpr = str(jax.make_jaxpr(step)(x, segments))
+    assert [jaxpr.count(f"name={kernel}\n") for kernel in vars(kernels)] == [forwards, 1, 1]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
