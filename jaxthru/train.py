@@ -28,7 +28,7 @@ from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.account import Account, TrainingError
-from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_step
+from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_data_state, newest_step
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.loss import Batch, Objective
@@ -251,7 +251,8 @@ def run(
                 final_table(directory)
             return directory
     fit(config)
-    data = open_data(config.data, prepare=distributed.is_primary())
+    begun = newest_data_state(directory.checkpoints).get("keys") if directory else None
+    data = open_data(config.data, prepare=distributed.is_primary(), begun=begun)
     directory = directory or RunDirectory.fresh(name)
     if config.train.deterministic:
         xla.keep_compiled(directory.path / "xla_cache")

@@ -219,6 +219,21 @@ def test_a_run_ends_where_a_source_is_to_end_it(place, whole):
     assert len(place.losses("ending")) == 40
 
 
+def test_a_run_whose_text_has_changed_goes_on_with_the_stores_it_began_with(place, whole):
+    process = place.start("edited")
+    place.wait_for_step(process, "edited", 12)
+    kill(process)
+    mix = place.folder / "mix.toml"
+    text = mix.read_text()
+    try:
+        mix.write_text(text.replace("100_000", "90_000"))
+        output = place.run("edited")
+    finally:
+        mix.write_text(text)
+    assert resumed_from(output) > 0 and "changed since the run was started: prose;" in output
+    assert place.losses("edited") == place.losses("whole")
+
+
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(place, whole):
     process = place.start("damaged", checkpoint__keep=3)
     place.wait_for_step(process, "damaged", 22)

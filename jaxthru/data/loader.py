@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -61,13 +61,14 @@ AHEAD = (0, 8, 16)
 """Steps from now whose sources say where Source Loaders will be needed."""
 
 
-def open_data(config: DataConfig, *, prepare: bool = True) -> "Data":
+def open_data(config: DataConfig, *, prepare: bool = True, begun: Mapping[str, str] | None = None) -> "Data":
     """Returns the opened data of a configuration.
 
     prepare: make the token stores that are missing, with a progress bar; in a run of several processes the
-    first one does so, and the others wait for it. Raises InputError.
+    first one does so, and the others wait for it. begun: `keys` of the run that goes on, whose stores are
+    opened if they are still there, though their sources have changed. Raises InputError.
     """
-    return Data(config, open_stores(load_mix(config.mix), Path(config.store), prepare))
+    return Data(config, open_stores(load_mix(config.mix), Path(config.store), prepare, begun))
 
 
 class Data:

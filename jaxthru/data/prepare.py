@@ -1,8 +1,9 @@
 """Preparation: from a mix to opened token stores, doing only what is not yet done."""
 
 import dataclasses
+import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxthru.data import store, writer
@@ -30,11 +31,15 @@ class Prepared:
     keys: dict[str, str]
 
 
-def open_stores(mix: Mix, folder: Path, prepare: bool = True) -> Prepared:
+def open_stores(
+    mix: Mix, folder: Path, prepare: bool = True, begun: Mapping[str, str] | None = None
+) -> Prepared:
     """Returns the opened stores of a mix, kept in `folder`.
 
     prepare: make what is missing. Without it, wait until another process has made it: in a run of several
-    processes the first one prepares. Raises InputError.
+    processes the first one prepares. begun: {source: key of its store} of a run that goes on: those that are
+    still in `folder` are opened, with their tokenizer, whatever has become of the text they were made from.
+    Raises InputError.
     """
     if prepare:
         try:
@@ -42,35 +47,70 @@ def open_stores(mix: Mix, folder: Path, prepare: bool = True) -> Prepared:
         except OSError as error:
             raise InputError(f"data.store = {folder}: cannot be made ({error.strerror})") from error
         remove_partials(folder)
+    kept = {name: key for name, key in (begun or {}).items() if name in mix.recipes}
+    kept = {name: key for name, key in kept.items() if _is_whole(_folder(folder, mix, name, key))}
     cache = HashCache(folder / "hashes.json")
-    corpora, taken = {}, dict.fromkeys((recipe.format for recipe in mix.recipes.values()), frozenset())
-    for name, recipe in mix.recipes.items():
-        files = collect(name, recipe, cache, taken[recipe.format])
-        taken[recipe.format] |= {file.digest for file in files}
-        corpora[name] = Corpus(name, recipe, files)
+    corpora = _corpora(mix, cache, kept)
     with Progress() as progress:
         if prepare:
             cache.save()
-        tokenizer = _tokenizer(mix, folder, corpora, progress if prepare else None)
+        tokenizer = _kept_tokenizer(mix, folder, kept)
+        if tokenizer is None:  # then their stores are of no use
+            for name in mix.recipes:
+                require(name in corpora, f"source {name}: no files found, nor the tokenizer of its store")
+            kept, tokenizer = {}, _tokenizer(mix, folder, corpora, progress if prepare else None)
         parts = (store.VERSION, tokenizer.hash, mix.held_out, writer.SHARD_BYTES)
         keys = {name: hash_of([*parts, corpus.key])[:16] for name, corpus in corpora.items()}
-        for name, corpus in corpora.items():
-            target = _folder(folder, corpus, keys[name])
+        changed = ", ".join(name for name, key in kept.items() if keys.get(name) != key)
+        if changed and prepare:
+            progress.note(f"changed since the run was started: {changed}; it goes on with the text as it was")
+        keys = {name: kept.get(name) or keys[name] for name in mix.recipes}
+        for name in mix.recipes:
+            target = _folder(folder, mix, name, keys[name])
             if not prepare:
                 _wait_for(target / "manifest.json")
-            elif not (target / "manifest.json").is_file():
-                writer.write(corpus, target, tokenizer, mix.held_out, progress)
+            elif not _is_whole(target):
+                writer.write(corpora[name], target, tokenizer, mix.held_out, progress)
     stores = {
-        name: (TextStore if corpus.recipe.online else store.TokenStore)(_folder(folder, corpus, keys[name]))
-        for name, corpus in corpora.items()
+        name: (TextStore if recipe.online else store.TokenStore)(_folder(folder, mix, name, keys[name]))
+        for name, recipe in mix.recipes.items()
     }
     return Prepared(mix, tokenizer, stores, keys)
 
 
-def _folder(folder: Path, corpus: Corpus, key: str) -> Path:
+def _corpora(mix: Mix, cache: HashCache, kept: Mapping[str, str]) -> dict[str, Corpus]:
+    """Returns the corpora of the sources, but for those whose files are gone and whose stores are kept."""
+    corpora, taken = {}, dict.fromkeys((recipe.format for recipe in mix.recipes.values()), frozenset())
+    for name, recipe in mix.recipes.items():
+        try:
+            files = collect(name, recipe, cache, taken[recipe.format])
+        except InputError:
+            if name not in kept:
+                raise
+            continue
+        taken[recipe.format] |= {file.digest for file in files}
+        corpora[name] = Corpus(name, recipe, files)
+    return corpora
+
+
+def _folder(folder: Path, mix: Mix, name: str, key: str) -> Path:
     """Returns where a source's store is. One of text and one of tokens hold the same documents: their key,
     by which a run knows its data, is the same."""
-    return folder / f"{corpus.name}-{key}{'.text' if corpus.recipe.online else ''}"
+    return folder / f"{name}-{key}{'.text' if mix.recipes[name].online else ''}"
+
+
+def _is_whole(target: Path) -> bool:
+    return (target / "manifest.json").is_file()
+
+
+def _kept_tokenizer(mix: Mix, folder: Path, kept: Mapping[str, str]) -> Tokenizer | None:
+    """Returns the tokenizer that these stores were made with, if it is still there."""
+    hashes = {store.read_manifest(_folder(folder, mix, *item))["tokenizer"] for item in kept.items()}
+    candidates = [mix.tokenizer.path] if mix.tokenizer.path else sorted(folder.glob("tokenizer-*.json"))
+    for path in candidates if len(hashes) == 1 else ():
+        if hashlib.sha256(path.read_bytes()).hexdigest() in hashes:
+            return Tokenizer(path)
+    return None
 
 
 def _tokenizer(mix: Mix, folder: Path, corpora: dict[str, Corpus], progress: Progress | None) -> Tokenizer:

@@ -72,6 +72,19 @@ def newest_step(directory: Path) -> int | None:
     return int(newest) if newest else None
 
 
+def newest_data_state(directory: Path) -> dict:
+    """Returns the data state of the newest checkpoint, {} if there is none or it cannot be read.
+
+    It is wanted before the parameters are restored, for it says which data to open.
+    """
+    step = newest_step(directory)
+    path = epath.Path(directory).absolute() / str(step) / "data"
+    try:
+        return ocp.JsonCheckpointHandler().restore(path) if step is not None else {}
+    except (OSError, ValueError):  # damaged: restoring passes over it and says so
+        return {}
+
+
 class Checkpointer:
     """Writes checkpoints in the background and reads the newest whole one. A context manager: leaving it
     waits for the write in progress."""
