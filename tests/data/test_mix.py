@@ -1,6 +1,8 @@
+import dataclasses
+
 import pytest
 
-from jaxthru.data.mix import REPOSITORY, load_mix
+from jaxthru.data.mix import FORMATS, REPOSITORY, Recipe, load_mix
 from jaxthru.data.schedule import Mixing
 from jaxthru.runtime.errors import InputError
 
@@ -23,6 +25,16 @@ def test_every_recipe_is_complete(tmp_path):
     mix = load_mix(str(tmp_path / "all.toml"))
     assert all(recipe.description for recipe in mix.recipes.values())
     assert mix.recipes["local_text"].paths == (str(tmp_path / "x"),)
+
+
+def test_the_page_of_instructions_is_true(tmp_path):
+    page = (REPOSITORY.parent / "docs" / "data.md").read_text()
+    (tmp_path / "books.toml").write_text(page.split("```toml\n")[1].split("```")[0])
+    mix = load_mix(str(tmp_path / "books.toml"))
+    assert [recipe.format for recipe in mix.recipes.values()] == ["text", "jsonl", "tar"]
+    words = page.replace("`", " ").replace(",", " ").split()
+    for name in (*(field.name for field in dataclasses.fields(Recipe)), *FORMATS):
+        assert name in words or name == "description", f"docs/data.md says nothing of {name}"
 
 
 def test_the_nearest_folder_wins(tmp_path, monkeypatch):
