@@ -48,24 +48,26 @@ def _part(module: type[nnx.Module], config: ModelConfig) -> Part:
     return Part(init, apply, nnx.to_pure_dict(axes))
 
 
-class Seated(NamedTuple):
+class Substituted(NamedTuple):
     """A parameter, and an array of its shape that takes its place when gradients are taken."""
 
     value: jax.Array
-    seat: jax.Array
+    stand_in: jax.Array
 
 
-def _value(leaf: jax.Array | Seated) -> jax.Array:
-    """Returns the parameter. Its gradient is the seat's, in the seat's dtype."""
-    if not isinstance(leaf, Seated):
+def _value(leaf: jax.Array | Substituted) -> jax.Array:
+    """Returns the parameter. Its gradient is that of the stand-in, in its dtype."""
+    if not isinstance(leaf, Substituted):
         return leaf
-    dtype = leaf.seat.dtype
+    dtype = leaf.stand_in.dtype
 
     @jax.custom_vjp
-    def value(leaf: Seated) -> jax.Array:
+    def value(leaf: Substituted) -> jax.Array:
         return leaf.value
 
-    value.defvjp(lambda leaf: (leaf.value, None), lambda _, gradient: (Seated(None, gradient.astype(dtype)),))
+    value.defvjp(
+        lambda leaf: (leaf.value, None), lambda _, gradient: (Substituted(None, gradient.astype(dtype)),)
+    )
     return value(leaf)
 
 
@@ -100,24 +102,24 @@ class Model:
             trees = tuple(self.layer.init(key) for key in keys)
         return {"embedding": self.embedding.init(first), "layers": trees, "head": self.head.init(last)}
 
-    def seats(self, params: Tree) -> Tree:
+    def stand_ins(self, params: Tree) -> Tree:
         """Returns what gradients are to be taken of, in the structure of `params`: the parameters, but for
-        the layers' matrices a seat each, in the compute dtype. See `seated`."""
+        the layers' matrices, each replaced by a stand-in of the compute dtype. See `substituted`."""
 
-        def seat(axes: Axes, leaf: jax.Array) -> jax.Array:
+        def stand_in(axes: Axes, leaf: jax.Array) -> jax.Array:
             return jnp.zeros(leaf.shape, self.ops.compute if is_matrix(axes) else leaf.dtype)
 
-        layers = jax.tree.map(seat, self.axes["layers"], params["layers"], is_leaf=is_axes)
+        layers = jax.tree.map(stand_in, self.axes["layers"], params["layers"], is_leaf=is_axes)
         return params | {"layers": layers}
 
-    def seated(self, params: Tree, seats: Tree) -> Tree:
-        """Returns parameters for `hidden` whose gradients go to `seats`.
+    def substituted(self, params: Tree, stand_ins: Tree) -> Tree:
+        """Returns parameters for `hidden` whose gradients are those of `stand_ins`.
 
         A layer's gradients come out of its matrix products in the compute dtype. Handed on in the
         parameters' own, as JAX does, they would fill the memory of a second copy of all parameters wherever
         layers are scanned. The values are the same.
         """
-        return seats | {"layers": jax.tree.map(Seated, params["layers"], seats["layers"])}
+        return stand_ins | {"layers": jax.tree.map(Substituted, params["layers"], stand_ins["layers"])}
 
     def hidden(self, params: Tree, batch: dict[str, jax.Array], max_segments: int) -> jax.Array:
         """Returns the normed output [B, T, D] of the last layer, in the compute dtype.
@@ -131,7 +133,7 @@ class Model:
         x_BTD = jnp.where(segments.overflow[:, None, None], jnp.nan, x_BTD).astype(x_BTD.dtype)
 
         def layer(x_BTD, tree):
-            tree = jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, Seated))
+            tree = jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, Substituted))
             return self.layer.apply(tree, self.ops, x_BTD, rotary, segments)
 
         layer = remat(layer, self.policy)

@@ -28,8 +28,14 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
     }
     check_divisible(layout, sizes)
     check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
+    device = layout.mesh.devices.flat[0]
+    require(
+        device.platform != "cpu" or layout.mesh.size == 1 or config.precision.compute == "float32",
+        f"precision.compute = {config.precision.compute!r}: on {layout.mesh.size} CPU devices XLA ends the "
+        "process over sums in it; choose 'float32'",
+    )
     if config.precision.matmul == "fp8":
-        check_float8(layout.mesh.devices.flat[0])
+        check_float8(device)
     return layout
 
 

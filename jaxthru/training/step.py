@@ -123,7 +123,7 @@ class Step:
     def gradients(self, params: Any, batch: Batch) -> tuple[Metrics, Any]:
         """Returns the sums over the batch and the gradients, micro-batch after micro-batch.
 
-        The gradients are in the dtypes of `Model.seats`, or, added up over micro-batches, in float32.
+        The gradients are in the dtypes of `Model.stand_ins`, or, added up over micro-batches, in float32.
 
         Every token's loss is divided by the whole batch's count of tokens, so that micro-batches with
         unequal loss masks add up to exactly the full batch's mean.
@@ -131,11 +131,12 @@ class Step:
         weight = 1.0 / jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
         model = self.objective.model
         value_and_grad = jax.value_and_grad(
-            lambda seats, part: self.objective(model.seated(params, seats), part, weight), has_aux=True
+            lambda stand_ins, part: self.objective(model.substituted(params, stand_ins), part, weight),
+            has_aux=True,
         )
 
         def one(part):
-            (_, sums), gradients = value_and_grad(model.seats(params), part)
+            (_, sums), gradients = value_and_grad(model.stand_ins(params), part)
             return sums, gradients
 
         if self.microbatches == 1:
