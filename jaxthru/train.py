@@ -22,6 +22,7 @@ from jaxthru.models import flops
 from jaxthru.models.bind import bind
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import make_optimizer, make_schedule
+from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import attention_by, fit
 from jaxthru.profile.trace import NoTrace, Trace
 from jaxthru.runtime import distributed, hardware, xla
@@ -78,6 +79,7 @@ class Build:
             steps=train.steps,
             start=data_state.step,
             local_rows=self._local_rows(train.rows),
+            cost=row_cost(self.config),
         )
         return (self.place(batch, train.rows) for batch in batches)
 

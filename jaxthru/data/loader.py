@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from jaxthru.data.balance import row_costs
 from jaxthru.data.constructor import EMPTY, build
 from jaxthru.data.loaders import Loaders
 from jaxthru.data.mix import load_mix
@@ -35,6 +36,9 @@ class DataConfig:
     store: folder of the token stores, shared by all runs.
     groups: canonical groups a batch is packed and balanced for; None is the largest divisor of
         train.rows up to 64.
+    balance: order the rows of each step so that devices have alike to do.
+    linear_cost, attention_cost: seconds, or any unit, for each token of a row and for each token² of its
+        documents, as measured; None takes the model's floating-point operations.
     loaders: processes that make the tokens of the sources that are tokenised online; None is half of the
         cores. They change no batch.
     """
@@ -45,6 +49,9 @@ class DataConfig:
     store: str = "store"
     groups: int | None = None
     loaders: int | None = None
+    balance: bool = True
+    linear_cost: float | None = None
+    attention_cost: float | None = None
 
     def __post_init__(self):
         require(self.sequence >= 2, f"data.sequence = {self.sequence}: must be at least 2")
@@ -52,10 +59,20 @@ class DataConfig:
             value = getattr(self, name)
             require(value is None or value >= 1, f"data.{name} = {value}: must be at least 1")
 
+        costs = self.linear_cost, self.attention_cost
+        require(
+            costs == (None, None) or (None not in costs and costs[0] > 0 and costs[1] >= 0),
+            f"data.linear_cost = {costs[0]}, data.attention_cost = {costs[1]}: must both be given, the first "
+            "above 0 and the second at least 0, or neither",
+        )
+
     def groups_of(self, rows: int) -> int:
         """Returns the canonical groups that batches of `rows` rows are packed for."""
         return self.groups or canonical_groups(rows)
 
+
+Cost = tuple[float, float]
+"""What a row costs: (for each token, for each token² of its documents), in any unit."""
 
 AHEAD = (0, 8, 16)
 """Steps from now whose sources say where Source Loaders will be needed."""
@@ -111,13 +128,15 @@ class Data:
         steps: int,
         start: int = 0,
         local_rows: slice | None = None,
+        cost: Cost | None = None,
     ) -> "Batches":
         """Returns the batches of the updates `start` + 1 to `steps`, or to where a source that is gone
         through ends the run, built ahead by a few threads.
 
-        rows: of the whole batch. local_rows: those to build; all by default. Raises InputError.
+        rows: of the whole batch. local_rows: those to build; all by default. cost: what the rows of a step
+        are balanced by; they stay as they come without it. Raises InputError.
         """
-        planner = self.planner(schedule, seed=seed, rows=rows)
+        planner = self.planner(schedule, seed=seed, rows=rows, cost=cost)
         steps = max(start, min(steps, planner.end or steps))
         return Batches(PlannedBatches(self, planner, range(start, steps), local_rows or slice(0, rows)))
 
@@ -136,7 +155,7 @@ class Data:
         )
         return planner.end
 
-    def planner(self, schedule: Schedule, *, seed: int, rows: int) -> Planner:
+    def planner(self, schedule: Schedule, *, seed: int, rows: int, cost: Cost | None = None) -> Planner:
         """Returns the plan of all steps of `rows` rows. Raises InputError."""
         sequence = self.config.sequence
         # Rows that are split are full, but for a source's last: weights of tokens are weights of rows.
@@ -148,7 +167,14 @@ class Data:
             for name, (split, packed) in zip(self.names, self.train, strict=True)
         }
         groups = self.config.groups_of(rows)
-        return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)
+        costs = self.row_costs(cost) if cost else None
+        return Planner(
+            supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence, costs=costs
+        )
+
+    def row_costs(self, cost: Cost) -> list[np.ndarray]:
+        """Returns of each source, int64 [rows], what each row costs to train on, in one unit."""
+        return [row_costs(packed, self.config.sequence, *cost) for _, packed in self.train]
 
     def held_out_batches(
         self, *, total_rows: int, rows: int, local_rows: slice | None = None

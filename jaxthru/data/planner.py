@@ -2,13 +2,14 @@
 
 A plan is a function of (seed, step, schedule, groups) and of nothing else, and any step can be asked for at
 once. The timeline says which source gives each row; a permutation of the source, a new one each epoch, says
-which of its rows that is.
+which of its rows that is; the balance says where in the batch the row stands.
 """
 
 import dataclasses
 
 import numpy as np
 
+from jaxthru.data.balance import balanced
 from jaxthru.data.shuffle import key_of, place_of
 from jaxthru.data.timeline import Schedule, Supply, Timeline
 from jaxthru.runtime.errors import require
@@ -27,6 +28,7 @@ class StepPlan:
 
 class Planner:
     """supplies: {source: Supply}, in the order of the mix. rows: of one step. sequence: tokens in a row.
+    costs: of each source, int64 [rows of its supply], what a row costs; each step is balanced by them.
 
     end: completed updates after which a source that is exhausted ends the run, or None. Raises InputError for
     a schedule that cannot be followed.
@@ -41,6 +43,7 @@ class Planner:
         rows: int,
         groups: int,
         sequence: int,
+        costs: list[np.ndarray] | None = None,
     ):
         require(rows % groups == 0, f"data.groups = {groups}: must divide train.rows = {rows}")
         self.timeline = Timeline(supplies, schedule, seed=seed, rows=rows, sequence=sequence)
@@ -48,6 +51,7 @@ class Planner:
         self.names = tuple(supplies)
         self.available = np.array([supply.rows for supply in supplies.values()], np.int64)
         self.seed, self.rows, self.groups = seed, rows, groups
+        self._costs = costs
 
     def plan(self, step: int) -> StepPlan:
         """Returns the plan of update `step` + 1, for `step` completed updates."""
@@ -59,7 +63,19 @@ class Planner:
         number[by_source] = np.arange(self.rows) - np.repeat(np.cumsum(counts) - counts, counts)
         number += self.timeline.taken(step)[source]
         row = np.array([self._shuffled(*pair) for pair in zip(source.tolist(), number.tolist(), strict=True)])
-        return StepPlan(source, row)
+        plan = StepPlan(source, row)
+        if self._costs is None:
+            return plan
+        order = balanced(self.costs(plan, self._costs), self.groups)
+        return StepPlan(source[order], row[order])
+
+    def costs(self, plan: StepPlan, costs: list[np.ndarray]) -> np.ndarray:
+        """Returns int64 [rows], what the rows of a plan cost, of what each row of each source costs."""
+        found = np.empty(self.rows, np.int64)
+        for number in np.unique(plan.source).tolist():
+            chosen = plan.source == number
+            found[chosen] = costs[number][plan.row[chosen]]
+        return found
 
     def epochs(self, step: int) -> dict[str, float]:
         """Returns how often each source has been gone through after `step` updates."""

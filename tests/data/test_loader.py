@@ -57,6 +57,19 @@ def test_batches_are_the_same_for_any_division_into_processes_and_any_start(data
     assert not same(batches(data, seed=2)[0], whole[0])
 
 
+def test_balanced_batches_hold_the_same_rows_in_an_order_that_no_division_into_processes_changes(data):
+    plain, whole = batches(data), batches(data, cost=(1.0, 1.0))
+    parts = [batches(data, cost=(1.0, 1.0), local_rows=slice(at, at + 2)) for at in range(0, ROWS, 2)]
+    for step, batch in enumerate(whole):
+        assert same({name: np.concatenate([part[step][name] for part in parts]) for name in batch}, batch)
+        rows = [
+            sorted(zip(b["tokens"].tolist(), b["positions"].tolist(), strict=True))
+            for b in (plain[step], batch)
+        ]
+        assert rows[0] == rows[1]
+    assert not all(same(*pair) for pair in zip(plain, whole, strict=True))
+
+
 def test_a_changed_schedule_leaves_earlier_batches(data):
     before = batches(data)
     after = batches(data, schedule=((0, data.mixing), (6, Mixing.plain({"notes": 1.0}))))
