@@ -55,7 +55,7 @@ def test_keys_that_fit_only_together():
         ("train.steps=many", "train.steps = 'many': must be int"),
         ("train.steps=1.5", "train.steps = '1.5': must be int"),
         ("train.steps=true", "train.steps = 'true': must be int"),
-        ("data.linear_cost=1", "data.linear_cost = 1.0, data.attention_cost = None: must both be given"),
+        ("data.linear_cost=1", "data.linear_cost = 1, data.attention_cost = None: must both be given"),
         ("train.steps=0", "train.steps = 0: must be at least 1"),
         ("train.deterministic=1", "train.deterministic = '1': must be bool"),
         ("model.loop=scan_", "model.loop = 'scan_': must be one of 'scan', 'unroll'; did you mean 'scan'"),

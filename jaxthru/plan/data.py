@@ -1,0 +1,132 @@
+"""What a configuration will read: tokens and epochs of each source over the run, padding, balance.
+
+Everything is computed from the plan of the steps themselves; no text is read and no device works.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+
+from jaxthru.config import RunConfig
+from jaxthru.data.loader import Data
+from jaxthru.data.packing import Packing
+from jaxthru.plan.cost import row_cost
+from jaxthru.plan.plot import Panel
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """steps: of the run, fewer than were asked for if a source ends it. ended_by: that source, or empty.
+    available: tokens of each source. at: int64 [points], completed updates. tokens: float64 [points,
+    sources], tokens read by then. sampled: int64 [samples], the steps that were planned in full. groups,
+    microbatches: {"as they come" and "balanced": float64 [samples]}, what the parts that are waited for cost
+    over the mean of all: of the groups, and of the groups at each micro-batch. padding: share of the batch.
+    """
+
+    names: tuple[str, ...]
+    steps: int
+    ended_by: str
+    available: np.ndarray
+    at: np.ndarray
+    tokens: np.ndarray
+    sampled: np.ndarray
+    groups: dict[str, np.ndarray]
+    microbatches: dict[str, np.ndarray]
+    padding: float
+
+    def table(self) -> rich.table.Table:
+        """Returns the sources, with their shares in the first and the last tenth of the run."""
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+        table.add_column("source")
+        for column in ("share, first tenth", "last tenth", "tokens in the run", "epochs", "tokens there are"):
+            table.add_column(column, justify="right")
+        tenth = max(1, len(self.at) // 10)
+        first, last = self.tokens[tenth] - self.tokens[0], self.tokens[-1] - self.tokens[-1 - tenth]
+        total = self.tokens[-1]
+        for number, name in enumerate(self.names):
+            table.add_row(
+                name,
+                *(f"{part[number] / part.sum():.3f}" for part in (first, last)),
+                f"{total[number]:,.0f}",
+                f"{total[number] / max(self.available[number], 1):.2f}",
+                f"{self.available[number]:,}",
+            )
+        return table
+
+    def lines(self) -> list[str]:
+        """Returns what the table does not say, a line each."""
+        found = [f"{self.padding:.2%} of the batch is padding."]
+        for what, ratios in (("groups", self.groups), ("groups at each micro-batch", self.microbatches)):
+            text = "; ".join(
+                f"{order} {np.mean(values):.3f} (worst step {values.max():.3f})"
+                for order, values in ratios.items()
+            )
+            found.append(f"Costliest over mean of the {what}, {len(self.sampled)} steps: {text}.")
+        if self.ended_by:
+            found.append(f"The run ends after step {self.steps}: source {self.ended_by} is exhausted.")
+        return found
+
+    def panels(self) -> list[Panel]:
+        """Returns the plot: shares over the steps, and the balance of the sampled steps."""
+        taken = np.diff(self.tokens, axis=0)
+        shares = taken / taken.sum(axis=1, keepdims=True)
+        middle = (self.at[1:] + self.at[:-1]) / 2
+        sources = {name: (middle, shares[:, number]) for number, name in enumerate(self.names)}
+        balance = {order: (self.sampled, values) for order, values in self.groups.items()}
+        return [Panel("share of the tokens, by step", sources), Panel("costliest over mean group", balance)]
+
+
+def forecast(config: RunConfig, data: Data, samples: int = 300) -> Forecast:
+    """Returns the forecast of a run of this configuration from its first step. Raises InputError.
+
+    samples: steps to plan in full, spread evenly over the run.
+    """
+    train = config.train
+    cost = row_cost(dataclasses.replace(config, data=dataclasses.replace(config.data, balance=True)))
+    keys = {"schedule": ((0, data.mixing),), "seed": train.seed, "rows": train.rows}
+    plain, ours = data.planner(**keys), data.planner(**keys, cost=cost)
+    steps = train.steps if plain.end is None else min(train.steps, plain.end)
+    at = np.unique(np.linspace(0, steps, 201).astype(np.int64))
+    used = [_used(packing) for _, packing in data.train]
+    each = np.array([row.mean() if len(row) else 0.0 for row in used])
+    tokens = np.array([plain.timeline.taken(int(step)) for step in at]) * each
+
+    sampled = np.unique(np.linspace(0, steps - 1, min(samples, steps)).astype(np.int64))
+    costs = data.row_costs(cost)
+    blocks = math.gcd(plain.groups, train.rows // train.microbatches)
+    groups, microbatches, filled = {}, {}, 0
+    for order, planner in (("as they come", plain), ("balanced", ours)):
+        plans = [planner.plan(int(step)) for step in sampled]
+        costly = np.array([planner.costs(plan, costs) for plan in plans], float)
+        groups[order] = _waited_for(costly.reshape(len(sampled), plain.groups, 1, -1))
+        microbatches[order] = _waited_for(costly.reshape(len(sampled), blocks, train.microbatches, -1))
+        filled = sum(int(planner.costs(plan, used).sum()) for plan in plans)
+    return Forecast(
+        names=data.names,
+        steps=steps,
+        ended_by=plain.ended_by if steps < train.steps else "",
+        available=np.array([row.sum() for row in used]),
+        at=at,
+        tokens=tokens,
+        sampled=sampled,
+        groups=groups,
+        microbatches=microbatches,
+        padding=1 - filled / (len(sampled) * train.rows * config.data.sequence),
+    )
+
+
+def _used(packing: Packing) -> np.ndarray:
+    """Returns int64 [rows], the tokens in each row."""
+    ends = np.concatenate([[0], np.cumsum(packing.length)])[packing.first]
+    return np.diff(ends)
+
+
+def _waited_for(costs: np.ndarray) -> np.ndarray:
+    """Returns float64 [steps], the costliest part at each micro-batch over the mean, of costs [steps, parts,
+    micro-batches, rows]."""
+    parts = costs.sum(axis=3)
+    return parts.max(axis=1).sum(axis=1) / parts.mean(axis=1).sum(axis=1)

@@ -1,0 +1,123 @@
+"""python -m jaxthru.plan data, and the forecast that it prints."""
+
+import random
+import xml.etree.ElementTree
+
+import numpy as np
+import pytest
+from runs import ROOT
+
+from jaxthru.config import load
+from jaxthru.data.loader import open_data
+from jaxthru.plan.__main__ import main
+from jaxthru.plan.cost import row_cost
+from jaxthru.plan.data import forecast
+
+MIX = """
+[tokenizer]
+vocabulary = 300
+[sources.long]
+recipe = "local_text"
+paths = ["long/*.txt"]
+weight = [[0, 1], [50, 3]]
+[sources.short]
+recipe = "local_text"
+paths = ["short/*.txt"]
+weight = 1
+max_epochs = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("plan"), random.Random(0)
+    for name, longest in (("long", 400), ("short", 20)):
+        (folder / name).mkdir()
+        for number in range(80):
+            words = draw.choices(["row", "step", "seed", "mix"], k=draw.randint(2, longest))
+            (folder / name / f"{number}.txt").write_text(" ".join([str(number), *words]))
+    (folder / "mix.toml").write_text(MIX)
+    return folder
+
+
+def overrides(place, *more):
+    return [
+        *(f"data.mix={place}/mix.toml", f"data.store={place}/store", "data.packing=best_fit"),
+        *("data.sequence=256", "train.rows=16", "train.microbatches=2", "data.groups=8", "train.steps=60"),
+        *more,
+    ]
+
+
+def configured(place, *more):
+    return load(ROOT / "configs" / "quickstart.py", overrides(place, *more))
+
+
+def test_the_forecast_is_what_the_batches_hold(place):
+    config = configured(place)
+    data = open_data(config.data)
+    found = forecast(config, data)
+    with data.train_batches(
+        ((0, data.mixing),), seed=config.train.seed, rows=16, steps=60, cost=row_cost(config)
+    ) as made:
+        batches = list(made)
+    tokens = np.zeros(2)
+    for batch in batches:
+        tokens += np.bincount(batch["source"][batch["segment_ids"] > 0], minlength=2)
+    assert found.tokens[-1] == pytest.approx(tokens, rel=0.05)
+    assert found.padding == pytest.approx(1 - tokens.sum() / (60 * 16 * 256))
+    assert found.available.tolist() == list(data.tokens.values())
+    linear, attention = row_cost(config)
+    worst = []
+    for batch in batches:
+        span = np.where(batch["segment_ids"] > 0, 2.0 * batch["positions"] + 1, 0).sum(1)
+        groups = (linear * 256 + attention * span).reshape(8, 2).sum(1)
+        worst.append(groups.max() / groups.mean())
+    assert found.groups["balanced"] == pytest.approx(worst)
+    assert found.groups["balanced"].mean() < found.groups["as they come"].mean()
+    assert found.tokens[-1, 1] <= 2.05 * data.tokens["short"]
+
+
+def test_measured_coefficients_and_no_balance(place):
+    assert row_cost(configured(place, "data.linear_cost=2.0", "data.attention_cost=0.5")) == (2.0, 0.5)
+    assert row_cost(configured(place, "data.balance=false")) is None
+    linear, attention = row_cost(configured(place))
+    assert linear > attention > 0
+
+
+def command(place, *more):
+    keys = [word for key in overrides(place, *more) for word in ("--set", key)]
+    return ["data", "--config", str(ROOT / "configs" / "quickstart.py"), *keys]
+
+
+def test_the_command_prints_a_table_and_writes_a_plot(place, capsys, tmp_path):
+    plot = tmp_path / "plots" / "plan.svg"
+    assert main([*command(place), "--samples", "5", "--plot", str(plot)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in ("long", "epochs", "is padding", "5 steps: as they come 1.", "balanced 1."):
+        assert part in printed
+    root = xml.etree.ElementTree.fromstring(plot.read_text())
+    assert len(root.findall(".//{*}polyline")) == 4
+
+
+def test_a_run_that_a_source_ends(place):
+    text = MIX.replace("max_epochs = 2", 'exhausted = "stop"')
+    (place / "ending.toml").write_text(text)
+    config = configured(place, f"data.mix={place}/ending.toml", "train.steps=100000")
+    found = forecast(config, open_data(config.data), 3)
+    assert found.steps < 1000 and found.ended_by == "short"
+    assert f"The run ends after step {found.steps}" in found.lines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--set", "data.mix=nowhere.toml"], "data.mix = nowhere.toml: no such file"),
+        (["--set", "data.grups=3"], "did you mean 'groups'"),
+        (["--samples", "0"], "--samples 0"),
+        (["--plot", "/proc/none/plan.svg"], "/proc/none/plan.svg: cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(place, capsys, more, message):
+    assert main([*command(place), *more]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("jaxthru: "))
+    assert message in line
