@@ -39,10 +39,10 @@ class Forecast:
     padding: float
 
     def table(self) -> rich.table.Table:
-        """Returns the sources, with their shares in the first and the last tenth of the run."""
+        """Returns the sources, with their shares of the tokens in the first and the last tenth of the run."""
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-        table.add_column("source")
-        for column in ("share, first tenth", "last tenth", "tokens in the run", "epochs", "tokens there are"):
+        table.add_column("source", no_wrap=True)
+        for column in ("first\ntenth", "last\ntenth", "tokens\nin the run", "epochs", "tokens\nthere are"):
             table.add_column(column, justify="right")
         tenth = max(1, len(self.at) // 10)
         first, last = self.tokens[tenth] - self.tokens[0], self.tokens[-1] - self.tokens[-1 - tenth]

@@ -1,7 +1,8 @@
-"""Two real processes build one global batch, each its own rows."""
+"""Several real processes build one global batch, each its own rows."""
 
 from pathlib import Path
 
+import pytest
 from processes import finish, start_processes
 
 PROGRAM = """
@@ -17,10 +18,10 @@ data = open_data(config, prepare=jax.process_index() == 0)
 sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
 mine = local_rows(sharding, 8, 32)
 whole_batches = None
-asked = dict(schedule=((0, data.mixing),), seed=3, rows=8, steps=5)
+asked = dict(schedule=((0, data.mixing),), seed=3, rows=8, steps=5, cost=(1.0, 1.0))
 parts, wholes = data.train_batches(**asked, local_rows=mine), data.train_batches(**asked)
 for part, whole in zip(parts, wholes, strict=True):
-    assert part["tokens"].shape == (4, 32)
+    assert part["tokens"].shape == (8 // jax.process_count(), 32)
     for name, array in to_global(part, sharding, 8).items():
         assert array.shape == (8, 32)
         for shard in array.addressable_shards:
@@ -29,8 +30,13 @@ print("rows", mine.start, mine.stop)
 """
 
 
-def test_two_processes(mix, tmp_path):
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_build_one_batch(mix, tmp_path, count):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    printed = finish(start_processes(Path(script), str(mix), str(tmp_path / "store"), devices=2))
-    assert "rows 0 4" in printed[0] and "rows 4 8" in printed[1]
+    printed = finish(
+        start_processes(Path(script), str(mix), str(tmp_path / "store"), count=count, devices=4 // count)
+    )
+    each = 8 // count
+    for number, text in enumerate(printed):
+        assert f"rows {number * each} {(number + 1) * each}" in text

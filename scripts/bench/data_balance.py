@@ -1,0 +1,141 @@
+"""How evenly a step's work is spread over the groups of a batch, and what planning a step takes.
+
+    python scripts/bench/data_balance.py [--groups 32] [--rows-per-group 4] [--embed 4096] [--output FILE]
+
+Heavy-tailed document lengths, never split but where one is longer than a row. Each figure is what the
+costliest group costs, padding charged like tokens, over the mean of what the documents alone need; the mean
+over the steps. `arrival`: documents fill rows in the order in which they come (next fit). `unbalanced`: rows
+by best fit, as planned. `balanced`: the same rows in the order that jaxthru gives them. `devices`: balanced,
+when the groups are shared out to eight devices, over the mean with its padding. No accelerator is needed.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import harness
+import numpy as np
+
+from jaxthru.data.balance import row_costs
+from jaxthru.data.packing import Packing, pack
+from jaxthru.data.planner import Planner
+from jaxthru.data.schedule import Mixing
+from jaxthru.data.timeline import Supply
+from jaxthru.training.run_directory import environment
+
+SEQUENCES = (4096, 8192, 32_768, 131_072)
+LENGTHS = {
+    "lognormal(6, 2)": lambda draw, count: draw.lognormal(6, 2, count),
+    "200 × (1 + pareto(1))": lambda draw, count: 200 * (1 + draw.pareto(1, count)),
+}
+DEVICES = 8
+
+
+def lengths(name: str, tokens: int, sequence: int) -> np.ndarray:
+    """Returns int64 [documents], lengths of about `tokens` in all, none above a row."""
+    found = LENGTHS[name](np.random.default_rng(0), tokens // 500)
+    found = np.clip(found, 1, sequence).astype(np.int64)
+    return found[: np.searchsorted(np.cumsum(found), tokens)]
+
+
+def next_fit(documents: np.ndarray, sequence: int) -> Packing:
+    """Returns the documents in rows, each begun when the one before has no room for the next."""
+    first, room = [0], sequence
+    for number, length in enumerate(documents.tolist()):
+        if length > room:
+            first.append(number)
+            room = sequence
+        room -= length
+    ends = np.cumsum(documents)
+    first = np.array([*first, len(documents)])
+    return Packing(first, ends - documents, documents, np.ones(len(documents), bool))
+
+
+def spread(costs: np.ndarray, needed: np.ndarray, groups: int) -> float:
+    """Returns the mean over steps of the costliest group over the mean need; both [steps, rows]."""
+    parts = costs.reshape(len(costs), groups, -1).sum(axis=2)
+    return float((parts.max(axis=1) / (needed.sum(axis=1) / groups)).mean())
+
+
+def measure(name: str, sequence: int, groups: int, rows: int, embed: int, steps: int) -> dict:
+    """Returns one row of the table."""
+    documents = lengths(name, steps * rows * sequence, sequence)
+    # For a Llama of this width, 6 × 12 × width² per token and layer against 6 × width per token²: appendix B
+    # of arXiv:2204.02311, with a feed-forward part of eight widths².
+    cost = (12.0 * embed, 1.0)
+
+    def priced(packing: Packing) -> tuple[np.ndarray, np.ndarray]:
+        costs = row_costs(packing, sequence, *cost)
+        ends = np.concatenate([[0], np.cumsum(packing.length)])
+        padding = sequence - np.diff(ends[packing.first])
+        unit = 2**40 / (cost[0] * sequence + cost[1] * sequence**2)
+        return costs, costs - padding * cost[0] * unit
+
+    arrived = [
+        part[: len(part) // rows * rows].reshape(-1, rows) for part in priced(next_fit(documents, sequence))
+    ]
+    packing = pack(np.cumsum(documents), sequence, "best_fit")
+    costs, needed = priced(packing)
+    keys = {"seed": 0, "rows": rows, "groups": groups, "sequence": sequence}
+    supply = {"documents": Supply(packing.rows, int(documents.sum()), len(documents))}
+    schedule = ((0, Mixing.plain({"documents": 1})),)
+    planners = Planner(supply, schedule, **keys), Planner(supply, schedule, **keys, costs=[costs])
+    taken, seconds = [], []
+    for planner in planners:
+        planner.plan(0)
+        clock, plans = [time.perf_counter()], []
+        for step in range(packing.rows // rows):
+            plans.append(planner.plan(step).row)
+            clock.append(time.perf_counter())
+        taken.append(np.array(plans))
+        seconds.append(statistics.median(np.diff(clock)))
+    balanced = costs[taken[1]]
+    devices = balanced.reshape(len(balanced), min(DEVICES, groups), -1).sum(axis=2)
+    return {
+        "lengths": name,
+        "sequence": sequence,
+        "steps": len(balanced),
+        "arrival": round(spread(*arrived, groups), 4),
+        "unbalanced": round(spread(costs[taken[0]], needed[taken[0]], groups), 4),
+        "balanced": round(spread(balanced, needed[taken[1]], groups), 4),
+        "devices": round(float((devices.max(axis=1) / devices.mean(axis=1)).mean()), 4),
+        "padding": round(1 - documents.sum() / (packing.rows * sequence), 4),
+        "plan_ms": round(seconds[1] * 1e3, 3),
+        "plan_ms_unbalanced": round(seconds[0] * 1e3, 3),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--rows-per-group", type=int, default=4)
+    parser.add_argument("--embed", type=int, default=4096, help="width of the model whose costs are balanced")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    arguments = parser.parse_args()
+    rows = arguments.groups * arguments.rows_per_group
+    table = []
+    for name in LENGTHS:
+        for sequence in SEQUENCES:
+            row = measure(name, sequence, arguments.groups, rows, arguments.embed, arguments.steps)
+            table.append(row)
+            print("  ".join(f"{key} {value}" for key, value in row.items()), file=sys.stderr, flush=True)
+    where = environment()
+    line = {
+        "benchmark": "data_balance",
+        "groups": arguments.groups,
+        "rows_per_group": arguments.rows_per_group,
+        "embed": arguments.embed,
+        "rows": table,
+        "versions": where["versions"] | {"python": where["python"]},
+        "commit": where["commit"],
+        "command": " ".join(["python", *sys.argv]),
+    }
+    harness.emit(line, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
