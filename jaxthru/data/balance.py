@@ -10,6 +10,9 @@ import numpy as np
 
 from jaxthru.data.packing import Packing
 
+EVEN = 1.001
+"""Parts whose costliest is so near to their mean are not improved further."""
+
 
 def row_costs(packing: Packing, sequence: int, linear: float, attention: float) -> np.ndarray:
     """Returns int64 [rows], what each row costs: linear × tokens + attention × Σ document length².
@@ -43,7 +46,7 @@ def partition(costs: np.ndarray, parts: int) -> np.ndarray:
     """Returns int64 [parts, len(costs) / parts], each item in one part, the costliest of a part first.
 
     Longest processing time first (Graham 1969), among parts that are not full; then exchanges of two items
-    between the costliest part and another, while one lowers the costlier of the two.
+    between the costliest part and another, while one lowers the costlier of the two and it is worth it.
     """
     size = len(costs) // parts
     found = np.empty((parts, size), np.int64)
@@ -61,6 +64,8 @@ def _exchanged(costs: np.ndarray, parts: np.ndarray) -> np.ndarray:
     parts, sums = parts.copy(), costs[parts].sum(axis=1)
     for _ in range(4 * len(parts)):
         worst = int(sums.argmax())
+        if sums[worst] <= EVEN * sums.mean():
+            break
         # [size, parts, size]: what the costliest part loses by giving one item for one of another part.
         loss = costs[parts[worst]][:, None, None] - costs[parts][None]
         after = np.maximum(sums[worst] - loss, sums[None, :, None] + loss)
