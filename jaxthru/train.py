@@ -217,8 +217,6 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
     data_state = DataState.from_json(saved)
     resumed = data_state.resumed(step, data.mixing, data.keys)
     log.info("resumed from step %d", step)
-    if resumed.schedule != data_state.schedule:
-        log.info("the mix is now %s", data.mixing.to_tree())
     return state, resumed
 
 

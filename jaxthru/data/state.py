@@ -1,11 +1,14 @@
 """What a checkpoint remembers of the data: together with the seed it decides every batch to come."""
 
 import dataclasses
+import logging
 from typing import Any
 
 from jaxthru.data.schedule import Mixing
 from jaxthru.data.timeline import Schedule
 from jaxthru.runtime.errors import require
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +33,8 @@ class DataState:
     def resumed(self, step: int, mixing: Mixing, keys: dict[str, str]) -> "DataState":
         """Returns the state of a run that goes on after `step` updates with today's mix.
 
-        mixing: of the mix now; it enters the schedule only if it has changed. keys: of the stores now.
-        Raises InputError when a source of the run is gone or no longer what it was trained on.
+        mixing: of the mix now; it enters the schedule, and the log, only if it has changed. keys: of the
+        stores now. Raises InputError when a source of the run is gone or no longer what it was trained on.
         """
         for name, key in self.keys.items():
             require(name in keys, f"source {name} has gone from the mix since this run started")
@@ -45,4 +48,5 @@ class DataState:
             # After no update at all the first entry itself changes: none of its steps has been taken.
             kept = tuple(entry for entry in schedule if entry[0] < step)
             schedule = (*kept, (step, mixing))
+            log.info("the mix is now %s", mixing.to_tree())
         return DataState(step=step, schedule=schedule, keys=dict(keys))
