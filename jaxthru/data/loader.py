@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from jaxthru.data.balance import row_costs
-from jaxthru.data.constructor import EMPTY, build
+from jaxthru.data.constructor import EMPTY, Constructor
 from jaxthru.data.loaders import Loaders
 from jaxthru.data.mix import load_mix
 from jaxthru.data.online import OnlineSplit
@@ -116,6 +116,7 @@ class Data:
             return [(item, pack(item.ends, config.sequence, config.packing)) for item in splits.values()]
 
         self.train, self.held_out = opened_splits("train"), opened_splits("held_out")
+        self.constructor = Constructor(self.train, config.sequence)
         most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
         self.segments = -(-(most + 1) // 8) * 8
 
@@ -192,11 +193,8 @@ class Data:
         source = np.concatenate([source, np.zeros(padding, np.int64)]).reshape(-1, rows)
         row = np.concatenate([*row, np.full(padding, EMPTY)]).reshape(-1, rows)
         local = local_rows or slice(0, rows)
-        sequence = self.config.sequence
-        return [
-            build(self.held_out, *pair, sequence)
-            for pair in zip(source[:, local], row[:, local], strict=True)
-        ]
+        constructor = Constructor(self.held_out, self.config.sequence)
+        return [constructor.build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
 
 
 class PlannedBatches:
@@ -221,7 +219,7 @@ class PlannedBatches:
         if self._data.loaders:
             self._expect(index)
         source, row = plan.source[self._local_rows], plan.row[self._local_rows]
-        return build(self._data.train, source, row, self._data.config.sequence)
+        return self._data.constructor.build(source, row)
 
     def _expect(self, index: int) -> None:
         """Tells the Source Loaders what the coming steps want of each source."""

@@ -16,26 +16,24 @@ class OnlineSplit:
         self.source, self.text, self.loaders = source, text, loaders
         self.ends, self.tokens = text.ends, text.tokens
 
-    def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], np.ndarray]:
-        """Asks for pieces of the stream and returns a function that waits for their tokens.
+    def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], list[np.ndarray]]:
+        """Asks for runs of the stream and returns a function that waits for their tokens, an array each.
 
-        start, length: int64 [pieces]; no piece reaches over a document's end. The tokens are int32, piece
-        after piece. The function raises InputError for what cannot be read.
+        start, length: int64 [runs], none empty. The function raises InputError for what cannot be read.
         """
-        used = length > 0
         first, last = (
-            np.searchsorted(self.text.stretch_ends, position[used], side="right")
+            np.searchsorted(self.text.stretch_ends, position, side="right")
             for position in (start, start + length - 1)
         )
-        # Pieces may share a stretch, and a long one has several: each stretch is asked for once.
+        # Runs may share a stretch, and a long one has several: each stretch is asked for once.
         stretches = np.unique(np.repeat(first, last - first + 1) + ranges(last - first + 1))
         tokens = self.loaders.request(self.source, self.text, stretches)
 
-        def finish() -> np.ndarray:
+        def finish() -> list[np.ndarray]:
             lengths = self.text.lengths(stretches)
             place = np.cumsum(lengths) - lengths  # where each stretch's tokens begin in the answer
-            at = np.searchsorted(stretches, first)
-            begins = place[at] + start[used] - self.text.starts(first)
-            return tokens.result()[np.repeat(begins, length[used]) + ranges(length[used])]
+            begins = place[np.searchsorted(stretches, first)] + start - self.text.starts(first)
+            answer = tokens.result()
+            return [answer[begin:end] for begin, end in zip(begins, begins + length, strict=True)]
 
         return finish

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -18,7 +19,8 @@ class Packing:
 
     first: int64 [rows + 1], the first piece of each row. start: int64 [pieces], where the piece begins in
     the token stream of its split. length: int64 [pieces]. last: bool [pieces], whether the document ends
-    with this piece, so that its last token has no target.
+    with this piece, so that its last token has no target; a piece whose document goes on ends its row, and
+    the row is full.
     """
 
     first: np.ndarray
@@ -29,6 +31,14 @@ class Packing:
     @property
     def rows(self) -> int:
         return len(self.first) - 1
+
+    @classmethod
+    def together(cls, packings: Sequence["Packing"]) -> "Packing":
+        """Returns the rows of several packings, one after the other."""
+        before = np.cumsum([0, *(len(item.start) for item in packings)])
+        first = [item.first[:-1] + pieces for item, pieces in zip(packings, before[:-1], strict=True)]
+        columns = ([getattr(item, name) for item in packings] for name in ("start", "length", "last"))
+        return cls(np.concatenate([*first, before[-1:]]), *(np.concatenate(column) for column in columns))
 
     @property
     def max_segments(self) -> int:

@@ -12,6 +12,7 @@ store's key. So a kill leaves whole shards, which the next preparation keeps, an
 write the same bytes: whichever is last changes nothing.
 """
 
+import bisect
 import json
 import zlib
 from collections.abc import Callable
@@ -112,44 +113,40 @@ class Split:
             starts.append(starts[-1] + record["tokens"])
         self.ends = np.concatenate(ends)
         self.tokens: int = starts[-1]
-        self._starts = np.array(starts, np.int64)
-        self._unverified = [np.ones(len(checksums), bool) for checksums in self._checksums]
+        self._starts = starts
+        self._unverified = [bytearray(b"\1" * len(checksums)) for checksums in self._checksums]
 
-    def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], np.ndarray]:
-        """Returns a function that returns the tokens of pieces of the stream, piece after piece.
+    def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], list[np.ndarray]]:
+        """Returns a function that returns the tokens of runs of the stream, an array each.
 
-        start, length: int64 [pieces]. Of a source that is tokenised while training, the work begins here.
+        start, length: int64 [runs]. Of a source that is tokenised while training, the work begins here.
         """
-        return lambda: self.gather(np.repeat(start, length) + ranges(length))
+        runs = zip(start.tolist(), (start + length).tolist(), strict=True)
+        return lambda: [self.read(*run) for run in runs]
 
-    def gather(self, index: np.ndarray) -> np.ndarray:
-        """Returns the tokens at `index` (int64, any shape) of the stream.
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns the tokens from `start` to before `stop`, which is above it: a view of the memory map where
+        one shard holds them all.
 
         Each block's checksum is compared when it is first read; raises InputError when it differs.
         """
-        if len(self._shards) == 1:
-            return self._gather(0, index)
-        shard = np.searchsorted(self._starts, index, side="right") - 1
-        gathered = np.empty(index.shape, self._shards[0].dtype if self._shards else np.uint16)
-        for number in np.unique(shard):
-            chosen = shard == number
-            gathered[chosen] = self._gather(int(number), index[chosen] - self._starts[number])
-        return gathered
+        parts = []
+        while start < stop:
+            number = bisect.bisect_right(self._starts, start) - 1
+            shard, origin = self._shards[number], self._starts[number]
+            first, last = start - origin, min(stop, self._starts[number + 1]) - origin - 1
+            size = BLOCK // shard.itemsize
+            while (block := self._unverified[number].find(1, first // size, last // size + 1)) >= 0:
+                self._verify_block(number, block)
+            parts.append(shard[first : last + 1])
+            start = origin + last + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def verify(self) -> None:
         """Compares every block with its checksum; raises InputError that names the first that differs."""
         for number, checksums in enumerate(self._checksums):
             for block in range(len(checksums)):
                 self._verify_block(number, block)
-
-    def _gather(self, number: int, index: np.ndarray) -> np.ndarray:
-        shard, unverified = self._shards[number], self._unverified[number]
-        if unverified.any():
-            touched = np.zeros_like(unverified)
-            touched[index.ravel() // (BLOCK // shard.itemsize)] = True
-            for block in np.flatnonzero(touched & unverified):
-                self._verify_block(number, int(block))
-        return shard[index]
 
     def _verify_block(self, number: int, block: int) -> None:
         shard = self._shards[number]
@@ -160,7 +157,7 @@ class Split:
             crc32 == self._checksums[number][block],
             f"{self._paths[number]}: block {block} (bytes {block * BLOCK} to {end - 1}) is damaged; {REMEDY}",
         )
-        self._unverified[number][block] = False
+        self._unverified[number][block] = 0
 
 
 def ranges(counts: np.ndarray) -> np.ndarray:

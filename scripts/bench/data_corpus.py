@@ -1,0 +1,138 @@
+"""The text that the data benchmark reads: the standard library's source, in the shapes that its rows need.
+
+    FOLDER/documents/*.jsonl.zst   306 files of whole documents, of which mixes of 5, 35 and 306 sources are made
+    FOLDER/heavy/*.jsonl.zst       100 sources of records of 32 KiB
+    FOLDER/pages/*.jsonl.zst       two sources of texts that each fill more than half of a short row
+    FOLDER/<name>.toml             the mixes
+    FOLDER/store                   what jaxthru makes of them, once
+
+Each record is a zstd frame of its own, and `*.frames.npy` says where each begins: any reader of .zst takes
+the files from front to back, and Grain, which wants its sources indexed, can fetch any record.
+"""
+
+import itertools
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+from jaxthru.data import tokenizer
+from jaxthru.data.loader import DataConfig, open_data
+
+SOURCES = (5, 35, 306)
+HEAVY_SOURCES, HEAVY_BYTES = 100, 1 << 15
+PAGE = 512
+"""Tokens of a row of pages. Each page has more than half of that, so that a row holds one: one sample."""
+PAGES = 4000
+VOCABULARY = 8192
+HEAVY_RECORDS = 10
+"""In each heavy source. Readers repeat them: what is measured is the reading, not the text."""
+
+
+def make(folder: Path, quick: bool) -> None:
+    """Makes what is missing; `quick`: a hundredth of it."""
+    made = folder / "made"
+    if made.is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = list(library(1_500_000 if quick else 40_000_000))
+    tokenizer.train(iter(texts[: len(texts) // 8]), VOCABULARY, folder / "tokenizer.json")
+    write(folder / "documents", (texts[number :: SOURCES[-1]] for number in range(SOURCES[-1])))
+    records = itertools.cycle(chunks(texts, HEAVY_BYTES))
+    heavy = (list(itertools.islice(records, 2 if quick else HEAVY_RECORDS)) for _ in range(HEAVY_SOURCES))
+    write(folder / "heavy", heavy)
+    write(folder / "pages", pages(texts, folder / "tokenizer.json", PAGES // 20 if quick else PAGES))
+    write_mixes(folder)
+    for name, sequence in (*((f"documents_{number}", 2048) for number in SOURCES), ("pages", PAGE)):
+        open_data(config(folder, name, sequence))
+    for name in ("heavy", "heavy_online"):
+        open_data(config(folder, name, 8192))
+    made.touch()
+
+
+def config(folder: Path, mix: str, sequence: int, **settings) -> DataConfig:
+    """Returns how jaxthru reads one of the mixes."""
+    return DataConfig(
+        mix=str(folder / f"{mix}.toml"), sequence=sequence, store=str(folder / "store"), **settings
+    )
+
+
+def library(most: int) -> Iterator[str]:
+    """Yields modules of the standard library, at most so many bytes, none twice."""
+    root, seen = Path(sysconfig.get_paths()["stdlib"]), set()
+    for path in sorted(root.rglob("*.py")):
+        if "site-packages" in path.parts:
+            continue
+        content = path.read_bytes()
+        if content in seen:
+            continue
+        seen.add(content)
+        try:
+            text = content.decode()
+        except UnicodeDecodeError:
+            continue  # a test file in another encoding
+        most -= len(content)
+        if most < 0:
+            return
+        if text.strip():
+            yield text
+
+
+def chunks(texts: Iterable[str], size: int) -> list[str]:
+    """Returns the texts end to end, in records of `size` characters; whole ones only."""
+    whole = "\n".join(texts)
+    return [whole[at : at + size] for at in range(0, len(whole) - size, size)]
+
+
+def pages(texts: list[str], path: Path, count: int) -> list[list[str]]:
+    """Returns two sources of `count` texts whose tokens, the end counted, fill over half of a row of PAGE."""
+    found = []
+    encoder = tokenizer.Tokenizer(path)
+    for part in itertools.batched(itertools.cycle(chunks(texts, 1100)), 1000):
+        for text, ids in zip(part, encoder.encode(list(part)), strict=True):
+            if PAGE // 2 < len(ids) <= PAGE:
+                found.append(f"{text}#{len(found)}"[-len(text) :])  # none the same: jaxthru keeps one of such
+        if len(found) >= 2 * count:
+            break
+    return [found[:count], found[count : 2 * count]]
+
+
+def write(folder: Path, sources: Iterable[list[str]]) -> None:
+    """Writes one file a source, and where its records begin."""
+    folder.mkdir(exist_ok=True)
+    compressor = zstandard.ZstdCompressor()
+    for number, texts in enumerate(sources):
+        frames = [compressor.compress(json.dumps({"text": text}).encode() + b"\n") for text in texts]
+        (folder / f"{number:03}.jsonl.zst").write_bytes(b"".join(frames))
+        np.save(folder / f"{number:03}.frames.npy", np.cumsum([0, *map(len, frames)]))
+
+
+def write_mixes(folder: Path) -> None:
+    """Writes the mixes. A mix of documents is the same text whatever the number of its sources."""
+    for number in SOURCES:
+        files = [
+            [f"documents/{file:03}.jsonl.zst" for file in range(source, SOURCES[-1], number)]
+            for source in range(number)
+        ]
+        write_mix(
+            folder / f"documents_{number}.toml",
+            {f"d{number}_{at}": {"paths": paths} for at, paths in enumerate(files)},
+        )
+    for name, more in (("heavy", {}), ("heavy_online", {"online": True})):
+        files = ([f"heavy/{file:03}.jsonl.zst"] for file in range(HEAVY_SOURCES))
+        write_mix(
+            folder / f"{name}.toml", {f"h{at}": {"paths": paths, **more} for at, paths in enumerate(files)}
+        )
+    slow = {"paths": ["pages/001.jsonl.zst"], "online": True, "transform": "data_transform:slow"}
+    write_mix(folder / "pages.toml", {"fast": {"paths": ["pages/000.jsonl.zst"], "weight": 9}, "slow": slow})
+
+
+def write_mix(path: Path, sources: dict[str, dict]) -> None:
+    lines = ['tokenizer = "tokenizer.json"', "held_out = 0.0"]
+    for name, keys in sources.items():
+        keys = {"recipe": "local_jsonl", "weight": 1, **keys}
+        lines += [f"[sources.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    path.write_text("\n".join(lines) + "\n")
