@@ -4,6 +4,7 @@ What stands in memory in one run is copied in one go, and everything else is com
 sources together: so a batch costs as much from 306 sources as from five, and little more than writing it.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -46,7 +47,7 @@ class Constructor:
         not reach across rows.
         """
         sequence, packing = self._sequence, self._packing
-        batch = {name: np.empty((len(row), sequence), dtype) for name, dtype in BATCH_FIELDS.items()}
+        batch = _empty(("tokens", "targets", "loss_mask", "source"), len(row), sequence)
         flat = {name: array.reshape(-1) for name, array in batch.items()}
 
         # Of each row: its pieces, how many, and what they sum to.
@@ -82,9 +83,9 @@ class Constructor:
         counts, numbers, begins = (np.zeros(len(piece) + len(row), np.int32) for _ in range(3))
         counts[at], counts[pad] = length, sequence - used
         numbers[at], begins[at] = segment + 1, begin
-        batch["segment_ids"] = np.repeat(numbers, counts).reshape(batch["tokens"].shape)
-        everywhere = np.arange(row.size * sequence, dtype=np.int32)
-        np.subtract(everywhere, np.repeat(begins, counts), flat["positions"])
+        batch["segment_ids"] = np.repeat(numbers, counts).reshape(-1, sequence)
+        begins = np.repeat(begins, counts)
+        batch["positions"] = np.subtract(_upto(row.size * sequence), begins, begins).reshape(-1, sequence)
         for padded in np.flatnonzero(used < sequence).tolist():
             for name in ("tokens", "targets", "positions", "loss_mask"):
                 batch[name][padded, used[padded] :] = 0
@@ -93,14 +94,22 @@ class Constructor:
     def _read(self, source: np.ndarray, start: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
         """Returns the tokens of runs of the sources' streams: int64 [runs] each."""
         by_source = np.argsort(source, kind="stable")
-        borders = np.flatnonzero(np.diff(source[by_source], prepend=-1, append=-1))
-        begun = []
-        for first, stop in itertools.pairwise(borders.tolist()):  # all are asked before any is waited for
-            runs = by_source[first:stop]
-            stream = self._streams[source[runs[0]]]
-            begun.append((runs, stream.begin(start[runs], length[runs])))
-        tokens: list[np.ndarray] = [None] * len(source)
-        for runs, finish in begun:
-            for run, found in zip(runs.tolist(), finish(), strict=True):
-                tokens[run] = found
-        return tokens
+        source, start, length = source[by_source], start[by_source], length[by_source]
+        borders = np.flatnonzero(np.diff(source, prepend=-1, append=-1)).tolist()
+        asked = []
+        for first, stop in itertools.pairwise(borders):  # all are asked before any is waited for
+            asked.append(self._streams[source[first]].begin(start[first:stop], length[first:stop]))
+        found = [run for finish in asked for run in finish()]
+        return [found[at] for at in np.argsort(by_source).tolist()]
+
+
+def _empty(names: tuple[str, ...], rows: int, sequence: int) -> dict[str, np.ndarray]:
+    """Returns fields of a batch with whatever was in their memory, which is taken in one piece: the allocator
+    gives small ones back to the system at once, and getting pages anew takes longer than filling them."""
+    memory = np.empty((len(names), rows, sequence), np.int32)
+    return {name: part.view(BATCH_FIELDS[name]) for name, part in zip(names, memory, strict=True)}
+
+
+@functools.lru_cache(maxsize=2)
+def _upto(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32)

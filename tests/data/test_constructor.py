@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxthru.data.batch import check_batch
+from jaxthru.data.batch import BATCH_FIELDS, check_batch
 from jaxthru.data.constructor import EMPTY, Constructor
 from jaxthru.data.packing import pack
 
@@ -36,7 +36,7 @@ def test_a_batch_says_what_its_documents_say(lengths, sequence, packing, seed):
     check_batch(batch, len(pairs), sequence)
     seen = [[] for _ in lengths]
     for at, (number, chosen) in enumerate(pairs):
-        tokens, targets, segments, positions, mask, sources = (batch[name][at] for name in batch)
+        tokens, targets, segments, positions, mask, sources = (batch[name][at] for name in BATCH_FIELDS)
         assert (sources == number).all()
         used = int((segments > 0).sum())
         assert (chosen == EMPTY) == (used == 0)
