@@ -7,9 +7,9 @@ A folder is laid out as a token store's, but for its data files. Of each shard k
     <split>-<k>.stretches  int32 [stretches, 5]: frame, first byte within it, bytes, tokens, ends a document
 
 A stretch is a document, or a part of a long one whose tokens are the same when it is tokenised alone: so a
-row from the middle of a book costs a few pages and not the book. How many tokens each stretch becomes is
-known, so that rows are planned and packed as those of a token store are, and a run gets the same batches from
-either.
+row from the middle of a book costs a page or two more and not the book. How many tokens each stretch becomes
+is known, so that rows are planned and packed as those of a token store are, and a run gets the same batches
+from either.
 """
 
 import json
@@ -24,10 +24,11 @@ from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
-FRAME_BYTES = 1 << 18
+FRAME_BYTES = 1 << 16
 """Text in a frame: what is decompressed to get at one document, unless that is longer."""
-STRETCH_BYTES = 1 << 15
-"""Text in a stretch of a longer document, to the next line end."""
+STRETCH_BYTES = 1 << 12
+"""Text in a stretch of a longer document, to the next line end. Half of that is tokenised for nothing at each
+end of a row."""
 KIND = "text"
 
 

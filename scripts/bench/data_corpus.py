@@ -1,6 +1,6 @@
 """The text that the data benchmark reads: the standard library's source, in the shapes that its rows need.
 
-    FOLDER/documents/*.jsonl.zst   306 files of whole documents, of which mixes of 5, 35 and 306 sources are made
+    FOLDER/documents/*.jsonl.zst   306 files of whole documents: mixes of 5, 35 and 306 sources
     FOLDER/heavy/*.jsonl.zst       100 sources of records of 32 KiB
     FOLDER/pages/*.jsonl.zst       two sources of texts that each fill more than half of a short row
     FOLDER/<name>.toml             the mixes
@@ -10,8 +10,11 @@ Each record is a zstd frame of its own, and `*.frames.npy` says where each begin
 the files from front to back, and Grain, which wants its sources indexed, can fetch any record.
 """
 
+import contextlib
+import io
 import itertools
 import json
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,23 +36,26 @@ HEAVY_RECORDS = 10
 
 
 def make(folder: Path, quick: bool) -> None:
-    """Makes what is missing; `quick`: a hundredth of it."""
+    """Makes what is missing; quick: a small corpus, of pieces of files."""
     made = folder / "made"
     if made.is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    texts = list(library(1_500_000 if quick else 40_000_000))
+    texts = chunks(library(1_500_000), 2000) if quick else list(library(40_000_000))
     tokenizer.train(iter(texts[: len(texts) // 8]), VOCABULARY, folder / "tokenizer.json")
-    write(folder / "documents", (texts[number :: SOURCES[-1]] for number in range(SOURCES[-1])))
-    records = itertools.cycle(chunks(texts, HEAVY_BYTES))
-    heavy = (list(itertools.islice(records, 2 if quick else HEAVY_RECORDS)) for _ in range(HEAVY_SOURCES))
+    by_size = sorted(texts, key=len, reverse=True)  # so that each source has a long one
+    write(folder / "documents", (by_size[number :: SOURCES[-1]] for number in range(SOURCES[-1])))
+    records = itertools.cycle(chunks(texts, HEAVY_BYTES // 8 if quick else HEAVY_BYTES))
+    sources = 10 if quick else HEAVY_SOURCES
+    heavy = (list(itertools.islice(records, 2 if quick else HEAVY_RECORDS)) for _ in range(sources))
     write(folder / "heavy", heavy)
     write(folder / "pages", pages(texts, folder / "tokenizer.json", PAGES // 20 if quick else PAGES))
-    write_mixes(folder)
-    for name, sequence in (*((f"documents_{number}", 2048) for number in SOURCES), ("pages", PAGE)):
-        open_data(config(folder, name, sequence))
-    for name in ("heavy", "heavy_online"):
-        open_data(config(folder, name, 8192))
+    write_mixes(folder, sources)
+    long = (*(f"documents_{number}" for number in SOURCES), "heavy", "heavy_online")
+    for name, sequence in (*((name, 2048) for name in long), ("pages", PAGE)):
+        print(f"preparing {name}", file=sys.stderr, flush=True)
+        with contextlib.redirect_stderr(io.StringIO()):  # hundreds of sources, each with its line
+            open_data(config(folder, name, sequence))
     made.touch()
 
 
@@ -110,29 +116,27 @@ def write(folder: Path, sources: Iterable[list[str]]) -> None:
         np.save(folder / f"{number:03}.frames.npy", np.cumsum([0, *map(len, frames)]))
 
 
-def write_mixes(folder: Path) -> None:
+def write_mixes(folder: Path, heavy_sources: int) -> None:
     """Writes the mixes. A mix of documents is the same text whatever the number of its sources."""
     for number in SOURCES:
-        files = [
-            [f"documents/{file:03}.jsonl.zst" for file in range(source, SOURCES[-1], number)]
-            for source in range(number)
-        ]
-        write_mix(
-            folder / f"documents_{number}.toml",
-            {f"d{number}_{at}": {"paths": paths} for at, paths in enumerate(files)},
-        )
-    for name, more in (("heavy", {}), ("heavy_online", {"online": True})):
-        files = ([f"heavy/{file:03}.jsonl.zst"] for file in range(HEAVY_SOURCES))
-        write_mix(
-            folder / f"{name}.toml", {f"h{at}": {"paths": paths, **more} for at, paths in enumerate(files)}
-        )
-    slow = {"paths": ["pages/001.jsonl.zst"], "online": True, "transform": "data_transform:slow"}
-    write_mix(folder / "pages.toml", {"fast": {"paths": ["pages/000.jsonl.zst"], "weight": 9}, "slow": slow})
+        files = [range(source, SOURCES[-1], number) for source in range(number)]
+        sources = {f"d{number}_{at}": paths("documents", part) for at, part in enumerate(files)}
+        write_mix(folder, f"documents_{number}", sources)
+    heavy = {f"h{number}": paths("heavy", [number]) for number in range(heavy_sources)}
+    write_mix(folder, "heavy", heavy)
+    write_mix(folder, "heavy_online", {name: keys | {"online": True} for name, keys in heavy.items()})
+    fast, slow = paths("pages", [0]), paths("pages", [1])
+    slow |= {"online": True, "transform": "data_transform:slow"}
+    write_mix(folder, "pages", {"fast": {**fast, "weight": 9}, "slow": slow})
 
 
-def write_mix(path: Path, sources: dict[str, dict]) -> None:
+def paths(kind: str, numbers: Iterable[int]) -> dict[str, list[str]]:
+    return {"paths": [f"{kind}/{number:03}.jsonl.zst" for number in numbers]}
+
+
+def write_mix(folder: Path, mix: str, sources: dict[str, dict]) -> None:
     lines = ['tokenizer = "tokenizer.json"', "held_out = 0.0"]
     for name, keys in sources.items():
         keys = {"recipe": "local_jsonl", "weight": 1, **keys}
         lines += [f"[sources.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
-    path.write_text("\n".join(lines) + "\n")
+    (folder / f"{mix}.toml").write_text("\n".join(lines) + "\n")

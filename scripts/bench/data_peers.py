@@ -1,0 +1,127 @@
+"""Other loaders over the same rows of tokens, each in its own format, in one process, shuffled as it does.
+
+They are no dependencies of jaxthru: whichever is not installed is left out of the table.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import data_corpus as corpus
+import numpy as np
+
+from jaxthru.data.loader import open_data
+
+ROWS, SEQUENCE = 64, 2048
+Batches = Iterator[dict[str, np.ndarray]]
+
+
+def rows(folder: Path) -> np.ndarray:
+    """Returns uint16 [rows, SEQUENCE]: what the stores of five sources hold."""
+    data = open_data(corpus.config(folder, f"documents_{corpus.SOURCES[0]}", SEQUENCE), prepare=False)
+    splits = (store.train for store in data.prepared.stores.values())
+    stream = np.concatenate([split.read(0, split.tokens) for split in splits])
+    return stream[: len(stream) // SEQUENCE * SEQUENCE].reshape(-1, SEQUENCE)
+
+
+def written(folder: Path, write: Callable[[Path, np.ndarray], None]) -> Path:
+    """Returns where a peer's files lie, written at the first call."""
+    target = folder / "peers" / write.__name__.removeprefix("write_")
+    if not (target / "made").is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        write(target / "data", rows(folder))
+        (target / "made").touch()
+    return target / "data"
+
+
+def write_mosaicml(path: Path, tokens: np.ndarray) -> None:
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(path), columns={"tokens": f"ndarray:uint16:{SEQUENCE}"}) as writer:
+        for row in tokens:
+            writer.write({"tokens": row})
+
+
+def mosaicml(folder: Path) -> Batches:
+    from streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    dataset = StreamingDataset(local=str(written(folder, write_mosaicml)), shuffle=True, batch_size=ROWS)
+    while True:
+        yield from DataLoader(dataset, batch_size=ROWS, drop_last=True)
+
+
+def write_webdataset(path: Path, tokens: np.ndarray) -> None:
+    import webdataset
+
+    with webdataset.TarWriter(str(path)) as writer:
+        for number, row in enumerate(tokens):
+            writer.write({"__key__": f"{number:06}", "bin": row.tobytes()})
+
+
+def webdataset(folder: Path) -> Batches:
+    import webdataset
+
+    dataset = webdataset.WebDataset(str(written(folder, write_webdataset)), shardshuffle=False).shuffle(1000)
+    dataset = dataset.map(lambda sample: {"tokens": np.frombuffer(sample["bin"], np.uint16)})
+    while True:
+        for batch in itertools.batched(dataset, ROWS):
+            yield {"tokens": np.stack([sample["tokens"] for sample in batch])}
+
+
+def write_datasets(path: Path, tokens: np.ndarray) -> None:
+    import datasets
+
+    features = datasets.Features({"tokens": datasets.Sequence(datasets.Value("uint16"), length=SEQUENCE)})
+    datasets.Dataset.from_dict({"tokens": tokens}, features=features).save_to_disk(str(path))
+
+
+def hugging_face(folder: Path) -> Batches:
+    import datasets
+
+    dataset = datasets.load_from_disk(str(written(folder, write_datasets))).with_format("numpy")
+    for epoch in itertools.count():
+        yield from dataset.shuffle(seed=epoch).iter(batch_size=ROWS, drop_last_batch=True)
+
+
+def torchdata(folder: Path) -> Batches:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Memory:
+        """A torch dataset that is a memory map."""
+
+        def __init__(self, path: Path):
+            self.rows = np.load(path.with_suffix(".npy"), mmap_mode="r")
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+            return {"tokens": np.array(self.rows[index])}
+
+    dataset = Memory(written(folder, write_torchdata))
+    while True:
+        yield from StatefulDataLoader(dataset, batch_size=ROWS, shuffle=True, drop_last=True)
+
+
+def write_torchdata(path: Path, tokens: np.ndarray) -> None:
+    np.save(path.with_suffix(".npy"), tokens)
+
+
+def contenders() -> dict[str, Callable[[Path], Batches]]:
+    """Returns all that this file holds, by name, and jaxthru with rows of the same shape."""
+    from data_contenders import jaxthru
+
+    found = {f"peers/{peer.__name__}": peer for peer in (mosaicml, webdataset, hugging_face, torchdata)}
+    own = partial(jaxthru, mix=f"documents_{corpus.SOURCES[0]}", rows=ROWS, sequence=SEQUENCE)
+    return {"peers/jaxthru": own, **found}
+
+
+NEEDS = {
+    "peers/mosaicml": ("mosaicml-streaming", "streaming"),
+    "peers/webdataset": ("webdataset", "webdataset"),
+    "peers/hugging_face": ("datasets", "datasets"),
+    "peers/torchdata": ("torchdata", "torchdata"),
+}
+"""Of each peer: its distribution and its module."""

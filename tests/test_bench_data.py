@@ -1,0 +1,100 @@
+"""The data benchmark: what it counts, and what it claims of it."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
+MODULES = ("data", "data_table", "data_peers", "data_corpus", "data_contenders", "data_transform", "harness")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Returns a function that imports a module of scripts/bench, as a script there would."""
+    monkeypatch.syspath_prepend(BENCH)
+    yield importlib.import_module
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def line(rate: float, **more) -> dict:
+    return {
+        "samples_per_second": rate,
+        "tokens_per_second": 1000 * rate,
+        "tokens_per_cpu_second": 1.0,
+        **more,
+    }
+
+
+def test_medians_pass_over_rounds_that_failed(bench):
+    table = bench("data_table")
+    failed = {"error": ["out of memory"]}
+    rounds = [{"a": line(1), "b": failed}, {"a": failed, "b": failed}, {"a": line(5)}, {"a": line(2)}]
+    found = table.medians(rounds)
+    assert found["a"]["samples_per_second"] == 2 and found["a"]["rounds"] == 3
+    assert found["b"] == failed
+
+
+def test_ratios_and_their_bars(bench):
+    table = bench("data_table")
+    found = {
+        "packed/5/jaxthru": line(120_000),
+        "heavy/jaxthru": line(40, private_mb=100.0),
+        "heavy/grain-iterators": line(37, private_mb=1400.0),
+        "slow/jaxthru": line(1700),
+        "slow/grain": line(1000),
+        "peers/torchdata": {"error": "not installed"},
+    }
+    ratios = {(one["a"], one["b"]): one for one in table.compare(found)}
+    memory = ratios["heavy/grain-iterators", "heavy/jaxthru"]
+    assert memory["ratio"] == 14 and memory["met"] and not memory["rates_equal"]
+    assert not ratios["slow/jaxthru", "slow/grain"]["met"]
+    assert ratios["packed/5/jaxthru", "1e+08"]["met"]
+    assert len(ratios) == 3
+    text = table.table(found, list(ratios.values()))
+    assert "not installed" in text and "met, rates differ" in text and "missed" in text
+
+
+def test_a_tree_of_processes_is_counted_whole(bench):
+    data = bench("data")
+    program = "import sys; held = bytearray(b'1' * 50_000_000); print(flush=True); sys.stdin.read()"
+    before = data.memory(os.getpid())
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        child.stdout.readline()
+        after = data.memory(os.getpid())
+        assert child.pid in data.processes(os.getpid())
+        child.stdin.close()
+    assert after["processes"] == before["processes"] + 1
+    assert after["private_mb"] - before["private_mb"] > 50
+
+
+def test_taking_at_a_rate_counts_the_time_that_it_waits(bench):
+    data = bench("data")
+    taken, took = data.take(iter(range(1000)), 0.2, 0.05)
+    assert taken in (4, 5) and taken / took == pytest.approx(20, rel=0.05)
+
+
+def test_pages_fill_more_than_half_of_a_row(bench, tmp_path):
+    corpus = bench("data_corpus")
+    texts = list(corpus.library(400_000))
+    path = tmp_path / "tokenizer.json"
+    corpus.tokenizer.train(iter(texts), 2000, path)
+    pages = corpus.pages(texts, path, 20)
+    encoder = corpus.tokenizer.Tokenizer(path)
+    lengths = [len(ids) for source in pages for ids in encoder.encode(source)]
+    assert len({text for source in pages for text in source}) == 40
+    assert np.all(np.array(lengths) > corpus.PAGE // 2)
+
+
+def test_records_can_be_fetched_in_any_order(bench, tmp_path):
+    corpus, contenders = bench("data_corpus"), bench("data_contenders")
+    corpus.write(tmp_path / "records", [["one", "two\nlines", "three"]])
+    records = contenders.Records(tmp_path / "records" / "000.jsonl.zst")
+    assert [records[at]["text"] for at in (2, 0, 1)] == ["three", "one", "two\nlines"]
