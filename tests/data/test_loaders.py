@@ -159,14 +159,14 @@ def test_a_damaged_frame_is_named(source, tmp_path, tokenizer):
         (copy / path.name).write_bytes(path.read_bytes())
     path = copy / "train-00001.text"
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 255
+    content[-100] ^= 255  # in the last frame
     path.write_bytes(content)
     opened = text_store.TextStore(copy)
-    with pytest.raises(InputError, match=r"train-00001.text: frame 0 \(bytes 0 to .* is damaged"):
+    with pytest.raises(InputError, match=r"train-00001.text: frame [1-9] \(bytes .* is damaged"):
         opened.verify()
     with Loaders(1, ("books",), tokenizer.path) as loaders:
         split = OnlineSplit("books", opened.train, loaders)
-        with pytest.raises(InputError, match=r"source books: .*train-00001.text: frame 0"):
+        with pytest.raises(InputError, match=r"source books: .*train-00001.text: frame [1-9] "):
             split.begin(np.array([split.tokens - 2]), np.array([1]))()
 
 
