@@ -98,3 +98,15 @@ def test_records_can_be_fetched_in_any_order(bench, tmp_path):
     corpus.write(tmp_path / "records", [["one", "two\nlines", "three"]])
     records = contenders.Records(tmp_path / "records" / "000.jsonl.zst")
     assert [records[at]["text"] for at in (2, 0, 1)] == ["three", "one", "two\nlines"]
+
+
+def test_jaxthru_is_a_contender_that_runs(bench, tmp_path):
+    corpus, contenders = bench("data_corpus"), bench("data_contenders")
+    texts = corpus.chunks(corpus.library(300_000), 2000)
+    corpus.tokenizer.train(iter(texts), 2000, tmp_path / "tokenizer.json")
+    corpus.write(tmp_path / "pages", corpus.pages(texts, tmp_path / "tokenizer.json", 40))
+    corpus.write_mix(tmp_path, "some", {f"s{number}": corpus.paths("pages", [number]) for number in (0, 1)})
+    corpus.open_data(corpus.config(tmp_path, "some", 128))
+    batches = contenders.jaxthru(tmp_path, "some", rows=4, sequence=128)
+    assert next(batches)["tokens"].shape == (4, 128)
+    batches.close()

@@ -24,6 +24,7 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -149,12 +150,17 @@ def start(name: str, arguments: argparse.Namespace) -> dict:
         paths.insert(0, str(arguments.peers))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
-    try:
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    except subprocess.TimeoutExpired:
-        return {"error": "took over ten minutes"}
-    lines = [line for line in result.stdout.splitlines() if line.startswith('{"first_batch')]
-    return json.loads(lines[-1]) if lines else {"error": result.stderr.strip().splitlines()[-1:]}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=600)
+        except subprocess.TimeoutExpired:
+            return {"error": "took over ten minutes"}
+        finally:  # whatever it has started is to be gone before the next
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = [line for line in output.splitlines() if line.startswith('{"first_batch')]
+    return json.loads(lines[-1]) if lines else {"error": errors.strip().splitlines()[-1:]}
 
 
 def installed(name: str, peers: Path | None) -> bool:
@@ -188,7 +194,9 @@ def main() -> int:
     if arguments.contender:
         keys = (arguments.seconds, arguments.rate, arguments.quick)
         print(json.dumps(measure(arguments.contender, arguments.folder, *keys)), flush=True)
-        os._exit(0)  # threads that wait for what nobody takes any more would keep it
+        for process in processes(os.getpid())[::-1]:  # what still reads ahead would keep it
+            os.kill(process, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that contenders are ended too
     if arguments.quick:
         arguments.rounds, arguments.seconds = 1, 0.5
         arguments.folder = arguments.folder / "quick"

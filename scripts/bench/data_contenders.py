@@ -30,7 +30,7 @@ BINS = 64
 def jaxthru(folder: Path, mix: str, rows: int, sequence: int, **settings) -> Batches:
     """Planned, packed rows with segment ids, positions and loss mask."""
     data = open_data(corpus.config(folder, mix, sequence, **settings), prepare=False)
-    with data.train_batches(((0, data.weights),), seed=0, rows=rows, steps=FOREVER) as batches:
+    with data.train_batches(((0, data.mixing),), seed=0, rows=rows, steps=FOREVER) as batches:
         yield from batches
 
 
@@ -171,9 +171,10 @@ class Page:
     """A page in a row of its own, padded."""
 
     def __call__(self, record: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        row = np.zeros(corpus.PAGE, np.int32)
-        row[: len(record["tokens"])] = record["tokens"]
-        return {"tokens": row}
+        tokens = record["tokens"]
+        row, segment_ids = np.zeros((2, corpus.PAGE), np.int32)
+        row[: len(tokens)], segment_ids[: len(tokens)] = tokens, 1
+        return {"tokens": row, "segment_ids": segment_ids}
 
 
 def slowly(record: dict[str, str]) -> dict[str, str]:

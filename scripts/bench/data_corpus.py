@@ -46,7 +46,7 @@ def make(folder: Path, quick: bool) -> None:
     by_size = sorted(texts, key=len, reverse=True)  # so that each source has a long one
     write(folder / "documents", (by_size[number :: SOURCES[-1]] for number in range(SOURCES[-1])))
     records = itertools.cycle(chunks(texts, HEAVY_BYTES // 8 if quick else HEAVY_BYTES))
-    sources = 10 if quick else HEAVY_SOURCES
+    sources = 3 if quick else HEAVY_SOURCES
     heavy = (list(itertools.islice(records, 2 if quick else HEAVY_RECORDS)) for _ in range(sources))
     write(folder / "heavy", heavy)
     write(folder / "pages", pages(texts, folder / "tokenizer.json", PAGES // 20 if quick else PAGES))
