@@ -3,11 +3,10 @@
     python scripts/bench/one_gpu.py --output FILE [--contenders a,b,...] [--stop-after SECONDS] [--gpus N]
 
 Every contender runs in a process of its own, once, then all again, and so on: A-B-A-B. A block is 20 s of
-warm-up under load and 20 s timed, so that two rounds time each contender for 40 s; those that train nothing
-(sustained products, attention alone) have half the warm-up and three quarters of the time. Finished blocks
-are kept in FILE; the same command continues with those that are missing. On a host with several GPUs, N of
-them work at once, one block each; a contender's next round is on the next GPU, so that what one GPU is faster
-than another shows as A-A spread and favours nobody.
+warm-up under load and 20 s timed, so that two rounds time each contender for 40 s. Finished blocks are kept
+in FILE; the same command continues with those that are missing. On a host with several GPUs, N of them work
+at once, one block each; a contender's next round is on the next GPU, so that what one GPU is faster than
+another shows as A-A spread and favours nobody.
 """
 
 import argparse
@@ -83,7 +82,6 @@ CONTENDERS = {
 # fmt: on
 DEFAULT = list(CONTENDERS)[: list(CONTENDERS).index("attention") + 1]
 BASE = "hf"
-QUICK = ("gemm.py", "attention_saving.py")
 NOTES = """\
 A ratio in bold is claimed: it differs from 1 by more than twice the larger A-A spread. MFU counts needed
 FLOPs over the data sheet's dense bf16 peak, fp8 too. `of GEMM` is the share of this run's sustained product
@@ -100,11 +98,9 @@ hf: masks are left out, so that attention is cuDNN's causal kernel; whole logits
 
 def command_of(contender: Contender, arguments: argparse.Namespace, tokens: Path) -> list[str]:
     """Returns the command line of one block."""
-    seconds = (arguments.warmup_seconds, arguments.timed_seconds)
-    if contender.script in QUICK:
-        seconds = (seconds[0] / 2, seconds[1] * 3 / 4)
     words = shlex.split(contender.arguments.replace("{tokens}", str(tokens)))
-    words += ["--warmup-seconds", f"{seconds[0]:g}", "--timed-seconds", f"{seconds[1]:g}"]
+    words += ["--warmup-seconds", f"{arguments.warmup_seconds:g}"]
+    words += ["--timed-seconds", f"{arguments.timed_seconds:g}"]
     if contender.is_peer:
         python = sys.executable if contender.module == "peers.plain_jax" else arguments.torch_python
         shape = harness.Shape.of(arguments.resolved.model)
