@@ -224,8 +224,11 @@ class PlannedBatches:
     def _expect(self, index: int) -> None:
         """Tells the Source Loaders what the coming steps want of each source."""
         coming = (self._steps[min(index + ahead, len(self) - 1)] for ahead in AHEAD)
-        rows = np.concatenate([self._planner.plan(step).source[self._local_rows] for step in coming])
-        counts = np.bincount(rows, minlength=len(self._data.names)) * self._data.config.sequence
+        # Which of a step's rows are built here is decided by a plan; its sources are known without one.
+        sources = np.concatenate([self._planner.timeline.sources(step) for step in coming])
+        start, stop, _ = self._local_rows.indices(self._planner.rows)
+        tokens = self._data.config.sequence * (stop - start) / self._planner.rows
+        counts = np.bincount(sources, minlength=len(self._data.names)) * tokens
         self._data.loaders.expect(dict(zip(self._data.names, counts.tolist(), strict=True)))
 
 
