@@ -30,7 +30,6 @@ from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.runtime.errors import InputError
 from jaxthru.train import build
 from jaxthru.training.evaluate import EvaluateConfig
-from jaxthru.training.run_directory import environment
 from jaxthru.training.step import TrainConfig
 
 WINDOW = 20
@@ -114,7 +113,6 @@ def main() -> int:
     except InputError as error:
         print(f"fp8_loss: {error}", file=sys.stderr)
         return 2
-    where = environment()
     line = {
         "benchmark": "fp8_loss",
         "config": Path(arguments.config).stem,
@@ -125,10 +123,7 @@ def main() -> int:
         "from_compute": {name: compare(results["compute"][0], result[0]) for name, result in results.items()},
         "held_out_loss": {name: result[1] for name, result in results.items()},
         "skipped_updates": {name: result[2] for name, result in results.items()},
-        "device": where["devices"],
-        "versions": where["versions"] | {"python": where["python"], "backend": where["backend"]},
-        "commit": where["commit"],
-        "command": " ".join(["python", *sys.argv]),
+        **harness.provenance(),
     }
     harness.emit(line, arguments.output)
     return 0

@@ -12,6 +12,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,6 +175,19 @@ def causal_batches(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, n
 def versions(*packages: str) -> dict[str, str]:
     """Returns the installed versions."""
     return {package: importlib.metadata.version(package) for package in packages}
+
+
+def provenance() -> dict[str, Any]:
+    """Returns where a result of jaxthru's own comes from: device, versions, commit and command."""
+    from jaxthru.training.run_directory import environment  # here, for it loads JAX
+
+    where = environment()
+    return {
+        "device": where["devices"],
+        "versions": where["versions"] | {"python": where["python"], "backend": where["backend"]},
+        "commit": where["commit"],
+        "command": " ".join(["python", *sys.argv]),
+    }
 
 
 def emit(line: dict[str, Any], output: Path | None = None) -> None:

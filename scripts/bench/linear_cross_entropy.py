@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.runtime import xla
-from jaxthru.training.run_directory import environment
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.shapes import CPU, GPU
 from pallas_kernels.testing import normal, relative_error
@@ -154,7 +153,6 @@ def main() -> int:
             "gradients_apart_from_fused": apart[name],
             "loss": losses[name],
         }
-    where = environment()
     line = {
         "benchmark": "linear_cross_entropy",
         "shape": options.shape,
@@ -163,10 +161,7 @@ def main() -> int:
         **({"tokamax_missing": missing} if missing else {}),
         "sm_clock_mhz": clocks.mhz,
         "power_watts": clocks.watts,
-        "device": where["devices"],
-        "versions": where["versions"] | {"python": where["python"], "backend": where["backend"]},
-        "commit": where["commit"],
-        "command": " ".join(["python", *sys.argv]),
+        **harness.provenance(),
     }
     harness.emit(line, options.output)
     return 0

@@ -25,7 +25,6 @@ from jaxthru.models import flops
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError
 from jaxthru.train import Build, build
-from jaxthru.training.run_directory import environment
 from jaxthru.training.step import Batch
 
 
@@ -122,17 +121,13 @@ def main() -> int:
     built = build(config, data)
     rows = np.load(arguments.causal_rows) if arguments.causal_rows else None
     batches = packed_batches(built) if rows is None else causal_batches(built, rows)
-    where = environment()
     line = {
         "benchmark": "step",
         "config": Path(arguments.config).stem,
         "set": arguments.overrides,
         **measure(built, batches, arguments.warmup_seconds, arguments.timed_seconds),
         "compile_seconds": round(built.compile_seconds, 2),
-        "device": where["devices"],
-        "versions": where["versions"] | {"python": where["python"], "backend": where["backend"]},
-        "commit": where["commit"],
-        "command": " ".join(["python", *sys.argv]),
+        **harness.provenance(),
     }
     harness.emit(line, arguments.output)
     return 0
