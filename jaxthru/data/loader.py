@@ -238,9 +238,10 @@ class Batches:
     def __init__(self, planned: PlannedBatches):
         import grain  # here, for it loads JAX, which commands that only look at the data can do without
 
-        # Threads that wait for Source Loaders cost nothing, and keep them busy.
-        threads = 4 if planned.waits else 2
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
+        # Threads that wait for Source Loaders cost nothing, and keep them busy; those that build a batch
+        # would take turns at the interpreter's lock.
+        threads = 4 if planned.waits else 1
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 4))
         self._iterator = iter(grain.MapDataset.source(planned).to_iter_dataset(options)) if planned else None
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 
 from jaxthru.data.balance import balanced
-from jaxthru.data.shuffle import key_of, place_of
+from jaxthru.data.shuffle import key_of, places
 from jaxthru.data.timeline import Schedule, Supply, Timeline
 from jaxthru.runtime.errors import require
 
@@ -51,18 +51,15 @@ class Planner:
         self.names = tuple(supplies)
         self.available = np.array([supply.rows for supply in supplies.values()], np.int64)
         self.seed, self.rows, self.groups = seed, rows, groups
+        # By name: a source keeps its order when the mix names others before it.
+        self._keys = np.array([key_of(seed, "rows", name) for name in supplies], np.uint64)
         self._costs = costs
 
     def plan(self, step: int) -> StepPlan:
         """Returns the plan of update `step` + 1, for `step` completed updates."""
-        source = self.timeline.sources(step)
-        # The rows of each source, numbered in the order in which the step meets them.
-        by_source = np.argsort(source, kind="stable")
-        counts = np.bincount(source, minlength=len(self.names))
-        number = np.empty(self.rows, np.int64)
-        number[by_source] = np.arange(self.rows) - np.repeat(np.cumsum(counts) - counts, counts)
-        number += self.timeline.taken(step)[source]
-        row = np.array([self._shuffled(*pair) for pair in zip(source.tolist(), number.tolist(), strict=True)])
+        source, number = self.timeline.rows_of(step)
+        epoch, index = np.divmod(number, self.available[source])
+        row = places(index, self.available[source], self._keys[source], epoch)
         plan = StepPlan(source, row)
         if self._costs is None:
             return plan
@@ -81,10 +78,3 @@ class Planner:
         """Returns how often each source has been gone through after `step` updates."""
         taken = self.timeline.taken(step) / np.maximum(self.available, 1)
         return dict(zip(self.names, taken.tolist(), strict=True))
-
-    def _shuffled(self, source: int, number: int) -> int:
-        """Returns the row that a source gives as its `number`-th since the run began."""
-        rows = int(self.available[source])
-        epoch, index = divmod(number, rows)
-        # By name: a source keeps its order when the mix names others before it.
-        return place_of(index, key_of(self.seed, "rows", self.names[source], epoch), rows)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxthru.data.schedule import Mixing
 from jaxthru.data.shuffle import key_of, permutation
+from jaxthru.data.store import ranges
 from jaxthru.runtime.errors import did_you_mean, require
 
 Schedule = tuple[tuple[int, Mixing], ...]
@@ -71,7 +72,7 @@ class Timeline:
         self.ended_by = ""
         # Balanced counts need a block of at least (number of sources)² rows: see `_balanced`.
         self._block = 1 << max(10, (len(self.names) ** 2 - 1).bit_length())
-        self._sources_of_block = functools.lru_cache(maxsize=4)(self._mixed_block)
+        self._rows_of_block = functools.lru_cache(maxsize=4)(self._mixed_block)
         self._phases: list[Phase] = []
         self._starts: list[int] = []
         for (start, mixing), until in itertools.zip_longest(schedule, steps[1:]):
@@ -89,21 +90,31 @@ class Timeline:
 
     def sources(self, step: int) -> np.ndarray:
         """Returns int64 [rows], the source of each row of update `step` + 1."""
-        number = self._at(step)
-        phase = self._phases[number]
-        block, offset = divmod((step - phase.start) * self.rows, phase.block)
-        blocks = range(block, block + (offset + self.rows - 1) // phase.block + 1)
-        found = np.concatenate([self._sources_of_block(number, index) for index in blocks])
-        return found[offset : offset + self.rows]
+        return self.rows_of(step)[0]
+
+    def rows_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (source, number) of each row of update `step` + 1, int64 [rows] both: it is the source's
+        `number`-th row since the run began, counted from 0.
+        """
+        at = self._at(step)
+        phase = self._phases[at]
+        begin = (step - phase.start) * self.rows
+        pieces = []
+        for block in range(begin // phase.block, (begin + self.rows - 1) // phase.block + 1):
+            offset = begin - block * phase.block
+            pieces.append(self._rows_of_block(at, block)[:, max(offset, 0) : offset + self.rows])
+        source, number = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+        return source, number
 
     def taken(self, step: int) -> np.ndarray:
         """Returns int64 [sources], the rows that each has given after `step` updates."""
-        number = self._at(step)
-        phase = self._phases[number]
+        at = self._at(step)
+        phase = self._phases[at]
         block, rest = divmod((self._clipped(phase, step) - phase.start) * self.rows, phase.block)
         counts = phase.before + _balanced(phase.units, block * phase.block)
         if rest:
-            counts += np.bincount(self._sources_of_block(number, block)[:rest], minlength=len(self.names))
+            source = self._rows_of_block(at, block)[0, :rest]
+            counts += np.bincount(source, minlength=len(self.names))
         return counts
 
     def _at(self, step: int) -> int:
@@ -112,16 +123,22 @@ class Timeline:
     def _clipped(self, phase: Phase, step: int) -> int:
         return step if phase.stop is None else min(step, phase.stop)
 
-    def _mixed_block(self, number: int, block: int) -> np.ndarray:
-        """Returns int64 [rows], the source of each row of one block of a phase."""
-        phase = self._phases[number]
+    def _mixed_block(self, at: int, block: int) -> np.ndarray:
+        """Returns int64 [2, rows], of each row of one block of a phase its source, and which row of it."""
+        phase = self._phases[at]
         start, stop = block * phase.block, (block + 1) * phase.block
+        given = _balanced(phase.units, start)
         if phase.stop is not None and stop > (phase.stop - phase.start) * self.rows:
             counts = phase.tail
         else:
-            counts = _balanced(phase.units, stop) - _balanced(phase.units, start)
+            counts = _balanced(phase.units, stop) - given
         key = key_of(self.seed, "block", phase.start, block)
-        return np.repeat(np.arange(len(self.names)), counts)[permutation(key, int(counts.sum()))]
+        in_order = np.repeat(np.arange(len(self.names)), counts)
+        found = np.empty((2, len(in_order)), np.int64)
+        found[0] = in_order[permutation(key, len(in_order))]
+        found[1, np.argsort(found[0], kind="stable")] = ranges(counts)
+        found[1] += (phase.before + given)[found[0]]
+        return found
 
     def _follow(self, mixing: Mixing, start: int, given: np.ndarray) -> Iterator[Phase]:
         """Yields the phases of a mixing from step `start` on, up to its end if it has one, which it notes.

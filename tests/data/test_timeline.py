@@ -61,6 +61,10 @@ def test_counts_agree_with_rows_and_caps_hold(shares, unit, interpolate, supply,
             before = taken
         at = max(0, change - 20)
         assert (made.taken(at) + counts_of(made, at, at + 60, number) == made.taken(at + 60)).all()
+        source, which = np.concatenate([made.rows_of(step) for step in range(at, at + 60)], axis=1)
+        for index in range(number):
+            span = np.arange(made.taken(at)[index], made.taken(at + 60)[index])
+            assert (which[source == index] == span).all()
     plain = timeline([(0, tree)], supplies)
     for index, keys in enumerate(shares):
         if "max_epochs" in keys:
