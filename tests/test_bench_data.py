@@ -27,6 +27,7 @@ def line(rate: float, **more) -> dict:
         "samples_per_second": rate,
         "tokens_per_second": 1000 * rate,
         "tokens_per_cpu_second": 1.0,
+        "bytes_per_token": 4.0,
         **more,
     }
 

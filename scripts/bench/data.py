@@ -135,6 +135,7 @@ def measure(name: str, folder: Path, seconds: float, rate: float, quick: bool) -
         "tokens_per_cpu_second": taken * rows * sequence * fill / max(cpu, 0.01),
         "cores_used": cpu / took,
         "fill": fill,
+        "bytes_per_token": sum(np.asarray(field).nbytes for field in batch.values()) / (rows * sequence),
         "shape": [rows, sequence],
     }
     return line
@@ -147,7 +148,7 @@ def start(name: str, arguments: argparse.Namespace) -> dict:
     command += ["--quick"] * arguments.quick
     paths = [str(Path(__file__).resolve().parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     if name in data_peers.NEEDS and arguments.peers:
-        paths.insert(0, str(arguments.peers))
+        paths.insert(0, str(arguments.peers / Path(name).name))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -167,7 +168,9 @@ def installed(name: str, peers: Path | None) -> bool:
     if name not in data_peers.NEEDS:
         return True
     module = data_peers.NEEDS[name][1]
-    return bool(importlib.util.find_spec(module)) or bool(peers and (peers / module).is_dir())
+    return bool(importlib.util.find_spec(module)) or bool(
+        peers and (peers / Path(name).name / module).is_dir()
+    )
 
 
 def processor() -> str:
@@ -186,7 +189,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="timed, of each contender and round")
     parser.add_argument("--rate", type=float, default=16.0, help="rows a second that heavy is asked for")
-    parser.add_argument("--peers", type=Path, help="a folder that peers were installed to")
+    parser.add_argument("--peers", type=Path, help="a folder with one for each peer, by its name")
     parser.add_argument("--quick", action="store_true", help="a small corpus, one short round: does it run?")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     parser.add_argument("--contender", help=argparse.SUPPRESS)

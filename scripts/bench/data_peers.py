@@ -1,6 +1,13 @@
 """Other loaders over the same rows of tokens, each in its own format, in one process, shuffled as it does.
 
-They are no dependencies of jaxthru: whichever is not installed is left out of the table.
+They give int32 tokens alone, 4 bytes each; jaxthru gives the six fields of a packed batch, 24. They are no
+dependencies of jaxthru: whichever is not installed is left out of the table. Their own dependencies differ,
+so that each has a folder of its own under the benchmark's --peers DIR:
+
+    pip install --target DIR/mosaicml mosaicml-streaming "transformers<5"
+    pip install --target DIR/webdataset webdataset
+    pip install --target DIR/hugging_face datasets
+    pip install --target DIR/torchdata torchdata
 """
 
 import itertools
@@ -49,7 +56,8 @@ def mosaicml(folder: Path) -> Batches:
 
     dataset = StreamingDataset(local=str(written(folder, write_mosaicml)), shuffle=True, batch_size=ROWS)
     while True:
-        yield from DataLoader(dataset, batch_size=ROWS, drop_last=True)
+        for batch in DataLoader(dataset, batch_size=ROWS, drop_last=True):
+            yield {"tokens": batch["tokens"].numpy().astype(np.int32)}
 
 
 def write_webdataset(path: Path, tokens: np.ndarray) -> None:
@@ -64,25 +72,31 @@ def webdataset(folder: Path) -> Batches:
     import webdataset
 
     dataset = webdataset.WebDataset(str(written(folder, write_webdataset)), shardshuffle=False).shuffle(1000)
-    dataset = dataset.map(lambda sample: {"tokens": np.frombuffer(sample["bin"], np.uint16)})
+    dataset = dataset.map(lambda sample: {"tokens": np.frombuffer(sample["bin"], np.uint16).astype(np.int32)})
     while True:
         for batch in itertools.batched(dataset, ROWS):
             yield {"tokens": np.stack([sample["tokens"] for sample in batch])}
 
 
 def write_datasets(path: Path, tokens: np.ndarray) -> None:
-    import datasets
+    from datasets import Features, Sequence, Value
+    from datasets.arrow_writer import ArrowWriter
 
-    features = datasets.Features({"tokens": datasets.Sequence(datasets.Value("uint16"), length=SEQUENCE)})
-    datasets.Dataset.from_dict({"tokens": tokens}, features=features).save_to_disk(str(path))
+    features = Features({"tokens": Sequence(Value("uint16"), length=SEQUENCE)})
+    with ArrowWriter(path=str(path), features=features) as writer:
+        writer.write_batch({"tokens": tokens})
+        writer.finalize()
 
 
 def hugging_face(folder: Path) -> Batches:
     import datasets
 
-    dataset = datasets.load_from_disk(str(written(folder, write_datasets))).with_format("numpy")
+    dataset = datasets.Dataset.from_file(str(written(folder, write_datasets)))
+    dataset.set_format("numpy", dtype=np.int32)
     for epoch in itertools.count():
-        yield from dataset.shuffle(seed=epoch).iter(batch_size=ROWS, drop_last_batch=True)
+        # Left to itself it names the result by pickling types of pyarrow, some of which cannot be.
+        shuffled = dataset.shuffle(seed=epoch, new_fingerprint=str(epoch))
+        yield from shuffled.iter(batch_size=ROWS, drop_last_batch=True)
 
 
 def torchdata(folder: Path) -> Batches:
@@ -98,7 +112,7 @@ def torchdata(folder: Path) -> Batches:
             return len(self.rows)
 
         def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-            return {"tokens": np.array(self.rows[index])}
+            return {"tokens": self.rows[index].astype(np.int32)}
 
     dataset = Memory(written(folder, write_torchdata))
     while True:

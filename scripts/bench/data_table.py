@@ -27,6 +27,7 @@ RATIOS = (
 )
 """(a, b, of what, bar): a's value over b's."""
 BAR_TOKENS = 100e6
+COLUMNS = ("M tokens/s", "per CPU second", "bytes/token", "samples/s", "private MB", "threads", "processes")
 UNEQUAL = 0.05
 """Rates of samples that differ by more are not equal."""
 
@@ -69,17 +70,15 @@ def compare(found: dict[str, dict]) -> list[dict]:
 
 def table(found: dict[str, dict], ratios: list[dict]) -> str:
     """Returns both as Markdown."""
-    lines = [
-        "| contender | M tokens/s | per CPU second | samples/s | private MB | threads | processes |",
-        "|" + "---|" * 7,
-    ]
+    lines = [f"| contender | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, line in found.items():
         if "error" in line:
-            lines.append(f"| {name} | {line['error']} | | | | | |")
+            lines.append(f"| {name} | {line['error']} " + "| " * len(COLUMNS) + "|")
             continue
         held = [f"{line[key]:,.0f}" if key in line else "" for key in ("private_mb", "threads", "processes")]
         rates = [line["tokens_per_second"] / 1e6, line["tokens_per_cpu_second"] / 1e6]
-        rates = f"{rates[0]:.2f} | {rates[1]:.2f} | {line['samples_per_second']:,.0f}"
+        wide = line["bytes_per_token"]
+        rates = f"{rates[0]:.2f} | {rates[1]:.2f} | {wide:.0f} | {line['samples_per_second']:,.0f}"
         lines.append(f"| {name} | {rates} | {' | '.join(held)} |")
     lines += ["", "| ratio | of | value | bar | |", "|---|---|---|---|---|"]
     for line in ratios:
