@@ -5,35 +5,25 @@ sources together: so a batch costs as much from 306 sources as from five, and li
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxthru.data.batch import BATCH_FIELDS
+from jaxthru.data.online import OnlineSplit
 from jaxthru.data.packing import Packing
-from jaxthru.data.store import ranges
+from jaxthru.data.store import Split, ranges
 
 EMPTY = -1
 """The row that is padding alone."""
 
 
-class Stream(Protocol):
-    """The tokens of a split: of a token store, or tokenised while training."""
-
-    def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], Sequence[np.ndarray]]:
-        """Returns a function that returns the tokens of runs of the stream, an array each.
-
-        start, length: int64 [runs]. A run may reach over the ends of documents.
-        """
-
-
 class Constructor:
     """Builds batches of rows of `sequence` tokens. splits: of each source, its tokens and their packing."""
 
-    def __init__(self, splits: Sequence[tuple[Stream, Packing]], sequence: int):
-        self._streams = [stream for stream, _ in splits]
+    def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, Packing]], sequence: int):
+        self._splits = [split for split, _ in splits]
+        self._online = np.array([isinstance(split, OnlineSplit) for split in self._splits])
         self._sequence = sequence
         rows = [packing.rows for _, packing in splits]
         self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
@@ -67,10 +57,14 @@ class Constructor:
         head = np.flatnonzero(np.append(True, new)[: len(piece)])
         tail = np.append(head[1:], len(piece))[: len(head)] - 1
         size = ends[tail] - ends[head] + length[head]
-        tokens = self._read(source[in_row[head]], start[head], size + ~last[tail])
-        for where, count, run in zip(begin[head].tolist(), size.tolist(), tokens, strict=True):
+        goes_on = ~last[tail]
+        runs = self._read(source[in_row[head]], start[head], size + goes_on)
+        for where, count, run in zip(begin[head].tolist(), size.tolist(), runs, strict=True):
             flat["tokens"][where : where + count] = run[:count]
-            flat["targets"][where : where + len(run) - 1] = run[1:]
+        flat["targets"][:-1] = flat["tokens"][1:]
+        flat["targets"][(begin[head] + size - 1)[goes_on]] = [
+            run[-1] for run, more in zip(runs, goes_on.tolist(), strict=True) if more
+        ]
         final = (begin + length - 1)[last]  # the last tokens of documents
         flat["targets"][final] = 0
         batch["loss_mask"].fill(1.0)
@@ -93,14 +87,16 @@ class Constructor:
 
     def _read(self, source: np.ndarray, start: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
         """Returns the tokens of runs of the sources' streams: int64 [runs] each."""
-        by_source = np.argsort(source, kind="stable")
-        source, start, length = source[by_source], start[by_source], length[by_source]
-        borders = np.flatnonzero(np.diff(source, prepend=-1, append=-1)).tolist()
-        asked = []
-        for first, stop in itertools.pairwise(borders):  # all are asked before any is waited for
-            asked.append(self._streams[source[first]].begin(start[first:stop], length[first:stop]))
-        found = [run for finish in asked for run in finish()]
-        return [found[at] for at in np.argsort(by_source).tolist()]
+        asked = {}
+        for name in np.unique(source[self._online[source]]).tolist():  # all, before any is waited for
+            chosen = source == name
+            asked[name] = self._splits[name].begin(start[chosen], length[chosen])
+        online = {name: iter(finish()) for name, finish in asked.items()}
+        runs = zip(source.tolist(), start.tolist(), (start + length).tolist(), strict=True)
+        return [
+            next(online[name]) if name in online else self._splits[name].read(begin, stop)
+            for name, begin, stop in runs
+        ]
 
 
 def _empty(names: tuple[str, ...], rows: int, sequence: int) -> dict[str, np.ndarray]:

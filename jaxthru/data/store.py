@@ -15,7 +15,6 @@ write the same bytes: whichever is last changes nothing.
 import bisect
 import json
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -115,14 +114,6 @@ class Split:
         self.tokens: int = starts[-1]
         self._starts = starts
         self._unverified = [bytearray(b"\1" * len(checksums)) for checksums in self._checksums]
-
-    def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], list[np.ndarray]]:
-        """Returns a function that returns the tokens of runs of the stream, an array each.
-
-        start, length: int64 [runs]. Of a source that is tokenised while training, the work begins here.
-        """
-        runs = zip(start.tolist(), (start + length).tolist(), strict=True)
-        return lambda: [self.read(*run) for run in runs]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens from `start` to before `stop`, which is above it: a view of the memory map where
