@@ -55,23 +55,24 @@ def configure() -> None:
         keep_compiled(home / "jaxthru" / "xla" / processor())
 
 
-_compilations = {"requests": 0, "found": 0}
+_compilations = {"asked": 0, "found": 0}
 
 
 @functools.cache
 def _count_compilations() -> None:
-    names = {"compile_requests_use_cache": "requests", "cache_hits": "found"}
+    def asked(event: str, seconds: float, **_) -> None:
+        _compilations["asked"] += event == "/jax/core/compile/backend_compile_duration"
 
-    def listen(event: str, **_) -> None:
-        if (name := names.get(event.removeprefix("/jax/compilation_cache/"))) is not None:
-            _compilations[name] += 1
+    def found(event: str, **_) -> None:
+        _compilations["found"] += event == "/jax/compilation_cache/cache_hits"
 
-    jax.monitoring.register_event_listener(listen)
+    jax.monitoring.register_event_duration_secs_listener(asked)
+    jax.monitoring.register_event_listener(found)
 
 
 def compilations() -> tuple[int, int]:
     """Returns how many programs this process has compiled, and how many it found in the cache instead."""
-    return _compilations["requests"] - _compilations["found"], _compilations["found"]
+    return _compilations["asked"] - _compilations["found"], _compilations["found"]
 
 
 def processor() -> str:

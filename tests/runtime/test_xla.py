@@ -89,3 +89,17 @@ def test_deterministic_options_are_for_gpus_alone():
     assert xla.compiler_options("cpu", deterministic=True) == {}
     assert xla.compiler_options("gpu", deterministic=False) == {}
     assert xla.compiler_options("gpu", deterministic=True)["xla_gpu_deterministic_ops"] is True
+
+
+def test_programs_are_counted_without_a_cache_too():
+    xla.configure()
+    argument, before = jax.device_put(1.0), xla.compilations()
+    kept = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        program = jax.jit(lambda x: x * 17 + 4)
+        program(argument), program(argument)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", kept)
+    compiled, found = (now - then for now, then in zip(xla.compilations(), before, strict=True))
+    assert (compiled, found) == (1, 0)
