@@ -20,11 +20,12 @@ import numpy as np
 
 from jaxthru.data.text_store import TextSplit, TextStore
 from jaxthru.data.tokenizer import Tokenizer
-from jaxthru.data.transform import find_transform
+from jaxthru.data.transform import apply, find_transform
 from jaxthru.runtime.errors import InputError
 
 OPEN_STORES = 64
 """Stores that a loader keeps open; the one used longest ago is closed."""
+SAME = "a transform must give the same result for the same text"
 
 
 class Stores:
@@ -50,16 +51,20 @@ def produce(
     """Returns the tokens of the stretches, one after the other, int32. Raises InputError."""
     opened, transform = stores.split(folder, split)
     function = find_transform(transform)
-    texts = opened.texts(stretches)
-    tokens = []
-    for (_, final), ids in zip(texts, tokenizer.encode([function(text) for text, _ in texts]), strict=True):
+    stored, given, tokens = opened.texts(stretches), [], []
+    for stretch, (text, _) in zip(stretches.tolist(), stored, strict=True):
+        try:
+            given.append(apply(function, text))
+        except InputError as error:
+            where = f"{folder}: stretch {stretch} of {split}"
+            raise InputError(f"{where}: {error}, and did not when the store was made: {SAME}") from error
+    for (_, final), ids in zip(stored, tokenizer.encode(given), strict=True):
         tokens.append(ids if final else ids[:-1])  # only a document's end has a token of its own
     for stretch, ids, length in zip(stretches.tolist(), tokens, lengths.tolist(), strict=True):
         if len(ids) != length:
-            raise InputError(
-                f"{folder}: stretch {stretch} of {split} is {len(ids)} tokens long, and was {length} when "
-                "the store was made: a transform must give the same result for the same text"
-            )
+            where = f"{folder}: stretch {stretch} of {split}"
+            were = f"is {len(ids)} tokens long, and was {length} when the store was made"
+            raise InputError(f"{where} {were}: {SAME}")
     return np.concatenate(tokens).astype(np.int32)
 
 

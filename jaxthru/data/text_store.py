@@ -141,7 +141,8 @@ class TextSplit:
             index = store.map_array(path.with_suffix(".stretches"), "<i4", 5 * record["stretches"])
             for name, array in (("frames", frames), ("stretches", index)):
                 damaged = zlib.crc32(array) != record[f"{name}_crc32"]
-                require(not damaged, f"{path.with_suffix('.' + name)}: damaged; {store.REMEDY}")
+                where = f"{path.with_suffix('.' + name)}: block 0 (bytes 0 to {array.nbytes - 1})"
+                require(not damaged, f"{where} is damaged; {store.REMEDY}")
             self._paths.append(path)
             self._text.append(store.map_array(path, "u1", int(frames[-1])))
             self._frames.append(frames)

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 from jaxthru.runtime.errors import InputError
 
+MESSAGE = 200
+"""Characters of an exception's message that are told: some hold the whole text."""
+
 
 @functools.cache
 def find_transform(name: str) -> Callable[[str], str]:
@@ -23,3 +26,19 @@ def find_transform(name: str) -> Callable[[str], str]:
     if not callable(found):
         raise InputError(f"transform = {name!r}: is not a function")
     return found
+
+
+def apply(transform: Callable[[str], str], text: str) -> str:
+    """Returns what a transform makes of a text. Raises InputError, of one line, when that is no text."""
+    try:
+        result = transform(text)
+    except Exception as error:  # whatever it is, this one text is what it could not be done for
+        what = f"{type(error).__name__}: {error}".partition("\n")[0][:MESSAGE]
+        raise InputError(f"the transform raised {what}") from error
+    if not isinstance(result, str):
+        raise InputError(f"the transform returned {type(result).__name__}, not str")
+    try:
+        result.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError("the transform returned what is not valid Unicode") from error
+    return result

@@ -13,20 +13,22 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from jaxthru.data import store, text_store
 from jaxthru.data.corpus import Corpus
 from jaxthru.data.progress import Progress
 from jaxthru.data.readers import Damage, Document, held_out
 from jaxthru.data.text_store import Stretch, stretches
 from jaxthru.data.tokenizer import Tokenizer
-from jaxthru.data.transform import find_transform
+from jaxthru.data.transform import apply, find_transform
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.errors import require
+from jaxthru.runtime.errors import InputError, require
 
 SHARD_BYTES = 64_000_000
 """Text in one shard: what a kill costs at most."""
 SHARD_DAMAGE = 100_000
-"""Damaged records in one shard, whose list memory holds."""
+"""Records that could not be read in one shard, whose list memory holds."""
 BATCH_BYTES = 1_000_000
 """Text handed to the tokenizer at once. A long document keeps one thread busy, and later batches the rest."""
 THREADS = min(os.cpu_count() or 1, 16)
@@ -38,8 +40,7 @@ DAMAGE_SHOWN = 20
 class Batch:
     """Some items in the order of reading. size: bytes of text. last: whether they end a shard."""
 
-    documents: list[Document] = dataclasses.field(default_factory=list)
-    damaged: list[Damage] = dataclasses.field(default_factory=list)
+    items: list[Document | Damage] = dataclasses.field(default_factory=list)
     size: int = 0
     last: bool = False
 
@@ -70,10 +71,12 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
     encode = _encoder(corpus, tokenizer)
     shard = Shard()
     for batch, encoded in _ahead(encode, _batches(items)):
-        for document, parts in zip(batch.documents, encoded, strict=True):
-            shard.splits["held_out" if held_out(document.origin, share) else "train"] += parts
-        shard.documents += len(batch.documents)
-        shard.damaged += batch.damaged
+        for item, parts in zip(batch.items, encoded, strict=True):
+            if isinstance(parts, Damage):
+                shard.damaged.append(parts)
+                continue
+            shard.splits["held_out" if held_out(item.origin, share) else "train"] += parts
+            shard.documents += 1
         shard.size += batch.size
         progress.advance(batch.size)
         if not batch.last:
@@ -107,19 +110,30 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
         progress.note(f"source {corpus.name}: too few documents, none is held out for evaluation")
 
 
-def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[list]]:
-    """Returns the function that makes, of each document of a batch, what its split of the store holds."""
+def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[list | Damage]]:
+    """Returns what makes, of each item of a batch, what its split of the store holds, or damage."""
     recipe, transform = corpus.recipe, find_transform(corpus.recipe.transform)
 
-    def encode(batch: Batch) -> list[list]:
-        texts = [document.text for document in batch.documents]
-        encoded = tokenizer.encode([transform(text) for text in texts])
+    def transformed(item: Document | Damage) -> str | Damage:
+        if isinstance(item, Damage):
+            return item
+        try:
+            return apply(transform, item.text)
+        except InputError as error:
+            return item.place.damage(str(error))
+
+    def parts(document: Document, ids: np.ndarray) -> list:
         if not recipe.online:
-            return [[ids] for ids in encoded]
-        pairs = zip(texts, encoded, strict=True)
+            return [ids]
         if recipe.transform:  # which may look at the whole text
-            return [[Stretch(text.encode(), len(ids), True)] for text, ids in pairs]
-        return [stretches(text, ids, tokenizer) for text, ids in pairs]
+            return [Stretch(document.text.encode(), len(ids), True)]
+        return stretches(document.text, ids, tokenizer)
+
+    def encode(batch: Batch) -> list[list | Damage]:
+        texts = [transformed(item) for item in batch.items]
+        encoded = iter(tokenizer.encode([text for text in texts if not isinstance(text, Damage)]))
+        pairs = zip(batch.items, texts, strict=True)
+        return [text if isinstance(text, Damage) else parts(item, next(encoded)) for item, text in pairs]
 
     return encode
 
@@ -145,11 +159,10 @@ def _batches(items: Iterable[Document | Damage]) -> Iterator[Batch]:
     """Cuts the items into batches, and these into shards; the very last one ends a shard and may be empty."""
     batch, size, damaged = Batch(), 0, 0
     for item in items:
+        batch.items.append(item)
         if isinstance(item, Damage):
-            batch.damaged.append(item)
             damaged += 1
         else:
-            batch.documents.append(item)
             batch.size += (length := len(item.text.encode()))
             size += length
         batch.last = size >= SHARD_BYTES or damaged >= SHARD_DAMAGE

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxthru.data import store, text_store
 from jaxthru.data.loaders import Loaders, share_out
 from jaxthru.data.online import OnlineSplit
+from jaxthru.data.source_loader import Stores, produce
 from jaxthru.data.tokenizer import Tokenizer, train
 from jaxthru.runtime.errors import InputError
 
@@ -151,12 +152,42 @@ def test_a_transform_runs_in_the_loader(tmp_path, tokenizer, monkeypatch):
                 time.sleep(0.1)
 
 
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("lambda text: [][0]", "the transform raised IndexError: list index out of range, and did not when"),
+        ("lambda text: text.encode()", "the transform returned bytes, not str, and did not when"),
+        ("lambda text: text + text", r"is \d+ tokens long, and was \d+ when"),
+    ],
+    ids=["raises", "bytes", "longer"],
+)
+def test_a_transform_that_has_changed_is_told_with_its_place(
+    tmp_path, tokenizer, monkeypatch, function, what
+):
+    name = f"changed_{abs(hash(function))}"  # a module is imported once
+    (tmp_path / f"{name}.py").write_text(f"change = {function}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    texts = [f"text {number}" for number in range(4)]
+    ids = write_store(tmp_path / "s", tokenizer, texts, f"{name}:change")
+    wanted = np.array([2, 3]), np.array([len(ids[2]), len(ids[3])])
+    message = rf"^{tmp_path}/s: stretch 2 of train:? {what} the store was made: a transform must give"
+    with pytest.raises(InputError, match=message):
+        produce(Stores(), tokenizer, str(tmp_path / "s"), "train", *wanted)
+
+
 def test_a_damaged_frame_is_named(source, tmp_path, tokenizer):
     folder, *_ = source
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in folder.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
+    for name in ("frames", "stretches"):
+        path = copy / f"train-00001.{name}"
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(InputError, match=rf"train-00001\.{name}: block 0 \(bytes 0 to \d+\) is damaged"):
+            text_store.TextStore(copy)
+        path.write_bytes(content)
     path = copy / "train-00001.text"
     content = bytearray(path.read_bytes())
     content[-100] ^= 255  # in the last frame

@@ -107,3 +107,48 @@ def test_the_damage_of_a_store_is_the_same_after_a_kill(mix, tmp_path, monkeypat
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     records = [json.loads(path.read_bytes()) for path in (tmp_path / "killed").rglob("shard-*.json")]
     assert sum(record["damaged"] for record in records) == 3
+
+
+TRANSFORMS = """
+def strict(text):
+    if "yesterday" in text:
+        raise ValueError("of yesterday\\nand more")
+    return None if "never" in text else "\\ud800" if "half" in text else text.upper()
+"""
+
+
+@pytest.mark.parametrize("online", ["", "online = true\n"])
+def test_a_transform_that_fails_costs_its_record(mix, tmp_path, monkeypatch, capsys, online):
+    (tmp_path / "strictly.py").write_text(TRANSFORMS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(writer, "SHARD_BYTES", 2000)
+    path = tmp_path / "records.jsonl"
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    for line, word in ((7, "yesterday"), (30, "never"), (31, "half")):
+        texts[line - 1] = f"{word} {line}"
+    lines = [json.dumps({"text": text}) for text in texts]
+    lines[7] = "{"
+    path.write_text("\n".join(lines) + "\n")
+    texts = [text for at, text in enumerate(texts) if at not in (6, 7, 29, 30)]
+    mix.write_text(mix.read_text() + online + 'transform = "strictly:strict"\n')
+    with pytest.raises(InputError, match=r"source notes: more than max_damaged = 0\.01: 4 of 60 .*, line 7:"):
+        open_stores(load_mix(str(mix)), tmp_path / "store")
+    mix.write_text(mix.read_text() + "max_damaged = 0.07\n")
+    expected = None
+    for batch in (10**6, 1):  # what is listed, and in which order, does not depend on batches
+        monkeypatch.setattr(writer, "BATCH_BYTES", batch)
+        prepared = open_stores(load_mix(str(mix)), tmp_path / f"store-{batch}")
+        found = contents(tmp_path / f"store-{batch}")
+        assert found == (expected := expected or found)
+    opened = prepared.stores["notes"]
+    listed = "".join(path.read_text() for path in sorted(opened.folder.glob("damaged-*.txt")))
+    assert listed.splitlines() == [
+        f"{path}, line 7: the transform raised ValueError: of yesterday",
+        f"{path}, line 8: not valid JSON",
+        f"{path}, line 30: the transform returned NoneType, not str",
+        f"{path}, line 31: the transform returned what is not valid Unicode",
+    ]
+    assert "4 of 60 records damaged and left out" in capsys.readouterr().err
+    tokens = sum(map(len, prepared.tokenizer.encode([text.upper() for text in texts])))
+    assert opened.train.tokens + opened.held_out.tokens == tokens
+    assert len(opened.train.ends) + len(opened.held_out.ends) == len(texts)

@@ -33,7 +33,7 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
                 elif text is None:
                     yield place.damage("not UTF-8, or not valid Python")
                 elif text:
-                    yield Document(text, file.digest)
+                    yield Document(text, file.digest, place)
 
 
 def _in_child(files: list[File], limit: int) -> list[str | None]:

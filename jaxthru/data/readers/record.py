@@ -7,17 +7,6 @@ from typing import NamedTuple
 from jaxthru.data.mix import Recipe
 
 
-class Document(NamedTuple):
-    """origin: the content hash (hex) that decides on which side of the held-out split the text falls.
-
-    It is the originating file's, so that a file's docstrings follow it; a record of a file of many records
-    has its own.
-    """
-
-    text: str
-    origin: str
-
-
 class Damage(NamedTuple):
     """A record that is left out. position: where in the file, in words."""
 
@@ -35,6 +24,18 @@ class Place(NamedTuple):
     def damage(self, reason: str) -> Damage:
         """Returns the damage of the record at this place."""
         return Damage(self.file, self.position, reason)
+
+
+class Document(NamedTuple):
+    """origin: the content hash (hex) that decides on which side of the held-out split the text falls.
+
+    It is the originating file's, so that a file's docstrings follow it; a record of a file of many records
+    has its own. place: for what goes wrong with it later.
+    """
+
+    text: str
+    origin: str
+    place: Place
 
 
 def over_long(recipe: Recipe) -> str:
@@ -69,6 +70,6 @@ def from_value(text: object, place: Place, reason: str) -> Document | Damage:
     if not isinstance(text, str):
         return place.damage(reason)
     try:
-        return Document(text, hashlib.sha256(text.encode("utf-8")).hexdigest())
+        return Document(text, hashlib.sha256(text.encode("utf-8")).hexdigest(), place)
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape and UTF-8 cannot hold
         return place.damage("not valid Unicode")

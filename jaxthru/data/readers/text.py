@@ -11,15 +11,15 @@ from jaxthru.data.readers.streams import READ_ERRORS, cannot_be_read, opened
 def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
     """Yields the text of each file as it stands, but for a byte order mark at its beginning."""
     for file in files:
-        content = bytearray()
+        content, whole = bytearray(), Place(str(file.path), "whole file")
         try:
             with opened(file.path) as stream:
                 while len(content) <= recipe.max_record_bytes and (part := stream.read(1 << 20)):
                     content += part
             if len(content) > recipe.max_record_bytes:
-                yield Place(str(file.path), "whole file").damage(over_long(recipe))
+                yield whole.damage(over_long(recipe))
             else:
-                yield Document(content.decode("utf-8-sig"), file.digest)
+                yield Document(content.decode("utf-8-sig"), file.digest, whole)
         except UnicodeDecodeError as error:
             yield Place(str(file.path), f"byte {error.start}").damage("not UTF-8")
         except READ_ERRORS as error:
