@@ -25,14 +25,14 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxthru.data.text_store import TextSplit
+from jaxthru.data.text_store import DOCUMENT_TOKENS, TextSplit
 from jaxthru.runtime.errors import InputError, require
 
 log = logging.getLogger("jaxthru")
 
 TASK_TOKENS = 1 << 18
 """Tokens in a task, if stretches allow: some tenths of a second of a loader's work."""
-REGION_TOKENS = 1 << 26
+REGION_TOKENS = DOCUMENT_TOKENS + TASK_TOKENS
 """Tokens that a task can have at most. The memory is taken only as far as it is used."""
 AHEAD = 2
 """Tasks that a loader has at once: the next one is there when it has done one."""

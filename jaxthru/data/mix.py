@@ -148,6 +148,10 @@ def _recipe(path: Path, name: str, table: dict[str, Any]) -> Recipe:
         value = getattr(built, key)
         require(bool(value) or not needed, f"{path}: sources.{name}.{key} = {value!r}: must not be empty")
     require(
+        built.max_record_bytes < 2**31,
+        f"{path}: sources.{name}.max_record_bytes = {built.max_record_bytes}: must be below 2 GiB",
+    )
+    require(
         built.stdlib or bool(built.packages) or bool(built.paths),
         f"{path}: sources.{name} says nowhere what to read: give it paths = [...]",
     )

@@ -29,6 +29,8 @@ FRAME_BYTES = 1 << 16
 STRETCH_BYTES = 1 << 12
 """Text in a stretch of a longer document, to the next line end. Half of that is tokenised for nothing at each
 end of a row."""
+DOCUMENT_TOKENS = 1 << 26
+"""Tokens in a document, at most: it may be one stretch, and a Source Loader has memory for so many."""
 KIND = "text"
 
 

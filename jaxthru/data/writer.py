@@ -122,7 +122,9 @@ def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[lis
         except InputError as error:
             return item.place.damage(str(error))
 
-    def parts(document: Document, ids: np.ndarray) -> list:
+    def parts(document: Document, ids: np.ndarray) -> list | Damage:
+        if len(ids) > text_store.DOCUMENT_TOKENS:  # also without `online`, which changes no document
+            return document.place.damage(f"longer than {text_store.DOCUMENT_TOKENS:,} tokens")
         if not recipe.online:
             return [ids]
         if recipe.transform:  # which may look at the whole text

@@ -14,6 +14,7 @@ from corpus import sentences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxthru.data import loaders as loaders_module
 from jaxthru.data import store, text_store
 from jaxthru.data.loaders import Loaders, share_out
 from jaxthru.data.online import OnlineSplit
@@ -230,6 +231,17 @@ def test_nothing_is_left_when_the_process_is_killed(source, tokenizer):
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in loaders)
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(0, 400), min_size=1, max_size=60))
+def test_no_task_is_larger_than_the_memory_for_one(lengths):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaders_module, "TASK_TOKENS", 50)
+        parts = loaders_module._cut(np.array(lengths))
+    assert [length for part in parts for length in lengths[part]] == lengths
+    assert all(sum(lengths[part]) < 50 + max(lengths[part]) for part in parts if any(lengths[part]))
+    assert loaders_module.REGION_TOKENS == text_store.DOCUMENT_TOKENS + loaders_module.TASK_TOKENS
 
 
 # Which loader serves which source

@@ -58,6 +58,7 @@ def test_the_nearest_folder_wins(tmp_path, monkeypatch):
         ("[sources.prose]\nweight = 1\npaths = 'x'", "sources.prose.paths must be a list of strings"),
         ("[sources.prose]\nweight = 1\nformat = 'jsonI'", "did you mean 'jsonl'"),
         ("[sources.prose]\nweight = 1\ncap_bytes = true", "cap_bytes = True: must be int"),
+        ("[sources.prose]\nweight = 1\nmax_record_bytes = 2147483648", "must be below 2 GiB"),
         ("held_out = 1\n[sources.prose]\nweight = 1", "held_out = 1.0: must be below 1"),
         ("tokenizer = 'none.json'\n[sources.prose]\nweight = 1", "tokenizer = 'none.json': no such file"),
         ("[tokenizer]\nvocabulary = 100\n[sources.prose]\nweight = 1", "must exceed 257"),

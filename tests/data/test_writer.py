@@ -152,3 +152,21 @@ def test_a_transform_that_fails_costs_its_record(mix, tmp_path, monkeypatch, cap
     tokens = sum(map(len, prepared.tokenizer.encode([text.upper() for text in texts])))
     assert opened.train.tokens + opened.held_out.tokens == tokens
     assert len(opened.train.ends) + len(opened.held_out.ends) == len(texts)
+
+
+def test_a_document_of_too_many_tokens_costs_its_record(mix, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer.text_store, "DOCUMENT_TOKENS", 3000)
+    path = tmp_path / "records.jsonl"
+    with path.open("a") as stream:
+        stream.write(json.dumps({"text": "word " * 2000 + "\n" + "word " * 2000}) + "\n")
+    expected = None
+    for online in ("", "online = true\n"):
+        keys = f"{online}max_damaged = 0.1\n"
+        (tmp_path / "tokens.toml").write_text(mix.read_text() + keys)
+        prepared = open_stores(load_mix(str(tmp_path / "tokens.toml")), tmp_path / "store")
+        opened = prepared.stores["notes"]
+        [listed] = opened.folder.glob("damaged-*.txt")
+        assert listed.read_text() == f"{path}, line 61: longer than 3,000 tokens\n"
+        ends = [opened.train.ends.tolist(), opened.held_out.ends.tolist()]
+        assert sum(map(len, ends)) == 60
+        assert (prepared.keys, ends) == (expected := expected or (prepared.keys, ends))
