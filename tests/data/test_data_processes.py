@@ -1,42 +1,71 @@
 """Several real processes build one global batch, each its own rows."""
 
-from pathlib import Path
+import zlib
 
 import pytest
 from processes import finish, start_processes
 
+from jaxthru.data.loader import DataConfig, open_data
+
 PROGRAM = """
-import sys
+import sys, zlib
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxthru.data.loader import DataConfig, local_rows, open_data, to_global
 from jaxthru.runtime import distributed
 
 distributed.initialize()
-config = DataConfig(mix=sys.argv[1], sequence=32, store=sys.argv[2])
-data = open_data(config, prepare=jax.process_index() == 0)
+number = jax.process_index()
+mix, store, packing = sys.argv[1:]
+config = DataConfig(mix=mix, sequence=32, store=store, packing=packing, loaders=1 + number % 2)
+data = open_data(config, prepare=number == 0)
 sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
 mine = local_rows(sharding, 8, 32)
-whole_batches = None
 asked = dict(schedule=((0, data.mixing),), seed=3, rows=8, steps=5, cost=(1.0, 1.0))
-parts, wholes = data.train_batches(**asked, local_rows=mine), data.train_batches(**asked)
-for part, whole in zip(parts, wholes, strict=True):
-    assert part["tokens"].shape == (8 // jax.process_count(), 32)
-    for name, array in to_global(part, sharding, 8).items():
-        assert array.shape == (8, 32)
-        for shard in array.addressable_shards:
-            assert (np.asarray(shard.data) == whole[name][shard.index]).all()
-print("rows", mine.start, mine.stop)
+with data.train_batches(**asked, local_rows=mine) as made:
+    for step, part in enumerate(made):
+        assert part["tokens"].shape == (8 // jax.process_count(), 32)
+        for name, array in to_global(part, sharding, 8).items():
+            assert array.shape == (8, 32)
+            for shard in array.addressable_shards:
+                for row, content in enumerate(np.asarray(shard.data), shard.index[0].start or 0):
+                    print("row", step, name, row, zlib.crc32(content.tobytes()))
 """
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_build_one_batch(mix, tmp_path, count):
-    script = tmp_path / "program.py"
+@pytest.fixture
+def expected(mix, tmp_path):
+    """What the rows of the batches are with one process and tokens made beforehand."""
+
+    def rows(packing: str) -> set[str]:
+        data = open_data(DataConfig(str(mix), 32, packing, str(tmp_path / "plain")))
+        asked = {"schedule": ((0, data.mixing),), "seed": 3, "rows": 8, "steps": 5, "cost": (1.0, 1.0)}
+        return {
+            f"row {step} {name} {row} {zlib.crc32(content.tobytes())}"
+            for step, batch in enumerate(data.train_batches(**asked))
+            for name, array in batch.items()
+            for row, content in enumerate(array)
+        }
+
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("count", "packing", "online"),
+    [
+        (2, "best_fit", True),
+        (4, "split", False),
+        pytest.param(4, "best_fit", True, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_build_one_batch(mix, tmp_path, expected, count, packing, online):
+    """Of Source Loaders some have one, some two."""
+    script, rows = tmp_path / "program.py", expected(packing)
     script.write_text(PROGRAM)
-    printed = finish(
-        start_processes(Path(script), str(mix), str(tmp_path / "store"), count=count, devices=4 // count)
-    )
-    each = 8 // count
-    for number, text in enumerate(printed):
-        assert f"rows {number * each} {(number + 1) * each}" in text
+    if online:
+        mix.write_text(mix.read_text().replace("weight =", "online = true\nweight ="))
+    arguments = str(mix), str(tmp_path / "store"), packing
+    printed = finish(start_processes(script, *arguments, count=count, devices=4 // count))
+    found = [[line for line in text.splitlines() if line.startswith("row ")] for text in printed]
+    assert all(len(lines) == 5 * 6 * 8 // count for lines in found)  # steps, arrays, rows
+    assert set().union(*found) == rows

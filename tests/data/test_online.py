@@ -1,54 +1,133 @@
-"""A source tokenised while training gives the very batches of its token store."""
+"""A source tokenised while training gives the very batches of its token store, whatever befalls."""
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
 
 import numpy as np
+import pytest
 
-from jaxthru.data.loader import DataConfig, open_data
+from jaxthru.data.loader import Data, DataConfig, open_data
 from jaxthru.data.schedule import Mixing
+from jaxthru.runtime.errors import InputError
+
+SCHEDULE = tuple(
+    (step, Mixing.plain({"books": 4.0 - notes, "notes": notes})) for step, notes in ((0, 1.0), (6, 3.0))
+)
 
 
-def batches(mix, store, *, steps=12, **settings):
-    data = open_data(DataConfig(mix=str(mix), store=str(store), sequence=64, **settings))
-    schedule = tuple((step, Mixing.plain({"books": 4.0 - b, "notes": b})) for step, b in ((0, 1.0), (6, 3.0)))
-    with data.train_batches(schedule, seed=0, rows=8, steps=steps) as found:
-        found = list(found)
-    held_out = data.held_out_batches(total_rows=8, rows=4)
-    if data.loaders:
-        data.loaders.close()
-    return data, [*found, *held_out]
+@pytest.fixture
+def online(mix) -> Path:
+    """The mix, with one of its sources tokenised while training."""
+    path = mix.with_name("online.toml")
+    path.write_text(mix.read_text().replace("weight = 3", "weight = 3\nonline = true"))
+    return path
 
 
-def test_the_batches_are_those_of_a_token_store(mix, tmp_path):
-    _, expected = batches(mix, tmp_path / "store")
-    text = mix.read_text().replace("weight = 3", "weight = 3\nonline = true")
-    mix.write_text(text)
-    for loaders in (1, 3):
-        for packing in ("split", "best_fit"):
-            data, found = batches(mix, tmp_path / "store", loaders=loaders, packing=packing)
-            if packing == "best_fit":
-                continue
-            assert data.loaders.sources == ("books",)
-            for one, other in zip(expected, found, strict=True):
-                assert all(np.array_equal(one[name], other[name]) for name in one)
+@pytest.fixture
+def opened(tmp_path):
+    """Opens data, and ends its loaders after the test."""
+    made = []
+
+    def open_(mix, **settings) -> Data:
+        made.append(open_data(DataConfig(str(mix), sequence=64, store=str(tmp_path / "store"), **settings)))
+        return made[-1]
+
+    yield open_
+    for data in made:
+        if data.loaders:
+            data.loaders.close()
 
 
-def test_a_store_of_text_has_the_key_of_the_tokens(mix, tmp_path):
+def drawn(data: Data, *, steps: int = 12, **asked):
+    return data.train_batches(SCHEDULE, seed=0, rows=8, steps=steps, **asked)
+
+
+def batches(data: Data, **asked) -> list[dict[str, np.ndarray]]:
+    with drawn(data, **asked) as found:
+        return list(found)
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+def test_the_batches_are_those_of_a_token_store(mix, online, opened, packing):
+    """With any number of loaders, in any division into processes, and from any step on."""
+    plain = opened(mix, packing=packing)
+    expected = batches(plain, cost=(1.0, 1.0))
+    held_out = {"total_rows": 8, "rows": 4}
+    for loaders, processes in ((1, 4), (2, 1), (3, 2)):
+        data = opened(online, packing=packing, loaders=loaders)
+        assert data.loaders.sources == ("books",)
+        each = 8 // processes
+        slices = [slice(at, at + each) for at in range(0, 8, each)]
+        parts = [batches(data, cost=(1.0, 1.0), start=loaders, local_rows=local) for local in slices]
+        whole = [
+            {name: np.concatenate([p[name] for p in step]) for name in step[0]}
+            for step in zip(*parts, strict=True)
+        ]
+        assert_same(whole, expected[loaders:])
+        assert_same(data.held_out_batches(**held_out), plain.held_out_batches(**held_out))
+
+
+def test_a_store_of_text_has_the_key_of_the_tokens(mix, online, opened):
     """So a run may be resumed with one in place of the other."""
-    plain, _ = batches(mix, tmp_path / "store", steps=1)
-    mix.write_text(mix.read_text().replace("weight = 3", "weight = 3\nonline = true"))
-    online, _ = batches(mix, tmp_path / "store", steps=1)
-    assert plain.keys == online.keys
+    assert opened(mix).keys == opened(online).keys
 
 
-def test_a_transform_changes_the_text(mix, tmp_path, monkeypatch):
+def test_loaders_killed_while_batches_are_drawn_change_none(mix, online, opened):
+    draw = np.random.default_rng(int(os.environ.get("JAXTHRU_TEST_SEED") or 0))
+    steps = 400
+    expected = batches(opened(mix), steps=steps)
+    data = opened(online, loaders=2)
+    found, killed = [], 0
+    with drawn(data, steps=steps) as made:
+        for batch in made:
+            found.append(batch)
+            loader = data.loaders._loaders[int(draw.integers(2))]
+            if (
+                len(found) % 40 == 1 and loader.deaths == 0
+            ):  # thrice at its start would be taken for its fault
+                time.sleep(float(draw.random()) * 0.02)
+                os.kill(loader.process.pid, signal.SIGKILL)
+                killed += 1
+    assert_same(found, expected)
+    assert killed >= 3 and data.loaders.restarts >= 3
+
+
+def test_damage_found_while_training_ends_the_run_and_a_new_store_goes_on_with_it(mix, online, opened):
+    """Nothing is left out on the way: another process, or the run resumed, would not leave out the same."""
+    expected = batches(opened(mix))
+    folder = opened(online).prepared.stores["books"].folder
+    [text] = folder.glob("train-*.text")
+    content = bytearray(text.read_bytes())
+    content[len(content) // 2] ^= 255
+    text.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        batches(opened(online))
+    where = rf"source books: {text}: frame 0 \(bytes 0 to \d+\) is damaged"
+    assert re.fullmatch(rf"{where}; remove its folder and prepare again", str(caught.value))
+    shutil.rmtree(folder)
+    assert_same(batches(opened(online), start=5), expected[5:])
+
+
+def test_a_transform_changes_the_text(mix, opened, tmp_path, monkeypatch):
     (tmp_path / "shouting.py").write_text("def shout(text):\n    return text.upper()\n")
     monkeypatch.syspath_prepend(tmp_path)
     for line in ("", "\nonline = true"):
-        mix.write_text(
+        path = mix.with_name("shouting.toml")
+        path.write_text(
             mix.read_text().replace("weight = 1", f'weight = 1\ntransform = "shouting:shout"{line}', 1)
         )
-        data, found = batches(mix, tmp_path / "store", steps=2)
-        for batch in found:
+        data = opened(path)
+        for batch in batches(data, steps=2):
             tokens = batch["tokens"][(batch["source"] == 1) & (batch["segment_ids"] > 0)]
             text = data.prepared.tokenizer.decode(tokens).replace("<|endoftext|>", "")
-            assert text.upper() == text
-        mix.write_text(mix.read_text().replace(f'\ntransform = "shouting:shout"{line}', ""))
+            assert text and text.upper() == text
