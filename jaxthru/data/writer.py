@@ -180,7 +180,7 @@ def _batches(items: Iterable[Document | Damage]) -> Iterator[Batch]:
 def _write_shard(corpus: Corpus, target: Path, number: int, shard: Shard) -> dict:
     if shard.damaged:
         lines = "".join(f"{describe(damage)}\n" for damage in shard.damaged)
-        write_atomically(target / f"damaged-{number:05d}.txt", lines.encode(errors="backslashreplace"))
+        write_atomically(target / f"damaged-{number:05d}.txt", lines.encode())
     record = {
         "read": shard.documents + len(shard.damaged),
         "bytes": shard.size,
@@ -218,6 +218,7 @@ def _counts(records: list[dict]) -> tuple[int, int]:
 
 
 def describe(damage: Damage | list[str]) -> str:
-    """Returns the file, place and reason of a damaged record."""
+    """Returns the file, place and reason of a damaged record in one line of UTF-8, whatever its names."""
     file, position, reason = damage
-    return f"{file}, {position}: {reason}"
+    line = f"{file}, {position}: {reason}".replace("\n", "\\n")
+    return line.encode(errors="backslashreplace").decode()

@@ -1,6 +1,7 @@
 """A store's bytes depend on its text alone; its account of damage is exact."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,13 @@ def test_a_document_of_too_many_tokens_costs_its_record(mix, tmp_path, monkeypat
         ends = [opened.train.ends.tolist(), opened.held_out.ends.tolist()]
         assert sum(map(len, ends)) == 60
         assert (prepared.keys, ends) == (expected := expected or (prepared.keys, ends))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_a_damaged_file_of_any_name_is_one_line(mix, tmp_path, capsys):
+    (tmp_path / "text" / "new\nline \udcff.txt").write_bytes(b"\xff")
+    mix.write_text(mix.read_text().replace("weight = 3", "weight = 3\nmax_damaged = 0.1"))
+    opened = open_stores(load_mix(str(mix)), tmp_path / "store").stores["books"]
+    [listed] = opened.folder.glob("damaged-*.txt")
+    assert listed.read_text() == rf"{tmp_path}/text/new\nline \udcff.txt, byte 0: not UTF-8" + "\n"
+    assert r"/text/new\nline \udcff.txt, byte 0: not UTF-8" in capsys.readouterr().err

@@ -47,6 +47,8 @@ def _cell(value, place: Place, recipe: Recipe) -> Document | Damage:
         text = value.as_py()
     except UnicodeDecodeError:
         return place.damage("not UTF-8")
+    except (ValueError, OverflowError):  # a time that Python's own cannot hold
+        text = None
     item = from_value(text, place, f"no text in column {recipe.text_key!r}")
     if isinstance(item, Document) and len(item.text.encode()) > recipe.max_record_bytes:
         return place.damage(over_long(recipe))
