@@ -4,6 +4,7 @@ It imports neither JAX nor PyTorch, so that each process loads only the one that
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
@@ -22,13 +23,19 @@ import numpy as np
 
 
 class Clocks:
-    """Samples the SM clock (MHz) and power (W) of the GPU in use while the block runs; None without one."""
+    """Samples the SM clock (MHz) and power (W) of the GPUs in use while the block runs; None without one.
+
+    gpus: how many, of which the mean is taken.
+    """
+
+    def __init__(self, gpus: int = 1):
+        self.gpus = gpus
 
     def __enter__(self):
-        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.gpus)))
         query = [
             "nvidia-smi",
-            f"--id={gpu}",
+            f"--id={','.join(visible.split(',')[: self.gpus])}",
             "--query-gpu=clocks.sm,power.draw",
             "--format=csv,noheader,nounits",
         ]
@@ -107,6 +114,28 @@ def timed(
         steps = run_for(timed_seconds)
     seconds, values = zip(*steps, strict=True)
     return Timing(list(seconds), list(values), first, clocks.mhz, clocks.watts)
+
+
+class Phases:
+    """Says on stderr what a script does, and keeps how long each part of it took.
+
+    seconds: {phase: seconds}, in the order in which they ended.
+    """
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Times the block under this name; a name that comes again is added up."""
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - began
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + took, 1)
+            print(f"{name}: {took:.1f} s", file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,416 @@
+"""Balanced steps against the same steps as they come, on two or more devices: predicted, then timed.
+
+    python scripts/bench/balance_steps.py --output scripts/bench/results/balance_steps_h200x2.json
+
+Needs zstandard and, on a GPU, jax-triton. A quicker one: `--timed-seconds 20 --steps 5 --warmup-seconds
+10`, or half of the work at the same share of attention: `--set model.layers=2 --set model.vocabulary=8192`.
+On a CPU:
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python scripts/bench/balance_steps.py \\
+        --config configs/quickstart.py --tokens 60000 --steps 2 --microbatches 4 --warmup-seconds 0 \\
+        --timed-seconds 0 --set data.sequence=256 --set model.layers=2 --set model.vocabulary=2048
+
+Rows of 32,768 tokens hold whole documents of heavy-tailed length (lognormal(6, 2), best fit), one row for
+each device and micro-batch, eight micro-batches. The model is Llama 3 8B with an eighth of its layers and
+of its vocabulary, so that attention has the share of the work that it has in the whole: 6 × 0.94 G for each
+token and 6 × 4 × 4096 for each token² of a document make a row of one document 57 % dearer than one of
+short documents, and 60 to 90 % dearer in time, for attention runs below the rate of matrix products. The
+device that has the cheaper row waits.
+
+1. Rows of 1, 2, 4, 16 and 64 documents of equal length, on all devices alike, are timed in the step and in
+   one of two micro-batches. Least squares give `seconds = constant + Σ over micro-batches (linear × tokens
+   + attention × Σ length²)`; `residual` is the worst relative error of a point. What a micro-batch takes
+   whatever is in its row, such as the gathering of parameters, is part of `linear`.
+2. A step is predicted to take `constant + Σ over micro-batches of the costliest device's row`. The same
+   steps of one plan, each with the same rows, are timed in both orders, by turns, at least twice and until
+   each has had its time. The balanced order is made with the coefficients just measured. Batches lie on the
+   devices before the clock starts, and each step is dispatched before the one before it is waited for.
+
+What is expected: as they come, the costlier row of a pair makes a step 10 to 14 % longer than the mean of
+both devices, balanced 1.4 to 2 %; so 8 to 11 % to be gained. A GPU that waits draws less power and may then
+run faster, which makes it less: the clock and the watts of both orders stand in the result. The bars: 80 %
+of the predicted gain, and predicted times within 5 %. A row is 190 to 290 TFLOP, 0.3 to 0.5 s, so a step
+about 3 s; in all three to four minutes on two H200s: 15 s for the text, 40 s to compile, 20 s of warm-up,
+40 s of coefficients, 85 s timed.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import data_balance
+import data_corpus
+import harness
+import jax
+import numpy as np
+
+from jaxthru import config as configuration
+from jaxthru.data import tokenizer
+from jaxthru.data.loader import Data, open_data
+from jaxthru.models import flops
+from jaxthru.plan.cost import row_cost
+from jaxthru.runtime import hardware, xla
+from jaxthru.runtime.errors import InputError, require
+from jaxthru.train import Build, build
+from jaxthru.training.step import Batch
+
+DEFAULTS = (
+    *("model.layers=4", "model.vocabulary=16384", "model.max_sequence=32768"),
+    *("data.sequence=32768", "data.packing=best_fit"),
+)
+LENGTHS = "lognormal(6, 2)"
+EQUAL = (1, 2, 4, 16, 64)
+"""Documents in a row whose cost is measured."""
+FEW = 2
+"""Micro-batches of the shorter step. One alone would be another program, which adds nothing up."""
+BAR_GAIN, BAR_ERROR = 0.8, 0.05
+ORDERS = ("as they come", "balanced")
+
+
+def make_corpus(folder: Path, tokens: int, sequence: int, vocabulary: int) -> Path:
+    """Makes the corpus if it is missing; returns its mix. Documents are pieces of the standard library."""
+    folder = folder / f"{sequence}_{tokens}_{vocabulary}"
+    mix = folder / "mix.toml"
+    if mix.is_file():
+        return mix
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(data_corpus.library(4 * tokens))
+    sample = data_corpus.chunks([text[:4_000_000]], 4096)
+    tokenizer.train(iter(sample), vocabulary, folder / "tokenizer.json")
+    encoded = tokenizer.Tokenizer(folder / "tokenizer.json").encode(sample[:200])
+    characters = sum(map(len, sample[:200])) / sum(map(len, encoded))  # of a token
+    lengths = data_balance.lengths(LENGTHS, tokens, sequence)
+    with (folder / "documents.jsonl").open("w") as file:
+        for piece in pieces(text, lengths * characters):
+            file.write(json.dumps({"text": piece}) + "\n")
+    mix.write_text(
+        'tokenizer = "tokenizer.json"\nheld_out = 0.0\n'
+        '[sources.documents]\nrecipe = "local_jsonl"\nweight = 1\npaths = ["documents.jsonl"]\n'
+    )
+    return mix
+
+
+def pieces(text: str, characters: np.ndarray) -> Iterator[str]:
+    """Yields pieces of the text of these lengths, one behind the other and from the start again."""
+    at = 0
+    for size in np.maximum(characters, 1).astype(int).tolist():
+        piece = text[at : at + size]
+        while len(piece) < size:
+            piece += text[: size - len(piece)]
+        yield piece
+        at = (at + size) % len(text)
+
+
+def equal_documents(batch: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
+    """Returns the batch with each row cut into so many documents of equal length."""
+    rows, sequence = batch["tokens"].shape
+    segment, position = np.divmod(np.arange(sequence, dtype=np.int32), sequence // number)
+    last = position == sequence // number - 1
+    found = {
+        "targets": np.where(last, 0, np.roll(batch["tokens"], -1, axis=1)).astype(np.int32),
+        "segment_ids": segment + 1,
+        "positions": position,
+        "loss_mask": (~last).astype(np.float32),
+    }
+    return batch | {name: np.array(np.broadcast_to(value, (rows, sequence))) for name, value in found.items()}
+
+
+def spans(segment_ids: np.ndarray) -> np.ndarray:
+    """Returns int64 [rows], Σ document length² of each row."""
+    return np.array([np.sum(np.bincount(row)[1:].astype(np.int64) ** 2) for row in segment_ids])
+
+
+def by_device(values: np.ndarray, groups: int, microbatches: int, devices: int) -> np.ndarray:
+    """Returns [microbatches, devices], the sums of the rows' values where `training.step.Step.split` puts
+    them. groups: canonical groups of rows."""
+    blocks = math.gcd(groups, len(values) // microbatches)
+    parts = np.moveaxis(values.reshape(blocks, microbatches, -1), 1, 0)
+    return parts.reshape(microbatches, devices, -1).sum(axis=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """seconds: constant, of a step; linear, of a token; attention, of a token² of a document. residual: the
+    largest relative error of a point that they were fitted to."""
+
+    constant: float
+    linear: float
+    attention: float
+    residual: float
+
+    @classmethod
+    def fit(cls, points: list[dict], sequence: int) -> "Costs":
+        """Fits points of {"microbatches", "documents", "seconds"}; each counts by its relative error."""
+        rows = [(1.0, point["microbatches"], point["microbatches"] / point["documents"]) for point in points]
+        seconds = np.array([point["seconds"] for point in points])
+        relative = np.array(rows) / seconds[:, None]
+        found = np.linalg.lstsq(relative, np.ones(len(points)))[0]
+        constant, linear, attention = found / (1, sequence, sequence**2)
+        residual = np.abs(relative @ found - 1).max()
+        return cls(*(float(value) for value in (constant, linear, attention, residual)))
+
+    def predict(self, spans: np.ndarray, tokens: int) -> float:
+        """Returns the seconds of a step. spans: [microbatches, devices], Σ length². tokens: of a device's
+        rows in a micro-batch."""
+        return self.constant + len(spans) * self.linear * tokens + self.attention * spans.max(axis=1).sum()
+
+
+class Runner:
+    """Runs steps one behind the other, on one state."""
+
+    def __init__(self, built: Build):
+        self.state = built.first_state()
+
+    def times(self, work: Iterable[tuple[Build, Batch]]) -> list[float]:
+        """Returns the seconds of each step, the next one dispatched before the last one is waited for."""
+        seconds, before, clock = [], None, time.perf_counter()
+        for item in itertools.chain(work, [None]):
+            metrics = None
+            if item is not None:
+                built, batch = item
+                self.state, metrics = built.compiled(self.state, batch)
+            if before is not None:
+                jax.device_get(before)
+                now = time.perf_counter()
+                seconds.append(now - clock)
+                clock = now
+            before = metrics
+        return seconds
+
+    def warm_up(self, work: list[tuple[Build, Batch]], seconds: float) -> None:
+        """Runs these steps over and over for some seconds, at least once."""
+        until = time.perf_counter() + seconds
+        again = itertools.takewhile(lambda _: time.perf_counter() < until, itertools.cycle(work))
+        self.times(itertools.chain(work, again))
+
+
+def host_batches(config: configuration.RunConfig, data: Data, steps: int) -> list[dict[str, np.ndarray]]:
+    """Returns the batches of a run's first steps, balanced if the configuration says so."""
+    train = config.train
+    keys = {"seed": train.seed, "rows": train.rows, "cost": row_cost(config)}
+    with data.train_batches(((0, data.mixing),), steps=steps, **keys) as batches:
+        return list(batches)
+
+
+def calibrate(
+    runner: Runner, programs: dict[int, Build], batch: dict[str, np.ndarray], rounds: int
+) -> list[dict]:
+    """Returns the median seconds of steps of rows of equal documents: points for `Costs.fit`.
+
+    programs: {micro-batches: the step}. batch: whose tokens are used.
+    """
+    work = {}
+    for (microbatches, built), number in itertools.product(programs.items(), EQUAL):
+        rows = built.config.train.rows
+        if number < built.data.segments and built.config.data.sequence % number == 0:
+            part = equal_documents({name: array[:rows] for name, array in batch.items()}, number)
+            work[microbatches, number] = built, built.place(part, rows)
+    taken = [runner.times(work.values()) for _ in range(rounds)]
+    return [
+        {"microbatches": microbatches, "documents": number, "seconds": statistics.median(seconds)}
+        for (microbatches, number), seconds in zip(work, zip(*taken, strict=True), strict=True)
+    ]
+
+
+def time_orders(runner: Runner, built: Build, placed: dict[str, list[Batch]], least: float) -> dict:
+    """Returns of each order its passes over the steps, by turns, at least two and for so many seconds:
+    {"seconds": [passes, steps], "mhz": [...], "watts": [...]}."""
+    found = {order: {"seconds": [], "mhz": [], "watts": []} for order in placed}
+    while any(len(one["seconds"]) < 2 or np.sum(one["seconds"]) < least for one in found.values()):
+        for order, batches in placed.items():
+            with harness.Clocks(built.layout.mesh.size) as clocks:
+                found[order]["seconds"].append(runner.times([(built, batch) for batch in batches]))
+            found[order]["mhz"].append(clocks.mhz)
+            found[order]["watts"].append(clocks.watts)
+    return found
+
+
+def mean(values: list[float | None]) -> float | None:
+    return None if None in values else round(statistics.fmean(values), 1)
+
+
+def summary(predicted: dict[str, np.ndarray], found: dict) -> dict:
+    """Returns each order's row, and what balancing gained of what it was predicted to.
+
+    predicted: {order: seconds of each step}. found: of `time_orders`. A gain is how much longer the steps
+    take as they come; one is claimed only above twice the largest difference between passes of one order.
+    """
+    rows = {}
+    for order, one in found.items():
+        passes = np.array(one["seconds"])
+        measured = passes.mean(axis=0)
+        rows[order] = {
+            "step_seconds": round(float(measured.mean()), 6),
+            "step_seconds_median": round(float(np.median(passes)), 6),
+            "predicted_step_seconds": round(float(predicted[order].mean()), 6),
+            "error": round(float(predicted[order].mean() / measured.mean() - 1), 4),
+            "worst_error_of_a_step": round(float(np.abs(predicted[order] / measured - 1).max()), 4),
+            "passes": [round(float(seconds), 6) for seconds in passes.mean(axis=1)],
+            "spread": round(float(np.ptp(passes.mean(axis=1)) / measured.mean()), 4),
+            "sm_clock_mhz": mean(one["mhz"]),
+            "power_watts": mean(one["watts"]),
+        }
+    came, balanced = (rows[order] for order in ORDERS)
+    gain, forecast = (came[key] / balanced[key] - 1 for key in ("step_seconds", "predicted_step_seconds"))
+    share = gain / forecast if forecast > 0 else None
+    error = max(abs(row["error"]) for row in rows.values())
+    return {
+        "orders": rows,
+        "gain": round(gain, 4),
+        "predicted_gain": round(forecast, 4),
+        "claimed": gain > 2 * max(row["spread"] for row in rows.values()),
+        "bars": {
+            "gain_over_predicted": {
+                "value": share and round(share, 3),
+                "bar": BAR_GAIN,
+                "met": share is not None and share >= BAR_GAIN,
+            },
+            "prediction_error": {"value": error, "bar": BAR_ERROR, "met": error <= BAR_ERROR},
+        },
+    }
+
+
+def table(line: dict) -> str:
+    """Returns the result as lines to read."""
+    cost = line["costs"]
+    lines = [
+        "data.linear_cost={linear_cost:.4g} data.attention_cost={attention_cost:.4g}, in seconds; a step's "
+        "constant {constant_seconds:.4g} s; residual {residual:.2%}".format(**cost),
+        "| order | step | predicted | error | worst step | spread | SM clock | power |",
+        "|" + "---|" * 8,
+    ]
+    for order, row in line["orders"].items():
+        seconds = [f"{row[key]:.4f} s" for key in ("step_seconds", "predicted_step_seconds")]
+        shares = [f"{row[key]:.2%}" for key in ("error", "worst_error_of_a_step", "spread")]
+        clocks = [str(row[key]) for key in ("sm_clock_mhz", "power_watts")]
+        lines.append(f"| {' | '.join([order, *seconds, *shares, *clocks])} |")
+    lines.append(f"gain {line['gain']:.1%} of {line['predicted_gain']:.1%} predicted: {line['bars']}")
+    return "\n".join(lines)
+
+
+def resolve(arguments: argparse.Namespace) -> configuration.RunConfig:
+    """Returns the configuration, its corpus made. Raises InputError."""
+    config = configuration.load(arguments.config, [*DEFAULTS, *arguments.overrides, "train.steps=1000000"])
+    data, fsdp, _ = config.mesh.shape(len(jax.devices()))
+    shards = data * fsdp
+    require(shards > 1, f"{shards} device takes all rows: nothing to balance; run it on two or more")
+    parts = arguments.microbatches
+    require(parts > FEW, f"--microbatches {parts}: must be above {FEW}")
+    train = dataclasses.replace(config.train, rows=shards * parts, microbatches=parts)
+    shape = config.data
+    mix = make_corpus(
+        arguments.folder, arguments.tokens, shape.sequence, min(config.model.vocabulary, 16_384)
+    )
+    # A group is what a device holds, so that rows of like rank run at the same time.
+    store = str(mix.parent / "store")
+    shape = dataclasses.replace(shape, mix=str(mix), store=store, groups=shape.groups or shards)
+    return dataclasses.replace(config, train=train, data=shape)
+
+
+def shortened(config: configuration.RunConfig) -> configuration.RunConfig:
+    """Returns the configuration with rows for FEW micro-batches alone."""
+    train = config.train
+    rows = train.rows // train.microbatches * FEW
+    return dataclasses.replace(config, train=dataclasses.replace(train, rows=rows, microbatches=FEW))
+
+
+def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
+    """Returns the result."""
+    with phases("corpus"):
+        config = resolve(arguments)
+        data = open_data(config.data)
+    shape, train = config.data, config.train
+    plain = dataclasses.replace(config, data=dataclasses.replace(shape, balance=False))
+    with phases("compiling"):
+        programs = {one.train.microbatches: build(one, data) for one in (plain, shortened(plain))}
+        built = programs[train.microbatches]
+        runner = Runner(built)
+    batches = {ORDERS[0]: host_batches(plain, data, arguments.steps)}
+    placed = {ORDERS[0]: [built.place(batch, train.rows) for batch in batches[ORDERS[0]]]}
+    with phases("warm-up"):
+        runner.warm_up([(built, batch) for batch in placed[ORDERS[0]][:3]], arguments.warmup_seconds)
+    with phases("coefficients"):
+        points = calibrate(runner, programs, batches[ORDERS[0]][0], arguments.rounds)
+        costs = Costs.fit(points, shape.sequence)
+        require(costs.linear > 0, f"the coefficients cannot be told from these times: {points}")
+        costs = dataclasses.replace(costs, attention=max(costs.attention, 0.0))
+    prices = {"linear_cost": costs.linear, "attention_cost": costs.attention}
+    balanced = dataclasses.replace(config, data=dataclasses.replace(shape, balance=True, **prices))
+    batches[ORDERS[1]] = host_batches(balanced, data, arguments.steps)
+    placed[ORDERS[1]] = [built.place(batch, train.rows) for batch in batches[ORDERS[1]]]
+    devices = built.layout.size("batch")
+    tokens = shape.sequence * train.rows // train.microbatches // devices
+    predicted = {
+        order: np.array(
+            [
+                costs.predict(
+                    by_device(spans(batch["segment_ids"]), shape.groups, train.microbatches, devices), tokens
+                )
+                for batch in found
+            ]
+        )
+        for order, found in batches.items()
+    }
+    with phases("timed"):
+        found = time_orders(runner, built, placed, arguments.timed_seconds)
+    counted = flops.train_flops(config.model, 1, 0), flops.train_flops(config.model, 0, 1)
+    used = np.mean([(batch["segment_ids"] > 0).mean() for batch in batches[ORDERS[0]]])
+    return {
+        "benchmark": "balance_steps",
+        "config": Path(arguments.config).stem,
+        "set": [*DEFAULTS, *arguments.overrides],
+        "lengths": LENGTHS,
+        "sequence": shape.sequence,
+        "rows": train.rows,
+        "microbatches": train.microbatches,
+        "groups": shape.groups,
+        "steps": arguments.steps,
+        "fill": round(float(used), 4),
+        "costs": {
+            **prices,
+            "constant_seconds": costs.constant,
+            "residual": round(costs.residual, 4),
+            "whole_row_over_linear": round(costs.attention * shape.sequence / costs.linear, 4),
+            "whole_row_over_linear_by_flops": round(counted[1] * shape.sequence / counted[0], 4),
+            "points": points,
+        },
+        **summary(predicted, found),
+        "peak_hbm_bytes": hardware.peak_bytes(),
+        "phases": phases.seconds,
+        **harness.provenance(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--config", default=str(Path(__file__).resolve().parents[2] / "configs" / "llama3_8b_8layer.py"))
+    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    add("--microbatches", type=int, default=8, help="of a step: rows for each device")
+    add("--steps", type=int, default=7, help="that are timed in both orders, over and over")
+    add("--rounds", type=int, default=2, help="of the steps that the coefficients are taken from")
+    add("--tokens", type=int, default=8_000_000, help="of the corpus")
+    add("--folder", type=Path, default=Path("build/bench_balance"), help="corpora, kept")
+    add("--output", type=Path, help="also write the JSON to this file")
+    harness.add_seconds(parser)
+    arguments = parser.parse_args()
+    xla.configure()
+    try:
+        line = measure(arguments, harness.Phases())
+    except InputError as error:
+        print(f"balance_steps.py: {error}", file=sys.stderr)
+        return 2
+    print(table(line), file=sys.stderr)
+    harness.emit(line, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
