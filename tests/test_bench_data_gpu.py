@@ -1,0 +1,157 @@
+"""The data plane's benchmarks on devices: what they predict, what they count, and that they run."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / "scripts" / "bench"
+MODULES = (
+    *("balance_steps", "starved", "starved_transform", "harness"),
+    *("data_balance", "data_corpus", "data_contenders", "data_transform"),
+)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Returns a function that imports a module of scripts/bench, as a script there would."""
+    monkeypatch.syspath_prepend(BENCH)
+    yield importlib.import_module
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def run(script: str, *words: str, devices: int = 1, code: int = 0) -> tuple[dict, str]:
+    """Returns what a script printed, as JSON, and what it said beside."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+    }
+    config = ("--config", str(ROOT / "configs" / "quickstart.py"), "--set", "model.layers=1")
+    seconds = ("--warmup-seconds", "0", "--timed-seconds", "0")
+    command = [sys.executable, str(BENCH / script), *config, *seconds, *words]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == code, ended.stderr
+    return json.loads(ended.stdout or "{}"), ended.stderr
+
+
+def test_coefficients_are_found_and_predict(bench):
+    costs = bench("balance_steps").Costs
+    constant, linear, attention, sequence = 0.02, 1e-5, 2e-10, 32_768
+    points = [
+        {
+            "microbatches": parts,
+            "documents": number,
+            "seconds": constant + parts * (linear * sequence + attention * sequence**2 / number),
+        }
+        for parts in (2, 8)
+        for number in (1, 2, 16)
+    ]
+    found = costs.fit(points, sequence)
+    values = (found.constant, found.linear, found.attention)
+    assert values == pytest.approx((constant, linear, attention), rel=1e-6) and found.residual < 1e-9
+    spans = np.array([[1e9, 3e8], [1e8, 2e8]])  # [micro-batches, devices]
+    expected = constant + 2 * linear * sequence + attention * (1e9 + 2e8)
+    assert found.predict(spans, sequence) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("groups", (2, 4, 8))
+def test_rows_are_counted_where_the_step_puts_them(bench, groups):
+    by_device = bench("balance_steps").by_device
+    built = tiny.make((2, 1, 1), microbatches=4, groups=groups)
+    values = np.arange(tiny.ROWS, dtype=np.int32) ** 2
+    rows = np.broadcast_to(values[:, None], (tiny.ROWS, tiny.SEQUENCE))
+    placed = jax.device_put(rows, built.layout.sharding(("batch", "sequence")))
+    parts = jax.jit(built.step.split)(placed)  # [micro-batches, rows, T]
+    found = np.zeros((4, 2), int)
+    for shard in parts.addressable_shards:
+        device = shard.index[1].indices(parts.shape[1])[0] * 2 // parts.shape[1]
+        found[:, device] = np.asarray(shard.data)[:, :, 0].sum(axis=1)
+    assert by_device(values, groups, 4, 2).tolist() == found.tolist()
+
+
+def test_equal_documents_have_their_span_and_no_target_at_their_ends(bench):
+    steps = bench("balance_steps")
+    batch = steps.equal_documents(tiny.batch(0), 4)
+    assert batch.keys() == tiny.batch(0).keys()
+    assert steps.spans(batch["segment_ids"]).tolist() == [4 * 16**2] * tiny.ROWS
+    ends = batch["positions"][0] == 15
+    assert ends.sum() == 4 and not batch["loss_mask"][0][ends].any() and batch["loss_mask"].sum() == 60 * 8
+    assert np.all(batch["targets"][:, :-1][:, ~ends[:-1]] == batch["tokens"][:, 1:][:, ~ends[:-1]])
+
+
+def test_summary_counts_the_gain_over_the_predicted(bench):
+    steps = bench("balance_steps")
+    came, balanced = steps.ORDERS
+    predicted = {came: np.array([1.2, 1.2]), balanced: np.array([1.0, 1.0])}
+    clocks = {"mhz": [None, None], "watts": [None, None]}
+    found = {
+        came: {"seconds": [[1.18, 1.18], [1.18, 1.18]]} | clocks,
+        balanced: {"seconds": [[1.0, 1.0], [1.01, 0.99]]} | clocks,
+    }
+    line = steps.summary(predicted, found)
+    assert line["gain"] == 0.18 and line["predicted_gain"] == 0.2 and line["claimed"]
+    assert line["bars"]["gain_over_predicted"] == {"value": 0.9, "bar": 0.8, "met": True}
+    assert line["bars"]["prediction_error"]["value"] == pytest.approx(0.0169, abs=1e-4)
+
+
+def test_pieces_go_round_the_text(bench):
+    pieces = bench("balance_steps").pieces
+    assert list(pieces("abcde", np.array([3, 4, 0.2, 7]))) == ["abc", "deab", "c", "deabcde"]
+
+
+def test_grain_rows_become_batches(bench):
+    starved = bench("starved")
+    tokens = np.arange(12).reshape(2, 6) + 1
+    segment_ids = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
+    batch = starved.complete(tokens, segment_ids, np.zeros_like(tokens))
+    assert batch["targets"].tolist() == [[2, 3, 0, 5, 0, 0], [8, 9, 10, 11, 12, 0]]
+    assert np.array_equal(batch["loss_mask"] > 0, batch["targets"] > 0)
+
+
+def test_a_ratio_is_claimed_above_twice_the_spread(bench):
+    starved = bench("starved")
+    blocks = {
+        "jaxthru": [starved.Block([1.0], [0.001], rate, None, None) for rate in (1000, 1020)],
+        "grain": [starved.Block([1.0], [0.5], rate, None, None) for rate in (500, 600)],
+        "grain-mp": [starved.Block([1.0], [0.0], rate, None, None) for rate in (990, 1000)],
+    }
+    rows = {name: starved.row(found) for name, found in blocks.items()}
+    assert rows["jaxthru"]["data_wait"] == 0.001 and rows["grain"]["data_wait"] == 0.5
+    ratios = starved.ratios(rows)
+    assert ratios["grain"]["claimed"] and not ratios["grain-mp"]["claimed"]
+
+
+def test_one_device_has_nothing_to_balance(tmp_path):
+    _, told = run("balance_steps.py", "--folder", str(tmp_path), code=2)
+    assert told.splitlines()[-1].startswith("balance_steps.py: 1 device takes all rows: nothing to balance")
+
+
+@pytest.mark.slow
+def test_balanced_steps_are_predicted_and_timed(tmp_path):
+    small = ("--set", "data.sequence=256", "--set", "model.vocabulary=2048", "--set", "train.seed=1")
+    words = ("--tokens", "40000", "--steps", "2", "--microbatches", "4", "--rounds", "1", *small)
+    line, _ = run("balance_steps.py", "--folder", str(tmp_path), *words, devices=2)
+    assert line["orders"].keys() == {"as they come", "balanced"}
+    assert line["predicted_gain"] >= 0 and line["costs"]["linear_cost"] > 0
+    assert line["rows"] == 8 and len(line["costs"]["points"]) == 6
+
+
+@pytest.mark.slow
+def test_a_starved_run_is_timed(tmp_path):
+    words = ("--sources", "2", "--pages", "8", "--vocabulary", "1000", "--milliseconds", "1")
+    few = ("--settle-seconds", "0", "--rounds", "1", "--contenders", "jaxthru", "grain")
+    line, _ = run("starved.py", "--folder", str(tmp_path), *words, *few)
+    (row,) = line["rows"]
+    assert row["contenders"].keys() == {"jaxthru", "grain"} and row["ratios"].keys() == {"grain"}
+    assert all(one["tokens_per_second"] > 0 for one in row["contenders"].values())
+    assert 0 <= row["data_wait"]["value"] < 1
