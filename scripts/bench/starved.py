@@ -19,21 +19,23 @@ device.
   sources.
 - `grain-mp`: the same behind `mp_prefetch`, with as many processes as jaxthru has Source Loaders.
 
-What is expected. A token is 6 × 1.24 G + attention, about 7.8 GFLOP, so at 450 TFLOP/s the GPU takes 57,000
-tokens or 46 pages a second. A core tokenises 300,000 tokens a second or more and leaves Python's lock for
-it: tokenisation alone starves nothing on one H200, and all contenders are then equal. So each page costs
---milliseconds of CPU under the lock too, as a transform in Python would: 50 by default, about what
-extracting the text of a web page takes. That is 2.3 cores, where one process has one: `grain` gives 20
-pages a second or fewer, 25,000 tokens, less than half of what the GPU takes, and its threads slow the loop.
-`jaxthru` does about 15 % of the pages twice, for rows are cut anywhere, so 2.7 cores of 8, and must not
-wait; nor must `grain-mp`. The claim is about the default; against `grain-mp` no gain is expected here.
+What is expected. A token is 6 × 1.24 G and attention, about 7.8 GFLOP, so at 450 TFLOP/s the GPU takes
+57,000 tokens, 55 pages of 1,030, in a second. A core tokenises 300,000 tokens a second or more, and leaves
+Python's lock for it: tokenisation alone starves nothing on one H200, and all contenders are then equal. So
+each page also costs --milliseconds of CPU under the lock, as a transform in Python would: 50 by default,
+about what extracting the text of a web page takes. That is 2.8 cores, where one process has one: `grain`
+gives 20 pages a second or fewer, 20,000 tokens, about a third of what the GPU takes, and its threads slow
+the loop. `jaxthru` does about 12 % of the pages twice, for rows are cut anywhere, so it needs 3.1 of 8
+cores and must not wait; nor must `grain-mp`. The claim is about the default: against `grain-mp` no gain is
+expected.
 
 Contenders take turns in one process, on one state; each is opened anew, so that none works ahead while
 another is timed, and has --settle-seconds to get under way. First the GPU is warmed up on one batch that
 lies on the device, which also says what it does when it never waits (`unstarved`). `data_wait` is the time
 that the loop stands in next(batches), transfer included, over the timed steps' time; the device is busy in
-the beginning of it. About five minutes on one H200: 15 s for the corpus, 30 s to compile, 20 s of warm-up
-and for each contender 40 s timed and 30 s to start and settle, in two turns.
+the beginning of it. About five minutes on one H200: 15 s for the corpus, 30 s to compile, 20 s of warm-up,
+and for each of three contenders 40 s timed and 30 s to start and settle, in two turns. Where memory is
+short, `--set train.rows=4`.
 """
 
 import argparse
@@ -80,7 +82,7 @@ def make_corpus(folder: Path, sources: int, pages: int, vocabulary: int) -> Path
     found = data_corpus.chunks(data_corpus.library(2 * wanted * PAGE_CHARACTERS), PAGE_CHARACTERS)
     require(len(found) >= sources, f"--sources {sources}: the standard library has {len(found)} pages here")
     found = found[:wanted]
-    tokenizer.train(iter(found), vocabulary, folder / "tokenizer.json")
+    tokenizer.train(iter(found[:1500]), vocabulary, folder / "tokenizer.json")
     data_corpus.write(folder / "pages", (found[number::sources] for number in range(sources)))
     online = {"online": True, "transform": "starved_transform:page"}
     mix = {f"s{number}": data_corpus.paths("pages", [number]) | online for number in range(sources)}
@@ -352,7 +354,7 @@ def main() -> int:
     add("--contenders", nargs="+", choices=names, default=names)
     add("--milliseconds", nargs="+", type=float, default=[50.0], help="of CPU that a page costs; a row each")
     add("--sources", type=int, default=35)
-    add("--pages", type=int, default=48, help="of each source; they come again and again")
+    add("--pages", type=int, default=160, help="of each source; they come again and again")
     add("--vocabulary", type=int, default=32_768, help="of the tokenizer")
     add("--rounds", type=int, default=2, help="turns of each contender")
     add("--settle-seconds", type=float, default=8.0, help="of each turn before its time begins")
