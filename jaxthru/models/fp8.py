@@ -10,7 +10,6 @@ Shapes: R rows × tokens, I input and O output of a linear layer.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,21 +39,20 @@ class Quantised(NamedTuple):
     scale: jax.Array
 
 
-def quantise(parts: Sequence[jax.Array], dtype: jnp.dtype) -> Quantised:
-    """Returns matrices [R, O] side by side, [R, ΣO], in a float8 dtype under one scale.
+def quantise(x: jax.Array, dtype: jnp.dtype) -> Quantised:
+    """Returns a tensor in a float8 dtype under one scale.
 
     The scale is a power of two: multiplying by it is exact in any float type, so only the cast rounds.
     Nothing that is not finite gets lost in a saturating cast: an infinity makes the scale NaN, and a NaN,
     which a device's maximum may pass over, is still one in float8.
     """
-    amax = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)).astype(jnp.float32) for part in parts])
-    amax = checkpoint_name(amax, KEPT_NAME)
+    amax = checkpoint_name(jnp.max(jnp.abs(x)).astype(jnp.float32), KEPT_NAME)
     largest = float(jnp.finfo(dtype).max) / jnp.maximum(amax, SMALLEST)
     # Clearing the mantissa rounds down to a power of two; an exp2 is not exact on every device.
     bits = lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
     up = lax.bitcast_convert_type(bits, jnp.float32)
-    values = [(part.astype(jnp.float32) * up).astype(dtype) for part in parts]
-    return Quantised(jnp.concatenate(values, axis=1), jnp.where(jnp.isfinite(amax), 1 / up, jnp.nan))
+    values = (x.astype(jnp.float32) * up).astype(dtype)
+    return Quantised(values, jnp.where(jnp.isfinite(amax), 1 / up, jnp.nan))
 
 
 def dot(
@@ -68,18 +66,8 @@ def dot(
     return product * (a.scale * b.scale).astype(dtype)
 
 
-def columns(y: jax.Array, matrices: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns `y` [..., ΣO] cut into the columns that belong to each of the matrices [I, O]."""
-    ends = itertools.accumulate(matrix.shape[1] for matrix in matrices)
-    return jnp.split(y, list(ends)[:-1], axis=-1)
-
-
 def project(
-    layout: Layout,
-    x_RI: jax.Array,
-    weights: Sequence[jax.Array],
-    axes: Sequence[Axes],
-    groups: Sequence[slice],
+    layout: Layout, x_RI: jax.Array, weights: Sequence[jax.Array], axes: Sequence[Axes]
 ) -> list[jax.Array]:
     """Returns `x_RI` times each weight, [R, O] in its dtype, by float8 matmuls forward and backward.
 
@@ -90,34 +78,30 @@ def project(
       layout: where weights and gradients lie.
       weights: float32 [I, O] each.
       axes: the two logical axes of each weight.
-      groups: which weights to multiply as one matrix [I, ΣO] under one scale; alike in where their dims lie.
     """
     dtype = x_RI.dtype
 
     def forward(x_RI, weights):
-        x8 = quantise([x_RI], FORWARD)
+        x8 = quantise(x_RI, FORWARD)
         # Kept as bits: `jax.checkpoint` rounds floats that it keeps to IEEE's e4m3, which ends at 240.
         bits = checkpoint_name(lax.bitcast_convert_type(x8.values, jnp.uint8), KEPT_NAME)
         x8 = x8._replace(values=lax.bitcast_convert_type(bits, FORWARD))
-        weights8, outputs = [], []
-        for group in groups:
-            weight8 = quantise(weights[group], FORWARD)
-            whole = layout.constrain(weight8.values, axes[group][0], without=("fsdp",))
+        weights8 = []
+        for weight_IO, where in zip(weights, axes, strict=True):
+            weight8 = quantise(weight_IO, FORWARD)
+            whole = layout.constrain(weight8.values, where, without=("fsdp",))
             weights8.append(weight8._replace(values=whole))
-            outputs += columns(dot(x8, weights8[-1], (1, 0), dtype, FORWARD_SUMS), weights[group])
-        return outputs, (x8, weights8)
+        return [dot(x8, weight8, (1, 0), dtype, FORWARD_SUMS) for weight8 in weights8], (x8, weights8)
 
     def backward(kept, gradients):
         x8, weights8 = kept
-        dx_RI, dweights = None, []
-        for group, weight8 in zip(groups, weights8, strict=True):
-            gradient8 = quantise(gradients[group], BACKWARD)
-            part_RI = dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS)
-            dx_RI = part_RI if dx_RI is None else dx_RI + part_RI
+        parts_RI, dweights = [], []
+        for gradient_RO, weight8, where in zip(gradients, weights8, axes, strict=True):
+            gradient8 = quantise(gradient_RO, BACKWARD)
+            parts_RI.append(dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS))
             sum_IO = dot(x8, gradient8, (0, 0), dtype, BACKWARD_SUMS)
-            stored = layout.constrain(sum_IO, axes[group][0])
-            dweights += columns(stored.astype(jnp.float32), gradients[group])
-        return dx_RI, dweights
+            dweights.append(layout.constrain(sum_IO, where).astype(jnp.float32))
+        return functools.reduce(jnp.add, parts_RI), dweights
 
     @jax.custom_vjp
     def run(x_RI, weights):

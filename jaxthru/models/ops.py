@@ -15,9 +15,6 @@ from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
-JOINED = False
-"""Whether weights applied to the same input are multiplied as one matrix."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
@@ -60,23 +57,19 @@ class Ops:
         """Returns `x` [B, T, *in] times each weight [*in, *out]: [B, T, *out] each, in the compute dtype,
         accumulated in float32, sharded over rows and over the weight's output axes.
 
-        With JOINED, all are one matmul where no device holds only a part of an output.
+        Each is a matmul of its own: as one, gate and up were 1.9 % of a step slower on an H200, and query,
+        key and value 0.4 %.
         """
         rows, length, *inputs = x.shape
         x_BTI = x.reshape(rows, length, -1)
         matrices = [weight[...].reshape(x_BTI.shape[-1], -1) for weight in weights]
         # A dim made of several is sharded as the first of them is.
         axes = [(weight.logical_axes[0], weight.logical_axes[len(inputs)]) for weight in weights]
-        joined = JOINED and all(self.layout.size(out) == 1 for _, out in axes)
-        groups = [slice(None)] if joined else [slice(i, i + 1) for i in range(len(weights))]
         if self.float8:
-            x_RI = x_BTI.reshape(rows * length, -1)
-            ys = fp8.project(self.layout, x_RI, matrices, axes, groups)
+            ys = fp8.project(self.layout, x_BTI.reshape(rows * length, -1), matrices, axes)
         else:
-            ys = []
-            for group in groups:
-                matrix_IO = self.gather(jnp.concatenate(matrices[group], axis=1), axes[group][0])
-                ys += fp8.columns(jnp.einsum("bti,io->bto", x_BTI, matrix_IO), matrices[group])
+            gathered = (self.gather(*pair) for pair in zip(matrices, axes, strict=True))
+            ys = [jnp.einsum("bti,io->bto", x_BTI, matrix_IO) for matrix_IO in gathered]
         outputs = []
         for y, weight in zip(ys, weights, strict=True):
             y = y.reshape(rows, length, *weight.shape[len(inputs) :])
