@@ -73,7 +73,7 @@ class Loaders:
         self._waiting = {source: collections.deque() for source in sources}
         self._numbers = itertools.count()
         self._lock = threading.RLock()
-        self._closed, self._broken = False, ""
+        self._ended = ""  # why nothing can be asked for any more
         self._coming = dict.fromkeys(sources, 1.0)
         self._processes, self._loaders = processes, []  # started when they are first needed
         self.serves = share_out(self._coming, processes)
@@ -83,8 +83,7 @@ class Loaders:
         lengths = split.lengths(stretches)
         parts = []
         with self._lock:
-            require(not self._broken, self._broken)
-            require(not self._closed, "the source loaders are closed")
+            require(not self._ended, self._ended)
             if not self._loaders:
                 self._loaders = [_Loader(self, number) for number in range(self._processes)]
             for part in _cut(lengths):
@@ -107,13 +106,9 @@ class Loaders:
             self._dispatch()
 
     def close(self) -> None:
-        """Ends the loaders. What is still wanted is cancelled."""
+        """Ends the loaders. Whoever still waits for tokens gets an InputError."""
         with self._lock:
-            self._closed = True
-            for tasks in self._waiting.values():
-                for task in tasks:
-                    task.future.cancel()
-                tasks.clear()
+            self._fail("the source loaders are closed")
             loaders, self._loaders = self._loaders, []
         for loader in loaders:
             loader.close()
@@ -127,7 +122,7 @@ class Loaders:
     def _dispatch(self) -> None:
         """Gives every loader what it may take: the oldest task of the sources that it serves."""
         for loader, sources in zip(self._loaders, self.serves, strict=bool(self._loaders)):
-            while loader.free and not self._closed:
+            while loader.free and not self._ended:
                 able = [self._waiting[source] for source in sources if self._waiting[source]]
                 if not able:
                     break
@@ -135,34 +130,35 @@ class Loaders:
 
     def _done(self, loader: "_Loader", number: int, seconds: float, error: str | None) -> None:
         with self._lock:
+            if self._ended:
+                return
             task, region = loader.in_flight.pop(number)
             loader.deaths = 0
             if error is None:
                 took = seconds / max(task.tokens, 1)
                 self.seconds_per_token[task.source] += 0.2 * (took - self.seconds_per_token[task.source])
-                tokens = loader.region(region)[: task.tokens].copy()
+                task.future.set_result(loader.region(region)[: task.tokens].copy())
+            else:
+                task.future.set_exception(InputError(f"source {task.source}: {error}"))
             loader.free.append(region)
             self._dispatch()
-        if error is None:
-            task.future.set_result(tokens)
-        else:
-            task.future.set_exception(InputError(f"source {task.source}: {error}"))
 
     def _fail(self, message: str) -> None:
         """Has everything that is wanted, and all that will be, fail with this message."""
-        self._broken = message
+        if self._ended:
+            return
+        self._ended = message
         waiting = [task for tasks in self._waiting.values() for task in tasks]
         running = [task for loader in self._loaders for task, _ in loader.in_flight.values()]
         for task in (*waiting, *running):
-            if not task.future.done():
-                task.future.set_exception(InputError(message))
+            task.future.set_exception(InputError(message))
         for tasks in self._waiting.values():
             tasks.clear()
 
     def _died(self, loader: "_Loader") -> None:
         """Starts a loader anew and has its tasks done again, the oldest first."""
         with self._lock:
-            if self._closed:
+            if self._ended:
                 return
             code = loader.ended()
             tasks = [task for task, _ in loader.in_flight.values()]

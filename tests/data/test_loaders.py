@@ -134,6 +134,21 @@ def test_a_loader_that_cannot_start_is_an_error_not_a_loop(source, tmp_path):
             split.begin(np.array([0]), np.array([5]))()
 
 
+def test_who_waits_for_closed_loaders_is_told(source, tokenizer):
+    folder, stream, _ = source
+    loaders = Loaders(1, ("books",), tokenizer.path)
+    split = OnlineSplit("books", text_store.TextStore(folder).train, loaders)
+    assert_runs(split.begin(np.array([0]), np.array([9]))(), stream, np.array([0]), np.array([9]))
+    os.kill(loaders._loaders[0].process.pid, signal.SIGSTOP)
+    begun = [split.begin(np.array([0]), np.array([9])) for _ in range(5)]  # in its hands, and waiting
+    loaders.close()
+    for finish in begun:
+        with pytest.raises(InputError, match="the source loaders are closed"):
+            finish()
+    with pytest.raises(InputError, match="the source loaders are closed"):
+        split.begin(np.array([0]), np.array([9]))
+
+
 def test_a_transform_runs_in_the_loader(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "shouting.py").write_text("def shout(text):\n    return text.upper()\n")
     monkeypatch.syspath_prepend(tmp_path)
