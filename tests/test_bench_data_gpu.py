@@ -15,7 +15,8 @@ import tiny
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "scripts" / "bench"
 MODULES = (
-    *("balance_steps", "starved", "starved_transform", "harness"),
+    *("balance_steps", "balance_corpus", "row_costs"),
+    *("starved", "starved_input", "starved_transform", "harness"),
     *("data_balance", "data_corpus", "data_contenders", "data_transform"),
 )
 
@@ -45,7 +46,7 @@ def run(script: str, *words: str, devices: int = 1, code: int = 0) -> tuple[dict
 
 
 def test_coefficients_are_found_and_predict(bench):
-    costs = bench("balance_steps").Costs
+    costs = bench("row_costs").Costs
     constant, linear, attention, sequence = 0.02, 1e-5, 2e-10, 32_768
     points = [
         {
@@ -66,7 +67,7 @@ def test_coefficients_are_found_and_predict(bench):
 
 @pytest.mark.parametrize("groups", (2, 4, 8))
 def test_rows_are_counted_where_the_step_puts_them(bench, groups):
-    by_device = bench("balance_steps").by_device
+    by_device = bench("row_costs").by_device
     built = tiny.make((2, 1, 1), microbatches=4, groups=groups)
     values = np.arange(tiny.ROWS, dtype=np.int32) ** 2
     rows = np.broadcast_to(values[:, None], (tiny.ROWS, tiny.SEQUENCE))
@@ -80,7 +81,7 @@ def test_rows_are_counted_where_the_step_puts_them(bench, groups):
 
 
 def test_equal_documents_have_their_span_and_no_target_at_their_ends(bench):
-    steps = bench("balance_steps")
+    steps = bench("row_costs")
     batch = steps.equal_documents(tiny.batch(0), 4)
     assert batch.keys() == tiny.batch(0).keys()
     assert steps.spans(batch["segment_ids"]).tolist() == [4 * 16**2] * tiny.ROWS
@@ -105,12 +106,12 @@ def test_summary_counts_the_gain_over_the_predicted(bench):
 
 
 def test_pieces_go_round_the_text(bench):
-    pieces = bench("balance_steps").pieces
+    pieces = bench("balance_corpus").pieces
     assert list(pieces("abcde", np.array([3, 4, 0.2, 7]))) == ["abc", "deab", "c", "deabcde"]
 
 
 def test_grain_rows_become_batches(bench):
-    starved = bench("starved")
+    starved = bench("starved_input")
     tokens = np.arange(12).reshape(2, 6) + 1
     segment_ids = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
     batch = starved.complete(tokens, segment_ids, np.zeros_like(tokens))

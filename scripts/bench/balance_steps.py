@@ -37,22 +37,19 @@ about 3 s; in all three to four minutes on two H200s: 15 s for the text, 40 s to
 import argparse
 import dataclasses
 import itertools
-import json
-import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-import data_balance
-import data_corpus
+import balance_corpus
 import harness
 import jax
 import numpy as np
+import row_costs
 
 from jaxthru import config as configuration
-from jaxthru.data import tokenizer
 from jaxthru.data.loader import Data, open_data
 from jaxthru.models import flops
 from jaxthru.plan.cost import row_cost
@@ -65,101 +62,10 @@ DEFAULTS = (
     *("model.layers=4", "model.vocabulary=16384", "model.max_sequence=32768"),
     *("data.sequence=32768", "data.packing=best_fit"),
 )
-LENGTHS = "lognormal(6, 2)"
-EQUAL = (1, 2, 4, 16, 64)
-"""Documents in a row whose cost is measured."""
 FEW = 2
 """Micro-batches of the shorter step. One alone would be another program, which adds nothing up."""
 BAR_GAIN, BAR_ERROR = 0.8, 0.05
 ORDERS = ("as they come", "balanced")
-
-
-def make_corpus(folder: Path, tokens: int, sequence: int, vocabulary: int) -> Path:
-    """Makes the corpus if it is missing; returns its mix. Documents are pieces of the standard library."""
-    folder = folder / f"{sequence}_{tokens}_{vocabulary}"
-    mix = folder / "mix.toml"
-    if mix.is_file():
-        return mix
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(data_corpus.library(4 * tokens))
-    sample = data_corpus.chunks([text[:4_000_000]], 4096)
-    tokenizer.train(iter(sample), vocabulary, folder / "tokenizer.json")
-    encoded = tokenizer.Tokenizer(folder / "tokenizer.json").encode(sample[:200])
-    characters = sum(map(len, sample[:200])) / sum(map(len, encoded))  # of a token
-    lengths = data_balance.lengths(LENGTHS, tokens, sequence)
-    with (folder / "documents.jsonl").open("w") as file:
-        for piece in pieces(text, lengths * characters):
-            file.write(json.dumps({"text": piece}) + "\n")
-    mix.write_text(
-        'tokenizer = "tokenizer.json"\nheld_out = 0.0\n'
-        '[sources.documents]\nrecipe = "local_jsonl"\nweight = 1\npaths = ["documents.jsonl"]\n'
-    )
-    return mix
-
-
-def pieces(text: str, characters: np.ndarray) -> Iterator[str]:
-    """Yields pieces of the text of these lengths, one behind the other and from the start again."""
-    at = 0
-    for size in np.maximum(characters, 1).astype(int).tolist():
-        piece = text[at : at + size]
-        while len(piece) < size:
-            piece += text[: size - len(piece)]
-        yield piece
-        at = (at + size) % len(text)
-
-
-def equal_documents(batch: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
-    """Returns the batch with each row cut into so many documents of equal length."""
-    rows, sequence = batch["tokens"].shape
-    segment, position = np.divmod(np.arange(sequence, dtype=np.int32), sequence // number)
-    last = position == sequence // number - 1
-    found = {
-        "targets": np.where(last, 0, np.roll(batch["tokens"], -1, axis=1)).astype(np.int32),
-        "segment_ids": segment + 1,
-        "positions": position,
-        "loss_mask": (~last).astype(np.float32),
-    }
-    return batch | {name: np.array(np.broadcast_to(value, (rows, sequence))) for name, value in found.items()}
-
-
-def spans(segment_ids: np.ndarray) -> np.ndarray:
-    """Returns int64 [rows], Σ document length² of each row."""
-    return np.array([np.sum(np.bincount(row)[1:].astype(np.int64) ** 2) for row in segment_ids])
-
-
-def by_device(values: np.ndarray, groups: int, microbatches: int, devices: int) -> np.ndarray:
-    """Returns [microbatches, devices], the sums of the rows' values where `training.step.Step.split` puts
-    them. groups: canonical groups of rows."""
-    blocks = math.gcd(groups, len(values) // microbatches)
-    parts = np.moveaxis(values.reshape(blocks, microbatches, -1), 1, 0)
-    return parts.reshape(microbatches, devices, -1).sum(axis=2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """seconds: constant, of a step; linear, of a token; attention, of a token² of a document. residual: the
-    largest relative error of a point that they were fitted to."""
-
-    constant: float
-    linear: float
-    attention: float
-    residual: float
-
-    @classmethod
-    def fit(cls, points: list[dict], sequence: int) -> "Costs":
-        """Fits points of {"microbatches", "documents", "seconds"}; each counts by its relative error."""
-        rows = [(1.0, point["microbatches"], point["microbatches"] / point["documents"]) for point in points]
-        seconds = np.array([point["seconds"] for point in points])
-        relative = np.array(rows) / seconds[:, None]
-        found = np.linalg.lstsq(relative, np.ones(len(points)))[0]
-        constant, linear, attention = found / (1, sequence, sequence**2)
-        residual = np.abs(relative @ found - 1).max()
-        return cls(*(float(value) for value in (constant, linear, attention, residual)))
-
-    def predict(self, spans: np.ndarray, tokens: int) -> float:
-        """Returns the seconds of a step. spans: [microbatches, devices], Σ length². tokens: of a device's
-        rows in a micro-batch."""
-        return self.constant + len(spans) * self.linear * tokens + self.attention * spans.max(axis=1).sum()
 
 
 class Runner:
@@ -197,26 +103,6 @@ def host_batches(config: configuration.RunConfig, data: Data, steps: int) -> lis
     keys = {"seed": train.seed, "rows": train.rows, "cost": row_cost(config)}
     with data.train_batches(((0, data.mixing),), steps=steps, **keys) as batches:
         return list(batches)
-
-
-def calibrate(
-    runner: Runner, programs: dict[int, Build], batch: dict[str, np.ndarray], rounds: int
-) -> list[dict]:
-    """Returns the median seconds of steps of rows of equal documents: points for `Costs.fit`.
-
-    programs: {micro-batches: the step}. batch: whose tokens are used.
-    """
-    work = {}
-    for (microbatches, built), number in itertools.product(programs.items(), EQUAL):
-        rows = built.config.train.rows
-        if number < built.data.segments and built.config.data.sequence % number == 0:
-            part = equal_documents({name: array[:rows] for name, array in batch.items()}, number)
-            work[microbatches, number] = built, built.place(part, rows)
-    taken = [runner.times(work.values()) for _ in range(rounds)]
-    return [
-        {"microbatches": microbatches, "documents": number, "seconds": statistics.median(seconds)}
-        for (microbatches, number), seconds in zip(work, zip(*taken, strict=True), strict=True)
-    ]
 
 
 def time_orders(runner: Runner, built: Build, placed: dict[str, list[Batch]], least: float) -> dict:
@@ -305,7 +191,7 @@ def resolve(arguments: argparse.Namespace) -> configuration.RunConfig:
     require(parts > FEW, f"--microbatches {parts}: must be above {FEW}")
     train = dataclasses.replace(config.train, rows=shards * parts, microbatches=parts)
     shape = config.data
-    mix = make_corpus(
+    mix = balance_corpus.make(
         arguments.folder, arguments.tokens, shape.sequence, min(config.model.vocabulary, 16_384)
     )
     # A group is what a device holds, so that rows of like rank run at the same time.
@@ -337,8 +223,8 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
     with phases("warm-up"):
         runner.warm_up([(built, batch) for batch in placed[ORDERS[0]][:3]], arguments.warmup_seconds)
     with phases("coefficients"):
-        points = calibrate(runner, programs, batches[ORDERS[0]][0], arguments.rounds)
-        costs = Costs.fit(points, shape.sequence)
+        points = row_costs.measure(runner.times, programs, batches[ORDERS[0]][0], arguments.rounds)
+        costs = row_costs.Costs.fit(points, shape.sequence)
         require(costs.linear > 0, f"the coefficients cannot be told from these times: {points}")
         costs = dataclasses.replace(costs, attention=max(costs.attention, 0.0))
     prices = {"linear_cost": costs.linear, "attention_cost": costs.attention}
@@ -347,12 +233,11 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
     placed[ORDERS[1]] = [built.place(batch, train.rows) for batch in batches[ORDERS[1]]]
     devices = built.layout.size("batch")
     tokens = shape.sequence * train.rows // train.microbatches // devices
+    parts = shape.groups, train.microbatches, devices
     predicted = {
         order: np.array(
             [
-                costs.predict(
-                    by_device(spans(batch["segment_ids"]), shape.groups, train.microbatches, devices), tokens
-                )
+                costs.predict(row_costs.by_device(row_costs.spans(batch["segment_ids"]), *parts), tokens)
                 for batch in found
             ]
         )
@@ -366,7 +251,7 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         "benchmark": "balance_steps",
         "config": Path(arguments.config).stem,
         "set": [*DEFAULTS, *arguments.overrides],
-        "lengths": LENGTHS,
+        "lengths": balance_corpus.LENGTHS,
         "sequence": shape.sequence,
         "rows": train.rows,
         "microbatches": train.microbatches,

@@ -31,7 +31,7 @@ PAGE = 512
 """Tokens of a row of pages. Each page has more than half of that, so that a row holds one: one sample."""
 PAGES = 4000
 VOCABULARY = 8192
-HEAVY_RECORDS = 10
+HEAVY_RECORDS = 60
 """In each heavy source. Readers repeat them: what is measured is the reading, not the text."""
 
 

@@ -29,7 +29,7 @@ RATIOS = (
 BAR_TOKENS = 100e6
 COLUMNS = ("M tokens/s", "per CPU second", "bytes/token", "samples/s", "private MB", "threads", "processes")
 UNEQUAL = 0.05
-"""Rates of samples that differ by more are not equal."""
+"""Rates of samples, or of tokens, that differ by more are not equal."""
 
 
 def medians(rounds: list[dict[str, dict]]) -> dict[str, dict]:
@@ -54,10 +54,10 @@ def compare(found: dict[str, dict]) -> list[dict]:
     for one, other, key, bar in RATIOS:
         if key in found.get(one, ()) and key in found.get(other, ()):
             ratio = found[one][key] / found[other][key]
-            rates = [found[name][SAMPLES] for name in (one, other)]
+            unequal = max(abs(found[one][rate] / found[other][rate] - 1) for rate in (SAMPLES, RATE))
             line = {"ratio": ratio, "of": key, "a": one, "b": other, "bar": bar}
             if key == PRIVATE:
-                line["rates_equal"] = abs(rates[0] / rates[1] - 1) <= UNEQUAL
+                line["rates_equal"] = unequal <= UNEQUAL
             ratios.append(line | ({} if bar is None else {"met": ratio >= bar}))
     for number in SOURCES:
         name = f"packed/{number}/jaxthru"

@@ -39,7 +39,6 @@ short, `--set train.rows=4`.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -49,111 +48,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import data_corpus
-import grain
 import harness
 import jax
 import numpy as np
+import starved_input
 import starved_transform
-from data_contenders import Records, Tokenize
 
 from jaxthru import config as configuration
-from jaxthru.data import tokenizer
 from jaxthru.data.loader import open_data
-from jaxthru.data.state import DataState
 from jaxthru.models import flops
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.train import Build, build
 from jaxthru.training.step import Batch
 
-PAGE_CHARACTERS = 4096
 BAR_WAIT = 0.005
-HostBatches = Iterator[dict[str, np.ndarray]]
-
-
-def make_corpus(folder: Path, sources: int, pages: int, vocabulary: int) -> Path:
-    """Makes the corpus if it is missing; returns its folder."""
-    folder = folder / f"{sources}_{pages}_{vocabulary}"
-    if (folder / "made").is_file():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = sources * pages
-    found = data_corpus.chunks(data_corpus.library(2 * wanted * PAGE_CHARACTERS), PAGE_CHARACTERS)
-    require(len(found) >= sources, f"--sources {sources}: the standard library has {len(found)} pages here")
-    found = found[:wanted]
-    tokenizer.train(iter(found[:1500]), vocabulary, folder / "tokenizer.json")
-    data_corpus.write(folder / "pages", (found[number::sources] for number in range(sources)))
-    online = {"online": True, "transform": "starved_transform:page"}
-    mix = {f"s{number}": data_corpus.paths("pages", [number]) | online for number in range(sources)}
-    data_corpus.write_mix(folder, "mix", mix)
-    (folder / "made").touch()
-    return folder
-
-
-class Transform:
-    """The transform as a `map` of Grain."""
-
-    def __call__(self, record: dict[str, str]) -> dict[str, str]:
-        return record | {"text": starved_transform.page(record["text"])}
-
-
-class Complete:
-    """Grain's packed rows as a batch of jaxthru."""
-
-    def __call__(self, packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return complete(packed["tokens"], packed["tokens_segment_ids"], packed["tokens_positions"])
-
-
-def complete(tokens: np.ndarray, segment_ids: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns a batch (see `jaxthru.data.batch`) of packed rows: what has no next token in its segment has no
-    target."""
-    follows = np.zeros(tokens.shape, bool)
-    follows[:, :-1] = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, :-1] > 0)
-    return {
-        "tokens": tokens.astype(np.int32),
-        "targets": np.where(follows, np.roll(tokens, -1, axis=1), 0).astype(np.int32),
-        "segment_ids": segment_ids.astype(np.int32),
-        "positions": positions.astype(np.int32),
-        "loss_mask": follows.astype(np.float32),
-        "source": np.zeros(tokens.shape, np.int32),
-    }
-
-
-@contextlib.contextmanager
-def from_grain(config: configuration.RunConfig, folder: Path, workers: int) -> Iterator[HostBatches]:
-    """Opens Grain's pipeline. workers: processes of mp_prefetch, 0 is none."""
-    files = sorted((folder / "pages").glob("*.zst"))
-    sources = [
-        grain.MapDataset.source(Records(path)).shuffle(seed=number).repeat()
-        for number, path in enumerate(files)
-    ]
-    pages = grain.MapDataset.mix(sources).map(Transform()).map(Tokenize(folder)).to_iter_dataset()
-    packed = grain.experimental.ConcatThenSplitIterDataset(
-        pages, length_struct={"tokens": config.data.sequence}
-    )
-    batches = packed.batch(config.train.rows).map(Complete())
-    if workers:
-        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-    iterator = iter(batches)
-    try:
-        yield iterator
-    finally:
-        iterator.close()
-
-
-@contextlib.contextmanager
-def from_jaxthru(config: configuration.RunConfig) -> Iterator[HostBatches]:
-    """Opens jaxthru's data plane, with Source Loaders of its own."""
-    data, train = open_data(config.data, prepare=False), config.train
-    state = DataState(0, ((0, data.mixing),), data.keys)
-    try:
-        with data.train_batches(
-            state.schedule, seed=train.seed, rows=train.rows, steps=train.steps
-        ) as batches:
-            yield batches
-    finally:
-        data.loaders.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +197,8 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
     overrides = [*defaults, *arguments.overrides, "data.packing=split", "train.steps=1000000"]
     config = configuration.load(arguments.config, overrides)
     with phases("corpus"):
-        folder = make_corpus(arguments.folder, arguments.sources, arguments.pages, arguments.vocabulary)
+        sizes = arguments.sources, arguments.pages, arguments.vocabulary
+        folder = starved_input.make_corpus(arguments.folder, *sizes)
         settings = {"mix": str(folder / "mix.toml"), "store": str(folder / "store")}
         # Rows come in any order: there is but one device.
         shape = dataclasses.replace(config.data, **settings, balance=False)
@@ -300,15 +210,15 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         built = build(config, data, jax.devices()[:1])
         runner = Runner(built)
     with phases("warm-up"):
-        with from_jaxthru(config) as batches:
+        with starved_input.from_jaxthru(config) as batches:
             batch = built.place(next(batches), config.train.rows)
         unstarved = row(
             [runner.run(itertools.repeat(batch), arguments.warmup_seconds / 2, arguments.warmup_seconds / 2)]
         )
     opens = {
-        "jaxthru": lambda: from_jaxthru(config),
-        "grain": lambda: from_grain(config, folder, 0),
-        "grain-mp": lambda: from_grain(config, folder, shape.loaders),
+        "jaxthru": lambda: starved_input.from_jaxthru(config),
+        "grain": lambda: starved_input.from_grain(config, folder, 0),
+        "grain-mp": lambda: starved_input.from_grain(config, folder, shape.loaders),
     }
     chosen = {name: opens[name] for name in arguments.contenders}
     rows = []
@@ -332,7 +242,7 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         "set": overrides,
         "parameters": flops.parameters(config.model),
         "sources": arguments.sources,
-        "page_characters": PAGE_CHARACTERS,
+        "page_characters": starved_input.PAGE_CHARACTERS,
         "vocabulary": data.vocabulary,
         "processes": shape.loaders,
         "cores": os.cpu_count(),

@@ -1,0 +1,47 @@
+"""Text in documents of heavy-tailed length, for steps whose rows differ in what they cost."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import data_balance
+import data_corpus
+import numpy as np
+
+from jaxthru.data import tokenizer
+
+LENGTHS = "lognormal(6, 2)"
+
+
+def make(folder: Path, tokens: int, sequence: int, vocabulary: int) -> Path:
+    """Makes the corpus if it is missing; returns its mix. Documents are pieces of the standard library."""
+    folder = folder / f"{sequence}_{tokens}_{vocabulary}"
+    mix = folder / "mix.toml"
+    if mix.is_file():
+        return mix
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(data_corpus.library(4 * tokens))
+    sample = data_corpus.chunks([text[:4_000_000]], 4096)
+    tokenizer.train(iter(sample), vocabulary, folder / "tokenizer.json")
+    encoded = tokenizer.Tokenizer(folder / "tokenizer.json").encode(sample[:200])
+    characters = sum(map(len, sample[:200])) / sum(map(len, encoded))  # of a token
+    lengths = data_balance.lengths(LENGTHS, tokens, sequence)
+    with (folder / "documents.jsonl").open("w") as file:
+        for piece in pieces(text, lengths * characters):
+            file.write(json.dumps({"text": piece}) + "\n")
+    mix.write_text(
+        'tokenizer = "tokenizer.json"\nheld_out = 0.0\n'
+        '[sources.documents]\nrecipe = "local_jsonl"\nweight = 1\npaths = ["documents.jsonl"]\n'
+    )
+    return mix
+
+
+def pieces(text: str, characters: np.ndarray) -> Iterator[str]:
+    """Yields pieces of the text of these lengths, one behind the other and from the start again."""
+    at = 0
+    for size in np.maximum(characters, 1).astype(int).tolist():
+        piece = text[at : at + size]
+        while len(piece) < size:
+            piece += text[: size - len(piece)]
+        yield piece
+        at = (at + size) % len(text)
