@@ -16,7 +16,7 @@ Points = tuple[tuple[float, float], ...]
 """(where, weight) in rising order. Before the first point its weight holds, after the last the last's."""
 
 Interpolate, Unit = Literal["linear", "staged"], Literal["steps", "tokens"]
-Count, Exhausted = Literal["tokens", "documents", "rows"], Literal["repeat", "drop", "stop"]
+Count, Exhausted = Literal["tokens", "documents"], Literal["repeat", "drop", "stop"]
 MIXING_KEYS = ("interpolate", "unit", "count")
 SHARE_KEYS = ("weight", "max_epochs", "max_tokens", "exhausted")
 
@@ -45,7 +45,7 @@ class Mixing:
 
     interpolate: between points; `staged` holds a weight until the next point. unit: what points are counted
     in, completed updates or tokens; a step counts as train.rows × data.sequence tokens, padding included.
-    count: what weights are shares of; `rows` is what runs had before there was a choice.
+    count: what weights are shares of.
     """
 
     shares: dict[str, Share]
@@ -54,19 +54,17 @@ class Mixing:
     count: Count = "tokens"
 
     @classmethod
-    def plain(cls, weights: dict[str, float], count: Count = "rows") -> "Mixing":
+    def plain(cls, weights: dict[str, float], count: Count = "tokens") -> "Mixing":
         """Returns constant weights without caps."""
         return cls({name: Share(((0.0, float(value)),)) for name, value in weights.items()}, count=count)
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any], where: str = "") -> "Mixing":
         """Returns the mixing of `{interpolate, unit, count, sources: {name: {weight, max_epochs, max_tokens,
-        exhausted}}}`, all but `sources` and `weight` optional, or of the older `{name: weight}`.
+        exhausted}}}`, all but `sources` and `weight` optional.
 
         where: begins messages. Raises InputError.
         """
-        if not isinstance(tree.get("sources"), dict):
-            return cls.plain(tree)
         mixing = cls(
             {name: _share(table, f"{where}sources.{name}.") for name, table in tree["sources"].items()},
             interpolate=_choice(f"{where}interpolate", tree.get("interpolate", "linear"), Interpolate),
@@ -114,10 +112,6 @@ class Mixing:
     def changes(self) -> bool:
         """Whether any weight has more than one point."""
         return any(len(share.points) > 1 for share in self.shares.values())
-
-    def follows(self, older: "Mixing") -> bool:
-        """Says whether a run under `older` that is now given this one has been given nothing new."""
-        return self == older or (older.count == "rows" and dataclasses.replace(self, count="rows") == older)
 
     def weights(self, step: float, tokens_per_step: int) -> dict[str, float]:
         """Returns {source: weight} after `step` completed updates, not normalised."""

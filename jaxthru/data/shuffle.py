@@ -20,8 +20,11 @@ def key_of(*parts: int | str) -> int:
 
 
 def permutation(key: int, size: int) -> np.ndarray:
-    """Returns int64 [size], the numbers below `size` in an order that `key` decides."""
-    return np.random.Generator(np.random.Philox(key)).permutation(size)
+    """Returns int64 [size], the numbers below `size` in an order that `key` decides.
+
+    NumPy's own may be another with another NumPy.
+    """
+    return np.argsort(_mixed(np.uint64(key) + np.arange(size, dtype=np.uint64)))  # no two are equal
 
 
 def places(index: np.ndarray, size: np.ndarray, key: np.ndarray, order: np.ndarray) -> np.ndarray:

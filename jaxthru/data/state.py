@@ -44,7 +44,7 @@ class DataState:
                 "checkpoint was trained on",
             )
         schedule = tuple(entry for entry in self.schedule if entry[0] < step or entry[0] == 0)
-        if not mixing.follows(schedule[-1][1]):
+        if mixing != schedule[-1][1]:
             # After no update at all the first entry itself changes: none of its steps has been taken.
             kept = tuple(entry for entry in schedule if entry[0] < step)
             schedule = (*kept, (step, mixing))

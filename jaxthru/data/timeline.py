@@ -1,10 +1,14 @@
 """The timeline: how many rows each source has given after any step, and which source gives each row.
 
+An entry of the schedule is followed by its own sources alone, in the order of their names: a mix that is
+reordered, or gets more sources at a resume, leaves all steps before as they were.
+
 It is made of phases of constant weights: one for each stair of the schedule, cut where a capped source runs
 out. Within a phase, weights hold exactly in blocks of rows; the block decides how many rows each source
 gives, a permutation of the block decides where they stand. So every step is found at once.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -65,18 +69,17 @@ class Timeline:
         require(len(schedule) > 0 and schedule[0][0] == 0, "the schedule must begin at step 0")
         steps = [step for step, _ in schedule]
         require(steps == sorted(set(steps)), f"the schedule's steps must increase: {steps}")
-        self.names = tuple(supplies)
-        self.supplies = supplies
+        self.names = tuple(sorted(supplies))  # the order of all within; callers have that of the mix
+        self._place = np.argsort(list(supplies), kind="stable")  # in the mix, of each of these
+        self.supplies = {name: supplies[name] for name in self.names}
         self.seed, self.rows, self.tokens_per_step = seed, rows, rows * sequence
         self.end: int | None = None
         self.ended_by = ""
-        # Balanced counts need a block of at least (number of sources)² rows: see `_balanced`.
-        self._block = 1 << max(10, (len(self.names) ** 2 - 1).bit_length())
         self._rows_of_block = functools.lru_cache(maxsize=4)(self._mixed_block)
         self._phases: list[Phase] = []
         self._starts: list[int] = []
         for (start, mixing), until in itertools.zip_longest(schedule, steps[1:]):
-            before = self.taken(start) if self._phases else np.zeros(len(self.names), np.int64)
+            before = self._taken(start) if self._phases else np.zeros(len(self.names), np.int64)
             self.end = None
             for phase in self._follow(mixing, start, before):
                 if until is not None and phase.start >= until:
@@ -85,7 +88,7 @@ class Timeline:
                 self._starts.append(phase.start)
             require(
                 bool(self._phases),
-                f"source {self.ended_by} has fewer rows than one step takes, train.rows = {rows}",
+                f"source {self.ended_by} is exhausted before one step has its train.rows = {rows}",
             )
 
     def sources(self, step: int) -> np.ndarray:
@@ -104,10 +107,15 @@ class Timeline:
             offset = begin - block * phase.block
             pieces.append(self._rows_of_block(at, block)[:, max(offset, 0) : offset + self.rows])
         source, number = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
-        return source, number
+        return self._place[source], number
 
     def taken(self, step: int) -> np.ndarray:
         """Returns int64 [sources], the rows that each has given after `step` updates."""
+        counts = np.empty(len(self.names), np.int64)
+        counts[self._place] = self._taken(step)
+        return counts
+
+    def _taken(self, step: int) -> np.ndarray:
         at = self._at(step)
         phase = self._phases[at]
         block, rest = divmod((self._clipped(phase, step) - phase.start) * self.rows, phase.block)
@@ -118,7 +126,7 @@ class Timeline:
         return counts
 
     def _at(self, step: int) -> int:
-        return int(np.searchsorted(self._starts, step, side="right")) - 1
+        return bisect.bisect_right(self._starts, step) - 1
 
     def _clipped(self, phase: Phase, step: int) -> int:
         return step if phase.stop is None else min(step, phase.stop)
@@ -148,6 +156,8 @@ class Timeline:
         """
         mixing.check("the schedule: ")
         limit, stops, scale = self._terms(mixing)
+        # Balanced counts need a block of at least (number of sources)² rows: see `_balanced`.
+        block = 1 << max(10, (len(mixing.shares) ** 2 - 1).bit_length())
         owed = np.zeros(len(self.names), np.int64)
         at = start
         for _, last, weights in mixing.stairs(start, self.tokens_per_step):
@@ -160,10 +170,10 @@ class Timeline:
                     self._end(at, over[0] if len(over) else int((wanted > 0).argmax()))
                     return
                 steps = None if last is None else last - at
-                safe = self._safe_steps(units, left, owed)
+                safe = self._safe_steps(units, left, owed, len(mixing.shares))
                 ending = safe < 1
                 if ending.any():
-                    steps = self._closing_steps(units, left, ending)
+                    steps = self._closing_steps(units, left, ending, block)
                     if steps < 1:
                         self._end(at, int(ending.argmax()))
                         return
@@ -172,7 +182,7 @@ class Timeline:
                 # What is owed to sources that give no more goes to the others.
                 rest = owed[units == 0].sum() / UNIT
                 owed = np.where(units > 0, owed + (units * rest).astype(np.int64), 0)
-                phase, owed = self._phase(at, steps, units, given, owed, left, ending)
+                phase, owed = self._phase(at, steps, units, given, owed, left, ending, block)
                 yield phase
                 if steps is None:
                     return
@@ -180,8 +190,8 @@ class Timeline:
                 given = given + _balanced(units, steps * self.rows // phase.block * phase.block) + phase.tail
 
     def _terms(self, mixing: Mixing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns, of each source, the rows it has in all, whether its end is the run's, and by how much its
-        rows are fuller than others of what weights count."""
+        """Returns, of each source, the rows it has in all, whether its end is the run's, and how much of
+        what weights count its rows hold."""
         for name in mixing.shares:
             require(name in self.names, f"the schedule names source {name!r}{did_you_mean(name, self.names)}")
         limit = np.full(len(self.names), UNLIMITED)
@@ -200,27 +210,24 @@ class Timeline:
                     limit[number] = min(limit[number], rows)
         shares = [mixing.shares.get(name) for name in self.names]
         stops = np.array([share is not None and share.exhausted == "stop" for share in shares])
-        scale = np.ones(len(self.names))
-        if mixing.count != "rows":
-            counted = np.array([getattr(supply, mixing.count) for supply in self.supplies.values()], float)
-            rows = np.array([supply.rows for supply in self.supplies.values()])
-            scale = np.where(rows > 0, counted, 1.0) / np.maximum(rows, 1)
-        return limit, stops, scale / scale.max()
+        counted = np.array([getattr(supply, mixing.count) for supply in self.supplies.values()], float)
+        rows = np.array([supply.rows for supply in self.supplies.values()])
+        return limit, stops, np.where(rows > 0, counted, 1.0) / np.maximum(rows, 1)
 
-    def _safe_steps(self, units: np.ndarray, left: np.ndarray, owed: np.ndarray) -> np.ndarray:
+    def _safe_steps(self, units: np.ndarray, left: np.ndarray, owed: np.ndarray, sources: int) -> np.ndarray:
         """Returns int64 [sources], for how many steps at least each has rows left."""
         slack = np.full(len(units), 2)
-        slack[units.argmax()] += len(units)  # `_balanced` gives it what rounding leaves
+        slack[units.argmax()] += sources  # `_balanced` gives it what rounding leaves
         limited = (units > 0) & (left < UNLIMITED // 2)
         steps = np.full(len(units), UNLIMITED)
         steps[limited] = ((left - slack) * UNIT - owed)[limited] // (units * self.rows)[limited]
         return steps
 
-    def _closing_steps(self, units: np.ndarray, left: np.ndarray, ending: np.ndarray) -> int:
+    def _closing_steps(self, units: np.ndarray, left: np.ndarray, ending: np.ndarray, block: int) -> int:
         """Returns how many steps are to take all that the ending sources have left; 0 if it fills none."""
         needed = -(-int(left[ending].sum()) // self.rows)
         natural = int((-(-left[ending] * UNIT // (units[ending] * self.rows))).max())
-        steps = max(needed, min(natural, self._block // self.rows))
+        steps = max(needed, min(natural, block // self.rows))
         return min(steps, int(left[units > 0].sum()) // self.rows)
 
     def _phase(
@@ -232,13 +239,14 @@ class Timeline:
         owed: np.ndarray,
         left: np.ndarray,
         ending: np.ndarray,
+        block: int,
     ) -> tuple[Phase, np.ndarray]:
         """Returns a phase and what is owed after it."""
         if steps is None:
-            return Phase(start, None, units, self._block, before, np.zeros_like(units)), owed
+            return Phase(start, None, units, block, before, np.zeros_like(units)), owed
         total = steps * self.rows
         # Sources that end have their last rows in one block, which is no whole one.
-        block = max(self._block, total + 1) if ending.any() else self._block
+        block = max(block, total + 1) if ending.any() else block
         given = _balanced(units, total // block * block)
         wanted = owed + units * total - given * UNIT
         most = np.where(units > 0, left - given, 0)

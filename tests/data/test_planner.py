@@ -44,7 +44,7 @@ def test_weights_hold_at_any_distance(weights, steps):
 def test_many_sources_of_tiny_weights():
     weights = dict(zip(names(306), 1.0 / np.arange(1, 307), strict=True))
     made = planner(dict.fromkeys(weights, 50), ((0, weights),))
-    steps = 10 * made.timeline._block // ROWS
+    steps = 10 * made.timeline._phases[0].block // ROWS
     taken = np.array(list(made.epochs(steps).values())) * 50
     share = np.array(list(weights.values())) / sum(weights.values())
     assert np.abs(taken / taken.sum() / share - 1).max() < 0.01

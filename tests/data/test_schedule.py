@@ -75,14 +75,6 @@ def test_json_round_trip():
     assert mixing.to_tree()["sources"]["b"]["weight"] == [[100, 0], [300, 1]]
 
 
-def test_what_an_older_checkpoint_holds():
-    older = Mixing.from_tree({"sources": 0.5, "b": 0.5})
-    assert older == Mixing.plain({"sources": 0.5, "b": 0.5}, "rows")
-    today = Mixing.plain({"sources": 0.5, "b": 0.5}, "tokens")
-    assert today.follows(older) and not Mixing.plain({"sources": 1, "b": 0}, "tokens").follows(older)
-    assert not today.follows(Mixing.plain({"sources": 0.5, "b": 0.5}, "documents"))
-
-
 def test_defaults_of_a_cap():
     def share(**keys):
         return Mixing.from_tree({"sources": {"a": {"weight": 1, **keys}}}).shares["a"]

@@ -145,7 +145,7 @@ def test_a_cap_in_tokens_and_weights_by_what_is_counted():
     supplies = {"a": Supply(1000, 90_000, 100), "b": Supply(1000, 45_000, 4000)}
     sources = {name: {"weight": 1} for name in "ab"}
     steps = 4096
-    for count, each in (("tokens", (90, 45)), ("documents", (0.1, 4)), ("rows", (1, 1))):
+    for count, each in (("tokens", (90, 45)), ("documents", (0.1, 4))):
         given = timeline(one(sources, count=count), supplies).taken(steps) * each
         assert given[0] / given[1] == pytest.approx(1, abs=0.001)
     capped = one({"a": {"weight": 1, "max_tokens": 180_000}, "b": {"weight": 1}})
@@ -157,10 +157,49 @@ def test_a_cap_in_tokens_and_weights_by_what_is_counted():
     [
         ({"a": {"weight": 1, "max_tokens": 99}}, "sources.a.max_tokens = 99: less than one row"),
         ({"a": {"weight": 1, "max_epochs": 0.001}}, "sources.a.max_epochs = 0.001"),
-        ({"a": {"weight": 1, "max_epochs": 0.01}}, "source a has fewer rows than one step"),
+        (
+            {"a": {"weight": 1, "max_epochs": 0.01}},
+            "source a is exhausted before one step has its train.rows = 8",
+        ),
         ({"aa": {"weight": 1}}, "names source 'aa'; did you mean 'a'"),
     ],
 )
 def test_refuses(sources, message):
     with pytest.raises(InputError, match=message):
         timeline(one(sources), {"a": 100})
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    known=st.sampled_from([1, 3, 32, 45, 64]),
+    new=st.integers(0, 3),
+    capped=st.booleans(),
+    order=st.randoms(use_true_random=False),
+)
+def test_steps_before_a_resume_stay_when_sources_are_added_or_change_places(known, new, capped, order):
+    old = {f"s{number}": {"weight": 1 + number % 3} for number in range(known)}
+    if capped:
+        old["s0"] = {"weight": 9, "max_epochs": 1.5}  # the heaviest, which `_balanced` gives what is left
+    supplies = {name: Supply(300 + len(name), 30_000 + number, 40) for number, name in enumerate(old)}
+    began = timeline(one(old), supplies)
+    added = {f"{'arz'[number]}{number}": {"weight": 1.0} for number in range(new)}
+    names = [*old, *added]
+    order.shuffle(names)
+    both = {name: (old | added)[name] for name in names}
+    supplies = {name: supplies.get(name, Supply(77, 9_999_999, 5)) for name in names}
+    went_on = timeline([*one(old), (200, {"sources": both})], supplies)
+    places = np.array([names.index(name) for name in old])
+    for step in (0, 1, 150, 199):
+        (source, number), (source_now, number_now) = began.rows_of(step), went_on.rows_of(step)
+        assert (places[source] == source_now).all() and (number == number_now).all()
+    assert (began.taken(200) == went_on.taken(200)[places]).all()
+
+
+def test_rows_are_those_of_every_version():
+    """Runs are resumed by newer versions, of this and of NumPy: see `test_shuffle.py`."""
+    made = timeline(one({"b": {"weight": 1}, "a": {"weight": [[0, 1], [50, 3]]}}), {"b": 90, "a": 70})
+    source, number = made.rows_of(40)
+    assert (source.tolist(), number.tolist()) == (
+        [1, 0, 1, 1, 0, 0, 1, 1],
+        [202, 118, 203, 204, 119, 120, 205, 206],
+    )
