@@ -49,15 +49,20 @@ def partition(costs: np.ndarray, parts: int) -> np.ndarray:
     between the costliest part and another, while one lowers the costlier of the two and it is worth it.
     """
     size = len(costs) // parts
+    ranked = np.argsort(-costs, kind="stable")
+    if size == 1:
+        return ranked[:, None]
+    if size == 2:  # the costliest with the cheapest, and so on: no other pairs have a cheaper costliest
+        return np.stack([ranked[:parts], ranked[parts:][::-1]], axis=1)
     found = np.empty((parts, size), np.int64)
     lightest = [(0, part, 0) for part in range(parts)]
     costs_list = costs.tolist()
-    for item in np.argsort(-costs, kind="stable").tolist():
+    for item in ranked.tolist():
         total, part, filled = heapq.heappop(lightest)
         found[part, filled] = item
         if filled + 1 < size:
             heapq.heappush(lightest, (total + costs_list[item], part, filled + 1))
-    return found if size == 1 else _exchanged(costs, found)
+    return _exchanged(costs, found)
 
 
 def _exchanged(costs: np.ndarray, parts: np.ndarray) -> np.ndarray:

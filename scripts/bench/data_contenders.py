@@ -23,14 +23,16 @@ Batches = Iterator[dict[str, np.ndarray]]
 ROWS, SEQUENCE = 64, 2048
 HEAVY_ROWS, HEAVY_SEQUENCE = 8, 8192
 FOREVER = 10**9
+COST = (12 * 4096, 1)
+"""What tokens cost beside token² of documents, in a model of width 4,096."""
 BINS = 64
 """Rows that Grain's first-fit packer has open at once."""
 
 
 def jaxthru(folder: Path, mix: str, rows: int, sequence: int, **settings) -> Batches:
-    """Planned, packed rows with segment ids, positions and loss mask."""
+    """Planned, packed, balanced rows with segment ids, positions and loss mask."""
     data = open_data(corpus.config(folder, mix, sequence, **settings), prepare=False)
-    with data.train_batches(((0, data.mixing),), seed=0, rows=rows, steps=FOREVER) as batches:
+    with data.train_batches(((0, data.mixing),), seed=0, rows=rows, steps=FOREVER, cost=COST) as batches:
         yield from batches
 
 
