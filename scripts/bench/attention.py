@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.runtime import xla
-from jaxthru.training.run_directory import environment
 from pallas_kernels.attention import attention, find_segments, triton
 from pallas_kernels.attention.shapes import GPU
 from pallas_kernels.testing import normal, segment_ids
@@ -124,15 +123,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     xla.configure()
-    shape, where = GPU[arguments.shape], environment()
     result = {
         "benchmark": "attention",
         "shape": arguments.shape,
-        "results": (sweep if arguments.sweep else compare)(shape, arguments.seconds),
-        "device": where["devices"],
-        "versions": where["versions"],
-        "commit": where["commit"],
-        "command": " ".join(["python", *sys.argv]),
+        "results": (sweep if arguments.sweep else compare)(GPU[arguments.shape], arguments.seconds),
+        **harness.provenance(),
     }
     harness.emit(result, arguments.output)
     return 0

@@ -20,7 +20,6 @@ from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
 from jaxthru.data.state import DataState
 from jaxthru.runtime import xla
-from jaxthru.training.run_directory import environment
 from pallas_kernels.attention import attention, find_segments
 
 BATCHES, REPEATS = 16, 8
@@ -72,7 +71,6 @@ def main() -> int:
 
     causal_seconds, _ = mean_seconds(causal)
     packed_seconds, timing = mean_seconds(packed)
-    where = environment()
     harness.emit(
         {
             "benchmark": "attention_saving",
@@ -80,8 +78,7 @@ def main() -> int:
             "causal_milliseconds": round(causal_seconds * 1e3, 3),
             "packed_milliseconds": round(packed_seconds * 1e3, 3),
             "settings": {"batches": BATCHES, "max_segments": data.segments},
-            "device": where["devices"],
-            "versions": {name: where["versions"][name] for name in ("jax", "jaxlib")},
+            **harness.provenance(),
         }
     )
     return 0

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxthru.runtime import xla
-from jaxthru.training.run_directory import environment
 
 REPEATS = 50  # products between two looks at the clock, so that the look costs nothing
 
@@ -40,15 +39,13 @@ def main() -> int:
 
     timing = harness.timed(dispatch, jax.block_until_ready, arguments.warmup_seconds, arguments.timed_seconds)
     line = timing.line(0)
-    where = environment()
     harness.emit(
         {
             "benchmark": "gemm",
             **line,
             "settings": {"dtype": arguments.dtype, "size": size},
             "tflops": round(2 * size**3 * REPEATS / line["step_seconds"] / 1e12, 1),
-            "device": where["devices"],
-            "versions": {name: where["versions"][name] for name in ("jax", "jaxlib")},
+            **harness.provenance(),
         }
     )
     return 0
