@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -76,10 +77,18 @@ def test_a_tree_of_processes_is_counted_whole(bench):
     assert tree["private_mb"] > alone["private_mb"] > 50
 
 
-def test_taking_at_a_rate_counts_the_time_that_it_waits(bench):
-    data = bench("data")
-    taken, took = data.take(iter(range(1000)), 0.2, 0.05)
-    assert taken in (4, 5) and taken / took == pytest.approx(20, rel=0.05)
+def test_taking_at_a_rate_counts_the_time_that_it_waits(bench, monkeypatch):
+    data, now = bench("data"), [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(data, "time", clock)
+    slow = iter(lambda: sleep(0.01), "never")  # each takes 10 ms to come
+    assert data.take(slow, 0.2, 0.05) == (5, 0.25)
+    taken, took = data.take(slow, 0.2, 0)
+    assert taken == 20 and took == pytest.approx(0.2)
 
 
 def test_pages_fill_more_than_half_of_a_row(bench, tmp_path):
