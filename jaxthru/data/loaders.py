@@ -73,7 +73,7 @@ class Loaders:
         self._waiting = {source: collections.deque() for source in sources}
         self._numbers = itertools.count()
         self._lock = threading.RLock()
-        self._ended = ""  # why nothing can be asked for any more
+        self.ended = ""  # why nothing can be asked for any more
         self._coming = dict.fromkeys(sources, 1.0)
         self._processes, self._loaders = processes, []  # started when they are first needed
         self.serves = share_out(self._coming, processes)
@@ -83,9 +83,9 @@ class Loaders:
         lengths = split.lengths(stretches)
         parts = []
         with self._lock:
-            require(not self._ended, self._ended)
-            if not self._loaders:
-                self._loaders = [_Loader(self, number) for number in range(self._processes)]
+            if not (self._loaders or self.ended):
+                self._start()
+            require(not self.ended, self.ended)
             for part in _cut(lengths):
                 future = concurrent.futures.Future()
                 task = Task(next(self._numbers), source, split, stretches[part], lengths[part], future)
@@ -119,10 +119,19 @@ class Loaders:
     def __exit__(self, *exception) -> None:
         self.close()
 
+    def _start(self) -> None:
+        try:
+            for number in range(self._processes):
+                self._loaders.append(_Loader(self, number))
+        except (OSError, RuntimeError) as error:  # no process, memory, file or thread is to be had
+            self._fail(f"source loader {number} of {self._processes} cannot be started: {error}")
+
     def _dispatch(self) -> None:
         """Gives every loader what it may take: the oldest task of the sources that it serves."""
+        if self.ended:
+            return
         for loader, sources in zip(self._loaders, self.serves, strict=bool(self._loaders)):
-            while loader.free and not self._ended:
+            while loader.free:
                 able = [self._waiting[source] for source in sources if self._waiting[source]]
                 if not able:
                     break
@@ -130,14 +139,16 @@ class Loaders:
 
     def _done(self, loader: "_Loader", number: int, seconds: float, error: str | None) -> None:
         with self._lock:
-            if self._ended:
+            if self.ended:
                 return
-            task, region = loader.in_flight.pop(number)
+            task, region = loader.in_flight[number]
+            tokens = loader.region(region)[: task.tokens].copy()
+            del loader.in_flight[number]  # not before its tokens are here: who waits is told if that fails
             loader.deaths = 0
             if error is None:
                 took = seconds / max(task.tokens, 1)
                 self.seconds_per_token[task.source] += 0.2 * (took - self.seconds_per_token[task.source])
-                task.future.set_result(loader.region(region)[: task.tokens].copy())
+                task.future.set_result(tokens)
             else:
                 task.future.set_exception(InputError(f"source {task.source}: {error}"))
             loader.free.append(region)
@@ -145,22 +156,23 @@ class Loaders:
 
     def _fail(self, message: str) -> None:
         """Has everything that is wanted, and all that will be, fail with this message."""
-        if self._ended:
-            return
-        self._ended = message
-        waiting = [task for tasks in self._waiting.values() for task in tasks]
-        running = [task for loader in self._loaders for task, _ in loader.in_flight.values()]
-        for task in (*waiting, *running):
-            task.future.set_exception(InputError(message))
-        for tasks in self._waiting.values():
-            tasks.clear()
+        with self._lock:
+            if self.ended:
+                return
+            self.ended = message
+            waiting = [task for tasks in self._waiting.values() for task in tasks]
+            running = [task for loader in self._loaders for task, _ in loader.in_flight.values()]
+            for task in (*waiting, *running):
+                task.future.set_exception(InputError(message))
+            for tasks in self._waiting.values():
+                tasks.clear()
 
     def _died(self, loader: "_Loader") -> None:
         """Starts a loader anew and has its tasks done again, the oldest first."""
         with self._lock:
-            if self._ended:
+            if self.ended:
                 return
-            code = loader.ended()
+            code = loader.wait()
             tasks = [task for task, _ in loader.in_flight.values()]
             self.restarts += 1
             loader.deaths += 1
@@ -171,7 +183,7 @@ class Loaders:
                 "source loader %d ended with code %d: started again, %d tasks repeated",
                 *(loader.number, code, len(tasks)),
             )
-            loader.start()
+            loader.in_flight.clear()
             for task in sorted(tasks, key=lambda task: task.number, reverse=True):
                 task.tries += 1
                 if task.tries < TRIES:
@@ -180,6 +192,7 @@ class Loaders:
                 stretches = f"{task.stretches[0]} to {task.stretches[-1]}"
                 message = f"source {task.source}: stretches {stretches} ended their loader {TRIES} times"
                 task.future.set_exception(InputError(message))
+            loader.start()  # last, for it may fail: then everything that waits does
             self._dispatch()
 
 
@@ -194,26 +207,31 @@ class _Loader:
         else:
             with tempfile.TemporaryFile() as file:
                 self._file = os.dup(file.fileno())
-        os.ftruncate(self._file, size)
-        self._memory = np.frombuffer(mmap.mmap(self._file, size), np.int32).reshape(AHEAD, REGION_TOKENS)
-        self.start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._file)
+            os.ftruncate(self._file, size)
+            memory = mmap.mmap(self._file, size)
+            self._memory = np.frombuffer(memory, np.int32).reshape(AHEAD, REGION_TOKENS)
+            self.start()
+            undo.callback(self._end)
+            self._thread = threading.Thread(target=self._hear, daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     def start(self) -> None:
-        """Starts the process, and the thread that hears of it."""
+        """Starts the process, anew if there was one."""
         self.in_flight: dict[int, tuple[Task, int]] = {}
         self.free = list(range(AHEAD))
         own, other = socket.socketpair()
-        program = [sys.executable, "-m", "jaxthru.data.source_loader"]
-        self.process = subprocess.Popen(
-            [*program, str(other.fileno()), str(self._file), str(self.pool.tokenizer)],
-            pass_fds=(other.fileno(), self._file),
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-        other.close()
         self._socket = Connection(own.detach())
-        self._thread = threading.Thread(target=self._hear, args=(self._socket,), daemon=True)
-        self._thread.start()
+        program = [sys.executable, "-m", "jaxthru.data.source_loader"]
+        with other:
+            self.process = subprocess.Popen(
+                [*program, str(other.fileno()), str(self._file), str(self.pool.tokenizer)],
+                pass_fds=(other.fileno(), self._file),
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
 
     def region(self, number: int) -> np.ndarray:
         """Returns the memory that a task's tokens are written to, int32."""
@@ -228,8 +246,8 @@ class _Loader:
         with contextlib.suppress(OSError):  # it has died: the thread that hears of it sees to the task
             self._socket.send(message)
 
-    def ended(self) -> int:
-        """Returns the exit code of a process whose end of the socket is closed."""
+    def wait(self) -> int:
+        """Waits for the process and returns its exit code: its end of the socket is closed."""
         try:
             return self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -237,21 +255,27 @@ class _Loader:
             return self.process.wait()
 
     def close(self) -> None:
-        """Ends the process."""
-        self.process.kill()
-        self.process.wait()
+        """Ends the process, and the thread that hears of it."""
+        self._end()
         self._thread.join()
         self._socket.close()
         os.close(self._file)
 
-    def _hear(self, connection: Connection) -> None:
-        while True:
-            try:
-                answer = connection.recv()
-            except (EOFError, OSError):
-                self.pool._died(self)
-                return
-            self.pool._done(self, *answer)
+    def _end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _hear(self) -> None:
+        try:
+            while not self.pool.ended:
+                try:
+                    answer = self._socket.recv()
+                except (EOFError, OSError):
+                    self.pool._died(self)
+                else:
+                    self.pool._done(self, *answer)
+        except Exception as error:  # whatever it is: if this thread just ended, others would wait for ever
+            self.pool._fail(f"source loader {self.number} cannot go on: {type(error).__name__}: {error}")
 
 
 class Tokens:

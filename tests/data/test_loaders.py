@@ -1,10 +1,13 @@
 """Source Loaders: the same tokens as from a token store, whoever dies on the way."""
 
+import errno
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -147,6 +150,46 @@ def test_who_waits_for_closed_loaders_is_told(source, tokenizer):
             finish()
     with pytest.raises(InputError, match="the source loaders are closed"):
         split.begin(np.array([0]), np.array([9]))
+
+
+def refusing(allowed: int):
+    """Returns a Popen that fails as one does when no more processes are to be had."""
+    popen, calls = subprocess.Popen, itertools.count()
+
+    def started(*arguments, **settings):
+        if next(calls) >= allowed:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return popen(*arguments, **settings)
+
+    return started
+
+
+def test_who_waits_is_told_that_a_loader_cannot_be_started_again(source, tokenizer, monkeypatch):
+    folder, *_ = source
+    monkeypatch.setattr(subprocess, "Popen", refusing(1))
+    with Loaders(1, ("books",), tokenizer.path) as loaders:
+        split = text_store.TextStore(folder).train
+        begun = [loaders.request("books", split, np.array([0])) for _ in range(5)]
+        os.kill(loaders._loaders[0].process.pid, signal.SIGKILL)
+        message = "source loader 0 cannot go on: BlockingIOError: [Errno"
+        for tokens in begun:
+            assert str(tokens._parts[0].exception(timeout=20)).startswith(message)
+        with pytest.raises(InputError, match="source loader 0 cannot go on"):
+            loaders.request("books", split, np.array([0]))
+
+
+def test_loaders_that_are_started_end_though_others_cannot_be_started(source, tokenizer, monkeypatch):
+    folder, *_ = source
+    threads = threading.active_count()
+    monkeypatch.setattr(subprocess, "Popen", refusing(2))
+    split = text_store.TextStore(folder).train
+    with Loaders(3, ("books",), tokenizer.path) as loaders:
+        with pytest.raises(InputError, match=r"source loader 2 of 3 cannot be started: .*unavailable"):
+            loaders.request("books", split, np.array([0]))
+        processes = [loader.process for loader in loaders._loaders]
+        loaders.expect({"books": 1.0})
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+    assert threading.active_count() == threads
 
 
 def test_a_transform_runs_in_the_loader(tmp_path, tokenizer, monkeypatch):
