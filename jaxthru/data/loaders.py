@@ -44,7 +44,7 @@ FIRST_GUESS = 1e-6
 
 @dataclasses.dataclass(eq=False)
 class Task:
-    """Stretches whose tokens are wanted. lengths: how many each has. tries: loaders that died over it."""
+    """Stretches whose tokens are wanted. lengths: how many each has. tries: loaders that died at it."""
 
     number: int
     source: str
@@ -57,6 +57,9 @@ class Task:
     @property
     def tokens(self) -> int:
         return int(self.lengths.sum())
+
+    def __str__(self) -> str:
+        return f"stretches {self.stretches[0]} to {self.stretches[-1]} of {self.split.split}"
 
 
 class Loaders:
@@ -176,21 +179,24 @@ class Loaders:
             tasks = [task for task, _ in loader.in_flight.values()]
             self.restarts += 1
             loader.deaths += 1
+            ended = f"ended with code {code}"
             if loader.deaths >= TRIES:
-                self._fail(f"a source loader ended with code {code} {TRIES} times without doing anything")
+                message = f"a source loader {ended} {TRIES} times without doing anything"
+                if tasks:  # it takes them in this order
+                    message += f"; it had to begin with source {tasks[0].source}: {tasks[0]}"
+                self._fail(message)
                 return
             log.warning(
-                "source loader %d ended with code %d: started again, %d tasks repeated",
-                *(loader.number, code, len(tasks)),
+                "source loader %d %s: started again, %d tasks repeated", *(loader.number, ended, len(tasks))
             )
             loader.in_flight.clear()
+            if tasks:
+                tasks[0].tries += 1
             for task in sorted(tasks, key=lambda task: task.number, reverse=True):
-                task.tries += 1
                 if task.tries < TRIES:
                     self._waiting[task.source].appendleft(task)
                     continue
-                stretches = f"{task.stretches[0]} to {task.stretches[-1]}"
-                message = f"source {task.source}: stretches {stretches} ended their loader {TRIES} times"
+                message = f"source {task.source}: a source loader {ended} {TRIES} times at {task}"
                 task.future.set_exception(InputError(message))
             loader.start()  # last, for it may fail: then everything that waits does
             self._dispatch()

@@ -137,6 +137,24 @@ def test_a_loader_that_cannot_start_is_an_error_not_a_loop(source, tmp_path):
             split.begin(np.array([0]), np.array([5]))()
 
 
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_text_that_ends_its_loader_is_named(tmp_path, tokenizer, monkeypatch, processes):
+    name = f"deadly_{processes}"  # a module is imported once
+    (tmp_path / f"{name}.py").write_text(
+        "import os, signal\n"
+        "def change(text):\n"
+        "    return os.kill(os.getpid(), signal.SIGKILL) if text == 'text 2' else text\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    write_store(tmp_path / "s", tokenizer, [f"text {number}" for number in range(4)], f"{name}:change")
+    split = text_store.TextStore(tmp_path / "s").train
+    with Loaders(processes, ("books", "notes"), tokenizer.path) as loaders:
+        asked = [loaders.request("notes", split, np.array([stretch])) for stretch in (0, 2, 1, 3, 0)]
+        with pytest.raises(InputError, match=r"code -9 3 times .*stretches 2 to 2 of train") as caught:
+            asked[1].result()
+        assert "source notes" in str(caught.value)
+
+
 def test_who_waits_for_closed_loaders_is_told(source, tokenizer):
     folder, stream, _ = source
     loaders = Loaders(1, ("books",), tokenizer.path)
