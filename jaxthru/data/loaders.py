@@ -15,11 +15,13 @@ import itertools
 import logging
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -231,7 +233,7 @@ class _Loader:
         own, other = socket.socketpair()
         self._socket = Connection(own.detach())
         program = [sys.executable, "-m", "jaxthru.data.source_loader"]
-        with other:
+        with other, _blocked(signal.SIGINT, signal.SIGTERM):
             self.process = subprocess.Popen(
                 [*program, str(other.fileno()), str(self._file), str(self.pool.tokenizer)],
                 pass_fds=(other.fileno(), self._file),
@@ -293,6 +295,20 @@ class Tokens:
     def result(self) -> np.ndarray:
         """Waits for all. Raises what one of them raised."""
         return np.concatenate([part.result() for part in self._parts])
+
+
+@contextlib.contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Keeps signals from this thread, and for good from processes that it starts.
+
+    A terminal's Ctrl-C and Slurm's SIGTERM reach every process of a run, and ask it for a stop in good order,
+    to which the loaders still work. A mask is inherited, so there is no moment at which they would end one.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def share_out(demand: dict[str, float], loaders: int) -> list[list[str]]:

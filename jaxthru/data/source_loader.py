@@ -5,7 +5,8 @@
 It is started by `loaders.py`, which sends it (task, folder, split, stretches, lengths, place) through the
 socket; the loader writes the tokens into the shared memory at `place` and answers (task, seconds, error). It
 holds no state but what it has opened: a task may be given to another loader at any time. It ends when the
-socket is closed, so that no loader outlives the process that it works for.
+socket is closed, so that no loader outlives the process that it works for; SIGINT and SIGTERM, which it is
+started without, do not end it.
 """
 
 import mmap

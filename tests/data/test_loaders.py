@@ -128,6 +128,24 @@ def test_killed_loaders_lose_nothing_and_double_nothing(source, tokenizer):
         assert loaders.restarts == 6
 
 
+def test_a_request_to_stop_is_not_for_the_loaders(source, tokenizer):
+    """Ctrl-C and Slurm's SIGTERM reach them too, from their first moment on."""
+    folder, stream, _ = source
+    split = text_store.TextStore(folder).train
+    start, length = runs(np.random.default_rng(0), len(stream), 40)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with Loaders(2, ("books",), tokenizer.path) as loaders:
+        online = OnlineSplit("books", split, loaders)
+        for _ in range(3):
+            finish = online.begin(start, length)
+            for loader in loaders._loaders:
+                os.kill(loader.process.pid, signal.SIGINT)
+                os.kill(loader.process.pid, signal.SIGTERM)
+            assert_runs(finish(), stream, start, length)
+        assert loaders.restarts == 0 and all(loader.process.poll() is None for loader in loaders._loaders)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+
+
 def test_a_loader_that_cannot_start_is_an_error_not_a_loop(source, tmp_path):
     folder, *_ = source
     (tmp_path / "tokenizer.json").write_text("{}")
