@@ -246,11 +246,16 @@ class _Loader:
         return self._memory[number]
 
     def give(self, task: Task) -> None:
-        """Sends a task to the process."""
+        """Sends a task to the process.
+
+        The stretches go by way of the memory for the tokens: a socket holds so much, and while one that is
+        full waits for a busy loader, the lock of the pool would be held.
+        """
         region = self.free.pop()
         self.in_flight[task.number] = task, region
-        split, first = task.split, region * REGION_TOKENS
-        message = (task.number, str(split.folder), split.split, task.stretches, task.lengths, first)
+        split, count = task.split, len(task.stretches)
+        self.region(region).view(np.int64)[:count] = task.stretches
+        message = (task.number, str(split.folder), split.split, count, region * REGION_TOKENS)
         with contextlib.suppress(OSError):  # it has died: the thread that hears of it sees to the task
             self._socket.send(message)
 

@@ -2,11 +2,11 @@
 
     python -m jaxthru.data.source_loader SOCKET MEMORY TOKENIZER
 
-It is started by `loaders.py`, which sends it (task, folder, split, stretches, lengths, place) through the
-socket; the loader writes the tokens into the shared memory at `place` and answers (task, seconds, error). It
-holds no state but what it has opened: a task may be given to another loader at any time. It ends when the
-socket is closed, so that no loader outlives the process that it works for; SIGINT and SIGTERM, which it is
-started without, do not end it.
+It is started by `loaders.py`, which sends it (task, folder, split, count, place) through the socket; the
+loader reads `count` stretches from the shared memory at `place`, writes their tokens there and answers (task,
+seconds, error). It holds no state but what it has opened: a task may be given to another loader at any time.
+It ends when the socket is closed, so that no loader outlives the process that it works for; SIGINT and
+SIGTERM, which it is started without, do not end it.
 """
 
 import mmap
@@ -47,7 +47,7 @@ class Stores:
 
 
 def produce(
-    stores: Stores, tokenizer: Tokenizer, folder: str, split: str, stretches: np.ndarray, lengths: np.ndarray
+    stores: Stores, tokenizer: Tokenizer, folder: str, split: str, stretches: np.ndarray
 ) -> np.ndarray:
     """Returns the tokens of the stretches, one after the other, int32. Raises InputError."""
     opened, transform = stores.split(folder, split)
@@ -61,7 +61,8 @@ def produce(
             raise InputError(f"{where}: {error}, and did not when the store was made: {SAME}") from error
     for (_, final), ids in zip(stored, tokenizer.encode(given), strict=True):
         tokens.append(ids if final else ids[:-1])  # only a document's end has a token of its own
-    for stretch, ids, length in zip(stretches.tolist(), tokens, lengths.tolist(), strict=True):
+    lengths = opened.lengths(stretches).tolist()
+    for stretch, ids, length in zip(stretches.tolist(), tokens, lengths, strict=True):
         if len(ids) != length:
             where = f"{folder}: stretch {stretch} of {split}"
             were = f"is {len(ids)} tokens long, and was {length} when the store was made"
@@ -78,12 +79,13 @@ def main(argv: list[str]) -> int:
     place = np.frombuffer(memory, np.int32)
     while True:
         try:
-            task, folder, split, stretches, lengths, first = socket.recv()
-        except EOFError:
+            task, folder, split, count, first = socket.recv()
+        except (EOFError, OSError):  # an OSError, where answers were left unread
             return 0
         began, error = time.perf_counter(), None
         try:
-            tokens = produce(stores, tokenizer, folder, split, stretches, lengths)
+            stretches = place[first : first + 2 * count].view(np.int64).copy()  # the tokens take their place
+            tokens = produce(stores, tokenizer, folder, split, stretches)
             place[first : first + len(tokens)] = tokens
         except Exception as failure:  # whatever it is, the process that asked is to hear of it
             known = isinstance(failure, InputError)

@@ -1,5 +1,6 @@
 """Source Loaders: the same tokens as from a token store, whoever dies on the way."""
 
+import concurrent.futures
 import errno
 import itertools
 import os
@@ -188,6 +189,23 @@ def test_who_waits_for_closed_loaders_is_told(source, tokenizer):
         split.begin(np.array([0]), np.array([9]))
 
 
+def test_no_task_is_too_large_for_a_loader_that_is_busy(tmp_path, tokenizer):
+    """Who asks does not wait, whose lock others need: those who wait for tokens, or want to close."""
+    ids = write_store(tmp_path / "s", tokenizer, ["a"] * 100_000)
+    split = text_store.TextStore(tmp_path / "s").train
+    with Loaders(1, ("books",), tokenizer.path) as loaders:
+        loaders.request("books", split, np.array([0])).result()
+        os.kill(loaders._loaders[0].process.pid, signal.SIGSTOP)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            stretches = np.arange(len(ids))
+            asked = [pool.submit(loaders.request, "books", split, stretches) for _ in range(3)]
+            waiting = concurrent.futures.wait(asked, timeout=10).not_done
+            os.kill(loaders._loaders[0].process.pid, signal.SIGCONT)
+        assert not waiting
+        for tokens in asked:
+            assert np.array_equal(tokens.result().result(), np.concatenate(ids))
+
+
 def refusing(allowed: int):
     """Returns a Popen that fails as one does when no more processes are to be had."""
     popen, calls = subprocess.Popen, itertools.count()
@@ -263,11 +281,10 @@ def test_a_transform_that_has_changed_is_told_with_its_place(
     (tmp_path / f"{name}.py").write_text(f"change = {function}\n")
     monkeypatch.syspath_prepend(tmp_path)
     texts = [f"text {number}" for number in range(4)]
-    ids = write_store(tmp_path / "s", tokenizer, texts, f"{name}:change")
-    wanted = np.array([2, 3]), np.array([len(ids[2]), len(ids[3])])
+    write_store(tmp_path / "s", tokenizer, texts, f"{name}:change")
     message = rf"^{tmp_path}/s: stretch 2 of train:? {what} the store was made: a transform must give"
     with pytest.raises(InputError, match=message):
-        produce(Stores(), tokenizer, str(tmp_path / "s"), "train", *wanted)
+        produce(Stores(), tokenizer, str(tmp_path / "s"), "train", np.array([2, 3]))
 
 
 def test_a_damaged_frame_is_named(source, tmp_path, tokenizer):
