@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -132,15 +132,25 @@ class Loaders:
             self._fail(f"source loader {number} of {self._processes} cannot be started: {error}")
 
     def _dispatch(self) -> None:
-        """Gives every loader what it may take: the oldest task of the sources that it serves."""
+        """Gives loaders what they may take, those with nothing to do first."""
         if self.ended:
             return
-        for loader, sources in zip(self._loaders, self.serves, strict=bool(self._loaders)):
-            while loader.free:
-                able = [self._waiting[source] for source in sources if self._waiting[source]]
-                if not able:
-                    break
-                loader.give(min(able, key=lambda tasks: tasks[0].number).popleft())
+        idle = [loader for loader in self._loaders if len(loader.free) == AHEAD]
+        idle = [loader for loader in idle if not self._take(loader, self.serves[loader.number])]
+        # One that finds nothing of its own helps others. It opens a store for that; but the memory of one is
+        # small, and a GPU that waits is dear.
+        for loader in idle:
+            self._take(loader, self.sources)
+        for loader in self._loaders:
+            while loader.free and self._take(loader, self.serves[loader.number]):
+                pass
+
+    def _take(self, loader: "_Loader", sources: Iterable[str]) -> bool:
+        """Gives a loader the oldest task of these sources, and returns whether there was one."""
+        able = [self._waiting[source] for source in sources if self._waiting[source]]
+        if able:
+            loader.give(min(able, key=lambda tasks: tasks[0].number).popleft())
+        return bool(able)
 
     def _done(self, loader: "_Loader", number: int, seconds: float, error: str | None) -> None:
         with self._lock:

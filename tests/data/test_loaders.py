@@ -380,3 +380,34 @@ def test_loaders_move_before_the_weights_change():
     steady = share_out({"a": 3.0, "b": 1.0}, 4)
     assert steady == [["a"], ["a"], ["a"], ["b"]]
     assert share_out({"a": 1.0, "b": 3.0}, 4) == [["a"], ["b"], ["b"], ["b"]]
+
+
+def test_a_loader_with_nothing_to_do_helps_others(source, tokenizer, monkeypatch):
+    folder, stream, _ = source
+    split = text_store.TextStore(folder).train
+    monkeypatch.setattr(loaders_module, "TASK_TOKENS", 400)
+    given, give = [], loaders_module._Loader.give
+
+    def noted(loader, task):
+        given.append((loader.number, task.source))
+        give(loader, task)
+
+    monkeypatch.setattr(loaders_module._Loader, "give", noted)
+    with Loaders(2, ("a", "b"), tokenizer.path) as loaders:
+        a, b = (OnlineSplit(name, split, loaders) for name in loaders.sources)
+        assert loaders.serves == [["a"], ["b"]]
+        for online in (b, a, b):
+            assert_runs(online.begin(np.array([0]), np.array([9]))(), stream, np.array([0]), np.array([9]))
+        assert given == [(1, "b"), (0, "a"), (1, "b")]  # its own loader, if that has nothing to do either
+        given.clear()
+        os.kill(loaders._loaders[0].process.pid, signal.SIGSTOP)
+        whole = np.array([0]), np.array([len(stream)])
+        finish, mine = a.begin(*whole), b.begin(np.array([0]), np.array([9]))
+        assert given == [(0, "a"), (1, "a"), (0, "a"), (1, "b")]
+        assert_runs(mine(), stream, np.array([0]), np.array([9]))
+        deadline = time.monotonic() + 20
+        while loaders._waiting["a"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(loaders._loaders[0].process.pid, signal.SIGCONT)
+        assert_runs(finish(), stream, *whole)
+        assert len(given) > 10 and given.count((0, "a")) == 2
