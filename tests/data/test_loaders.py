@@ -376,10 +376,31 @@ def test_sources_are_shared_out_by_demand(demand, loaders):
             assert count[name] >= int(wanted / total * loaders - 1e-6)  # a heavy source has its share
 
 
-def test_loaders_move_before_the_weights_change():
-    steady = share_out({"a": 3.0, "b": 1.0}, 4)
-    assert steady == [["a"], ["a"], ["a"], ["b"]]
-    assert share_out({"a": 1.0, "b": 3.0}, 4) == [["a"], ["b"], ["b"], ["b"]]
+def test_loaders_go_where_the_coming_steps_need_them(source, tokenizer):
+    """By the tokens that those want, and by what a token of each source was seen to cost."""
+    loaders = Loaders(4, ("a", "b"), tokenizer.path)
+    loaders.expect({"a": 3000.0, "b": 1000.0})
+    assert loaders.serves == [["a"], ["a"], ["a"], ["b"]]
+    loaders.seconds_per_token |= {"a": 1e-6, "b": 3e-6}
+    loaders.expect({"a": 3000.0, "b": 1000.0})
+    assert loaders.serves == [["a"], ["a"], ["b"], ["b"]]
+    loaders.expect({"b": 4000.0})
+    assert loaders.serves == [["a", "b"], ["b"], ["b"], ["b"]]
+
+
+def test_what_a_token_costs_is_measured(source, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text("import time\ndef wait(text):\n    time.sleep(0.02)\n    return text\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder, *_ = source
+    write_store(tmp_path / "s", tokenizer, ["text"] * 10, "slow:wait")
+    splits = {"fast": text_store.TextStore(folder).train, "slow": text_store.TextStore(tmp_path / "s").train}
+    with Loaders(4, ("fast", "slow"), tokenizer.path) as loaders:
+        for name, split in splits.items():
+            for _ in range(5):
+                loaders.request(name, split, np.arange(10)).result()
+        assert loaders.seconds_per_token["slow"] > 5 * loaders.seconds_per_token["fast"]
+        loaders.expect({"fast": 1000.0, "slow": 1000.0})
+        assert [sources for sources in loaders.serves if "fast" not in sources] == [["slow"]] * 3
 
 
 def test_a_loader_with_nothing_to_do_helps_others(source, tokenizer, monkeypatch):

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxthru.data.loader import Data, DataConfig, open_data
+from jaxthru.data import loader as loader_module
+from jaxthru.data.loader import Data, DataConfig, PlannedBatches, open_data
 from jaxthru.data.schedule import Mixing
 from jaxthru.runtime.errors import InputError
 
@@ -100,6 +101,32 @@ def test_loaders_killed_while_batches_are_drawn_change_none(mix, online, opened)
                 killed += 1
     assert_same(found, expected)
     assert killed >= 3 and data.loaders.restarts >= 3
+
+
+def test_loaders_move_before_the_weights_do(mix, opened):
+    """As many steps before as loaders are told of, so that tokens are there when the change comes."""
+    path = mix.with_name("both.toml")
+    path.write_text(mix.read_text().replace("weight", "online = true\nweight"))
+    data = opened(path, loaders=4)
+    change, ahead = 40, max(loader_module.AHEAD)
+    schedule = tuple(
+        (step, Mixing.plain({"books": books, "notes": notes}))
+        for step, books, notes in ((0, 7.0, 1.0), (change, 1.0, 7.0))
+    )
+    planner = data.planner(schedule, seed=0, rows=64)
+    planned = PlannedBatches(data, planner, range(0, 80), slice(0, 64))
+    loaders_of = []  # each source, when a step is built
+
+    def note(source, row):
+        serves = data.loaders.serves
+        loaders_of.append([sum(name in sources for sources in serves) for name in data.names])
+
+    data.constructor.build = note
+    for index in range(change + 1):
+        planned[index]
+    assert all(count == [4, 1] for count in loaders_of[: change - ahead])
+    assert loaders_of[change - ahead] == [3, 2]
+    assert loaders_of[change] == [1, 4]
 
 
 def test_damage_found_while_training_ends_the_run_and_a_new_store_goes_on_with_it(mix, online, opened):
