@@ -31,12 +31,14 @@ def cannot_be_read(error: Exception) -> str:
 
 
 def optional(module: str, path: Path):
-    """Returns a module that only some formats need. Raises InputError that names the extra to install."""
+    """Returns a module that only some formats need. Raises InputError that says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.split(".")[0]
-        raise InputError(f"{path}: reading it needs {name}; pip install jaxthru[formats]") from error
+        # It comes with Grain where it is made at all, so no extra has it.
+        package = "array-record" if name == "array_record" else "jaxthru[formats]"
+        raise InputError(f"{path}: reading it needs {name}; pip install {package}") from error
 
 
 class _Zstandard(io.RawIOBase):
