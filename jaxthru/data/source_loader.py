@@ -24,8 +24,10 @@ from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.data.transform import apply, find_transform
 from jaxthru.runtime.errors import InputError
 
-OPEN_STORES = 64
-"""Stores that a loader keeps open; the one used longest ago is closed."""
+OPEN_BYTES = 1 << 30
+"""Memory for opened stores, of which the one used longest ago is closed. At 16 bytes a document it holds 67
+million, which is much, for to open a store again is to read its whole index. Open files need no bound: the
+process that a loader works for has all stores open, under the same limit."""
 SAME = "a transform must give the same result for the same text"
 
 
@@ -39,11 +41,16 @@ class Stores:
         """Returns a split of a store, and the name of its source's transform."""
         if folder not in self._opened:
             self._opened[folder] = TextStore(Path(folder))
-            if len(self._opened) > OPEN_STORES:
+            while len(self._opened) > 1 and sum(map(_size, self._opened.values())) > OPEN_BYTES:
                 self._opened.popitem(last=False)
         self._opened.move_to_end(folder)
         store = self._opened[folder]
         return getattr(store, split), store.manifest["transform"]
+
+
+def _size(store: TextStore) -> int:
+    """Returns the bytes that an opened store takes, without what is mapped and so shared."""
+    return sum(split.ends.nbytes + split.stretch_ends.nbytes for split in (store.train, store.held_out))
 
 
 def produce(

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxthru.data import loaders as loaders_module
-from jaxthru.data import store, text_store
+from jaxthru.data import source_loader, store, text_store
 from jaxthru.data.loaders import Loaders, share_out
 from jaxthru.data.online import OnlineSplit
 from jaxthru.data.source_loader import Stores, produce
@@ -285,6 +285,28 @@ def test_a_transform_that_has_changed_is_told_with_its_place(
     message = rf"^{tmp_path}/s: stretch 2 of train:? {what} the store was made: a transform must give"
     with pytest.raises(InputError, match=message):
         produce(Stores(), tokenizer, str(tmp_path / "s"), "train", np.array([2, 3]))
+
+
+def test_stores_stay_open_as_far_as_memory_goes(tmp_path, tokenizer, monkeypatch):
+    opened = []
+    monkeypatch.setattr(
+        source_loader, "TextStore", lambda path: opened.append(path.name) or text_store.TextStore(path)
+    )
+    names = [f"s{number}" for number in range(100)]
+    for name in names:
+        write_store(tmp_path / name, tokenizer, ["text"] * 4)
+    stores = Stores()
+    for name in names * 2:
+        stores.split(str(tmp_path / name), "train")
+    assert opened == names  # each once
+    monkeypatch.setattr(source_loader, "OPEN_BYTES", 2 * 4 * 16)
+    for name in ("s0", "s1", "s0", "s2", "s0", "s1"):
+        stores.split(str(tmp_path / name), "train")
+    assert opened == names
+    write_store(tmp_path / "large", tokenizer, ["text"] * 40)
+    for name in ("large", "large", "s0", "s1", "s0"):
+        stores.split(str(tmp_path / name), "train")
+    assert opened == [*names, "large", "s0", "s1"]
 
 
 def test_a_damaged_frame_is_named(source, tmp_path, tokenizer):
