@@ -3,65 +3,28 @@
 After OVERLORD (MegaScale-Data, arXiv:2504.09844): work on samples is taken out of the training process, and
 each source is opened by the few processes that serve it, not by every worker of every rank. Which those are
 follows what each source costs, measured, and what the coming steps want of it.
-
-Tokens come back through memory that has no name in any file system: when the processes are gone, so is it.
 """
 
 import collections
 import concurrent.futures
-import contextlib
-import dataclasses
 import itertools
 import logging
-import mmap
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from jaxthru.data.text_store import DOCUMENT_TOKENS, TextSplit
+from jaxthru.data.loader_process import AHEAD, REGION_TOKENS, TASK_TOKENS, LoaderProcess, Task
+from jaxthru.data.text_store import TextSplit
 from jaxthru.runtime.errors import InputError, require
 
 log = logging.getLogger("jaxthru")
 
-TASK_TOKENS = 1 << 18
-"""Tokens in a task, if stretches allow: some tenths of a second of a loader's work."""
-REGION_TOKENS = DOCUMENT_TOKENS + TASK_TOKENS
-"""Tokens that a task can have at most. The memory is taken only as far as it is used."""
-AHEAD = 2
-"""Tasks that a loader has at once: the next one is there when it has done one."""
 TRIES = 3
 """A task that ends its loader so often is given up."""
 FIRST_GUESS = 1e-6
 """Seconds a token takes, until it is measured."""
-
-
-@dataclasses.dataclass(eq=False)
-class Task:
-    """Stretches whose tokens are wanted. lengths: how many each has. tries: loaders that died at it."""
-
-    number: int
-    source: str
-    split: TextSplit
-    stretches: np.ndarray
-    lengths: np.ndarray
-    future: concurrent.futures.Future
-    tries: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return int(self.lengths.sum())
-
-    def __str__(self) -> str:
-        return f"stretches {self.stretches[0]} to {self.stretches[-1]} of {self.split.split}"
 
 
 class Loaders:
@@ -78,7 +41,7 @@ class Loaders:
         self._waiting = {source: collections.deque() for source in sources}
         self._numbers = itertools.count()
         self._lock = threading.RLock()
-        self.ended = ""  # why nothing can be asked for any more
+        self._ended = ""  # why nothing can be asked for any more
         self._coming = dict.fromkeys(sources, 1.0)
         self._processes, self._loaders = processes, []  # started when they are first needed
         self.serves = share_out(self._coming, processes)
@@ -88,9 +51,9 @@ class Loaders:
         lengths = split.lengths(stretches)
         parts = []
         with self._lock:
-            if not (self._loaders or self.ended):
+            if not (self._loaders or self._ended):
                 self._start()
-            require(not self.ended, self.ended)
+            require(not self._ended, self._ended)
             for part in _cut(lengths):
                 future = concurrent.futures.Future()
                 task = Task(next(self._numbers), source, split, stretches[part], lengths[part], future)
@@ -127,13 +90,13 @@ class Loaders:
     def _start(self) -> None:
         try:
             for number in range(self._processes):
-                self._loaders.append(_Loader(self, number))
+                self._loaders.append(LoaderProcess(number, self.tokenizer, self._hear))
         except (OSError, RuntimeError) as error:  # no process, memory, file or thread is to be had
             self._fail(f"source loader {number} of {self._processes} cannot be started: {error}")
 
     def _dispatch(self) -> None:
         """Gives loaders what they may take, those with nothing to do first."""
-        if self.ended:
+        if self._ended:
             return
         idle = [loader for loader in self._loaders if len(loader.free) == AHEAD]
         idle = [loader for loader in idle if not self._take(loader, self.serves[loader.number])]
@@ -145,16 +108,16 @@ class Loaders:
             while loader.free and self._take(loader, self.serves[loader.number]):
                 pass
 
-    def _take(self, loader: "_Loader", sources: Iterable[str]) -> bool:
+    def _take(self, loader: LoaderProcess, sources: Iterable[str]) -> bool:
         """Gives a loader the oldest task of these sources, and returns whether there was one."""
         able = [self._waiting[source] for source in sources if self._waiting[source]]
         if able:
             loader.give(min(able, key=lambda tasks: tasks[0].number).popleft())
         return bool(able)
 
-    def _done(self, loader: "_Loader", number: int, seconds: float, error: str | None) -> None:
+    def _done(self, loader: LoaderProcess, number: int, seconds: float, error: str | None) -> None:
         with self._lock:
-            if self.ended:
+            if self._ended:
                 return
             task, region = loader.in_flight[number]
             tokens = loader.region(region)[: task.tokens].copy()
@@ -172,9 +135,9 @@ class Loaders:
     def _fail(self, message: str) -> None:
         """Has everything that is wanted, and all that will be, fail with this message."""
         with self._lock:
-            if self.ended:
+            if self._ended:
                 return
-            self.ended = message
+            self._ended = message
             waiting = [task for tasks in self._waiting.values() for task in tasks]
             running = [task for loader in self._loaders for task, _ in loader.in_flight.values()]
             for task in (*waiting, *running):
@@ -182,10 +145,10 @@ class Loaders:
             for tasks in self._waiting.values():
                 tasks.clear()
 
-    def _died(self, loader: "_Loader") -> None:
+    def _died(self, loader: LoaderProcess) -> None:
         """Starts a loader anew and has its tasks done again, the oldest first."""
         with self._lock:
-            if self.ended:
+            if self._ended:
                 return
             code = loader.wait()
             tasks = [task for task, _ in loader.in_flight.values()]
@@ -213,92 +176,17 @@ class Loaders:
             loader.start()  # last, for it may fail: then everything that waits does
             self._dispatch()
 
-
-class _Loader:
-    """One process, the socket to it, and the memory that it writes tokens to."""
-
-    def __init__(self, pool: Loaders, number: int):
-        self.pool, self.number, self.deaths = pool, number, 0
-        size = AHEAD * REGION_TOKENS * 4
-        if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("jaxthru-tokens")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self._file = os.dup(file.fileno())
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, self._file)
-            os.ftruncate(self._file, size)
-            memory = mmap.mmap(self._file, size)
-            self._memory = np.frombuffer(memory, np.int32).reshape(AHEAD, REGION_TOKENS)
-            self.start()
-            undo.callback(self._end)
-            self._thread = threading.Thread(target=self._hear, daemon=True)
-            self._thread.start()
-            undo.pop_all()
-
-    def start(self) -> None:
-        """Starts the process, anew if there was one."""
-        self.in_flight: dict[int, tuple[Task, int]] = {}
-        self.free = list(range(AHEAD))
-        own, other = socket.socketpair()
-        self._socket = Connection(own.detach())
-        program = [sys.executable, "-m", "jaxthru.data.source_loader"]
-        with other, _blocked(signal.SIGINT, signal.SIGTERM):
-            self.process = subprocess.Popen(
-                [*program, str(other.fileno()), str(self._file), str(self.pool.tokenizer)],
-                pass_fds=(other.fileno(), self._file),
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
-
-    def region(self, number: int) -> np.ndarray:
-        """Returns the memory that a task's tokens are written to, int32."""
-        return self._memory[number]
-
-    def give(self, task: Task) -> None:
-        """Sends a task to the process.
-
-        The stretches go by way of the memory for the tokens: a socket holds so much, and while one that is
-        full waits for a busy loader, the lock of the pool would be held.
-        """
-        region = self.free.pop()
-        self.in_flight[task.number] = task, region
-        split, count = task.split, len(task.stretches)
-        self.region(region).view(np.int64)[:count] = task.stretches
-        message = (task.number, str(split.folder), split.split, count, region * REGION_TOKENS)
-        with contextlib.suppress(OSError):  # it has died: the thread that hears of it sees to the task
-            self._socket.send(message)
-
-    def wait(self) -> int:
-        """Waits for the process and returns its exit code: its end of the socket is closed."""
+    def _hear(self, loader: LoaderProcess) -> None:
+        """Hears of a loader, in a thread of its own, until nothing can be asked for any more."""
         try:
-            return self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-
-    def close(self) -> None:
-        """Ends the process, and the thread that hears of it."""
-        self._end()
-        self._thread.join()
-        self._socket.close()
-        os.close(self._file)
-
-    def _end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _hear(self) -> None:
-        try:
-            while not self.pool.ended:
-                try:
-                    answer = self._socket.recv()
-                except (EOFError, OSError):
-                    self.pool._died(self)
+            while not self._ended:
+                answer = loader.receive()
+                if answer is None:
+                    self._died(loader)
                 else:
-                    self.pool._done(self, *answer)
+                    self._done(loader, *answer)
         except Exception as error:  # whatever it is: if this thread just ended, others would wait for ever
-            self.pool._fail(f"source loader {self.number} cannot go on: {type(error).__name__}: {error}")
+            self._fail(f"source loader {loader.number} cannot go on: {type(error).__name__}: {error}")
 
 
 class Tokens:
@@ -310,20 +198,6 @@ class Tokens:
     def result(self) -> np.ndarray:
         """Waits for all. Raises what one of them raised."""
         return np.concatenate([part.result() for part in self._parts])
-
-
-@contextlib.contextmanager
-def _blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Keeps signals from this thread, and for good from processes that it starts.
-
-    A terminal's Ctrl-C and Slurm's SIGTERM reach every process of a run, and ask it for a stop in good order,
-    to which the loaders still work. A mask is inherited, so there is no moment at which they would end one.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def share_out(demand: dict[str, float], loaders: int) -> list[list[str]]:

@@ -18,8 +18,9 @@ from corpus import sentences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxthru.data import loader_process, source_loader, store, text_store
 from jaxthru.data import loaders as loaders_module
-from jaxthru.data import source_loader, store, text_store
+from jaxthru.data.loader_process import LoaderProcess
 from jaxthru.data.loaders import Loaders, share_out
 from jaxthru.data.online import OnlineSplit
 from jaxthru.data.source_loader import Stores, produce
@@ -374,7 +375,7 @@ def test_no_task_is_larger_than_the_memory_for_one(lengths):
         parts = loaders_module._cut(np.array(lengths))
     assert [length for part in parts for length in lengths[part]] == lengths
     assert all(sum(lengths[part]) < 50 + max(lengths[part]) for part in parts if any(lengths[part]))
-    assert loaders_module.REGION_TOKENS == text_store.DOCUMENT_TOKENS + loaders_module.TASK_TOKENS
+    assert loader_process.REGION_TOKENS == text_store.DOCUMENT_TOKENS + loader_process.TASK_TOKENS
 
 
 # Which loader serves which source
@@ -429,13 +430,13 @@ def test_a_loader_with_nothing_to_do_helps_others(source, tokenizer, monkeypatch
     folder, stream, _ = source
     split = text_store.TextStore(folder).train
     monkeypatch.setattr(loaders_module, "TASK_TOKENS", 400)
-    given, give = [], loaders_module._Loader.give
+    given, give = [], LoaderProcess.give
 
     def noted(loader, task):
         given.append((loader.number, task.source))
         give(loader, task)
 
-    monkeypatch.setattr(loaders_module._Loader, "give", noted)
+    monkeypatch.setattr(LoaderProcess, "give", noted)
     with Loaders(2, ("a", "b"), tokenizer.path) as loaders:
         a, b = (OnlineSplit(name, split, loaders) for name in loaders.sources)
         assert loaders.serves == [["a"], ["b"]]
@@ -443,14 +444,17 @@ def test_a_loader_with_nothing_to_do_helps_others(source, tokenizer, monkeypatch
             assert_runs(online.begin(np.array([0]), np.array([9]))(), stream, np.array([0]), np.array([9]))
         assert given == [(1, "b"), (0, "a"), (1, "b")]  # its own loader, if that has nothing to do either
         given.clear()
-        os.kill(loaders._loaders[0].process.pid, signal.SIGSTOP)
+        first, second = (loader.process.pid for loader in loaders._loaders)
+        for pid in (first, second):
+            os.kill(pid, signal.SIGSTOP)
         whole = np.array([0]), np.array([len(stream)])
         finish, mine = a.begin(*whole), b.begin(np.array([0]), np.array([9]))
         assert given == [(0, "a"), (1, "a"), (0, "a"), (1, "b")]
+        os.kill(second, signal.SIGCONT)
         assert_runs(mine(), stream, np.array([0]), np.array([9]))
         deadline = time.monotonic() + 20
         while loaders._waiting["a"] and time.monotonic() < deadline:
             time.sleep(0.01)
-        os.kill(loaders._loaders[0].process.pid, signal.SIGCONT)
+        os.kill(first, signal.SIGCONT)
         assert_runs(finish(), stream, *whole)
         assert len(given) > 10 and given.count((0, "a")) == 2

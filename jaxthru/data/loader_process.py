@@ -1,0 +1,153 @@
+"""A Source Loader, seen from the process that it works for: started, given tasks, heard and ended.
+
+The loader's own end is `source_loader.py`. Tokens come back through memory that has no name in any file
+system: when the processes are gone, so is it.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from jaxthru.data.text_store import DOCUMENT_TOKENS, TextSplit
+
+TASK_TOKENS = 1 << 18
+"""Tokens in a task, if stretches allow: some tenths of a second of a loader's work."""
+REGION_TOKENS = DOCUMENT_TOKENS + TASK_TOKENS
+"""Tokens that a task can have at most. The memory is taken only as far as it is used."""
+AHEAD = 2
+"""Tasks that a loader has at once: the next one is there when it has done one."""
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """Stretches whose tokens are wanted. lengths: how many each has. tries: loaders that died at it."""
+
+    number: int
+    source: str
+    split: TextSplit
+    stretches: np.ndarray
+    lengths: np.ndarray
+    future: concurrent.futures.Future
+    tries: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def __str__(self) -> str:
+        return f"stretches {self.stretches[0]} to {self.stretches[-1]} of {self.split.split}"
+
+
+class LoaderProcess:
+    """The process, the socket to it, and the memory that it writes tokens to.
+
+    tokenizer: the path of its tokenizer.json. hear: is called with this in a thread of its own, to receive
+    answers and to start the process anew. in_flight: {number of a task: (the task, its region)}, those that
+    the process has, in the order in which it has got them. free: regions of no task. deaths: since it last
+    answered.
+    """
+
+    def __init__(self, number: int, tokenizer: Path, hear: Callable[["LoaderProcess"], None]):
+        self.number, self.tokenizer, self.deaths = number, tokenizer, 0
+        size = AHEAD * REGION_TOKENS * 4
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("jaxthru-tokens")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._file = os.dup(file.fileno())
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._file)
+            os.ftruncate(self._file, size)
+            memory = mmap.mmap(self._file, size)
+            self._memory = np.frombuffer(memory, np.int32).reshape(AHEAD, REGION_TOKENS)
+            self.start()
+            undo.callback(self._end)
+            self._thread = threading.Thread(target=hear, args=(self,), daemon=True)
+            self._thread.start()
+            undo.pop_all()
+
+    def start(self) -> None:
+        """Starts the process, anew if there was one."""
+        self.in_flight: dict[int, tuple[Task, int]] = {}
+        self.free = list(range(AHEAD))
+        own, other = socket.socketpair()
+        self._socket = Connection(own.detach())
+        program = [sys.executable, "-m", "jaxthru.data.source_loader"]
+        with other, _blocked(signal.SIGINT, signal.SIGTERM):
+            self.process = subprocess.Popen(
+                [*program, str(other.fileno()), str(self._file), str(self.tokenizer)],
+                pass_fds=(other.fileno(), self._file),
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+
+    def region(self, number: int) -> np.ndarray:
+        """Returns the memory that a task's tokens are written to, int32."""
+        return self._memory[number]
+
+    def give(self, task: Task) -> None:
+        """Sends a task to the process.
+
+        The stretches go by way of the memory for the tokens: a socket holds so much, and while one that is
+        full waits for a busy loader, the lock of the pool would be held.
+        """
+        region = self.free.pop()
+        self.in_flight[task.number] = task, region
+        split, count = task.split, len(task.stretches)
+        self.region(region).view(np.int64)[:count] = task.stretches
+        message = (task.number, str(split.folder), split.split, count, region * REGION_TOKENS)
+        with contextlib.suppress(OSError):  # it has died: the thread that hears of it sees to the task
+            self._socket.send(message)
+
+    def receive(self) -> tuple[int, float, str | None] | None:
+        """Waits for an answer: (number of the task, seconds, error). None if the process has ended."""
+        try:
+            return self._socket.recv()
+        except (EOFError, OSError):
+            return None
+
+    def wait(self) -> int:
+        """Waits for the process and returns its exit code: its end of the socket is closed."""
+        try:
+            return self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def close(self) -> None:
+        """Ends the process, and the thread that hears of it."""
+        self._end()
+        self._thread.join()
+        self._socket.close()
+        os.close(self._file)
+
+    def _end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Keeps signals from this thread, and for good from processes that it starts.
+
+    A terminal's Ctrl-C and Slurm's SIGTERM reach every process of a run, and ask it for a stop in good order,
+    to which the loaders still work. A mask is inherited, so there is no moment at which they would end one.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
