@@ -85,13 +85,15 @@ class LoaderProcess:
         self.free = list(range(AHEAD))
         own, other = socket.socketpair()
         self._socket = Connection(own.detach())
-        program = [sys.executable, "-m", "jaxthru.data.source_loader"]
+        # What this process has imported, the other is to find: not what the working directory may have first.
+        program = [sys.executable, "-P", "-m", "jaxthru.data.source_loader"]
+        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         with other, _blocked(signal.SIGINT, signal.SIGTERM):
             self.process = subprocess.Popen(
                 [*program, str(other.fileno()), str(self._file), str(self.tokenizer)],
                 pass_fds=(other.fileno(), self._file),
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=os.environ | {"PYTHONPATH": paths},
             )
 
     def region(self, number: int) -> np.ndarray:

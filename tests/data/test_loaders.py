@@ -130,6 +130,17 @@ def test_killed_loaders_lose_nothing_and_double_nothing(source, tokenizer):
         assert loaders.restarts == 6
 
 
+def test_a_loader_runs_the_code_of_the_process_that_it_works_for(source, tokenizer, tmp_path, monkeypatch):
+    """Also where the working directory has some other."""
+    folder, stream, _ = source
+    (tmp_path / "jaxthru").mkdir()
+    (tmp_path / "jaxthru" / "__init__.py").write_text("raise ImportError('another version')")
+    monkeypatch.chdir(tmp_path)
+    with Loaders(1, ("books",), tokenizer.path) as loaders:
+        tokens = loaders.request("books", text_store.TextStore(folder).train, np.array([0])).result()
+    assert len(tokens) and np.array_equal(tokens, stream[: len(tokens)])
+
+
 def test_a_request_to_stop_is_not_for_the_loaders(source, tokenizer):
     """Ctrl-C and Slurm's SIGTERM reach them too, from their first moment on."""
     folder, stream, _ = source
