@@ -6,7 +6,6 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -16,7 +15,8 @@ import numpy as np
 from jaxthru import config as configuration
 from jaxthru.config import RunConfig
 from jaxthru.data.batch import check_batch
-from jaxthru.data.loader import Data, local_rows, open_data, to_global
+from jaxthru.data.loader import Batches, Data, open_data
+from jaxthru.data.placement import local_rows, to_global
 from jaxthru.data.state import DataState
 from jaxthru.models import flops
 from jaxthru.models.bind import bind
@@ -69,10 +69,10 @@ class Build:
         check_batch(batch, len(batch["tokens"]), self.config.data.sequence)
         return to_global(batch, self.layout.sharding(("batch", "sequence")), rows)
 
-    def batches(self, data_state: DataState) -> Iterator[Batch]:
-        """Yields the batches of the updates after `data_state.step`."""
+    def batches(self, data_state: DataState) -> Batches:
+        """Returns this process's part of the batches of the updates after `data_state.step`; close it."""
         train = self.config.train
-        batches = self.data.train_batches(
+        return self.data.train_batches(
             data_state.schedule,
             seed=train.seed,
             rows=train.rows,
@@ -81,7 +81,6 @@ class Build:
             local_rows=self._local_rows(train.rows),
             cost=row_cost(self.config),
         )
-        return (self.place(batch, train.rows) for batch in batches)
 
     def evaluation(self) -> Evaluation | NoEvaluation:
         """Returns the held-out evaluation, compiled."""
@@ -151,8 +150,8 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
     directory.cut(start)
     evaluation = built.evaluation()
     trace = Trace(config.profile, directory.profile, built.compiled) if config.profile.at else NoTrace()
-    batches = built.batches(data_state)
     with (
+        built.batches(data_state) as batches,
         open_record(config.metrics, directory, start) as record,
         open_progress(steps, start) as progress,
         Watchdog() as watchdog,
@@ -180,7 +179,7 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
             step += 1
             account.look()
             asked = time.monotonic()
-            batch = next(batches)
+            batch = built.place(next(batches), train.rows)
             account.waited(time.monotonic() - asked)
             if step == config.profile.at:
                 account.settle()  # so that the trace begins between two steps
@@ -260,7 +259,7 @@ def run(
     describe(built)
     rows = config.train.rows // config.train.microbatches
     check_attention(built.step.objective.model, rows, config.data.sequence, data.segments)
-    with directory.locked(), Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
+    with data, directory.locked(), Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
         if distributed.is_primary():
             configuration.dump(config, directory.config)
             directory.write_environment()

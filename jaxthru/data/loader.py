@@ -89,7 +89,8 @@ def open_data(config: DataConfig, *, prepare: bool = True, begun: Mapping[str, s
 
 
 class Data:
-    """Opened token stores and their packing.
+    """Opened token stores and their packing. Close it, or use it as a context manager: else a Source Loader
+    that hangs keeps threads that wait for it, and these keep the process.
 
     names: sources in mix order, which `batch["source"]` numbers. mixing: of the mix file now.
     keys: {source: key of its store}, for the checkpoint. vocabulary: highest token id + 1.
@@ -119,6 +120,17 @@ class Data:
         self.constructor = Constructor(self.train, config.sequence)
         most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
         self.segments = -(-(most + 1) // 8) * 8
+
+    def __enter__(self) -> "Data":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the Source Loaders; batches being built fail."""
+        if self.loaders:
+            self.loaders.close()
 
     def train_batches(
         self,
@@ -268,30 +280,6 @@ class Batches:
 def canonical_groups(rows: int) -> int:
     """Returns the largest divisor of `rows` up to 64."""
     return max(number for number in range(1, min(rows, 64) + 1) if rows % number == 0)
-
-
-def local_rows(sharding, rows: int, sequence: int) -> slice:
-    """Returns the rows of a [rows, sequence] batch that this process's devices need: one range.
-
-    sharding: a jax.sharding.Sharding. Raises InputError when the rows are not contiguous.
-    """
-    indices = sharding.addressable_devices_indices_map((rows, sequence)).values()
-    ranges = sorted({index[0].indices(rows)[:2] for index in indices})
-    reached = ranges[0][0]
-    for first, stop in ranges:
-        require(first <= reached, f"the mesh gives this process rows up to {reached} and again from {first}")
-        reached = max(reached, stop)
-    return slice(ranges[0][0], reached)
-
-
-def to_global(batch: dict[str, np.ndarray], sharding, rows: int) -> dict:
-    """Returns the batch as jax.Arrays of [rows, sequence], from the rows that this process has built."""
-    import jax
-
-    return {
-        name: jax.make_array_from_process_local_data(sharding, array, (rows, array.shape[1]))
-        for name, array in batch.items()
-    }
 
 
 def _even_shares(available: np.ndarray, total: int) -> np.ndarray:

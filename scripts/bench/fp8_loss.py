@@ -59,10 +59,9 @@ def config() -> RunConfig:
 def losses(config: RunConfig, data: Data) -> tuple[list[float], float | None, int]:
     """Returns the loss of every step, the held-out loss after the last, and how many updates were skipped."""
     built = build(config, data)
-    batches = built.batches(DataState(0, ((0, data.mixing),), data.keys))
     state, metrics = built.first_state(), []
-    for batch in batches:
-        state, latest = built.compiled(state, batch)
+    for batch in built.batches(DataState(0, ((0, data.mixing),), data.keys)):
+        state, latest = built.compiled(state, built.place(batch, config.train.rows))
         metrics.append({name: latest[name] for name in ("loss", "skipped")})
         if len(metrics) % WINDOW == 0:
             metrics[-WINDOW:] = jax.device_get(metrics[-WINDOW:])

@@ -30,7 +30,9 @@ from jaxthru.training.step import Batch
 
 def packed_batches(built: Build) -> Iterator[Batch]:
     """Yields the batches of a run from its first step on."""
-    return built.batches(DataState(0, ((0, built.data.mixing),), built.data.keys))
+    with built.batches(DataState(0, ((0, built.data.mixing),), built.data.keys)) as batches:
+        for batch in batches:
+            yield built.place(batch, built.config.train.rows)
 
 
 def causal_batches(built: Build, rows: np.ndarray) -> Iterator[Batch]:

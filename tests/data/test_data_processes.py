@@ -11,7 +11,8 @@ PROGRAM = """
 import sys, zlib
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxthru.data.loader import DataConfig, local_rows, open_data, to_global
+from jaxthru.data.loader import DataConfig, open_data
+from jaxthru.data.placement import local_rows, to_global
 from jaxthru.runtime import distributed
 
 distributed.initialize()

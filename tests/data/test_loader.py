@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.data.batch import check_batch
-from jaxthru.data.loader import DataConfig, canonical_groups, local_rows, open_data, to_global
+from jaxthru.data.loader import DataConfig, canonical_groups, open_data
+from jaxthru.data.placement import local_rows, to_global
 from jaxthru.data.schedule import Mixing
 from jaxthru.runtime.errors import InputError
 

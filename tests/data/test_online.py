@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -39,8 +41,7 @@ def opened(tmp_path):
 
     yield open_
     for data in made:
-        if data.loaders:
-            data.loaders.close()
+        data.close()
 
 
 def drawn(data: Data, *, steps: int = 12, **asked):
@@ -158,3 +159,40 @@ def test_a_transform_changes_the_text(mix, opened, tmp_path, monkeypatch):
             tokens = batch["tokens"][(batch["source"] == 1) & (batch["segment_ids"] > 0)]
             text = data.prepared.tokenizer.decode(tokens).replace("<|endoftext|>", "")
             assert text and text.upper() == text
+
+
+HANG = """
+import contextlib, pathlib, sys, threading, time
+from jaxthru.data.loader import DataConfig, open_data
+
+mix, store, stuck = sys.argv[1:]
+with open_data(DataConfig(mix, 64, store=store)) as data:
+    with data.train_batches(((0, data.mixing),), seed=0, rows=8, steps=10**6) as batches:
+        next(batches)
+        pathlib.Path(stuck).touch()
+
+        def drain():
+            with contextlib.suppress(BaseException):
+                while True:
+                    next(batches)
+
+        threading.Thread(target=drain, daemon=True).start()
+        time.sleep(1)  # until all that build batches wait
+print("ended", flush=True)
+"""
+
+
+def test_a_transform_that_hangs_does_not_keep_the_process(mix, tmp_path):
+    stuck = tmp_path / "stuck"
+    (tmp_path / "hanging.py").write_text(
+        "import pathlib, time\n"
+        "def hang(text):\n"
+        f"    while pathlib.Path({str(stuck)!r}).exists():\n"
+        "        time.sleep(1)\n"
+        "    return text\n"
+    )
+    mix.write_text(mix.read_text().replace("weight =", 'transform = "hanging:hang"\nonline = true\nweight ='))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", HANG, str(mix), str(tmp_path / "store"), str(stuck)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ended\n" and done.returncode == 0, done.stderr
