@@ -15,7 +15,7 @@ import numpy as np
 from jaxthru import config as configuration
 from jaxthru.config import RunConfig
 from jaxthru.data.batch import check_batch
-from jaxthru.data.loader import Batches, Data, open_data
+from jaxthru.data.loader import Batches, Data, open_data, prepare_data
 from jaxthru.data.placement import local_rows, to_global
 from jaxthru.data.state import DataState
 from jaxthru.models import flops
@@ -243,7 +243,7 @@ def run(
     xla.configure()
     distributed.initialize()
     if directory:
-        distributed.decide(lambda: check_resumable(config, directory, resume))
+        distributed.from_first(lambda: check_resumable(config, directory, resume))
         if (newest_step(directory.checkpoints) or 0) >= config.train.steps:
             log.info("%s is complete", directory.path)
             if distributed.is_primary():
@@ -251,7 +251,8 @@ def run(
             return directory
     fit(config)
     begun = newest_data_state(directory.checkpoints).get("keys") if directory else None
-    data = open_data(config.data, prepare=distributed.is_primary(), begun=begun)
+    keys = distributed.from_first(lambda: prepare_data(config.data, begun))
+    data = open_data(config.data, prepare=False, begun=keys)
     directory = directory or RunDirectory.fresh(name)
     if config.train.deterministic:
         xla.keep_compiled(directory.path / "xla_cache")

@@ -17,7 +17,7 @@ from jaxthru.data.mix import load_mix
 from jaxthru.data.online import OnlineSplit
 from jaxthru.data.packing import Packing, pack
 from jaxthru.data.planner import Planner
-from jaxthru.data.prepare import Prepared, open_stores
+from jaxthru.data.prepare import Prepared, make_stores, open_stores
 from jaxthru.data.store import Split
 from jaxthru.data.text_store import TextStore
 from jaxthru.data.timeline import Schedule, Supply
@@ -81,11 +81,19 @@ AHEAD = (0, 8, 16)
 def open_data(config: DataConfig, *, prepare: bool = True, begun: Mapping[str, str] | None = None) -> "Data":
     """Returns the opened data of a configuration.
 
-    prepare: make the token stores that are missing, with a progress bar; in a run of several processes the
-    first one does so, and the others wait for it. begun: `keys` of the run that goes on, whose stores are
-    opened if they are still there, though their sources have changed. Raises InputError.
+    prepare: make the token stores that are missing, with a progress bar. begun: `keys` of the run that goes
+    on, whose stores are opened if they are still there, though their sources have changed; without `prepare`
+    these stores are opened and nothing else is looked at, so that in a run of several processes only the
+    first needs the text, see `prepare_data`. Raises InputError.
     """
     return Data(config, open_stores(load_mix(config.mix), Path(config.store), prepare, begun))
+
+
+def prepare_data(config: DataConfig, begun: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Makes the token stores that are missing and returns the keys by which any process opens them:
+    `open_data(config, prepare=False, begun=keys)`. begun: as there. Raises InputError.
+    """
+    return make_stores(load_mix(config.mix), Path(config.store), begun)
 
 
 class Data:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,9 +15,6 @@ from jaxthru.data.text_store import TextStore
 from jaxthru.data.tokenizer import Tokenizer, train
 from jaxthru.runtime.atomic import remove_partials
 from jaxthru.runtime.errors import InputError, require
-
-WAIT_SECONDS = 1800.0
-"""How long a process that does not prepare waits for the one that does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,46 +32,74 @@ def open_stores(
 ) -> Prepared:
     """Returns the opened stores of a mix, kept in `folder`.
 
-    prepare: make what is missing. Without it, wait until another process has made it: in a run of several
-    processes the first one prepares. begun: {source: key of its store} of a run that goes on: those that are
-    still in `folder` are opened, with their tokenizer, whatever has become of the text they were made from.
+    prepare: make what is missing, see `make_stores`. Without it nothing is made: the stores of the keys
+    `begun` are opened, whose text need not be on this machine, or without keys those of the text as it is.
     Raises InputError.
     """
-    if prepare:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"data.store = {folder}: cannot be made ({error.strerror})") from error
-        remove_partials(folder)
-    kept = {name: key for name, key in (begun or {}).items() if name in mix.recipes}
-    kept = {name: key for name, key in kept.items() if _is_whole(_folder(folder, mix, name, key))}
-    cache = HashCache(folder / "hashes.json")
-    corpora = _corpora(mix, cache, kept)
-    with Progress() as progress:
-        if prepare:
-            cache.save()
-        tokenizer = _kept_tokenizer(mix, folder, kept)
-        if tokenizer is None:  # then their stores are of no use
-            for name in mix.recipes:
-                require(name in corpora, f"source {name}: no files found, nor the tokenizer of its store")
-            kept, tokenizer = {}, _tokenizer(mix, folder, corpora, progress if prepare else None)
-        parts = (store.VERSION, tokenizer.hash, mix.held_out, writer.SHARD_BYTES)
-        keys = {name: hash_of([*parts, corpus.key])[:16] for name, corpus in corpora.items()}
-        changed = ", ".join(name for name, key in kept.items() if keys.get(name) != key)
-        if changed and prepare:
-            progress.note(f"changed since the run was started: {changed}; it goes on with the text as it was")
-        keys = {name: kept.get(name) or keys[name] for name in mix.recipes}
-        for name in mix.recipes:
-            target = _folder(folder, mix, name, keys[name])
-            if not prepare:
-                _wait_for(target / "manifest.json")
-            elif not _is_whole(target):
-                writer.write(corpora[name], target, tokenizer, mix.held_out, progress)
+    keys = make_stores(mix, folder, begun) if prepare else begun or _keys_as_it_is(mix, folder)
+    for name in mix.recipes:
+        whole = name in keys and _is_whole(_folder(folder, mix, name, keys[name]))
+        require(whole, _unprepared(mix, folder, f"source {name}"))
+    keys = {name: keys[name] for name in mix.recipes}
+    tokenizer = _kept_tokenizer(mix, folder, keys)
+    require(tokenizer is not None, _unprepared(mix, folder, "tokenizer"))
     stores = {
         name: (TextStore if recipe.online else store.TokenStore)(_folder(folder, mix, name, keys[name]))
         for name, recipe in mix.recipes.items()
     }
     return Prepared(mix, tokenizer, stores, keys)
+
+
+def make_stores(mix: Mix, folder: Path, begun: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Makes the stores that are missing in `folder` and returns {source: key of its store}.
+
+    begun: the keys of a run that goes on: those stores that are still there are kept, with their tokenizer,
+    whatever has become of the text they were made from. Raises InputError.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"data.store = {folder}: cannot be made ({error.strerror})") from error
+    remove_partials(folder)
+    kept = {name: key for name, key in (begun or {}).items() if name in mix.recipes}
+    kept = {name: key for name, key in kept.items() if _is_whole(_folder(folder, mix, name, key))}
+    cache = HashCache(folder / "hashes.json")
+    corpora = _corpora(mix, cache, kept)
+    cache.save()
+    with Progress() as progress:
+        tokenizer = _kept_tokenizer(mix, folder, kept)
+        if tokenizer is None:  # then their stores are of no use
+            for name in mix.recipes:
+                require(name in corpora, f"source {name}: no files found, nor the tokenizer of its store")
+            kept, tokenizer = {}, _tokenizer(mix, folder, corpora, progress)
+        keys = _keys(mix, corpora, tokenizer)
+        changed = ", ".join(name for name, key in kept.items() if keys.get(name) != key)
+        if changed:
+            progress.note(f"changed since the run was started: {changed}; it goes on with the text as it was")
+        keys = {name: kept.get(name) or keys[name] for name in mix.recipes}
+        for name in mix.recipes:
+            target = _folder(folder, mix, name, keys[name])
+            if not _is_whole(target):
+                writer.write(corpora[name], target, tokenizer, mix.held_out, progress)
+    return keys
+
+
+def _keys(mix: Mix, corpora: dict[str, Corpus], tokenizer: Tokenizer) -> dict[str, str]:
+    parts = (store.VERSION, tokenizer.hash, mix.held_out, writer.SHARD_BYTES)
+    return {name: hash_of([*parts, corpus.key])[:16] for name, corpus in corpora.items()}
+
+
+def _keys_as_it_is(mix: Mix, folder: Path) -> dict[str, str]:
+    """Returns the keys that the stores of the text as it is would have, if their tokenizer is there."""
+    corpora = _corpora(mix, HashCache(folder / "hashes.json"), {})
+    path = _tokenizer_path(mix, folder, corpora)
+    require(path.is_file(), _unprepared(mix, folder, "tokenizer"))
+    return _keys(mix, corpora, Tokenizer(path))
+
+
+def _unprepared(mix: Mix, folder: Path, what: str) -> str:
+    command = f"python -m jaxthru.data prepare {mix.path} --store {folder}"
+    return f"{what}: not prepared in {folder}, which all processes of a run share: run `{command}` first"
 
 
 def _corpora(mix: Mix, cache: HashCache, kept: Mapping[str, str]) -> dict[str, Corpus]:
@@ -113,20 +137,20 @@ def _kept_tokenizer(mix: Mix, folder: Path, kept: Mapping[str, str]) -> Tokenize
     return None
 
 
-def _tokenizer(mix: Mix, folder: Path, corpora: dict[str, Corpus], progress: Progress | None) -> Tokenizer:
-    """Returns the named tokenizer, or the one trained on these corpora; waits for it without `progress`."""
+def _tokenizer_path(mix: Mix, folder: Path, corpora: dict[str, Corpus]) -> Path:
+    """Returns where the named tokenizer is, or the one trained on these corpora will be."""
     spec = mix.tokenizer
-    if spec.path is not None:
-        return Tokenizer(spec.path)
     contents = [corpus.key for corpus in corpora.values()]
     key = hash_of([spec.vocabulary, spec.train_bytes, mix.held_out, contents])[:16]
-    path = folder / f"tokenizer-{key}.json"
+    return spec.path or folder / f"tokenizer-{key}.json"
+
+
+def _tokenizer(mix: Mix, folder: Path, corpora: dict[str, Corpus], progress: Progress) -> Tokenizer:
+    """Returns the named tokenizer, or the one trained on these corpora."""
+    path = _tokenizer_path(mix, folder, corpora)
     if not path.is_file():
-        if progress is None:
-            _wait_for(path)
-        else:
-            train(_training_texts(mix, corpora, progress), spec.vocabulary, path)
-            progress.finish()
+        train(_training_texts(mix, corpora, progress), mix.tokenizer.vocabulary, path)
+        progress.finish()
     return Tokenizer(path)
 
 
@@ -147,11 +171,3 @@ def _training_texts(mix: Mix, corpora: dict[str, Corpus], progress: Progress) ->
                 yield text.decode(errors="ignore")
                 if size >= share:
                     break
-
-
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not path.is_file():
-        late = time.monotonic() >= deadline
-        require(not late, f"{path}: not prepared by another process after {WAIT_SECONDS:g} s")
-        time.sleep(0.2)

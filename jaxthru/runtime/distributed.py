@@ -1,9 +1,13 @@
 """Several processes that train together: starting them, agreeing, and stopping at the same step."""
 
+import itertools
+import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +19,10 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 STDERR = 2
 INTERRUPTED = 130  # the exit code that shells give a process ended by SIGINT
+
+POLL_SECONDS = 2.0
+"""The longest pause between two looks for what process 0 has to say."""
+_asked = itertools.count()
 
 
 def initialize() -> None:
@@ -78,17 +86,31 @@ def gather_text(text: str) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in np.asarray(rows)]
 
 
-def decide(check: Callable[[], None]) -> None:
-    """Runs a check in process 0 alone, and raises its InputError in all: files may change while the others
-    look at them."""
-    message = ""
+def from_first(call: Callable[[], Any]) -> Any:
+    """Returns in every process what process 0 alone gets by `call`, a JSON value, and raises its InputError
+    in all. All processes must ask, in the same order.
+
+    The call may take hours: the others wait as long as process 0 lives.
+    """
+    if not jax.distributed.is_initialized():
+        return call()
+    store, key = _key_value_store(), f"jaxthru/from_first/{next(_asked)}"
     if is_primary():
         try:
-            check()
-        except InputError as error:
-            message = str(error)
-    message = gather_text(message)[0]
-    require(not message, message)
+            value = call()
+        except BaseException as error:  # else the others would wait for what never comes
+            message = str(error) if isinstance(error, InputError) else f"process 0 failed: {error!r}"
+            store.key_value_set(key, json.dumps({"error": message}))
+            raise
+        store.key_value_set(key, json.dumps({"value": value}))
+        return value
+    pause = 0.05
+    while (answer := _try_get(key)) is None:
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_SECONDS)  # a thousand processes may be asking
+    answer = json.loads(answer)
+    require("error" not in answer, answer.get("error", ""))
+    return answer["value"]
 
 
 class StopSignal:
@@ -152,12 +174,8 @@ class StopSignal:
             except jax.errors.JaxRuntimeError as error:
                 if "ALREADY_EXISTS" not in str(error):  # another process was first; its step counts
                     raise
-        try:
-            return int(store.key_value_try_get(self._key))
-        except jax.errors.JaxRuntimeError as error:
-            if "NOT_FOUND" not in str(error):
-                raise
-            return None
+        published = _try_get(self._key)
+        return None if published is None else int(published)
 
     def _handle(self, number: int, frame) -> None:
         # os.write, because a handler may interrupt a print that holds the stream's lock.
@@ -174,3 +192,13 @@ def _key_value_store():
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def _try_get(key: str) -> str | None:
+    """Returns what a process has published under this key, if any has."""
+    try:
+        return _key_value_store().key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None

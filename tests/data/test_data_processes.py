@@ -8,18 +8,21 @@ from processes import finish, start_processes
 from jaxthru.data.loader import DataConfig, open_data
 
 PROGRAM = """
-import sys, zlib
+import pathlib, sys, zlib
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxthru.data.loader import DataConfig, open_data
+from jaxthru.data.loader import DataConfig, open_data, prepare_data
 from jaxthru.data.placement import local_rows, to_global
 from jaxthru.runtime import distributed
 
 distributed.initialize()
 number = jax.process_index()
 mix, store, packing = sys.argv[1:]
+if number:  # a host that has the stores and not their text
+    mix = str(pathlib.Path(mix).parent / "bare" / "small.toml")
 config = DataConfig(mix=mix, sequence=32, store=store, packing=packing, loaders=1 + number % 2)
-data = open_data(config, prepare=number == 0)
+keys = distributed.from_first(lambda: prepare_data(config))
+data = open_data(config, prepare=False, begun=keys)
 sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
 mine = local_rows(sharding, 8, 32)
 asked = dict(schedule=((0, data.mixing),), seed=3, rows=8, steps=5, cost=(1.0, 1.0))
@@ -65,6 +68,9 @@ def test_processes_build_one_batch(mix, tmp_path, expected, count, packing, onli
     script.write_text(PROGRAM)
     if online:
         mix.write_text(mix.read_text().replace("weight =", "online = true\nweight ="))
+    bare = tmp_path / "bare" / mix.name
+    bare.parent.mkdir()
+    bare.write_text(mix.read_text())
     arguments = str(mix), str(tmp_path / "store"), packing
     printed = finish(start_processes(script, *arguments, count=count, devices=4 // count))
     found = [[line for line in text.splitlines() if line.startswith("row ")] for text in printed]

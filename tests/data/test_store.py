@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from corpus import write_corpus
 
-from jaxthru.data import prepare, store, writer
+from jaxthru.data import store, writer
 from jaxthru.data.mix import load_mix
 from jaxthru.data.prepare import open_stores
 from jaxthru.data.readers import held_out
@@ -166,17 +165,17 @@ def test_two_at_once_do_not_harm_each_other(large, tmp_path):
     assert files(tmp_path / "store") == files(tmp_path / "alone")
 
 
-def test_a_process_that_does_not_prepare_waits_for_the_one_that_does(mix, tmp_path, monkeypatch):
-    folder = tmp_path / "store"
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(open_stores, load_mix(str(mix)), folder, False)
-        time.sleep(0.3)
-        assert not waiting.done() and not folder.exists()
-        keys = open_stores(load_mix(str(mix)), folder).keys
-        assert waiting.result(timeout=20).keys == keys
-    monkeypatch.setattr(prepare, "WAIT_SECONDS", 0.1)
-    with pytest.raises(InputError, match="not prepared by another process"):
-        open_stores(load_mix(str(mix)), tmp_path / "nowhere", False)
+def test_what_is_not_prepared_is_one_line(mix, tmp_path):
+    loaded, folder = load_mix(str(mix)), tmp_path / "store"
+    with pytest.raises(InputError, match=r"tokenizer: not prepared .*jaxthru\.data prepare .*small"):
+        open_stores(loaded, folder, False)
+    assert not folder.exists()
+    keys = open_stores(loaded, folder).keys
+    assert open_stores(loaded, folder, False).keys == keys
+    shutil.rmtree(folder / f"notes-{keys['notes']}")
+    for begun in (None, keys, {"books": keys["books"]}):
+        with pytest.raises(InputError, match="source notes: not prepared in"):
+            open_stores(loaded, folder, False, begun)
 
 
 def test_a_special_token_in_the_text_is_text(mix, tmp_path):

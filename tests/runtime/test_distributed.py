@@ -11,7 +11,7 @@ import pytest
 from processes import finish, start_processes
 
 from jaxthru.runtime import distributed
-from jaxthru.runtime.distributed import StopSignal, gather_text, initialize, is_primary
+from jaxthru.runtime.distributed import StopSignal, from_first, gather_text, initialize, is_primary
 from jaxthru.runtime.errors import InputError
 
 AT, OF, ME = distributed.VARIABLES
@@ -80,6 +80,7 @@ def test_contradictions_are_the_user_s_to_mend(started, monkeypatch, environment
 def test_alone():
     assert is_primary()
     assert gather_text("one") == ["one"]
+    assert from_first(lambda: "one") == "one"
 
 
 def test_a_signal_stops_a_lone_process_after_the_step(capfd):
@@ -175,3 +176,38 @@ def test_all_processes_stop_at_the_same_step(tmp_path, receivers):
     assert stops[0] == stops[1]
     told = ["stopping after this step" in output for output in outputs]
     assert told == [index in receivers for index in range(2)]
+
+
+FIRST = """
+import time
+import jax
+from jaxthru.runtime.distributed import from_first, initialize
+from jaxthru.runtime.errors import InputError
+
+initialize()
+
+def slow():
+    assert jax.process_index() == 0, "asked elsewhere"
+    time.sleep(1)
+    return {"stores": ["é" * 2000]}
+
+def refuse():
+    raise InputError("no such text")
+
+assert from_first(slow) == {"stores": ["é" * 2000]}
+for call in (refuse, lambda: 1 // 0):
+    try:
+        from_first(call)
+    except (InputError, ZeroDivisionError) as error:
+        print(type(error).__name__, error, flush=True)
+assert from_first(lambda: None) is None
+jax.distributed.shutdown()
+"""
+
+
+def test_all_processes_get_what_the_first_one_gets(tmp_path):
+    (tmp_path / "first.py").write_text(FIRST)
+    outputs = finish(start_processes(tmp_path / "first.py"))
+    assert all("InputError no such text" in output for output in outputs)
+    assert "ZeroDivisionError" in outputs[0]
+    assert "InputError process 0 failed: ZeroDivisionError" in outputs[1]
