@@ -11,6 +11,8 @@ from jaxthru.data.readers import Damage, Document, read
 
 READERS = 2
 """Counts the changes to what documents the same files become."""
+TRANSFORMS = 1
+"""Counts the changes to what becomes of a transform's results."""
 DECISIVE = ("format", "text_key", "extension", "transform", "cap_bytes", "max_record_bytes")
 """What of a recipe, besides the files that it finds, decides the documents."""
 KEEP_BYTES = 64_000_000
@@ -23,7 +25,8 @@ class Corpus:
     def __init__(self, name: str, recipe: Recipe, files: list[File]):
         self.name, self.recipe, self.files = name, recipe, files
         contents = [(file.digest, file.path.suffix) for file in files]
-        self.key = hash_of([READERS, [getattr(recipe, name) for name in DECISIVE], contents])
+        transforms = [TRANSFORMS] if recipe.transform else []
+        self.key = hash_of([READERS, [getattr(recipe, name) for name in DECISIVE], contents, *transforms])
         self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
         self._kept = read(files, recipe) if 0 < recipe.cap_bytes <= KEEP_BYTES else None
 

@@ -13,6 +13,7 @@ from jaxthru.data.progress import Progress
 from jaxthru.data.readers import Document, held_out
 from jaxthru.data.text_store import TextStore
 from jaxthru.data.tokenizer import Tokenizer, train
+from jaxthru.data.transform import apply, find_transform
 from jaxthru.runtime.atomic import remove_partials
 from jaxthru.runtime.errors import InputError, require
 
@@ -155,17 +156,21 @@ def _tokenizer(mix: Mix, folder: Path, corpora: dict[str, Corpus], progress: Pro
 
 
 def _training_texts(mix: Mix, corpora: dict[str, Corpus], progress: Progress) -> Iterator[str]:
-    """Yields training documents, an equal share of bytes from each source whatever its weight.
+    """Yields training documents as they will be tokenised, an equal share of bytes from each source whatever
+    its weight. Those that a transform fails on are left out here; the writer counts them.
 
     Weights may change when a run is resumed; its tokenizer may not.
     """
     share = mix.tokenizer.train_bytes // len(corpora)
     progress.begin("tokenizer", sum(min(share, corpus.size) for corpus in corpora.values()))
     for corpus in corpora.values():
-        size = 0
+        size, transform = 0, find_transform(corpus.recipe.transform)
         for item in corpus.items():
             if isinstance(item, Document) and not held_out(item.origin, mix.held_out):
-                text = item.text.encode()[: share - size]
+                try:
+                    text = apply(transform, item.text).encode()[: share - size]
+                except InputError:
+                    continue
                 size += len(text)
                 progress.advance(len(text))
                 yield text.decode(errors="ignore")

@@ -181,3 +181,23 @@ def test_a_damaged_file_of_any_name_is_one_line(mix, tmp_path, capsys):
     [listed] = opened.folder.glob("damaged-*.txt")
     assert listed.read_text() == rf"{tmp_path}/text/new\nline \udcff.txt, byte 0: not UTF-8" + "\n"
     assert r"/text/new\nline \udcff.txt, byte 0: not UTF-8" in capsys.readouterr().err
+
+
+def test_the_tokenizer_is_trained_on_transformed_texts(mix, tmp_path, monkeypatch):
+    (tmp_path / "stripping.py").write_text(
+        "def strip(text):\n    return None if text == 'bad' else text.replace('<html>', '')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    prepared = []
+    for name, changed in (("plain", texts), ("marked", [*("<html>" * 9 + text for text in texts), "bad"])):
+        records = "".join(json.dumps({"text": text}) + "\n" for text in changed)
+        (tmp_path / f"{name}.jsonl").write_text(records)
+        path = tmp_path / f"{name}.toml"
+        path.write_text(
+            f'held_out = 0\n[tokenizer]\nvocabulary = 300\n[sources.local_jsonl]\npaths = ["{name}.jsonl"]\n'
+            'weight = 1\nmax_damaged = 0.1\ntransform = "stripping:strip"\n'
+        )
+        prepared.append(open_stores(load_mix(str(path)), tmp_path / name))
+    assert prepared[0].tokenizer.hash == prepared[1].tokenizer.hash
+    assert [one.stores["local_jsonl"].manifest["shards"][0]["damaged"] for one in prepared] == [0, 1]
