@@ -33,7 +33,7 @@ class Recipe:
     max_damaged: preparation fails when more than this share of the records is damaged.
     online: keep the text, compressed, and make the tokens while training, in processes of their own.
     transform: "module:function", applied to each text before it is tokenised; the same text must always
-        give the same result. With `online` it runs while training.
+        give the same result, and "" leaves the text out. With `online` it runs while training.
     """
 
     description: str = ""

@@ -47,7 +47,8 @@ class Batch:
 
 @dataclasses.dataclass
 class Shard:
-    """Batches added up. splits: what the store holds of each document. documents: how many."""
+    """Batches added up. splits: what the store holds of each document, nothing of one that its transform
+    made empty. documents: how many were read."""
 
     splits: dict[str, list] = dataclasses.field(default_factory=lambda: {name: [] for name in store.SPLITS})
     damaged: list[Damage] = dataclasses.field(default_factory=list)
@@ -133,9 +134,11 @@ def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[lis
 
     def encode(batch: Batch) -> list[list | Damage]:
         texts = [transformed(item) for item in batch.items]
-        encoded = iter(tokenizer.encode([text for text in texts if not isinstance(text, Damage)]))
-        pairs = zip(batch.items, texts, strict=True)
-        return [text if isinstance(text, Damage) else parts(item, next(encoded)) for item, text in pairs]
+        encoded = iter(tokenizer.encode([text for text in texts if text and not isinstance(text, Damage)]))
+        return [
+            text if isinstance(text, Damage) else parts(item, next(encoded)) if text else []
+            for item, text in zip(batch.items, texts, strict=True)
+        ]
 
     return encode
 

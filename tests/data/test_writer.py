@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxthru.data import writer
@@ -201,3 +202,18 @@ def test_the_tokenizer_is_trained_on_transformed_texts(mix, tmp_path, monkeypatc
         prepared.append(open_stores(load_mix(str(path)), tmp_path / name))
     assert prepared[0].tokenizer.hash == prepared[1].tokenizer.hash
     assert [one.stores["local_jsonl"].manifest["shards"][0]["damaged"] for one in prepared] == [0, 1]
+
+
+@pytest.mark.parametrize("online", ["", "online = true\n"])
+def test_a_text_that_its_transform_makes_empty_is_left_out(mix, tmp_path, monkeypatch, online):
+    (tmp_path / "choosing.py").write_text("def choose(text):\n    return '' if 'kernel' in text else text\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(writer, "SHARD_BYTES", 2000)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    left = [text for text in texts if "kernel" not in text]
+    assert 0 < len(left) < len(texts)
+    mix.write_text(mix.read_text() + online + 'transform = "choosing:choose"\n')
+    opened = open_stores(load_mix(str(mix)), tmp_path / "store").stores["notes"]
+    lengths = np.concatenate([np.diff(split.ends, prepend=0) for split in (opened.train, opened.held_out)])
+    assert len(lengths) == len(left) and lengths.min() > 1
+    assert sum(shard["read"] for shard in opened.manifest["shards"]) == len(texts)
