@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from jaxthru.data.prepare import Prepared, make_stores, open_stores
 from jaxthru.data.store import Split
 from jaxthru.data.text_store import TextStore
 from jaxthru.data.timeline import Schedule, Supply
+from jaxthru.runtime.cores import usable_cores
 from jaxthru.runtime.errors import require
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class DataConfig:
     linear_cost, attention_cost: seconds, or any unit, for each token of a row and for each token² of its
         documents, as measured; None takes the model's floating-point operations.
     loaders: processes that make the tokens of the sources that are tokenised online; None is half of the
-        cores. They change no batch.
+        cores that this process may use. They change no batch.
     """
 
     mix: str = "quickstart"
@@ -114,7 +114,7 @@ class Data:
         self.vocabulary = prepared.tokenizer.vocabulary
         self.tokens = {name: opened.train.tokens for name, opened in prepared.stores.items()}
         online = tuple(name for name, opened in prepared.stores.items() if isinstance(opened, TextStore))
-        processes = config.loaders or max((os.cpu_count() or 1) // 2, 1)
+        processes = config.loaders or max(usable_cores() // 2, 1)
         self.loaders = Loaders(processes, online, prepared.tokenizer.path) if online else None
         if self.loaders:
             weakref.finalize(self, self.loaders.close)

@@ -6,7 +6,6 @@ what they return is taken in the order of reading: the store's bytes do not depe
 
 import dataclasses
 import itertools
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from jaxthru.data.text_store import Stretch, stretches
 from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.data.transform import apply, find_transform
 from jaxthru.runtime.atomic import write_atomically
+from jaxthru.runtime.cores import usable_cores
 from jaxthru.runtime.errors import InputError, require
 
 SHARD_BYTES = 64_000_000
@@ -31,7 +31,7 @@ SHARD_DAMAGE = 100_000
 """Records that could not be read in one shard, whose list memory holds."""
 BATCH_BYTES = 1_000_000
 """Text handed to the tokenizer at once. A long document keeps one thread busy, and later batches the rest."""
-THREADS = min(os.cpu_count() or 1, 16)
+THREADS = min(usable_cores(), 16)
 DAMAGE_SHOWN = 20
 """Damaged records of one shard that its record names; its list names all."""
 

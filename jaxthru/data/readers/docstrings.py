@@ -1,7 +1,6 @@
 """Prose in Python packages, parsed on all cores: one document a file."""
 
 import json
-import os
 import subprocess
 import sys
 from collections import deque
@@ -13,11 +12,12 @@ from jaxthru.data.files import File
 from jaxthru.data.mix import Recipe
 from jaxthru.data.readers import prose
 from jaxthru.data.readers.record import Damage, Document, Place, over_long
+from jaxthru.runtime.cores import usable_cores
 
 
 def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
     """Yields the prose of each file that has some, parsed in child processes a few batches ahead."""
-    workers = min(os.cpu_count() or 1, 16)
+    workers = min(usable_cores(), 16)
     batches = deque(files[start : start + 64] for start in range(0, len(files), 64))
     running: deque = deque()
     with ThreadPoolExecutor(workers) as pool:

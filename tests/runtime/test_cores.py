@@ -1,0 +1,26 @@
+"""Cores that a scheduler has withheld are not counted."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxthru.runtime.cores import usable_cores
+
+PROGRAM = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from jaxthru.data import writer
+from jaxthru.runtime.cores import usable_cores
+print(usable_cores(), writer.THREADS)
+"""
+
+
+def test_there_are_some():
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="other systems cannot withhold any")
+def test_withheld_cores_are_not_counted():
+    assert subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True).stdout == b"1 1\n"
