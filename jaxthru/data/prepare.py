@@ -79,9 +79,10 @@ def make_stores(mix: Mix, folder: Path, begun: Mapping[str, str] | None = None) 
             progress.note(f"changed since the run was started: {changed}; it goes on with the text as it was")
         keys = {name: kept.get(name) or keys[name] for name in mix.recipes}
         for name in mix.recipes:
+            corpus = corpora.pop(name, None)  # a small one keeps its text, here to be let go
             target = _folder(folder, mix, name, keys[name])
             if not _is_whole(target):
-                writer.write(corpora[name], target, tokenizer, mix.held_out, progress)
+                writer.write(corpus, target, tokenizer, mix.held_out, progress)
     return keys
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -217,3 +218,17 @@ def test_a_text_that_its_transform_makes_empty_is_left_out(mix, tmp_path, monkey
     lengths = np.concatenate([np.diff(split.ends, prepend=0) for split in (opened.train, opened.held_out)])
     assert len(lengths) == len(left) and lengths.min() > 1
     assert sum(shard["read"] for shard in opened.manifest["shards"]) == len(texts)
+
+
+def test_the_text_of_a_small_source_is_let_go_once_it_is_written(mix, tmp_path, monkeypatch):
+    mix.write_text(mix.read_text().replace("weight", "cap_bytes = 20_000\nweight"))
+    corpora, write = [], writer.write
+
+    def watched(corpus, *arguments):
+        assert [reference() for reference in corpora] == [None] * len(corpora)
+        corpora.append(weakref.ref(corpus))
+        write(corpus, *arguments)
+
+    monkeypatch.setattr(writer, "write", watched)
+    open_stores(load_mix(str(mix)), tmp_path / "store")
+    assert len(corpora) == 2
