@@ -19,15 +19,20 @@ EMPTY = -1
 
 
 class Constructor:
-    """Builds batches of rows of `sequence` tokens. splits: of each source, its tokens and their packing."""
+    """Builds batches of rows of `sequence` tokens.
+
+    splits: of each source, its tokens and their packing; those it was made with, but with views of the one
+    packing that it needs of all: whoever takes these can let go of the others.
+    """
 
     def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, Packing]], sequence: int):
-        self._splits = [split for split, _ in splits]
-        self._online = np.array([isinstance(split, OnlineSplit) for split in self._splits])
+        tokens, packings = zip(*splits, strict=True)
+        self._online = np.array([isinstance(split, OnlineSplit) for split in tokens])
         self._sequence = sequence
-        rows = [packing.rows for _, packing in splits]
+        rows = [packing.rows for packing in packings]
         self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
-        self._packing = Packing.together([packing for _, packing in splits])
+        self._packing = Packing.together(packings)
+        self.splits = list(zip(tokens, self._packing.apart(rows), strict=True))
 
     def build(self, source: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the batch (see `batch.py`), arrays of [rows, sequence].
@@ -90,11 +95,11 @@ class Constructor:
         asked = {}
         for name in np.unique(source[self._online[source]]).tolist():  # all, before any is waited for
             chosen = source == name
-            asked[name] = self._splits[name].begin(start[chosen], length[chosen])
+            asked[name] = self.splits[name][0].begin(start[chosen], length[chosen])
         online = {name: iter(finish()) for name, finish in asked.items()}
         runs = zip(source.tolist(), start.tolist(), (start + length).tolist(), strict=True)
         return [
-            next(online[name]) if name in online else self._splits[name].read(begin, stop)
+            next(online[name]) if name in online else self.splits[name][0].read(begin, stop)
             for name, begin, stop in runs
         ]
 

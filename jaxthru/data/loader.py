@@ -124,8 +124,8 @@ class Data:
             splits |= {name: OnlineSplit(name, splits[name], self.loaders) for name in online}
             return [(item, pack(item.ends, config.sequence, config.packing)) for item in splits.values()]
 
-        self.train, self.held_out = opened_splits("train"), opened_splits("held_out")
-        self.constructor = Constructor(self.train, config.sequence)
+        self.constructor = Constructor(opened_splits("train"), config.sequence)
+        self.train, self.held_out = self.constructor.splits, opened_splits("held_out")
         most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
         self.segments = -(-(most + 1) // 8) * 8
 

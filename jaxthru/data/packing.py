@@ -40,6 +40,18 @@ class Packing:
         columns = ([getattr(item, name) for item in packings] for name in ("start", "length", "last"))
         return cls(np.concatenate([*first, before[-1:]]), *(np.concatenate(column) for column in columns))
 
+    def apart(self, rows: Sequence[int]) -> list["Packing"]:
+        """Returns packings of so many rows each, one after the other: what `together` would make this one of.
+        Their pieces are views of this one's."""
+        packings = []
+        for count, end in zip(rows, np.cumsum(rows).tolist(), strict=True):
+            first = self.first[end - count : end + 1]
+            pieces = slice(first[0], first[-1])
+            packings.append(
+                Packing(first - first[0], self.start[pieces], self.length[pieces], self.last[pieces])
+            )
+        return packings
+
     @property
     def max_segments(self) -> int:
         """The most segments of any row."""

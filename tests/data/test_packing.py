@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxthru.data.packing import most_segments, pack
+from jaxthru.data.packing import Packing, most_segments, pack
 
 lengths = st.lists(st.integers(1, 40), max_size=60)
 sequences = st.integers(2, 24)
@@ -80,3 +80,13 @@ def test_packs_a_million_documents_in_seconds(packing):
     packed = pack(ends, 4096, packing)
     assert time.perf_counter() - begin < 20  # about one second; the bound is for busy machines
     assert packed.length.sum() == ends[-1]
+
+
+@given(st.lists(lengths, min_size=1, max_size=5), sequences)
+def test_packings_put_together_come_apart_as_views(documents, sequence):
+    packings = [pack(np.cumsum(np.array(one, np.int64)), sequence, "best_fit") for one in documents]
+    joined = Packing.together(packings)
+    for packing, part in zip(packings, joined.apart([packing.rows for packing in packings]), strict=True):
+        for name in ("first", "start", "length", "last"):
+            np.testing.assert_array_equal(getattr(part, name), getattr(packing, name))
+        assert all(getattr(part, name).base is getattr(joined, name) for name in ("start", "length", "last"))
