@@ -158,7 +158,7 @@ class Data:
         are balanced by; they stay as they come without it. Raises InputError.
         """
         planner = self.planner(schedule, seed=seed, rows=rows, cost=cost)
-        steps = max(start, min(steps, planner.end or steps))
+        steps = max(start, steps if planner.end is None else min(steps, planner.end))
         return Batches(PlannedBatches(self, planner, range(start, steps), local_rows or slice(0, rows)))
 
     def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
