@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 import numpy as np
 import rich.box
@@ -9,6 +10,8 @@ import rich.console
 import rich.table
 
 from jaxthru.data.loader import Data, DataConfig, open_data
+from jaxthru.data.mix import load_mix
+from jaxthru.data.prepare import open_stores
 from jaxthru.data.schedule import Mixing
 from jaxthru.runtime.errors import InputError, require
 
@@ -18,13 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command == "prepare":
-            data = open_data(DataConfig(mix=arguments.mix, store=arguments.store))
-            for opened in data.prepared.stores.values():
+            for opened in open_stores(load_mix(arguments.mix), Path(arguments.store)).stores.values():
                 print(f"{opened.folder}: {opened.train.tokens} tokens, {opened.held_out.tokens} held out")
         else:
             require(arguments.rows >= 0, f"--rows {arguments.rows}: must not be negative")
             config = DataConfig(arguments.mix, arguments.sequence, arguments.packing, arguments.store)
-            _inspect(open_data(config), arguments.rows)
+            with open_data(config) as data:
+                _inspect(data, arguments.rows)
     except InputError as error:
         print(f"jaxthru: {error}", file=sys.stderr)
         return 2

@@ -18,6 +18,12 @@ def test_prepare_and_inspect(shared, capsys):
     assert "row 1" not in capsys.readouterr().out
 
 
+def test_prepare_packs_nothing(shared, monkeypatch):
+    monkeypatch.setattr("jaxthru.data.loader.pack", None)
+    mix, store = map(str, shared)
+    assert main(["prepare", mix, "--store", store]) == 0
+
+
 def test_inspect_shows_the_schedule(shared, capsys):
     mix, store = shared
     changed = mix.with_name("changed.toml")
