@@ -53,6 +53,11 @@ class Packing:
         return packings
 
     @property
+    def used(self) -> np.ndarray:
+        """int64 [rows], the tokens in each row."""
+        return np.diff(np.concatenate([[0], np.cumsum(self.length, dtype=np.int64)])[self.first])
+
+    @property
     def max_segments(self) -> int:
         """The most segments of any row."""
         return int(np.diff(self.first).max(initial=0))

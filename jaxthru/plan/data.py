@@ -4,7 +4,6 @@ Everything is computed from the plan of the steps themselves; no text is read an
 """
 
 import dataclasses
-import math
 
 import numpy as np
 import rich.box
@@ -13,9 +12,9 @@ import rich.table
 
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import Data
-from jaxthru.data.packing import Packing
 from jaxthru.plan.cost import row_cost
 from jaxthru.plan.plot import Panel
+from jaxthru.training.step import microbatch_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,20 +90,20 @@ def forecast(config: RunConfig, data: Data, samples: int = 300) -> Forecast:
     plain, ours = data.planner(**keys), data.planner(**keys, cost=cost)
     steps = train.steps if plain.end is None else min(train.steps, plain.end)
     at = np.unique(np.linspace(0, steps, 201).astype(np.int64))
-    used = [_used(packing) for _, packing in data.train]
+    used = [packing.used for _, packing in data.train]
     each = np.array([row.mean() if len(row) else 0.0 for row in used])
     tokens = np.array([plain.timeline.taken(int(step)) for step in at]) * each
 
     sampled = np.unique(np.linspace(0, steps - 1, min(samples, steps)).astype(np.int64))
     costs = data.row_costs(cost)
-    blocks = math.gcd(plain.groups, train.rows // train.microbatches)
-    groups, microbatches, filled = {}, {}, 0
+    blocks = microbatch_blocks(train.rows, plain.groups, train.microbatches)
+    groups, microbatches = {}, {}
     for order, planner in (("as they come", plain), ("balanced", ours)):
         plans = [planner.plan(int(step)) for step in sampled]
         costly = np.array([planner.costs(plan, costs) for plan in plans], float)
         groups[order] = _waited_for(costly.reshape(len(sampled), plain.groups, 1, -1))
         microbatches[order] = _waited_for(costly.reshape(len(sampled), blocks, train.microbatches, -1))
-        filled = sum(int(planner.costs(plan, used).sum()) for plan in plans)
+    filled = sum(int(ours.costs(plan, used).sum()) for plan in plans)  # the same rows in either order
     return Forecast(
         names=data.names,
         steps=steps,
@@ -117,12 +116,6 @@ def forecast(config: RunConfig, data: Data, samples: int = 300) -> Forecast:
         microbatches=microbatches,
         padding=1 - filled / (len(sampled) * train.rows * config.data.sequence),
     )
-
-
-def _used(packing: Packing) -> np.ndarray:
-    """Returns int64 [rows], the tokens in each row."""
-    ends = np.concatenate([[0], np.cumsum(packing.length)])[packing.first]
-    return np.diff(ends)
 
 
 def _waited_for(costs: np.ndarray) -> np.ndarray:

@@ -56,7 +56,7 @@ def check_groups(train: TrainConfig, groups: int, shards: int) -> None:
 
     groups: canonical groups of rows. shards: devices that rows are split over.
     """
-    blocks = _blocks(train.rows, groups, train.microbatches)
+    blocks = microbatch_blocks(train.rows, groups, train.microbatches)
     require(
         train.microbatches == 1 or blocks % shards == 0,
         f"data.groups = {groups}: with train.rows = {train.rows} and train.microbatches = "
@@ -64,7 +64,7 @@ def check_groups(train: TrainConfig, groups: int, shards: int) -> None:
     )
 
 
-def _blocks(rows: int, groups: int, microbatches: int) -> int:
+def microbatch_blocks(rows: int, groups: int, microbatches: int) -> int:
     """Returns into how many blocks of whole groups rows are laid so that each splits into micro-batches."""
     return math.gcd(groups, rows // microbatches)
 
@@ -166,7 +166,7 @@ class Step:
         holds. Groups of fewer rows than there are micro-batches are first joined with their neighbours.
         """
         rows, sequence = array_RT.shape
-        blocks = _blocks(rows, self.groups, self.microbatches)
+        blocks = microbatch_blocks(rows, self.groups, self.microbatches)
         parts = array_RT.reshape(blocks, self.microbatches, -1, sequence)
         parts = jnp.moveaxis(parts, 1, 0).reshape(self.microbatches, -1, sequence)
         return self.objective.model.ops.constrain(parts, None, "batch", "sequence")

@@ -69,8 +69,7 @@ def measure(name: str, sequence: int, groups: int, rows: int, embed: int, steps:
 
     def priced(packing: Packing) -> tuple[np.ndarray, np.ndarray]:
         costs = row_costs(packing, sequence, *cost)
-        ends = np.concatenate([[0], np.cumsum(packing.length)])
-        padding = sequence - np.diff(ends[packing.first])
+        padding = sequence - packing.used
         unit = 2**40 / (cost[0] * sequence + cost[1] * sequence**2)
         return costs, costs - padding * cost[0] * unit
 

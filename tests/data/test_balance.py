@@ -25,8 +25,7 @@ def test_bars_of_balance(sequence, bar):
     steps, rows, groups = 8, 128, 32
     packing = pack(np.cumsum(lengths(draw, (steps + 1) * rows * sequence, sequence)), sequence, "best_fit")
     costs = row_costs(packing, sequence, LINEAR, 1)
-    used = np.add.reduceat(packing.length, packing.first[:-1])
-    padding = (sequence - used) * LINEAR / (LINEAR * sequence + sequence**2) * 2**40
+    padding = (sequence - packing.used) * LINEAR / (LINEAR * sequence + sequence**2) * 2**40
     order = draw.permutation(packing.rows)[: steps * rows].reshape(steps, rows)
     ratios = []
     for step in order:

@@ -36,6 +36,7 @@ def test_every_token_once_and_no_piece_crosses_a_document(packing, lengths, sequ
         assert 0 <= row < packed.rows
     in_row = np.bincount([piece[0] for piece in pieces], [piece[2] for piece in pieces], packed.rows)
     assert (in_row >= 1).all() and (in_row <= sequence).all()
+    np.testing.assert_array_equal(packed.used, in_row)
 
 
 @given(lengths=lengths, sequence=sequences)
