@@ -29,6 +29,8 @@ FRAME_BYTES = 1 << 16
 STRETCH_BYTES = 1 << 12
 """Text in a stretch of a longer document, to the next line end. Half of that is tokenised for nothing at each
 end of a row."""
+LONG_BYTES = 1 << 16
+"""A longer stretch is worth a word: each row from it has tens of milliseconds of a Source Loader's work."""
 DOCUMENT_TOKENS = 1 << 26
 """Tokens in a document, at most: it may be one stretch, and a Source Loader has memory for so many."""
 KIND = "text"
@@ -88,6 +90,7 @@ def write_shard(folder: Path, number: int, splits: dict[str, list[Stretch]], rec
         record["splits"][split] = {
             "documents": int(index[:, 4].sum()),
             "stretches": len(parts),
+            "longest": int(index[:, 2].max(initial=0)),
             "tokens": int(index[:, 3].sum(dtype=np.int64)),
             "frames": len(frames),
             "frames_crc32": zlib.crc32(starts.tobytes()),

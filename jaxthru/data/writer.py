@@ -109,6 +109,14 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
     )
     if share and not tokens["held_out"]:
         progress.note(f"source {corpus.name}: too few documents, none is held out for evaluation")
+    splits = (split for record in records for split in record["splits"].values())
+    longest = max((split.get("longest", 0) for split in splits), default=0)
+    if longest > text_store.LONG_BYTES:  # of a token store nothing has this key
+        why = "a document with a transform" if corpus.recipe.transform else "text without line ends to cut at"
+        progress.note(
+            f"source {corpus.name}: each row from {why} makes the tokens of all of it, up to "
+            f"{longest / 1e6:.1f} MB; without `online` they are made once"
+        )
 
 
 def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[list | Damage]]:

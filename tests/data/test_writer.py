@@ -232,3 +232,17 @@ def test_the_text_of_a_small_source_is_let_go_once_it_is_written(mix, tmp_path, 
     monkeypatch.setattr(writer, "write", watched)
     open_stores(load_mix(str(mix)), tmp_path / "store")
     assert len(corpora) == 2
+
+
+def test_a_document_that_cannot_be_cut_is_told(mix, tmp_path, capsys):
+    mix.write_text(mix.read_text() + "online = true\n")
+    open_stores(load_mix(str(mix)), tmp_path / "store")
+    assert "makes the tokens of all of it" not in capsys.readouterr().err
+    with (tmp_path / "records.jsonl").open("a") as stream:
+        stream.write(json.dumps({"text": "word " * 60_000}) + "\n")
+    open_stores(load_mix(str(mix)), tmp_path / "store")
+    told = capsys.readouterr().err
+    assert (
+        "source notes: each row from text without line ends to cut at makes the tokens of all of it" in told
+    )
+    assert "up to 0.3 MB" in told
