@@ -242,7 +242,4 @@ def test_a_document_that_cannot_be_cut_is_told(mix, tmp_path, capsys):
         stream.write(json.dumps({"text": "word " * 60_000}) + "\n")
     open_stores(load_mix(str(mix)), tmp_path / "store")
     told = capsys.readouterr().err
-    assert (
-        "source notes: each row from text without line ends to cut at makes the tokens of all of it" in told
-    )
-    assert "up to 0.3 MB" in told
+    assert "source notes: each row from text without line ends" in told and "up to 0.3 MB" in told
