@@ -58,7 +58,9 @@ def compare(found: dict[str, dict]) -> list[dict]:
             line = {"ratio": ratio, "of": key, "a": one, "b": other, "bar": bar}
             if key == PRIVATE:
                 line["rates_equal"] = unequal <= UNEQUAL
-            ratios.append(line | ({} if bar is None else {"met": ratio >= bar}))
+            if bar is not None:  # memory is compared at equal rates alone
+                line["met"] = ratio >= bar and line.get("rates_equal", True)
+            ratios.append(line)
     for number in SOURCES:
         name = f"packed/{number}/jaxthru"
         if RATE in found.get(name, ()):
