@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 
 from jaxthru.data.files import File
@@ -20,7 +21,8 @@ KEEP_BYTES = 64_000_000
 
 
 class Corpus:
-    """The files of one source. key: the hash of all that decides its documents, and of nothing else."""
+    """The files of one source. key: the hash of all that decides its documents, and of nothing else.
+    left_out: how many texts were empty or repeated, of those read so far."""
 
     def __init__(self, name: str, recipe: Recipe, files: list[File]):
         self.name, self.recipe, self.files = name, recipe, files
@@ -28,12 +30,15 @@ class Corpus:
         transforms = [TRANSFORMS] if recipe.transform else []
         self.key = hash_of([READERS, [getattr(recipe, name) for name in DECISIVE], contents, *transforms])
         self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
-        self._kept = read(files, recipe) if 0 < recipe.cap_bytes <= KEEP_BYTES else None
+        self.left_out = Counter()
+        keep = 0 < recipe.cap_bytes <= KEEP_BYTES
+        self._kept = read(files, recipe, self.left_out) if keep else None
 
     def items(self) -> Iterator[Document | Damage]:
         """Yields the documents and damaged records, from the first."""
         if self._kept is None:
-            return read(self.files, self.recipe)
+            self.left_out = Counter()
+            return read(self.files, self.recipe, self.left_out)
         self._kept, items = itertools.tee(self._kept)
         return items
 

@@ -7,7 +7,7 @@ what they return is taken in the order of reading: the store's bytes do not depe
 import dataclasses
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,11 +48,12 @@ class Batch:
 @dataclasses.dataclass
 class Shard:
     """Batches added up. splits: what the store holds of each document, nothing of one that its transform
-    made empty. documents: how many were read."""
+    made empty. documents: how many were read, `empty` of them such."""
 
     splits: dict[str, list] = dataclasses.field(default_factory=lambda: {name: [] for name in store.SPLITS})
     damaged: list[Damage] = dataclasses.field(default_factory=list)
     documents: int = 0
+    empty: int = 0
     size: int = 0
 
 
@@ -78,6 +79,7 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
                 continue
             shard.splits["held_out" if held_out(item.origin, share) else "train"] += parts
             shard.documents += 1
+            shard.empty += not parts
         shard.size += batch.size
         progress.advance(batch.size)
         if not batch.last:
@@ -104,9 +106,10 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
     progress.finish()
     size, seconds = sum(record["bytes"] for record in records) - found, time.monotonic() - began
     speed = f"{size / 1e6:.1f} MB in {seconds:.1f} s"
-    progress.note(
-        f"source {corpus.name}: {sum(tokens.values()):,} tokens, {speed}; {_account(records, target)}"
-    )
+    left_out = corpus.left_out + Counter(empty=sum(record.get("empty", 0) for record in records))
+    left_out = "".join(f"; {count:,} {why} left out" for why, count in sorted(left_out.items()))
+    account = f"{left_out}; {_account(records, target)}"
+    progress.note(f"source {corpus.name}: {sum(tokens.values()):,} tokens, {speed}{account}")
     if share and not tokens["held_out"]:
         progress.note(f"source {corpus.name}: too few documents, none is held out for evaluation")
     splits = (split for record in records for split in record["splits"].values())
@@ -194,6 +197,7 @@ def _write_shard(corpus: Corpus, target: Path, number: int, shard: Shard) -> dic
         write_atomically(target / f"damaged-{number:05d}.txt", lines.encode())
     record = {
         "read": shard.documents + len(shard.damaged),
+        "empty": shard.empty,
         "bytes": shard.size,
         "damaged": len(shard.damaged),
         "damage": shard.damaged[:DAMAGE_SHOWN],

@@ -1,6 +1,7 @@
 """From files to documents: one module a format. A record that cannot be read is reported, never dropped."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 
 from jaxthru.data.files import File
@@ -20,12 +21,13 @@ READERS = {
 }
 
 
-def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
+def read(files: list[File], recipe: Recipe, left_out: Counter | None = None) -> Iterator[Document | Damage]:
     """Yields the documents of the files in order, up to the recipe's cap.
 
-    Empty texts are left out, and every text but the first of equal ones. Memory holds one record at a time,
-    and a hash of each text so far.
+    Empty texts are left out, and every text but the first of equal ones; `left_out` counts them. Memory
+    holds one record at a time, and a hash of each text so far.
     """
+    left_out = Counter() if left_out is None else left_out
     seen: set[int] = set()
     size = 0
     for item in READERS[recipe.format](files, recipe):
@@ -33,6 +35,7 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
             content = item.text.encode()
             key = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
             if key in seen or not content:
+                left_out["repeated" if content else "empty"] += 1
                 continue
             seen.add(key)
             size += len(content)
