@@ -21,8 +21,8 @@ EMPTY = -1
 class Constructor:
     """Builds batches of rows of `sequence` tokens.
 
-    splits: of each source, its tokens and their packing; those it was made with, but with views of the one
-    packing that it needs of all: whoever takes these can let go of the others.
+    packing: of all sources, one after the other. splits: of each source, its tokens and their packing; those
+    it was made with, but with views of `packing`: whoever takes these can let go of the others.
     """
 
     def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, Packing]], sequence: int):
@@ -31,8 +31,8 @@ class Constructor:
         self._sequence = sequence
         rows = [packing.rows for packing in packings]
         self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
-        self._packing = Packing.together(packings)
-        self.splits = list(zip(tokens, self._packing.apart(rows), strict=True))
+        self.packing = Packing.together(packings)
+        self.splits = list(zip(tokens, self.packing.apart(rows), strict=True))
 
     def build(self, source: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the batch (see `batch.py`), arrays of [rows, sequence].
@@ -41,7 +41,7 @@ class Constructor:
         goes on in another row has its next token there as target; its positions restart, for attention does
         not reach across rows.
         """
-        sequence, packing = self._sequence, self._packing
+        sequence, packing = self._sequence, self.packing
         batch = _empty(("tokens", "targets", "loss_mask", "source"), len(row), sequence)
         flat = {name: array.reshape(-1) for name, array in batch.items()}
 

@@ -193,9 +193,9 @@ class Data:
             supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence, costs=costs
         )
 
-    def row_costs(self, cost: Cost) -> list[np.ndarray]:
-        """Returns of each source, int64 [rows], what each row costs to train on, in one unit."""
-        return [row_costs(packed, self.config.sequence, *cost) for _, packed in self.train]
+    def row_costs(self, cost: Cost) -> np.ndarray:
+        """Returns int64, what each row of all sources costs to train on, source after source, in one unit."""
+        return row_costs(self.constructor.packing, self.config.sequence, *cost)
 
     def held_out_batches(
         self, *, total_rows: int, rows: int, local_rows: slice | None = None

@@ -28,7 +28,7 @@ class StepPlan:
 
 class Planner:
     """supplies: {source: Supply}, in the order of the mix. rows: of one step. sequence: tokens in a row.
-    costs: of each source, int64 [rows of its supply], what a row costs; each step is balanced by them.
+    costs: int64, what each row of all sources costs, source after source; each step is balanced by them.
 
     end: completed updates after which a source that is exhausted ends the run, or None. Raises InputError for
     a schedule that cannot be followed.
@@ -43,13 +43,14 @@ class Planner:
         rows: int,
         groups: int,
         sequence: int,
-        costs: list[np.ndarray] | None = None,
+        costs: np.ndarray | None = None,
     ):
         require(rows % groups == 0, f"data.groups = {groups}: must divide train.rows = {rows}")
         self.timeline = Timeline(supplies, schedule, seed=seed, rows=rows, sequence=sequence)
         self.end, self.ended_by = self.timeline.end, self.timeline.ended_by
         self.names = tuple(supplies)
         self.available = np.array([supply.rows for supply in supplies.values()], np.int64)
+        self._first = np.cumsum(self.available) - self.available
         self.seed, self.rows, self.groups = seed, rows, groups
         # By name: a source keeps its order when the mix names others before it.
         self._keys = np.array([key_of(seed, "rows", name) for name in supplies], np.uint64)
@@ -63,16 +64,12 @@ class Planner:
         plan = StepPlan(source, row)
         if self._costs is None:
             return plan
-        order = balanced(self.costs(plan, self._costs), self.groups)
+        order = balanced(self.of_rows(plan, self._costs), self.groups)
         return StepPlan(source[order], row[order])
 
-    def costs(self, plan: StepPlan, costs: list[np.ndarray]) -> np.ndarray:
-        """Returns int64 [rows], what the rows of a plan cost, of what each row of each source costs."""
-        found = np.empty(self.rows, np.int64)
-        for number in np.unique(plan.source).tolist():
-            chosen = plan.source == number
-            found[chosen] = costs[number][plan.row[chosen]]
-        return found
+    def of_rows(self, plan: StepPlan, values: np.ndarray) -> np.ndarray:
+        """Returns the values of a plan's rows. values: of each row of all sources, source after source."""
+        return values[self._first[plan.source] + plan.row]
 
     def epochs(self, step: int) -> dict[str, float]:
         """Returns how often each source has been gone through after `step` updates."""

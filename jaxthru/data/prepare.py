@@ -42,6 +42,7 @@ def open_stores(
         whole = name in keys and _is_whole(_folder(folder, mix, name, keys[name]))
         require(whole, _unprepared(mix, folder, f"source {name}"))
     keys = {name: keys[name] for name in mix.recipes}
+    store.let_files_open()
     tokenizer = _kept_tokenizer(mix, folder, keys)
     require(tokenizer is not None, _unprepared(mix, folder, "tokenizer"))
     stores = {

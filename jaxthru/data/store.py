@@ -13,7 +13,10 @@ write the same bytes: whichever is last changes nothing.
 """
 
 import bisect
+import contextlib
+import errno
 import json
+import resource
 import zlib
 from pathlib import Path
 
@@ -165,8 +168,22 @@ def map_array(path: Path, dtype: str, count: int) -> np.ndarray:
     size = path.stat().st_size if path.is_file() else None
     expected = count * np.dtype(dtype).itemsize
     require(size == expected, f"{path}: {size} bytes, expected {expected}; {REMEDY}")
-    # A memory map cannot be empty. The plain view spares each access the subclass's bookkeeping.
-    return np.memmap(path, dtype, mode="r").view(np.ndarray) if count else np.zeros(0, dtype)
+    if count == 0:  # a memory map cannot be empty
+        return np.zeros(0, dtype)
+    try:
+        mapped = np.memmap(path, dtype, mode="r")
+    except OSError as error:
+        hint = "; raise the limit of open files, `ulimit -n`" if error.errno == errno.EMFILE else ""
+        raise InputError(f"{path}: cannot be opened ({error.strerror}){hint}") from error
+    return mapped.view(np.ndarray)  # which spares each access the subclass's bookkeeping
+
+
+def let_files_open() -> None:
+    """Raises the limit of open files as far as it goes: a memory map keeps its file open, and the usual 1,024
+    would be some hundreds of shards. Processes that are started from here on have the same."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # where no limit is one that cannot be asked for
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _checksums(content: bytes) -> list[int]:

@@ -90,8 +90,9 @@ def forecast(config: RunConfig, data: Data, samples: int = 300) -> Forecast:
     plain, ours = data.planner(**keys), data.planner(**keys, cost=cost)
     steps = train.steps if plain.end is None else min(train.steps, plain.end)
     at = np.unique(np.linspace(0, steps, 201).astype(np.int64))
-    used = [packing.used for _, packing in data.train]
-    each = np.array([row.mean() if len(row) else 0.0 for row in used])
+    used, rows = data.constructor.packing.used, plain.available
+    available = np.array([part.sum() for part in np.split(used, np.cumsum(rows)[:-1])])
+    each = available / np.maximum(rows, 1)
     tokens = np.array([plain.timeline.taken(int(step)) for step in at]) * each
 
     sampled = np.unique(np.linspace(0, steps - 1, min(samples, steps)).astype(np.int64))
@@ -100,15 +101,15 @@ def forecast(config: RunConfig, data: Data, samples: int = 300) -> Forecast:
     groups, microbatches = {}, {}
     for order, planner in (("as they come", plain), ("balanced", ours)):
         plans = [planner.plan(int(step)) for step in sampled]
-        costly = np.array([planner.costs(plan, costs) for plan in plans], float)
+        costly = np.array([planner.of_rows(plan, costs) for plan in plans], float)
         groups[order] = _waited_for(costly.reshape(len(sampled), plain.groups, 1, -1))
         microbatches[order] = _waited_for(costly.reshape(len(sampled), blocks, train.microbatches, -1))
-    filled = sum(int(ours.costs(plan, used).sum()) for plan in plans)  # the same rows in either order
+    filled = sum(int(ours.of_rows(plan, used).sum()) for plan in plans)  # the same rows in either order
     return Forecast(
         names=data.names,
         steps=steps,
         ended_by=plain.ended_by if steps < train.steps else "",
-        available=np.array([row.sum() for row in used]),
+        available=available,
         at=at,
         tokens=tokens,
         sampled=sampled,

@@ -81,7 +81,7 @@ def measure(name: str, sequence: int, groups: int, rows: int, embed: int, steps:
     keys = {"seed": 0, "rows": rows, "groups": groups, "sequence": sequence}
     supply = {"documents": Supply(packing.rows, int(documents.sum()), len(documents))}
     schedule = ((0, Mixing.plain({"documents": 1})),)
-    planners = Planner(supply, schedule, **keys), Planner(supply, schedule, **keys, costs=[costs])
+    planners = Planner(supply, schedule, **keys), Planner(supply, schedule, **keys, costs=costs)
     taken, seconds = [], []
     for planner in planners:
         planner.plan(0)

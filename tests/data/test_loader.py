@@ -135,7 +135,7 @@ def test_local_rows_are_one_range():
 
 
 def test_each_piece_is_kept_once(data):
-    joined = data.constructor._packing
+    joined = data.constructor.packing
     for _, packing in data.train:
         for name in ("start", "length", "last"):
             assert np.shares_memory(getattr(packing, name), getattr(joined, name))

@@ -212,3 +212,30 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(mix, tmp_path, 
     with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
         open_stores(load_mix(str(mix)), tmp_path / "store")
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+
+
+def test_a_store_of_many_shards_opens(tmp_path):
+    """More than the usual limit lets open; past the last limit, one line."""
+    records = [
+        store.write_shard(tmp_path, n, {"train": [np.arange(3)], "held_out": []}, {}) for n in range(60)
+    ]
+    store.write_manifest(tmp_path, {"dtype": "int64", "shards": records})
+    program = f"""if True:
+        import pathlib, resource
+        from jaxthru.data import store
+        resource.setrlimit(resource.RLIMIT_NOFILE, (50, 80))
+        for _ in range(2):
+            try:
+                store.TokenStore(pathlib.Path({str(tmp_path)!r}))
+            except store.InputError as error:
+                print(error)
+            else:
+                print("open")
+            store.let_files_open()
+    """
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second = told.stdout.splitlines()
+    assert first.endswith(
+        "cannot be opened (Too many open files); raise the limit of open files, `ulimit -n`"
+    )
+    assert second == "open"
