@@ -27,7 +27,7 @@ TASK_TOKENS = 1 << 18
 """Tokens in a task, if stretches allow: some tenths of a second of a loader's work."""
 REGION_TOKENS = DOCUMENT_TOKENS + TASK_TOKENS
 """Tokens that a task can have at most. The memory is taken only as far as it is used."""
-AHEAD = 2
+DEPTH = 2
 """Tasks that a loader has at once: the next one is there when it has done one."""
 
 
@@ -62,7 +62,7 @@ class LoaderProcess:
 
     def __init__(self, number: int, tokenizer: Path, hear: Callable[["LoaderProcess"], None]):
         self.number, self.tokenizer, self.deaths = number, tokenizer, 0
-        size = AHEAD * REGION_TOKENS * 4
+        size = DEPTH * REGION_TOKENS * 4
         if hasattr(os, "memfd_create"):
             self._file = os.memfd_create("jaxthru-tokens")
         else:
@@ -72,17 +72,16 @@ class LoaderProcess:
             undo.callback(os.close, self._file)
             os.ftruncate(self._file, size)
             memory = mmap.mmap(self._file, size)
-            self._memory = np.frombuffer(memory, np.int32).reshape(AHEAD, REGION_TOKENS)
+            self._memory = np.frombuffer(memory, np.int32).reshape(DEPTH, REGION_TOKENS)
             self.start()
             undo.callback(self._end)
-            self._thread = threading.Thread(target=hear, args=(self,), daemon=True)
-            self._thread.start()
+            threading.Thread(target=hear, args=(self,), daemon=True).start()
             undo.pop_all()
 
     def start(self) -> None:
         """Starts the process, anew if there was one."""
         self.in_flight: dict[int, tuple[Task, int]] = {}
-        self.free = list(range(AHEAD))
+        self.free = list(range(DEPTH))
         own, other = socket.socketpair()
         self._socket = Connection(own.detach())
         # What this process has imported, the other is to find: not what the working directory may have first.
@@ -130,10 +129,9 @@ class LoaderProcess:
             return self.process.wait()
 
     def close(self) -> None:
-        """Ends the process, and the thread that hears of it."""
+        """Ends the process, and with it the thread that hears of it, which is not waited for: the interpreter
+        may collect garbage, and so close a pool, in that very thread."""
         self._end()
-        self._thread.join()
-        self._socket.close()
         os.close(self._file)
 
     def _end(self) -> None:
@@ -143,7 +141,7 @@ class LoaderProcess:
 
 @contextlib.contextmanager
 def _blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Keeps signals from this thread, and for good from processes that it starts.
+    """Keeps signals from this thread, and from processes that it starts until they ask for them.
 
     A terminal's Ctrl-C and Slurm's SIGTERM reach every process of a run, and ask it for a stop in good order,
     to which the loaders still work. A mask is inherited, so there is no moment at which they would end one.

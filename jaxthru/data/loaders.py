@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxthru.data.loader_process import AHEAD, REGION_TOKENS, TASK_TOKENS, LoaderProcess, Task
+from jaxthru.data.loader_process import DEPTH, REGION_TOKENS, TASK_TOKENS, LoaderProcess, Task
 from jaxthru.data.text_store import TextSplit
 from jaxthru.runtime.errors import InputError, require
 
@@ -98,7 +98,7 @@ class Loaders:
         """Gives loaders what they may take, those with nothing to do first."""
         if self._ended:
             return
-        idle = [loader for loader in self._loaders if len(loader.free) == AHEAD]
+        idle = [loader for loader in self._loaders if len(loader.free) == DEPTH]
         idle = [loader for loader in idle if not self._take(loader, self.serves[loader.number])]
         # One that finds nothing of its own helps others. It opens a store for that; but the memory of one is
         # small, and a GPU that waits is dear.
@@ -161,9 +161,8 @@ class Loaders:
                     message += f"; it had to begin with source {tasks[0].source}: {tasks[0]}"
                 self._fail(message)
                 return
-            log.warning(
-                "source loader %d %s: started again, %d tasks repeated", *(loader.number, ended, len(tasks))
-            )
+            told = "source loader %d %s: started again, %d tasks repeated"
+            log.warning(told, loader.number, ended, len(tasks))
             loader.in_flight.clear()
             if tasks:
                 tasks[0].tries += 1

@@ -11,7 +11,10 @@ SIGTERM, which it is started without, do not end it.
 
 import mmap
 import os
+import select
+import signal
 import sys
+import threading
 import time
 from collections import OrderedDict
 from multiprocessing.connection import Connection
@@ -77,9 +80,29 @@ def produce(
     return np.concatenate(tokens).astype(np.int32)
 
 
+def end_with(socket: Connection) -> None:
+    """Ends this process when the other end of the socket closes, even if a text or a transform hangs it."""
+    poll = select.poll()
+    poll.register(socket.fileno(), 0)  # which leaves the hang-up
+    poll.poll()
+    os._exit(0)
+
+
+def outlast_signals() -> None:
+    """Lets this process pass over what asks the whole run for a stop (see `loader_process.py`), but not what
+    it starts itself: a transform may have processes of its own, and end them so."""
+    asked = signal.SIGINT, signal.SIGTERM
+    for number in asked:
+        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by programs
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in asked])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, asked)
+
+
 def main(argv: list[str]) -> int:
     """Serves tasks until the socket closes."""
+    outlast_signals()
     socket, memory = Connection(int(argv[0])), mmap.mmap(int(argv[1]), 0)
+    threading.Thread(target=end_with, args=(socket,), daemon=True).start()
     os.close(int(argv[1]))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one loader, one core
     stores, tokenizer = Stores(), Tokenizer(Path(argv[2]))

@@ -29,6 +29,8 @@ VERSION = 1
 SPLITS = ("train", "held_out")
 BLOCK = 1 << 20
 """Bytes under one checksum."""
+MAPS = 65_530
+"""Memory maps that a process may have, if Linux's own limit of them is as it comes."""
 
 
 def write_shard(folder: Path, number: int, splits: dict[str, list[np.ndarray]], record: dict) -> dict:
@@ -173,17 +175,20 @@ def map_array(path: Path, dtype: str, count: int) -> np.ndarray:
     try:
         mapped = np.memmap(path, dtype, mode="r")
     except OSError as error:
-        hint = "; raise the limit of open files, `ulimit -n`" if error.errno == errno.EMFILE else ""
+        hints = {errno.EMFILE: "open files, `ulimit -n`", errno.ENOMEM: "memory maps, vm.max_map_count"}
+        hint = f"; raise the limit of {hints[error.errno]}" if error.errno in hints else ""
         raise InputError(f"{path}: cannot be opened ({error.strerror}){hint}") from error
     return mapped.view(np.ndarray)  # which spares each access the subclass's bookkeeping
 
 
 def let_files_open() -> None:
-    """Raises the limit of open files as far as it goes: a memory map keeps its file open, and the usual 1,024
-    would be some hundreds of shards. Processes that are started from here on have the same."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # where no limit is one that cannot be asked for
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Raises the limit of open files: a memory map keeps its file open, and the usual 1,024 would be some
+    hundreds of shards. Processes that are started from here on have the same."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAPS if most == resource.RLIM_INFINITY else min(MAPS, most)
+    if resource.RLIM_INFINITY != now < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a system may have less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _checksums(content: bytes) -> list[int]:

@@ -12,6 +12,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -259,9 +260,10 @@ class Timeline:
 
 def _units(weights: np.ndarray) -> np.ndarray:
     """Returns int64 [sources], the weights as parts of UNIT, or zeros."""
-    if weights.sum() == 0:
+    total = math.fsum(weights)  # the same whatever sources of no weight stand between
+    if total == 0:
         return np.zeros(len(weights), np.int64)
-    units = np.round(weights / weights.sum() * UNIT).astype(np.int64)
+    units = np.round(weights / total * UNIT).astype(np.int64)
     units[units.argmax()] += UNIT - units.sum()
     return units
 

@@ -98,11 +98,12 @@ def from_first(call: Callable[[], Any]) -> Any:
     if is_primary():
         try:
             value = call()
+            answer = json.dumps({"value": value})
         except BaseException as error:  # else the others would wait for what never comes
             message = str(error) if isinstance(error, InputError) else f"process 0 failed: {error!r}"
             store.key_value_set(key, json.dumps({"error": message}))
             raise
-        store.key_value_set(key, json.dumps({"value": value}))
+        store.key_value_set(key, answer)
         return value
     pause = 0.05
     while (answer := _try_get(key)) is None:

@@ -255,6 +255,9 @@ def test_loaders_that_are_started_end_though_others_cannot_be_started(source, to
         processes = [loader.process for loader in loaders._loaders]
         loaders.expect({"books": 1.0})
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert threading.active_count() == threads
 
 
@@ -347,6 +350,28 @@ def test_a_damaged_frame_is_named(source, tmp_path, tokenizer):
             split.begin(np.array([split.tokens - 2]), np.array([1]))()
 
 
+def test_what_a_transform_starts_it_can_end(tmp_path, tokenizer, monkeypatch):
+    """Loaders pass over SIGTERM; their own processes do not."""
+    lines = (
+        "import multiprocessing, subprocess, time",
+        "def ends(text):",
+        "    program = subprocess.Popen(['sleep', '100'])",
+        "    program.terminate()",
+        "    fork = multiprocessing.get_context('fork').Process(target=time.sleep, args=(100,))",
+        "    fork.start()",
+        "    time.sleep(0.5)",  # a signal that comes within the fork itself is lost on any Python handler
+        "    fork.terminate()",
+        "    fork.join(20)",
+        "    return f'{program.wait(20)} {fork.exitcode}'",
+    )
+    (tmp_path / "ending.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = write_store(tmp_path / "s", tokenizer, ["-15 -15"] * 2, "ending:ends")[0]
+    with Loaders(1, ("books",), tokenizer.path) as loaders:
+        split = OnlineSplit("books", text_store.TextStore(tmp_path / "s").train, loaders)
+        assert (split.begin(np.array([0]), np.array([len(expected)]))()[0] == expected).all()
+
+
 PROGRAM = """
 import sys, time, numpy as np
 from pathlib import Path
@@ -356,16 +381,30 @@ from jaxthru.data.online import OnlineSplit
 loaders = Loaders(2, ("books",), Path(sys.argv[2]))
 split = OnlineSplit("books", text_store.TextStore(Path(sys.argv[1])).train, loaders)
 split.begin(np.array([0]), np.array([9]))()
+if hanging := sys.argv[3:]:
+    hung = OnlineSplit("books", text_store.TextStore(Path(hanging[0])).train, loaders)
+    begun = [hung.begin(np.array([0]), np.array([1])) for _ in loaders._loaders]
+    while len(list(Path(hanging[0]).glob("hung-*"))) < 2:
+        time.sleep(0.05)
 print(*(loader.process.pid for loader in loaders._loaders), flush=True)
 time.sleep(60)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and /dev/shm")
-def test_nothing_is_left_when_the_process_is_killed(source, tokenizer):
+@pytest.mark.parametrize("hung", [False, True])
+def test_nothing_is_left_when_the_process_is_killed(source, tokenizer, tmp_path, hung):
     before = set(Path("/dev/shm").iterdir())
     command = [sys.executable, "-c", PROGRAM, str(source[0]), str(tokenizer.path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    if hung:
+        marks = f"import os, time, pathlib\nmark = pathlib.Path({str(tmp_path)!r}, f'hung-{{os.getpid()}}')\n"
+        hang = "def hang(text):\n    mark.touch()\n    time.sleep(100)\n    return text\n"
+        (tmp_path / "hanging.py").write_text(marks + hang)
+        write_store(tmp_path, tokenizer, ["one", "two"], "hanging:hang")
+        command.append(str(tmp_path))
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": paths}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     loaders = [int(word) for word in process.stdout.readline().split()]
     assert len(loaders) == 2 and all(Path(f"/proc/{pid}").exists() for pid in loaders)
     assert set(Path("/dev/shm").iterdir()) <= before

@@ -17,21 +17,27 @@ import json, sys, zlib
 import jax, numpy as np
 from jaxthru import train
 
-batches = train.Build.batches
+batches, place, step = train.Build.batches, train.Build.place, 0
 
-def recorded(built, data_state):
+def begun(built, data_state):
+    global step
+    step = data_state.step
+    return batches(built, data_state)
+
+def recorded(built, batch, rows):
     # A run writes down what its devices are given, row by row.
+    global step
+    step += 1
+    placed, rows = place(built, batch, rows), {}
+    for _, array in sorted(placed.items()):
+        for shard in array.addressable_shards:
+            for row, content in enumerate(np.asarray(shard.data), shard.index[0].start or 0):
+                rows[row] = zlib.crc32(content.tobytes(), rows.get(row, 0))
     with open(f"{records}-{jax.process_index()}", "a", buffering=1) as file:
-        for step, batch in enumerate(batches(built, data_state), data_state.step + 1):
-            rows = {}
-            for _, array in sorted(batch.items()):
-                for shard in array.addressable_shards:
-                    for row, content in enumerate(np.asarray(shard.data), shard.index[0].start or 0):
-                        rows[row] = zlib.crc32(content.tobytes(), rows.get(row, 0))
-            print(json.dumps([step, rows]), file=file)
-            yield batch
+        print(json.dumps([step, rows]), file=file)
+    return placed
 
-train.Build.batches = recorded
+train.Build.batches, train.Build.place = begun, recorded
 records = sys.argv.pop(1)
 if __name__ == "__main__":
     sys.exit(train.main())
