@@ -26,13 +26,13 @@ class Constructor:
     """
 
     def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, Packing]], sequence: int):
-        tokens, packings = zip(*splits, strict=True)
-        self._online = np.array([isinstance(split, OnlineSplit) for split in tokens])
+        self._streams, packings = zip(*splits, strict=True)
+        self._online = np.array([isinstance(stream, OnlineSplit) for stream in self._streams])
         self._sequence = sequence
         rows = [packing.rows for packing in packings]
         self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
         self.packing = Packing.together(packings)
-        self.splits = list(zip(tokens, self.packing.apart(rows), strict=True))
+        self.splits = list(zip(self._streams, self.packing.apart(rows), strict=True))
 
     def build(self, source: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the batch (see `batch.py`), arrays of [rows, sequence].
@@ -74,7 +74,7 @@ class Constructor:
         flat["targets"][final] = 0
         batch["loss_mask"].fill(1.0)
         flat["loss_mask"][final] = 0.0
-        batch["source"][:] = source[:, None]
+        batch["source"][:] = source.astype(np.int32)[:, None]  # cast before it is spread
 
         # Behind a row's pieces comes one more, of padding, which may be empty.
         at = np.arange(len(piece)) + in_row
@@ -93,13 +93,13 @@ class Constructor:
     def _read(self, source: np.ndarray, start: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
         """Returns the tokens of runs of the sources' streams: int64 [runs] each."""
         asked = {}
-        for name in np.unique(source[self._online[source]]).tolist():  # all, before any is waited for
+        for name in sorted(set(source[self._online[source]].tolist())):  # all, before any is waited for
             chosen = source == name
-            asked[name] = self.splits[name][0].begin(start[chosen], length[chosen])
+            asked[name] = self._streams[name].begin(start[chosen], length[chosen])
         online = {name: iter(finish()) for name, finish in asked.items()}
         runs = zip(source.tolist(), start.tolist(), (start + length).tolist(), strict=True)
         return [
-            next(online[name]) if name in online else self.splits[name][0].read(begin, stop)
+            next(online[name]) if name in online else self._streams[name].read(begin, stop)
             for name, begin, stop in runs
         ]
 
