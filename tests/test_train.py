@@ -148,6 +148,7 @@ def test_a_second_signal_exits_at_once(place, whole):
     assert place.losses("twice") == place.losses("whole")
 
 
+@pytest.mark.slow
 def test_batches_and_losses_are_the_same_on_another_mesh(place, whole):
     """Stopped on one device and resumed on four, in two micro-batches."""
     process = place.start("moved")
@@ -205,6 +206,7 @@ def test_changed_weights_change_only_later_steps(place, whole):
     assert any(new[step] != old[step] for step in range(resumed + 1, 41))
 
 
+@pytest.mark.slow
 def test_a_run_ends_where_a_source_is_to_end_it(place, whole):
     mix = place.folder / "ending.toml"
     capped = 'weight = 0.7\nmax_tokens = 4000\nexhausted = "stop"\n'
