@@ -1,8 +1,11 @@
 """Strict settings for every test: eight CPU devices, no silent promotion of dtypes or ranks."""
 
+import importlib
 import os
 import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +24,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = kept  # and not the user's own
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Returns a function that imports a module of scripts/bench, as a script there would."""
+    folder = Path(__file__).resolve().parent.parent / "scripts" / "bench"
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module
+    for script in folder.glob("*.py"):
+        sys.modules.pop(script.stem, None)

@@ -1,21 +1,6 @@
 """What the comparison with peers may claim, and that it goes on where it was stopped."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """Returns a function that imports a module of scripts/bench, as a script there would."""
-    monkeypatch.syspath_prepend(BENCH)
-    yield importlib.import_module
-    for name in ("comparison", "harness"):
-        sys.modules.pop(name, None)
 
 
 def block(contender: str, turn: int, rate: float, **more) -> dict:

@@ -1,26 +1,12 @@
 """The data benchmark: what it counts, and what it claims of it."""
 
-import importlib
 import os
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
-MODULES = ("data", "data_table", "data_peers", "data_corpus", "data_contenders", "data_transform", "harness")
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """Returns a function that imports a module of scripts/bench, as a script there would."""
-    monkeypatch.syspath_prepend(BENCH)
-    yield importlib.import_module
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 def line(rate: float, **more) -> dict:

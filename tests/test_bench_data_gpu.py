@@ -1,6 +1,5 @@
 """The data plane's benchmarks on devices: what they predict, what they count, and that they run."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -14,20 +13,6 @@ import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "scripts" / "bench"
-MODULES = (
-    *("balance_steps", "balance_corpus", "row_costs"),
-    *("starved", "starved_input", "starved_transform", "harness"),
-    *("data_balance", "data_corpus", "data_contenders", "data_transform"),
-)
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """Returns a function that imports a module of scripts/bench, as a script there would."""
-    monkeypatch.syspath_prepend(BENCH)
-    yield importlib.import_module
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 def run(script: str, *words: str, devices: int = 1, code: int = 0) -> tuple[dict, str]:

@@ -20,7 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = configuration.load(arguments.config, arguments.overrides)
         require(arguments.samples >= 1, f"--samples {arguments.samples}: must be at least 1")
-        found = forecast(config, open_data(config.data), arguments.samples)
+        with open_data(config.data) as data:
+            found = forecast(config, data, arguments.samples)
         write_atomically(Path(arguments.plot), svg(found.panels()))
     except InputError as error:
         print(f"jaxthru: {error}", file=sys.stderr)

@@ -93,12 +93,9 @@ def from_grain(config: configuration.RunConfig, folder: Path, workers: int) -> I
 @contextlib.contextmanager
 def from_jaxthru(config: configuration.RunConfig) -> Iterator[HostBatches]:
     """Opens jaxthru's data plane, with Source Loaders of its own."""
-    data, train = open_data(config.data, prepare=False), config.train
-    state = DataState(0, ((0, data.mixing),), data.keys)
-    try:
-        with data.train_batches(
-            state.schedule, seed=train.seed, rows=train.rows, steps=train.steps
-        ) as batches:
+    train = config.train
+    with open_data(config.data, prepare=False) as data:
+        state = DataState(0, ((0, data.mixing),), data.keys)
+        keys = {"seed": train.seed, "rows": train.rows, "steps": train.steps}
+        with data.train_batches(state.schedule, **keys) as batches:
             yield batches
-    finally:
-        data.loaders.close()
