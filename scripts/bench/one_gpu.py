@@ -59,16 +59,17 @@ CONTENDERS = {
     "gemm_fp8": Contender("gemm.py", arguments="--dtype fp8", precision="fp8"),
     "jaxthru_causal": Contender("step.py", arguments="--causal-rows {tokens}"),
     "hf": Contender(module="peers.hugging_face"),
+    "hf_default": Contender(module="peers.hugging_face", arguments="--residual float32 --masks whole"),
     "jaxthru_packed": Contender("step.py"),
     "torchtitan": Contender(module="peers.torchtitan"),
     "plain_jax": Contender(module="peers.plain_jax"),
     "jaxthru_fp8": Contender("step.py", arguments="--causal-rows {tokens} --set precision.matmul=fp8",
                              precision="fp8"),
     "torchtitan_fp8": Contender(module="peers.torchtitan", arguments="--float8 tensorwise", precision="fp8"),
-    "hf_fp8": Contender(module="peers.hugging_face", arguments="--float8 tensorwise", precision="fp8"),
     "attention": Contender("attention_saving.py"),
     # Run when named: other settings of the peers, to find their best.
     "jaxthru_fp8_packed": Contender("step.py", arguments="--set precision.matmul=fp8", precision="fp8"),
+    "hf_fp8": Contender(module="peers.hugging_face", arguments="--float8 tensorwise", precision="fp8"),
     "hf_blocks": Contender(module="peers.hugging_face", arguments="--compile blocks"),
     "hf_autotune": Contender(module="peers.hugging_face", arguments="--mode max-autotune-no-cudagraphs"),
     "hf_float32_residual": Contender(module="peers.hugging_face", arguments="--residual float32"),
@@ -92,7 +93,8 @@ Causal contenders take the same rows of real tokens. In jaxthru_packed (and _fp8
 their documents, so its ratio to the others is one of tokens, not of FLOPs: the peers' own document masks
 (Hugging Face: whole masks, flex attention, the flash-attn package; torchtitan: flex and varlen attention) are
 not run here.
-hf: masks are left out, so that attention is cuDNN's causal kernel; whole logits, which the compiler fuses.
+hf: masks are left out, so that attention is cuDNN's causal kernel, and the residual stream is bf16; whole
+logits, which the compiler fuses. hf_default: the masks and the float32 residual stream that its users get.
 """
 
 

@@ -34,7 +34,7 @@ def build(arguments) -> LlamaForCausalLM:
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         use_cache=False,
-        attn_implementation="causal_sdpa",
+        attn_implementation="sdpa" if arguments.masks == "whole" else "causal_sdpa",
         dtype=torch.float32,
     )
     with torch_step.device():
@@ -42,7 +42,9 @@ def build(arguments) -> LlamaForCausalLM:
 
 
 def main() -> int:
-    arguments = torch_step.parser(__doc__.splitlines()[0], compile_by="whole").parse_args()
+    parser = torch_step.parser(__doc__.splitlines()[0], compile_by="whole")
+    parser.add_argument("--masks", choices=("none", "whole"), default="none", help="whole: as the model does")
+    arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     model = build(arguments)
