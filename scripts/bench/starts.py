@@ -1,0 +1,114 @@
+"""Starts the training command twice and times both to their first step; then what the second one waits for.
+
+    python scripts/bench/starts.py --config configs/llama3_8b_8layer.py [--set a.b=v ...] [--output FILE]
+
+The first start has an empty compilation cache, the second finds what the first compiled; the data is prepared
+by the first. `seconds_to_first_step` is from the start of the process to the first row of its metrics. The
+waits are parts of the time of the second start's steps: `host_gap` how long the device was seen without work,
+`data_wait` how long the loop stood in the loader. Both runs are killed, which saves writing a checkpoint.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import harness
+
+SETTLED = 10
+"""Steps of the second start that do not count: the first ones fill queues."""
+
+
+@contextlib.contextmanager
+def started(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen]:
+    """Runs a command in a process group of its own, which is killed at the end."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def rows_of(path: Path) -> list[dict]:
+    """Returns the whole lines of a metrics file, none while there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def start(
+    words: list[str], environment: dict[str, str], run_dir: Path, steps: int
+) -> tuple[float, list[dict]]:
+    """Returns the seconds to the first step, and the metrics of so many steps. Exits if the run ends before."""
+    command = [sys.executable, "-m", "jaxthru.train", *words, "--run-dir", str(run_dir)]
+    metrics, log, first = run_dir / "metrics.jsonl", run_dir.with_suffix(".log"), None
+    began = time.monotonic()
+    with started(command, environment, log) as process:
+        while len(rows := rows_of(metrics)) < steps:
+            if rows and first is None:
+                first = time.monotonic() - began
+            if process.poll() is not None:
+                sys.exit(f"starts.py: {shlex.join(command)} ended:\n{log.read_text()[-2000:]}")
+            time.sleep(0.02)
+    return time.monotonic() - began if first is None else first, rows
+
+
+def share(rows: list[dict], wait: str) -> float:
+    """Returns which part of the steps' time a wait was."""
+    return round(sum(row[wait] or 0.0 for row in rows) / sum(row["step_seconds"] for row in rows), 6)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--config", required=True)
+    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    add("--steps", type=int, default=100, help="of the second start")
+    add("--output", type=Path, help="also write the JSON to this file")
+    arguments = parser.parse_args()
+    if arguments.steps <= SETTLED:
+        parser.error(f"--steps {arguments.steps}: must be above {SETTLED}, which do not count")
+    words = ["--config", arguments.config]
+    words += [word for text in arguments.overrides for word in ("--set", text)]
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+        for number, (which, steps) in enumerate({"first": 1, "second": arguments.steps}.items()):
+            seconds, rows = start(words, environment, folder / str(number), steps)
+            found[which] = round(seconds, 2)
+            print(f"{which} start: {seconds:.1f} s to the first step", file=sys.stderr, flush=True)
+        written = json.loads((folder / "1" / "environment.json").read_text())
+    counted = rows[SETTLED:]
+    line = {
+        "benchmark": "starts",
+        "config": Path(arguments.config).stem,
+        "set": arguments.overrides,
+        "seconds_to_first_step": found,
+        "steps_counted": len(counted),
+        "step_seconds": round(statistics.median(row["step_seconds"] for row in counted), 6),
+        "host_gap": share(counted, "host_gap_seconds"),
+        "data_wait": share(counted, "data_wait_seconds"),
+        "environment": written,
+        "command": " ".join(["python", *sys.argv]),
+    }
+    harness.emit(line, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
