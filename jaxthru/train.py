@@ -70,7 +70,7 @@ class Build:
         return to_global(batch, self.layout.sharding(("batch", "sequence")), rows)
 
     def batches(self, data_state: DataState) -> Batches:
-        """Returns this process's part of the batches of the updates after `data_state.step`; close it."""
+        """Returns the batches of the updates after `data_state.step`, on the devices; close it."""
         train = self.config.train
         return self.data.train_batches(
             data_state.schedule,
@@ -80,6 +80,7 @@ class Build:
             start=data_state.step,
             local_rows=self._local_rows(train.rows),
             cost=row_cost(self.config),
+            place=functools.partial(self.place, rows=train.rows),
         )
 
     def evaluation(self) -> Evaluation | NoEvaluation:
@@ -106,8 +107,7 @@ class Build:
         return Account(meter, self.data.names, self.config.train.skip_limit, *listeners)
 
     def _local_rows(self, rows: int) -> slice:
-        sharding = self.layout.sharding(("batch", "sequence"))
-        return local_rows(sharding, rows, self.config.data.sequence)
+        return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
 
 
 def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None) -> Build:
@@ -179,7 +179,7 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
             step += 1
             account.look()
             asked = time.monotonic()
-            batch = built.place(next(batches), train.rows)
+            batch = next(batches)
             account.waited(time.monotonic() - asked)
             if step == config.profile.at:
                 account.settle()  # so that the trace begins between two steps

@@ -3,9 +3,9 @@
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -73,6 +73,11 @@ class DataConfig:
 
 Cost = tuple[float, float]
 """What a row costs: (for each token, for each token² of its documents), in any unit."""
+
+Place = Callable[[dict[str, np.ndarray]], Mapping[str, Any]]
+
+PLACED = 2
+"""Batches that lie placed before their step asks for them."""
 
 AHEAD = (0, 8, 16)
 """Steps from now whose sources say where Source Loaders will be needed."""
@@ -150,16 +155,19 @@ class Data:
         start: int = 0,
         local_rows: slice | None = None,
         cost: Cost | None = None,
+        place: Place | None = None,
     ) -> "Batches":
         """Returns the batches of the updates `start` + 1 to `steps`, or to where a source that is gone
         through ends the run, built ahead by a few threads.
 
         rows: of the whole batch. local_rows: those to build; all by default. cost: what the rows of a step
-        are balanced by; they stay as they come without it. Raises InputError.
+        are balanced by; they stay as they come without it. place: what each batch is given to, in a thread
+        ahead of its step: what puts it on the devices. Raises InputError.
         """
         planner = self.planner(schedule, seed=seed, rows=rows, cost=cost)
         steps = max(start, steps if planner.end is None else min(steps, planner.end))
-        return Batches(PlannedBatches(self, planner, range(start, steps), local_rows or slice(0, rows)))
+        planned = PlannedBatches(self, planner, range(start, steps), local_rows or slice(0, rows))
+        return Batches(planned, place)
 
     def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
         """Returns after which of `steps` updates the run ends: the last, or where an exhausted source ends
@@ -255,19 +263,23 @@ class PlannedBatches:
 class Batches:
     """An iterator that builds a few batches ahead. Use it as a context manager, or close it."""
 
-    def __init__(self, planned: PlannedBatches):
+    def __init__(self, planned: PlannedBatches, place: Place | None = None):
         import grain  # here, for it loads JAX, which commands that only look at the data can do without
 
         # Threads that wait for Source Loaders cost nothing, and keep them busy; those that build a batch
         # would take turns at the interpreter's lock.
         threads = 4 if planned.waits else 1
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 4))
-        self._iterator = iter(grain.MapDataset.source(planned).to_iter_dataset(options)) if planned else None
+        batches = grain.MapDataset.source(planned).to_iter_dataset(options)
+        if place:
+            placed = batches.map(place)
+            batches = grain.experimental.ThreadPrefetchIterDataset(placed, prefetch_buffer_size=PLACED)
+        self._iterator = iter(batches) if planned else None
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return self
 
-    def __next__(self) -> dict[str, np.ndarray]:
+    def __next__(self) -> Mapping[str, Any]:
         if self._iterator is None:
             raise StopIteration
         return next(self._iterator)

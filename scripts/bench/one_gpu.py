@@ -35,7 +35,8 @@ from jaxthru.runtime import hardware
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.xla import NO_MULTICAST
 
-HERE = Path(__file__).resolve().parent
+# Relative, so that commands are recorded as one types them.
+HERE, ROOT = (Path(os.path.relpath(Path(__file__).resolve().parents[up])) for up in (0, 2))
 BATCHES = 64  # distinct ones, which causal contenders take in turn
 
 
@@ -116,8 +117,7 @@ def command_of(contender: Contender, arguments: argparse.Namespace, tokens: Path
 
 def run_block(command: list[str], gpu: str) -> dict:
     """Runs one block in its own process on one GPU; returns {"line": ...} or {"error": ...}."""
-    root = HERE.parent.parent
-    path = os.pathsep.join(filter(None, [str(HERE), str(root), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     one = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
     environment = os.environ | NO_MULTICAST | one | {"PYTHONPATH": path}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -209,7 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON; finished blocks are kept and not run again")
-    add("--config", default=str(HERE.parent.parent / "configs" / "llama3_8b_8layer.py"))
+    add("--config", default=str(ROOT / "configs" / "llama3_8b_8layer.py"))
     add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--contenders", default=",".join(DEFAULT), help=f"of {', '.join(CONTENDERS)}")
     add("--rounds", type=int, default=2)
@@ -251,7 +251,7 @@ def main() -> int:
             }
             with writing:
                 kept = [b for b in record["blocks"] if (b["contender"], b["round"]) != (name, turn)]
-                record["blocks"] = [*kept, of_block | {"command": shlex.join(command)}]
+                record["blocks"] = [*kept, of_block | {"command": shlex.join(["python", *command[1:]])}]
                 record["command"] = shlex.join(["python", *sys.argv])
                 summarise(record, arguments.resolved)
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ def rows_of(path: Path) -> list[dict]:
 def start(
     words: list[str], environment: dict[str, str], run_dir: Path, steps: int
 ) -> tuple[float, list[dict]]:
-    """Returns the seconds to the first step, and the metrics of so many steps. Exits if the run ends before."""
+    """Returns the seconds to the first step and the metrics of so many. Exits if the run ends before."""
     command = [sys.executable, "-m", "jaxthru.train", *words, "--run-dir", str(run_dir)]
     metrics, log, first = run_dir / "metrics.jsonl", run_dir.with_suffix(".log"), None
     began = time.monotonic()

@@ -12,12 +12,12 @@ from data_contenders import Records, Tokenize
 
 from jaxthru import config as configuration
 from jaxthru.data import tokenizer
-from jaxthru.data.loader import open_data
+from jaxthru.data.loader import PLACED, Place, open_data
 from jaxthru.data.state import DataState
 from jaxthru.runtime.errors import require
+from jaxthru.training.step import Batch
 
 PAGE_CHARACTERS = 4096
-HostBatches = Iterator[dict[str, np.ndarray]]
 
 
 def make_corpus(folder: Path, sources: int, pages: int, vocabulary: int) -> Path:
@@ -69,8 +69,11 @@ def complete(tokens: np.ndarray, segment_ids: np.ndarray, positions: np.ndarray)
 
 
 @contextlib.contextmanager
-def from_grain(config: configuration.RunConfig, folder: Path, workers: int) -> Iterator[HostBatches]:
-    """Opens Grain's pipeline. workers: processes of mp_prefetch, 0 is none."""
+def from_grain(
+    config: configuration.RunConfig, place: Place, folder: Path, workers: int
+) -> Iterator[Iterator[Batch]]:
+    """Opens Grain's pipeline. workers: processes of mp_prefetch, 0 is none. Batches are placed ahead in a
+    thread, as `grain.experimental.device_put` does it and as jaxthru does."""
     files = sorted((folder / "pages").glob("*.zst"))
     sources = [
         grain.MapDataset.source(Records(path)).shuffle(seed=number).repeat()
@@ -83,7 +86,8 @@ def from_grain(config: configuration.RunConfig, folder: Path, workers: int) -> I
     batches = packed.batch(config.train.rows).map(Complete())
     if workers:
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-    iterator = iter(batches)
+    placed = grain.experimental.ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=PLACED)
+    iterator = iter(placed)
     try:
         yield iterator
     finally:
@@ -91,11 +95,11 @@ def from_grain(config: configuration.RunConfig, folder: Path, workers: int) -> I
 
 
 @contextlib.contextmanager
-def from_jaxthru(config: configuration.RunConfig) -> Iterator[HostBatches]:
+def from_jaxthru(config: configuration.RunConfig, place: Place) -> Iterator[Iterator[Batch]]:
     """Opens jaxthru's data plane, with Source Loaders of its own."""
     train = config.train
     with open_data(config.data, prepare=False) as data:
         state = DataState(0, ((0, data.mixing),), data.keys)
-        keys = {"seed": train.seed, "rows": train.rows, "steps": train.steps}
+        keys = {"seed": train.seed, "rows": train.rows, "steps": train.steps, "place": place}
         with data.train_batches(state.schedule, **keys) as batches:
             yield batches

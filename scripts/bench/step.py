@@ -31,8 +31,7 @@ from jaxthru.training.step import Batch
 def packed_batches(built: Build) -> Iterator[Batch]:
     """Yields the batches of a run from its first step on."""
     with built.batches(DataState(0, ((0, built.data.mixing),), built.data.keys)) as batches:
-        for batch in batches:
-            yield built.place(batch, built.config.train.rows)
+        yield from batches
 
 
 def causal_batches(built: Build, rows: np.ndarray) -> Iterator[Batch]:
