@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxthru.data.batch import BATCH_FIELDS
+from jaxthru.data.memory import BatchMemory
 from jaxthru.data.online import OnlineSplit
 from jaxthru.data.packing import Packing
 from jaxthru.data.store import Split, ranges
@@ -28,7 +28,7 @@ class Constructor:
     def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, Packing]], sequence: int):
         self._streams, packings = zip(*splits, strict=True)
         self._online = np.array([isinstance(stream, OnlineSplit) for stream in self._streams])
-        self._sequence = sequence
+        self._sequence, self._memory = sequence, BatchMemory()
         rows = [packing.rows for packing in packings]
         self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
         self.packing = Packing.together(packings)
@@ -42,7 +42,7 @@ class Constructor:
         not reach across rows.
         """
         sequence, packing = self._sequence, self.packing
-        batch = _empty(("tokens", "targets", "loss_mask", "source"), len(row), sequence)
+        batch = self._memory.take(len(row), sequence)
         flat = {name: array.reshape(-1) for name, array in batch.items()}
 
         # Of each row: its pieces, how many, and what they sum to.
@@ -82,9 +82,8 @@ class Constructor:
         counts, numbers, begins = (np.zeros(len(piece) + len(row), np.int32) for _ in range(3))
         counts[at], counts[pad] = length, sequence - used
         numbers[at], begins[at] = segment + 1, begin
-        batch["segment_ids"] = np.repeat(numbers, counts).reshape(-1, sequence)
-        begins = np.repeat(begins, counts)
-        batch["positions"] = np.subtract(_upto(row.size * sequence), begins, begins).reshape(-1, sequence)
+        flat["segment_ids"][:] = np.repeat(numbers, counts)
+        np.subtract(_upto(row.size * sequence), np.repeat(begins, counts), flat["positions"])
         for padded in np.flatnonzero(used < sequence).tolist():
             for name in ("tokens", "targets", "positions", "loss_mask"):
                 batch[name][padded, used[padded] :] = 0
@@ -102,13 +101,6 @@ class Constructor:
             next(online[name]) if name in online else self._streams[name].read(begin, stop)
             for name, begin, stop in runs
         ]
-
-
-def _empty(names: tuple[str, ...], rows: int, sequence: int) -> dict[str, np.ndarray]:
-    """Returns fields of a batch with whatever was in their memory, which is taken in one piece: the allocator
-    gives small ones back to the system at once, and getting pages anew takes longer than filling them."""
-    memory = np.empty((len(names), rows, sequence), np.int32)
-    return {name: part.view(BATCH_FIELDS[name]) for name, part in zip(names, memory, strict=True)}
 
 
 @functools.lru_cache(maxsize=2)
