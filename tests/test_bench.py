@@ -1,6 +1,14 @@
 """What the comparison with peers may claim, and that it goes on where it was stopped."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def block(contender: str, turn: int, rate: float, **more) -> dict:
@@ -105,3 +113,32 @@ def test_causal_rows_mask_what_has_no_target(bench):
     assert tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert targets.tolist() == [[1, 2, 3, 0], [5, 6, 7, 0]]
     assert mask.tolist() == [[1, 1, 1, 0]] * 2
+
+
+def test_fp8_is_judged_by_pairs_of_the_same_seed(bench):
+    def run(level: float) -> dict:
+        return {"losses": [level] * 45, "held_out_loss": level, "skipped_updates": 0}
+
+    seeds = (4.0, 5.0)  # whose own spread is 20 %
+    found = bench("fp8_loss").compare([run(x) for x in seeds], [run(4.04), run(5.15)])
+    assert found["all_steps"]["by_seed"] == [0.01, 0.03]
+    assert found["last_50_steps"]["mean"] == found["held_out"]["mean"] == 0.02
+    assert found["all_steps"]["standard_error"] == 0.01
+    assert found["curve_of_20_step_means"] == [0.0211, 0.0211]  # of 9.19 over 9
+    assert bench("fp8_loss").compare([run(4.0)], [run(4.0)])["all_steps"]["standard_error"] is None
+
+
+@pytest.mark.slow
+def test_two_starts_are_timed(tmp_path):
+    settings = ("model.layers=1", "evaluate.rows=0", f"data.store={tmp_path / 'store'}")
+    overrides = [word for text in settings for word in ("--set", text)]
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "starts.py"), "--steps", "12", *overrides]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    config = ("--config", str(ROOT / "configs" / "quickstart.py"))
+    ended = subprocess.run(
+        [*command, *config], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stderr
+    line = json.loads(ended.stdout)
+    assert 0 < line["seconds_to_first_step"]["second"] < line["seconds_to_first_step"]["first"]
+    assert line["steps_counted"] == 2 and 0 <= line["host_gap"] < 1 and 0 <= line["data_wait"] < 1

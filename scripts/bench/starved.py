@@ -166,6 +166,7 @@ def row(blocks: list[Block]) -> dict:
     return {
         "tokens_per_second": round(rate, 1),
         "step_seconds_median": round(statistics.median(seconds), 6),
+        "step_seconds_slowest": [round(second, 6) for second in sorted(seconds)[-3:]],
         "steps_timed": len(seconds),
         "data_wait": round(sum(waits) / sum(seconds), 6),
         "data_wait_seconds_median": round(statistics.median(waits), 6),
