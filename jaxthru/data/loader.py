@@ -75,9 +75,7 @@ Cost = tuple[float, float]
 """What a row costs: (for each token, for each token² of its documents), in any unit."""
 
 Place = Callable[[dict[str, np.ndarray]], Mapping[str, Any]]
-
-PLACED = 2
-"""Batches that lie placed before their step asks for them."""
+"""Puts this process's part of a batch on the devices."""
 
 AHEAD = (0, 8, 16)
 """Steps from now whose sources say where Source Loaders will be needed."""
@@ -161,13 +159,13 @@ class Data:
         through ends the run, built ahead by a few threads.
 
         rows: of the whole batch. local_rows: those to build; all by default. cost: what the rows of a step
-        are balanced by; they stay as they come without it. place: what each batch is given to, in a thread
-        ahead of its step: what puts it on the devices. Raises InputError.
+        are balanced by; they stay as they come without it. place: what puts a batch on the devices, so that
+        it lies there before its step. Raises InputError.
         """
         planner = self.planner(schedule, seed=seed, rows=rows, cost=cost)
         steps = max(start, steps if planner.end is None else min(steps, planner.end))
-        planned = PlannedBatches(self, planner, range(start, steps), local_rows or slice(0, rows))
-        return Batches(planned, place)
+        local = local_rows or slice(0, rows)
+        return Batches(PlannedBatches(self, planner, range(start, steps), local, place))
 
     def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
         """Returns after which of `steps` updates the run ends: the last, or where an exhausted source ends
@@ -231,8 +229,9 @@ class PlannedBatches:
     Grain's cost is per element; with whole batches as elements, gathered from memory maps, it vanishes.
     """
 
-    def __init__(self, data: Data, planner: Planner, steps: range, local_rows: slice):
+    def __init__(self, data: Data, planner: Planner, steps: range, local_rows: slice, place: Place | None):
         self._data, self._planner, self._steps, self._local_rows = data, planner, steps, local_rows
+        self._place = place or (lambda batch: batch)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -242,12 +241,12 @@ class PlannedBatches:
         """Whether batches wait for other processes."""
         return self._data.loaders is not None
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
         plan = self._planner.plan(self._steps[index])
         if self._data.loaders:
             self._expect(index)
         source, row = plan.source[self._local_rows], plan.row[self._local_rows]
-        return self._data.constructor.build(source, row)
+        return self._place(self._data.constructor.build(source, row))
 
     def _expect(self, index: int) -> None:
         """Tells the Source Loaders what the coming steps want of each source."""
@@ -263,18 +262,14 @@ class PlannedBatches:
 class Batches:
     """An iterator that builds a few batches ahead. Use it as a context manager, or close it."""
 
-    def __init__(self, planned: PlannedBatches, place: Place | None = None):
+    def __init__(self, planned: PlannedBatches):
         import grain  # here, for it loads JAX, which commands that only look at the data can do without
 
         # Threads that wait for Source Loaders cost nothing, and keep them busy; those that build a batch
         # would take turns at the interpreter's lock.
         threads = 4 if planned.waits else 1
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 4))
-        batches = grain.MapDataset.source(planned).to_iter_dataset(options)
-        if place:
-            placed = batches.map(place)
-            batches = grain.experimental.ThreadPrefetchIterDataset(placed, prefetch_buffer_size=PLACED)
-        self._iterator = iter(batches) if planned else None
+        self._iterator = iter(grain.MapDataset.source(planned).to_iter_dataset(options)) if planned else None
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return self

@@ -14,6 +14,9 @@ from jaxthru.data.shuffle import key_of, places
 from jaxthru.data.timeline import Schedule, Supply, Timeline
 from jaxthru.runtime.errors import require
 
+TOGETHER = 8
+"""Steps whose rows are looked up together, which costs little more than one step's."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
@@ -55,17 +58,30 @@ class Planner:
         # By name: a source keeps its order when the mix names others before it.
         self._keys = np.array([key_of(seed, "rows", name) for name in supplies], np.uint64)
         self._costs = costs
+        self._latest: tuple[int, list[StepPlan]] = (0, [])
 
     def plan(self, step: int) -> StepPlan:
         """Returns the plan of update `step` + 1, for `step` completed updates."""
-        source, number = self.timeline.rows_of(step)
-        epoch, index = np.divmod(number, self.available[source])
-        row = places(index, self.available[source], self._keys[source], epoch)
-        plan = StepPlan(source, row)
+        first, plans = self._latest  # read and written at once, for threads share it
+        if not first <= step < first + len(plans):
+            first = step - step % TOGETHER
+            stop = first + TOGETHER
+            plans = self._unordered(first, stop if self.end is None else max(min(stop, self.end), step + 1))
+            self._latest = first, plans
+        plan = plans[step - first]
         if self._costs is None:
             return plan
         order = balanced(self.of_rows(plan, self._costs), self.groups)
-        return StepPlan(source[order], row[order])
+        return StepPlan(plan.source[order], plan.row[order])
+
+    def _unordered(self, start: int, stop: int) -> list[StepPlan]:
+        """Returns the plans of the steps from `start` to before `stop`, rows as the timeline has them."""
+        numbered = [self.timeline.rows_of(step) for step in range(start, stop)]
+        source, number = np.concatenate(numbered, axis=1)
+        epoch, index = np.divmod(number, self.available[source])
+        row = places(index, self.available[source], self._keys[source], epoch)
+        by_step = (array.reshape(-1, self.rows) for array in (source, row))
+        return [StepPlan(*pair) for pair in zip(*by_step, strict=True)]
 
     def of_rows(self, plan: StepPlan, values: np.ndarray) -> np.ndarray:
         """Returns the values of a plan's rows. values: of each row of all sources, source after source."""

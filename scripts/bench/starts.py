@@ -2,10 +2,10 @@
 
     python scripts/bench/starts.py --config configs/llama3_8b_8layer.py [--set a.b=v ...] [--output FILE]
 
-The first start has an empty compilation cache, the second finds what the first compiled; the data is prepared
-by the first. `seconds_to_first_step` is from the start of the process to the first row of its metrics. The
-waits are parts of the time of the second start's steps: `host_gap` how long the device was seen without work,
-`data_wait` how long the loop stood in the loader. Both runs are killed, which saves writing a checkpoint.
+The first start has an empty compilation cache and no token stores; the second finds what the first made.
+`seconds_to_first_step` is from the start of the process to the first row of its metrics. The waits are parts
+of the time of the second start's steps: `host_gap` how long the device was seen without work, `data_wait` how
+long the loop stood in the loader. Both runs are killed, which saves writing a checkpoint.
 """
 
 import argparse
@@ -87,6 +87,7 @@ def main() -> int:
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        words += ["--set", f"data.store={folder / 'store'}"]
         environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
         for number, (which, steps) in enumerate({"first": 1, "second": arguments.steps}.items()):
             seconds, rows = start(words, environment, folder / str(number), steps)

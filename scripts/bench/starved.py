@@ -33,7 +33,7 @@ Contenders take turns in one process, on one state; each is opened anew, so that
 another is timed, and has --settle-seconds to get under way. First the GPU is warmed up on one batch that
 lies on the device, which also says what it does when it never waits (`unstarved`). `data_wait` is the time
 that the loop stands in next(batches) over the timed steps' time; all contenders place batches on the device
-two steps ahead, in a thread. The device is busy in the beginning of that time. About five minutes on one
+ahead, in threads. The device is busy in the beginning of that time. About five minutes on one
 H200: 15 s for the corpus, 30 s to compile, 20 s of warm-up, and for each of three contenders 40 s timed and
 30 s to start and settle, in two turns. Where memory is short, `--set train.rows=4`.
 

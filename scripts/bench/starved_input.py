@@ -12,7 +12,7 @@ from data_contenders import Records, Tokenize
 
 from jaxthru import config as configuration
 from jaxthru.data import tokenizer
-from jaxthru.data.loader import PLACED, Place, open_data
+from jaxthru.data.loader import Place, open_data
 from jaxthru.data.state import DataState
 from jaxthru.runtime.errors import require
 from jaxthru.training.step import Batch
@@ -72,8 +72,8 @@ def complete(tokens: np.ndarray, segment_ids: np.ndarray, positions: np.ndarray)
 def from_grain(
     config: configuration.RunConfig, place: Place, folder: Path, workers: int
 ) -> Iterator[Iterator[Batch]]:
-    """Opens Grain's pipeline. workers: processes of mp_prefetch, 0 is none. Batches are placed ahead in a
-    thread, as `grain.experimental.device_put` does it and as jaxthru does."""
+    """Opens Grain's pipeline. workers: processes of mp_prefetch, 0 is none. Batches are placed ahead, as
+    `grain.experimental.device_put` does it, with buffers of its sizes."""
     files = sorted((folder / "pages").glob("*.zst"))
     sources = [
         grain.MapDataset.source(Records(path)).shuffle(seed=number).repeat()
@@ -86,8 +86,8 @@ def from_grain(
     batches = packed.batch(config.train.rows).map(Complete())
     if workers:
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-    placed = grain.experimental.ThreadPrefetchIterDataset(batches.map(place), prefetch_buffer_size=PLACED)
-    iterator = iter(placed)
+    ahead = grain.experimental.ThreadPrefetchIterDataset
+    iterator = iter(ahead(ahead(batches, prefetch_buffer_size=4).map(place), prefetch_buffer_size=2))
     try:
         yield iterator
     finally:

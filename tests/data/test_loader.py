@@ -146,6 +146,16 @@ def test_canonical_groups():
     assert [canonical_groups(rows) for rows in (1, 8, 64, 96, 128, 134)] == [1, 8, 64, 48, 64, 2]
 
 
+def test_batches_come_as_they_were_placed(data):
+    keys = {"seed": 0, "rows": 8, "steps": 5}
+    with data.train_batches(
+        ((0, data.mixing),), **keys, place=lambda batch: (batch["tokens"].sum(),)
+    ) as made:
+        sums = [placed for (placed,) in made]
+    with data.train_batches(((0, data.mixing),), **keys) as made:
+        assert sums == [batch["tokens"].sum() for batch in made]
+
+
 def test_dropped_batches_do_not_keep_the_process(shared):
     mix, store = shared
     program = (

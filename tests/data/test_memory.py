@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxthru.data.batch import check_batch
-from jaxthru.data.memory import BatchMemory
+from jaxthru.data.memory import MOST, BatchMemory
 from jaxthru.data.placement import to_global
 
 ROWS, SEQUENCE = 4, 1024
@@ -29,6 +29,13 @@ def test_a_batch_that_is_let_go_gives_its_memory_to_the_next():
     first = address(batch)
     del batch
     assert address(filled(memory, 2)) == first
+
+
+def test_only_some_memory_is_kept():
+    memory = BatchMemory()
+    kept = [filled(memory, 1) for _ in range(MOST + 3)]
+    kept.clear()
+    assert {len(blocks) for blocks in memory._free.values()} == {MOST}
 
 
 def test_other_sizes_take_other_memory():

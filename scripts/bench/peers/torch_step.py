@@ -100,7 +100,7 @@ def measure(loss_of, model: nn.Module, arguments: argparse.Namespace, **packages
 
     with attention_by(arguments.attention if where.type == "cuda" else "math"):
         timing = harness.timed(dispatch, finish, arguments.warmup_seconds, arguments.timed_seconds)
-    settings = ("compile", "mode", "residual", "attention", "float8")
+    settings = ("compile", "mode", "residual", "attention", "masks", "float8")
     on_gpu = where.type == "cuda"
     return {
         **timing.line(rows[0].size),
@@ -108,7 +108,7 @@ def measure(loss_of, model: nn.Module, arguments: argparse.Namespace, **packages
         "loss": [timing.values[0][0], timing.values[-1][0]],
         "skipped_updates": int(timing.values[-1][2]),
         "peak_hbm_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "settings": {name: getattr(arguments, name) for name in settings},
+        "settings": {name: getattr(arguments, name) for name in settings if hasattr(arguments, name)},
         "parameters": sum(parameter.numel() for parameter in parameters),
         "device": {"kind": torch.cuda.get_device_name() if on_gpu else "cpu", "count": 1},
         "versions": {"torch": torch.__version__, "triton": harness.versions("triton")["triton"], **packages},
