@@ -229,7 +229,9 @@ class PlannedBatches:
     Grain's cost is per element; with whole batches as elements, gathered from memory maps, it vanishes.
     """
 
-    def __init__(self, data: Data, planner: Planner, steps: range, local_rows: slice, place: Place | None):
+    def __init__(
+        self, data: Data, planner: Planner, steps: range, local_rows: slice, place: Place | None = None
+    ):
         self._data, self._planner, self._steps, self._local_rows = data, planner, steps, local_rows
         self._place = place or (lambda batch: batch)
 
