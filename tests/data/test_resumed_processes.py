@@ -17,27 +17,30 @@ import json, sys, zlib
 import jax, numpy as np
 from jaxthru import train
 
-batches, place, step = train.Build.batches, train.Build.place, 0
-
-def begun(built, data_state):
-    global step
-    step = data_state.step
-    return batches(built, data_state)
-
-def recorded(built, batch, rows):
+class Recorded:
     # A run writes down what its devices are given, row by row.
-    global step
-    step += 1
-    placed, rows = place(built, batch, rows), {}
-    for _, array in sorted(placed.items()):
-        for shard in array.addressable_shards:
-            for row, content in enumerate(np.asarray(shard.data), shard.index[0].start or 0):
-                rows[row] = zlib.crc32(content.tobytes(), rows.get(row, 0))
-    with open(f"{records}-{jax.process_index()}", "a", buffering=1) as file:
-        print(json.dumps([step, rows]), file=file)
-    return placed
+    def __init__(self, made, step):
+        self.made, self.step = made, step
 
-train.Build.batches, train.Build.place = begun, recorded
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.made.close()
+
+    def __next__(self):
+        placed, rows = next(self.made), {}
+        self.step += 1
+        for _, array in sorted(placed.items()):
+            for shard in array.addressable_shards:
+                for row, content in enumerate(np.asarray(shard.data), shard.index[0].start or 0):
+                    rows[row] = zlib.crc32(content.tobytes(), rows.get(row, 0))
+        with open(f"{records}-{jax.process_index()}", "a", buffering=1) as file:
+            print(json.dumps([self.step, rows]), file=file)
+        return placed
+
+batches = train.Build.batches
+train.Build.batches = lambda built, data_state: Recorded(batches(built, data_state), data_state.step)
 records = sys.argv.pop(1)
 if __name__ == "__main__":
     sys.exit(train.main())
