@@ -6,6 +6,7 @@ which of its rows that is; the balance says where in the batch the row stands.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -58,25 +59,21 @@ class Planner:
         # By name: a source keeps its order when the mix names others before it.
         self._keys = np.array([key_of(seed, "rows", name) for name in supplies], np.uint64)
         self._costs = costs
-        self._latest: tuple[int, list[StepPlan]] = (0, [])
+        self._plans_of_block = functools.lru_cache(maxsize=4)(self._unordered)
 
     def plan(self, step: int) -> StepPlan:
         """Returns the plan of update `step` + 1, for `step` completed updates."""
-        first, plans = self._latest  # read and written at once, for threads share it
-        if not first <= step < first + len(plans):
-            first = step - step % TOGETHER
-            stop = first + TOGETHER
-            plans = self._unordered(first, stop if self.end is None else max(min(stop, self.end), step + 1))
-            self._latest = first, plans
-        plan = plans[step - first]
+        block, at = divmod(step, TOGETHER)
+        plan = self._plans_of_block(block)[at]
         if self._costs is None:
             return plan
         order = balanced(self.of_rows(plan, self._costs), self.groups)
         return StepPlan(plan.source[order], plan.row[order])
 
-    def _unordered(self, start: int, stop: int) -> list[StepPlan]:
-        """Returns the plans of the steps from `start` to before `stop`, rows as the timeline has them."""
-        numbered = [self.timeline.rows_of(step) for step in range(start, stop)]
+    def _unordered(self, block: int) -> list[StepPlan]:
+        """Returns the plans of a block of steps, up to the end of the run, rows as the timeline has them."""
+        steps = range(block * TOGETHER, (block + 1) * TOGETHER)
+        numbered = [self.timeline.rows_of(step) for step in steps if self.end is None or step < self.end]
         source, number = np.concatenate(numbered, axis=1)
         epoch, index = np.divmod(number, self.available[source])
         row = places(index, self.available[source], self._keys[source], epoch)

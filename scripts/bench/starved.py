@@ -130,15 +130,10 @@ def turns(
     contenders: {name: opens its batches, placed on the device, as a context manager}. timed: seconds of a
     contender in all.
     """
-    built = runner.built
     found = {name: [] for name in contenders}
-
-    def place(batch: dict[str, np.ndarray]) -> Batch:
-        return built.place(checked(batch, built), built.config.train.rows)
-
     for turn, (name, opened) in itertools.product(range(rounds), contenders.items()):
         began = time.perf_counter()
-        with opened(place) as batches:
+        with opened() as batches:
             block = runner.run(batches, settle, timed / rounds)
         found[name].append(block)
         rate, share = block.tokens / sum(block.seconds), sum(block.waits) / sum(block.seconds)
@@ -148,13 +143,14 @@ def turns(
     return found
 
 
-def checked(batch: dict[str, np.ndarray], built: Build) -> dict[str, np.ndarray]:
-    """Returns the batch. Raises InputError for rows of more documents than the step is compiled for."""
+def place(batch: dict[str, np.ndarray], built: Build) -> Batch:
+    """Returns the batch on the device. Raises InputError for rows of more documents than the step is
+    compiled for."""
     most = int(batch["segment_ids"].max())
     require(
         most < built.data.segments, f"a row of {most} documents, the step takes {built.data.segments - 1}"
     )
-    return batch
+    return built.place(batch, built.config.train.rows)
 
 
 def row(blocks: list[Block]) -> dict:
@@ -219,18 +215,18 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         data.segments = max(data.segments, 16)  # Grain packs other rows, with more documents perhaps
         built = build(config, data, jax.devices()[:1])
         runner = Runner(built)
+    placed = functools.partial(place, built=built)
+    opens = {
+        "jaxthru": lambda: starved_input.from_jaxthru(config, placed),
+        "grain": lambda: starved_input.from_grain(config, placed, folder, 0),
+        "grain-mp": lambda: starved_input.from_grain(config, placed, folder, shape.loaders),
+    }
     with phases("warm-up"):
-        place = functools.partial(built.place, rows=config.train.rows)
-        with starved_input.from_jaxthru(config, place) as batches:
+        with opens["jaxthru"]() as batches:
             batch = next(batches)
         unstarved = row(
             [runner.run(itertools.repeat(batch), arguments.warmup_seconds / 2, arguments.warmup_seconds / 2)]
         )
-    opens = {
-        "jaxthru": lambda place: starved_input.from_jaxthru(config, place),
-        "grain": lambda place: starved_input.from_grain(config, place, folder, 0),
-        "grain-mp": lambda place: starved_input.from_grain(config, place, folder, shape.loaders),
-    }
     chosen = {name: opens[name] for name in arguments.contenders}
     rows = []
     for milliseconds in arguments.milliseconds:
