@@ -21,7 +21,7 @@ from jaxthru.data.state import DataState
 from jaxthru.models import flops
 from jaxthru.models.bind import bind
 from jaxthru.models.ops import Ops
-from jaxthru.optim.optimizer import make_optimizer, make_schedule
+from jaxthru.optim.optimizer import Optimizer, make_schedule
 from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import attention_by, fit
 from jaxthru.profile.trace import NoTrace, Trace
@@ -36,7 +36,7 @@ from jaxthru.training.loss import Batch, Objective
 from jaxthru.training.metrics import Meter, open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.self_check import check_attention
-from jaxthru.training.state import State, abstract_state, decayed, sharded_init
+from jaxthru.training.state import State, abstract_state, matrices, sharded_init
 from jaxthru.training.step import Step, abstract_batch
 from jaxthru.training.watchdog import Watchdog
 from pallas_kernels.dispatch import Unsupported
@@ -125,7 +125,7 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     ops = Ops(layout, jnp.dtype(precision.compute), attention_by(config), float8=precision.matmul == "fp8")
     model = bind(shape, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)
-    optimizer = make_optimizer(config.optim, schedule, decayed(model))
+    optimizer = Optimizer(config.optim, matrices(model))
     objective = Objective(model, train.z_loss, data.segments, len(data.names))
     step = Step(objective, optimizer, schedule, train.microbatches, config.data.groups_of(train.rows))
     abstract = abstract_state(model, optimizer, layout)

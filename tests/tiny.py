@@ -10,11 +10,11 @@ import numpy as np
 from jaxthru.models.bind import bind
 from jaxthru.models.llama import ModelConfig
 from jaxthru.models.ops import Ops
-from jaxthru.optim.optimizer import OptimConfig, make_optimizer, make_schedule
+from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.loss import Objective
-from jaxthru.training.state import abstract_state, decayed, sharded_init
+from jaxthru.training.state import abstract_state, matrices, sharded_init
 from jaxthru.training.step import Step, abstract_batch
 
 SHAPE = ModelConfig(vocabulary=512, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
@@ -74,14 +74,14 @@ def make(
     z_loss: float = 0.0,
     float8: bool = False,
     compute: str = "float32",
+    optim: OptimConfig = OptimConfig(learning_rate=1e-2),
     **shape,
 ) -> Tiny:
     layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
     ops = Ops(layout, jnp.dtype(compute), float8=float8)
     model = bind(dataclasses.replace(SHAPE, **shape), ops, remat)
-    config = OptimConfig(learning_rate=1e-2)
-    schedule = make_schedule(config, 20)
-    optimizer = make_optimizer(config, schedule, decayed(model))
+    schedule = make_schedule(optim, 20)
+    optimizer = Optimizer(optim, matrices(model))
     step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups)
     abstract = abstract_state(model, optimizer, layout)
     inputs = abstract_batch(ROWS, SEQUENCE, layout.sharding(("batch", "sequence")))

@@ -60,13 +60,16 @@ def _value(leaf: jax.Array | Substituted) -> jax.Array:
     if not isinstance(leaf, Substituted):
         return leaf
     dtype = leaf.stand_in.dtype
+    # A bfloat16 weight is widened to what its gradient is to be; a wider one is left as it is.
+    used = jnp.promote_types(leaf.value.dtype, dtype)
 
     @jax.custom_vjp
     def value(leaf: Substituted) -> jax.Array:
-        return leaf.value
+        return leaf.value.astype(used)
 
     value.defvjp(
-        lambda leaf: (leaf.value, None), lambda _, gradient: (Substituted(None, gradient.astype(dtype)),)
+        lambda leaf: (leaf.value.astype(used), None),
+        lambda _, gradient: (Substituted(None, gradient.astype(dtype)),),
     )
     return value(leaf)
 
@@ -93,7 +96,7 @@ class Model:
         return {"embedding": self.embedding.axes, "layers": layers, "head": self.head.axes}
 
     def init(self, key: jax.Array) -> Tree:
-        """Returns fresh float32 parameters; the same values for `scan` and `unroll`, on any mesh."""
+        """Returns fresh parameters, all float32; the same values for `scan` and `unroll`, on any mesh."""
         first, layers, last = jax.random.split(key, 3)
         keys = jax.random.split(layers, self.config.layers)
         if self.config.loop == "scan":
@@ -103,23 +106,34 @@ class Model:
         return {"embedding": self.embedding.init(first), "layers": trees, "head": self.head.init(last)}
 
     def stand_ins(self, params: Tree) -> Tree:
-        """Returns what gradients are to be taken of, in the structure of `params`: the parameters, but for
-        the layers' matrices, each replaced by a stand-in of the compute dtype. See `substituted`."""
+        """Returns what gradients are to be taken of, in the structure of `params`: a stand-in of the compute
+        dtype for each of the layers' matrices, and of float32 for whatever else is not kept so; all other
+        parameters themselves. See `substituted`."""
 
         def stand_in(axes: Axes, leaf: jax.Array) -> jax.Array:
             return jnp.zeros(leaf.shape, self.ops.compute if is_matrix(axes) else leaf.dtype)
 
+        def wide(leaf: jax.Array) -> jax.Array:
+            return leaf if leaf.dtype == jnp.float32 else jnp.zeros(leaf.shape, jnp.float32)
+
         layers = jax.tree.map(stand_in, self.axes["layers"], params["layers"], is_leaf=is_axes)
-        return params | {"layers": layers}
+        return jax.tree.map(wide, params | {"layers": ()}) | {"layers": layers}
 
     def substituted(self, params: Tree, stand_ins: Tree) -> Tree:
         """Returns parameters for `hidden` whose gradients are those of `stand_ins`.
 
         A layer's gradients come out of its matrix products in the compute dtype. Handed on in the
         parameters' own, as JAX does, they would fill the memory of a second copy of all parameters wherever
-        layers are scanned. The values are the same.
+        layers are scanned. The gradients of a bfloat16 embedding and output matrix, in turn, stay float32:
+        they are few and sums over all tokens. The values are the same.
         """
-        return stand_ins | {"layers": jax.tree.map(Substituted, params["layers"], stand_ins["layers"])}
+
+        def wide(leaf: jax.Array, stand_in: jax.Array) -> jax.Array:
+            return stand_in if leaf.dtype == stand_in.dtype else _value(Substituted(leaf, stand_in))
+
+        layers = jax.tree.map(Substituted, params["layers"], stand_ins["layers"])
+        rest = jax.tree.map(wide, params | {"layers": ()}, stand_ins | {"layers": ()})
+        return rest | {"layers": layers}
 
     def hidden(self, params: Tree, batch: dict[str, jax.Array], max_segments: int) -> jax.Array:
         """Returns the normed output [B, T, D] of the last layer, in the compute dtype.
@@ -149,6 +163,20 @@ class Model:
         if self.config.tied_embeddings:
             return params["embedding"]["table"], ("vocab", "embed")
         return params["head"]["matrix"], ("embed", "vocab")
+
+
+def parts(tree: Tree) -> list[Tree]:
+    """Returns what a tree in the structure of `params` is updated by: embedding, head, each layer (or, with
+    scanned layers, all of them as one)."""
+    layers = tree["layers"]
+    return [tree["embedding"], tree["head"], *(layers if isinstance(layers, tuple) else (layers,))]
+
+
+def from_parts(parts: list[Tree], like: Tree) -> Tree:
+    """Returns the tree that `parts` took apart. like: a tree whose layers are tuple or stacked alike."""
+    embedding, head, *layers = parts
+    whole = tuple(layers) if isinstance(like["layers"], tuple) else layers[0]
+    return {"embedding": embedding, "layers": whole, "head": head}
 
 
 def is_axes(node: Any) -> bool:

@@ -76,10 +76,10 @@ def project(
 
     Args:
       layout: where weights and gradients lie.
-      weights: float32 [I, O] each.
+      weights: [I, O] each; their gradients are in their dtypes.
       axes: the two logical axes of each weight.
     """
-    dtype = x_RI.dtype
+    dtype, stored = x_RI.dtype, [weight_IO.dtype for weight_IO in weights]
 
     def forward(x_RI, weights):
         x8 = quantise(x_RI, FORWARD)
@@ -96,11 +96,11 @@ def project(
     def backward(kept, gradients):
         x8, weights8 = kept
         parts_RI, dweights = [], []
-        for gradient_RO, weight8, where in zip(gradients, weights8, axes, strict=True):
+        for gradient_RO, weight8, where, kept_in in zip(gradients, weights8, axes, stored, strict=True):
             gradient8 = quantise(gradient_RO, BACKWARD)
             parts_RI.append(dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS))
             sum_IO = dot(x8, gradient8, (0, 0), dtype, BACKWARD_SUMS)
-            dweights.append(layout.constrain(sum_IO, where).astype(jnp.float32))
+            dweights.append(layout.constrain(sum_IO, where).astype(kept_in))
         return functools.reduce(jnp.add, parts_RI), dweights
 
     @jax.custom_vjp

@@ -1,30 +1,44 @@
-"""AdamW and learning-rate schedules, composed of Optax parts."""
+"""AdamW, Muon and learning-rate schedules, composed of Optax parts."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from jaxthru.optim.formats import FORMATS, Format, Slot, decode, encode, join, round_stochastically, split
 from jaxthru.runtime.errors import require
+
+Tree = Any
+SLOTS = ("mu", "nu", "remainder")
+SLOWEST_AVERAGE = {"float32": 1.0, "bfloat16": 0.99, "int8": 0.99}
+"""The largest b2 for second moments so kept. An average that falls by 1 - b2 in a step never falls if that is
+less than half a unit of its format, and updates would only ever shrink."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101).
-
+    """name: `adamw`, with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101). `muon`: the layers'
+        linear maps by orthogonalised momentum (Jordan 2024, https://kellerjordan.github.io/posts/muon),
+        scaled to the size of AdamW's updates (arXiv:2502.16982) so that both take one learning rate and
+        weight decay; embedding, output matrix and norms by AdamW.
     schedule: `cosine` warms up, then decays to `final_ratio` of the peak over the rest of the run;
         `wsd` warms up, stays, and decays linearly over the last `decay_ratio` of the run
         (warm-up-stable-decay, arXiv:2404.06395); `constant` warms up and stays.
     warmup_ratio, decay_ratio: shares of train.steps.
+    b1, b2, epsilon: of AdamW. momentum: of Muon.
     weight_decay: applies to matrices and embeddings, never to norms and biases.
-    clip: bound on the global gradient norm; 0 is off. clip_rule `exact` uses this step's own norm.
-    state: number format of the two moments and the master weights.
+    clip: bound on the global gradient norm; 0 is off. clip_rule: `exact` scales by this step's own norm,
+        `previous` by that of the last step that was not skipped, which is known before the gradients are;
+        the first step uses its own.
+    state: how weights, their masters and the moments are kept, a key of optim/formats.py's FORMATS.
     """
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 3e-4
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_ratio: float = 0.02
@@ -33,10 +47,19 @@ class OptimConfig:
     b1: float = 0.9
     b2: float = 0.95
     epsilon: float = 1e-8
+    momentum: float = 0.95
     weight_decay: float = 0.1
     clip: float = 1.0
-    clip_rule: Literal["exact"] = "exact"
-    state: Literal["float32"] = "float32"
+    clip_rule: Literal["exact", "previous"] = "exact"
+    state: Literal[
+        "float32",
+        "bfloat16",
+        "int8",
+        "split_master_float32",
+        "split_master",
+        "split_master_int8",
+        "stochastic_rounding",
+    ] = "float32"
 
     def __post_init__(self):
         require(self.learning_rate > 0, f"optim.learning_rate = {self.learning_rate}: must be above 0")
@@ -47,13 +70,23 @@ class OptimConfig:
             self.schedule != "wsd" or self.warmup_ratio + self.decay_ratio <= 1,
             f"optim.warmup_ratio + optim.decay_ratio = {self.warmup_ratio + self.decay_ratio}: at most 1",
         )
-        for name in ("b1", "b2"):
+        for name in ("b1", "b2", "momentum"):
             value = getattr(self, name)
             require(0 <= value < 1, f"optim.{name} = {value}: must be at least 0 and below 1")
         for name in ("weight_decay", "clip"):
             value = getattr(self, name)
             require(value >= 0, f"optim.{name} = {value}: must be at least 0")
         require(self.epsilon > 0, f"optim.epsilon = {self.epsilon}: must be above 0")
+        require(
+            self.clip_rule == "exact" or self.clip > 0,
+            f"optim.clip_rule = {self.clip_rule!r}: needs optim.clip above 0, which is {self.clip}",
+        )
+        moments = FORMATS.get(self.state, FORMATS["float32"]).moments
+        require(
+            self.b2 <= SLOWEST_AVERAGE[moments],
+            f"optim.b2 = {self.b2}: at most {SLOWEST_AVERAGE[moments]} with the {moments} moments of "
+            f"optim.state = {self.state!r}; slower averages need a state with float32 moments",
+        )
 
 
 def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -75,24 +108,145 @@ def _schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([warm, optax.constant_schedule(peak), decay], [warmup, start])
 
 
-def make_optimizer(
-    config: OptimConfig, schedule: optax.Schedule, decayed: Any
-) -> optax.GradientTransformation:
-    """Returns clipping by the exact global norm, then AdamW.
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A layer's linear map, as Muon needs to know it: the dims that it sums over and those that it gives.
+    All other dims are a batch of such maps."""
 
-    decayed: a tree of bools in the parameters' structure; True where weight decay applies.
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Optimizer:
+    """Updates parameters, all at once or any sub-tree of them, with one result.
+
+    matrices: in the structure of the parameters, what each is: False for a norm's scale or a bias, which
+        is not decayed and stays float32; True for a matrix; Linear for a matrix that Muon orthogonalises.
+
+    Slots are {"mu": tree, "nu": tree, "remainder": tree}, each in the structure of the parameters: the
+    first and second moment (see `formats.Slot`) and what makes a bfloat16 weight its float32 master. Where a
+    parameter has no such slot, the tree holds None.
     """
-    adamw = optax.adamw(
-        schedule,
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=decayed,
-    )
-    clip = optax.clip_by_global_norm(config.clip) if config.clip else optax.identity()
-    chain = optax.chain(clip, adamw)
-    return optax.GradientTransformation(chain.init, _standard_promotion(chain.update))
+
+    config: OptimConfig
+    matrices: Tree
+
+    def init(self, params: Tree) -> tuple[Tree, Tree]:
+        """Returns the weights as they are kept, and {"count": updates made (int32), "slots": slots}.
+
+        params: float32, the whole tree.
+        """
+        leaves, tree = jax.tree.flatten(params)
+        kept = [
+            self._keep(leaf, jnp.zeros_like(leaf), jnp.zeros_like(leaf), matrix, None)
+            for leaf, matrix in zip(leaves, tree.flatten_up_to(self.matrices), strict=True)
+        ]
+        weights, slots = _unzip(tree, kept)
+        return weights, {"count": jnp.zeros((), jnp.int32), "slots": slots}
+
+    def clip_scale(self, norm: jax.Array) -> jax.Array:
+        """Returns what gradients of this global norm are to be divided by: 1 where they need no clipping."""
+        if not self.config.clip:
+            return jnp.ones((), jnp.float32)
+        return jnp.maximum(norm / self.config.clip, 1.0)
+
+    def update(
+        self,
+        gradients: Tree,
+        weights: Tree,
+        slots: dict[str, Tree],
+        *,
+        count: jax.Array,
+        learning_rate: jax.Array,
+        clip_scale: jax.Array,
+        finite: jax.Array,
+        matrices: Tree,
+        key: jax.Array | None = None,
+    ) -> tuple[Tree, dict[str, Tree]]:
+        """Returns the next weights and slots of any sub-tree of the parameters.
+
+        Args:
+          gradients: of any float dtype; the arithmetic is float32.
+          count: updates made before this one, int32.
+          learning_rate: the schedule at `count`.
+          clip_scale: as from `clip_scale`.
+          finite: a bool; where it is False, weights and slots come back as they were.
+          matrices: the same sub-tree of `self.matrices`.
+          key: `formats.rounding_key` of the sub-tree; only optim.state = stochastic_rounding needs one.
+
+        Raises ValueError without the key that is needed.
+        """
+        if key is None and FORMATS[self.config.state].master == "none":
+            raise ValueError(f"optim.state = {self.config.state!r}: an update needs a key to round with")
+        leaves, tree = jax.tree.flatten(gradients)
+        columns = [tree.flatten_up_to(each) for each in (weights, matrices, *(slots[n] for n in SLOTS))]
+        updated = []
+        for index, (gradient, weight, matrix, mu, nu, remainder) in enumerate(
+            zip(leaves, *columns, strict=True)
+        ):
+            master = join(weight, remainder) if remainder is not None else weight.astype(jnp.float32)
+            moments = [None if slot is None else decode(slot) for slot in (mu, nu)]
+            new = self._step(
+                gradient.astype(jnp.float32) / clip_scale, master, *moments, matrix, count, learning_rate
+            )
+            leaf_key = None if key is None else jax.random.fold_in(key, index)
+            updated.append(
+                jax.tree.map(
+                    lambda new, old: jnp.where(finite, new, old),
+                    self._keep(*new, matrix, leaf_key),
+                    (weight, mu, nu, remainder),
+                )
+            )
+        return _unzip(tree, updated)
+
+    def _step(self, gradient, master, mu, nu, matrix, count, learning_rate) -> tuple:
+        """Returns (master, mu, nu) after one update of one parameter, all in float32."""
+        config = self.config
+        if self._orthogonalised(matrix):
+            dims = optax.contrib.MuonDimensionNumbers(matrix.inputs, matrix.outputs)
+            rule = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dims)
+            sides = (math.prod(gradient.shape[dim] for dim in side) for side in (dims[0], dims[1]))
+            size = MUON_SIZE * math.sqrt(max(sides))
+            state = rule.init(gradient)._replace(count=count, mu=mu)
+        else:
+            rule, size = optax.scale_by_adam(config.b1, config.b2, config.epsilon), None
+            state = rule.init(gradient)._replace(count=count, mu=mu, nu=nu)
+        direction, state = _standard_promotion(rule.update)(gradient, state)
+        if size is not None:
+            direction = size * direction
+        if matrix:
+            direction = direction + config.weight_decay * master
+        return master + -learning_rate * direction, state.mu, getattr(state, "nu", None)
+
+    def _keep(self, master, mu, nu, matrix, key) -> tuple[jax.Array, Slot, Slot | None, jax.Array | None]:
+        """Returns (weight, mu, nu, remainder) of one parameter as they are kept."""
+        format = self._format(matrix)
+        weight, remainder = master, None
+        if format.master == "split":
+            weight, remainder = split(master)
+        elif format.master == "none":
+            # The first weights are the nearest: there is no update yet that could get lost.
+            weight = master.astype(jnp.bfloat16) if key is None else round_stochastically(master, key)
+        mu = encode(format.moments, mu, "signed")
+        nu = None if self._orthogonalised(matrix) else encode(format.moments, nu, "unsigned")
+        return weight, mu, nu, remainder
+
+    def _format(self, matrix: bool | Linear) -> Format:
+        return FORMATS[self.config.state if matrix else "float32"]
+
+    def _orthogonalised(self, matrix: bool | Linear) -> bool:
+        return self.config.name == "muon" and isinstance(matrix, Linear)
+
+
+MUON_SIZE = 0.2
+"""The root mean square of Muon's updates, about that of AdamW's (arXiv:2502.16982, section 2.2)."""
+
+
+def _unzip(tree: Any, leaves: list[tuple]) -> tuple[Tree, dict[str, Tree]]:
+    """Returns weights and slots as trees, of (weight, *slots) for each parameter."""
+    weights, *slots = (tree.unflatten(column) for column in zip(*leaves, strict=True))
+    return weights, dict(zip(SLOTS, slots, strict=True))
 
 
 def _standard_promotion(function: Callable) -> Callable:

@@ -4,54 +4,80 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxthru.models.bind import Model, is_axes, is_matrix
-from jaxthru.runtime.sharding import Layout
+from jaxthru.optim.optimizer import Linear, Optimizer
+from jaxthru.runtime.sharding import Axes, Layout
 
 State = dict[str, Any]
-"""`step`: updates made, int32. `params`: float32. `opt_state`: Optax's, in the structure of params.
-`skipped`: updates skipped for non-finite values, in all; `skipped_in_a_row`: since the last good one."""
+"""`step`: updates tried, int32. `params`: the weights, and `opt_state`: {"count", "slots"}, as the optimizer
+keeps them. `grad_norm`: of the last update that was made, float32, 0 before the first. `skipped`: updates
+skipped for non-finite values, in all; `skipped_in_a_row`: since the last good one."""
 
 
-def init_state(model: Model, optimizer: optax.GradientTransformation, key: jax.Array) -> State:
+def init_state(model: Model, optimizer: Optimizer, key: jax.Array) -> State:
     """Returns the state before the first update."""
-    params = model.init(key)
+    params, opt_state = optimizer.init(model.init(key))
     zero = jnp.zeros((), jnp.int32)
     return {
         "step": zero,
         "params": params,
-        "opt_state": optimizer.init(params),
+        "opt_state": opt_state,
+        "grad_norm": jnp.zeros((), jnp.float32),
         "skipped": zero,
         "skipped_in_a_row": zero,
     }
 
 
-def decayed(model: Model) -> Any:
-    """Returns True for each parameter that weight decay applies to: matrices, not norms and biases."""
-    return jax.tree.map(is_matrix, model.axes, is_leaf=is_axes)
+def matrices(model: Model) -> Any:
+    """Returns what the optimizer is to know of each parameter, see `Optimizer.matrices`: weight decay, the
+    state's format and Muon are for matrices, not for norms and biases."""
+
+    def describe(axes: Axes) -> bool | Linear:
+        dims = tuple(dim for dim, axis in enumerate(axes) if axis != "layers")
+        if not is_matrix(axes) or "vocab" in axes:
+            return is_matrix(axes)
+        # A linear map has the residual stream, "embed", on one side and all its other dims on the other.
+        from_stream = axes[dims[0]] == "embed"
+        return Linear(dims[:1], dims[1:]) if from_stream else Linear(dims[:-1], dims[-1:])
+
+    return jax.tree.map(describe, model.axes, is_leaf=is_axes)
 
 
-def abstract_state(model: Model, optimizer: optax.GradientTransformation, layout: Layout) -> State:
+def abstract_state(model: Model, optimizer: Optimizer, layout: Layout) -> State:
     """Returns the state's shapes, dtypes and shardings, without making it.
 
-    A leaf of the optimizer's state is laid out as the parameter that its path ends in.
+    A slot of the optimizer is laid out as its parameter.
     """
     shapes = jax.eval_shape(lambda: init_state(model, optimizer, jax.random.key(0)))
-    axes_of = {
-        jax.tree_util.keystr(path): axes
-        for path, axes in jax.tree_util.tree_flatten_with_path(model.axes, is_leaf=is_axes)[0]
+
+    def placed(axes: Axes, tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: _placed(leaf, layout, axes), tree)
+
+    def like_params(tree: Any) -> Any:
+        return jax.tree.map(placed, model.axes, tree, is_leaf=is_axes)
+
+    params, slots = shapes["params"], shapes["opt_state"]["slots"]
+    return placed((), shapes | {"params": {}, "opt_state": shapes["opt_state"] | {"slots": {}}}) | {
+        "params": like_params(params),
+        "opt_state": {
+            "count": placed((), shapes["opt_state"]["count"]),
+            "slots": {name: like_params(tree) for name, tree in slots.items()},
+        },
     }
 
-    def place(path, leaf):
-        suffixes = (jax.tree_util.keystr(path[start:]) for start in range(len(path)))
-        axes = next((axes_of[suffix] for suffix in suffixes if suffix in axes_of), ())
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.sharding(axes))
 
-    return jax.tree_util.tree_map_with_path(place, shapes)
+def _placed(leaf: jax.ShapeDtypeStruct, layout: Layout, axes: Axes) -> jax.ShapeDtypeStruct:
+    sharding = layout.sharding(axes)
+    try:
+        sharding.shard_shape(leaf.shape)
+    except ValueError:
+        # Fewer scales of 8-bit blocks than devices along the last dim: they are whole on each device.
+        sharding = layout.sharding((*axes[:-1], None))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def sharded_init(model: Model, optimizer: optax.GradientTransformation, layout: Layout, seed: int) -> State:
+def sharded_init(model: Model, optimizer: Optimizer, layout: Layout, seed: int) -> State:
     """Returns the first state, each shard made where it lives."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, layout))
     make = jax.jit(lambda key: init_state(model, optimizer, key), out_shardings=shardings)

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxthru.data.batch import BATCH_FIELDS
-from jaxthru.models.bind import is_axes
+from jaxthru.models.bind import from_parts, is_axes, parts
+from jaxthru.optim.formats import rounding_key
+from jaxthru.optim.optimizer import Optimizer
 from jaxthru.runtime.errors import require
 from jaxthru.training.loss import Batch, Metrics, Objective
 from jaxthru.training.state import State
@@ -76,7 +78,7 @@ class Step:
     __name__ = "train_step"  # what traces call the compiled program
 
     objective: Objective
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     schedule: optax.Schedule
     microbatches: int
     groups: int
@@ -87,29 +89,26 @@ class Step:
         A non-finite loss or gradient norm leaves parameters and optimizer as they were and is counted.
         """
         sums, gradients = self.gradients(state["params"], batch)
+        learning_rate = self.schedule(state["opt_state"]["count"])
         with jax.named_scope("optimizer"):
             # Not a copy: every reader converts for itself.
             gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
             norm = optax.tree.norm(gradients)
             finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-            updates, opt_state = self.optimizer.update(gradients, state["opt_state"], state["params"])
-            kept = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old),
-                (optax.apply_updates(state["params"], updates), opt_state),
-                (state["params"], state["opt_state"]),
-            )
+            params, opt_state = self.update(gradients, state, norm, learning_rate, finite)
         missed = 1 - finite.astype(jnp.int32)
         next_state = {
             "step": state["step"] + 1,
-            "params": kept[0],
-            "opt_state": kept[1],
+            "params": params,
+            "opt_state": opt_state,
+            "grad_norm": jnp.where(finite, norm, state["grad_norm"]),
             "skipped": state["skipped"] + missed,
             "skipped_in_a_row": (state["skipped_in_a_row"] + 1) * missed,
         }
         metrics = {
             **sums,
             "grad_norm": norm,
-            "learning_rate": self.schedule(state["step"] - state["skipped"]),
+            "learning_rate": learning_rate,
             "skipped": next_state["skipped"],
             "skipped_in_a_row": next_state["skipped_in_a_row"],
             # Σ length² over documents, of which each token adds 2 × position + 1.
@@ -119,6 +118,34 @@ class Step:
             "tokens": jnp.sum((batch["segment_ids"] > 0).astype(jnp.int32)),
         }
         return next_state, metrics
+
+    def update(
+        self, gradients: Any, state: State, norm: jax.Array, learning_rate: jax.Array, finite: jax.Array
+    ) -> tuple[Any, Any]:
+        """Returns the next params and opt_state, part by part, so that layers updated one at a time come out
+        the same to the bit. norm: of all gradients. finite: False leaves everything as it was."""
+        optimizer, previous = self.optimizer, state["grad_norm"]
+        if optimizer.config.clip_rule == "previous":
+            norm = jnp.where(previous > 0, previous, norm)
+        count, slots = state["opt_state"]["count"], state["opt_state"]["slots"]
+        by_part = [dict(zip(slots, of, strict=True)) for of in zip(*map(parts, slots.values()), strict=True)]
+        columns = parts(gradients), parts(state["params"]), by_part, parts(optimizer.matrices)
+        updated = [
+            optimizer.update(
+                *part,
+                count=count,
+                learning_rate=learning_rate,
+                clip_scale=optimizer.clip_scale(norm),
+                finite=finite,
+                matrices=matrices,
+                key=rounding_key(count, index),
+            )
+            for index, (*part, matrices) in enumerate(zip(*columns, strict=True))
+        ]
+        weights, by_part = zip(*updated, strict=True)
+        params = from_parts(weights, state["params"])
+        slots = {name: from_parts([of[name] for of in by_part], params) for name in slots}
+        return params, {"count": count + finite.astype(jnp.int32), "slots": slots}
 
     def gradients(self, params: Any, batch: Batch) -> tuple[Metrics, Any]:
         """Returns the sums over the batch and the gradients, micro-batch after micro-batch.
@@ -145,7 +172,7 @@ class Step:
         sums = jax.eval_shape(one, jax.tree.map(lambda part: part[0], parts))[0]
         zero_sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
         zero_gradients = jax.tree.map(
-            lambda axes, leaf: model.ops.layout.constrain(jnp.zeros_like(leaf), axes),
+            lambda axes, leaf: model.ops.layout.constrain(jnp.zeros(leaf.shape, jnp.float32), axes),
             *(model.axes, params),
             is_leaf=is_axes,
         )
