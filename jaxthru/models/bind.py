@@ -18,7 +18,7 @@ from jaxthru.models.llama import Block, Embedding, Head, ModelConfig
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import remat
 from jaxthru.runtime.sharding import Axes
-from pallas_kernels.attention import find_segments
+from pallas_kernels.attention import Segments, find_segments
 
 Tree = Any
 
@@ -74,6 +74,27 @@ def _value(leaf: jax.Array | Substituted) -> jax.Array:
     return value(leaf)
 
 
+def wide_stand_in(leaf: jax.Array) -> jax.Array:
+    """Returns a float32 stand-in for a parameter that is kept narrower, and other parameters themselves."""
+    return leaf if leaf.dtype == jnp.float32 else jnp.zeros(leaf.shape, jnp.float32)
+
+
+def widened(tree: Tree, stand_ins: Tree) -> Tree:
+    """Returns parameters whose gradients are those of their wide stand-ins."""
+
+    def wide(leaf: jax.Array, stand_in: jax.Array) -> jax.Array:
+        return stand_in if leaf.dtype == stand_in.dtype else _value(Substituted(leaf, stand_in))
+
+    return jax.tree.map(wide, tree, stand_ins)
+
+
+class Context(NamedTuple):
+    """What every layer needs of a batch, in the order in which it takes them."""
+
+    rotary: tuple[jax.Array, jax.Array]
+    segments: Segments
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
     """A bound model: pure functions over `params`."""
@@ -109,15 +130,15 @@ class Model:
         """Returns what gradients are to be taken of, in the structure of `params`: a stand-in of the compute
         dtype for each of the layers' matrices, and of float32 for whatever else is not kept so; all other
         parameters themselves. See `substituted`."""
+        layers = jax.tree.map(self._layer_stand_in, self.axes["layers"], params["layers"], is_leaf=is_axes)
+        return jax.tree.map(wide_stand_in, params | {"layers": ()}) | {"layers": layers}
 
-        def stand_in(axes: Axes, leaf: jax.Array) -> jax.Array:
-            return jnp.zeros(leaf.shape, self.ops.compute if is_matrix(axes) else leaf.dtype)
+    def layer_stand_ins(self, tree: Tree) -> Tree:
+        """Returns the stand-ins of one unrolled layer's parameters."""
+        return jax.tree.map(self._layer_stand_in, self.layer.axes, tree, is_leaf=is_axes)
 
-        def wide(leaf: jax.Array) -> jax.Array:
-            return leaf if leaf.dtype == jnp.float32 else jnp.zeros(leaf.shape, jnp.float32)
-
-        layers = jax.tree.map(stand_in, self.axes["layers"], params["layers"], is_leaf=is_axes)
-        return jax.tree.map(wide, params | {"layers": ()}) | {"layers": layers}
+    def _layer_stand_in(self, axes: Axes, leaf: jax.Array) -> jax.Array:
+        return jnp.zeros(leaf.shape, self.ops.compute if is_matrix(axes) else leaf.dtype)
 
     def substituted(self, params: Tree, stand_ins: Tree) -> Tree:
         """Returns parameters for `hidden` whose gradients are those of `stand_ins`.
@@ -127,12 +148,8 @@ class Model:
         layers are scanned. The gradients of a bfloat16 embedding and output matrix, in turn, stay float32:
         they are few and sums over all tokens. The values are the same.
         """
-
-        def wide(leaf: jax.Array, stand_in: jax.Array) -> jax.Array:
-            return stand_in if leaf.dtype == stand_in.dtype else _value(Substituted(leaf, stand_in))
-
         layers = jax.tree.map(Substituted, params["layers"], stand_ins["layers"])
-        rest = jax.tree.map(wide, params | {"layers": ()}, stand_ins | {"layers": ()})
+        rest = widened(params | {"layers": ()}, stand_ins | {"layers": ()})
         return rest | {"layers": layers}
 
     def hidden(self, params: Tree, batch: dict[str, jax.Array], max_segments: int) -> jax.Array:
@@ -141,22 +158,38 @@ class Model:
         batch: `tokens`, `positions` and `segment_ids`, each int32 [B, T]. A row with more than
         `max_segments` segments comes out as NaN, so that no step is ever made from it.
         """
-        segments = find_segments(batch["segment_ids"], max_segments)
-        rotary = rotary_angles(batch["positions"], self.config)
-        x_BTD = self.embedding.apply(params["embedding"], self.ops, batch["tokens"])
-        x_BTD = jnp.where(segments.overflow[:, None, None], jnp.nan, x_BTD).astype(x_BTD.dtype)
+        context = self.context(batch, max_segments)
+        x_BTD = self.embed(params["embedding"], batch["tokens"], context)
+        if self.config.loop == "scan":
+            layer = lambda x_BTD, tree: (self.one_layer(tree, x_BTD, context), None)  # noqa: E731
+            x_BTD, _ = jax.lax.scan(layer, x_BTD, params["layers"])
+        else:
+            for tree in params["layers"]:
+                x_BTD = self.one_layer(tree, x_BTD, context)
+        return self.head.apply(params["head"], x_BTD)
+
+    def context(self, batch: dict[str, jax.Array], max_segments: int) -> Context:
+        """Returns what all layers need of a batch; each of its arrays has rows as its first dim."""
+        return Context(
+            rotary_angles(batch["positions"], self.config), find_segments(batch["segment_ids"], max_segments)
+        )
+
+    def embed(self, tree: Tree, tokens_BT: jax.Array, context: Context) -> jax.Array:
+        """Returns the first layer's input [B, T, D]. tree: of the embedding."""
+        x_BTD = self.embedding.apply(tree, self.ops, tokens_BT)
+        return jnp.where(context.segments.overflow[:, None, None], jnp.nan, x_BTD).astype(x_BTD.dtype)
+
+    def one_layer(self, tree: Tree, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """Returns the output [B, T, D] of one layer, which is rematerialised as the policy says.
+
+        tree: its parameters, or `Substituted` ones.
+        """
 
         def layer(x_BTD, tree):
             tree = jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, Substituted))
-            return self.layer.apply(tree, self.ops, x_BTD, rotary, segments)
+            return self.layer.apply(tree, self.ops, x_BTD, *context)
 
-        layer = remat(layer, self.policy)
-        if self.config.loop == "scan":
-            x_BTD, _ = jax.lax.scan(lambda x, tree: (layer(x, tree), None), x_BTD, params["layers"])
-        else:
-            for tree in params["layers"]:
-                x_BTD = layer(x_BTD, tree)
-        return self.head.apply(params["head"], x_BTD)
+        return remat(layer, self.policy)(x_BTD, tree)
 
     def output_matrix(self, params: Tree) -> tuple[jax.Array, Axes]:
         """Returns the matrix that turns hidden vectors into logits, as it is stored, and its axes."""

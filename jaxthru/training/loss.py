@@ -30,9 +30,15 @@ class Objective:
         weight: one over the tokens that count, of the whole batch where this is a part of it. With
         gradients asked for, those of the logits are formed along with the loss.
         """
-        mask = batch["loss_mask"]
         with jax.named_scope("model"):
             hidden_BTD = self.model.hidden(params, batch, self.max_segments)
+        return self.of_hidden(params, hidden_BTD, batch, weight)
+
+    def of_hidden(
+        self, params: Any, hidden_BTD: jax.Array, batch: Batch, weight: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
+        """Returns the same from the normed output of the last layer. params: without layers will do."""
+        mask = batch["loss_mask"]
         with jax.named_scope("loss"):
             minimised, cross_entropy, _ = self.model.ops.linear_cross_entropy(
                 hidden_BTD,

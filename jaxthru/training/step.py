@@ -71,6 +71,11 @@ def microbatch_blocks(rows: int, groups: int, microbatches: int) -> int:
     return math.gcd(groups, rows // microbatches)
 
 
+def token_weight(batch: Batch) -> jax.Array:
+    """Returns one over the tokens of a whole batch that count."""
+    return 1.0 / jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """One update. groups: canonical groups of rows; the batch's row order is group-major."""
@@ -96,11 +101,22 @@ class Step:
             norm = optax.tree.norm(gradients)
             finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
             params, opt_state = self.update(gradients, state, norm, learning_rate, finite)
+        counters, metrics = self.finish(state, batch, sums, norm, learning_rate, finite)
+        return {"params": params, "opt_state": opt_state} | counters, metrics
+
+    def finish(
+        self,
+        state: State,
+        batch: Batch,
+        sums: Metrics,
+        norm: jax.Array,
+        learning_rate: jax.Array,
+        finite: jax.Array,
+    ) -> tuple[State, Metrics]:
+        """Returns the next state but for params and opt_state, and this update's metrics."""
         missed = 1 - finite.astype(jnp.int32)
-        next_state = {
+        counters = {
             "step": state["step"] + 1,
-            "params": params,
-            "opt_state": opt_state,
             "grad_norm": jnp.where(finite, norm, state["grad_norm"]),
             "skipped": state["skipped"] + missed,
             "skipped_in_a_row": (state["skipped_in_a_row"] + 1) * missed,
@@ -109,15 +125,15 @@ class Step:
             **sums,
             "grad_norm": norm,
             "learning_rate": learning_rate,
-            "skipped": next_state["skipped"],
-            "skipped_in_a_row": next_state["skipped_in_a_row"],
+            "skipped": counters["skipped"],
+            "skipped_in_a_row": counters["skipped_in_a_row"],
             # Σ length² over documents, of which each token adds 2 × position + 1.
             "attention_span": jnp.sum(
                 jnp.where(batch["segment_ids"] > 0, 2 * batch["positions"] + 1, 0).astype(jnp.float32)
             ),
             "tokens": jnp.sum((batch["segment_ids"] > 0).astype(jnp.int32)),
         }
-        return next_state, metrics
+        return counters, metrics
 
     def update(
         self, gradients: Any, state: State, norm: jax.Array, learning_rate: jax.Array, finite: jax.Array
@@ -155,7 +171,7 @@ class Step:
         Every token's loss is divided by the whole batch's count of tokens, so that micro-batches with
         unequal loss masks add up to exactly the full batch's mean.
         """
-        weight = 1.0 / jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
+        weight = token_weight(batch)
         model = self.objective.model
         value_and_grad = jax.value_and_grad(
             lambda stand_ins, part: self.objective(model.substituted(params, stand_ins), part, weight),
