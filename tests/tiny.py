@@ -19,6 +19,7 @@ from jaxthru.training.step import Step, abstract_batch
 
 SHAPE = ModelConfig(vocabulary=512, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
 ROWS, SEQUENCE, SOURCES = 8, 64, 2
+OPTIM = OptimConfig(learning_rate=1e-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ def make(
     z_loss: float = 0.0,
     float8: bool = False,
     compute: str = "float32",
-    optim: OptimConfig = OptimConfig(learning_rate=1e-2),
+    optim: OptimConfig = OPTIM,
     **shape,
 ) -> Tiny:
     layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))

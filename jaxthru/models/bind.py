@@ -61,7 +61,7 @@ def _value(leaf: jax.Array | Substituted) -> jax.Array:
         return leaf
     dtype = leaf.stand_in.dtype
     # A bfloat16 weight is widened to what its gradient is to be; a wider one is left as it is.
-    used = jnp.promote_types(leaf.value.dtype, dtype)
+    used = max(leaf.value.dtype, dtype, key=lambda dtype: dtype.itemsize)
 
     @jax.custom_vjp
     def value(leaf: Substituted) -> jax.Array:

@@ -1,0 +1,157 @@
+"""The optimizer: Optax's arithmetic, on any part of the tree, and nothing where a step is not finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small
+
+from jaxthru.optim.formats import FORMATS, rounding_key
+from jaxthru.optim.optimizer import Linear, OptimConfig, Optimizer
+from jaxthru.runtime.errors import InputError
+
+
+def arguments(optimizer, matrices=None, **changed):
+    given = {
+        "count": jnp.int32(0),
+        "learning_rate": jnp.float32(1e-2),
+        "clip_scale": jnp.float32(1),
+        "finite": jnp.bool(True),
+        "matrices": optimizer.matrices if matrices is None else matrices,
+        "key": rounding_key(jnp.int32(0), 0),
+    }
+    return given | changed
+
+
+def gradients(seed=1):
+    return jax.tree.map(lambda x: x * 0.1, small.init(seed))
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def assert_close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-8), a, b)
+
+
+def test_float32_adamw_is_that_of_optax():
+    config = OptimConfig(learning_rate=1e-2)
+    chain = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(
+            1e-2,
+            config.b1,
+            config.b2,
+            config.epsilon,
+            weight_decay=config.weight_decay,
+            mask={name: bool(matrix) for name, matrix in small.MATRICES.items()},
+        ),
+    )
+    optimizer = Optimizer(config, small.MATRICES)
+    params = small.init(0)
+    wanted, chain_state = params, chain.init(params)
+    weights, opt_state = optimizer.init(params)
+    for index in range(5):
+        given = gradients(index)
+        norm = optax.tree.norm(given)
+        assert norm > 1
+        with jax.numpy_dtype_promotion("standard"):
+            updates, chain_state = chain.update(given, chain_state, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+        changed = {"count": jnp.int32(index), "clip_scale": optimizer.clip_scale(norm)}
+        weights, slots = optimizer.update(
+            given, weights, opt_state["slots"], **arguments(optimizer, **changed)
+        )
+        opt_state = {"slots": slots}
+        assert_close(weights, wanted)
+    assert_close(slots["mu"], optax.tree.get(chain_state, "mu"))
+    assert_close(slots["nu"], optax.tree.get(chain_state, "nu"))
+
+
+@pytest.mark.parametrize("state", FORMATS)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_what_is_not_finite_leaves_all_as_it_was(name, state):
+    optimizer = Optimizer(OptimConfig(name=name, state=state), small.MATRICES)
+    weights, opt_state = optimizer.init(small.init(0))
+    kept = optimizer.update(gradients(), weights, opt_state["slots"], **arguments(optimizer))
+    assert not np.array_equal(kept[0]["up"], weights["up"])
+    bad = jax.tree.map(lambda x: x * jnp.nan, gradients())
+    assert_same(optimizer.update(bad, *kept, **arguments(optimizer, finite=jnp.bool(False))), kept)
+
+
+@pytest.mark.parametrize("state", FORMATS)
+def test_a_part_alone_comes_out_as_with_its_neighbours(state):
+    """Norms keep float32 in every format; gradients may be of a narrower type."""
+    optimizer = Optimizer(OptimConfig(state=state), small.MATRICES)
+    weights, opt_state = optimizer.init(small.init(0))
+    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16), gradients())
+    names = ("down", "embedding")  # the first of the leaves, so that their indices are the same
+    whole, slots = optimizer.update(given, weights, opt_state["slots"], **arguments(optimizer))
+
+    def part(tree):
+        return {name: tree[name] for name in names}
+
+    alone, part_slots = optimizer.update(
+        part(given),
+        part(weights),
+        {name: part(tree) for name, tree in opt_state["slots"].items()},
+        **arguments(optimizer, matrices=part(optimizer.matrices)),
+    )
+    assert_same(alone, part(whole))
+    assert_same(part_slots, {name: part(tree) for name, tree in slots.items()})
+    assert whole["norm"].dtype == slots["nu"]["norm"].dtype == jnp.float32
+    assert whole["up"].dtype == FORMATS[state].weights
+    assert (slots["remainder"]["up"] is None) == (FORMATS[state].master != "split")
+
+
+def test_clipping():
+    clip_scale = Optimizer(OptimConfig(clip=2.0), {}).clip_scale
+    assert clip_scale(jnp.float32(1)) == 1 and clip_scale(jnp.float32(8)) == 4
+    assert Optimizer(OptimConfig(clip=0.0), {}).clip_scale(jnp.float32(100)) == 1
+
+
+def test_muon_keeps_one_momentum_and_trains():
+    optimizer = Optimizer(OptimConfig(name="muon"), small.MATRICES)
+    slots = optimizer.init(small.init(0))[1]["slots"]
+    assert {name for name, slot in slots["nu"].items() if slot is None} == {"up", "down"}
+    assert small.final_loss(learning_rate=1e-3, name="muon") < 3.0, "it starts at 4.4"
+    narrow = small.final_loss(learning_rate=1e-3, name="muon", state="split_master_int8")
+    assert narrow == pytest.approx(small.final_loss(learning_rate=1e-3, name="muon"), rel=5e-3)
+
+
+def test_muon_makes_each_linear_map_orthogonal():
+    """A stack of maps with two output dims is orthogonalised map by map, over its two sides."""
+    optimizer = Optimizer(OptimConfig(name="muon", weight_decay=0.0), {"w": Linear((1,), (2, 3))})
+    gradient = jax.random.normal(jax.random.key(0), (3, 16, 4, 8))
+    weights, opt_state = optimizer.init({"w": jnp.zeros((3, 16, 4, 8))})
+    stepped, _ = optimizer.update(
+        {"w": gradient}, weights, opt_state["slots"], **arguments(optimizer, learning_rate=jnp.float32(1))
+    )
+    for layer in np.asarray(stepped["w"]).reshape(3, 16, 32):
+        values = np.linalg.svd(layer / (0.2 * 32**0.5), compute_uv=False)
+        assert values.min() > 0.5 and values.max() < 1.4
+        assert np.sqrt(np.mean(layer**2)) == pytest.approx(0.2, rel=0.3)
+
+
+def test_stochastic_rounding_asks_for_its_key():
+    optimizer = Optimizer(OptimConfig(state="stochastic_rounding"), small.MATRICES)
+    weights, opt_state = optimizer.init(small.init(0))
+    with pytest.raises(ValueError, match="stochastic_rounding': an update needs a key"):
+        optimizer.update(gradients(), weights, opt_state["slots"], **arguments(optimizer, key=None))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"momentum": 1.0}, "optim.momentum = 1.0: must be at least 0 and below 1"),
+        ({"clip_rule": "previous", "clip": 0.0}, "optim.clip_rule = 'previous': needs optim.clip above 0"),
+        ({"state": "int8", "b2": 0.999}, "optim.b2 = 0.999: at most 0.99 with the int8 moments of"),
+        ({"state": "split_master", "b2": 0.999}, "optim.b2 = 0.999: at most 0.99 with the bfloat16 moments"),
+    ],
+)
+def test_impossible_combinations_are_one_line(config, message):
+    with pytest.raises(InputError, match=message):
+        OptimConfig(**config)
+    OptimConfig(state="split_master_float32", b2=0.999)
