@@ -31,9 +31,11 @@ from jaxthru.runtime.sharding import Layout
 from jaxthru.training.account import Account, TrainingError
 from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_data_state, newest_step
 from jaxthru.training.display import final_table, open_progress
-from jaxthru.training.evaluate import Evaluation, NoEvaluation
+from jaxthru.training.evaluate import Evaluation, NoEvaluation, compiled_sums
+from jaxthru.training.layered import LayeredStep, compiler_with, init_by_parts
 from jaxthru.training.loss import Batch, Objective
 from jaxthru.training.metrics import Meter, open_record
+from jaxthru.training.offload import placed
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.self_check import check_attention
 from jaxthru.training.state import State, abstract_state, matrices, sharded_init
@@ -56,12 +58,14 @@ class Build:
     layout: Layout
     step: Step
     abstract: State
-    compiled: jax.stages.Compiled
+    compiled: jax.stages.Compiled | LayeredStep
     compile_seconds: float
 
     def first_state(self) -> State:
         """Returns the state before the first update."""
         model, optimizer = self.step.objective.model, self.step.optimizer
+        if self.config.offload.layered:
+            return init_by_parts(model, optimizer, self.abstract, self.config.train.seed)
         return sharded_init(model, optimizer, self.layout, self.config.train.seed)
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
@@ -97,7 +101,11 @@ class Build:
             log.info("no text is held out: nothing to evaluate on")
             return NoEvaluation()
         batches = [self.place(batch, rows) for batch in batches]
-        return Evaluation(config, self.step.objective, self.abstract["params"], batches, self.data.names)
+        if isinstance(self.compiled, LayeredStep):
+            sums = self.compiled.loss_sums
+        else:
+            sums = compiled_sums(self.step.objective, self.abstract["params"], batches[0])
+        return Evaluation(config, sums, batches, self.data.names)
 
     def account(self, skipped: int, started: float, *listeners) -> Account:
         """Returns the account of finished steps. listeners: the record, the display, the watchdog."""
@@ -129,13 +137,17 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     objective = Objective(model, train.z_loss, data.segments, len(data.names))
     step = Step(objective, optimizer, schedule, train.microbatches, config.data.groups_of(train.rows))
     abstract = abstract_state(model, optimizer, layout)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     batch = abstract_batch(train.rows, config.data.sequence, layout.sharding(("batch", "sequence")))
     options = xla.compiler_options(jax.default_backend(), deterministic=train.deterministic)
     started = time.monotonic()
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     try:
-        compiled = jitted.lower(abstract, batch).compile(compiler_options=options)
+        if config.offload.layered:
+            abstract = placed(abstract, config.offload)
+            compiled = LayeredStep(step, config.offload, abstract, batch, compiler_with(options))
+        else:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+            compiled = jitted.lower(abstract, batch).compile(compiler_options=options)
     except Unsupported as refusal:
         raise InputError(f"model.attention = {shape.attention!r}: {refusal}") from refusal
     return Build(config, data, layout, step, abstract, compiled, time.monotonic() - started)

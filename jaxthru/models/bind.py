@@ -118,13 +118,17 @@ class Model:
 
     def init(self, key: jax.Array) -> Tree:
         """Returns fresh parameters, all float32; the same values for `scan` and `unroll`, on any mesh."""
-        first, layers, last = jax.random.split(key, 3)
-        keys = jax.random.split(layers, self.config.layers)
+        first, last, *keys = self.part_keys(key)
         if self.config.loop == "scan":
-            trees = jax.vmap(self.layer.init)(keys)
+            trees = jax.vmap(self.layer.init)(jnp.stack(keys))
         else:
             trees = tuple(self.layer.init(key) for key in keys)
         return {"embedding": self.embedding.init(first), "layers": trees, "head": self.head.init(last)}
+
+    def part_keys(self, key: jax.Array) -> list[jax.Array]:
+        """Returns the keys that embedding, head and each layer are made from, of the key of them all."""
+        first, layers, last = jax.random.split(key, 3)
+        return [first, last, *jax.random.split(layers, self.config.layers)]
 
     def stand_ins(self, params: Tree) -> Tree:
         """Returns what gradients are to be taken of, in the structure of `params`: a stand-in of the compute

@@ -137,13 +137,18 @@ class Optimizer:
 
         params: float32, the whole tree.
         """
+        weights, slots = self.init_part(params, self.matrices)
+        return weights, {"count": jnp.zeros((), jnp.int32), "slots": slots}
+
+    def init_part(self, params: Tree, matrices: Tree) -> tuple[Tree, dict[str, Tree]]:
+        """Returns the weights and slots of any sub-tree of the parameters. matrices: the same sub-tree of
+        `self.matrices`."""
         leaves, tree = jax.tree.flatten(params)
         kept = [
             self._keep(leaf, jnp.zeros_like(leaf), jnp.zeros_like(leaf), matrix, None)
-            for leaf, matrix in zip(leaves, tree.flatten_up_to(self.matrices), strict=True)
+            for leaf, matrix in zip(leaves, tree.flatten_up_to(matrices), strict=True)
         ]
-        weights, slots = _unzip(tree, kept)
-        return weights, {"count": jnp.zeros((), jnp.int32), "slots": slots}
+        return _unzip(tree, kept)
 
     def clip_scale(self, norm: jax.Array) -> jax.Array:
         """Returns what gradients of this global norm are to be divided by: 1 where they need no clipping."""

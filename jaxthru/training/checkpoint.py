@@ -150,6 +150,10 @@ class Checkpointer:
         except Exception as error:
             raise self._failure(step, error) from error
         self._writing = self._newest = step
+        if layout.in_host_memory(state):
+            # It is written from where it lives. The next step would use it up, and what is being written
+            # would stay beside what takes its place: a second copy of it all.
+            self.wait()
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises CheckpointError if the last save failed."""

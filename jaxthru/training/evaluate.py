@@ -1,7 +1,7 @@
 """Held-out loss, per source."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.runtime.errors import require
-from jaxthru.training.loss import Batch, Objective
+from jaxthru.training.loss import Batch, Metrics, Objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +31,12 @@ class Evaluation:
     def __init__(
         self,
         config: EvaluateConfig,
-        objective: Objective,
-        params: Any,
+        sums: Callable[[Any, Batch, jax.Array], Metrics],
         batches: Sequence[Batch],
         sources: Sequence[str],
     ):
-        """params: their shapes, dtypes and shardings, to compile for."""
-        self.config, self.batches, self.sources = config, batches, sources
-        one = jnp.ones((), jnp.float32)
-        sums = jax.jit(lambda params, batch: objective(params, batch, one)[1])
-        self.compiled = sums.lower(params, batches[0]).compile()
+        """sums: (params, batch, one token's weight) -> the sums of `Objective`."""
+        self.config, self.sums, self.batches, self.sources = config, sums, batches, sources
 
     def due(self, step: int, last: bool) -> bool:
         """Says whether to evaluate after `step` updates. last: it is the run's last."""
@@ -48,7 +44,8 @@ class Evaluation:
 
     def __call__(self, step: int, params: Any) -> dict[str, Any]:
         """Returns the row for eval.jsonl: mean cross-entropy over all held-out tokens, and by source."""
-        sums = jax.device_get([self.compiled(params, batch) for batch in self.batches])
+        one = jnp.ones((), jnp.float32)
+        sums = jax.device_get([self.sums(params, batch, one) for batch in self.batches])
         loss = np.sum([s["source_loss"] for s in sums], axis=0, dtype=np.float64)
         tokens = np.sum([s["source_tokens"] for s in sums], axis=0, dtype=np.float64)
         return {
@@ -57,6 +54,13 @@ class Evaluation:
             "loss_by_source": mean_by_source(self.sources, loss, tokens),
             "tokens": int(tokens.sum()),
         }
+
+
+def compiled_sums(objective: Objective, params: Any, batch: Batch) -> Callable:
+    """Returns the sums of `Objective`, compiled. params: shapes, dtypes and shardings. batch: like all."""
+    one = jax.ShapeDtypeStruct((), jnp.float32)
+    sums = jax.jit(lambda params, batch, weight: objective(params, batch, weight)[1])
+    return sums.lower(params, batch, one).compile()
 
 
 class NoEvaluation:

@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxthru.models.bind import Substituted, from_parts, parts, wide_stand_in, widened
+from jaxthru.models.bind import Model, Substituted, from_parts, parts, wide_stand_in, widened
 from jaxthru.optim.formats import rounding_key
+from jaxthru.optim.optimizer import Optimizer
 from jaxthru.training.loss import Batch, Metrics
 from jaxthru.training.offload import HOST, OffloadConfig, Pace, fetched, hosted, move, on_device
-from jaxthru.training.state import State
+from jaxthru.training.state import State, first_state
 from jaxthru.training.step import Step, token_weight
 
 Tree = Any
@@ -128,9 +129,17 @@ class Programs:
         return gradients, squares + _squares(gradients)
 
     def update(
-        self, weights: Tree, slots: Tree, gradients: Tree, counters: State, squares: jax.Array, loss: jax.Array,
-        index: jax.Array, *, matrices: Tree,
-    ) -> tuple[Tree, Tree]:  # fmt: skip
+        self,
+        weights: Tree,
+        slots: Tree,
+        gradients: Tree,
+        counters: State,
+        squares: jax.Array,
+        loss: jax.Array,
+        index: jax.Array,
+        *,
+        matrices: Tree,
+    ) -> tuple[Tree, Tree]:
         """Returns the next weights and slots of one part. squares: of the gradients that are known. index: of
         the part."""
         optimizer, count, previous = self.step.optimizer, counters["count"], counters["grad_norm"]
@@ -180,8 +189,8 @@ class LayeredStep:
     The state that it is given is used up, as by a donated call.
     """
 
-    def __init__(self, step: Step, config: OffloadConfig, abstract: State, batch: Batch, compile_: Callable):
-        """abstract, batch: what it will be called with, where it will lie. compile_: see `compiler`."""
+    def __init__(self, step: Step, config: OffloadConfig, abstract: State, batch: Batch, compiler: Callable):
+        """abstract, batch: what it will be called with, where it will lie. compiler: see `compiler_with`."""
         self.step, self.config = step, config
         programs, layout = Programs(step), step.objective.model.ops.layout
         self.held, self.tied = programs.held, step.objective.model.config.tied_embeddings
@@ -192,6 +201,12 @@ class LayeredStep:
         )
         weights, slots = _placed(weights, self.weights_used), _placed(slots, self.slots_used)
         counters = _counters(abstract)
+        self.programs = []
+
+        def compile_(*arguments, **settings):
+            program, results = compiler(*arguments, **settings)
+            self.programs.append(program)
+            return program, results
 
         scalar, rows = layout.sharding(()), layout.sharding((None, "batch"))
         stream = layout.sharding((None, "batch", "sequence", None))
@@ -217,9 +232,13 @@ class LayeredStep:
             (weights[HEAD], table, x, batch_MRT, weight),
             donate=(2,),
             out_shardings=(
-                scalar, stream, self.weights_used[HEAD], self.weights_used[EMBEDDING] if self.tied else None, scalar
+                scalar,
+                stream,
+                self.weights_used[HEAD],
+                table and self.weights_used[EMBEDDING],
+                scalar,
             ),
-        )  # fmt: skip
+        )
         self.backward, (_, d_layer, _) = compile_(
             "backward",
             programs.backward,
@@ -243,7 +262,7 @@ class LayeredStep:
                 name,
                 programs.update,
                 (weights[which], slots[which], gradients, *known),
-                donate=(0, 1, 2),
+                donate=(0, 1),
                 out_shardings=(self.weights_used[which], self.slots_used[which]),
                 matrices=matrices[which],
             )
@@ -344,9 +363,12 @@ class LayeredStep:
                 renew(*each)
         counters, metrics = self.finish(counters, batch, sums, squares)
         params = from_parts(weights, state["params"])
-        by_name = {name: from_parts([slot[name] for slot in slots], params) for name in slots[0]}
-        opt_state = {"count": counters.pop("count"), "slots": by_name}
+        opt_state = {"count": counters.pop("count"), "slots": _slots_by_name(slots, params)}
         return counters | {"params": params, "opt_state": opt_state}, metrics
+
+    def as_text(self) -> str:
+        """Returns the compiled programs' HLO."""
+        return "\n\n".join(program.as_text() for program in self.programs)
 
     def _weights(self, weights: list[Tree], order: list[int]) -> Iterator[Tree]:
         """Yields the weights of parts on the device."""
@@ -374,7 +396,33 @@ class LayeredStep:
         return self._eval_head(next(trees), table, x_BTD, batch, weight)
 
 
-def compiler(options: dict[str, Any]) -> Callable:
+def init_by_parts(model: Model, optimizer: Optimizer, abstract: State, seed: int) -> State:
+    """Returns the first state, part after part made where it is to live: no more than a few of them are ever
+    on the device in float32.
+
+    abstract: shapes, dtypes and shardings of the state; layers are unrolled.
+    """
+    homes = list(zip(parts(abstract["params"]), _slots_by_part(abstract["opt_state"]["slots"]), strict=True))
+    matrices, pace = parts(optimizer.matrices), Pace()
+
+    @functools.cache
+    def program(kind: int) -> Callable:
+        init = {EMBEDDING: model.embedding, HEAD: model.head, LAYERS: model.layer}[kind].init
+        make = lambda key: optimizer.init_part(init(key), matrices[kind])  # noqa: E731
+        return jax.jit(make, out_shardings=on_device(homes[kind]))
+
+    made = []
+    for index, key in enumerate(model.part_keys(jax.random.key(seed))):
+        made.append(move(program(min(index, LAYERS))(key), _shardings(homes[index]), donate=True))
+        pace(made[-1])
+    weights, slots = map(list, zip(*made, strict=True))
+    params = from_parts(weights, abstract["params"])
+    count = jnp.zeros((), jnp.int32)
+    state = first_state(params, {"count": count, "slots": _slots_by_name(slots, params)})
+    return move(state, _shardings(abstract))
+
+
+def compiler_with(options: dict[str, Any]) -> Callable:
     """Returns the function that LayeredStep compiles its programs with: (name, function, arguments, donate,
     out_shardings, statics) -> (compiled, what it returns: shapes, dtypes and shardings)."""
 
@@ -403,6 +451,11 @@ def _counters(state: State) -> State:
 def _slots_by_part(slots: dict[str, Tree]) -> list[dict[str, Tree]]:
     columns = {name: parts(tree) for name, tree in slots.items()}
     return [dict(zip(columns, of, strict=True)) for of in zip(*columns.values(), strict=True)]
+
+
+def _slots_by_name(slots: list[dict[str, Tree]], params: Tree) -> dict[str, Tree]:
+    """Returns what `_slots_by_part` took apart."""
+    return {name: from_parts([slot[name] for slot in slots], params) for name in slots[0]}
 
 
 def _placed(tree: Tree, shardings: Tree) -> Tree:

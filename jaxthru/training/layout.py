@@ -34,10 +34,12 @@ class Entry:
     stacked: bool
 
     def on_disk(self) -> jax.ShapeDtypeStruct:
-        """Returns shape, dtype and sharding of each of this leaf's arrays on disk, read onto a device."""
-        sharding = device_sharding(self.leaf)
+        """Returns shape, dtype and sharding of each of this leaf's arrays on disk. What lives in host memory
+        is read there, but for layers that are to be stacked, which is a device's work."""
         if not self.stacked:
+            sharding = self.leaf.sharding or device_sharding(self.leaf)
             return jax.ShapeDtypeStruct(self.leaf.shape, self.leaf.dtype, sharding=sharding)
+        sharding = device_sharding(self.leaf)
         return jax.ShapeDtypeStruct(self.leaf.shape[1:], self.leaf.dtype, sharding=layer_sharding(sharding))
 
 
@@ -143,6 +145,11 @@ def device_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
     if sharding is None:
         return SingleDeviceSharding(jax.local_devices()[0])
     return sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
+
+
+def in_host_memory(state: Tree) -> bool:
+    """Says whether any part of a state lives in host memory that its device reads directly."""
+    return any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(state))
 
 
 def layer_sharding(sharding: Sharding) -> Sharding:

@@ -17,7 +17,11 @@ skipped for non-finite values, in all; `skipped_in_a_row`: since the last good o
 
 def init_state(model: Model, optimizer: Optimizer, key: jax.Array) -> State:
     """Returns the state before the first update."""
-    params, opt_state = optimizer.init(model.init(key))
+    return first_state(*optimizer.init(model.init(key)))
+
+
+def first_state(params: Any, opt_state: Any) -> State:
+    """Returns the state of these parameters before the first update."""
     zero = jnp.zeros((), jnp.int32)
     return {
         "step": zero,
