@@ -39,11 +39,14 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
     return layout
 
 
-def attention_by(config: RunConfig) -> str:
-    """Returns which attention is to run. cuDNN's repeatable kernel takes memory that grows with rows ×
-    segments × heads × sequence²; the Triton kernels repeat bit for bit as they are."""
+def attention_by(config: RunConfig, platform: str | None = None) -> str:
+    """Returns which attention is to run on `platform`, by default JAX's default backend.
+
+    cuDNN's repeatable kernel takes memory that grows with rows × segments × heads × sequence²; the Triton
+    kernels repeat bit for bit as they are.
+    """
     chosen = config.model.attention
-    repeatable = config.train.deterministic and jax.default_backend() == "gpu"
+    repeatable = config.train.deterministic and (platform or jax.default_backend()) == "gpu"
     return "triton" if chosen == "auto" and repeatable else chosen
 
 
