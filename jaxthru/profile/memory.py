@@ -33,7 +33,7 @@ class Breakdown:
 
 
 def by_path(name: str) -> str:
-    """Returns the category of a step's argument, by its path in the state: "state['params']...". """
+    """Returns the category of a step's argument, by its path in the state: "state['params']..."."""
     if "'params'" in name:
         return "parameters"
     return "optimizer" if "'opt_state'" in name else "other"
@@ -150,7 +150,9 @@ def _allocations(text: str, values: dict[str, _Value]) -> list[_Allocation]:
 
 
 def _live_ranges(text: str, values: dict[str, _Value]) -> None:
-    named = {value.name if value.name.endswith("}") else value.name + "{}": value for value in values.values()}
+    named = {
+        value.name if value.name.endswith("}") else value.name + "{}": value for value in values.values()
+    }
     for line in text.splitlines():
         if (found := _RANGE.match(line)) and found[1] in named:
             named[found[1]].first, named[found[1]].last = int(found[2]), int(found[3])

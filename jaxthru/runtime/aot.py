@@ -53,7 +53,7 @@ class Target:
         compute = f"major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES"
         return (
             f"gpu_device_info {{ {fields} cuda_compute_capability {{ {compute} }} }} "
-            f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 19 }} runtime_version {{ major: 13 }} '
+            'platform_name: "CUDA" dnn_version_info { major: 9 minor: 19 } runtime_version { major: 13 } '
             f'device_description_str: "{self.name}"'
         )
 
@@ -95,7 +95,8 @@ def _client(target: Target, devices: int):
     """Returns a client that compiles for one host with so many of these GPUs, and can do nothing else."""
     require(
         available(),
-        'compiling for a GPU needs JAX\'s CUDA plugin, on a machine without a GPU too: pip install "jaxthru[gpu]"',
+        "JAX's CUDA plugin is not installed: it compiles for a GPU, on a machine without one too; "
+        'pip install "jaxthru[gpu]"',
     )
     from jax.experimental import topologies
 

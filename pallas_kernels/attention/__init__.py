@@ -9,7 +9,10 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention import cudnn_packed, reference, stand_in, triton, xla
 from pallas_kernels.attention.segments import Segments, find_segments
 
-__all__ = ["Segments", "attention", "automatic", "find_segments"]
+__all__ = ["STAND_IN", "Segments", "attention", "automatic", "find_segments"]
+
+STAND_IN = {name: name + stand_in.SUFFIX for name in ("cudnn_packed", "triton")}
+"""Implementations that only their GPU can lower -> what has their memory and is lowered anywhere."""
 
 CUDNN_WORKSPACE = 20 << 30  # bytes; two rows of 8,192 tokens and 32 segments, 32 heads of 128, take 16 GiB
 
@@ -71,7 +74,7 @@ def attention(
         "reference": reference.attention,
     }
     named = implementation if isinstance(implementation, str) else None
-    if named and named.endswith(stand_in.SUFFIX):
+    if named in STAND_IN.values():
         return stand_in.attention(named.removesuffix(stand_in.SUFFIX), q_BTHC, k_BTKC, v_BTKC, segments)
     tried = implementation or automatic(q_BTHC.size, segments.starts.shape[1], platform)
     return dispatch.run("attention", implementations, tried, named, q_BTHC, k_BTKC, v_BTKC, segments)
