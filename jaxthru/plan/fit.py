@@ -10,8 +10,9 @@ from jaxthru.training.step import check_groups
 from pallas_kernels.dispatch import nvidia_compute_capability
 
 
-def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
-    """Returns the layout of a configuration on these devices, by default all of them.
+def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: str | None = None) -> Layout:
+    """Returns the layout of a configuration on these devices, by default all of them. platform: where it is
+    to run, if not on them: a plan for GPUs is made on CPU devices.
 
     Raises InputError, naming the key, where rows, heads or another size cannot be split as the mesh asks, or
     the devices cannot do what is asked of them.
@@ -30,7 +31,9 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
     check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
     device = layout.mesh.devices.flat[0]
     require(
-        device.platform != "cpu" or layout.mesh.size == 1 or config.precision.compute == "float32",
+        (platform or device.platform) != "cpu"
+        or layout.mesh.size == 1
+        or config.precision.compute == "float32",
         f"precision.compute = {config.precision.compute!r}: on {layout.mesh.size} CPU devices XLA ends the "
         "process over sums in it; choose 'float32'",
     )

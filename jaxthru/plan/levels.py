@@ -67,7 +67,7 @@ class Proposal:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Parameters of a layer's matrices, of each table (embedding and output matrix), and of what is no matrix;
+    """Parameters of a layer's matrices, of each table (embedding, output matrix), and of what is no matrix;
     tokens of a step and of a micro-batch on one device. shards: devices that the state is split over."""
 
     layers: int

@@ -1,4 +1,4 @@
-"""How much memory a configuration needs on a GPU that need not be here, of what it is made, and if it fits."""
+"""What memory a configuration needs on a GPU that need not be here, what it is made of, and if it fits."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -17,13 +17,13 @@ from jaxthru.runtime.errors import InputError
 from pallas_kernels.attention import STAND_IN, automatic
 
 DOCUMENTS = 32
-"""Most documents assumed in a row where the corpus is not prepared: tables and workspaces are sized by it."""
+"""Most documents assumed in a row where the corpus is not prepared: they size tables and workspaces."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by category (`profile.memory.CATEGORIES`): on one device, at the moment when it needs the most, and
-    on the host, of all its devices. Each adds up to its peak."""
+    """Bytes by category (`profile.memory.CATEGORIES`): on one device, at the moment when it needs the most,
+    and on the host, of all its devices. Each adds up to its peak."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -79,7 +79,7 @@ def resident(
 
     segments: most documents in a row; None asks the prepared corpus. Raises InputError.
     """
-    layout = fit(config, jax.devices()[:devices])
+    layout = fit(config, jax.devices()[:devices], "gpu")
     segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
     attention = stand_in(config, layout, segments)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention)

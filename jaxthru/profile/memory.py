@@ -1,9 +1,10 @@
 """What a program's memory is made of: the one reader of XLA's buffer assignments.
 
-XLA writes text (`xla_dump_to`): each allocation with the values that lie in it, each value with the instruction
-that makes it and those that read it, and from which instruction to which it lives. Sizes and places are exact.
-What a temporary is *for* XLA does not know: that is read off the name scopes of jaxthru's step ("model",
-"loss", "optimizer") in the instruction that makes it, and is as good as those names are after fusion.
+XLA writes text (`xla_dump_to`): each allocation with the values that lie in it, each value with the
+instruction that makes it and those that read it, and from which instruction to which it lives. Sizes and
+places are exact. What a temporary is *for* XLA does not know: that is read off the name scopes of jaxthru's
+step ("model", "loss", "optimizer") in the instruction that makes it, and is as good as those names are after
+fusion.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ def by_path(name: str) -> str:
 
 @dataclasses.dataclass
 class _Value:
-    """One array. offset, size: in its allocation, bytes. made: the op_name of the instruction that makes it."""
+    """One array. offset, size: in its allocation, bytes. made: op_name of the instruction that makes it."""
 
     name: str
     space: int
@@ -192,6 +193,9 @@ class _Purpose:
 
     def __init__(self, values: list[_Value]):
         self.op_names = {value.instruction: value.made for value in values if not value.phi}
+        self.made_by: dict[str, list[_Value]] = {}
+        for value in values:
+            self.made_by.setdefault(value.instruction, []).append(value)
         self.places: dict[tuple[int, int, int], list[_Value]] = {}
         for value in values:
             self.places.setdefault((value.allocation, value.offset, value.size), []).append(value)
@@ -199,19 +203,25 @@ class _Purpose:
     def __call__(self, value: _Value) -> str:
         if value.instruction.startswith("copy-start") and not value.phi:
             return "staging"
-        scope = self.scope(value)
-        if scope == "optimizer":
+        if _within(value.made, "optimizer"):
             return "optimizer"
         if self.reaches_optimizer(value, set()):
             return "gradients"
-        return {"model": "activations", "loss": "loss"}.get(scope, "other")
+        return PURPOSES.get(self.scope(value), "other")
 
     def scope(self, value: _Value) -> str:
-        """Returns the scope of the instruction that makes an array, or, where fusion left it no name, of those
-        that read it or hand it on."""
-        names = [value.made, *(self.op_names.get(name, "") for name in value.readers)]
-        names += [after.made for after in self.handed_on(value)]
-        return next((scope for name in names for scope in SCOPES if _within(name, scope)), "")
+        """Returns the scope of the instruction that makes an array, or, where fusion left it no name, of
+        those that read it, or of the arrays that take over its memory."""
+        after, seen = [value], {id(value)}
+        for array in after:  # grows
+            for name in (array.made, *(self.op_names.get(name, "") for name in array.readers)):
+                for scope in SCOPES:
+                    if _within(name, scope):
+                        return scope
+            fresh = [other for other in self.handed_on(array) if id(other) not in seen]
+            seen |= {id(other) for other in fresh}
+            after += fresh
+        return ""
 
     def handed_on(self, value: _Value) -> list[_Value]:
         """Returns the arrays that take over an array's memory with what is in it: of a loop that carries it,
@@ -225,15 +235,23 @@ class _Purpose:
         ]
 
     def reaches_optimizer(self, value: _Value, seen: set[int]) -> bool:
-        """Says whether the optimizer reads this array's memory before it is used for anything else."""
+        """Says whether the optimizer reads this array's memory before it is used for anything else, or a sum
+        over micro-batches to which it is added."""
         seen.add(id(value))
         if any(_within(self.op_names.get(name, ""), "optimizer") for name in value.readers):
             return True
-        after = (other for other in self.handed_on(value) if id(other) not in seen)
-        return any(self.reaches_optimizer(other, seen) for other in after)
+        sums = (name for name in value.readers if self.adds(name))
+        after = [*self.handed_on(value), *(made for name in sums for made in self.made_by.get(name, ()))]
+        return any(self.reaches_optimizer(other, seen) for other in after if id(other) not in seen)
+
+    def adds(self, instruction: str) -> bool:
+        """Says whether an instruction adds arrays up outside of the model, the loss and the optimizer."""
+        name = self.op_names.get(instruction, "")
+        return name.endswith("/add") and not any(_within(name, scope) for scope in SCOPES)
 
 
-SCOPES = ("optimizer", "loss", "model")
+PURPOSES = {"optimizer": "optimizer", "loss": "loss", "model": "activations"}
+SCOPES = tuple(PURPOSES)
 
 
 def _within(op_name: str, scope: str) -> bool:

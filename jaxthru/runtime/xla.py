@@ -80,8 +80,8 @@ def limit_pinned(needed: int, allowed: int) -> None:
 
     require(
         needed <= allowed,
-        f"offload.host_gib = {allowed / 2**30:.1f}: the plan keeps {needed / 2**30:.1f} GiB on the host; give "
-        "it more, or choose a smaller optim.state or offload.fraction",
+        f"offload.host_gib = {allowed / 2**30:.1f}: the plan keeps {needed / 2**30:.1f} GiB on the host; "
+        "give it more, or choose a smaller optim.state or offload.fraction",
     )
     given = os.environ.get(PINNED_LIMIT)
     if given is None and not xla_bridge.backends_are_initialized():
