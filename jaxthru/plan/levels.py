@@ -220,7 +220,7 @@ def table(proposals: list[Proposal]) -> rich.table.Table:
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
     for column in ("optim.state", "offload.level"):
         table.add_column(column, no_wrap=True)
-    for column in ("fraction", "device GiB", "host GiB", "moved GB", "seconds of PCIe"):
+    for column in ("fraction", "device\nGiB", "host\nGiB", "moved\nGB", "PCIe\nseconds"):
         table.add_column(column, justify="right")
     for found in proposals:
         table.add_row(

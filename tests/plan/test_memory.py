@@ -81,7 +81,9 @@ SMALL = [
 
 @cuda
 def test_a_step_is_taken_apart_for_a_gpu_that_is_not_here():
-    config = load("quickstart", *SMALL, "precision.compute=bfloat16", "remat.policy=projections")
+    config = load(
+        "quickstart", *SMALL, "model.attention=auto", "precision.compute=bfloat16", "remat.policy=projections"
+    )
     plan = memory.resident(config, aot.TARGETS["h200"], segments=8)
     parameters = flops.parameters(config.model)
     assert plan.device["parameters"] == 4 * parameters
