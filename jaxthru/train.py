@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxthru import config as configuration
@@ -19,9 +18,7 @@ from jaxthru.data.loader import Batches, Data, open_data, prepare_data
 from jaxthru.data.placement import local_rows, to_global
 from jaxthru.data.state import DataState
 from jaxthru.models import flops
-from jaxthru.models.bind import bind
-from jaxthru.models.ops import Ops
-from jaxthru.optim.optimizer import Optimizer, make_schedule
+from jaxthru.plan.assemble import assemble
 from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import attention_by, fit
 from jaxthru.profile.trace import NoTrace, Trace
@@ -32,14 +29,13 @@ from jaxthru.training.account import Account, TrainingError
 from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_data_state, newest_step
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation, compiled_sums
-from jaxthru.training.layered import LayeredStep, compiler_with, init_by_parts
-from jaxthru.training.loss import Batch, Objective
+from jaxthru.training.layered import LayeredStep, init_by_parts
+from jaxthru.training.loss import Batch
 from jaxthru.training.metrics import Meter, open_record
-from jaxthru.training.offload import placed
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.self_check import check_attention
-from jaxthru.training.state import State, abstract_state, matrices, sharded_init
-from jaxthru.training.step import Step, abstract_batch
+from jaxthru.training.state import State, sharded_init
+from jaxthru.training.step import Step
 from jaxthru.training.watchdog import Watchdog
 from pallas_kernels.dispatch import Unsupported
 
@@ -64,9 +60,8 @@ class Build:
     def first_state(self) -> State:
         """Returns the state before the first update."""
         model, optimizer = self.step.objective.model, self.step.optimizer
-        if self.config.offload.layered:
-            return init_by_parts(model, optimizer, self.abstract, self.config.train.seed)
-        return sharded_init(model, optimizer, self.layout, self.config.train.seed)
+        make = init_by_parts if self.config.offload.layered else sharded_init
+        return make(model, optimizer, self.abstract, self.config.train.seed)
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
@@ -129,28 +124,15 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     )
     if data.vocabulary < shape.vocabulary:
         log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
-    precision = config.precision
-    ops = Ops(layout, jnp.dtype(precision.compute), attention_by(config), float8=precision.matmul == "fp8")
-    model = bind(shape, ops, config.remat.policy)
-    schedule = make_schedule(config.optim, train.steps)
-    optimizer = Optimizer(config.optim, matrices(model))
-    objective = Objective(model, train.z_loss, data.segments, len(data.names))
-    step = Step(objective, optimizer, schedule, train.microbatches, config.data.groups_of(train.rows))
-    abstract = abstract_state(model, optimizer, layout)
-    batch = abstract_batch(train.rows, config.data.sequence, layout.sharding(("batch", "sequence")))
+    segments, sources = data.segments, len(data.names)
+    made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
     options = xla.compiler_options(jax.default_backend(), deterministic=train.deterministic)
     started = time.monotonic()
     try:
-        if config.offload.layered:
-            abstract = placed(abstract, config.offload)
-            compiled = LayeredStep(step, config.offload, abstract, batch, compiler_with(options))
-        else:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-            jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-            compiled = jitted.lower(abstract, batch).compile(compiler_options=options)
+        compiled = made.compile(options)
     except Unsupported as refusal:
         raise InputError(f"model.attention = {shape.attention!r}: {refusal}") from refusal
-    return Build(config, data, layout, step, abstract, compiled, time.monotonic() - started)
+    return Build(config, data, layout, made.step, made.abstract, compiled, time.monotonic() - started)
 
 
 def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float) -> State:

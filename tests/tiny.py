@@ -90,4 +90,4 @@ def make(
     compiled = (
         jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(abstract, inputs).compile()
     )
-    return Tiny(layout, step, sharded_init(model, optimizer, layout, 0), compiled)
+    return Tiny(layout, step, sharded_init(model, optimizer, abstract, 0), compiled)

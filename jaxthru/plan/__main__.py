@@ -5,43 +5,85 @@ import sys
 from pathlib import Path
 
 import rich.console
+import rich.table
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
+from jaxthru.plan import levels, memory
 from jaxthru.plan.data import forecast
+from jaxthru.plan.levels import FORMATS
 from jaxthru.plan.plot import svg
+from jaxthru.runtime import aot, xla
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 2 for bad input."""
+    """Runs the command; returns its exit code: 2 for bad input, 1 for a configuration that does not fit."""
     arguments = _parser().parse_args(argv)
     try:
-        config = configuration.load(arguments.config, arguments.overrides)
-        require(arguments.samples >= 1, f"--samples {arguments.samples}: must be at least 1")
-        with open_data(config.data) as data:
-            found = forecast(config, data, arguments.samples)
-        write_atomically(Path(arguments.plot), svg(found.panels()))
+        return arguments.run(arguments)
     except InputError as error:
         print(f"jaxthru: {error}", file=sys.stderr)
         return 2
-    console = rich.console.Console()
-    console.print(found.table())
-    for line in found.lines():
-        console.print(line, highlight=False)
-    console.print(f"Plot: {arguments.plot}", highlight=False)
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    config = configuration.load(arguments.config, arguments.overrides)
+    require(arguments.samples >= 1, f"--samples {arguments.samples}: must be at least 1")
+    with open_data(config.data) as data:
+        found = forecast(config, data, arguments.samples)
+    write_atomically(Path(arguments.plot), svg(found.panels()))
+    _show(found.table(), [*found.lines(), f"Plot: {arguments.plot}"])
     return 0
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    config = configuration.load(arguments.config, arguments.overrides)
+    target, devices = aot.target(arguments.device), arguments.devices
+    require(devices >= 1, f"--devices {devices}: must be at least 1")
+    require(arguments.segments is None or arguments.segments >= 1, "--segments: must be at least 1")
+    xla.configure()
+    aot.use_cpu(devices)
+    room = memory.room(config, target)
+    plan = memory.resident(config, target, devices, arguments.segments)
+    _show(memory.table(plan), [*room.said, *plan.notes])
+    proposals = levels.propose(config, FORMATS, room, resident=plan, devices=devices)
+    _show(levels.table(proposals), [] if proposals else ["Nothing fits, at any level and in any format."])
+    short = room.lacks(plan)
+    _show(None, short or [f"fits: {memory.gib(plan.peak_device)} of {memory.gib(room.device)} GiB"])
+    return 1 if short else 0
+
+
+def _show(table: rich.table.Table | None, lines: list[str]) -> None:
+    console = rich.console.Console()
+    if table is not None:
+        console.print(table)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jaxthru.plan", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     data = commands.add_parser("data", help="tokens and epochs of each source, padding, balance")
-    data.add_argument("--config", required=True, metavar="FILE", help="a .py or a resolved .json")
-    data.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="repeatable"
+    room = commands.add_parser("memory", help="bytes on a GPU and its host, and the offload level that fits")
+    for command, run in ((data, _data), (room, _memory)):
+        command.set_defaults(run=run)
+        command.add_argument("--config", required=True, metavar="FILE", help="a .py or a resolved .json")
+        command.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            dest="overrides",
+            metavar="GROUP.KEY=VALUE",
+            help="repeatable",
+        )
+    room.add_argument(
+        "--device", default="h200", help=f"one of {', '.join(aot.TARGETS)}; default %(default)s"
     )
+    room.add_argument("--devices", type=int, default=1, help="of one host; default %(default)s")
+    room.add_argument("--segments", type=int, help="most documents in a row; default: what the corpus has")
     data.add_argument("--samples", type=int, default=300, help="steps to plan in full, default %(default)s")
     data.add_argument("--plot", default="plan_data.svg", metavar="FILE", help="default: %(default)s")
     return parser

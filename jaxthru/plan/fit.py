@@ -10,8 +10,9 @@ from jaxthru.training.step import check_groups
 from pallas_kernels.dispatch import nvidia_compute_capability
 
 
-def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
-    """Returns the layout of a configuration on these devices, by default all of them.
+def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: str | None = None) -> Layout:
+    """Returns the layout of a configuration on these devices, by default all of them. platform: where it is
+    to run, if not on them: a plan for GPUs is made on CPU devices.
 
     Raises InputError, naming the key, where rows, heads or another size cannot be split as the mesh asks, or
     the devices cannot do what is asked of them.
@@ -30,20 +31,36 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
     check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
     device = layout.mesh.devices.flat[0]
     require(
-        device.platform != "cpu" or layout.mesh.size == 1 or config.precision.compute == "float32",
+        (platform or device.platform) != "cpu"
+        or layout.mesh.size == 1
+        or config.precision.compute == "float32",
         f"precision.compute = {config.precision.compute!r}: on {layout.mesh.size} CPU devices XLA ends the "
         "process over sums in it; choose 'float32'",
     )
     if config.precision.matmul == "fp8":
         check_float8(device)
+    if config.offload.layered:
+        which = f"offload.level = {config.offload.level!r}, activations = {config.offload.activations!r}"
+        require(
+            shape.loop == "unroll",
+            f"model.loop = {shape.loop!r}: with {which} the host runs layer after layer; choose 'unroll'",
+        )
+        require(
+            config.remat.policy != "none",
+            f"remat.policy = 'none': with {which} a layer keeps no more than what has a name; choose "
+            "'projections', which recomputes the least, or another",
+        )
     return layout
 
 
-def attention_by(config: RunConfig) -> str:
-    """Returns which attention is to run. cuDNN's repeatable kernel takes memory that grows with rows ×
-    segments × heads × sequence²; the Triton kernels repeat bit for bit as they are."""
+def attention_by(config: RunConfig, platform: str | None = None) -> str:
+    """Returns which attention is to run on `platform`, by default JAX's default backend.
+
+    cuDNN's repeatable kernel takes memory that grows with rows × segments × heads × sequence²; the Triton
+    kernels repeat bit for bit as they are.
+    """
     chosen = config.model.attention
-    repeatable = config.train.deterministic and jax.default_backend() == "gpu"
+    repeatable = config.train.deterministic and (platform or jax.default_backend()) == "gpu"
     return "triton" if chosen == "auto" and repeatable else chosen
 
 

@@ -1,6 +1,8 @@
 """What the devices can do, by their data sheets."""
 
+import os
 import re
+from pathlib import Path
 
 import jax
 
@@ -46,3 +48,43 @@ def peak_bytes() -> int | None:
     stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [stat["peak_bytes_in_use"] for stat in stats if stat and "peak_bytes_in_use" in stat]
     return max(peaks, default=None)
+
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def host_limit_bytes() -> int:
+    """Returns the bytes of host memory that this process may use: the least limit of its memory control group
+    and of those around it (versions 1 and 2), or all that the machine has.
+
+    Some machines show little memory and get more as it is used; there the control group's limit is the true
+    one, though it lies above MemTotal.
+    """
+    limits = []
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else []:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            root, name = CONTROL_GROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = CONTROL_GROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = root / group.lstrip("/")
+        # In a container the path may be the host's, and the container's own group is then the root.
+        for place in (own, *(parent for parent in own.parents if parent.is_relative_to(root))):
+            text = (place / name).read_text().strip() if (place / name).is_file() else "max"
+            if text != "max" and int(text) < UNLIMITED:
+                limits.append(int(text))
+    return min(limits) if limits else _memory_total()
+
+
+UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 for no limit
+
+
+def _memory_total() -> int:
+    found = re.search(r"^MemTotal:\s+(\d+) kB", MEMINFO.read_text(), re.M) if MEMINFO.is_file() else None
+    if found:
+        return int(found[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import math
 import mmap
 import os
 import platform
@@ -28,6 +29,15 @@ NO_MULTICAST = {
 
 MULTICAST_FLAGS = re.compile(r"user_buffers|symmetric")
 
+MEMORY_FRACTION = 0.96
+"""A training job owns its GPU; JAX's default leaves a quarter of the memory unused. What is left here, 5.6
+GiB of an H200's 140, is for CUDA's context and the libraries' own workspaces."""
+
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The size in GiB that XLA's pool of pinned host memory may grow to; read when a GPU's backend loads."""
+
+PINNED_DEFAULT = 64  # GiB, where that is not set
+
 
 def configure() -> None:
     """Sets up XLA for this process. Call it before the first device is touched.
@@ -43,16 +53,52 @@ def configure() -> None:
         f"jax {jax.__version__}: supported is jax>={'.'.join(map(str, first))},<{end[0]}.{end[1]}",
     )
     os.environ.update(NO_MULTICAST)
-    # A training job owns its GPU; JAX's default leaves a quarter of the memory unused. What is left here,
-    # 5.6 GiB of an H200's 140, is for CUDA's context and the libraries' own workspaces.
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both at once
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.96")
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     check_flags(os.environ.get("XLA_FLAGS", ""))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small ones add up to seconds too
     _count_compilations()
     if jax.config.jax_compilation_cache_dir is None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         keep_compiled(home / "jaxthru" / "xla" / processor())
+
+
+def memory_fraction() -> float:
+    """Returns the share of a device's memory that JAX takes, or would take, in this process."""
+    names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+    return float(next((os.environ[name] for name in names if name in os.environ), MEMORY_FRACTION))
+
+
+def limit_pinned(needed: int, allowed: int) -> None:
+    """Lets XLA pin as much host memory as a plan needs. Call it before the first device is touched.
+
+    needed, allowed: bytes that the plan keeps in pinned memory, and that the host may give (offload.host_gib,
+    or its limit). A limit in the environment stays as it is. Raises InputError, naming the setting, where
+    either is too low, or where a GPU's backend has already loaded with a lower one.
+    """
+    from jax._src import xla_bridge
+
+    require(
+        needed <= allowed,
+        f"offload.host_gib = {allowed / 2**30:.1f}: the plan keeps {needed / 2**30:.1f} GiB on the host; "
+        "give it more, or choose a smaller optim.state or offload.fraction",
+    )
+    given = os.environ.get(PINNED_LIMIT)
+    if given is None and not xla_bridge.backends_are_initialized():
+        os.environ[PINNED_LIMIT] = str(math.ceil(allowed / 2**30))
+        return
+    limit = _gibibytes(given) if given is not None else PINNED_DEFAULT
+    why = "as it is set" if given is not None else "XLA's default, and too late to change: a device is in use"
+    require(
+        needed <= limit * 2**30,
+        f"{PINNED_LIMIT} = {limit} ({why}): the plan pins {needed / 2**30:.1f} GiB of host memory; set it to "
+        f"at least {math.ceil(needed / 2**30)}, or leave it to offload.host_gib",
+    )
+
+
+def _gibibytes(text: str) -> int:
+    require(text.isdigit(), f"{PINNED_LIMIT} = {text!r}: must be a whole number of GiB")
+    return int(text)
 
 
 _compilations = {"asked": 0, "found": 0}

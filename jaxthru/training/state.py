@@ -81,8 +81,8 @@ def _placed(leaf: jax.ShapeDtypeStruct, layout: Layout, axes: Axes) -> jax.Shape
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def sharded_init(model: Model, optimizer: Optimizer, layout: Layout, seed: int) -> State:
-    """Returns the first state, each shard made where it lives."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, layout))
+def sharded_init(model: Model, optimizer: Optimizer, abstract: State, seed: int) -> State:
+    """Returns the first state, each shard made where it lives. abstract: as from `abstract_state`."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda key: init_state(model, optimizer, key), out_shardings=shardings)
     return make(jax.random.key(seed))

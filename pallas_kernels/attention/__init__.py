@@ -6,10 +6,13 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import cudnn_packed, reference, triton, xla
+from pallas_kernels.attention import cudnn_packed, reference, stand_in, triton, xla
 from pallas_kernels.attention.segments import Segments, find_segments
 
-__all__ = ["Segments", "attention", "automatic", "find_segments"]
+__all__ = ["STAND_IN", "Segments", "attention", "automatic", "find_segments"]
+
+STAND_IN = {name: name + stand_in.SUFFIX for name in ("cudnn_packed", "triton")}
+"""Implementations that only their GPU can lower -> what has their memory and is lowered anywhere."""
 
 CUDNN_WORKSPACE = 20 << 30  # bytes; two rows of 8,192 tokens and 32 segments, 32 heads of 128, take 16 GiB
 
@@ -40,7 +43,8 @@ def attention(
       v_BTKC: [B, T, K, C] values of q's dtype.
       segments: of `find_segments`, for the same B and T.
       implementation: "cudnn_packed", "triton", "xla" or "reference", or several, of which the first that can
-        run is taken; None is those of `automatic`.
+        run is taken; None is those of `automatic`. "cudnn_packed_stand_in" and "triton_stand_in" have the
+        memory of those, for programs that are compiled and not run.
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
 
     Returns:
@@ -70,6 +74,8 @@ def attention(
         "reference": reference.attention,
     }
     named = implementation if isinstance(implementation, str) else None
+    if named in STAND_IN.values():
+        return stand_in.attention(named.removesuffix(stand_in.SUFFIX), q_BTHC, k_BTKC, v_BTKC, segments)
     tried = implementation or automatic(q_BTHC.size, segments.starts.shape[1], platform)
     return dispatch.run("attention", implementations, tried, named, q_BTHC, k_BTKC, v_BTKC, segments)
 

@@ -1,0 +1,165 @@
+"""What memory a configuration needs on a GPU that need not be here, what it is made of, and if it fits."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import jax
+import rich.box
+import rich.table
+
+from jaxthru.config import RunConfig
+from jaxthru.data.loader import open_data
+from jaxthru.plan.assemble import assemble
+from jaxthru.plan.fit import attention_by, fit
+from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
+from jaxthru.runtime import aot, hardware, xla
+from jaxthru.runtime.errors import InputError
+from pallas_kernels.attention import STAND_IN, automatic
+
+DOCUMENTS = 32
+"""Most documents assumed in a row where the corpus is not prepared: they size tables and workspaces."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by category (`profile.memory.CATEGORIES`): on one device, at the moment when it needs the most,
+    and on the host, of all its devices. Each adds up to its peak."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    peak_device: int
+    peak_host: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Bytes that a plan may take on a device and on the host. said: where the two come from."""
+
+    device: int
+    host: int
+    said: tuple[str, ...] = ()
+
+    def holds(self, plan: MemoryPlan) -> bool:
+        """Says whether a plan fits."""
+        return plan.peak_device <= self.device and plan.peak_host <= self.host
+
+    def lacks(self, plan: MemoryPlan) -> list[str]:
+        """Returns what a plan has too little of, a line each that names the setting."""
+        short = []
+        if plan.peak_device > self.device:
+            short.append(
+                f"does not fit: {gib(plan.peak_device)} GiB on the device, which has {gib(self.device)}; "
+                "more micro-batches, remat.policy or offload.level make it less"
+            )
+        if plan.peak_host > self.host:
+            short.append(
+                f"does not fit: {gib(plan.peak_host)} GiB on the host, and offload.host_gib is "
+                f"{gib(self.host)}; optim.state or a smaller offload.fraction makes it less"
+            )
+        return short
+
+
+def room(config: RunConfig, target: aot.Target) -> Room:
+    """Returns the room on a device of a kind and on this host, or the host of `offload.host_gib`."""
+    share = xla.memory_fraction()
+    given = getattr(config.offload, "host_gib", None)
+    host = round(given * 2**30) if given else hardware.host_limit_bytes()
+    said = (
+        f"{target.name}: {gib(target.memory)} GiB, of which JAX takes {share:.0%}",
+        f"host: {gib(host)} GiB, " + ("offload.host_gib" if given else "this machine's limit"),
+    )
+    return Room(int(target.memory * share), host, said)
+
+
+def resident(
+    config: RunConfig, target: aot.Target, devices: int = 1, segments: int | None = None
+) -> MemoryPlan:
+    """Returns the memory of the step without offload, by compiling it for the device.
+
+    segments: most documents in a row; None asks the prepared corpus. Raises InputError.
+    """
+    layout = fit(config, jax.devices()[:devices], "gpu")
+    segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
+    attention = stand_in(config, layout, segments)
+    made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
+    program = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target, devices)
+    found = breakdown(program.dump)
+    notes += (
+        f"compiled for {target.name} without autotuning; attention: {attention}, up to {segments} documents "
+        "a row",
+        f"the peak is in {found.at}",
+        "parameters, optimizer and the total are exact; what lies in temporary memory is told apart by name "
+        "scopes, and 'other' has the gaps between buffers",
+    )
+    return MemoryPlan(found.device, found.host, found.peak_device, found.peak_host, notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One program of a step that is made of several, while it runs.
+
+    program: what it needs, its arguments and results included. beside: bytes by category of arrays on the
+    device that live meanwhile and are no argument of it. host: the same on the host.
+    """
+
+    name: str
+    program: Breakdown
+    beside: Mapping[str, int]
+    host: Mapping[str, int]
+
+
+def layered(moments: Iterable[Moment], notes: tuple[str, ...] = ()) -> MemoryPlan:
+    """Returns the memory of a step of several programs: that of the moment which needs the most."""
+
+    def total(moment: Moment) -> int:
+        return moment.program.peak_device + sum(moment.beside.values())
+
+    moments = list(moments)
+    most = max(moments, key=total)
+    host = max(moments, key=lambda moment: moment.program.peak_host + sum(moment.host.values()))
+    device = {name: most.program.device[name] + most.beside.get(name, 0) for name in CATEGORIES}
+    on_host = {name: host.program.host[name] + host.host.get(name, 0) for name in CATEGORIES}
+    notes += (f"the peak is in {most.name}",)
+    return MemoryPlan(device, on_host, sum(device.values()), sum(on_host.values()), notes)
+
+
+def documents(config: RunConfig) -> tuple[int, int, tuple[str, ...]]:
+    """Returns the most documents in a row and the sources of the mix, and a note where they are assumed."""
+    try:
+        with open_data(config.data, prepare=False) as data:
+            return data.segments, len(data.names), ()
+    except InputError:
+        return (
+            DOCUMENTS,
+            1,
+            (f"the corpus is not prepared: {DOCUMENTS} documents a row assumed (--segments)",),
+        )
+
+
+def stand_in(config: RunConfig, layout, segments: int) -> str:
+    """Returns the attention that takes the memory of the one which would run on the GPU."""
+    shape, train = config.model, config.train
+    rows = train.rows // train.microbatches // layout.size("batch")
+    elements = rows * config.data.sequence * shape.heads // layout.size("heads") * shape.head_dim
+    chosen = attention_by(config, "gpu")
+    chosen = automatic(elements, segments, "gpu")[0] if chosen == "auto" else chosen
+    return STAND_IN.get(chosen, chosen)
+
+
+def gib(size: float) -> str:
+    """Returns bytes in GiB, as text."""
+    return f"{size / 2**30:,.1f}"
+
+
+def table(plan: MemoryPlan) -> rich.table.Table:
+    """Returns the plan's bytes by category."""
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    table.add_column("GiB", no_wrap=True)
+    for column in ("device", "host"):
+        table.add_column(column, justify="right")
+    for name in CATEGORIES:
+        sizes = plan.device[name], plan.host[name]
+        table.add_row(name, *(f"{size / 2**30:,.2f}" if size else "" for size in sizes))
+    table.add_row("peak", *(f"{size / 2**30:,.2f}" for size in (plan.peak_device, plan.peak_host)))
+    return table

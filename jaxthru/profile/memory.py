@@ -1,0 +1,259 @@
+"""What a program's memory is made of: the one reader of XLA's buffer assignments.
+
+XLA writes text (`xla_dump_to`): each allocation with the values that lie in it, each value with the
+instruction that makes it and those that read it, and from which instruction to which it lives. Sizes and
+places are exact. What a temporary is *for* XLA does not know: that is read off the name scopes of jaxthru's
+step ("model", "loss", "optimizer") in the instruction that makes it, and is as good as those names are after
+fusion.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "staging", "other")
+"""gradients: temporaries from the model or the loss that the optimizer, or a result, reads. activations: the
+rest of the model's, with its copies of weights in the compute dtype. loss: the rest of the loss's. optimizer:
+its state, and its temporaries. staging: copies between memories. other: batch, metrics, and gaps between
+buffers."""
+
+HOST = 5  # XLA's number of the memory that JAX calls pinned_host
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakdown:
+    """Bytes by category while a program needs the most device memory. `device` adds up to `peak_device`, all
+    that is allocated for the program, and so does `host`. at: the instruction of that moment."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    peak_device: int
+    peak_host: int
+    temporary: int
+    at: str
+
+
+def by_path(name: str) -> str:
+    """Returns the category of a step's argument, by its path in the state: "state['params']..."."""
+    if "'params'" in name:
+        return "parameters"
+    return "optimizer" if "'opt_state'" in name else "other"
+
+
+@dataclasses.dataclass
+class _Value:
+    """One array. offset, size: in its allocation, bytes. made: op_name of the instruction that makes it."""
+
+    name: str
+    space: int
+    phi: bool = False
+    allocation: int = -1
+    offset: int = 0
+    size: int = 0
+    instruction: str = ""
+    made: str = ""
+    readers: tuple[str, ...] = ()
+    first: int = 0
+    last: int = 0
+
+
+@dataclasses.dataclass
+class _Allocation:
+    size: int
+    space: int
+    kind: str  # "argument", "temporary", "output", "constant" or "local"
+    values: list[_Value]
+
+
+def breakdown(dump: Mapping[str, str], argument: Callable[[str], str] = by_path) -> Breakdown:
+    """Returns what a compiled program's memory is made of.
+
+    dump: texts `buffer-assignment`, `values` and `live-range` of XLA. argument: the op_name of an argument,
+    which is its path, to its category.
+    """
+    values = _values(dump["values"])
+    allocations = _allocations(dump["buffer-assignment"], values)
+    _live_ranges(dump["live-range"], values)
+    purpose = _Purpose(list(values.values()))
+    spaces = {space: dict.fromkeys(CATEGORIES, 0) for space in (0, HOST)}
+    temporary = [found for found in allocations if found.kind == "temporary"]
+    moment = _fullest([value for found in temporary if found.space != HOST for value in found.values])
+    for found in allocations:
+        into = spaces[HOST if found.space == HOST else 0]
+        if found.kind == "argument":
+            into[argument(found.values[0].made)] += found.size
+        elif found.kind == "output":
+            live = max(found.values, key=lambda value: value.size)
+            into[purpose(live) if live.size >= 1024 else "other"] += found.size
+        elif found.kind == "temporary":
+            covered = 0
+            for value in _at(found.values, moment):
+                into[purpose(value)] += value.size
+                covered += value.size
+            into["other"] += found.size - covered
+        elif found.kind == "constant":
+            into["other"] += found.size
+    return Breakdown(
+        spaces[0],
+        spaces[HOST],
+        sum(spaces[0].values()),
+        sum(spaces[HOST].values()),
+        sum(found.size for found in temporary if found.space != HOST),
+        next((value.made for value in values.values() if value.first == moment and value.made), ""),
+    )
+
+
+_HEADER = re.compile(r"^<(\d+) (.+?)( \(phi\))? @(\d+)>$")
+_IN_ALLOCATION = re.compile(r"^ value: <(\d+) .*? @(\d+)> \(size=(\d+),offset=(\d+)\)")
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(?: color (\d+),)?(.*)$")
+_MADE_BY = re.compile(r'^ from instruction:\s+%?(\S+) = .*?(?:op_name="((?:[^"\\]|\\.)*)"|$)')
+_RANGE = re.compile(r"^    (\S+):(\d+)-(\d+)$")
+
+
+def _values(text: str) -> dict[str, _Value]:
+    """Returns the values by number."""
+    values: dict[str, _Value] = {}
+    section = ""
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            number, name, phi, space = header.groups()
+            value = values[number] = _Value(name, int(space), bool(phi))
+            section = ""
+        elif line in (" positions:", " uses:"):
+            section = line.strip()
+        elif line.startswith(" from instruction:"):
+            made = _MADE_BY.match(line)
+            if made and values:
+                value.instruction, value.made = made[1], (made[2] or "").replace("\\'", "'")
+            section = ""
+        elif section == "uses:" and line.strip() != "(none)":
+            value.readers += (line.strip().partition(",")[0],)
+    return values
+
+
+def _allocations(text: str, values: dict[str, _Value]) -> list[_Allocation]:
+    """Returns the allocations, and notes in each value where it lies."""
+    found: list[_Allocation] = []
+    for line in text.splitlines():
+        if line.startswith("Used values"):
+            break
+        if allocation := _ALLOCATION.match(line):
+            size, space, rest = allocation.groups()
+            kinds = (("parameter", "argument"), ("thread-local", "local"), ("constant", "constant"))
+            kind = next((kind for word, kind in kinds if f", {word}" in rest), None)
+            kind = kind or ("output" if "output shape" in rest or "maybe-live-out" in rest else "temporary")
+            found.append(_Allocation(int(size), int(space or 0), kind, []))
+        elif (member := _IN_ALLOCATION.match(line)) and member[1] in values:
+            value = values[member[1]]
+            value.allocation, value.size, value.offset = len(found), int(member[3]), int(member[4])
+            found[-1].values.append(value)
+    return found
+
+
+def _live_ranges(text: str, values: dict[str, _Value]) -> None:
+    named = {
+        value.name if value.name.endswith("}") else value.name + "{}": value for value in values.values()
+    }
+    for line in text.splitlines():
+        if (found := _RANGE.match(line)) and found[1] in named:
+            named[found[1]].first, named[found[1]].last = int(found[2]), int(found[3])
+
+
+def _fullest(values: list[_Value]) -> int:
+    """Returns the moment at which these values take the most memory together."""
+    changes: dict[int, list[tuple[bool, _Value]]] = {}
+    for value in values:
+        changes.setdefault(value.first, []).append((True, value))
+        changes.setdefault(value.last + 1, []).append((False, value))
+    most, moment, total = 0, 0, 0
+    live: dict[tuple[int, int], int] = {}  # a value may be written over the one it is made from
+    for at in sorted(changes):
+        for begins, value in changes[at]:
+            place = value.offset, value.size
+            live[place] = live.get(place, 0) + (1 if begins else -1)
+            total += value.size * ((live[place] == 1) if begins else -(live[place] == 0))
+        if total > most:
+            most, moment = total, at
+    return moment
+
+
+def _at(values: list[_Value], moment: int) -> list[_Value]:
+    """Returns the values that live at a moment; of those that share memory, the one made last."""
+    live = [value for value in values if value.first <= moment <= value.last and value.size]
+    kept: list[_Value] = []
+    for value in sorted(live, key=lambda value: -value.first):
+        end = value.offset + value.size
+        if all(end <= other.offset or other.offset + other.size <= value.offset for other in kept):
+            kept.append(value)
+    return kept
+
+
+class _Purpose:
+    """What a temporary is for."""
+
+    def __init__(self, values: list[_Value]):
+        self.op_names = {value.instruction: value.made for value in values if not value.phi}
+        self.made_by: dict[str, list[_Value]] = {}
+        for value in values:
+            self.made_by.setdefault(value.instruction, []).append(value)
+        self.places: dict[tuple[int, int, int], list[_Value]] = {}
+        for value in values:
+            self.places.setdefault((value.allocation, value.offset, value.size), []).append(value)
+
+    def __call__(self, value: _Value) -> str:
+        if value.instruction.startswith("copy-start") and not value.phi:
+            return "staging"
+        if _within(value.made, "optimizer"):
+            return "optimizer"
+        if self.reaches_optimizer(value, set()):
+            return "gradients"
+        return PURPOSES.get(self.scope(value), "other")
+
+    def scope(self, value: _Value) -> str:
+        """Returns the scope of the instruction that makes an array, or, where fusion left it no name, of
+        those that read it, or of the arrays that take over its memory."""
+        after, seen = [value], {id(value)}
+        for array in after:  # grows
+            for name in (array.made, *(self.op_names.get(name, "") for name in array.readers)):
+                for scope in SCOPES:
+                    if _within(name, scope):
+                        return scope
+            fresh = [other for other in self.handed_on(array) if id(other) not in seen]
+            seen |= {id(other) for other in fresh}
+            after += fresh
+        return ""
+
+    def handed_on(self, value: _Value) -> list[_Value]:
+        """Returns the arrays that take over an array's memory with what is in it: of a loop that carries it,
+        and of instructions that write their result over it."""
+        return [
+            other
+            for other in self.places[value.allocation, value.offset, value.size]
+            if other is not value
+            and value.first <= other.first <= value.last + 1
+            and (other.phi or other.instruction in value.readers)
+        ]
+
+    def reaches_optimizer(self, value: _Value, seen: set[int]) -> bool:
+        """Says whether the optimizer reads this array's memory before it is used for anything else, or a sum
+        over micro-batches to which it is added."""
+        seen.add(id(value))
+        if any(_within(self.op_names.get(name, ""), "optimizer") for name in value.readers):
+            return True
+        sums = (name for name in value.readers if self.adds(name))
+        after = [*self.handed_on(value), *(made for name in sums for made in self.made_by.get(name, ()))]
+        return any(self.reaches_optimizer(other, seen) for other in after if id(other) not in seen)
+
+    def adds(self, instruction: str) -> bool:
+        """Says whether an instruction adds arrays up outside of the model, the loss and the optimizer."""
+        name = self.op_names.get(instruction, "")
+        return name.endswith("/add") and not any(_within(name, scope) for scope in SCOPES)
+
+
+PURPOSES = {"optimizer": "optimizer", "loss": "loss", "model": "activations"}
+SCOPES = tuple(PURPOSES)
+
+
+def _within(op_name: str, scope: str) -> bool:
+    """Says whether an op_name ("jit(train_step)/transpose(jvp(model))/mlp/mul") lies within a scope."""
+    return re.search(rf"[/(]{scope}[/)]", op_name) is not None
