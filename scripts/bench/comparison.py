@@ -21,6 +21,11 @@ def share(blocks: list[tuple[int, str]], contenders: list[str], gpu: int, gpus: 
     return [(turn, name) for turn, name in blocks if (contenders.index(name) + turn) % gpus == gpu]
 
 
+def device_kind(blocks: list[Block]) -> str:
+    """Returns the GPU's name as the blocks tell it, empty if none has run."""
+    return next((block["line"]["device"]["kind"] for block in blocks if "line" in block), "")
+
+
 def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: float | None) -> dict:
     """Returns {contender: row}, averaged over its blocks.
 
