@@ -75,8 +75,9 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
         state, metrics = built.compiled(state, next(batches))
         return metrics
 
-    seconds = (arguments.warmup_seconds, arguments.timed_seconds)
-    timing = harness.timed(dispatch, jax.device_get, *seconds, arguments.steps)
+    timing = harness.timed(
+        dispatch, jax.device_get, arguments.warmup_seconds, arguments.timed_seconds, arguments.steps
+    )
     shape, values = built.config.model, timing.values
     tokens = statistics.fmean(int(step["tokens"]) for step in values)
     span = statistics.fmean(float(step["attention_span"]) for step in values)
