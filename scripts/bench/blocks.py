@@ -68,19 +68,16 @@ def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
     path = os.pathsep.join(filter(None, [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     one = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
     environment = os.environ | NO_MULTICAST | one | {"PYTHONPATH": path}
-    pipe = subprocess.PIPE
-    block = subprocess.Popen(
-        command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=limit is not None
-    )
-    try:
-        output, errors = block.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took more than {limit:.0f} s"}
-    finally:
-        if limit is not None:  # a session of its own: nothing else is in its group
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(block.pid, signal.SIGKILL)
-            block.wait()
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=limit is not None, **settings) as block:
+        try:
+            output, errors = block.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"error": f"took more than {limit:.0f} s"}
+        finally:
+            if limit is not None:  # a session of its own: nothing else is in its group
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(block.pid, signal.SIGKILL)
     lines = output.strip().splitlines()
     if block.returncode == 0 and lines:
         return {"line": json.loads(lines[-1])}

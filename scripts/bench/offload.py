@@ -122,12 +122,12 @@ DEFAULT = [
 ]
 NOTES = """\
 A ratio is one of tokens per second to the row named after it; it is bold if it may be claimed: it differs
-from 1 by more than twice the larger A-A spread. MFU counts needed FLOPs over the data sheet's dense bf16 peak.
-`host` is what the machine's memory in use grew by, at most, while the block ran.
-Peers have float32 master weights and moments; jaxthru's format is in its settings (split_master: exact float32
-master, bfloat16 moments; split_master_float32: float32 moments). All recompute each layer from its input,
-take micro-batches of 16k tokens, clip to the global norm (jaxthru by the previous step's with clip_rule
-previous) and skip updates that are not finite.
+from 1 by more than twice the larger A-A spread. MFU counts needed FLOPs over the data sheet's dense bf16
+peak. `host` is what the machine's memory in use grew by, at most, while the block ran.
+Peers have float32 master weights and moments; jaxthru's format is in its settings (split_master: exact
+float32 master, bfloat16 moments; split_master_float32: float32 moments). All recompute each layer from its
+input, take micro-batches of 16k tokens (the largest models 8k), clip to the global norm (with clip_rule
+previous: to the previous step's) and skip updates that are not finite.
 """
 
 

@@ -68,7 +68,7 @@ def micro_batches(tokens: torch.Tensor, targets: torch.Tensor, rows: int) -> lis
 
 def one_process() -> None:
     """Starts torch.distributed with this process alone."""
-    backend = "cpu:gloo,cuda:nccl" if torch_step.device().type == "cuda" else "gloo"
+    backend = "nccl" if torch_step.device().type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
 
 
