@@ -128,6 +128,44 @@ def test_fp8_is_judged_by_pairs_of_the_same_seed(bench):
     assert bench("fp8_loss").compare([run(4.0)], [run(4.0)])["all_steps"]["standard_error"] is None
 
 
+def test_steps_may_be_counted_in_place_of_seconds(bench):
+    timing = bench("harness").timed(lambda: 0, lambda value: value, 60.0, 60.0, (2, 5))
+    assert (timing.first, len(timing.seconds)) == (2, 5)
+
+
+def test_a_missing_package_is_one_line(bench):
+    with pytest.raises(SystemExit, match=r"^\S+: not installed: no_such_package$"):
+        bench("harness").need("json", "no_such_package")
+
+
+def test_offloading_is_judged_by_its_partners(bench):
+    offload = bench("offload")
+    row = {"ratios": {"a": {"ratio": 2.5}, "b": {"ratio": 2.0}}, "mfu": 0.5, "peak_hbm_gib": 66.0}
+    bars = {"ratio": 2.4, "slower": 0.15, "mfu": 0.45, "hbm_gib": 65.0}
+    of = offload.Row("llama3_8b", partners=("a", "b"), bars=bars)
+    met = {kind: offload.judge(row, of, kind)["met"] for kind in bars}
+    # Of two settings of a peer the faster counts; twice as fast is no slower.
+    assert met == {"ratio": False, "slower": True, "mfu": True, "hbm_gib": False}
+    alone = offload.judge(row | {"ratios": {}}, of, "ratio")
+    assert alone == {"bar": 2.4, "found": None, "met": None}
+
+
+def test_a_block_that_takes_too_long_is_ended_with_what_it_started(bench):
+    command = ["bash", "-c", "sleep 60 & echo $! >&2; wait"]
+    assert bench("blocks").run_block(command, "0", limit=0.5) == {"error": "took more than 0 s"}
+
+
+def test_rows_of_the_offload_benchmark_are_what_their_partners_are(bench):
+    offload = bench("offload")
+    for row in offload.ROWS.values():
+        own = offload.resolve(row, [])
+        for partner in (offload.ROWS[name] for name in row.partners):
+            other = offload.resolve(partner, [])
+            assert (own.train, own.data, own.model.layers) == (other.train, other.data, other.model.layers)
+            if not partner.peer:
+                assert (own.remat, own.optim) == (other.remat, other.optim)
+
+
 @pytest.mark.slow
 def test_two_starts_are_timed(tmp_path):
     settings = ("model.layers=1", "evaluate.rows=0", f"data.store={tmp_path / 'store'}")

@@ -21,6 +21,11 @@ def share(blocks: list[tuple[int, str]], contenders: list[str], gpu: int, gpus: 
     return [(turn, name) for turn, name in blocks if (contenders.index(name) + turn) % gpus == gpu]
 
 
+def device_kind(blocks: list[Block]) -> str:
+    """Returns the GPU's name as the blocks tell it, empty if none has run."""
+    return next((block["line"]["device"]["kind"] for block in blocks if "line" in block), "")
+
+
 def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: float | None) -> dict:
     """Returns {contender: row}, averaged over its blocks.
 
@@ -121,15 +126,15 @@ def table(found: dict[str, Row], order: list[str], base: str, peers: list[str]) 
             continue
         cells = [
             name,
-            _shown(row.get("tokens_per_second"), ",.0f"),
-            _shown(row["step_milliseconds"] if "mfu" in row else None, ".1f"),
-            _shown(row.get("tflops"), ".0f"),
-            _shown(row.get("mfu"), ".1%"),
-            _shown(row["share_of_gemm"], ".0%"),
-            _shown(row["sm_clock_mhz"], ".0f"),
-            _shown(row["power_watts"], ".0f"),
-            _shown(row["peak_hbm_gib"], ".1f"),
-            _shown(row["spread"], ".2%"),
+            shown(row.get("tokens_per_second"), ",.0f"),
+            shown(row["step_milliseconds"] if "mfu" in row else None, ".1f"),
+            shown(row.get("tflops"), ".0f"),
+            shown(row.get("mfu"), ".1%"),
+            shown(row["share_of_gemm"], ".0%"),
+            shown(row["sm_clock_mhz"], ".0f"),
+            shown(row["power_watts"], ".0f"),
+            shown(row["peak_hbm_gib"], ".1f"),
+            shown(row["spread"], ".2%"),
         ]
         best = best_peer(found, peers, row["precision"])
         for other in (base, best):
@@ -141,5 +146,6 @@ def table(found: dict[str, Row], order: list[str], base: str, peers: list[str]) 
     return "\n".join(lines)
 
 
-def _shown(value: float | None, form: str) -> str:
+def shown(value: float | None, form: str) -> str:
+    """Returns a table's cell, empty for what is not known."""
     return "" if value is None else format(value, form)

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -88,17 +89,19 @@ def timed(
     finish: Callable[[Any], Any],
     warmup_seconds: float,
     timed_seconds: float,
+    steps: tuple[int, int] | None = None,
 ) -> Timing:
     """Times steps under load, the next one dispatched before the last one is waited for.
 
     dispatch: starts a step and returns what `finish` waits for; `finish` returns the step's values.
+    steps: how many to warm up with and to time, where seconds would ask for too many of a large model's.
     """
     previous = None
 
-    def run_for(seconds: float) -> list[tuple[float, Any]]:
+    def run_for(seconds: float, least: int = 3) -> list[tuple[float, Any]]:
         nonlocal previous
         done, began, clock = [], time.perf_counter(), time.perf_counter()
-        while time.perf_counter() - began < seconds or len(done) < 3:
+        while time.perf_counter() - began < seconds or len(done) < least:
             started = dispatch()
             if previous is not None:
                 values = finish(previous)
@@ -108,11 +111,14 @@ def timed(
             previous = started
         return done
 
-    first = len(run_for(0.0))  # whatever is compiled at the first call is no part of the warm-up
-    first += len(run_for(warmup_seconds))
+    if steps:
+        first, timed_seconds = len(run_for(0.0, steps[0])), 0.0
+    else:
+        first = len(run_for(0.0))  # whatever is compiled at the first call is no part of the warm-up
+        first += len(run_for(warmup_seconds))
     with Clocks() as clocks:
-        steps = run_for(timed_seconds)
-    seconds, values = zip(*steps, strict=True)
+        done = run_for(timed_seconds, steps[1] if steps else 3)
+    seconds, values = zip(*done, strict=True)
     return Timing(list(seconds), list(values), first, clocks.mhz, clocks.watts)
 
 
@@ -163,6 +169,19 @@ class Shape:
 
 ROPE_THETA = 500_000.0
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+def need(*packages: str) -> None:
+    """Ends the script with one line if a package is not installed."""
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        sys.exit(f"{Path(sys.argv[0]).name}: not installed: {', '.join(missing)}")
+
+
+def keep_stdout() -> None:
+    """Leaves stdout to the result: what else is printed to it, by C code too, goes to stderr."""
+    result = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(result, "w")
 
 
 def add_seconds(parser: argparse.ArgumentParser, warmup: float = 20.0, timed: float = 40.0) -> None:

@@ -10,34 +10,20 @@ another shows as A-A spread and favours nobody.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import json
-import os
 import shlex
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
+import blocks
 import comparison
 import harness
-import numpy as np
 
 from jaxthru import config as configuration
-from jaxthru.data.loader import open_data
-from jaxthru.data.state import DataState
 from jaxthru.models import flops
 from jaxthru.runtime import hardware
-from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.xla import NO_MULTICAST
-
-# Relative, so that commands are recorded as one types them.
-HERE, ROOT = (Path(os.path.relpath(Path(__file__).resolve().parents[up])) for up in (0, 2))
-BATCHES = 64  # distinct ones, which causal contenders take in turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,74 +98,17 @@ def command_of(contender: Contender, arguments: argparse.Namespace, tokens: Path
         words += ["--config", arguments.config, *(w for text in arguments.overrides for w in ("--set", text))]
     if contender.script == "step.py":
         words.append("--keep-compiled")
-    return [sys.executable, str(HERE / contender.script), *words]
-
-
-def run_block(command: list[str], gpu: str) -> dict:
-    """Runs one block in its own process on one GPU; returns {"line": ...} or {"error": ...}."""
-    path = os.pathsep.join(filter(None, [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    one = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
-    environment = os.environ | NO_MULTICAST | one | {"PYTHONPATH": path}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = ended.stdout.strip().splitlines()
-    if ended.returncode == 0 and lines:
-        return {"line": json.loads(lines[-1])}
-    print("\n".join(ended.stderr.strip().splitlines()[-12:]), file=sys.stderr)
-    told = [line for line in ended.stderr.splitlines() if line.strip()] or ["no output"]
-    return {"error": f"exit code {ended.returncode}: {told[-1].strip()[:300]}"}
-
-
-def brief(outcome: dict) -> str:
-    """Returns a block's outcome in a line."""
-    shown = ("tokens_per_second", "tflops", "step_seconds", "sm_clock_mhz", "power_watts", "loss", "settings")
-    line = outcome.get("line", {})
-    return outcome.get("error") or ", ".join(f"{key} {line[key]}" for key in shown if line.get(key))
-
-
-def ask(*command: str) -> str | None:
-    """Returns what a command prints, None if it fails or is not there."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def write_tokens(config: configuration.RunConfig, path: Path) -> None:
-    """Writes the tokens of a run's first batches, int32 [batches, rows, sequence]."""
-    data = open_data(config.data)
-    schedule = DataState(0, ((0, data.mixing),), data.keys).schedule
-    train = config.train
-    with data.train_batches(schedule, seed=train.seed, rows=train.rows, steps=BATCHES) as batches:
-        np.save(path, np.stack([batch["tokens"] for batch in batches]))
-
-
-def record_of(arguments: argparse.Namespace) -> dict:
-    """Returns the record in --output, or a new one. Exits if that one is of another comparison."""
-    settings = {
-        "benchmark": "one_gpu",
-        "config": Path(arguments.config).stem,
-        "set": arguments.overrides,
-        "warmup_seconds": arguments.warmup_seconds,
-        "timed_seconds": arguments.timed_seconds,
-        "commit": ask("git", "-C", str(HERE), "rev-parse", "HEAD"),
-    }
-    if not arguments.output.exists():
-        return settings | {"blocks": []}
-    record = json.loads(arguments.output.read_text())
-    changed = [key for key, value in settings.items() if record.get(key) != value]
-    if changed:
-        sys.exit(f"one_gpu.py: {arguments.output} holds another comparison: {', '.join(changed)} differ")
-    return record
+    return [sys.executable, str(blocks.HERE / contender.script), *words]
 
 
 def summarise(record: dict, config: configuration.RunConfig) -> str:
     """Adds the summary to the record and returns what is printed of it."""
-    blocks = record["blocks"]
-    kind = next((block["line"]["device"]["kind"] for block in blocks if "line" in block), "")
+    done = record["blocks"]
+    kind = comparison.device_kind(done)
     needed = functools.partial(flops.train_flops, config.model)
     precision = {name: contender.precision for name, contender in CONTENDERS.items()}
     peers = [name for name, contender in CONTENDERS.items() if contender.is_peer and name != "plain_jax"]
-    found = comparison.rows(blocks, precision, needed, hardware.data_sheet_flops(kind))
+    found = comparison.rows(done, precision, needed, hardware.data_sheet_flops(kind))
     rated = [name for name, row in found.items() if "tokens_per_second" in row]
     record["summary"] = {
         "rows": found,
@@ -187,7 +116,7 @@ def summarise(record: dict, config: configuration.RunConfig) -> str:
             own: {other: comparison.ratio(found[own], found[other]) for other in rated if other != own}
             for own in rated
         },
-        "packed_saving": comparison.packed_saving(found, blocks, config.model.layers),
+        "packed_saving": comparison.packed_saving(found, done, config.model.layers),
     }
     told = [comparison.table(found, list(CONTENDERS), BASE, peers), NOTES]
     if saving := record["summary"]["packed_saving"]:
@@ -195,12 +124,12 @@ def summarise(record: dict, config: configuration.RunConfig) -> str:
             "packed rows: {rate_over_causal:.3f} of the causal rate; {measured_milliseconds:.1f} ms saved of "
             "{predicted_milliseconds:.1f} ms predicted ({measured_over_predicted:.0%})".format(**saving)
         )
-    machines = sorted({str(block["gpu"]) for block in blocks if "line" in block})
+    machines = sorted({str(block["gpu"]) for block in done if "line" in block})
     if len(machines) > 1:
         told.append(f"These blocks ran on {len(machines)} different GPUs: {', '.join(machines)}.")
-    errors = {block["contender"]: block["error"] for block in blocks if "error" in block}
+    errors = {block["contender"]: block["error"] for block in done if "error" in block}
     told += [f"{name} failed: {error}" for name, error in errors.items()]
-    skipped = sorted({block["contender"] for block in blocks if block.get("line", {}).get("skipped_updates")})
+    skipped = sorted({block["contender"] for block in done if block.get("line", {}).get("skipped_updates")})
     told += [f"{name} skipped updates: a loss or a gradient was not finite." for name in skipped]
     return "\n\n".join(told)
 
@@ -208,68 +137,38 @@ def summarise(record: dict, config: configuration.RunConfig) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON; finished blocks are kept and not run again")
-    add("--config", default=str(ROOT / "configs" / "llama3_8b_8layer.py"))
+    add("--config", default=str(blocks.ROOT / "configs" / "llama3_8b_8layer.py"))
     add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--contenders", default=",".join(DEFAULT), help=f"of {', '.join(CONTENDERS)}")
-    add("--rounds", type=int, default=2)
-    add("--gpus", type=int, default=1, help="of this host to use at once, one block each")
-    add("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help="start no block after it")
-    add("--torch-python", default=sys.executable, help="a Python that has PyTorch, if this one has not")
+    blocks.add_arguments(parser)
     harness.add_seconds(parser, 20.0, 20.0)
     arguments = parser.parse_args()
-    began = time.monotonic()
-    names = arguments.contenders.split(",")
-    if unknown := [name for name in names if name not in CONTENDERS]:
-        parser.error(f"--contenders: {', '.join(unknown)}: not of {', '.join(CONTENDERS)}")
+    names = blocks.chosen(parser, "--contenders", arguments.contenders, list(CONTENDERS))
     arguments.resolved = configuration.load(arguments.config, arguments.overrides)
-    record = record_of(arguments)
-    left = comparison.missing(names, arguments.rounds, record["blocks"])
-    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(arguments.gpus)))).split(",")
-    if len(visible) < arguments.gpus:
-        parser.error(f"--gpus {arguments.gpus}: CUDA_VISIBLE_DEVICES shows {len(visible)}")
-    writing = threading.Lock()
-
-    def work(number: int, tokens: Path) -> None:
-        """Runs the blocks that are this GPU's."""
-        gpu = visible[number]
-        identity = ask("nvidia-smi", f"--id={gpu}", "--query-gpu=uuid", "--format=csv,noheader")
-        for turn, name in comparison.share(left, names, number, arguments.gpus):
-            if time.monotonic() - began > arguments.stop_after:
-                return
-            command = command_of(CONTENDERS[name], arguments, tokens)
-            started = time.monotonic()
-            outcome = run_block(command, gpu)
-            took = time.monotonic() - started
-            print(f"round {turn} {name}, {took:.0f} s: {brief(outcome)}", flush=True)
-            of_block = {
-                "contender": name,
-                "round": turn,
-                "gpu": identity,
-                "seconds": round(took, 1),
-                **outcome,
-            }
-            with writing:
-                kept = [b for b in record["blocks"] if (b["contender"], b["round"]) != (name, turn)]
-                record["blocks"] = [*kept, of_block | {"command": shlex.join(["python", *command[1:]])}]
-                record["command"] = shlex.join(["python", *sys.argv])
-                summarise(record, arguments.resolved)
-                arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(arguments.output, json.dumps(record, indent=2) + "\n")
-
+    settings = {
+        "benchmark": "one_gpu",
+        "config": Path(arguments.config).stem,
+        "set": arguments.overrides,
+        "warmup_seconds": arguments.warmup_seconds,
+        "timed_seconds": arguments.timed_seconds,
+        "commit": blocks.commit(),
+    }
+    record = blocks.record_of(arguments.output, settings)
+    left = len(comparison.missing(names, arguments.rounds, record["blocks"]))
     if left:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            concurrent.futures.ThreadPoolExecutor(arguments.gpus) as pool,
-        ):
+        with tempfile.TemporaryDirectory() as folder:
             tokens = Path(folder) / "tokens.npy"
-            write_tokens(arguments.resolved, tokens)
-            for ended in [pool.submit(work, number, tokens) for number in range(arguments.gpus)]:
-                ended.result()
-    left = comparison.missing(names, arguments.rounds, record["blocks"])
+            blocks.write_tokens(arguments.resolved, tokens)
+            left = blocks.run_missing(
+                record,
+                names,
+                arguments,
+                lambda name: command_of(CONTENDERS[name], arguments, tokens),
+                lambda: summarise(record, arguments.resolved),
+            )
     print(summarise(record, arguments.resolved))
     if left:
-        print(f"\n{len(left)} blocks are missing: run the same command again.")
+        print(f"\n{left} blocks are missing: run the same command again.")
     return 0
 
 

@@ -66,7 +66,7 @@ def documents(built: Build, steps: range) -> dict:
     }
 
 
-def measure(built: Build, batches: Iterator[Batch], warmup_seconds: float, timed_seconds: float) -> dict:
+def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespace) -> dict:
     """Returns what the steps took and did."""
     state = built.first_state()
 
@@ -75,7 +75,9 @@ def measure(built: Build, batches: Iterator[Batch], warmup_seconds: float, timed
         state, metrics = built.compiled(state, next(batches))
         return metrics
 
-    timing = harness.timed(dispatch, jax.device_get, warmup_seconds, timed_seconds)
+    timing = harness.timed(
+        dispatch, jax.device_get, arguments.warmup_seconds, arguments.timed_seconds, arguments.steps
+    )
     shape, values = built.config.model, timing.values
     tokens = statistics.fmean(int(step["tokens"]) for step in values)
     span = statistics.fmean(float(step["attention_span"]) for step in values)
@@ -103,6 +105,7 @@ def main() -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     harness.add_seconds(parser)
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("WARMUP", "TIMED"), help="in place of seconds")
     parser.add_argument("--causal-rows", type=Path, metavar="FILE", help="an .npy of rows, each one document")
     parser.add_argument("--keep-compiled", action="store_true", help="start from a compiled step if kept")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
@@ -126,7 +129,7 @@ def main() -> int:
         "benchmark": "step",
         "config": Path(arguments.config).stem,
         "set": arguments.overrides,
-        **measure(built, batches, arguments.warmup_seconds, arguments.timed_seconds),
+        **measure(built, batches, arguments),
         "compile_seconds": round(built.compile_seconds, 2),
         **harness.provenance(),
     }

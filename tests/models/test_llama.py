@@ -189,6 +189,9 @@ PUBLISHED = {
     "mistral_7b": 7_248_023_552,
     "qwen3_0_6b": 596_049_920,
     "qwen3_8b": 8_190_735_360,
+    # jaxthru's own shapes: what their files say.
+    "llama_13b": 14_001_525_760,
+    "llama_30b": 30_643_279_872,
 }
 
 

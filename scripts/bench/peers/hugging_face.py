@@ -19,7 +19,10 @@ AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
 
 
 def build(arguments) -> LlamaForCausalLM:
-    """Returns the model in float32, in training mode, without gradient checkpointing."""
+    """Returns the model in float32, in training mode, without gradient checkpointing.
+
+    arguments: the shape's, and `masks`.
+    """
     shape = harness.Shape.of(arguments)
     config = LlamaConfig(
         hidden_size=shape.embed,

@@ -10,8 +10,10 @@ Where PyTorch leaves a choice, the faster one is taken:
 import argparse
 import contextlib
 import itertools
+from collections.abc import Iterator
 
 import harness
+import numpy as np
 import torch
 from torch import nn
 
@@ -66,12 +68,7 @@ def measure(loss_of, model: nn.Module, arguments: argparse.Namespace, **packages
         fused=True,
     )
     rows = harness.rows_of(arguments)
-    endless = harness.causal_batches(rows)
-    batches = []  # on the device beforehand: loading costs the peers nothing
-    for tokens, targets, mask in itertools.islice(endless, len(rows)):
-        masked = torch.from_numpy(targets).long().masked_fill(torch.from_numpy(mask) == 0, -100)
-        batches.append((torch.from_numpy(tokens).long().to(where), masked.to(where)))
-    batches = itertools.cycle(batches)
+    batches = causal_batches(rows)
     skipped = torch.zeros((), device=where)
 
     def dispatch():
@@ -101,14 +98,34 @@ def measure(loss_of, model: nn.Module, arguments: argparse.Namespace, **packages
     with attention_by(arguments.attention if where.type == "cuda" else "math"):
         timing = harness.timed(dispatch, finish, arguments.warmup_seconds, arguments.timed_seconds)
     settings = ("compile", "mode", "residual", "attention", "masks", "float8")
-    on_gpu = where.type == "cuda"
+    settings = {name: getattr(arguments, name) for name in settings if hasattr(arguments, name)}
+    return result(timing, rows, parameters, settings, **packages)
+
+
+def causal_batches(rows: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields (tokens, targets) for ever, -100 for masked targets. rows: int32 [batches, rows, sequence].
+
+    All lie on the device beforehand: loading costs the peers nothing.
+    """
+    batches = []
+    for tokens, targets, mask in itertools.islice(harness.causal_batches(rows), len(rows)):
+        masked = torch.from_numpy(targets).long().masked_fill(torch.from_numpy(mask) == 0, -100)
+        batches.append((torch.from_numpy(tokens).long().to(device()), masked.to(device())))
+    return itertools.cycle(batches)
+
+
+def result(
+    timing: harness.Timing, rows: np.ndarray, parameters: list, settings: dict, **packages: str
+) -> dict:
+    """Returns the line of a peer whose steps return (loss, gradient norm, skipped updates)."""
+    on_gpu = device().type == "cuda"
     return {
         **timing.line(rows[0].size),
         "attention_span_per_token": rows.shape[2],
         "loss": [timing.values[0][0], timing.values[-1][0]],
         "skipped_updates": int(timing.values[-1][2]),
         "peak_hbm_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "settings": {name: getattr(arguments, name) for name in settings if hasattr(arguments, name)},
+        "settings": settings,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "device": {"kind": torch.cuda.get_device_name() if on_gpu else "cpu", "count": 1},
         "versions": {"torch": torch.__version__, "triton": harness.versions("triton")["triton"], **packages},

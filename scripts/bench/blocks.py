@@ -1,0 +1,196 @@
+"""Runs the blocks of a comparison: a process each, in turns; finished ones are kept in a file."""
+
+import argparse
+import concurrent.futures
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import comparison
+import numpy as np
+
+from jaxthru.config import RunConfig
+from jaxthru.data.loader import open_data
+from jaxthru.data.state import DataState
+from jaxthru.runtime.atomic import write_atomically
+from jaxthru.runtime.xla import NO_MULTICAST
+
+# Relative, so that commands are recorded as one types them.
+HERE, ROOT = (Path(os.path.relpath(Path(__file__).resolve().parents[up])) for up in (0, 2))
+BATCHES = 64  # distinct ones, which causal contenders take in turn
+
+
+class HostMemory:
+    """The most host memory in use (GiB) while the block runs, above what was in use before it.
+
+    Taken from the whole machine, since pinned memory may not count as a process's own. None without /proc.
+    """
+
+    def __enter__(self):
+        self.gib, self.before, self.most = None, _used_bytes(), 0
+        self.ended = threading.Event()
+        self.sampler = threading.Thread(target=self._sample, daemon=True)
+        self.sampler.start()
+        return self
+
+    def _sample(self) -> None:
+        while self.before is not None and not self.ended.wait(0.5):
+            self.most = max(self.most, _used_bytes())
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.sampler.join()
+        if self.before is not None:
+            self.gib = round(max(self.most - self.before, 0) / 2**30, 1)
+
+
+def _used_bytes() -> int | None:
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:
+        return None
+    return 1024 * (int(fields["MemTotal"].split()[0]) - int(fields["MemAvailable"].split()[0]))
+
+
+def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
+    """Runs one block in its own process on one GPU; returns {"line": ...} or {"error": ...}.
+
+    limit: seconds after which it is ended, with the processes that it started.
+    """
+    path = os.pathsep.join(filter(None, [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    one = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
+    environment = os.environ | NO_MULTICAST | one | {"PYTHONPATH": path}
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=limit is not None, **settings) as block:
+        try:
+            output, errors = block.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"error": f"took more than {limit:.0f} s"}
+        finally:
+            if limit is not None:  # a session of its own: nothing else is in its group
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(block.pid, signal.SIGKILL)
+    lines = output.strip().splitlines()
+    if block.returncode == 0 and lines:
+        return {"line": json.loads(lines[-1])}
+    print("\n".join(errors.strip().splitlines()[-12:]), file=sys.stderr)
+    told = [line for line in errors.splitlines() if line.strip()] or ["no output"]
+    return {"error": f"exit code {block.returncode}: {told[-1].strip()[:300]}"}
+
+
+def brief(outcome: dict) -> str:
+    """Returns a block's outcome in a line."""
+    shown = ("tokens_per_second", "tflops", "step_seconds", "sm_clock_mhz", "power_watts", "loss", "settings")
+    line = outcome.get("line", {})
+    return outcome.get("error") or ", ".join(f"{key} {line[key]}" for key in shown if line.get(key))
+
+
+def ask(*command: str) -> str | None:
+    """Returns what a command prints, None if it fails or is not there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def commit() -> str | None:
+    return ask("git", "-C", str(HERE), "rev-parse", "HEAD")
+
+
+def write_tokens(config: RunConfig, path: Path, batches: int = BATCHES) -> None:
+    """Writes the tokens of a run's first batches, int32 [batches, rows, sequence]."""
+    data = open_data(config.data)
+    schedule = DataState(0, ((0, data.mixing),), data.keys).schedule
+    train = config.train
+    with data.train_batches(schedule, seed=train.seed, rows=train.rows, steps=batches) as steps:
+        np.save(path, np.stack([batch["tokens"] for batch in steps]))
+
+
+def record_of(output: Path, settings: dict) -> dict:
+    """Returns the record in `output`, or a new one. Exits if that one is of another comparison."""
+    if not output.exists():
+        return settings | {"blocks": []}
+    record = json.loads(output.read_text())
+    changed = [key for key, value in settings.items() if record.get(key) != value]
+    if changed:
+        name = f"{settings['benchmark']}.py"
+        sys.exit(f"{name}: {output} holds another comparison: {', '.join(changed)} differ")
+    return record
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `run_missing` needs to know."""
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="JSON; finished blocks are kept and not run again")
+    add("--rounds", type=int, default=2)
+    add("--gpus", type=int, default=1, help="of this host to use at once, one block each")
+    add("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help="start no block after it")
+    add("--torch-python", default=sys.executable, help="a Python that has PyTorch, if this one has not")
+
+
+def chosen(parser: argparse.ArgumentParser, option: str, text: str, known: list[str]) -> list[str]:
+    """Returns the names in `text`, an option's value; ends with the parser's error if one is not known."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"{option}: {', '.join(unknown)}: not of {', '.join(known)}")
+    return names
+
+
+def run_missing(
+    record: dict,
+    names: list[str],
+    arguments: argparse.Namespace,
+    command_of: Callable[[str], list[str]],
+    summarise: Callable[[], str],
+    limit: float | None = None,
+) -> int:
+    """Runs the blocks that the record lacks and writes it after each; returns how many are missing still.
+
+    command_of: contender -> its command line; summarise: completes the record. limit: seconds of a block.
+    """
+    began = time.monotonic()
+    left = comparison.missing(names, arguments.rounds, record["blocks"])
+    gpus = arguments.gpus
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
+    if len(visible) < gpus:
+        sys.exit(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES shows {len(visible)}")
+    writing = threading.Lock()
+
+    def work(number: int) -> None:
+        """Runs the blocks that are this GPU's."""
+        gpu = visible[number]
+        identity = ask("nvidia-smi", f"--id={gpu}", "--query-gpu=uuid", "--format=csv,noheader")
+        for turn, name in comparison.share(left, names, number, gpus):
+            if time.monotonic() - began > arguments.stop_after:
+                return
+            command = command_of(name)
+            started = time.monotonic()
+            with HostMemory() as host:
+                outcome = run_block(command, gpu, limit)
+            took = time.monotonic() - started
+            print(f"round {turn} {name}, {took:.0f} s: {brief(outcome)}", flush=True)
+            block = {"contender": name, "round": turn, "gpu": identity, "seconds": round(took, 1)}
+            if gpus == 1:  # else others' memory is in it
+                block["host_gib"] = host.gib
+            block |= outcome | {"command": shlex.join(["python", *command[1:]])}
+            with writing:
+                kept = [b for b in record["blocks"] if (b["contender"], b["round"]) != (name, turn)]
+                record["blocks"] = [*kept, block]
+                record["command"] = shlex.join(["python", *sys.argv])
+                summarise()
+                arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(arguments.output, json.dumps(record, indent=2) + "\n")
+
+    if left:
+        with concurrent.futures.ThreadPoolExecutor(gpus) as pool:
+            for ended in [pool.submit(work, number) for number in range(gpus)]:
+                ended.result()
+    return len(comparison.missing(names, arguments.rounds, record["blocks"]))
