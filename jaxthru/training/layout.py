@@ -3,7 +3,7 @@
 In memory a tree named "layers" is a tuple of per-layer trees (unrolled) or one tree whose arrays carry a
 leading layer dim (scanned). On disk it is always {"0": tree, "1": tree, ...}, so that a checkpoint of either
 restores into the other. Everything else keeps its place; named tuples become dicts of their fields, and
-nodes without arrays (Optax's EmptyState) leave no trace.
+nodes without arrays (slots that a parameter has not) leave no trace.
 
 Leaves are converted one at a time: at most one stacked array exists twice on a device.
 """

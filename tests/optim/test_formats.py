@@ -59,8 +59,8 @@ def test_split_gives_every_bit_back():
     np.testing.assert_array_equal(back, bits)
     # The weight is a nearest bfloat16: no other is closer.
     ordinary = np.isfinite(np.asarray(weight, np.float32)) & (np.abs(np.asarray(master)) > 1e-30)
-    exact, narrow = (np.asarray(x, np.float64)[ordinary] for x in (master, weight))
-    nearest = np.asarray(master.astype(jnp.bfloat16), np.float64)[ordinary]
+    each = master, weight, master.astype(jnp.bfloat16)
+    exact, narrow, nearest = (np.asarray(x, np.float32)[ordinary].astype(np.float64) for x in each)
     np.testing.assert_array_equal(np.abs(narrow - exact), np.abs(nearest - exact))
 
 
@@ -73,7 +73,7 @@ def test_stochastic_rounding_has_the_right_mean():
     np.testing.assert_array_equal(rounded[:, :3], np.broadcast_to(exact[:3], (4000, 3)))
     step = np.abs(rounded - exact).max(0)
     assert all(len(np.unique(column)) <= 2 for column in rounded.T)
-    assert (np.abs(rounded.mean(0) - exact) <= 4 * step / np.sqrt(4000)).all()
+    assert (np.abs(rounded.mean(0) - exact) <= 4 * step / np.sqrt(4000) + 1e-6).all()
 
 
 def test_keys_differ_by_part_and_update():
