@@ -64,7 +64,7 @@ def peak(text: str) -> float:
     ],
 )
 def test_peaks_are_those_measured_on_an_h200(name, overrides, measured):
-    """Measured: scripts/bench/results, and the docstring of the last configuration."""
+    """Measured: see docs/memory.md."""
     done = command("--config", f"configs/{name}.py", *overrides)
     assert done.returncode == 0, done.stderr
     assert abs(peak(done.stdout) / measured - 1) < 0.005
