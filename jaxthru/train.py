@@ -63,6 +63,10 @@ class Build:
         make = init_by_parts if self.config.offload.layered else sharded_init
         return make(model, optimizer, self.abstract, self.config.train.seed)
 
+    def settled(self, state: State) -> State:
+        """Returns a state with all of its updates made: a layered step leaves some to the next."""
+        return self.compiled.settled(state) if isinstance(self.compiled, LayeredStep) else state
+
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
         check_batch(batch, len(batch["tokens"]), self.config.data.sequence)
@@ -186,12 +190,14 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
             if evaluation.due(step, last) or checkpointer.should_save(step, last):
                 account.settle()  # a checkpoint never runs ahead of the record
                 trace.after(step)
+                state = built.settled(state)
                 if evaluation.due(step, last):
                     evaluate(step)
                 if checkpointer.should_save(step, last):
                     save(step)
         account.settle()
         trace.close()
+        state = built.settled(state)
         if step < steps:
             save(step)
             log.info("stopped after step %d; the state is saved", step)

@@ -7,180 +7,37 @@ up for one layer at a time, and may be used at once.
 Shapes: M micro-batches, R rows of one, T tokens, D embed.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxthru.models.bind import Model, Substituted, from_parts, parts, wide_stand_in, widened
-from jaxthru.optim.formats import rounding_key
+from jaxthru.models.bind import Model, from_parts, parts
 from jaxthru.optim.optimizer import Optimizer
 from jaxthru.training.loss import Batch, Metrics
-from jaxthru.training.offload import HOST, OffloadConfig, Pace, fetched, hosted, move, on_device
+from jaxthru.training.offload import HOST, Fetched, OffloadConfig, Pace, Stores, hosted, move, on_device
+from jaxthru.training.programs import Programs
 from jaxthru.training.state import State, first_state
-from jaxthru.training.step import Step, token_weight
+from jaxthru.training.step import Step
 
 Tree = Any
 EMBEDDING, HEAD, LAYERS = 0, 1, 2
 """Where `parts` has the embedding, the head and the first layer."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Programs:
-    """The functions that a step is made of, each to be compiled."""
+class Pending(NamedTuple):
+    """An update whose gradients have got their norm, and whose parts wait for the next forward pass to come
+    by: what then moves to and from the host does so beside the layers' compute.
 
-    step: Step
+    known: the last arguments of `Programs.update` but the index. slots, gradients: on their way, in the order
+    of the forward pass.
+    """
 
-    @property
-    def model(self):
-        return self.step.objective.model
-
-    def begin(self, batch: Batch) -> tuple[Batch, Any, jax.Array]:
-        """Returns the batch in micro-batches [M, R, T], what layers need of each, and one token's weight."""
-        batch_MRT = jax.tree.map(self.step.split, batch)
-        most = self.step.objective.max_segments
-        return (
-            batch_MRT,
-            jax.lax.map(lambda part: self.model.context(part, most), batch_MRT),
-            token_weight(batch),
-        )
-
-    def embed(self, tree: Tree, batch_MRT: Batch, context: Any) -> jax.Array:
-        """Returns the first layer's input [M, R, T, D]."""
-        one = lambda each: self.model.embed(tree, each[0], each[1])  # noqa: E731
-        return jax.lax.map(one, (batch_MRT["tokens"], context))
-
-    def forward(self, tree: Tree, x_MRTD: jax.Array, context: Any) -> tuple[jax.Array, list, jax.Array]:
-        """Returns a layer's output, what its backward pass needs beside its input, and a scalar that is there
-        when they are."""
-
-        def one(each):
-            y_RTD, pullback = self._layer(tree, *each)
-            return y_RTD, _residuals(pullback, (tree, *each))
-
-        y_MRTD, kept = jax.lax.map(one, (x_MRTD, context))
-        return y_MRTD, kept, y_MRTD[0, 0, 0, 0]
-
-    def backward(
-        self, tree: Tree, x_MRTD: jax.Array, kept: list, dy_MRTD: jax.Array, context: Any, squares: jax.Array
-    ) -> tuple[jax.Array, Tree, jax.Array]:
-        """Returns the gradient of a layer's input, those of its parameters, and the sum of squares so far."""
-
-        def one(each):
-            *inputs, kept, dy_RTD = each
-            # What the forward pass kept takes the place of what computing it again would give, which is then
-            # dead code.
-            _, pullback = self._layer(tree, *inputs)
-            gradients, dx_RTD = _with_residuals(pullback, kept, (tree, *inputs))(dy_RTD)
-            return gradients, dx_RTD
-
-        gradients, dx_MRTD = _accumulated(one, (x_MRTD, context, kept, dy_MRTD))
-        if self.held:
-            gradients = jax.tree.map(
-                lambda sum_, like: sum_.astype(like.dtype), gradients, self.model.layer_stand_ins(tree)
-            )
-        return dx_MRTD, gradients, squares + _squares(gradients)
-
-    def head(
-        self, tree: Tree, table: Tree, x_MRTD: jax.Array, batch_MRT: Batch, weight: jax.Array
-    ) -> tuple[Metrics, jax.Array, Tree, Tree, jax.Array]:
-        """Returns the sums for the record, the gradients of the last layer's output, of the head and of the
-        embedding's table, and the sum of the head's squares. table: None unless it is the output matrix."""
-        trees = {"head": tree} | ({} if table is None else {"embedding": table})
-        stand_ins = jax.tree.map(wide_stand_in, trees)
-
-        def one(each):
-            x_RTD, batch = each
-
-            def loss(stand_ins, x_RTD):
-                params = widened(trees, stand_ins)
-                hidden_RTD = self.model.head.apply(params["head"], x_RTD)
-                return self.step.objective.of_hidden(params, hidden_RTD, batch, weight)
-
-            (_, sums), (gradients, dx_RTD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(stand_ins, x_RTD)
-            return (sums, gradients), dx_RTD
-
-        (sums, gradients), dx_MRTD = _accumulated(one, (x_MRTD, batch_MRT))
-        d_head = gradients["head"]
-        return sums, dx_MRTD, d_head, gradients.get("embedding"), _squares(d_head)
-
-    def embed_backward(
-        self,
-        tree: Tree,
-        batch_MRT: Batch,
-        context: Any,
-        dx_MRTD: jax.Array,
-        d_table: Tree,
-        squares: jax.Array,
-    ) -> tuple[Tree, jax.Array]:
-        """Returns the embedding's gradients, to which d_table is added, and the sum of squares of all."""
-
-        def one(each):
-            tokens_RT, context, dx_RTD = each
-            embed = lambda stand_ins: self.model.embed(widened(tree, stand_ins), tokens_RT, context)  # noqa: E731
-            return jax.vjp(embed, jax.tree.map(wide_stand_in, tree))[1](dx_RTD)[0], None
-
-        gradients, _ = _accumulated(one, (batch_MRT["tokens"], context, dx_MRTD))
-        if d_table is not None:
-            gradients = jax.tree.map(jnp.add, gradients, d_table)
-        return gradients, squares + _squares(gradients)
-
-    def update(
-        self,
-        weights: Tree,
-        slots: Tree,
-        gradients: Tree,
-        counters: State,
-        squares: jax.Array,
-        loss: jax.Array,
-        index: jax.Array,
-        *,
-        matrices: Tree,
-    ) -> tuple[Tree, Tree]:
-        """Returns the next weights and slots of one part. squares: of the gradients that are known. index: of
-        the part."""
-        optimizer, count, previous = self.step.optimizer, counters["count"], counters["grad_norm"]
-        norm = jnp.sqrt(squares)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        if optimizer.config.clip_rule == "previous":
-            norm = jnp.where(previous > 0, previous, norm)
-        return optimizer.update(
-            gradients,
-            weights,
-            slots,
-            count=count,
-            learning_rate=self.step.schedule(count),
-            clip_scale=optimizer.clip_scale(norm),
-            finite=finite,
-            matrices=matrices,
-            key=rounding_key(count, index),
-        )
-
-    def finish(
-        self, counters: State, batch: Batch, sums: Metrics, squares: jax.Array
-    ) -> tuple[State, Metrics]:
-        """Returns the next counters and this update's metrics."""
-        count, norm = counters["count"], jnp.sqrt(squares)
-        finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-        rate = self.step.schedule(count)
-        following, metrics = self.step.finish(counters, batch, sums, norm, rate, finite)
-        return following | {"count": count + finite.astype(jnp.int32)}, metrics
-
-    @property
-    def held(self) -> bool:
-        """Says whether all gradients wait for their norm."""
-        return self.step.optimizer.config.clip_rule == "exact"
-
-    def _layer(self, tree: Tree, x_RTD: jax.Array, context: Any) -> tuple[jax.Array, Callable]:
-        """Returns a layer's output and the function from its gradient to (gradients, dx)."""
-
-        def layer(stand_ins, x_RTD):
-            return self.model.one_layer(jax.tree.map(Substituted, tree, stand_ins), x_RTD, context)
-
-        return jax.vjp(layer, self.model.layer_stand_ins(tree), x_RTD)
+    known: tuple[State, jax.Array, jax.Array]
+    slots: Fetched
+    gradients: Fetched
 
 
 class LayeredStep:
@@ -201,6 +58,9 @@ class LayeredStep:
         )
         weights, slots = _placed(weights, self.weights_used), _placed(slots, self.slots_used)
         counters = _counters(abstract)
+        self.order = [EMBEDDING, *range(LAYERS, len(weights)), HEAD]
+        self.staging = round(config.staging_gib * 2**30)
+        self.stores = Stores(self.staging)
         self.programs = []
 
         def compile_(*arguments, **settings):
@@ -295,12 +155,15 @@ class LayeredStep:
         )
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Returns the next state and this update's metrics, as `Step` does."""
-        weights, slots = parts(state["params"]), _slots_by_part(state["opt_state"]["slots"])
-        counters, layers, pace = _counters(state), range(LAYERS, len(weights)), Pace()
+        """Returns the next state and this update's metrics, as `Step` does.
+
+        With optim.clip_rule = exact the next state is one with a `Pending` update, see there.
+        """
+        weights, slots, pending = self._taken(state)
+        counters, layers, pace = _counters(state), self.order[1:-1], Pace()
         batch_MRT, context, weight = self.begin(batch)
 
-        trees = self._weights(weights, [EMBEDDING, *layers, HEAD])
+        trees = self._renewed(weights, slots, pending)
         embedding = next(trees)
         x_MRTD = self.embed(embedding, batch_MRT, context)
         table = embedding if self.tied else None
@@ -314,69 +177,105 @@ class LayeredStep:
             del needed, y_MRTD
             pace(there)
         head = next(trees)
+
+        # A transfer waits for all programs dispatched before it: those that follow come after.
+        backward = [HEAD, *reversed(layers), EMBEDDING]
+        coming = self._fetched_slots(slots, self.order if self.held else backward)
+        coming.start()
+        used_at_once = iter(()) if self.held else coming
+        slot = next(used_at_once, None)
         sums, dx_MRTD, gradients, d_table, squares = self.head(head, table, x_MRTD, batch_MRT, weight)
         del x_MRTD, table, trees
-
-        def renew(index: int, tree: Tree, slot: Tree, gradients: Tree) -> None:
-            program = self.update[min(index, LAYERS)]
-            tree, slot = program(tree, slot, gradients, counters, squares, sums["loss"], self.indices[index])
-            _free_host((weights[index], slots[index]))
-            weights[index] = move(tree, self.weights_home[index], donate=True)
-            slots[index] = move(slot, self.slots_home[index], donate=True)
-            pace((weights[index], slots[index]))
-
         held: dict[int, Tree] = {}
-        following = [HEAD, *reversed(layers), EMBEDDING]
-        coming = self._slots(slots, [] if self.held else following)
 
-        def done(index: int, tree: Tree, gradients: Tree) -> None:
+        def done(index: int, tree: Tree, slot: Tree, gradients: Tree) -> None:
             """Uses a part's gradients at once, or holds them until the norm of all is known."""
             if self.held:
                 held[index] = move(gradients, self.gradients_home[index], donate=True)
-                pace(squares)
+                self.stores(held[index])
             else:
-                renew(index, tree, next(coming), gradients)
+                known = counters, squares, sums["loss"]
+                self._renew(index, tree, slot, gradients, known, weights, slots)
+            pace(squares)
 
-        done(HEAD, head, gradients)
-        del head, gradients
-        trees = self._weights(weights, following[1:])
-        inputs = fetched((x_MRTD, self.inputs_used) for x_MRTD in _emptied(inputs))
-        kept = fetched((needed, self.kept_used) for needed in _emptied(kept))
+        done(HEAD, head, slot, gradients)
+        del head, slot, gradients
+        trees = self._fetched_weights(weights, backward[1:])
+        inputs = Fetched((x_MRTD, self.inputs_used) for x_MRTD in _emptied(inputs))
+        kept = Fetched((needed, self.kept_used) for needed in _emptied(kept))
         for index in reversed(layers):
-            tree = next(trees)
+            tree, slot = next(trees), next(used_at_once, None)
             dx_MRTD, gradients, squares = self.backward(
                 tree, next(inputs), next(kept), dx_MRTD, context, squares
             )
-            done(index, tree, gradients)
-            del tree, gradients
-        tree = next(trees)
+            done(index, tree, slot, gradients)
+            del tree, slot, gradients
+        tree, slot = next(trees), next(used_at_once, None)
         gradients, squares = self.embed_backward(tree, batch_MRT, context, dx_MRTD, d_table, squares)
-        done(EMBEDDING, tree, gradients)
-        del tree, gradients, dx_MRTD
+        done(EMBEDDING, tree, slot, gradients)
+        del tree, slot, gradients, dx_MRTD
 
+        following, metrics = self.finish(counters, batch, sums, squares)
+        state = self._state(weights, slots, following, state)
         if self.held:
-            pace = Pace()
-            order = [EMBEDDING, *layers, HEAD]  # as the next forward pass wants them
-            columns = self._weights(weights, order), self._slots(slots, order)
-            gradients = fetched((held.pop(index), self.weights_used[index]) for index in order)
-            for each in zip(order, *columns, gradients, strict=True):
-                renew(*each)
-        counters, metrics = self.finish(counters, batch, sums, squares)
-        params = from_parts(weights, state["params"])
-        opt_state = {"count": counters.pop("count"), "slots": _slots_by_name(slots, params)}
-        return counters | {"params": params, "opt_state": opt_state}, metrics
+            gradients = Fetched((held.pop(index), self.weights_used[index]) for index in self.order)
+            state["pending"] = Pending((counters, squares, sums["loss"]), coming, gradients)
+        return state, metrics
+
+    def settled(self, state: State) -> State:
+        """Returns the state with its pending update made, as a checkpoint and an evaluation want it."""
+        weights, slots, pending = self._taken(state)
+        if pending is None:
+            return state
+        for _ in self._renewed(weights, slots, pending):
+            pass
+        return self._state(weights, slots, _counters(state), state)
+
+    def _renewed(self, weights: list[Tree], slots: list[Tree], pending: Pending | None) -> Iterator[Tree]:
+        """Yields the weights of all parts on the device, in the order of the forward pass, each with its
+        pending update made."""
+        trees = self._fetched_weights(weights, self.order)
+        for index in self.order:
+            tree = next(trees)
+            if pending:
+                slot, gradients = next(pending.slots), next(pending.gradients)
+                tree = self._renew(index, tree, slot, gradients, pending.known, weights, slots)
+                del slot, gradients
+            yield tree
+            del tree
+
+    def _renew(
+        self, index: int, tree: Tree, slot: Tree, gradients: Tree, known: tuple, weights: list, slots: list
+    ) -> Tree:
+        """Updates a part, of which all is on the device, and starts to store it where it lives. Returns its
+        weights on the device. known: the last arguments of `Programs.update` but the index."""
+        program = self.update[min(index, LAYERS)]
+        tree, slot = program(tree, slot, gradients, *known, self.indices[index])
+        _free_host((weights[index], slots[index]))
+        weights[index] = move(tree, self.weights_home[index])
+        slots[index] = move(slot, self.slots_home[index], donate=True)
+        self.stores((weights[index], slots[index]))
+        return tree
+
+    def _taken(self, state: State) -> tuple[list[Tree], list[Tree], Pending | None]:
+        weights, slots = parts(state["params"]), _slots_by_part(state["opt_state"]["slots"])
+        return weights, slots, state.get("pending")
+
+    def _state(self, weights: list[Tree], slots: list[Tree], counters: State, before: State) -> State:
+        params = from_parts(weights, before["params"])
+        opt_state = {"count": counters["count"], "slots": _slots_by_name(slots, params)}
+        scalars = {name: leaf for name, leaf in counters.items() if name != "count"}
+        return scalars | {"params": params, "opt_state": opt_state}
 
     def as_text(self) -> str:
         """Returns the compiled programs' HLO."""
         return "\n\n".join(program.as_text() for program in self.programs)
 
-    def _weights(self, weights: list[Tree], order: list[int]) -> Iterator[Tree]:
-        """Yields the weights of parts on the device."""
-        return fetched((weights[index], self.weights_used[index]) for index in order)
+    def _fetched_weights(self, weights: list[Tree], order: list[int]) -> Fetched:
+        return Fetched((weights[index], self.weights_used[index]) for index in order)
 
-    def _slots(self, slots: list[Tree], order: list[int]) -> Iterator[Tree]:
-        """Yields the slots of parts on the device."""
-        return fetched((slots[index], self.slots_used[index]) for index in order)
+    def _fetched_slots(self, slots: list[Tree], order: list[int]) -> Fetched:
+        return Fetched(((slots[index], self.slots_used[index]) for index in order), self.staging)
 
     def loss_sums(self, params: Tree, batch: Batch, weight: jax.Array) -> Metrics:
         """Returns the sums of cross-entropy of a batch of one micro-batch, see `Objective`.
@@ -384,7 +283,7 @@ class LayeredStep:
         Compiled at its first use, for the shape of its batch.
         """
         weights = parts(params)
-        trees = self._weights(weights, [EMBEDDING, *range(LAYERS, len(weights)), HEAD])
+        trees = self._fetched_weights(weights, self.order)
         embedding = next(trees)
         x_BTD, context = self._eval_embed(embedding, batch)
         table = embedding if self.tied else None
@@ -444,7 +343,8 @@ def lower(name, function, arguments, donate, out_shardings, platform: str | None
 
 def _counters(state: State) -> State:
     """Returns the scalars of a state."""
-    scalars = {name: leaf for name, leaf in state.items() if name not in ("params", "opt_state")}
+    trees = ("params", "opt_state", "pending")
+    scalars = {name: leaf for name, leaf in state.items() if name not in trees}
     return scalars | {"count": state["opt_state"]["count"]}
 
 
@@ -479,37 +379,3 @@ def _emptied(stack: list[Tree]) -> Iterator[Tree]:
     """Yields from the top of a list, and forgets what was yielded."""
     while stack:
         yield stack.pop()
-
-
-def _residuals(pullback: Callable, given: Tree) -> list[jax.Array]:
-    """Returns what a function of `jax.vjp` holds beside what it was made from."""
-    known = {id(leaf) for leaf in jax.tree.leaves(given)}
-    return [leaf for leaf in jax.tree.leaves(pullback) if id(leaf) not in known]
-
-
-def _with_residuals(pullback: Callable, kept: list[jax.Array], given: Tree) -> Callable:
-    """Returns a function of `jax.vjp` with its residuals replaced by those that `_residuals` found."""
-    leaves, structure = jax.tree.flatten(pullback)
-    known, rest = {id(leaf) for leaf in jax.tree.leaves(given)}, iter(kept)
-    return jax.tree.unflatten(structure, [leaf if id(leaf) in known else next(rest) for leaf in leaves])
-
-
-def _accumulated(function: Callable, pieces: Tree) -> tuple[Tree, Tree]:
-    """Returns the first result of `function` summed over the micro-batches [M, ...] of `pieces`, in float32
-    where there are several, and its second for each."""
-    count = len(jax.tree.leaves(pieces)[0])
-    if count == 1:
-        total, each = function(jax.tree.map(lambda piece: piece[0], pieces))
-        return total, jax.tree.map(lambda leaf: leaf[None], each)
-    shapes = jax.eval_shape(function, jax.tree.map(lambda piece: piece[0], pieces))[0]
-
-    def add(total, piece):
-        term, each = function(piece)
-        return jax.tree.map(lambda sum_, term: sum_ + term.astype(jnp.float32), total, term), each
-
-    return jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes), pieces)
-
-
-def _squares(gradients: Tree) -> jax.Array:
-    """Returns the sum of the squares of all gradients, float32."""
-    return sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients))

@@ -36,16 +36,19 @@ class OffloadConfig:
     fraction: of the parts of the model that this is done with, evenly spread over its depth.
     activations: `inputs` sends each layer's input to the host until its backward pass; `names` also what
         remat.policy keeps.
+    staging_gib: device memory that state on its way may take, in either direction; two parts in any case.
     host_gib: host memory to use at most, GiB; None is the limit of the process's control group.
     """
 
     level: Literal["none", "optimizer", "gradients", "parameters", "auto"] = "none"
     fraction: float = 1.0
     activations: Literal["none", "inputs", "names"] = "none"
+    staging_gib: float = 4.0
     host_gib: float | None = None
 
     def __post_init__(self):
         require(0 < self.fraction <= 1, f"offload.fraction = {self.fraction}: must be above 0, at most 1")
+        require(self.staging_gib >= 0, f"offload.staging_gib = {self.staging_gib}: must be at least 0")
         require(
             self.host_gib is None or self.host_gib > 0,
             f"offload.host_gib = {self.host_gib}: must be above 0",
@@ -120,27 +123,61 @@ def move(tree: Tree, shardings: Tree, *, donate: bool = False) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def fetched(trees: Iterable[tuple[Tree, Tree]]) -> Iterator[Tree]:
-    """Yields each tree on the device, with AHEAD more on their way there. trees: with their shardings."""
-    coming: collections.deque[Tree] = collections.deque()
-    for tree, shardings in trees:
-        coming.append(move(tree, shardings))
-        del tree  # only the queue is to hold it
-        if len(coming) > AHEAD:
-            yield coming.popleft()
-    while coming:
-        yield coming.popleft()
+def away_bytes(tree: Tree) -> int:
+    """Returns the bytes of a tree that are in host memory."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST)
+
+
+class Fetched(Iterator[Tree]):
+    """Yields each tree on the device, with more of them on their way there: AHEAD, or so many that they take
+    `staging` bytes. trees: with their shardings."""
+
+    def __init__(self, trees: Iterable[tuple[Tree, Tree]], staging: int = 0):
+        self._trees, self._staging = iter(trees), staging
+        self._coming: collections.deque[tuple[Tree, int]] = collections.deque()
+
+    def start(self) -> None:
+        """Starts the transfers that may be on their way."""
+        while len(self._coming) <= AHEAD or sum(size for _, size in self._coming) < self._staging:
+            for tree, shardings in self._trees:
+                self._coming.append((move(tree, shardings), away_bytes(tree)))
+                break
+            else:
+                return
+
+    def __next__(self) -> Tree:
+        self.start()
+        if not self._coming:
+            raise StopIteration
+        return self._coming.popleft()[0]
+
+
+class Stores:
+    """Keeps the host from dispatching more while transfers to it take above `staging` bytes of the device,
+    and are more than AHEAD parts: a part's device memory is free when its copy has ended."""
+
+    def __init__(self, staging: int):
+        self._staging = staging
+        self._going: collections.deque[tuple[Tree, int]] = collections.deque()
+
+    def __call__(self, stored: Tree) -> None:
+        """Takes note of a part that is being stored, and waits for earlier ones if need be."""
+        leaves = [leaf for leaf in jax.tree.leaves(stored) if leaf.sharding.memory_kind == HOST]
+        self._going.append((leaves, away_bytes(leaves)))
+        while len(self._going) > AHEAD and sum(size for _, size in self._going) > self._staging:
+            # One that was used up since has been stored long ago.
+            jax.block_until_ready([leaf for leaf in self._going.popleft()[0] if not leaf.is_deleted()])
 
 
 class Pace:
-    """Keeps the host from running so far ahead that memory fills up with what waits for its turn: device
-    memory is taken when a program is dispatched, and given back when a copy from it has ended."""
+    """Keeps the host from running further ahead than AHEAD programs: the memory of a program's results is
+    taken when it is dispatched."""
 
     def __init__(self):
-        self._latest: collections.deque[Tree] = collections.deque()
+        self._latest: collections.deque[jax.Array] = collections.deque()
 
-    def __call__(self, results: Tree) -> None:
-        """Waits until the results handed over AHEAD calls ago are there."""
-        self._latest.append(results)
+    def __call__(self, result: Tree) -> None:
+        """Waits until the result handed over AHEAD calls ago is there."""
+        self._latest.append(result)
         if len(self._latest) > AHEAD:
             jax.block_until_ready(self._latest.popleft())

@@ -1,0 +1,208 @@
+"""The functions that a layered step is made of, see training/layered.py.
+
+Shapes: M micro-batches, R rows of one, T tokens, D embed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxthru.models.bind import Substituted, wide_stand_in, widened
+from jaxthru.optim.formats import rounding_key
+from jaxthru.training.loss import Batch, Metrics
+from jaxthru.training.state import State
+from jaxthru.training.step import Step, token_weight
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Programs:
+    """The functions that a step is made of, each to be compiled."""
+
+    step: Step
+
+    @property
+    def model(self):
+        return self.step.objective.model
+
+    def begin(self, batch: Batch) -> tuple[Batch, Any, jax.Array]:
+        """Returns the batch in micro-batches [M, R, T], what layers need of each, and one token's weight."""
+        batch_MRT = jax.tree.map(self.step.split, batch)
+        most = self.step.objective.max_segments
+        return (
+            batch_MRT,
+            jax.lax.map(lambda part: self.model.context(part, most), batch_MRT),
+            token_weight(batch),
+        )
+
+    def embed(self, tree: Tree, batch_MRT: Batch, context: Any) -> jax.Array:
+        """Returns the first layer's input [M, R, T, D]."""
+        one = lambda each: self.model.embed(tree, each[0], each[1])  # noqa: E731
+        return jax.lax.map(one, (batch_MRT["tokens"], context))
+
+    def forward(self, tree: Tree, x_MRTD: jax.Array, context: Any) -> tuple[jax.Array, list, jax.Array]:
+        """Returns a layer's output, what its backward pass needs beside its input, and a scalar that is there
+        when they are."""
+
+        def one(each):
+            y_RTD, pullback = self._layer(tree, *each)
+            return y_RTD, _residuals(pullback, (tree, *each))
+
+        y_MRTD, kept = jax.lax.map(one, (x_MRTD, context))
+        return y_MRTD, kept, y_MRTD[0, 0, 0, 0]
+
+    def backward(
+        self, tree: Tree, x_MRTD: jax.Array, kept: list, dy_MRTD: jax.Array, context: Any, squares: jax.Array
+    ) -> tuple[jax.Array, Tree, jax.Array]:
+        """Returns the gradient of a layer's input, those of its parameters, and the sum of squares so far."""
+
+        def one(each):
+            *inputs, kept, dy_RTD = each
+            # What the forward pass kept takes the place of what computing it again would give, which is then
+            # dead code.
+            _, pullback = self._layer(tree, *inputs)
+            gradients, dx_RTD = _with_residuals(pullback, kept, (tree, *inputs))(dy_RTD)
+            return gradients, dx_RTD
+
+        gradients, dx_MRTD = _accumulated(one, (x_MRTD, context, kept, dy_MRTD))
+        if self.held:
+            gradients = jax.tree.map(
+                lambda sum_, like: sum_.astype(like.dtype), gradients, self.model.layer_stand_ins(tree)
+            )
+        return dx_MRTD, gradients, squares + _squares(gradients)
+
+    def head(
+        self, tree: Tree, table: Tree, x_MRTD: jax.Array, batch_MRT: Batch, weight: jax.Array
+    ) -> tuple[Metrics, jax.Array, Tree, Tree, jax.Array]:
+        """Returns the sums for the record, the gradients of the last layer's output, of the head and of the
+        embedding's table, and the sum of the head's squares. table: None unless it is the output matrix."""
+        trees = {"head": tree} | ({} if table is None else {"embedding": table})
+        stand_ins = jax.tree.map(wide_stand_in, trees)
+
+        def one(each):
+            x_RTD, batch = each
+
+            def loss(stand_ins, x_RTD):
+                params = widened(trees, stand_ins)
+                hidden_RTD = self.model.head.apply(params["head"], x_RTD)
+                return self.step.objective.of_hidden(params, hidden_RTD, batch, weight)
+
+            (_, sums), (gradients, dx_RTD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(stand_ins, x_RTD)
+            return (sums, gradients), dx_RTD
+
+        (sums, gradients), dx_MRTD = _accumulated(one, (x_MRTD, batch_MRT))
+        d_head = gradients["head"]
+        return sums, dx_MRTD, d_head, gradients.get("embedding"), _squares(d_head)
+
+    def embed_backward(
+        self,
+        tree: Tree,
+        batch_MRT: Batch,
+        context: Any,
+        dx_MRTD: jax.Array,
+        d_table: Tree,
+        squares: jax.Array,
+    ) -> tuple[Tree, jax.Array]:
+        """Returns the embedding's gradients, to which d_table is added, and the sum of squares of all."""
+
+        def one(each):
+            tokens_RT, context, dx_RTD = each
+            embed = lambda stand_ins: self.model.embed(widened(tree, stand_ins), tokens_RT, context)  # noqa: E731
+            return jax.vjp(embed, jax.tree.map(wide_stand_in, tree))[1](dx_RTD)[0], None
+
+        gradients, _ = _accumulated(one, (batch_MRT["tokens"], context, dx_MRTD))
+        if d_table is not None:
+            gradients = jax.tree.map(jnp.add, gradients, d_table)
+        return gradients, squares + _squares(gradients)
+
+    def update(
+        self,
+        weights: Tree,
+        slots: Tree,
+        gradients: Tree,
+        counters: State,
+        squares: jax.Array,
+        loss: jax.Array,
+        index: jax.Array,
+        *,
+        matrices: Tree,
+    ) -> tuple[Tree, Tree]:
+        """Returns the next weights and slots of one part. squares: of the gradients that are known. index: of
+        the part."""
+        optimizer, count, previous = self.step.optimizer, counters["count"], counters["grad_norm"]
+        norm = jnp.sqrt(squares)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        if optimizer.config.clip_rule == "previous":
+            norm = jnp.where(previous > 0, previous, norm)
+        return optimizer.update(
+            gradients,
+            weights,
+            slots,
+            count=count,
+            learning_rate=self.step.schedule(count),
+            clip_scale=optimizer.clip_scale(norm),
+            finite=finite,
+            matrices=matrices,
+            key=rounding_key(count, index),
+        )
+
+    def finish(
+        self, counters: State, batch: Batch, sums: Metrics, squares: jax.Array
+    ) -> tuple[State, Metrics]:
+        """Returns the next counters and this update's metrics."""
+        count, norm = counters["count"], jnp.sqrt(squares)
+        finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
+        rate = self.step.schedule(count)
+        following, metrics = self.step.finish(counters, batch, sums, norm, rate, finite)
+        return following | {"count": count + finite.astype(jnp.int32)}, metrics
+
+    @property
+    def held(self) -> bool:
+        """Says whether all gradients wait for their norm."""
+        return self.step.optimizer.config.clip_rule == "exact"
+
+    def _layer(self, tree: Tree, x_RTD: jax.Array, context: Any) -> tuple[jax.Array, Callable]:
+        """Returns a layer's output and the function from its gradient to (gradients, dx)."""
+
+        def layer(stand_ins, x_RTD):
+            return self.model.one_layer(jax.tree.map(Substituted, tree, stand_ins), x_RTD, context)
+
+        return jax.vjp(layer, self.model.layer_stand_ins(tree), x_RTD)
+
+
+def _residuals(pullback: Callable, given: Tree) -> list[jax.Array]:
+    """Returns what a function of `jax.vjp` holds beside what it was made from."""
+    known = {id(leaf) for leaf in jax.tree.leaves(given)}
+    return [leaf for leaf in jax.tree.leaves(pullback) if id(leaf) not in known]
+
+
+def _with_residuals(pullback: Callable, kept: list[jax.Array], given: Tree) -> Callable:
+    """Returns a function of `jax.vjp` with its residuals replaced by those that `_residuals` found."""
+    leaves, structure = jax.tree.flatten(pullback)
+    known, rest = {id(leaf) for leaf in jax.tree.leaves(given)}, iter(kept)
+    return jax.tree.unflatten(structure, [leaf if id(leaf) in known else next(rest) for leaf in leaves])
+
+
+def _accumulated(function: Callable, pieces: Tree) -> tuple[Tree, Tree]:
+    """Returns the first result of `function` summed over the micro-batches [M, ...] of `pieces`, in float32
+    where there are several, and its second for each."""
+    count = len(jax.tree.leaves(pieces)[0])
+    if count == 1:
+        total, each = function(jax.tree.map(lambda piece: piece[0], pieces))
+        return total, jax.tree.map(lambda leaf: leaf[None], each)
+    shapes = jax.eval_shape(function, jax.tree.map(lambda piece: piece[0], pieces))[0]
+
+    def add(total, piece):
+        term, each = function(piece)
+        return jax.tree.map(lambda sum_, term: sum_ + term.astype(jnp.float32), total, term), each
+
+    return jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes), pieces)
+
+
+def _squares(gradients: Tree) -> jax.Array:
+    """Returns the sum of the squares of all gradients, float32."""
+    return sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients))
