@@ -46,9 +46,19 @@ class LayeredStep:
     The state that it is given is used up, as by a donated call.
     """
 
-    def __init__(self, step: Step, config: OffloadConfig, abstract: State, batch: Batch, compiler: Callable):
-        """abstract, batch: what it will be called with, where it will lie. compiler: see `compiler_with`."""
+    def __init__(
+        self,
+        step: Step,
+        config: OffloadConfig,
+        abstract: State,
+        batch: Batch,
+        compiler: Callable,
+        put: Callable = jax.device_put,
+    ):
+        """abstract, batch: what it will be called with, where it will lie. compiler: see `compiler_with`.
+        put: starts copies, see `move`. With both replaced, the schedule is rehearsed (plan/rehearsal.py)."""
         self.step, self.config = step, config
+        self._move, self._fetched = (functools.partial(function, put=put) for function in (move, Fetched))
         programs, layout = Programs(step), step.objective.model.ops.layout
         self.held, self.tied = programs.held, step.objective.model.config.tied_embeddings
         weights, slots = parts(abstract["params"]), _slots_by_part(abstract["opt_state"]["slots"])
@@ -171,8 +181,8 @@ class LayeredStep:
         inputs, kept = [], []
         for _ in layers:
             y_MRTD, needed, there = self.forward(next(trees), x_MRTD, context)
-            inputs.append(move(x_MRTD, self.inputs_home, donate=True))
-            kept.append(move(needed, self.kept_home, donate=True))
+            inputs.append(self._move(x_MRTD, self.inputs_home, donate=True))
+            kept.append(self._move(needed, self.kept_home, donate=True))
             x_MRTD = y_MRTD
             del needed, y_MRTD
             pace(there)
@@ -191,7 +201,7 @@ class LayeredStep:
         def done(index: int, tree: Tree, slot: Tree, gradients: Tree) -> None:
             """Uses a part's gradients at once, or holds them until the norm of all is known."""
             if self.held:
-                held[index] = move(gradients, self.gradients_home[index], donate=True)
+                held[index] = self._move(gradients, self.gradients_home[index], donate=True)
                 self.stores(held[index])
             else:
                 known = counters, squares, sums["loss"]
@@ -201,8 +211,8 @@ class LayeredStep:
         done(HEAD, head, slot, gradients)
         del head, slot, gradients
         trees = self._fetched_weights(weights, backward[1:])
-        inputs = Fetched((x_MRTD, self.inputs_used) for x_MRTD in _emptied(inputs))
-        kept = Fetched((needed, self.kept_used) for needed in _emptied(kept))
+        inputs = self._fetched((x_MRTD, self.inputs_used) for x_MRTD in _emptied(inputs))
+        kept = self._fetched((needed, self.kept_used) for needed in _emptied(kept))
         for index in reversed(layers):
             tree, slot = next(trees), next(used_at_once, None)
             dx_MRTD, gradients, squares = self.backward(
@@ -218,7 +228,7 @@ class LayeredStep:
         following, metrics = self.finish(counters, batch, sums, squares)
         state = self._state(weights, slots, following, state)
         if self.held:
-            gradients = Fetched((held.pop(index), self.weights_used[index]) for index in self.order)
+            gradients = self._fetched((held.pop(index), self.weights_used[index]) for index in self.order)
             state["pending"] = Pending((counters, squares, sums["loss"]), coming, gradients)
         return state, metrics
 
@@ -252,8 +262,8 @@ class LayeredStep:
         program = self.update[min(index, LAYERS)]
         tree, slot = program(tree, slot, gradients, *known, self.indices[index])
         _free_host((weights[index], slots[index]))
-        weights[index] = move(tree, self.weights_home[index])
-        slots[index] = move(slot, self.slots_home[index], donate=True)
+        weights[index] = self._move(tree, self.weights_home[index])
+        slots[index] = self._move(slot, self.slots_home[index], donate=True)
         self.stores((weights[index], slots[index]))
         return tree
 
@@ -272,10 +282,10 @@ class LayeredStep:
         return "\n\n".join(program.as_text() for program in self.programs)
 
     def _fetched_weights(self, weights: list[Tree], order: list[int]) -> Fetched:
-        return Fetched((weights[index], self.weights_used[index]) for index in order)
+        return self._fetched((weights[index], self.weights_used[index]) for index in order)
 
     def _fetched_slots(self, slots: list[Tree], order: list[int]) -> Fetched:
-        return Fetched(((slots[index], self.slots_used[index]) for index in order), self.staging)
+        return self._fetched(((slots[index], self.slots_used[index]) for index in order), self.staging)
 
     def loss_sums(self, params: Tree, batch: Batch, weight: jax.Array) -> Metrics:
         """Returns the sums of cross-entropy of a batch of one micro-batch, see `Objective`.

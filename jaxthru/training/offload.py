@@ -8,7 +8,7 @@ copies within one compiled program share 54 GB/s.
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -107,15 +107,15 @@ def on_device(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind("device"), tree)
 
 
-def move(tree: Tree, shardings: Tree, *, donate: bool = False) -> Tree:
+def move(tree: Tree, shardings: Tree, *, donate: bool = False, put: Callable = jax.device_put) -> Tree:
     """Starts to copy the leaves that lie elsewhere than `shardings` say; the others come back as they are.
 
-    donate: frees each leaf that was copied as soon as its copy is done.
+    donate: frees each leaf that was copied as soon as its copy is done. put: (arrays, shardings) -> copies.
     """
     leaves, structure = jax.tree.flatten(tree)
     targets: list[Sharding] = structure.flatten_up_to(shardings)
     away = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind != targets[i].memory_kind]
-    copies = jax.device_put([leaves[i] for i in away], [targets[i] for i in away])
+    copies = put([leaves[i] for i in away], [targets[i] for i in away])
     for i, copy in zip(away, copies, strict=True):
         if donate:
             leaves[i].delete()  # the runtime keeps the memory until the copy has read it
@@ -130,17 +130,17 @@ def away_bytes(tree: Tree) -> int:
 
 class Fetched(Iterator[Tree]):
     """Yields each tree on the device, with more of them on their way there: AHEAD, or so many that they take
-    `staging` bytes. trees: with their shardings."""
+    `staging` bytes. trees: with their shardings. put: see `move`."""
 
-    def __init__(self, trees: Iterable[tuple[Tree, Tree]], staging: int = 0):
-        self._trees, self._staging = iter(trees), staging
+    def __init__(self, trees: Iterable[tuple[Tree, Tree]], staging: int = 0, put: Callable = jax.device_put):
+        self._trees, self._staging, self._put = iter(trees), staging, put
         self._coming: collections.deque[tuple[Tree, int]] = collections.deque()
 
     def start(self) -> None:
         """Starts the transfers that may be on their way."""
         while len(self._coming) <= AHEAD or sum(size for _, size in self._coming) < self._staging:
             for tree, shardings in self._trees:
-                self._coming.append((move(tree, shardings), away_bytes(tree)))
+                self._coming.append((move(tree, shardings, put=self._put), away_bytes(tree)))
                 break
             else:
                 return
