@@ -13,7 +13,9 @@ from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
+from jaxthru.training.layered import LayeredStep, lower
 from jaxthru.training.loss import Objective
+from jaxthru.training.offload import OffloadConfig, placed
 from jaxthru.training.state import abstract_state, matrices, sharded_init
 from jaxthru.training.step import Step, abstract_batch
 
@@ -26,8 +28,21 @@ OPTIM = OptimConfig(learning_rate=1e-2)
 class Tiny:
     layout: Layout
     step: Step
-    state: dict
-    compiled: jax.stages.Compiled
+    abstract: dict
+
+    @functools.cached_property
+    def state(self) -> dict:
+        return sharded_init(self.step.objective.model, self.step.optimizer, self.abstract, 0)
+
+    @functools.cached_property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return abstract_batch(ROWS, SEQUENCE, self.layout.sharding(("batch", "sequence")))
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        jitted = jax.jit(self.step, donate_argnums=0, out_shardings=(shardings, None))
+        return jitted.lower(self.abstract, self.inputs).compile()
 
     def batch(self, index: int) -> dict[str, jax.Array]:
         sharding = self.layout.sharding(("batch", "sequence"))
@@ -84,10 +99,27 @@ def make(
     schedule = make_schedule(optim, 20)
     optimizer = Optimizer(optim, matrices(model))
     step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups)
-    abstract = abstract_state(model, optimizer, layout)
-    inputs = abstract_batch(ROWS, SEQUENCE, layout.sharding(("batch", "sequence")))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    compiled = (
-        jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(abstract, inputs).compile()
-    )
-    return Tiny(layout, step, sharded_init(model, optimizer, abstract, 0), compiled)
+    return Tiny(layout, step, abstract_state(model, optimizer, layout))
+
+
+def layered(whole: Tiny, config: OffloadConfig) -> tuple[LayeredStep, dict]:
+    """Returns the layered step that does what a whole one does, and the same first state, where it is to live."""
+    abstract = placed(whole.abstract, config)
+    compiled = LayeredStep(whole.step, config, abstract, whole.inputs, compile_once)
+    return compiled, jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))
+
+
+_compiled: dict = {}
+
+
+def compile_once(name, function, arguments, donate=(), out_shardings=None, **statics):
+    """Compiles for LayeredStep. What two levels have in common, which is nearly all, is compiled once."""
+    lowered = lower(name, function, arguments, donate, out_shardings, **statics)
+    meshes = {leaf.sharding.mesh for leaf in jax.tree.leaves(arguments)}
+    types = str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), arguments))  # of those not used, too
+    key = lowered.as_text(), types, str(lowered.out_tree), str(meshes)
+    if key not in _compiled:
+        _compiled[key] = lowered.compile()
+    compiled = _compiled[key]
+    describe = lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)  # noqa: E731
+    return compiled, jax.tree.map(describe, lowered.out_info, compiled.output_shardings)

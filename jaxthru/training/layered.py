@@ -326,9 +326,10 @@ def init_by_parts(model: Model, optimizer: Optimizer, abstract: State, seed: int
         pace(made[-1])
     weights, slots = map(list, zip(*made, strict=True))
     params = from_parts(weights, abstract["params"])
-    count = jnp.zeros((), jnp.int32)
+    scalar = abstract["opt_state"]["count"].sharding
+    count = jax.device_put(jnp.zeros((), jnp.int32), scalar)
     state = first_state(params, {"count": count, "slots": _slots_by_name(slots, params)})
-    return move(state, _shardings(abstract))
+    return state | jax.device_put({name: state[name] for name in state.keys() - {"params", "opt_state"}}, scalar)
 
 
 def compiler_with(options: dict[str, Any]) -> Callable:

@@ -4,23 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 
-from jaxthru.training.layered import LayeredStep, compiler_with, init_by_parts
-from jaxthru.training.offload import OffloadConfig, placed
-from jaxthru.training.state import abstract_state
-from jaxthru.training.step import abstract_batch
-
-
-def layered(whole: tiny.Tiny, config: OffloadConfig):
-    """Returns the layered step that does what a whole one does, and its first state."""
-    step, layout = whole.step, whole.layout
-    model = step.objective.model
-    abstract = placed(abstract_state(model, step.optimizer, layout), config)
-    batch = abstract_batch(tiny.ROWS, tiny.SEQUENCE, layout.sharding(("batch", "sequence")))
-    compiled = LayeredStep(step, config, abstract, batch, compiler_with({}))
-    return compiled, init_by_parts(model, step.optimizer, abstract, 0)
+from jaxthru.training.offload import OffloadConfig
 
 
 def optim(**settings):
@@ -40,19 +28,83 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("state", ["float32", "split_master", "split_master_int8"])
+STATES = {"exact": ("float32", "split_master_int8"), "previous": ("split_master", "split_master_int8")}
+FORMS = [(level, state) for level, (_, settings) in LEVELS.items() for state in STATES[settings["clip_rule"]]]
+
+
+@pytest.mark.parametrize(("level", "state"), FORMS)
 def test_as_the_whole_step(level, state):
     config, settings = LEVELS[level]
-    whole = tiny.make(loop="unroll", remat="attention", optim=optim(state=state, **settings))
-    compiled, first = layered(whole, config)
+    as_the_whole(config, loop="unroll", remat="attention", optim=optim(state=state, **settings))
+
+
+MODELS = {
+    "full, two micro-batches, tied": {"remat": "full", "microbatches": 2, "tied_embeddings": True},
+    "gate, tied": {"remat": "gate", "tied_embeddings": True},
+    "projections, four micro-batches": {"remat": "projections", "microbatches": 4},
+    "attention, fp8": {"remat": "attention", "float8": True},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_and_micro_batches(model):
+    for activations in ("none", "names"):
+        as_the_whole(OffloadConfig("parameters", activations=activations), loop="unroll", **MODELS[model])
+
+
+@pytest.mark.parametrize("level", ["optimizer, exact", "gradients, previous", "parameters, exact, inputs"])
+def test_a_mesh_as_one_device(level):
+    config, settings = LEVELS[level]
+    as_the_whole(config, mesh=(1, 2, 2), loop="unroll", remat="attention", optim=optim(**settings))
+
+
+@pytest.mark.parametrize("level", ["optimizer, exact", "gradients, previous", "parameters, exact, inputs"])
+def test_a_bad_batch_changes_nothing_and_is_counted(level):
+    config, settings = LEVELS[level]
+    whole = tiny.make(loop="unroll", remat="attention", optim=optim(**settings))
+    compiled, state = tiny.layered(whole, config)
+    state, _ = compiled(state, whole.batch(0))
+    state = compiled.settled(state)
+    before = jax.tree.map(np.array, state)
+    bad = whole.batch(1)
+    bad["segment_ids"] = bad["segment_ids"] * 0 + jnp.arange(tiny.SEQUENCE)[None]  # more than the model takes
+    state, metrics = compiled(state, bad)
+    state = compiled.settled(state)
+    assert not np.isfinite(metrics["loss"])
+    for name in ("params", "opt_state", "grad_norm"):
+        jax.tree.map(np.testing.assert_array_equal, before[name], state[name])
+    assert int(state["step"]) == 2 and int(state["opt_state"]["count"]) == 1
+    assert int(state["skipped"]) == int(state["skipped_in_a_row"]) == int(metrics["skipped"]) == 1
+    state, metrics = compiled(state, whole.batch(1))
+    assert np.isfinite(metrics["loss"])
+    assert int(state["skipped"]) == 1 and int(state["skipped_in_a_row"]) == 0
+
+
+def test_evaluation_reads_weights_from_where_they_live():
+    whole = tiny.make(loop="unroll", remat="attention", tied_embeddings=True)
+    compiled, state = tiny.layered(whole, OffloadConfig("parameters"))
+    weight, objective = jnp.float32(0.5), jax.jit(whole.step.objective)
+    for index in range(2):
+        found = compiled.loss_sums(state["params"], whole.batch(index), weight)
+        wanted = objective(whole.state["params"], whole.batch(index), weight)[1]
+        assert found.keys() == wanted.keys()
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def as_the_whole(config: OffloadConfig, *, mesh=(1, 1, 1), steps: int = 3, **settings) -> None:
+    """Fails unless a layered step on a mesh gives the losses of the whole one on one device."""
+    whole = tiny.make(**settings)
+    sharded = whole if mesh == (1, 1, 1) else tiny.make(mesh, **settings)
+    compiled, first = tiny.layered(sharded, config)
     # The first step of all has no previous norm, and a layered one clips by what it has seen so far.
     expected, found = ({**state, "grad_norm": jnp.float32(2.0)} for state in (whole.fresh(), first))
-    for index in range(4):
+    for index in range(steps):
         expected, wanted = whole.compiled(expected, whole.batch(index))
-        found, metrics = compiled(found, whole.batch(index))
+        found, metrics = compiled(found, sharded.batch(index))
         assert float(metrics["loss"]) == pytest.approx(float(wanted["loss"]), rel=2e-5)
         assert float(metrics["grad_norm"]) == pytest.approx(float(wanted["grad_norm"]), rel=1e-3)
+        np.testing.assert_allclose(metrics["source_loss"], wanted["source_loss"], rtol=2e-5)
     found = compiled.settled(found)
     assert jax.tree.structure(expected) == jax.tree.structure(found)
-    assert int(found["opt_state"]["count"]) == int(found["step"]) == 4
+    assert int(found["opt_state"]["count"]) == int(found["step"]) == steps
