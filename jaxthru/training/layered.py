@@ -189,9 +189,19 @@ class LayeredStep:
     The state that it is given is used up, as by a donated call.
     """
 
-    def __init__(self, step: Step, config: OffloadConfig, abstract: State, batch: Batch, compiler: Callable):
-        """abstract, batch: what it will be called with, where it will lie. compiler: see `compiler_with`."""
+    def __init__(
+        self,
+        step: Step,
+        config: OffloadConfig,
+        abstract: State,
+        batch: Batch,
+        compiler: Callable,
+        put: Callable = jax.device_put,
+    ):
+        """abstract, batch: what it will be called with, where it will lie. compiler: see `compiler_with`.
+        put: starts copies, see `move`. With both replaced, the schedule is rehearsed (plan/rehearsal.py)."""
         self.step, self.config = step, config
+        self._move, self._fetched = (functools.partial(function, put=put) for function in (move, fetched))
         programs, layout = Programs(step), step.objective.model.ops.layout
         self.held, self.tied = programs.held, step.objective.model.config.tied_embeddings
         weights, slots = parts(abstract["params"]), _slots_by_part(abstract["opt_state"]["slots"])
@@ -308,8 +318,8 @@ class LayeredStep:
         inputs, kept = [], []
         for _ in layers:
             y_MRTD, needed, there = self.forward(next(trees), x_MRTD, context)
-            inputs.append(move(x_MRTD, self.inputs_home, donate=True))
-            kept.append(move(needed, self.kept_home, donate=True))
+            inputs.append(self._move(x_MRTD, self.inputs_home, donate=True))
+            kept.append(self._move(needed, self.kept_home, donate=True))
             x_MRTD = y_MRTD
             del needed, y_MRTD
             pace(there)
@@ -321,8 +331,8 @@ class LayeredStep:
             program = self.update[min(index, LAYERS)]
             tree, slot = program(tree, slot, gradients, counters, squares, sums["loss"], self.indices[index])
             _free_host((weights[index], slots[index]))
-            weights[index] = move(tree, self.weights_home[index], donate=True)
-            slots[index] = move(slot, self.slots_home[index], donate=True)
+            weights[index] = self._move(tree, self.weights_home[index], donate=True)
+            slots[index] = self._move(slot, self.slots_home[index], donate=True)
             pace((weights[index], slots[index]))
 
         held: dict[int, Tree] = {}
@@ -332,7 +342,7 @@ class LayeredStep:
         def done(index: int, tree: Tree, gradients: Tree) -> None:
             """Uses a part's gradients at once, or holds them until the norm of all is known."""
             if self.held:
-                held[index] = move(gradients, self.gradients_home[index], donate=True)
+                held[index] = self._move(gradients, self.gradients_home[index], donate=True)
                 pace(squares)
             else:
                 renew(index, tree, next(coming), gradients)
@@ -340,8 +350,8 @@ class LayeredStep:
         done(HEAD, head, gradients)
         del head, gradients
         trees = self._weights(weights, following[1:])
-        inputs = fetched((x_MRTD, self.inputs_used) for x_MRTD in _emptied(inputs))
-        kept = fetched((needed, self.kept_used) for needed in _emptied(kept))
+        inputs = self._fetched((x_MRTD, self.inputs_used) for x_MRTD in _emptied(inputs))
+        kept = self._fetched((needed, self.kept_used) for needed in _emptied(kept))
         for index in reversed(layers):
             tree = next(trees)
             dx_MRTD, gradients, squares = self.backward(
@@ -358,7 +368,7 @@ class LayeredStep:
             pace = Pace()
             order = [EMBEDDING, *layers, HEAD]  # as the next forward pass wants them
             columns = self._weights(weights, order), self._slots(slots, order)
-            gradients = fetched((held.pop(index), self.weights_used[index]) for index in order)
+            gradients = self._fetched((held.pop(index), self.weights_used[index]) for index in order)
             for each in zip(order, *columns, gradients, strict=True):
                 renew(*each)
         counters, metrics = self.finish(counters, batch, sums, squares)
@@ -372,11 +382,11 @@ class LayeredStep:
 
     def _weights(self, weights: list[Tree], order: list[int]) -> Iterator[Tree]:
         """Yields the weights of parts on the device."""
-        return fetched((weights[index], self.weights_used[index]) for index in order)
+        return self._fetched((weights[index], self.weights_used[index]) for index in order)
 
     def _slots(self, slots: list[Tree], order: list[int]) -> Iterator[Tree]:
         """Yields the slots of parts on the device."""
-        return fetched((slots[index], self.slots_used[index]) for index in order)
+        return self._fetched((slots[index], self.slots_used[index]) for index in order)
 
     def loss_sums(self, params: Tree, batch: Batch, weight: jax.Array) -> Metrics:
         """Returns the sums of cross-entropy of a batch of one micro-batch, see `Objective`.

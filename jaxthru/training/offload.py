@@ -8,7 +8,7 @@ copies within one compiled program share 54 GB/s.
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -104,15 +104,15 @@ def on_device(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind("device"), tree)
 
 
-def move(tree: Tree, shardings: Tree, *, donate: bool = False) -> Tree:
+def move(tree: Tree, shardings: Tree, *, donate: bool = False, put: Callable = jax.device_put) -> Tree:
     """Starts to copy the leaves that lie elsewhere than `shardings` say; the others come back as they are.
 
-    donate: frees each leaf that was copied as soon as its copy is done.
+    donate: frees each leaf that was copied as soon as its copy is done. put: (arrays, shardings) -> copies.
     """
     leaves, structure = jax.tree.flatten(tree)
     targets: list[Sharding] = structure.flatten_up_to(shardings)
     away = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind != targets[i].memory_kind]
-    copies = jax.device_put([leaves[i] for i in away], [targets[i] for i in away])
+    copies = put([leaves[i] for i in away], [targets[i] for i in away])
     for i, copy in zip(away, copies, strict=True):
         if donate:
             leaves[i].delete()  # the runtime keeps the memory until the copy has read it
@@ -120,11 +120,12 @@ def move(tree: Tree, shardings: Tree, *, donate: bool = False) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def fetched(trees: Iterable[tuple[Tree, Tree]]) -> Iterator[Tree]:
-    """Yields each tree on the device, with AHEAD more on their way there. trees: with their shardings."""
+def fetched(trees: Iterable[tuple[Tree, Tree]], put: Callable = jax.device_put) -> Iterator[Tree]:
+    """Yields each tree on the device, with AHEAD more on their way there. trees: with their shardings. put:
+    see `move`."""
     coming: collections.deque[Tree] = collections.deque()
     for tree, shardings in trees:
-        coming.append(move(tree, shardings))
+        coming.append(move(tree, shardings, put=put))
         del tree  # only the queue is to hold it
         if len(coming) > AHEAD:
             yield coming.popleft()
