@@ -78,8 +78,8 @@ def limit_pinned(needed: int, allowed: int) -> None:
 
     needed, allowed: bytes that the plan keeps in pinned memory, 0 if that is not known, and that the host may
     give (offload.host_gib, or its limit). What is needed is taken at once, with 5 % and 2 GiB to spare for
-    gaps and for copies on their way to disk. A limit in the environment stays as it is. Raises InputError, naming the setting, where
-    either is too low, or where a GPU's backend has already loaded with a lower one.
+    gaps and for copies on their way to disk. A limit in the environment stays as it is. Raises InputError,
+    naming the setting, where either is too low, or where a GPU's backend has already loaded with a lower one.
     """
     from jax._src import xla_bridge
 
