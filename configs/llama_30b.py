@@ -3,8 +3,8 @@
 60 layers of d 6144, 48 heads of 128 (8 of keys and values), ffn 21,504 = 3.5 d, vocabulary 128,256: a layer
 has 88.1 M parameters of attention and 396.4 M of MLP; embedding and output have 788 M each. 57.1 GiB of
 bfloat16 weights and about 116 GiB of state (a remainder that makes the weight the exact float32 master, and
-8-bit moments: 4 bytes a parameter and their scales). Half of both, and the layers' inputs (45 GiB), are on the
-host.
+8-bit moments: 4 bytes a parameter and their scales). Half of both, and the layers' inputs (45 GiB), are on
+the host.
 """
 
 from jaxthru.config import RunConfig

@@ -209,6 +209,10 @@ def _transients(config: RunConfig, sizes: Sizes) -> dict[str, float]:
     tables = 4 * sum(sizes.tables) / sizes.shards
     gradients = 2 * sizes.layers * sizes.layer / sizes.shards + tables
     work = 2 * sizes.part * (4 * D + 4 * M)
+    if config.train.microbatches > 1:
+        # Sums in float32, which XLA makes anew for each micro-batch beside those so far.
+        sums = 8 * sizes.matrices / sizes.shards
+        return {"activations": activations + work, "gradients": sums}
     if activations + loss + 4 * table >= gradients + work:
         return {"activations": activations, "loss": loss, "gradients": 4 * table}
     return {"activations": work, "gradients": gradients}
