@@ -1,8 +1,9 @@
 """Llama 3.1 8B (arXiv:2407.21783) on one GPU, its optimizer state in host memory: 65,536 tokens a step.
 
-8.03 B parameters: 15.0 GiB of bfloat16 weights on the device, 44.9 GiB of state on the host (a remainder that
-makes the weight the exact float32 master, and bfloat16 moments: 6 bytes a parameter). Each layer is updated
-right after its backward, so that its gradients are all that exist.
+8.03 B parameters: 15.0 GiB of bfloat16 weights, and 44.9 GiB of state (a remainder that makes the weight the
+exact float32 master, and bfloat16 moments: 6 bytes a parameter), of which the host holds 26 GiB, so that the
+device needs about 60. Each layer is updated right after its backward, so that its gradients are all that
+exist.
 """
 
 from jaxthru.config import RunConfig
@@ -34,7 +35,7 @@ def config() -> RunConfig:
         data=DataConfig(mix="quickstart", sequence=8192),
         optim=OptimConfig(learning_rate=3e-4, state="split_master", clip_rule="previous"),
         remat=RematConfig(policy="full"),
-        offload=OffloadConfig(level="gradients"),
+        offload=OffloadConfig(level="gradients", fraction=0.6),
         checkpoint=CheckpointConfig(every=1000),
         evaluate=EvaluateConfig(every=1000, rows=64),
     )

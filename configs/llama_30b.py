@@ -3,8 +3,8 @@
 60 layers of d 6144, 48 heads of 128 (8 of keys and values), ffn 21,504 = 3.5 d, vocabulary 128,256: a layer
 has 88.1 M parameters of attention and 396.4 M of MLP; embedding and output have 788 M each. 57.1 GiB of
 bfloat16 weights and about 116 GiB of state (a remainder that makes the weight the exact float32 master, and
-8-bit moments: 4 bytes a parameter and their scales). Three quarters of both, and the layers' inputs (45 GiB),
-are on the host.
+8-bit moments: 4 bytes a parameter and their scales). Half of both, and the layers' inputs (45 GiB), are on
+the host.
 """
 
 from jaxthru.config import RunConfig
@@ -35,7 +35,7 @@ def config() -> RunConfig:
         data=DataConfig(mix="quickstart", sequence=8192),
         optim=OptimConfig(learning_rate=1.5e-4, state="split_master_int8", clip_rule="previous"),
         remat=RematConfig(policy="full"),
-        offload=OffloadConfig(level="parameters", fraction=0.75, activations="inputs", host_gib=230),
+        offload=OffloadConfig(level="parameters", fraction=0.5, activations="inputs", host_gib=230),
         checkpoint=CheckpointConfig(every=1000, keep=1),
         evaluate=EvaluateConfig(every=1000, rows=64),
     )

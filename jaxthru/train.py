@@ -18,6 +18,7 @@ from jaxthru.data.loader import Batches, Data, open_data, prepare_data
 from jaxthru.data.placement import local_rows, to_global
 from jaxthru.data.state import DataState
 from jaxthru.models import flops
+from jaxthru.plan import levels
 from jaxthru.plan.assemble import assemble
 from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import attention_by, fit
@@ -120,6 +121,8 @@ class Build:
 def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None) -> Build:
     """Returns the compiled step for a configuration. Raises InputError if they do not fit each other."""
     xla.configure()
+    levels.reserve(config)
+    config = levels.resolve_here(config)
     train, shape = config.train, config.model
     layout = fit(config, devices)
     require(
@@ -242,6 +245,8 @@ def run(
     started = time.monotonic()
     xla.configure()
     distributed.initialize()
+    levels.reserve(config)
+    config = levels.resolve_here(config)
     if directory:
         distributed.from_first(lambda: check_resumable(config, directory, resume))
         if (newest_step(directory.checkpoints) or 0) >= config.train.steps:

@@ -1,6 +1,7 @@
 """python -m jaxthru.plan: what a configuration will do, before hardware is used."""
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -9,9 +10,8 @@ import rich.table
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
-from jaxthru.plan import levels, memory
+from jaxthru.plan import levels, memory, rehearsal
 from jaxthru.plan.data import forecast
-from jaxthru.plan.levels import FORMATS
 from jaxthru.plan.plot import svg
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.atomic import write_atomically
@@ -46,13 +46,36 @@ def _memory(arguments: argparse.Namespace) -> int:
     xla.configure()
     aot.use_cpu(devices)
     room = memory.room(config, target)
-    plan = memory.resident(config, target, devices, arguments.segments)
+    plan, resident = _plan(config, target, devices, arguments.segments)
     _show(memory.table(plan), [*room.said, *plan.notes])
-    proposals = levels.propose(config, FORMATS, room, resident=plan, devices=devices)
+    proposals = levels.propose(config, room, resident=resident, devices=devices)
     _show(levels.table(proposals), [] if proposals else ["Nothing fits, at any level and in any format."])
     short = room.lacks(plan)
-    _show(None, short or [f"fits: {memory.gib(plan.peak_device)} of {memory.gib(room.device)} GiB"])
+    fits = f"fits: {memory.gib(plan.peak_device)} of {memory.gib(room.device)} GiB"
+    if plan.peak_host:
+        fits += f", on the host {memory.gib(plan.peak_host)} of {memory.gib(room.host)}"
+    _show(None, short or [fits])
     return 1 if short else 0
+
+
+def _plan(config, target, devices, segments) -> tuple[memory.MemoryPlan, memory.MemoryPlan | None]:
+    """Returns the plan of a configuration, and the same if it is that of the resident step, compiled."""
+    offload, state = config.offload, config.optim.state
+    if offload.level == "auto":
+        room = memory.room(config, target)
+        config = levels.resolve(config, room, devices)
+        level, fraction = config.offload.level, config.offload.fraction
+        found = f"offload.level = auto is {level}, offload.fraction = {fraction:g}"
+        plan, resident = _plan(config, target, devices, segments)
+        return dataclasses.replace(plan, notes=(found, *plan.notes)), resident
+    if not aot.available():
+        plan, _ = levels.estimate(config, offload.level, state, offload.fraction, devices=devices)
+        note = 'an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
+        return dataclasses.replace(plan, notes=(note, *plan.notes)), None
+    if offload.layered:
+        return rehearsal.layered_step(config, target, devices, segments), None
+    plan = memory.resident(config, target, devices, segments)
+    return plan, plan
 
 
 def _show(table: rich.table.Table | None, lines: list[str]) -> None:

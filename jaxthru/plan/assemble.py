@@ -34,9 +34,9 @@ class Assembled:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         return jax.jit(self.step, donate_argnums=0, out_shardings=(shardings, None))
 
-    def layered(self, compiler: Callable) -> LayeredStep:
-        """Returns the step as programs, compiled by `compiler`."""
-        return LayeredStep(self.step, self.offload, self.abstract, self.batch, compiler)
+    def layered(self, compiler: Callable, put: Callable = jax.device_put) -> LayeredStep:
+        """Returns the step as programs, compiled by `compiler`, with copies started by `put`."""
+        return LayeredStep(self.step, self.offload, self.abstract, self.batch, compiler, put)
 
     def compile(self, options: dict[str, Any]) -> jax.stages.Compiled | LayeredStep:
         """Returns the step, compiled for the devices of its layout."""

@@ -6,16 +6,24 @@ one; a layered step's are counted here and noted as counted.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+import logging
+from collections.abc import Iterable
 
+import jax
 import rich.box
 import rich.table
 
 from jaxthru.config import RunConfig
 from jaxthru.models import flops
-from jaxthru.plan.memory import MemoryPlan, Room, gib
+from jaxthru.optim.formats import FORMATS
+from jaxthru.plan.memory import MemoryPlan, Room, gib, host_room
 from jaxthru.profile.memory import CATEGORIES
+from jaxthru.runtime import distributed, xla
+from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.mesh import MeshConfig
+from jaxthru.training.offload import AHEAD, OffloadConfig
+
+log = logging.getLogger("jaxthru")
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
 
@@ -26,32 +34,6 @@ BY_PRECISION = (
 """Formats, the one nearest to float32 first: of two that cost the same, the first is proposed."""
 
 LOSS_CHUNK = 2048  # tokens whose logits exist at once in linear_cross_entropy
-
-
-class PerParameter(Protocol):
-    """Bytes per parameter of a matrix: its weight, and its state (master and moments) beside it."""
-
-    weights: float
-    state: float
-
-
-class Bytes(NamedTuple):
-    weights: float
-    state: float
-
-
-SCALE = 4 / 256
-"""Bytes per parameter of the float32 scale of a block of 8-bit moments."""
-
-FORMATS: dict[str, PerParameter] = {  # TODO(lead): those of optim/formats.py, `bytes_per_parameter()`
-    "float32": Bytes(4, 8),
-    "bfloat16": Bytes(4, 4),
-    "int8": Bytes(4, 2 + 2 * SCALE),
-    "split_master_float32": Bytes(2, 10),
-    "split_master": Bytes(2, 6),
-    "split_master_int8": Bytes(2, 4 + 2 * SCALE),
-    "stochastic_rounding": Bytes(2, 2 + 2 * SCALE),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +76,17 @@ class Sizes:
     def matrices(self) -> int:
         return self.layers * self.layer + sum(self.tables)
 
+    def parts(self) -> list[int]:
+        """Parameters of the matrices of what is fetched and updated at once, in the order of the forward
+        pass."""
+        head = self.tables[1] if len(self.tables) > 1 else 0
+        return [self.tables[0], *(self.layer,) * self.layers, head]
+
 
 def estimate(
     config: RunConfig,
     level: str,
-    bytes_of: PerParameter,
+    state: str,
     fraction: float = 1.0,
     *,
     resident: MemoryPlan | None = None,
@@ -106,70 +94,125 @@ def estimate(
 ) -> tuple[MemoryPlan, int]:
     """Returns the memory that a level needs, and the bytes that it moves over PCIe a step.
 
-    bytes_of: of the format of the state. fraction: share of the parts that are on the host. resident: of the
-    configuration's own step without offload, compiled; its transients are taken for level "none".
+    state: the format, as `optim.state` names it. fraction: share of the parts that are on the host. resident:
+    of the configuration's own step without offload, compiled; its transients are taken for level "none".
     """
-    sizes, shape = Sizes.of(config, devices), config.model
-    weights, state = bytes_of.weights, bytes_of.state
+    sizes, shape, activations = Sizes.of(config, devices), config.model, config.offload.activations
+    format = FORMATS[state]
+    weights, *kept = format.bytes_per_parameter()
+    kept = sum(kept)
     P, small = sizes.matrices / sizes.shards, 12 * sizes.small / sizes.shards
     device, host = dict.fromkeys(CATEGORIES, 0.0), dict.fromkeys(CATEGORIES, 0.0)
-    if level == "none":
-        if resident is not None:
-            device |= resident.device
-        else:
-            device |= _transients(config, sizes)
-        device["parameters"], device["optimizer"] = weights * P + small / 3, state * P + small * 2 / 3
+    device["parameters"], device["optimizer"] = weights * P + small / 3, kept * P + small * 2 / 3
+    if level == "none" and activations == "none":
+        own = _transients(config, sizes) if resident is None else resident.device
+        device |= {name: size for name, size in own.items() if name not in ("parameters", "optimizer")}
         return _plan(device, host, ("the transients are those of the resident step",)), 0
 
-    exact = config.optim.clip_rule == "exact"
-    largest = max(sizes.layer, *sizes.tables) / sizes.shards
-    # On its way at once: one part that is updated, the next one fetched, the one before stored.
-    passing = min(largest + 2 * sizes.layer / sizes.shards, P) * (fraction > 0)
-    away = fraction * P
-    device["parameters"], device["optimizer"] = weights * P + small / 3, state * (P - away) + small * 2 / 3
-    host["optimizer"], moved = state * away, 2 * state * away
-    device["staging"] = state * passing
+    chosen = OffloadConfig(level, fraction).on_host(len(sizes.parts()))
+    parts = [size / sizes.shards for size in sizes.parts()]
+    hosted = [size for size, there in zip(parts, chosen, strict=True) if there]
+    away, layer, largest = sum(hosted), sizes.layer / sizes.shards, max(parts)
+    sent = kept + weights * (level == "parameters")
+    device["optimizer"] -= kept * away
+    host["optimizer"] = kept * away
+    moved = 2 * kept * away
     if level == "parameters":
         device["parameters"] -= weights * away
         host["parameters"] = weights * away
-        device["staging"] += weights * passing
         moved += 3 * weights * away  # forward, backward, and stored after the update
-    sums = 4 if config.train.microbatches > 1 else 2  # one part's gradients are summed in float32
-    device["gradients"] = sums * largest
-    if exact and level == "optimizer":
-        device["gradients"] += 2 * P
-    elif exact:
-        host["gradients"] = 2 * P
-        device["staging"] += 2 * largest
-        moved += 4 * P
+    # On its way at once. On the host: what is being stored, beside what it replaces.
+    host["staging"] = sent * min(max(hosted, default=0) + AHEAD * layer, away)
+    staging = sent * min(max(hosted, default=0) + (AHEAD + 1) * layer, away)
+
     D, M, H, K, C = shape.embed, shape.mlp, shape.heads, shape.kv_heads, shape.head_dim
-    inputs = 2 * D * sizes.tokens * (sizes.layers + 1)
-    if getattr(config.offload, "activations", "none") == "inputs":
-        host["activations"], moved = inputs, moved + 2 * inputs
-        inputs = 3 * 2 * D * sizes.tokens
-    work = 2 * sizes.part * (8 * D + 3 * (H + K) * C + 6 * M)
-    work += 2 * sizes.layer / sizes.shards * (weights > 2)  # its weights in the compute dtype
-    loss = 2 * min(sizes.tables) / sizes.shards * (weights > 2) + 4 * LOSS_CHUNK * shape.vocabulary
-    device["activations"] = inputs + (work if work >= loss else 0)
-    device["loss"] = 0 if work >= loss else loss
-    notes = ("activations of the layered step: by arithmetic, not compiled",)
-    return _plan(device, host, notes, devices), round(moved)
+    inputs, names = 2 * D * sizes.tokens, _kept(config) * sizes.tokens
+    gone = inputs * (activations != "none") + names * (activations == "names")
+    host["activations"], moved = gone * sizes.layers, moved + 2 * gone * sizes.layers
+    near = inputs + names - gone
+    stack = near * sizes.layers + gone * min(AHEAD + 1, sizes.layers)
+    # One layer's work: its input, output and their gradients, and what the backward pass makes again.
+    work = 3 * inputs + 2 * sizes.part * (6 * D + 4 * (H + K) * C + 6 * M)
+    work += 2 * layer * (weights > 2)  # its weights in the compute dtype
+    one = 2 * layer + 4 * layer * (config.train.microbatches > 1)  # summed in float32
+    table = 4 * max(sizes.tables) / sizes.shards
+    tied = table * (len(sizes.tables) == 1)  # as output matrix, until the embedding's gradient is there
+    logits = 4 * LOSS_CHUNK * shape.vocabulary + table / 2
+    update = 8 * largest * (format.moments == "int8")  # both moments in float32
+    exact = config.optim.clip_rule == "exact"
+    moments = [  # that may be the fullest
+        {"activations": stack + inputs, "loss": logits, "gradients": table},
+        {"activations": stack + work, "gradients": one + (table if exact else tied)},
+    ]
+    if exact:
+        gradients = [table * (size > 0) for size in parts]
+        gradients[1:-1] = [2 * layer] * sizes.layers
+        if level in ("gradients", "parameters"):
+            there = sum(size for size, out in zip(gradients, chosen, strict=True) if out)
+            host["gradients"], moved = there, moved + 2 * there
+            moments[1]["staging"] = weights * (level == "parameters") * (AHEAD + 1) * layer
+            moments[1]["staging"] += 2 * layer * AHEAD
+        else:
+            there = 0
+        left = sum(gradients) - there
+        moments.append({"activations": work, "gradients": left})
+        moments.append(
+            {"optimizer": update, "gradients": left + there / max(sum(chosen), 1), "staging": staging}
+        )
+    else:
+        moments[1]["staging"] = staging
+        moments.append(
+            {"activations": stack + inputs, "gradients": table, "optimizer": update, "staging": staging}
+        )
+    for name, size in max(moments, key=lambda moment: sum(moment.values())).items():
+        device[name] += size
+    return _plan(device, host, ("of the layered step: by arithmetic, not compiled",), devices), round(moved)
+
+
+def pinned(config: RunConfig) -> int:
+    """Returns the bytes that this process will keep in pinned host memory, by arithmetic. 0 where that is not
+    known before devices are: with level auto, several processes, or an unknown number of replicas."""
+    offload, replicas = config.offload, config.mesh.data
+    if offload.level == "auto" or replicas == -1 or jax.distributed.is_initialized():
+        return 0
+    alone = dataclasses.replace(config, mesh=MeshConfig())
+    plan, _ = estimate(alone, offload.level, config.optim.state, offload.fraction)
+    return replicas * plan.peak_host
+
+
+def reserve(config: RunConfig) -> None:
+    """Has XLA pin as much host memory as a configuration needs. Call it before the first device is touched.
+
+    Raises InputError, naming the setting, where that is more than it may.
+    """
+    if config.offload.layered:
+        xla.limit_pinned(pinned(config), host_room(config))
+
+
+def _kept(config: RunConfig) -> int:
+    """Returns the bytes per token that remat.policy keeps of a layer beside its input."""
+    shape = config.model
+    D, M, H, K, C = shape.embed, shape.mlp, shape.heads, shape.kv_heads, shape.head_dim
+    attention = 2 * (2 * H + 2 * K) * C + 4 * H + 2 * D
+    kept = {"full": 0, "attention": attention, "gate": attention + 2 * M, "projections": attention + 4 * M}
+    return kept.get(config.remat.policy, attention + 6 * M + 6 * D)
 
 
 def _transients(config: RunConfig, sizes: Sizes) -> dict[str, float]:
     """Returns what a resident step needs besides its state, by arithmetic: at the loss, or after the backward
     pass, whichever is more."""
     shape = config.model
-    D, M, H, K, C = shape.embed, shape.mlp, shape.heads, shape.kv_heads, shape.head_dim
-    attention = 2 * (2 * H + 2 * K) * C + 4 * H + 2 * D
-    kept = {"full": 0, "attention": attention, "gate": attention + 2 * M, "projections": attention + 4 * M}
-    by_token = 2 * D + kept.get(config.remat.policy, attention + 6 * M + 6 * D)
-    activations = by_token * sizes.layers * sizes.part
+    D, M = shape.embed, shape.mlp
+    activations = (2 * D + _kept(config)) * sizes.layers * sizes.part
     table = sizes.tables[-1] / sizes.shards
     loss = 2 * table + 4 * LOSS_CHUNK * shape.vocabulary
     tables = 4 * sum(sizes.tables) / sizes.shards
     gradients = 2 * sizes.layers * sizes.layer / sizes.shards + tables
     work = 2 * sizes.part * (4 * D + 4 * M)
+    if config.train.microbatches > 1:
+        # Sums in float32, which XLA makes anew for each micro-batch beside those so far.
+        sums = 8 * sizes.matrices / sizes.shards
+        return {"activations": activations + work, "gradients": sums}
     if activations + loss + 4 * table >= gradients + work:
         return {"activations": activations, "loss": loss, "gradients": 4 * table}
     return {"activations": work, "gradients": gradients}
@@ -183,32 +226,76 @@ def _plan(device: dict, host: dict, notes: tuple[str, ...], devices: int = 1) ->
 
 def propose(
     config: RunConfig,
-    formats: Mapping[str, PerParameter],
     room: Room,
     *,
+    formats: Iterable[str] = FORMATS,
     resident: MemoryPlan | None = None,
     devices: int = 1,
 ) -> list[Proposal]:
     """Returns for each format the level and fraction that fit and move the least, the cheapest format first.
 
-    formats: {optim.state: bytes per parameter}. One that fits at no level is left out.
+    formats: of those that `optim.state` may be. One that fits at no level is left out.
     """
-    layers = config.model.layers
     found = []
-    for name, bytes_of in formats.items():
-        fitting = []
-        for level in LEVELS:
-            steps = (0,) if level == "none" else range(1, layers + 1)
-            for count in steps:  # the device's part falls with each layer that goes to the host
-                fraction = count / layers
-                plan, moved = estimate(config, level, bytes_of, fraction, resident=resident, devices=devices)
-                if room.holds(plan):
-                    fitting.append(Proposal(level, name, fraction, plan, moved))
-                    break
+    for state in formats:
+        fitting = [_least(config, level, state, room, resident, devices) for level in LEVELS]
+        fitting = [proposal for proposal in fitting if proposal]
         if fitting:
             found.append(min(fitting, key=lambda proposal: (proposal.moved, LEVELS.index(proposal.level))))
-    order = {name: place for place, name in enumerate(BY_PRECISION)}
-    return sorted(found, key=lambda proposal: (proposal.moved, order.get(proposal.state, len(order))))
+    return sorted(found, key=lambda proposal: (proposal.moved, BY_PRECISION.index(proposal.state)))
+
+
+def _least(config, level, state, room, resident=None, devices=1) -> Proposal | None:
+    """Returns a level with the least fraction that fits, if any does."""
+    count = config.model.layers + 2  # embedding and head are parts too
+    steps = (0,) if level == "none" else range(1, count + 1)
+    for fraction in (step / count for step in steps):
+        plan, moved = estimate(config, level, state, fraction, resident=resident, devices=devices)
+        if room.holds(plan):
+            return Proposal(level, state, fraction, plan, moved)
+    return None
+
+
+def resolve_here(config: RunConfig) -> RunConfig:
+    """Returns what `resolve` does for this process's devices and host, the same in all processes."""
+    if config.offload.level != "auto":
+        return config
+    host = host_room(config)
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", host)  # a CPU's is the host's
+    found = distributed.from_first(
+        lambda: dataclasses.asdict(resolve(config, Room(memory, host), jax.device_count()).offload)
+    )
+    log.info("offload.level = auto: %s, offload.fraction = %g", found["level"], found["fraction"])
+    return dataclasses.replace(config, offload=OffloadConfig(**found))
+
+
+def resolve(config: RunConfig, room: Room, devices: int = 1) -> RunConfig:
+    """Returns a configuration with `offload.level = "auto"` replaced by the first level that fits, with the
+    least fraction, by arithmetic; any other as it is.
+
+    Raises InputError, with what is short, where none fits.
+    """
+    if config.offload.level != "auto":
+        return config
+    room = dataclasses.replace(room, device=round(room.device * CERTAIN))
+    fits = (_least(config, level, config.optim.state, room, devices=devices) for level in LEVELS)
+    first = next((proposal for proposal in fits if proposal), None)
+    if first is None:
+        most, _ = estimate(config, LEVELS[-1], config.optim.state, devices=devices)
+        others = [proposal.state for proposal in propose(config, room, devices=devices)]
+        advice = f"optim.state = {' or '.join(map(repr, others))} fits" if others else "no optim.state fits"
+        raise InputError(
+            f"offload.level = 'auto': no level fits with optim.state = {config.optim.state!r}; with all on "
+            f"the host it needs {gib(most.peak_device)} GiB on the device, of {gib(room.device)}, and "
+            f"{gib(most.peak_host)} on the host, of {gib(room.host)}; {advice}"
+        )
+    fraction = first.fraction or 1.0
+    offload = dataclasses.replace(config.offload, level=first.level, fraction=fraction)
+    return dataclasses.replace(config, offload=offload)
+
+
+CERTAIN = 0.95
+"""Share of the device that a plan by arithmetic may fill."""
 
 
 PCIE = 87e9

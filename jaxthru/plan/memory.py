@@ -63,13 +63,19 @@ class Room:
 def room(config: RunConfig, target: aot.Target) -> Room:
     """Returns the room on a device of a kind and on this host, or the host of `offload.host_gib`."""
     share = xla.memory_fraction()
-    given = getattr(config.offload, "host_gib", None)
-    host = round(given * 2**30) if given else hardware.host_limit_bytes()
+    host = host_room(config)
     said = (
         f"{target.name}: {gib(target.memory)} GiB, of which JAX takes {share:.0%}",
-        f"host: {gib(host)} GiB, " + ("offload.host_gib" if given else "this machine's limit"),
+        f"host: {gib(host)} GiB, "
+        + ("offload.host_gib" if config.offload.host_gib else "this machine's limit"),
     )
     return Room(int(target.memory * share), host, said)
+
+
+def host_room(config: RunConfig) -> int:
+    """Returns the bytes that a configuration may take on this host."""
+    given = config.offload.host_gib
+    return round(given * 2**30) if given else hardware.host_limit_bytes()
 
 
 def resident(
@@ -99,8 +105,8 @@ def resident(
 class Moment:
     """One program of a step that is made of several, while it runs.
 
-    program: what it needs, its arguments and results included. beside: bytes by category of arrays on the
-    device that live meanwhile and are no argument of it. host: the same on the host.
+    program: what it needs beside arrays that live before it runs, its arguments among them. beside: bytes by
+    category of those on the device. host: of those on the host.
     """
 
     name: str

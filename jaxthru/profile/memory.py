@@ -65,26 +65,34 @@ class _Allocation:
     values: list[_Value]
 
 
-def breakdown(dump: Mapping[str, str], argument: Callable[[str], str] = by_path) -> Breakdown:
+def breakdown(
+    dump: Mapping[str, str],
+    argument: Callable[[str], str | None] = by_path,
+    unnamed: str = "other",
+    output: str | None = None,
+) -> Breakdown:
     """Returns what a compiled program's memory is made of.
 
     dump: texts `buffer-assignment`, `values` and `live-range` of XLA. argument: the op_name of an argument,
-    which is its path, to its category.
+    which is its path, to its category; None is not counted. unnamed: the category of temporaries that no
+    scope names. output: that of results that take over no argument's memory; None asks the scopes.
     """
     values = _values(dump["values"])
     allocations = _allocations(dump["buffer-assignment"], values)
     _live_ranges(dump["live-range"], values)
-    purpose = _Purpose(list(values.values()))
+    purpose = _Purpose(list(values.values()), unnamed)
     spaces = {space: dict.fromkeys(CATEGORIES, 0) for space in (0, HOST)}
     temporary = [found for found in allocations if found.kind == "temporary"]
     moment = _fullest([value for found in temporary if found.space != HOST for value in found.values])
     for found in allocations:
         into = spaces[HOST if found.space == HOST else 0]
         if found.kind == "argument":
-            into[argument(found.values[0].made)] += found.size
+            category = argument(found.values[0].made)
+            if category is not None:
+                into[category] += found.size
         elif found.kind == "output":
             live = max(found.values, key=lambda value: value.size)
-            into[purpose(live) if live.size >= 1024 else "other"] += found.size
+            into[(output or purpose(live)) if live.size >= 1024 else "other"] += found.size
         elif found.kind == "temporary":
             covered = 0
             for value in _at(found.values, moment):
@@ -191,7 +199,8 @@ def _at(values: list[_Value], moment: int) -> list[_Value]:
 class _Purpose:
     """What a temporary is for."""
 
-    def __init__(self, values: list[_Value]):
+    def __init__(self, values: list[_Value], otherwise: str):
+        self.otherwise = otherwise
         self.op_names = {value.instruction: value.made for value in values if not value.phi}
         self.made_by: dict[str, list[_Value]] = {}
         for value in values:
@@ -207,7 +216,7 @@ class _Purpose:
             return "optimizer"
         if self.reaches_optimizer(value, set()):
             return "gradients"
-        return PURPOSES.get(self.scope(value), "other")
+        return PURPOSES.get(self.scope(value), self.otherwise)
 
     def scope(self, value: _Value) -> str:
         """Returns the scope of the instruction that makes an array, or, where fusion left it no name, of

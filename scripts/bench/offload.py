@@ -82,12 +82,13 @@ def _beside_peers(tokens: str, ratio: float) -> dict[str, Row]:
 ROWS = {
     "8b_64k": Row("llama3_8b", partners=("8b_64k_resident",), bars=SMALL),
     "8b_64k_resident": Row("llama3_8b", RESIDENT),
-    "8b_64k_exact": Row("llama3_8b", f"{EXACT} offload.level=optimizer", bars=SLOWER,
+    "8b_64k_exact": Row("llama3_8b", f"{EXACT} offload.level=optimizer offload.fraction=0.5", bars=SLOWER,
                         partners=("8b_64k_exact_resident",)),
     "8b_64k_exact_resident": Row("llama3_8b", f"{EXACT} {RESIDENT}"),
-    "8b_16k": Row("llama3_8b", TOKENS["16k"], partners=("8b_16k_resident",), bars=SLOWER),
+    "8b_16k": Row("llama3_8b", f"{TOKENS['16k']} offload.fraction=0.3", bars=SLOWER,
+                  partners=("8b_16k_resident",)),
     "8b_16k_resident": Row("llama3_8b", f"{TOKENS['16k']} {RESIDENT}"),
-    "8b_64k_float32": Row("llama3_8b", FLOAT32, bars=SMALL),
+    "8b_64k_float32": Row("llama3_8b", f"{FLOAT32} offload.fraction=0.85", bars=SMALL),
     "8b_16k_float32": Row("llama3_8b", f"{TOKENS['16k']} {FLOAT32}", bars=SMALL),
     "13b": Row("llama_13b", bars={"mfu": 0.45, "host_gib": 100.0}),
     "30b": Row("llama_30b", bars={"mfu": 0.40, "host_gib": 230.0}, steps=(2, 5)),
@@ -104,7 +105,8 @@ ROWS = {
     **_beside_peers("64k", 1.8),
     # Run when named. With float32 state the resident side needs the shape cut to 20 layers.
     "8b_64k_exact_host": Row("llama3_8b", EXACT, bars=SLOWER, partners=("8b_64k_exact_resident",)),
-    "8b_16k_exact": Row("llama3_8b", f"{TOKENS['16k']} {EXACT} offload.level=optimizer", bars=SLOWER,
+    "8b_16k_exact": Row("llama3_8b", f"{TOKENS['16k']} {EXACT} offload.level=optimizer "
+                        "offload.fraction=0.3", bars=SLOWER,
                         partners=("8b_16k_exact_resident",)),
     "8b_16k_exact_resident": Row("llama3_8b", f"{TOKENS['16k']} {EXACT} {RESIDENT}"),
     "20layer_64k_float32": Row("llama3_8b", f"{CUT} {FLOAT32}", partners=("20layer_64k_float32_resident",)),

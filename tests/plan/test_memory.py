@@ -1,6 +1,5 @@
 """What a configuration needs on a GPU: read from a compile, and by arithmetic."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -12,12 +11,16 @@ from runs import ROOT
 
 from jaxthru import config as configuration
 from jaxthru.models import flops
-from jaxthru.plan import levels, memory
+from jaxthru.plan import levels, memory, rehearsal
 from jaxthru.plan.__main__ import main
+from jaxthru.plan.assemble import assemble
+from jaxthru.plan.fit import fit
 from jaxthru.plan.memory import MemoryPlan, Moment, Room
 from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot
 from jaxthru.runtime.errors import InputError
+from jaxthru.training.layered import compiler_with, init_by_parts
+from jaxthru.training.offload import HOST
 
 GIB = 2**30
 cuda = pytest.mark.skipif(
@@ -189,20 +192,21 @@ def test_the_fullest_moment_of_several_programs_counts():
 
 
 def test_levels_move_bytes_from_the_device_to_the_host():
-    config = load("llama3_8b", "train.rows=2", "mesh.fsdp=1")
-    bytes_of = levels.FORMATS["split_master"]
-    P = levels.Sizes.of(config).matrices
-    plans = {level: levels.estimate(config, level, bytes_of)[0] for level in levels.LEVELS}
-    moved = {level: levels.estimate(config, level, bytes_of)[1] for level in levels.LEVELS}
+    config = load("llama3_8b", "train.rows=2", "train.microbatches=1", "optim.clip_rule=exact")
+    sizes = levels.Sizes.of(config)
+    P, tables = sizes.matrices, sum(sizes.tables)
+    plans = {level: levels.estimate(config, level, "split_master")[0] for level in levels.LEVELS}
+    moved = {level: levels.estimate(config, level, "split_master")[1] for level in levels.LEVELS}
     assert plans["none"].peak_host == moved["none"] == 0
-    assert plans["optimizer"].peak_host == 6 * P
+    assert plans["optimizer"].host["optimizer"] == 6 * P
     assert moved["optimizer"] == 12 * P
-    assert plans["gradients"].peak_host == 8 * P  # exact clipping: the gradients wait there for the norm
-    assert plans["parameters"].peak_host == 10 * P
+    # Exact clipping: the gradients wait there for the norm, those of the tables in float32.
+    assert plans["gradients"].host["gradients"] == 2 * (P - tables) + 4 * tables
+    assert plans["parameters"].host["parameters"] == 2 * P
     peaks = [plans[level].peak_device for level in levels.LEVELS]
     assert peaks == sorted(peaks, reverse=True)
-    half = levels.estimate(config, "optimizer", bytes_of, 0.5)[0]
-    assert half.host["optimizer"] == 3 * P
+    half = levels.estimate(config, "optimizer", "split_master", 0.5)[0]
+    assert half.host["optimizer"] == pytest.approx(3 * P, rel=0.05)  # of whole parts
     for plan in (*plans.values(), half):
         assert sum(plan.device.values()) == plan.peak_device and sum(plan.host.values()) == plan.peak_host
 
@@ -210,20 +214,20 @@ def test_levels_move_bytes_from_the_device_to_the_host():
 def test_the_arithmetic_of_a_resident_step_is_near_its_compile():
     """Measured on an H200 with all of it compiled: 126.4 GiB; 47.1 GiB."""
     for name, measured in (("llama3_8b_one_gpu", 126.4), ("llama3_8b_8layer", 47.1)):
-        plan, _ = levels.estimate(load(name, "mesh.fsdp=1"), "none", levels.FORMATS["float32"])
+        plan, _ = levels.estimate(load(name, "mesh.fsdp=1"), "none", "float32")
         assert abs(plan.peak_device / GIB / measured - 1) < 0.05, plan.peak_device / GIB
 
 
 def test_what_fits_with_the_least_traffic_is_proposed():
     config = load("llama3_8b_one_gpu", "mesh.fsdp=1")
     wide = Room(134 * GIB, 500 * GIB)
-    first = levels.propose(config, levels.FORMATS, wide)[0]
+    first = levels.propose(config, wide)[0]
     assert (first.level, first.state, first.fraction, first.moved) == ("none", "float32", 0, 0)
     narrow = Room(60 * GIB, 100 * GIB)
-    found = levels.propose(config, levels.FORMATS, narrow)
+    found = levels.propose(config, narrow)
     assert found and all(narrow.holds(proposal.plan) for proposal in found)
     assert [proposal.moved for proposal in found] == sorted(proposal.moved for proposal in found)
-    assert not levels.propose(config, levels.FORMATS, Room(1 * GIB, 1 * GIB))
+    assert not levels.propose(config, Room(1 * GIB, 1 * GIB))
 
 
 def test_what_lacks_names_the_setting():
@@ -234,13 +238,139 @@ def test_what_lacks_names_the_setting():
 
 
 def test_the_host_room_is_what_is_configured():
-    config = load("quickstart")
-
-    @dataclasses.dataclass(frozen=True)
-    class Offload:
-        host_gib: float = 128
-
-    object.__setattr__(config, "offload", Offload())
-    found = memory.room(config, aot.TARGETS["h200"])
+    found = memory.room(load("quickstart", "offload.host_gib=128"), aot.TARGETS["h200"])
     assert found.host == 128 * GIB and any("offload.host_gib" in line for line in found.said)
     assert abs(found.device / (139.8 * 0.96 * GIB) - 1) < 1e-6
+
+
+TINY = [*SMALL, "model.layers=5", "model.loop=unroll", "remat.policy=attention", "train.rows=4"]
+OFFLOADS = {
+    "optimizer, exact": ("offload.level=optimizer", "optim.clip_rule=exact"),
+    "gradients, exact, half": ("offload.level=gradients", "offload.fraction=0.5", "optim.clip_rule=exact"),
+    "gradients, previous": ("offload.level=gradients", "optim.clip_rule=previous", "train.microbatches=2"),
+    "parameters, exact": ("offload.level=parameters", "optim.clip_rule=exact"),
+    "parameters, previous, inputs": (
+        "offload.level=parameters",
+        "offload.activations=inputs",
+        "optim.clip_rule=previous",
+    ),
+    "names alone": ("offload.activations=names",),
+}
+
+
+def assembled(config):
+    layout = fit(config, jax.devices()[:1])
+    return assemble(config, layout, segments=4, sources=1, attention="xla")
+
+
+def nothing(name, lowered):
+    return rehearsal.NOTHING
+
+
+@pytest.mark.parametrize("state", ["float32", "split_master", "split_master_int8", "stochastic_rounding"])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_the_plan_of_a_layered_step_adds_up(offload, state):
+    """Beside its programs the moments are those of the schedule, and the arithmetic is near them."""
+    config = load("quickstart", *TINY, *OFFLOADS[offload], f"optim.state={state}")
+    made = assembled(config)
+    moments = rehearsal.rehearse(made, nothing, None)
+    plan = memory.layered(moments)
+    assert sum(plan.device.values()) == plan.peak_device > 0
+    assert sum(plan.host.values()) == plan.peak_host > 0
+    resting = sum(rehearsal.resting(made).values())
+    assert all(min(moment.host.values()) >= 0 and min(moment.beside.values()) >= 0 for moment in moments)
+    assert resting <= plan.peak_host
+    estimate, _ = levels.estimate(config, config.offload.level, state, config.offload.fraction)
+    assert estimate.host["optimizer"] + estimate.host["parameters"] == pytest.approx(
+        resting, rel=0.02
+    )  # scales of small blocks
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
+    config = load("quickstart", *TINY, *OFFLOADS[offload], "optim.state=split_master_int8")
+    made = assembled(config)
+    model, optimizer = made.step.objective.model, made.step.optimizer
+
+    def kept(state) -> int:
+        leaves = jax.tree.leaves(state)
+        return sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == HOST)
+
+    state = init_by_parts(model, optimizer, made.abstract, 0)
+    planned = sum(rehearsal.resting(made).values())
+    assert kept(state) == planned
+    batch = {name: jnp.ones(leaf.shape, leaf.dtype) for name, leaf in made.batch.items()}
+    batch = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), batch, made.batch)
+    state, _ = made.layered(compiler_with({}))(state, batch)
+    assert kept(state) == planned
+
+
+def test_a_copy_counts_on_both_ends_until_the_host_has_waited():
+    config = load("quickstart", *TINY, *OFFLOADS["gradients, previous"], "optim.state=split_master")
+    moments = rehearsal.rehearse(assembled(config), nothing, None)
+    assert max(moment.host["staging"] for moment in moments) > 0
+    last = [moment for moment in moments if moment.name == "forward"][-1]
+    assert last.host["staging"] == 0  # by then the step before is over
+    count = sum(moment.name == "update_layer" for moment in moments)
+    assert count == rehearsal.STEPS * config.model.layers
+
+
+@cuda
+def test_a_layered_step_is_planned_for_a_gpu_that_is_not_here():
+    offload = ("offload.level=parameters", "offload.activations=inputs", "optim.clip_rule=previous")
+    config = load(
+        "quickstart", *TINY, *offload, "precision.compute=bfloat16", "optim.state=split_master_int8"
+    )
+    plan = rehearsal.layered_step(config, aot.TARGETS["h200"], segments=8)
+    assert plan.device["activations"] > 0 and plan.device["staging"] > 0
+    assert plan.host["parameters"] > 0 and plan.host["optimizer"] > plan.host["parameters"]
+    assert sum(plan.device.values()) == plan.peak_device and sum(plan.host.values()) == plan.peak_host
+
+
+def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "available", lambda: False)
+    monkeypatch.setattr(aot, "use_cpu", lambda devices: None)
+    config = str(ROOT / "configs" / "llama3_8b.py")
+    assert main(["memory", "--config", config, "--set", "offload.host_gib=100"]) == 0
+    said = capsys.readouterr().out
+    assert "an estimate by arithmetic" in said and "fits: " in said
+    assert main(["memory", "--config", config, "--set", "offload.host_gib=10"]) == 1
+    assert "offload.host_gib is 10.0" in capsys.readouterr().out
+
+
+def test_auto_is_the_first_level_that_fits():
+    config = load("llama3_8b", "offload.level=auto")
+    found = {size: levels.resolve(config, Room(size * GIB, 200 * GIB)).offload for size in (139, 80, 50, 35)}
+    assert [offload.level for offload in found.values()] == ["none", "optimizer", "optimizer", "parameters"]
+    assert found[80].fraction < found[50].fraction <= 1
+    for size, offload in found.items():
+        plan, _ = levels.estimate(config, offload.level, "split_master", offload.fraction)
+        assert Room(size * GIB, 200 * GIB).holds(plan)
+    fixed = load("llama3_8b")
+    assert levels.resolve(fixed, Room(1, 1)) is fixed
+
+
+def test_auto_refuses_what_fits_nowhere():
+    config = load("llama3_8b", "offload.level=auto", "optim.state=split_master_float32")
+    with pytest.raises(
+        InputError, match=r"auto.*split_master_float32.*GiB on the device.*stochastic_round.* fits"
+    ):
+        levels.resolve(config, Room(40 * GIB, 40 * GIB))
+    with pytest.raises(InputError, match=r"no optim\.state fits"):
+        levels.resolve(config, Room(1 * GIB, 1 * GIB))
+
+
+def test_pinned_memory_is_reserved_for_what_is_offloaded(monkeypatch):
+    asked = []
+    monkeypatch.setattr(levels.xla, "limit_pinned", lambda *sizes: asked.append(sizes))
+    levels.reserve(load("quickstart"))
+    assert asked == []
+    config = load("llama3_8b", "offload.host_gib=100")
+    levels.reserve(config)
+    [(needed, allowed)] = asked
+    assert allowed == 100 * GIB
+    assert (
+        needed == levels.estimate(config, "gradients", "split_master", config.offload.fraction)[0].peak_host
+    )
+    assert levels.pinned(load("llama3_8b", "offload.level=auto")) == 0
+    assert levels.pinned(load("llama3_8b", "mesh.data=2", "mesh.fsdp=1")) == 2 * needed

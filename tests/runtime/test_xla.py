@@ -116,12 +116,21 @@ def fresh(monkeypatch):
     """As if no backend had loaded and no limit were set."""
     monkeypatch.setenv(xla.PINNED_LIMIT, "1")  # noted, so that whatever is set meanwhile goes
     monkeypatch.delenv(xla.PINNED_LIMIT)
+    monkeypatch.setenv(xla.PINNED_AT_ONCE, "")
+    monkeypatch.delenv(xla.PINNED_AT_ONCE)
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
 
 
-def test_pinned_memory_may_grow_to_what_the_host_gives(fresh):
+def test_pinned_memory_is_taken_at_once_with_a_little_to_spare(fresh):
     xla.limit_pinned(90 * GIB, round(127.5 * GIB))
+    assert os.environ[xla.PINNED_LIMIT] == "97"
+    assert os.environ[xla.PINNED_AT_ONCE] == "true"
+
+
+def test_pinned_memory_may_grow_to_what_the_host_gives_where_no_need_is_known(fresh):
+    xla.limit_pinned(0, round(127.5 * GIB))
     assert os.environ[xla.PINNED_LIMIT] == "128"
+    assert os.environ[xla.PINNED_AT_ONCE] == "false"
 
 
 def test_more_than_the_host_gives_names_the_setting(fresh):

@@ -1,0 +1,262 @@
+"""The layered step's own schedule, run with arrays that have a size and a place but no values.
+
+`LayeredStep.__call__` is what is run: its programs and its copies are stand-ins that keep account of what
+lives where, and so the account cannot differ from the schedule. What a program needs beside its arguments
+is read from its compile.
+
+Approximate, to the safe side: a copy is taken to end only when the host has waited for it, or for a program
+that needs it; until then both ends of it are counted, as `staging`. What only programs use is free as soon as
+the last of them is dispatched, for they run in that order.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from jaxthru.config import RunConfig
+from jaxthru.plan.assemble import Assembled, assemble
+from jaxthru.plan.fit import fit
+from jaxthru.plan.memory import MemoryPlan, Moment, documents, layered, stand_in
+from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
+from jaxthru.runtime import aot
+from jaxthru.runtime.sharding import Layout
+from jaxthru.training.layered import lower
+from jaxthru.training.offload import HOST
+
+Tree = Any
+NOTHING = Breakdown(dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0), 0, 0, 0, "")
+STEPS = 2  # the second begins while the last copies of the first are under way
+
+RESULTS = {
+    "embed": "activations",
+    "forward": ("activations", "activations", "other"),
+    "head": ("other", "activations", "gradients", "gradients", "other"),
+    "backward": ("activations", "gradients", "other"),
+    "embed_backward": ("gradients", "other"),
+    "update": ("parameters", "optimizer"),
+}
+"""Category of each result of a program; of others it is `other`."""
+
+TEMPORARY = {"head": "loss", "update": "optimizer", "begin": "other", "finish": "other"}
+"""Category of a program's temporaries; of others it is `activations`."""
+
+OUTPUT = {"head": "gradients", "backward": "gradients", "embed_backward": "gradients", "update": "optimizer"}
+"""Category of a program's large results."""
+
+
+def _kind(name: str) -> str:
+    return "update" if name.startswith("update") else name
+
+
+Analysis = Callable[[str, jax.stages.Lowered], Breakdown]
+"""What a program, by name, needs beside its arguments."""
+
+
+def compiled_for(target: aot.Target, devices: int) -> Analysis:
+    """Returns the analysis that compiles each program for a GPU."""
+
+    def analyse(name: str, lowered: jax.stages.Lowered) -> Breakdown:
+        kind = _kind(name)
+        unnamed, output = TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, RESULTS.get(kind, "other"))
+        output = output if isinstance(output, str) else output[0]
+        dump = aot.compile_for(lowered, target, devices).dump
+        return breakdown(dump, lambda _: None, unnamed, output)
+
+    return analyse
+
+
+def layered_step(
+    config: RunConfig, target: aot.Target, devices: int = 1, segments: int | None = None
+) -> MemoryPlan:
+    """Returns the memory of the layered step. segments: as of `memory.resident`. Raises InputError."""
+    layout = fit(config, jax.devices()[:devices], "gpu")
+    segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
+    attention = stand_in(config, layout, segments)
+    made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
+    notes += (
+        f"each program compiled for {target.name} without autotuning; attention: {attention}, up to "
+        f"{segments} documents a row",
+        "arrays are those of the step's own schedule; a copy counts on both ends until the host has waited "
+        "for it",
+    )
+    return layered(rehearse(made, compiled_for(target, devices)), notes)
+
+
+def rehearse(made: Assembled, analysis: Analysis, platform: str | None = "cuda") -> list[Moment]:
+    """Returns the moments of a layered step: each program while it runs, and each start of copies.
+
+    platform: what the programs are lowered for.
+    """
+    account = _Account()
+    layout = made.step.objective.model.ops.layout
+
+    def compiler(name, function, arguments, donate=(), out_shardings=None, **statics):
+        lowered = lower(name, function, arguments, donate, out_shardings, platform, **statics)
+        results = _placed(lowered.out_info, layout)
+        return _Program(account, name, analysis(name, lowered), results, donate), results
+
+    step = made.layered(compiler, account.put)
+    kinds = {"params": "parameters", "opt_state": "optimizer"}
+    state = {name: account.arrays(tree, kinds.get(name, "other")) for name, tree in made.abstract.items()}
+    for _ in range(STEPS):
+        state, _ = step(state, account.arrays(made.batch, "other"))
+    return account.moments
+
+
+def resting(made: Assembled) -> dict[str, int]:
+    """Returns the bytes by category that lie on the host between two steps, of all devices."""
+    account = _Account()
+    kept = account.arrays(made.abstract["params"], "parameters")
+    kept = kept, account.arrays(made.abstract["opt_state"], "optimizer")
+    found = dict(account.live[True])
+    del kept
+    return found
+
+
+def _placed(results: Tree, layout: Layout) -> Tree:
+    """Returns abstract arrays; what the compiler is free to place is taken to be split by rows, its second
+    dim, as are all things of which there is one for each token."""
+
+    def place(leaf):
+        axes = (None, "batch") if len(leaf.shape) > 1 else ()
+        sharding = leaf.sharding or layout.sharding(axes).with_memory_kind("device")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, results)
+
+
+@dataclasses.dataclass(eq=False)
+class _Copy:
+    """On its way. source_made: the program whose result it reads. used_by: the first that reads what it
+    writes. frees: what ends with it: (on the host, category, bytes)."""
+
+    to_host: bool
+    source_made: int
+    used_by: int | None = None
+    frees: list[tuple[bool, str, int]] = dataclasses.field(default_factory=list)
+
+
+class _Array:
+    """Stands for a jax.Array. made: number of the program that makes it. comes: the copy that does. read:
+    those that read it."""
+
+    __slots__ = ("account", "category", "comes", "dtype", "gone", "made", "read", "shape", "sharding", "size")
+
+    def __init__(self, account: "_Account", like, sharding, category: str, made: int, comes=None):
+        self.account, self.shape, self.dtype, self.sharding = account, like.shape, like.dtype, sharding
+        self.category, self.made, self.comes, self.gone = category, made, comes, False
+        self.read: list[_Copy] = []
+        size = self.dtype.itemsize
+        for length in sharding.shard_shape(tuple(self.shape)):
+            size *= length
+        self.size = size * (len(sharding.device_set) if self.on_host else 1)
+        account.add(self.on_host, category, self.size)
+
+    @property
+    def on_host(self) -> bool:
+        return self.sharding.memory_kind == HOST
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def is_deleted(self) -> bool:
+        return self.gone
+
+    def delete(self) -> None:
+        if self.gone:
+            return
+        self.gone = True
+        self.account.add(self.on_host, self.category, -self.size)
+        under_way = [copy for copy in self.read if copy in self.account.copies]
+        if under_way:
+            self.account.add(self.on_host, "staging", self.size)
+            under_way[-1].frees.append((self.on_host, "staging", self.size))
+
+    __del__ = delete
+
+    def block_until_ready(self) -> "_Array":
+        self.account.waited(self)
+        return self
+
+
+class _Account:
+    """What lives, by category: [False] on a device, [True] on the host."""
+
+    def __init__(self):
+        self.live = [dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)]
+        self.copies: list[_Copy] = []
+        self.moments: list[Moment] = []
+        self.programs, self.latest = 0, "start"
+
+    def add(self, on_host: bool, category: str, size: int) -> None:
+        self.live[on_host][category] += size
+
+    def arrays(self, abstract: Tree, category: str, made: int = 0) -> Tree:
+        """Returns stand-ins for new arrays."""
+        return jax.tree.map(lambda leaf: _Array(self, leaf, leaf.sharding, category, made), abstract)
+
+    def put(self, arrays: Iterable[_Array], shardings: Iterable) -> list[_Array]:
+        """Stands for jax.device_put."""
+        copied = []
+        for array, sharding in zip(arrays, shardings, strict=True):
+            copy = _Copy(sharding.memory_kind == HOST, array.made)
+            self.copies.append(copy)
+            array.read.append(copy)
+            category = array.category if copy.to_host else "staging"
+            copied.append(_Array(self, array, sharding, category, array.made, copy))
+        if copied:
+            self.moment(f"the copies after {self.latest}", NOTHING)
+        return copied
+
+    def moment(self, name: str, program: Breakdown) -> None:
+        self.moments.append(Moment(name, program, dict(self.live[False]), dict(self.live[True])))
+
+    def waited(self, array: _Array) -> None:
+        """Notes that the host has waited for an array."""
+        own = self.copies.index(array.comes) if array.comes in self.copies else -1
+
+        def ended(place: int, copy: _Copy) -> bool:
+            if place <= own and copy.to_host == array.comes.to_host:
+                return True  # one after the other in each direction
+            if copy.to_host:
+                return copy.source_made < array.made
+            return copy.used_by is not None and copy.used_by <= array.made
+
+        over = [copy for place, copy in enumerate(self.copies) if ended(place, copy)]
+        self.copies = [copy for copy in self.copies if copy not in over]
+        for copy in over:
+            for on_host, category, size in copy.frees:
+                self.add(on_host, category, -size)
+
+
+class _Program:
+    """Stands for a compiled program."""
+
+    def __init__(self, account: _Account, name: str, needs: Breakdown, results: Tree, donate: tuple):
+        self.account, self.name, self.needs = account, name, needs
+        self.results, self.donate = results, donate
+
+    def __call__(self, *arguments) -> Tree:
+        account = self.account
+        account.programs += 1
+        account.latest = self.name
+        for leaf in jax.tree.leaves(arguments):
+            if isinstance(leaf, _Array) and leaf.comes is not None and leaf.comes.used_by is None:
+                leaf.comes.used_by = account.programs
+        account.moment(self.name, self.needs)
+        for index in self.donate:
+            for leaf in jax.tree.leaves(arguments[index]):
+                leaf.delete()
+        kinds = RESULTS.get(_kind(self.name), "other")
+        if isinstance(kinds, str):
+            return account.arrays(self.results, kinds, account.programs)
+        pairs = zip(self.results, kinds, strict=True)
+        return tuple(account.arrays(result, kind, account.programs) for result, kind in pairs)
