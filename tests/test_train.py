@@ -283,6 +283,11 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
             {"model__attention": "cudnn_packed"},
             "model.attention = 'cudnn_packed': attention: no implementation",
         ),
+        ({"offload__level": "auto", "offload__host_gib": 1e-4}, "offload.level = 'auto': no level fits"),
+        (
+            {"offload__level": "parameters", "offload__host_gib": 1e-4},
+            "offload.host_gib = 0.0: the plan keeps",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )

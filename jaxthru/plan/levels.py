@@ -109,7 +109,7 @@ def estimate(
         device |= {name: size for name, size in own.items() if name not in ("parameters", "optimizer")}
         return _plan(device, host, ("the transients are those of the resident step",)), 0
 
-    chosen = OffloadConfig(level, fraction).on_host(len(sizes.parts()))
+    chosen = OffloadConfig(level, fraction or 1.0).on_host(len(sizes.parts()))
     parts = [size / sizes.shards for size in sizes.parts()]
     hosted = [size for size, there in zip(parts, chosen, strict=True) if there]
     away, layer, largest = sum(hosted), sizes.layer / sizes.shards, max(parts)

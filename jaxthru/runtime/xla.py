@@ -39,8 +39,8 @@ PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PINNED_DEFAULT = 64  # GiB, where that is not set
 
 PINNED_AT_ONCE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
-"""Has that pool take its whole size when the backend loads. It grows by regions that double otherwise: 24.4
-GiB of arrays took 37 GiB (H200, JAX 0.11.2)."""
+"""Has that pool take its whole size at once. It grows by regions that double otherwise: 24.4 GiB of arrays
+took 37 GiB (H200, JAX 0.11.2)."""
 
 
 def configure() -> None:

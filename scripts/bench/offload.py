@@ -106,7 +106,7 @@ ROWS = {
     # Run when named. With float32 state the resident side needs the shape cut to 20 layers.
     "8b_64k_exact_host": Row("llama3_8b", EXACT, bars=SLOWER, partners=("8b_64k_exact_resident",)),
     "8b_16k_exact": Row("llama3_8b", f"{TOKENS['16k']} {EXACT} offload.level=optimizer "
-                        "offload.fraction=0.3", bars=SLOWER,
+                        "offload.fraction=0.5", bars=SLOWER,
                         partners=("8b_16k_exact_resident",)),
     "8b_16k_exact_resident": Row("llama3_8b", f"{TOKENS['16k']} {EXACT} {RESIDENT}"),
     "20layer_64k_float32": Row("llama3_8b", f"{CUT} {FLOAT32}", partners=("20layer_64k_float32_resident",)),

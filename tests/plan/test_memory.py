@@ -346,6 +346,8 @@ def test_auto_is_the_first_level_that_fits():
     for size, offload in found.items():
         plan, _ = levels.estimate(config, offload.level, "split_master", offload.fraction)
         assert Room(size * GIB, 200 * GIB).holds(plan)
+    inputs = load("llama3_8b", "offload.level=auto", "offload.activations=inputs")
+    assert levels.resolve(inputs, Room(139 * GIB, 200 * GIB)).offload.level == "none"
     fixed = load("llama3_8b")
     assert levels.resolve(fixed, Room(1, 1)) is fixed
 
