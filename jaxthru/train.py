@@ -29,14 +29,14 @@ from jaxthru.runtime.sharding import Layout
 from jaxthru.training.account import Account, TrainingError
 from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_data_state, newest_step
 from jaxthru.training.display import final_table, open_progress
-from jaxthru.training.evaluate import Evaluation, NoEvaluation, compiled_sums
+from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.layered import LayeredStep, init_by_parts
 from jaxthru.training.loss import Batch
 from jaxthru.training.metrics import Meter, open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.self_check import check_attention
 from jaxthru.training.state import State, sharded_init
-from jaxthru.training.step import Step
+from jaxthru.training.step import CompiledStep, Step
 from jaxthru.training.watchdog import Watchdog
 from pallas_kernels.dispatch import Unsupported
 
@@ -55,7 +55,7 @@ class Build:
     layout: Layout
     step: Step
     abstract: State
-    compiled: jax.stages.Compiled | LayeredStep
+    compiled: CompiledStep | LayeredStep
     compile_seconds: float
 
     def first_state(self) -> State:
@@ -63,10 +63,6 @@ class Build:
         model, optimizer = self.step.objective.model, self.step.optimizer
         make = init_by_parts if self.config.offload.layered else sharded_init
         return make(model, optimizer, self.abstract, self.config.train.seed)
-
-    def settled(self, state: State) -> State:
-        """Returns a state with all of its updates made: a layered step leaves some to the next."""
-        return self.compiled.settled(state) if isinstance(self.compiled, LayeredStep) else state
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
@@ -101,11 +97,7 @@ class Build:
             log.info("no text is held out: nothing to evaluate on")
             return NoEvaluation()
         batches = [self.place(batch, rows) for batch in batches]
-        if isinstance(self.compiled, LayeredStep):
-            sums = self.compiled.loss_sums
-        else:
-            sums = compiled_sums(self.step.objective, self.abstract["params"], batches[0])
-        return Evaluation(config, sums, batches, self.data.names)
+        return Evaluation(config, self.compiled.loss_sums, batches, self.data.names)
 
     def account(self, skipped: int, started: float, *listeners) -> Account:
         """Returns the account of finished steps. listeners: the record, the display, the watchdog."""
@@ -121,8 +113,7 @@ class Build:
 def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None) -> Build:
     """Returns the compiled step for a configuration. Raises InputError if they do not fit each other."""
     xla.configure()
-    levels.reserve(config)
-    config = levels.resolve_here(config)
+    config = levels.ready(config)
     train, shape = config.train, config.model
     layout = fit(config, devices)
     require(
@@ -193,14 +184,14 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
             if evaluation.due(step, last) or checkpointer.should_save(step, last):
                 account.settle()  # a checkpoint never runs ahead of the record
                 trace.after(step)
-                state = built.settled(state)
+                state = built.compiled.settled(state)
                 if evaluation.due(step, last):
                     evaluate(step)
                 if checkpointer.should_save(step, last):
                     save(step)
         account.settle()
         trace.close()
-        state = built.settled(state)
+        state = built.compiled.settled(state)
         if step < steps:
             save(step)
             log.info("stopped after step %d; the state is saved", step)
@@ -245,8 +236,7 @@ def run(
     started = time.monotonic()
     xla.configure()
     distributed.initialize()
-    levels.reserve(config)
-    config = levels.resolve_here(config)
+    config = levels.ready(config)
     if directory:
         distributed.from_first(lambda: check_resumable(config, directory, resume))
         if (newest_step(directory.checkpoints) or 0) >= config.train.steps:

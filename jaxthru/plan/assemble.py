@@ -16,7 +16,7 @@ from jaxthru.training.layered import LayeredStep, compiler_with
 from jaxthru.training.loss import Batch, Objective
 from jaxthru.training.offload import OffloadConfig, placed
 from jaxthru.training.state import State, abstract_state, matrices
-from jaxthru.training.step import Step, abstract_batch
+from jaxthru.training.step import CompiledStep, Step, abstract_batch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,11 +38,12 @@ class Assembled:
         """Returns the step as programs, compiled by `compiler`, with copies started by `put`."""
         return LayeredStep(self.step, self.offload, self.abstract, self.batch, compiler, put)
 
-    def compile(self, options: dict[str, Any]) -> jax.stages.Compiled | LayeredStep:
+    def compile(self, options: dict[str, Any]) -> CompiledStep | LayeredStep:
         """Returns the step, compiled for the devices of its layout."""
         if self.offload.layered:
             return self.layered(compiler_with(options))
-        return self.jitted.lower(self.abstract, self.batch).compile(compiler_options=options)
+        program = self.jitted.lower(self.abstract, self.batch).compile(compiler_options=options)
+        return CompiledStep(program, self.step.objective)
 
 
 def assemble(config: RunConfig, layout: Layout, *, segments: int, sources: int, attention: str) -> Assembled:

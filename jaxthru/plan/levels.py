@@ -180,6 +180,13 @@ def pinned(config: RunConfig) -> int:
     return replicas * plan.peak_host
 
 
+def ready(config: RunConfig) -> RunConfig:
+    """Returns a configuration as this machine is to run it, and has XLA pin what it needs. Call it before
+    the first device is touched. Raises InputError."""
+    reserve(config)
+    return resolve_here(config)
+
+
 def reserve(config: RunConfig) -> None:
     """Has XLA pin as much host memory as a configuration needs. Call it before the first device is touched.
 

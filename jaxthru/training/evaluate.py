@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.runtime.errors import require
-from jaxthru.training.loss import Batch, Metrics, Objective
+from jaxthru.training.loss import Batch, Metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +54,6 @@ class Evaluation:
             "loss_by_source": mean_by_source(self.sources, loss, tokens),
             "tokens": int(tokens.sum()),
         }
-
-
-def compiled_sums(objective: Objective, params: Any, batch: Batch) -> Callable:
-    """Returns the sums of `Objective`, compiled. params: shapes, dtypes and shardings. batch: like all."""
-    one = jax.ShapeDtypeStruct((), jnp.float32)
-    sums = jax.jit(lambda params, batch, weight: objective(params, batch, weight)[1])
-    return sums.lower(params, batch, one).compile()
 
 
 class NoEvaluation:

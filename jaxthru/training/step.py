@@ -213,3 +213,22 @@ class Step:
         parts = array_RT.reshape(blocks, self.microbatches, -1, sequence)
         parts = jnp.moveaxis(parts, 1, 0).reshape(self.microbatches, -1, sequence)
         return self.objective.model.ops.constrain(parts, None, "batch", "sequence")
+
+
+class CompiledStep:
+    """A step as one program. `training.layered.LayeredStep` is called alike.
+
+    loss_sums: (params, batch, one token's weight) -> the sums of `Objective`, compiled at its first use.
+    """
+
+    def __init__(self, program: jax.stages.Compiled, objective: Objective):
+        self.program, self.as_text = program, program.as_text
+        self.loss_sums = jax.jit(lambda params, batch, weight: objective(params, batch, weight)[1])
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Returns the next state and the update's metrics; takes over the state."""
+        return self.program(state, batch)
+
+    def settled(self, state: State) -> State:
+        """Returns the state: all of its updates are made."""
+        return state
