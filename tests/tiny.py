@@ -119,7 +119,10 @@ def compile_once(name, function, arguments, donate=(), out_shardings=None, **sta
     types = str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), arguments))  # of those not used, too
     key = lowered.as_text(), types, str(lowered.out_tree), str(meshes)
     if key not in _compiled:
-        _compiled[key] = lowered.compile()
+        # Tests compile much and compute little: on a GPU nothing is timed.
+        untimed = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+        options = untimed if jax.default_backend() == "gpu" else None
+        _compiled[key] = lowered.compile(compiler_options=options)
     compiled = _compiled[key]
     describe = lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)  # noqa: E731
     return compiled, jax.tree.map(describe, lowered.out_info, compiled.output_shardings)

@@ -1,0 +1,114 @@
+"""The programs of a layered step as XLA builds them for an H200, without one: sizes, donation, host memory."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+import tiny
+
+from jaxthru.models.bind import parts
+from jaxthru.runtime import aot
+from jaxthru.training.layered import LAYERS, LayeredStep, lower
+from jaxthru.training.offload import HOST, OffloadConfig, placed
+
+cuda = pytest.mark.skipif(
+    not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
+)
+
+LEVELS = {
+    "optimizer": OffloadConfig("optimizer"),
+    "gradients": OffloadConfig("gradients", 0.5),
+    "parameters": OffloadConfig("parameters"),
+    "parameters, names": OffloadConfig("parameters", activations="names"),
+}
+SHAPE = {"loop": "unroll", "remat": "attention", "layers": 4, "embed": 512, "mlp": 1536, "compute": "bfloat16"}
+
+
+def make(clip_rule: str, state: str) -> tiny.Tiny:
+    return tiny.make(optim=dataclasses.replace(tiny.OPTIM, state=state, clip_rule=clip_rule), **SHAPE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One of a step's programs for CUDA, its arguments and what it returns."""
+
+    program: aot.Program
+    arguments: tuple
+    results: object
+
+
+_programs: dict[str, aot.Program] = {}
+
+
+def compile_all(whole: tiny.Tiny, config: OffloadConfig) -> dict[str, Compiled]:
+    """Returns all programs of a layered step, as compiled for an H200."""
+    found = {}
+
+    def compile_(name, function, arguments, donate=(), out_shardings=None, **statics):
+        here, results = tiny.compile_once(name, function, arguments, donate, out_shardings, **statics)
+        lowered = lower(name, function, arguments, donate, out_shardings, platform="cuda", **statics)
+        text = lowered.as_text()
+        if text not in _programs:
+            _programs[text] = aot.compile_for(lowered, aot.target("h200"))
+        found[name] = Compiled(_programs[text], arguments, results)
+        return here, results
+
+    LayeredStep(whole.step, config, placed(whole.abstract, config), whole.inputs, compile_)
+    return found
+
+
+def nbytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def rounded(tree) -> int:
+    """Returns the bytes of a tree as the GPU keeps it: each array, and the table of them, takes blocks."""
+    return nbytes(tree) + 256 * (len(jax.tree.leaves(tree)) + 1)
+
+
+FORMS = [(level, rule, "split_master") for level in LEVELS for rule in ("exact", "previous")]
+FORMS += [("optimizer", "exact", "split_master_int8"), ("parameters", "previous", "float32")]
+
+
+@cuda
+@pytest.mark.parametrize(("level", "clip_rule", "state"), FORMS)
+def test_programs_for_a_gpu(level, clip_rule, state):
+    whole, config = make(clip_rule, state), LEVELS[level]
+    programs = compile_all(whole, config)
+    assert len(programs) == 10
+
+    # The state is on the host, and no program touches host memory: what is copied is copied by its transfer.
+    abstract = placed(whole.abstract, config)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(abstract["opt_state"]["slots"])}
+    assert HOST in kinds
+    for name, compiled in programs.items():
+        stats = compiled.program.stats
+        host = [
+            getattr(stats, f"host_{what}_size_in_bytes") for what in ("argument", "output", "alias", "temp")
+        ]
+        assert host == [0, 0, 0, 0], name
+        assert not re.search(r"S\(5\)", compiled.program.hlo), name
+
+    # Donation: the next weights and slots take the place of those before, all of them.
+    for part in ("update_embedding", "update_head", "update_layer"):
+        compiled = programs[part]
+        weights, slots = compiled.arguments[:2]
+        stats = compiled.program.stats
+        assert nbytes((weights, slots)) <= stats.alias_size_in_bytes
+        assert stats.output_size_in_bytes - stats.alias_size_in_bytes <= 8 * len(jax.tree.leaves((weights, slots)))
+    layer = parts(whole.abstract["params"])[LAYERS]
+    float32 = 4 * sum(leaf.size for leaf in jax.tree.leaves(layer))
+    assert programs["update_layer"].program.stats.temp_size_in_bytes < float32
+
+    # A layer's backward pass is given one layer and returns gradients of one, and keeps no others meanwhile.
+    backward = programs["backward"]
+    tree, x, kept, dx, context, squares = backward.arguments
+    stats = backward.program.stats
+    gradients = backward.results[1]
+    assert jax.tree.structure(gradients) == jax.tree.structure(layer)
+    assert stats.output_size_in_bytes <= rounded((gradients, dx, squares))
+    assert stats.argument_size_in_bytes <= rounded(backward.arguments)
+    activations = 4 * tiny.ROWS * tiny.SEQUENCE * (2 * SHAPE["mlp"] + 8 * SHAPE["embed"])
+    assert stats.temp_size_in_bytes < 2 * float32 + 4 * activations + (64 << 20)  # with cuBLAS's workspace
+    assert stats.alias_size_in_bytes >= nbytes(dx)
