@@ -11,9 +11,9 @@ sustains in large products and 4.2 TB/s:
   fused: 3 products × 2·N·D·V = 51.6 TFLOP, 79 ms. Passes over the logits (N·V·2 = 4.2 GB): three reads and a
     write, 4 ms. Casting the matrix and clearing its gradient: 5.3 GB, 1.3 ms. Each of 8 chunks reads and
     writes the gradient (4.2 GB): up to 8 ms, less what hides behind its product. In all 84 to 92 ms.
+  fused_xla: the same products and passes.
   recomputed: 4 products, 105 ms, and the same passes and one more: 112 to 122 ms.
   tokamax: 4 products in 1,024 blocks of 2,048 columns, and slices of the matrix copied: above 130 ms.
-  fused_xla: as fused, with the same passes.
 Memory beyond the matrix, its copy in bf16 and its gradient: a chunk's logits (0.49 GiB), which their gradient
 overwrites, hidden's gradient (0.13 GiB) and cuBLAS's workspace (0.03 GiB): 0.65 GiB, as compiled for an H200
 without one. fused_xla has the logits' gradient beside the logits: 1.10 GiB.
