@@ -36,6 +36,19 @@ def nvidia_compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def require_nvidia(platform: str, least: tuple[int, int]) -> None:
+    """Raises Unsupported unless `platform` is an NVIDIA GPU of at least this compute capability.
+
+    Where there is no GPU to ask, "gpu" passes: what is traced there is lowered for another machine.
+    """
+    found = platform
+    if platform == "gpu":
+        found = nvidia_compute_capability()
+        if jax.default_backend() != "gpu" or (found is not None and found >= least):
+            return
+    raise Unsupported(f"needs an NVIDIA GPU of compute capability >= {least[0]}.{least[1]}, found {found}")
+
+
 def run[Result](
     operation: str,
     implementations: Mapping[str, Callable[..., Result]],

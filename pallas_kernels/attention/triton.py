@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.segments import Segments
-from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
+from pallas_kernels.dispatch import Unsupported, require_nvidia
 from pallas_kernels.varying import vary_alike
 
 MIN_CAPABILITY = (8, 0)
@@ -40,11 +40,7 @@ def attention(
       Unsupported: not an NVIDIA GPU of compute capability 8.0 or later; jax-triton is not installed; neither
         bfloat16 nor float16; a head that is not 16, 32, 64 or 128 wide; or a row of 2**31 elements or more.
     """
-    if platform != "gpu":
-        raise Unsupported(f"needs an NVIDIA GPU of compute capability >= 8.0, found {platform}")
-    capability = nvidia_compute_capability()
-    if jax.default_backend() == "gpu" and (capability is None or capability < MIN_CAPABILITY):
-        raise Unsupported(f"needs an NVIDIA GPU of compute capability >= 8.0, found {capability}")
+    require_nvidia(platform, MIN_CAPABILITY)
     if q_BTHC.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(f"needs bfloat16 or float16, got {q_BTHC.dtype}")
     if math.prod(q_BTHC.shape[1:]) >= 2**31:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.linear_cross_entropy import reference, xla
+from pallas_kernels.linear_cross_entropy import reference, triton, xla
 
 __all__ = ["linear_cross_entropy"]
 
@@ -22,6 +22,7 @@ def linear_cross_entropy(
     layout: Literal["DV", "VD"] = "DV",
     axis_name: str | None = None,
     implementation: str | None = None,
+    platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns Σ weights × (cross-entropy + z_loss × log(Z)²), and each token's cross-entropy and log(Z).
 
@@ -45,29 +46,35 @@ def linear_cross_entropy(
       z_loss: the weight of log(Z)² (arXiv:2204.02311), static.
       layout: of the matrix.
       axis_name: the mesh axis over which the vocabulary is split, if any.
-      implementation: "xla" or "reference"; None takes the first.
+      implementation: "triton", "xla" or "reference"; None takes the first on a GPU where it can run, and else
+        the second.
+      platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
 
     Returns:
       The objective, a float32 scalar; cross-entropy and log(Z), each [B, T] float32, in nats.
 
     Raises:
       ValueError: shapes, dtypes or the split do not fit together, or no implementation has the name.
-      dispatch.Unsupported: the reference was named for a split vocabulary.
+      dispatch.Unsupported: the named implementation refuses: "triton" off an NVIDIA GPU, the reference for a
+        split vocabulary.
 
     Source: gradients formed along with the loss: Hsu et al. 2024 (arXiv:2410.10989); vocabulary in parts:
     Shoeybi et al. 2019 (arXiv:1909.08053).
     """
     _check(hidden_BTD, matrix, targets_BT, weights_BT, layout, axis_name)
+    platform = dispatch.resolve_platform(platform)
     implementations = {
         name: functools.partial(function, z_loss=z_loss, layout=layout, axis_name=axis_name)
         for name, function in (
+            ("triton", functools.partial(triton.linear_cross_entropy, platform=platform)),
             ("xla", xla.linear_cross_entropy),
             ("reference", reference.linear_cross_entropy),
         )
     }
     arguments = hidden_BTD, matrix, targets_BT, jax.lax.stop_gradient(weights_BT)
+    automatic = ("triton", "xla") if platform == "gpu" else ("xla",)
     objective, losses_BT, log_z_BT = dispatch.run(
-        "linear_cross_entropy", implementations, ("xla",), implementation, *arguments
+        "linear_cross_entropy", implementations, automatic, implementation, *arguments
     )
     return objective, jax.lax.stop_gradient(losses_BT), jax.lax.stop_gradient(log_z_BT)
 

@@ -18,14 +18,40 @@ from pallas_kernels.varying import vary_alike
 
 # A chunk's logits take at most this much. Each chunk reads and writes the matrix's whole float32 gradient,
 # which makes large chunks cheap: 8 of 2,048 tokens for 16,384 tokens and a vocabulary of 128,256 in bfloat16.
-# Their gradients overwrite them. Should a compiler not manage that, the two are 1 GiB.
+# Their gradient takes as much again: XLA does not write it over them. triton.py does.
 LOGITS_BYTES = 512 << 20
 
 TILE = 128  # a chunk is a multiple of what matrix units take at once
 
 
-def linear_cross_entropy(hidden_BTD, matrix, targets_BT, weights_BT, *, z_loss, layout, axis_name):
-    """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package."""
+def logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss: float) -> jax.Array:
+    """Returns the gradient of a chunk's objective, [C, V] of the logits' dtype.
+
+    The logits are not read again after it. targets_C: [C] int32, in this device's columns where they are in
+    its part at all. log_z_C, weights_C: [C] float32.
+    """
+    p_CV = jnp.exp(logits_CV.astype(jnp.float32) - log_z_C[:, None])
+    chosen_CV = _chosen(logits_CV, targets_C).astype(jnp.float32)
+    d_logits_CV = weights_C[:, None] * ((1 + 2 * z_loss * log_z_C)[:, None] * p_CV - chosen_CV)
+    # Two products read it: it is to be written once, and not made anew within either of them.
+    return jax.lax.optimization_barrier(d_logits_CV.astype(logits_CV.dtype))
+
+
+def linear_cross_entropy(
+    hidden_BTD,
+    matrix,
+    targets_BT,
+    weights_BT,
+    *,
+    z_loss,
+    layout,
+    axis_name,
+    logits_gradient=logits_gradient,
+):
+    """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package.
+
+    logits_gradient: forms the logits' gradient, as the function of this name does.
+    """
     B, T, D = hidden_BTD.shape
     hidden_BTD, matrix = vary_alike(hidden_BTD, matrix)
     objective, losses_N, log_z_N = _losses(
@@ -36,6 +62,7 @@ def linear_cross_entropy(hidden_BTD, matrix, targets_BT, weights_BT, *, z_loss, 
         z_loss,
         layout.index("D"),
         axis_name,
+        logits_gradient,
     )
     return objective, losses_N.reshape(B, T), log_z_N.reshape(B, T)
 
@@ -50,8 +77,8 @@ def chunk_length(tokens: int, vocabulary: int, itemsize: int) -> int:
     return -(-tokens // (chunks * TILE)) * TILE
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _losses(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _losses(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, logits_gradient):
     matrix = matrix.astype(hidden_ND.dtype)
 
     def one_chunk(_, chunk):
@@ -64,19 +91,17 @@ def _losses(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name):
     return _objective(losses_N, log_z_N, weights_N, z_loss), losses_N, log_z_N
 
 
-def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name):
+def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, logits_gradient):
     stored, matrix = matrix.dtype, matrix.astype(hidden_ND.dtype)
 
     def one_chunk(d_matrix, chunk):
         hidden_CD, targets_C, weights_C = chunk
-        losses_C, log_z_C, logits_CV, chosen_CV = _chunk_losses(
+        losses_C, log_z_C, logits_CV, targets_C = _chunk_losses(
             hidden_CD, matrix, targets_C, d_dim, axis_name
         )
-        p_CV = jnp.exp(logits_CV.astype(jnp.float32) - log_z_C[:, None])
-        d_logits_CV = (1 + 2 * z_loss * log_z_C)[:, None] * p_CV - chosen_CV.astype(jnp.float32)
-        d_logits_CV = (weights_C[:, None] * d_logits_CV).astype(logits_CV.dtype)
-        # Two products read it: it is to be written once, and not made anew within either of them.
-        d_logits_CV = jax.lax.optimization_barrier(d_logits_CV)
+        # The losses come first: the logits may be gone once their gradient is there.
+        losses_C, log_z_C = jax.lax.optimization_barrier((losses_C, log_z_C))
+        d_logits_CV = logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss)
         d_hidden_CD = _dot(d_logits_CV, matrix, 1, 1 - d_dim)
         pair = (hidden_CD, d_logits_CV) if d_dim == 0 else (d_logits_CV, hidden_CD)
         # The sum in float32, in the form of a matrix product that adds to its output in place.
@@ -91,7 +116,7 @@ def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name):
     return (objective, losses_N, log_z_N), (d_hidden_ND, d_matrix.astype(stored))
 
 
-def _backward(z_loss, d_dim, axis_name, residuals, cotangents):
+def _backward(z_loss, d_dim, axis_name, logits_gradient, residuals, cotangents):
     scale = cotangents[0]  # those of the tokens' losses and log(Z) are none of ours
     d_hidden_ND, d_matrix = ((scale * x.astype(jnp.float32)).astype(x.dtype) for x in residuals)
     return d_hidden_ND, d_matrix, None, None
@@ -101,20 +126,24 @@ _losses.defvjp(_forward, _backward)
 
 
 def _chunk_losses(hidden_CD, matrix, targets_C, d_dim, axis_name):
-    """Returns each token's cross-entropy and log(Z), and the logits and which of them are the targets'."""
+    """Returns each token's cross-entropy and log(Z), the logits, and the targets in this device's columns."""
     logits_CV = _dot(hidden_CD, matrix, 1, d_dim)
     logits32_CV = logits_CV.astype(jnp.float32)
     if axis_name is not None:
         targets_C = targets_C - jax.lax.axis_index(axis_name) * logits_CV.shape[1]
-    # A comparison, which fuses into the passes over the logits; not a gather and a scatter.
-    chosen_CV = jax.lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1) == targets_C[:, None]
-    target_C = jnp.sum(jnp.where(chosen_CV, logits32_CV, 0.0), axis=1)
+    target_C = jnp.sum(jnp.where(_chosen(logits_CV, targets_C), logits32_CV, 0.0), axis=1)
     log_z_C = jax.nn.logsumexp(logits32_CV, axis=1)
     if axis_name is not None:
         top_C = jax.lax.pmax(log_z_C, axis_name)
         z_C, target_C = jax.lax.psum(jnp.stack([jnp.exp(log_z_C - top_C), target_C]), axis_name)
         log_z_C = top_C + jnp.log(z_C)
-    return log_z_C - target_C, log_z_C, logits_CV, chosen_CV
+    return log_z_C - target_C, log_z_C, logits_CV, targets_C
+
+
+def _chosen(logits_CV, targets_C):
+    """Returns which logits are the targets', [C, V]. A comparison, which fuses into the passes over the
+    logits; not a gather and a scatter."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1) == targets_C[:, None]
 
 
 def _objective(losses_N, log_z_N, weights_N, z_loss):

@@ -3,18 +3,20 @@
     python scripts/bench/linear_cross_entropy.py [--shape llama3_8b|benchmark] [--output FILE]
 
 Contenders take turns, A-B-C-A-B-C, and medians count; each takes a float32 matrix and gives its float32
-gradient. `fused` is the kernel here, `recomputed` computes the logits again in the backward pass, `tokamax`
-is its chunked_xla where tokamax can be imported.
+gradient. `fused` is the kernel here as it runs by default, `fused_xla` its form without Triton, `recomputed`
+computes the logits again in the backward pass, `tokamax` is its chunked_xla where tokamax can be imported.
 
 Predicted for llama3_8b (N = 16,384, D = 4,096, V = 128,256, bf16) on an H200, at the 655 TFLOP/s that it
 sustains in large products and 4.2 TB/s:
   fused: 3 products × 2·N·D·V = 51.6 TFLOP, 79 ms. Passes over the logits (N·V·2 = 4.2 GB): three reads and a
     write, 4 ms. Casting the matrix and clearing its gradient: 5.3 GB, 1.3 ms. Each of 8 chunks reads and
     writes the gradient (4.2 GB): up to 8 ms, less what hides behind its product. In all 84 to 92 ms.
+  fused_xla: the same products and passes.
   recomputed: 4 products, 105 ms, and the same passes and one more: 112 to 122 ms.
   tokamax: 4 products in 1,024 blocks of 2,048 columns, and slices of the matrix copied: above 130 ms.
 Memory beyond the matrix, its copy in bf16 and its gradient: a chunk's logits (0.49 GiB), which their gradient
-overwrites, and hidden's gradient (0.13 GiB): 0.6 GiB.
+overwrites, hidden's gradient (0.13 GiB) and cuBLAS's workspace (0.03 GiB): 0.65 GiB, as compiled for an H200
+without one. fused_xla has the logits' gradient beside the logits: 1.10 GiB.
 """
 
 import argparse
@@ -38,6 +40,10 @@ from pallas_kernels.testing import normal, relative_error
 
 def fused(hidden_BTD, matrix_DV, targets_BT, weights_BT):
     return linear_cross_entropy(hidden_BTD, matrix_DV, targets_BT, weights_BT)[0]
+
+
+def fused_xla(hidden_BTD, matrix_DV, targets_BT, weights_BT):
+    return linear_cross_entropy(hidden_BTD, matrix_DV, targets_BT, weights_BT, implementation="xla")[0]
 
 
 def recomputed(hidden_BTD, matrix_DV, targets_BT, weights_BT, chunks: int = 8):
@@ -120,7 +126,7 @@ def main() -> int:
     shape, on_cpu = shapes[options.shape], jax.default_backend() == "cpu"
     arguments = inputs(shape, jnp.float32 if on_cpu else jnp.bfloat16)
     tokamax, missing = import_tokamax()
-    contenders = [fused, recomputed, *([tokamax] if tokamax else [])]
+    contenders = [fused, fused_xla, recomputed, *([tokamax] if tokamax else [])]
     runs = {
         function.__name__: jax.jit(jax.value_and_grad(function, (0, 1))).lower(*arguments).compile()
         for function in contenders

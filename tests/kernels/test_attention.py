@@ -311,7 +311,7 @@ def test_cudnn_refuses_offsets_beyond_32_bits():
     ],
 )
 def test_triton_refuses_what_it_cannot_run(monkeypatch, capability, shape, dtype, reason):
-    monkeypatch.setattr(triton, "nvidia_compute_capability", lambda: capability)
+    monkeypatch.setattr(dispatch, "nvidia_compute_capability", lambda: capability)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     q, ids = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:2], jnp.int32)
     run = functools.partial(attention, implementation="triton", platform="gpu")

@@ -3,6 +3,7 @@ for the logits, and memory."""
 
 import functools
 import logging
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxthru.runtime import aot
 from pallas_kernels import dispatch
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy, xla
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, triton, xla
 from pallas_kernels.linear_cross_entropy.shapes import CPU, GPU, Shape
 from pallas_kernels.testing import CPU_TOLERANCE, GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
 
 NAMES = ("objective", "losses", "log_z", "d_hidden", "d_matrix")
-needs_gpu = pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU")
+needs_gpu = pytest.mark.skipif(not has_gpu((8, 0)), reason="needs an NVIDIA GPU of capability 8.0")
+TRITON = pytest.param("triton", marks=[pytest.mark.gpu, needs_gpu])
 
 
 @pytest.fixture
@@ -24,6 +27,17 @@ def small_chunks(monkeypatch):
     """Chunks of 16 tokens for these shapes, so that there are many and the last is not full."""
     monkeypatch.setattr(xla, "LOGITS_BYTES", 0)
     monkeypatch.setattr(xla, "TILE", 16)
+
+
+@pytest.fixture
+def triton_calls(monkeypatch):
+    """Returns a function that has another one called in the place of `jax_triton.triton_call`."""
+
+    def set_call(triton_call):
+        stub = types.SimpleNamespace(triton_call=triton_call)
+        monkeypatch.setattr(triton, "_kernels", lambda: (stub, types.SimpleNamespace(logits_gradient=None)))
+
+    return set_call
 
 
 def draw(rng: np.random.Generator, shape: Shape, dtype=jnp.float32):
@@ -68,11 +82,13 @@ def test_agrees_with_reference(shape, small_chunks):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("name", ["small", "odd"])
-def test_half_precision_on_gpu(name):
+def test_half_precision_on_gpu(name, implementation):
     shape = GPU[name]
     hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), shape, jnp.bfloat16)
-    found = run(hidden, matrix, targets, weights, z_loss=shape.z_loss)
+    options = {"z_loss": shape.z_loss, "implementation": implementation}
+    found = run(hidden, matrix, targets, weights, **options)
     assert found["d_hidden"].dtype == jnp.bfloat16 and found["d_matrix"].dtype == jnp.float32
     rounded = matrix.astype(jnp.bfloat16).astype(jnp.float32)
     assert_close(found, expected(hidden, rounded, targets, weights, shape.z_loss), GPU_TOLERANCE)
@@ -126,7 +142,7 @@ def test_only_the_objective_has_a_gradient():
         assert not any(np.any(x) for x in gradients)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ["xla", "reference", TRITON])
 def test_odd_inputs(implementation, small_chunks):
     hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), CPU["odd"])
     plain = run(hidden, matrix, targets, weights, implementation=implementation)
@@ -171,26 +187,71 @@ def test_whole_logits_never_exist(monkeypatch):
     assert compiled.memory_analysis().temp_size_in_bytes < N * V * 4 + D * V * 4
 
 
-def beyond_matrix_and_gradient(compiled, shape: Shape) -> int:
+def beyond_matrix_and_gradient(memory, shape: Shape) -> int:
     """Returns the bytes that a compiled value_and_grad needs beyond its arguments, the matrix's copy in the
     compute dtype and its float32 gradient; hidden's gradient, which is an output, counts."""
-    memory = compiled.memory_analysis()
     matrix = shape.embed * shape.vocabulary
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes - 6 * matrix
+
+
+def traced_at(shape: Shape, **options):
+    """Returns value_and_grad of the objective, traced in bfloat16 and a float32 matrix."""
+    B, T, D, V = shape.rows, shape.sequence, shape.embed, shape.vocabulary
+    hidden, matrix = (jax.ShapeDtypeStruct(*x) for x in (((B, T, D), jnp.bfloat16), ((D, V), jnp.float32)))
+    targets, weights = (jax.ShapeDtypeStruct((B, T), dtype) for dtype in (jnp.int32, jnp.float32))
+    step = jax.jit(jax.value_and_grad(lambda *a: linear_cross_entropy(*a, **options)[0], (0, 1)))
+    return step.trace(hidden, matrix, targets, weights)
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_memory_at_the_benchmarks_shape():
+    """Of what runs by default."""
     shape = GPU["llama3_8b"]
-    B, T, D, V = shape.rows, shape.sequence, shape.embed, shape.vocabulary
-    hidden, matrix = (jax.ShapeDtypeStruct(*x) for x in (((B, T, D), jnp.bfloat16), ((D, V), jnp.float32)))
-    targets, weights = (jax.ShapeDtypeStruct((B, T), dtype) for dtype in (jnp.int32, jnp.float32))
-    step = jax.jit(jax.value_and_grad(lambda *a: linear_cross_entropy(*a)[0], (0, 1)))
-    compiled = step.lower(hidden, matrix, targets, weights).compile()
-    used = beyond_matrix_and_gradient(compiled, shape)
+    memory = traced_at(shape).lower().compile().memory_analysis()
+    used = beyond_matrix_and_gradient(memory, shape)
     print(f"{used / 2**30:.3f} GiB beyond the matrix and its gradient")
-    assert used <= 1 << 30, compiled.memory_analysis()
+    assert used <= 1 << 30, memory
+
+
+# Triton's form, without a GPU
+
+
+def test_triton_s_gradient_takes_the_logits_place(triton_calls):
+    """Its kernel's output is its first operand's memory, and XLA makes no copy of that."""
+
+    def triton_call(*arrays, out_shape, input_output_aliases, **_):
+        call = jax.ffi.ffi_call("stand_in", out_shape, input_output_aliases=input_output_aliases)
+        return call(*arrays)
+
+    triton_calls(triton_call)
+    shape = GPU["llama3_8b"]
+    traced = traced_at(shape, implementation="triton", platform="gpu")
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("output_operand_alias<") == 1
+    if not aot.available():
+        pytest.skip("compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'")
+    memory = aot.compile_for(lowered, aot.TARGETS["h200"]).stats
+    assert beyond_matrix_and_gradient(memory, shape) < 0.7 * 2**30, memory
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_triton_s_kernel_is_given_what_it_needs(triton_calls, small_chunks):
+    """Also of a split vocabulary. The kernel is replaced by its definition."""
+
+    def triton_call(*arrays, kernel, out_shape, input_output_aliases, grid, z_loss, V, BV, num_warps):
+        (C, _), (tokens, blocks) = out_shape.shape, grid
+        assert out_shape == jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)
+        assert tokens == C and (blocks - 1) * BV < V <= blocks * BV and out_shape.shape[1] == V
+        assert [x.dtype for x in arrays[1:]] == [jnp.float32, jnp.int32, jnp.float32]
+        return xla.logits_gradient(*arrays, z_loss)
+
+    triton_calls(triton_call)
+    options = {"z_loss": 1e-2, "implementation": "triton", "platform": "gpu"}
+    arguments = draw(np.random.default_rng(fresh_seed()), Shape(4, 21, 16, 136))
+    whole = expected(*arguments, z_loss=1e-2)
+    assert_close(run(*arguments, **options), whole, CPU_TOLERANCE)
+    assert_close(split_run((2, 2), "DV", *arguments, **options), whole, CPU_TOLERANCE)
 
 
 # A split vocabulary
@@ -235,6 +296,18 @@ def test_split_vocabulary_equals_one_device(mesh_shape, layout, small_chunks):
     assert_close(found, expected(hidden, matrix, targets, weights, shape.z_loss), CPU_TOLERANCE)
 
 
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_split_vocabulary_on_gpu(implementation):
+    """Over two GPUs, or one: there too, what lies within a shard_map has to have the right types."""
+    hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), GPU["small"], jnp.bfloat16)
+    mesh_shape = (1, min(2, jax.device_count()))
+    found = split_run(mesh_shape, "DV", hidden, matrix, targets, weights, implementation=implementation)
+    rounded = matrix.astype(jnp.bfloat16).astype(jnp.float32)
+    assert_close(found, expected(hidden, rounded, targets, weights), GPU_TOLERANCE)
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_what_is_not_finite_on_one_device_shows_on_all():
     hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), CPU["even"])
@@ -252,8 +325,24 @@ def test_named_runs_or_raises(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "jaxthru.kernels"):
         linear_cross_entropy(*arguments)
     assert [r.getMessage() for r in caplog.records] == ["linear_cross_entropy: xla runs"]
-    with pytest.raises(ValueError, match=r"no implementation 'xal'; there are xla, reference"):
+    with pytest.raises(ValueError, match=r"no implementation 'xal'; there are triton, xla, reference"):
         linear_cross_entropy(*arguments, implementation="xal")
+
+
+def test_triton_comes_first_on_a_gpu(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_logged", set())
+    arguments = draw(np.random.default_rng(0), CPU["one_token"])
+
+    def missing():
+        raise dispatch.Unsupported("needs jax-triton")
+
+    monkeypatch.setattr(triton, "_kernels", missing)
+    with caplog.at_level(logging.INFO, "jaxthru.kernels"):
+        linear_cross_entropy(*arguments, platform="gpu")
+    (record,) = caplog.records
+    assert record.getMessage() == "linear_cross_entropy: xla runs (refused: triton: needs jax-triton)"
+    with pytest.raises(dispatch.Unsupported, match=r"triton: needs an NVIDIA GPU .* >= 8\.0, found cpu"):
+        linear_cross_entropy(*arguments, implementation="triton")
 
 
 def test_arguments_are_checked():
