@@ -30,9 +30,10 @@ from jaxthru.training.account import Account, TrainingError
 from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_data_state, newest_step
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
-from jaxthru.training.layered import LayeredStep, init_by_parts
+from jaxthru.training.layered import LayeredStep
 from jaxthru.training.loss import Batch
 from jaxthru.training.metrics import Meter, open_record
+from jaxthru.training.parts import init_by_parts
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.self_check import check_attention
 from jaxthru.training.state import State, sharded_init

@@ -13,9 +13,10 @@ from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.layered import LayeredStep, lower
+from jaxthru.training.layered import LayeredStep
 from jaxthru.training.loss import Objective
 from jaxthru.training.offload import OffloadConfig, placed
+from jaxthru.training.programs import lower
 from jaxthru.training.state import abstract_state, matrices, sharded_init
 from jaxthru.training.step import Step, abstract_batch
 

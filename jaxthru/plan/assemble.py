@@ -12,9 +12,10 @@ from jaxthru.models.bind import bind
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import Optimizer, make_schedule
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.layered import LayeredStep, compiler_with
+from jaxthru.training.layered import LayeredStep
 from jaxthru.training.loss import Batch, Objective
 from jaxthru.training.offload import OffloadConfig, placed
+from jaxthru.training.programs import compiler_with
 from jaxthru.training.state import State, abstract_state, matrices
 from jaxthru.training.step import CompiledStep, Step, abstract_batch
 

@@ -183,17 +183,9 @@ def pinned(config: RunConfig) -> int:
 def ready(config: RunConfig) -> RunConfig:
     """Returns a configuration as this machine is to run it, and has XLA pin what it needs. Call it before
     the first device is touched. Raises InputError."""
-    reserve(config)
-    return resolve_here(config)
-
-
-def reserve(config: RunConfig) -> None:
-    """Has XLA pin as much host memory as a configuration needs. Call it before the first device is touched.
-
-    Raises InputError, naming the setting, where that is more than it may.
-    """
     if config.offload.layered:
         xla.limit_pinned(pinned(config), host_room(config))
+    return resolve_here(config)
 
 
 def _kept(config: RunConfig) -> int:
@@ -305,8 +297,7 @@ CERTAIN = 0.95
 """Share of the device that a plan by arithmetic may fill."""
 
 
-PCIE = 87e9
-"""Bytes/s of both directions together, fetched, updated and stored by separate programs (H200, PCIe Gen5)."""
+PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)
 
 
 def table(proposals: list[Proposal]) -> rich.table.Table:

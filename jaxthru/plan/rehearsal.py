@@ -23,8 +23,8 @@ from jaxthru.plan.memory import MemoryPlan, Moment, documents, layered, stand_in
 from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.layered import lower
 from jaxthru.training.offload import HOST
+from jaxthru.training.programs import lower
 
 Tree = Any
 NOTHING = Breakdown(dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0), 0, 0, 0, "")

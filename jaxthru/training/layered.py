@@ -14,17 +14,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxthru.models.bind import Model, from_parts, parts
-from jaxthru.optim.optimizer import Optimizer
+from jaxthru.models.bind import from_parts, parts
 from jaxthru.training.loss import Batch, Metrics
 from jaxthru.training.offload import HOST, Fetched, OffloadConfig, Pace, Stores, hosted, move, on_device
-from jaxthru.training.programs import Programs
-from jaxthru.training.state import State, first_state
+from jaxthru.training.parts import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    counters_of,
+    shardings,
+    slots_by_name,
+    slots_by_part,
+)
+from jaxthru.training.programs import Programs, placed
+from jaxthru.training.state import State
 from jaxthru.training.step import Step
 
 Tree = Any
-EMBEDDING, HEAD, LAYERS = 0, 1, 2
-"""Where `parts` has the embedding, the head and the first layer."""
 
 
 class Pending(NamedTuple):
@@ -61,13 +67,13 @@ class LayeredStep:
         self._move, self._fetched = (functools.partial(function, put=put) for function in (move, Fetched))
         programs, layout = Programs(step), step.objective.model.ops.layout
         self.held, self.tied = programs.held, step.objective.model.config.tied_embeddings
-        weights, slots = parts(abstract["params"]), _slots_by_part(abstract["opt_state"]["slots"])
-        self.weights_home, self.slots_home = _shardings(weights), _shardings(slots)
+        weights, slots = parts(abstract["params"]), slots_by_part(abstract["opt_state"]["slots"])
+        self.weights_home, self.slots_home = shardings(weights), shardings(slots)
         self.weights_used, self.slots_used = (
             [on_device(tree) for tree in trees] for trees in (weights, slots)
         )
-        weights, slots = _placed(weights, self.weights_used), _placed(slots, self.slots_used)
-        counters = _counters(abstract)
+        weights, slots = placed(weights, self.weights_used), placed(slots, self.slots_used)
+        counters = counters_of(abstract)
         self.order = [EMBEDDING, *range(LAYERS, len(weights)), HEAD]
         self.staging = round(config.staging_gib * 2**30)
         self.stores = Stores(self.staging)
@@ -92,7 +98,7 @@ class LayeredStep:
         self.forward, (_, kept, _) = compile_(
             "forward", programs.forward, (weights[LAYERS], x, context), out_shardings=(stream, None, scalar)
         )
-        self.kept_used = self.kept_home = _shardings(kept)
+        self.kept_used = self.kept_home = shardings(kept)
         if config.activations == "names":
             self.kept_home = [sharding.with_memory_kind(HOST) for sharding in self.kept_used]
         table = weights[EMBEDDING] if self.tied else None
@@ -143,25 +149,10 @@ class LayeredStep:
         self.indices = [jax.device_put(jnp.int32(index), scalar) for index in range(len(weights))]
         self.gradients_home = self.weights_used
         if config.level in ("gradients", "parameters"):
-            self.gradients_home = _shardings(hosted(weights, config))
-
-        objective = step.objective
-        model, most = objective.model, objective.max_segments
-
-        def eval_embed(tree, batch):
-            context = model.context(batch, most)
-            return model.embed(tree, batch["tokens"], context), context
-
-        def eval_layer(tree, x_BTD, context):
-            y_BTD = model.one_layer(tree, x_BTD, context)
-            return y_BTD, y_BTD[0, 0, 0]
-
-        def eval_head(tree, table, x_BTD, batch, weight):
-            params = {"head": tree, "embedding": table}
-            return objective.of_hidden(params, model.head.apply(tree, x_BTD), batch, weight)[1]
+            self.gradients_home = shardings(hosted(weights, config))
 
         self._eval_embed, self._eval_layer, self._eval_head = map(
-            jax.jit, (eval_embed, eval_layer, eval_head)
+            jax.jit, (programs.eval_embed, programs.eval_layer, programs.eval_head)
         )
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -170,7 +161,7 @@ class LayeredStep:
         With optim.clip_rule = exact the next state is one with a `Pending` update, see there.
         """
         weights, slots, pending = self._taken(state)
-        counters, layers, pace = _counters(state), self.order[1:-1], Pace()
+        counters, layers, pace = counters_of(state), self.order[1:-1], Pace()
         batch_MRT, context, weight = self.begin(batch)
 
         trees = self._renewed(weights, slots, pending)
@@ -239,7 +230,7 @@ class LayeredStep:
             return state
         for _ in self._renewed(weights, slots, pending):
             pass
-        return self._state(weights, slots, _counters(state), state)
+        return self._state(weights, slots, counters_of(state), state)
 
     def _renewed(self, weights: list[Tree], slots: list[Tree], pending: Pending | None) -> Iterator[Tree]:
         """Yields the weights of all parts on the device, in the order of the forward pass, each with its
@@ -268,12 +259,12 @@ class LayeredStep:
         return tree
 
     def _taken(self, state: State) -> tuple[list[Tree], list[Tree], Pending | None]:
-        weights, slots = parts(state["params"]), _slots_by_part(state["opt_state"]["slots"])
+        weights, slots = parts(state["params"]), slots_by_part(state["opt_state"]["slots"])
         return weights, slots, state.get("pending")
 
     def _state(self, weights: list[Tree], slots: list[Tree], counters: State, before: State) -> State:
         params = from_parts(weights, before["params"])
-        opt_state = {"count": counters["count"], "slots": _slots_by_name(slots, params)}
+        opt_state = {"count": counters["count"], "slots": slots_by_name(slots, params)}
         scalars = {name: leaf for name, leaf in counters.items() if name != "count"}
         return scalars | {"params": params, "opt_state": opt_state}
 
@@ -303,81 +294,6 @@ class LayeredStep:
             x_BTD, there = self._eval_layer(next(trees), x_BTD, context)
             pace(there)
         return self._eval_head(next(trees), table, x_BTD, batch, weight)
-
-
-def init_by_parts(model: Model, optimizer: Optimizer, abstract: State, seed: int) -> State:
-    """Returns the first state, part after part made where it is to live: no more than a few of them are ever
-    on the device in float32.
-
-    abstract: shapes, dtypes and shardings of the state; layers are unrolled.
-    """
-    homes = list(zip(parts(abstract["params"]), _slots_by_part(abstract["opt_state"]["slots"]), strict=True))
-    matrices, pace = parts(optimizer.matrices), Pace()
-
-    @functools.cache
-    def program(kind: int) -> Callable:
-        init = {EMBEDDING: model.embedding, HEAD: model.head, LAYERS: model.layer}[kind].init
-        make = lambda key: optimizer.init_part(init(key), matrices[kind])  # noqa: E731
-        return jax.jit(make, out_shardings=on_device(homes[kind]))
-
-    made = []
-    for index, key in enumerate(model.part_keys(jax.random.key(seed))):
-        made.append(move(program(min(index, LAYERS))(key), _shardings(homes[index]), donate=True))
-        pace(made[-1])
-    weights, slots = map(list, zip(*made, strict=True))
-    params = from_parts(weights, abstract["params"])
-    scalar = abstract["opt_state"]["count"].sharding
-    count = jax.device_put(jnp.zeros((), jnp.int32), scalar)
-    state = first_state(params, {"count": count, "slots": _slots_by_name(slots, params)})
-    counters = {name: state[name] for name in state.keys() - {"params", "opt_state"}}
-    return state | jax.device_put(counters, scalar)
-
-
-def compiler_with(options: dict[str, Any]) -> Callable:
-    """Returns the function that LayeredStep compiles its programs with: (name, function, arguments, donate,
-    out_shardings, statics) -> (compiled, what it returns: shapes, dtypes and shardings)."""
-
-    def compile_(name, function, arguments, donate=(), out_shardings=None, **statics):
-        lowered = lower(name, function, arguments, donate, out_shardings, **statics)
-        compiled = lowered.compile(compiler_options=options)
-        return compiled, _placed(lowered.out_info, compiled.output_shardings)
-
-    return compile_
-
-
-def lower(name, function, arguments, donate, out_shardings, platform: str | None = None, **statics):
-    """Returns one of the programs, traced for abstract arguments. name: what traces call it."""
-    function = functools.partial(function, **statics)
-    function.__name__ = name
-    traced = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).trace(*arguments)
-    return traced.lower(lowering_platforms=(platform,) if platform else None)
-
-
-def _counters(state: State) -> State:
-    """Returns the scalars of a state."""
-    trees = ("params", "opt_state", "pending")
-    scalars = {name: leaf for name, leaf in state.items() if name not in trees}
-    return scalars | {"count": state["opt_state"]["count"]}
-
-
-def _slots_by_part(slots: dict[str, Tree]) -> list[dict[str, Tree]]:
-    columns = {name: parts(tree) for name, tree in slots.items()}
-    return [dict(zip(columns, of, strict=True)) for of in zip(*columns.values(), strict=True)]
-
-
-def _slots_by_name(slots: list[dict[str, Tree]], params: Tree) -> dict[str, Tree]:
-    """Returns what `_slots_by_part` took apart."""
-    return {name: from_parts([slot[name] for slot in slots], params) for name in slots[0]}
-
-
-def _placed(tree: Tree, shardings: Tree) -> Tree:
-    """Returns abstract arrays with these shardings."""
-    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-    return jax.tree.map(place, tree, shardings)
-
-
-def _shardings(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def _free_host(tree: Tree) -> None:

@@ -4,6 +4,7 @@ Shapes: M micro-batches, R rows of one, T tokens, D embed.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,24 @@ class Programs:
         following, metrics = self.step.finish(counters, batch, sums, norm, rate, finite)
         return following | {"count": count + finite.astype(jnp.int32)}, metrics
 
+    def eval_embed(self, tree: Tree, batch: Batch) -> tuple[jax.Array, Any]:
+        """Returns the first layer's input [R, T, D] and the context of one micro-batch."""
+        context = self.model.context(batch, self.step.objective.max_segments)
+        return self.model.embed(tree, batch["tokens"], context), context
+
+    def eval_layer(self, tree: Tree, x_RTD: jax.Array, context: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns a layer's output, and a scalar that is there when it is."""
+        y_RTD = self.model.one_layer(tree, x_RTD, context)
+        return y_RTD, y_RTD[0, 0, 0]
+
+    def eval_head(
+        self, tree: Tree, table: Tree, x_RTD: jax.Array, batch: Batch, weight: jax.Array
+    ) -> Metrics:
+        """Returns the sums for the record of one micro-batch. table: as of `head`."""
+        params = {"head": tree, "embedding": table}
+        hidden_RTD = self.model.head.apply(tree, x_RTD)
+        return self.step.objective.of_hidden(params, hidden_RTD, batch, weight)[1]
+
     @property
     def held(self) -> bool:
         """Says whether all gradients wait for their norm."""
@@ -172,6 +191,32 @@ class Programs:
             return self.model.one_layer(jax.tree.map(Substituted, tree, stand_ins), x_RTD, context)
 
         return jax.vjp(layer, self.model.layer_stand_ins(tree), x_RTD)
+
+
+def compiler_with(options: dict[str, Any]) -> Callable:
+    """Returns the function that LayeredStep compiles its programs with: (name, function, arguments, donate,
+    out_shardings, statics) -> (compiled, what it returns: shapes, dtypes and shardings)."""
+
+    def compile_(name, function, arguments, donate=(), out_shardings=None, **statics):
+        lowered = lower(name, function, arguments, donate, out_shardings, **statics)
+        compiled = lowered.compile(compiler_options=options)
+        return compiled, placed(lowered.out_info, compiled.output_shardings)
+
+    return compile_
+
+
+def lower(name, function, arguments, donate, out_shardings, platform: str | None = None, **statics):
+    """Returns one of the programs, traced for abstract arguments. name: what traces call it."""
+    function = functools.partial(function, **statics)
+    function.__name__ = name
+    traced = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).trace(*arguments)
+    return traced.lower(lowering_platforms=(platform,) if platform else None)
+
+
+def placed(tree: Tree, shardings: Tree) -> Tree:
+    """Returns abstract arrays with these shardings."""
+    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
+    return jax.tree.map(place, tree, shardings)
 
 
 def _residuals(pullback: Callable, given: Tree) -> list[jax.Array]:

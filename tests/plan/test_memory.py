@@ -19,8 +19,9 @@ from jaxthru.plan.memory import MemoryPlan, Moment, Room
 from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot
 from jaxthru.runtime.errors import InputError
-from jaxthru.training.layered import compiler_with, init_by_parts
 from jaxthru.training.offload import HOST
+from jaxthru.training.parts import init_by_parts
+from jaxthru.training.programs import compiler_with
 
 GIB = 2**30
 cuda = pytest.mark.skipif(
@@ -366,10 +367,10 @@ def test_auto_refuses_what_fits_nowhere():
 def test_pinned_memory_is_reserved_for_what_is_offloaded(monkeypatch):
     asked = []
     monkeypatch.setattr(levels.xla, "limit_pinned", lambda *sizes: asked.append(sizes))
-    levels.reserve(load("quickstart"))
+    levels.ready(load("quickstart"))
     assert asked == []
     config = load("llama3_8b", "offload.host_gib=100")
-    levels.reserve(config)
+    levels.ready(config)
     [(needed, allowed)] = asked
     assert allowed == 100 * GIB
     assert (

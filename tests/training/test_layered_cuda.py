@@ -9,8 +9,10 @@ import tiny
 
 from jaxthru.models.bind import parts
 from jaxthru.runtime import aot
-from jaxthru.training.layered import LAYERS, LayeredStep, lower
+from jaxthru.training.layered import LayeredStep
 from jaxthru.training.offload import HOST, OffloadConfig, placed
+from jaxthru.training.parts import LAYERS
+from jaxthru.training.programs import lower
 
 cuda = pytest.mark.skipif(
     not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
@@ -22,7 +24,14 @@ LEVELS = {
     "parameters": OffloadConfig("parameters"),
     "parameters, names": OffloadConfig("parameters", activations="names"),
 }
-SHAPE = {"loop": "unroll", "remat": "attention", "layers": 4, "embed": 512, "mlp": 1536, "compute": "bfloat16"}
+SHAPE = {
+    "loop": "unroll",
+    "remat": "attention",
+    "layers": 4,
+    "embed": 512,
+    "mlp": 1536,
+    "compute": "bfloat16",
+}
 
 
 def make(clip_rule: str, state: str) -> tiny.Tiny:
@@ -96,7 +105,9 @@ def test_programs_for_a_gpu(level, clip_rule, state):
         weights, slots = compiled.arguments[:2]
         stats = compiled.program.stats
         assert nbytes((weights, slots)) <= stats.alias_size_in_bytes
-        assert stats.output_size_in_bytes - stats.alias_size_in_bytes <= 8 * len(jax.tree.leaves((weights, slots)))
+        assert stats.output_size_in_bytes - stats.alias_size_in_bytes <= 8 * len(
+            jax.tree.leaves((weights, slots))
+        )
     layer = parts(whole.abstract["params"])[LAYERS]
     float32 = 4 * sum(leaf.size for leaf in jax.tree.leaves(layer))
     assert programs["update_layer"].program.stats.temp_size_in_bytes < float32

@@ -13,8 +13,8 @@ import tiny
 from jaxthru.models.bind import parts
 from jaxthru.runtime.errors import InputError
 from jaxthru.training import offload
-from jaxthru.training.layered import LAYERS, init_by_parts
 from jaxthru.training.offload import AHEAD, HOST, OffloadConfig, Pace, fetched, move, on_device, placed
+from jaxthru.training.parts import LAYERS, init_by_parts
 
 
 def test_fractions_are_spread_evenly_over_the_depth():

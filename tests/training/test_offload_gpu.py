@@ -15,8 +15,9 @@ import tiny
 from runs import kill, make_workplace, resumed_from
 
 from jaxthru.models.bind import from_parts, parts
-from jaxthru.training.layered import EMBEDDING, HEAD, LAYERS, LayeredStep, init_by_parts
+from jaxthru.training.layered import LayeredStep
 from jaxthru.training.offload import HOST, OffloadConfig, placed
+from jaxthru.training.parts import EMBEDDING, HEAD, LAYERS, init_by_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +73,10 @@ def record(compiled: LayeredStep, whole: tiny.Tiny, layers: int) -> None:
     layer_dtypes = jax.tree.map(
         lambda leaf: leaf.dtype, whole.step.objective.model.layer_stand_ins(shapes[LAYERS])
     )
-    dtypes = [*(jax.tree.map(lambda leaf: leaf.dtype, shapes[part]) for part in (EMBEDDING, HEAD)), layer_dtypes]
+    dtypes = [
+        *(jax.tree.map(lambda leaf: leaf.dtype, shapes[part]) for part in (EMBEDDING, HEAD)),
+        layer_dtypes,
+    ]
 
     def draw(key, index):
         leaves, structure = jax.tree.flatten(shapes[index])
@@ -140,7 +144,9 @@ def test_offloaded_and_resident_updates_agree_to_the_bit(state):
         ends.append(jax.tree.map(np.asarray, found))
         del found, compiled, canaries
     start = jax.tree.leaves(jax.tree.map(np.asarray, whole.state["params"]))
-    assert any(not np.array_equal(a, b) for a, b in zip(start, jax.tree.leaves(ends[0]["params"]), strict=True))
+    assert any(
+        not np.array_equal(a, b) for a, b in zip(start, jax.tree.leaves(ends[0]["params"]), strict=True)
+    )
     for other in ends[1:]:
         for (path, resident), offloaded in zip(
             jax.tree.leaves_with_path(ends[0]), jax.tree.leaves(other), strict=True
