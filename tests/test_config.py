@@ -68,7 +68,7 @@ def test_keys_that_fit_only_together():
         ("data.groups=3", "data.groups = 3: must divide train.rows"),
         ("optim.b1=1", "optim.b1 = 1.0: must be at least 0 and below 1"),
         ("optim.learning_rate=nan", "optim.learning_rate = nan"),
-        ("offload.level=optimizer", "offload.level = 'optimizer': must be one of 'none'"),
+        ("offload.level=optimiser", "offload.level = 'optimiser': must be one of 'none'"),
         ("mesh.data=0", "mesh.data = 0: must be -1"),
         ("mesh.data=-1", "at most one axis may be -1"),
         ("evaluate.rows=-1", "evaluate.rows = -1"),
