@@ -420,7 +420,8 @@ def init_by_parts(model: Model, optimizer: Optimizer, abstract: State, seed: int
     scalar = abstract["opt_state"]["count"].sharding
     count = jax.device_put(jnp.zeros((), jnp.int32), scalar)
     state = first_state(params, {"count": count, "slots": _slots_by_name(slots, params)})
-    return state | jax.device_put({name: state[name] for name in state.keys() - {"params", "opt_state"}}, scalar)
+    counters = {name: leaf for name, leaf in state.items() if name not in ("params", "opt_state")}
+    return state | jax.device_put(counters, scalar)
 
 
 def compiler_with(options: dict[str, Any]) -> Callable:

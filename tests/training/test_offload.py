@@ -123,9 +123,10 @@ def test_no_more_than_a_few_parts_are_ever_on_the_device(level, most):
     config = OffloadConfig(level, activations="inputs")
     whole = make(clip_rule="previous")
     compiled, state = tiny.layered(whole, config)
-    layer = parts(whole.state["params"])[LAYERS], [
-        parts(tree)[LAYERS] for tree in whole.state["opt_state"]["slots"].values()
-    ]
+    layer = (
+        parts(whole.state["params"])[LAYERS],
+        [parts(tree)[LAYERS] for tree in whole.state["opt_state"]["slots"].values()],
+    )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(layer))
     # In float32, which gradients are in here, twice the size of bfloat16 weights.
     size += 4 * sum(leaf.size for leaf in jax.tree.leaves(layer[0]))
