@@ -104,7 +104,7 @@ def make(
 
 
 def layered(whole: Tiny, config: OffloadConfig) -> tuple[LayeredStep, dict]:
-    """Returns the layered step that does what a whole one does, and the same first state in its place."""
+    """Returns the layered step that does what a whole one does, and its first state, where it is to live."""
     abstract = placed(whole.abstract, config)
     compiled = LayeredStep(whole.step, config, abstract, whole.inputs, compile_once)
     return compiled, jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))

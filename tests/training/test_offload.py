@@ -13,7 +13,7 @@ import tiny
 from jaxthru.models.bind import parts
 from jaxthru.runtime.errors import InputError
 from jaxthru.training import offload
-from jaxthru.training.offload import AHEAD, HOST, OffloadConfig, Pace, fetched, move, on_device, placed
+from jaxthru.training.offload import AHEAD, HOST, Fetched, OffloadConfig, Pace, move, on_device, placed
 from jaxthru.training.parts import LAYERS, init_by_parts
 
 
@@ -190,7 +190,7 @@ def test_fetched_is_ahead_by_so_many_and_keeps_nothing():
             made.append(weakref.ref(tree))
             yield tree, sharding
 
-    coming = fetched(trees())
+    coming = Fetched(trees())
     assert asked == []
     for index in range(6):
         tree = next(coming)

@@ -70,13 +70,8 @@ def record(compiled: LayeredStep, whole: tiny.Tiny, layers: int) -> None:
     """Has the backward programs return recorded gradients in place of their own: the same for each step of
     the same number, whatever the weights are by then."""
     shapes = parts(jax.eval_shape(lambda: whole.step.objective.model.init(jax.random.key(0))))
-    layer_dtypes = jax.tree.map(
-        lambda leaf: leaf.dtype, whole.step.objective.model.layer_stand_ins(shapes[LAYERS])
-    )
-    dtypes = [
-        *(jax.tree.map(lambda leaf: leaf.dtype, shapes[part]) for part in (EMBEDDING, HEAD)),
-        layer_dtypes,
-    ]
+    stand_ins = whole.step.objective.model.layer_stand_ins(shapes[LAYERS])
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, [shapes[EMBEDDING], shapes[HEAD], stand_ins])
 
     def draw(key, index):
         leaves, structure = jax.tree.flatten(shapes[index])
@@ -88,11 +83,7 @@ def record(compiled: LayeredStep, whole: tiny.Tiny, layers: int) -> None:
         ]
         return jax.tree.unflatten(structure, drawn)
 
-    draw = jax.jit(
-        draw,
-        static_argnums=1,
-        out_shardings=whole.layout.sharding(()),
-    )
+    draw = jax.jit(draw, static_argnums=1, out_shardings=whole.layout.sharding(()))
     head, backward, embed_backward = compiled.head, compiled.backward, compiled.embed_backward
     calls = {"step": 0, "layer": 0}
 
@@ -134,19 +125,18 @@ def test_offloaded_and_resident_updates_agree_to_the_bit(state):
         found = between_canaries(first, placed(whole.abstract, config), canaries)
         del first
         for step in range(STEPS):
-            found, metrics = compiled(found, batch)
+            found, _ = compiled(found, batch)
             if step % 10 == 9:
                 canaries.check()
+        found = compiled.settled(found)
         assert int(found["opt_state"]["count"]) == STEPS, "updates were skipped"
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found)}
         assert kinds == ({"device"} if config.level == "none" else {"device", HOST})
         canaries.check()
         ends.append(jax.tree.map(np.asarray, found))
         del found, compiled, canaries
-    start = jax.tree.leaves(jax.tree.map(np.asarray, whole.state["params"]))
-    assert any(
-        not np.array_equal(a, b) for a, b in zip(start, jax.tree.leaves(ends[0]["params"]), strict=True)
-    )
+    table = ends[0]["params"]["embedding"]["table"]
+    assert not np.array_equal(table, whole.state["params"]["embedding"]["table"])
     for other in ends[1:]:
         for (path, resident), offloaded in zip(
             jax.tree.leaves_with_path(ends[0]), jax.tree.leaves(other), strict=True
@@ -201,7 +191,7 @@ def test_killed_within_a_save_the_losses_are_the_same(place):
         "offload__level": "parameters",
         "train__deterministic": "true",
         "checkpoint__every": 2,
-        "train__steps": 24,
+        "train__steps": 14,
     }
     if place.platform == "cuda":
         settings["precision__compute"] = "bfloat16"
@@ -215,7 +205,7 @@ def test_killed_within_a_save_the_losses_are_the_same(place):
     for _ in range(5):  # a save may end between the look and the kill
         process = place.start("killed", **settings)
         booked = len(place.metrics("killed")) if (place.folder / "killed" / "metrics.jsonl").exists() else 0
-        place.wait_for_step(process, "killed", booked + 5)
+        place.wait_for_step(process, "killed", min(booked + 3, 9))
         while process.poll() is None and not half_written():
             pass
         kill(process)
@@ -224,7 +214,7 @@ def test_killed_within_a_save_the_losses_are_the_same(place):
             break
     assert before, "no save was ever met"
     output = place.run("killed", **settings)
-    assert resumed_from(output) == before < 24
+    assert resumed_from(output) == before < 14
     assert not half_written()
     assert place.losses("killed") == place.losses("whole")
 
