@@ -202,8 +202,8 @@ class LayeredStep:
         done(HEAD, head, slot, gradients)
         del head, slot, gradients
         trees = self._fetched_weights(weights, backward[1:])
-        inputs = self._fetched((x_MRTD, self.inputs_used) for x_MRTD in _emptied(inputs))
-        kept = self._fetched((needed, self.kept_used) for needed in _emptied(kept))
+        inputs = self._fetched(((x_MRTD, self.inputs_used) for x_MRTD in _emptied(inputs)), donate=True)
+        kept = self._fetched(((needed, self.kept_used) for needed in _emptied(kept)), donate=True)
         for index in reversed(layers):
             tree, slot = next(trees), next(used_at_once, None)
             dx_MRTD, gradients, squares = self.backward(
@@ -219,7 +219,8 @@ class LayeredStep:
         following, metrics = self.finish(counters, batch, sums, squares)
         state = self._state(weights, slots, following, state)
         if self.held:
-            gradients = self._fetched((held.pop(index), self.weights_used[index]) for index in self.order)
+            gradients = ((held.pop(index), self.weights_used[index]) for index in self.order)
+            gradients = self._fetched(gradients, donate=True)
             state["pending"] = Pending((counters, squares, sums["loss"]), coming, gradients)
         return state, metrics
 

@@ -8,6 +8,7 @@ copies within one compiled program share 54 GB/s.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -130,17 +131,26 @@ def away_bytes(tree: Tree) -> int:
 
 class Fetched(Iterator[Tree]):
     """Yields each tree on the device, with more of them on their way there: AHEAD, or so many that they take
-    `staging` bytes. trees: with their shardings. put: see `move`."""
+    `staging` bytes. trees: with their shardings. donate, put: see `move`."""
 
-    def __init__(self, trees: Iterable[tuple[Tree, Tree]], staging: int = 0, put: Callable = jax.device_put):
-        self._trees, self._staging, self._put = iter(trees), staging, put
+    def __init__(
+        self,
+        trees: Iterable[tuple[Tree, Tree]],
+        staging: int = 0,
+        *,
+        donate: bool = False,
+        put: Callable = jax.device_put,
+    ):
+        self._trees, self._staging = iter(trees), staging
+        self._move = functools.partial(move, donate=donate, put=put)
         self._coming: collections.deque[tuple[Tree, int]] = collections.deque()
 
     def start(self) -> None:
         """Starts the transfers that may be on their way."""
         while len(self._coming) <= AHEAD or sum(size for _, size in self._coming) < self._staging:
             for tree, shardings in self._trees:
-                self._coming.append((move(tree, shardings, put=self._put), away_bytes(tree)))
+                size = away_bytes(tree)
+                self._coming.append((self._move(tree, shardings), size))
                 break
             else:
                 return
