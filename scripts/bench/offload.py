@@ -49,6 +49,7 @@ class Row:
 RESIDENT = "offload.level=none"
 EXACT = "optim.clip_rule=exact"
 FLOAT32 = "optim.state=split_master_float32"
+INT8 = "optim.state=split_master_int8"
 TOKENS = {"16k": "train.rows=2 train.microbatches=1", "64k": "train.rows=8 train.microbatches=4"}
 LONG = "data.sequence=32768 train.rows=1 train.microbatches=1"
 # All state on the host; DeepSpeed too has the bfloat16 weights on the GPU, clips exactly and recomputes.
@@ -66,7 +67,7 @@ def _beside_peers(tokens: str, ratio: float) -> dict[str, Row]:
     peers = {"partners": (deepspeed, eager), "beside": (fsdp, f"fsdp_kept_{tokens}")}
     ours = f"{settings} {HOST}"
     return {
-        f"8layer_{tokens}": Row(shape, f"{ours} optim.state=split_master", **peers, bars={"ratio": ratio}),
+        f"8layer_{tokens}": Row(shape, f"{ours} {INT8}", **peers, bars={"ratio": ratio}),
         f"8layer_{tokens}_float32": Row(shape, f"{ours} {FLOAT32}", **peers),
         deepspeed: Row(shape, settings, "deepspeed_offload"),
         fsdp: Row(shape, settings, "fsdp_offload"),
@@ -74,7 +75,7 @@ def _beside_peers(tokens: str, ratio: float) -> dict[str, Row]:
         eager: Row(shape, settings, "deepspeed_offload", "--compile none"),
         f"fsdp_eager_{tokens}": Row(shape, settings, "fsdp_offload", "--compile none"),
         f"fsdp_kept_{tokens}": Row(shape, settings, "fsdp_offload", "--keep-gathered"),
-        f"8layer_{tokens}_resident": Row(shape, f"{ours} optim.state=split_master {RESIDENT}"),
+        f"8layer_{tokens}_resident": Row(shape, f"{ours} {INT8} {RESIDENT}"),
     }
 
 
@@ -82,7 +83,7 @@ def _beside_peers(tokens: str, ratio: float) -> dict[str, Row]:
 ROWS = {
     "8b_64k": Row("llama3_8b", partners=("8b_64k_resident",), bars=SMALL),
     "8b_64k_resident": Row("llama3_8b", RESIDENT),
-    "8b_64k_exact": Row("llama3_8b", f"{EXACT} offload.level=optimizer offload.fraction=0.5", bars=SLOWER,
+    "8b_64k_exact": Row("llama3_8b", f"{EXACT} offload.level=optimizer offload.fraction=0.65", bars=SLOWER,
                         partners=("8b_64k_exact_resident",)),
     "8b_64k_exact_resident": Row("llama3_8b", f"{EXACT} {RESIDENT}"),
     "8b_16k": Row("llama3_8b", f"{TOKENS['16k']} offload.fraction=0.3", bars=SLOWER,
@@ -94,9 +95,10 @@ ROWS = {
     "30b": Row("llama_30b", bars={"mfu": 0.40, "host_gib": 230.0}, steps=(2, 5)),
     # 36.5 B and 52.9 B parameters, 206 and 200 GiB of weights and state: half of it on each side.
     "largest_exact": Row("llama_30b", "model.layers=72 offload.fraction=0.48 offload.activations=none "
-                         "offload.host_gib=112 train.rows=1 train.microbatches=1", steps=(2, 5)),
+                         "offload.host_gib=112 offload.staging_gib=0 train.rows=1 "
+                         "train.microbatches=1", steps=(2, 5)),
     "largest": Row("llama_30b", "model.layers=106 offload.fraction=0.48 offload.activations=none "
-                   "offload.host_gib=112 train.rows=1 train.microbatches=1 "
+                   "offload.host_gib=112 offload.staging_gib=0 train.rows=1 train.microbatches=1 "
                    "optim.state=stochastic_rounding", steps=(2, 5)),
     "8b_row_of_32k": Row("llama3_8b", LONG),
     "8b_row_of_32k_inputs": Row("llama3_8b", f"{LONG} offload.activations=inputs", bars={"slower": 0.05},
@@ -104,7 +106,8 @@ ROWS = {
     **_beside_peers("16k", 2.4),
     **_beside_peers("64k", 1.8),
     # Run when named. With float32 state the resident side needs the shape cut to 20 layers.
-    "8b_64k_exact_host": Row("llama3_8b", EXACT, bars=SLOWER, partners=("8b_64k_exact_resident",)),
+    "8b_64k_exact_host": Row("llama3_8b", f"{EXACT} offload.fraction=0.65", bars=SLOWER,
+                             partners=("8b_64k_exact_resident",)),
     "8b_16k_exact": Row("llama3_8b", f"{TOKENS['16k']} {EXACT} offload.level=optimizer "
                         "offload.fraction=0.5", bars=SLOWER,
                         partners=("8b_16k_exact_resident",)),
@@ -126,10 +129,11 @@ NOTES = """\
 A ratio is one of tokens per second to the row named after it; it is bold if it may be claimed: it differs
 from 1 by more than twice the larger A-A spread. MFU counts needed FLOPs over the data sheet's dense bf16
 peak. `host` is what the machine's memory in use grew by, at most, while the block ran.
-Peers have float32 master weights and moments; jaxthru's format is in its settings (split_master: exact
-float32 master, bfloat16 moments; split_master_float32: float32 moments). All recompute each layer from its
-input, take micro-batches of 16k tokens (the largest models 8k), clip to the global norm (with clip_rule
-previous: to the previous step's) and skip updates that are not finite.
+Peers have float32 master weights and moments; jaxthru's format is in its settings: an exact float32 master
+in all of them, with bfloat16 moments (split_master), 8-bit ones (split_master_int8) or float32 ones
+(split_master_float32). All recompute each layer from its input, take micro-batches of 16k tokens (the
+largest models 8k), clip to the global norm (with clip_rule previous: to the previous step's) and skip
+updates that are not finite.
 """
 
 
