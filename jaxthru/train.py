@@ -33,6 +33,7 @@ from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.layered import LayeredStep
 from jaxthru.training.loss import Batch
 from jaxthru.training.metrics import Meter, open_record
+from jaxthru.training.offload import in_place
 from jaxthru.training.parts import init_by_parts
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.self_check import check_attention
@@ -177,7 +178,7 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
             if step == config.profile.at:
                 account.settle()  # so that the trace begins between two steps
             trace.before(step)
-            account.look()
+            account.dispatching()
             state, metrics = built.compiled(state, batch)
             account.dispatched(step, metrics)
             trace.after(step - 1)
@@ -256,7 +257,8 @@ def run(
     describe(built)
     rows = config.train.rows // config.train.microbatches
     check_attention(built.step.objective.model, rows, config.data.sequence, data.segments)
-    with data, directory.locked(), Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
+    checkpoints = Checkpointer(directory.checkpoints, config.checkpoint, in_place(built.abstract))
+    with data, directory.locked(), checkpoints as checkpointer:
         if distributed.is_primary():
             configuration.dump(config, directory.config)
             directory.write_environment()

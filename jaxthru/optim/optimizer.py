@@ -34,7 +34,7 @@ class OptimConfig:
     weight_decay: applies to matrices and embeddings, never to norms and biases.
     clip: bound on the global gradient norm; 0 is off. clip_rule: `exact` scales by this step's own norm,
         `previous` by that of the last step that was not skipped, which is known before the gradients are;
-        the first step uses its own.
+        the first step only measures it and updates nothing.
     state: how weights, their masters and the moments are kept, a key of optim/formats.py's FORMATS.
     """
 
@@ -155,6 +155,16 @@ class Optimizer:
         if not self.config.clip:
             return jnp.ones((), jnp.float32)
         return jnp.maximum(norm / self.config.clip, 1.0)
+
+    def clipping(self, norm: jax.Array, previous: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns what gradients are to be divided by, and whether they can be used: under clip_rule
+        `previous` not before there is a norm.
+
+        norm: of this step's gradients. previous: `grad_norm` of the state.
+        """
+        if self.config.clip_rule == "exact":
+            return self.clip_scale(norm), jnp.ones((), bool)
+        return self.clip_scale(previous), previous > 0
 
     def update(
         self,

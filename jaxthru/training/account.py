@@ -50,11 +50,15 @@ class Account:
         """Begins the next step now: what came before belongs to no step."""
         self._clock = time.monotonic()
 
-    def dispatched(self, step: int, metrics: Metrics) -> None:
-        """Books the step before, while the device is at this one."""
+    def dispatching(self) -> None:
+        """Books how long the device was seen without work, now that it is about to get some."""
+        self.look()
         if self._idle_since is not None:
             self._waits["host_gap_seconds"] += time.monotonic() - self._idle_since
             self._idle_since = None
+
+    def dispatched(self, step: int, metrics: Metrics) -> None:
+        """Books the step before, while the device is at this one."""
         self.settle()
         self._pending = (step, metrics)
 

@@ -11,6 +11,7 @@ writes the shards that it holds.
 """
 
 import dataclasses
+import functools
 import logging
 import shutil
 from pathlib import Path
@@ -89,17 +90,33 @@ class Checkpointer:
     """Writes checkpoints in the background and reads the newest whole one. A context manager: leaving it
     waits for the write in progress."""
 
-    def __init__(self, directory: Path, config: CheckpointConfig):
-        """directory: `checkpoints` of a run directory; made with the first checkpoint."""
+    def __init__(self, directory: Path, config: CheckpointConfig, in_place: int = 0):
+        """directory: `checkpoints` of a run directory; made with the first checkpoint.
+
+        in_place: bytes of the largest array of a state that lives in host memory. It is written from there,
+        and what of it lives on the device a little at a time, while the caller waits: copied to the host at
+        once, as else, it would take the memory of a second state there. 0: of one on the device.
+        """
         logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax reports each of its phases at INFO
         self.directory = Path(directory).absolute()
         self.config = config
         self._writing: int | None = None  # its write is not known to have succeeded
         self._newest: int | None = None  # last step saved or restored here
+        self._in_place = in_place > 0
+        little = 1 + 2 * in_place // 10**9
+        settings = {
+            "save_device_host_concurrent_gb": little,
+            "is_prioritized_key_fn": lambda path: len(path) == 1,  # the counters; Orbax warns if it has none
+        }
+        self._arrays = functools.partial(
+            ocp.PyTreeCheckpointHandler,
+            # zstd takes a tenth off such floats and five times the CPU, which training needs.
+            use_compression=False,
+            **(settings | {"restore_concurrent_gb": little} if self._in_place else {}),
+        )
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
-                # zstd takes a tenth off such floats and five times the CPU, which training needs.
-                state=ocp.PyTreeCheckpointHandler(use_compression=False),
+                state=self._arrays(),
                 data=ocp.JsonCheckpointHandler(),
             ),
             async_options=ocp.options.AsyncOptions(timeout_secs=WRITE_TIMEOUT),
@@ -135,10 +152,13 @@ class Checkpointer:
         restored last is not saved again.
 
         step: completed updates. data_state: anything that JSON can hold.
-        Raises CheckpointError if this save cannot start or the one before it failed.
+        Raises CheckpointError if this save cannot start or the one before it failed, ValueError for a state
+        that a layered step has not settled.
         """
         if step == self._newest:
             return
+        if "pending" in state:
+            raise ValueError("a state with a pending update is not whole: save LayeredStep.settled of it")
         self.wait()
         # On a GPU or TPU Orbax returns when all arrays have been copied to the host. On a CPU it keeps views
         # of the arrays' own memory; XLA does not reuse memory that is so held, but gives the update new.
@@ -150,10 +170,8 @@ class Checkpointer:
         except Exception as error:
             raise self._failure(step, error) from error
         self._writing = self._newest = step
-        if layout.in_host_memory(state):
-            # It is written from where it lives. The next step would use it up, and what is being written
-            # would stay beside what takes its place: a second copy of it all.
-            self.wait()
+        if self._in_place:
+            self.wait()  # the next step uses the state up
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises CheckpointError if the last save failed."""
@@ -195,7 +213,7 @@ class Checkpointer:
     def _read(self, step: int, abstract_state: PyTree) -> tuple[PyTree, dict]:
         directory = epath.Path(self.directory / str(step))
         abstract = layout.abstract_disk(abstract_state)
-        arrays = ocp.PyTreeCheckpointHandler()
+        arrays = self._arrays()
         _require_same(directory, arrays.metadata(directory / "state").tree, abstract)
         arguments = ocp.args.PyTreeRestore(
             abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)

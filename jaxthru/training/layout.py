@@ -147,11 +147,6 @@ def device_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
     return sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
 
 
-def in_host_memory(state: Tree) -> bool:
-    """Says whether any part of a state lives in host memory that its device reads directly."""
-    return any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(state))
-
-
 def layer_sharding(sharding: Sharding) -> Sharding:
     """Returns the sharding of one layer of a stacked array: the same without its leading dim."""
     if not isinstance(sharding, NamedSharding):

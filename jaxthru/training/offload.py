@@ -9,6 +9,7 @@ copies within one compiled program share 54 GB/s.
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -103,6 +104,15 @@ def to_host(tree: Tree) -> Tree:
     return jax.tree.map(move, tree)
 
 
+def in_place(abstract: State) -> int:
+    """Returns the bytes of the largest array of a state that is saved from where it lives (`Checkpointer`),
+    as one is with any part of it in host memory; 0 for others."""
+    leaves = jax.tree.leaves(abstract)
+    if all(leaf.sharding.memory_kind != HOST for leaf in leaves):
+        return 0
+    return max(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
 def on_device(tree: Tree) -> Tree:
     """Returns the shardings of a tree with all of its leaves in device memory."""
     return jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind("device"), tree)
@@ -125,8 +135,9 @@ def move(tree: Tree, shardings: Tree, *, donate: bool = False, put: Callable = j
 
 
 def away_bytes(tree: Tree) -> int:
-    """Returns the bytes of a tree that are in host memory."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST)
+    """Returns the bytes of a tree that are in host memory, for each device."""
+    away = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in away)
 
 
 class Fetched(Iterator[Tree]):

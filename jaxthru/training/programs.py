@@ -134,19 +134,18 @@ class Programs:
     ) -> tuple[Tree, Tree]:
         """Returns the next weights and slots of one part. squares: of the gradients that are known. index: of
         the part."""
-        optimizer, count, previous = self.step.optimizer, counters["count"], counters["grad_norm"]
+        optimizer, count = self.step.optimizer, counters["count"]
         norm = jnp.sqrt(squares)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        if optimizer.config.clip_rule == "previous":
-            norm = jnp.where(previous > 0, previous, norm)
+        clip_scale, usable = optimizer.clipping(norm, counters["grad_norm"])
         return optimizer.update(
             gradients,
             weights,
             slots,
             count=count,
             learning_rate=self.step.schedule(count),
-            clip_scale=optimizer.clip_scale(norm),
-            finite=finite,
+            clip_scale=clip_scale,
+            finite=finite & usable,
             matrices=matrices,
             key=rounding_key(count, index),
         )
@@ -159,7 +158,8 @@ class Programs:
         finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
         rate = self.step.schedule(count)
         following, metrics = self.step.finish(counters, batch, sums, norm, rate, finite)
-        return following | {"count": count + finite.astype(jnp.int32)}, metrics
+        used = finite & self.step.optimizer.clipping(norm, counters["grad_norm"])[1]
+        return following | {"count": count + used.astype(jnp.int32)}, metrics
 
     def eval_embed(self, tree: Tree, batch: Batch) -> tuple[jax.Array, Any]:
         """Returns the first layer's input [R, T, D] and the context of one micro-batch."""

@@ -140,9 +140,9 @@ class Step:
     ) -> tuple[Any, Any]:
         """Returns the next params and opt_state, part by part, so that layers updated one at a time come out
         the same to the bit. norm: of all gradients. finite: False leaves everything as it was."""
-        optimizer, previous = self.optimizer, state["grad_norm"]
-        if optimizer.config.clip_rule == "previous":
-            norm = jnp.where(previous > 0, previous, norm)
+        optimizer = self.optimizer
+        clip_scale, usable = optimizer.clipping(norm, state["grad_norm"])
+        used = finite & usable
         count, slots = state["opt_state"]["count"], state["opt_state"]["slots"]
         by_part = [dict(zip(slots, of, strict=True)) for of in zip(*map(parts, slots.values()), strict=True)]
         columns = parts(gradients), parts(state["params"]), by_part, parts(optimizer.matrices)
@@ -151,8 +151,8 @@ class Step:
                 *part,
                 count=count,
                 learning_rate=learning_rate,
-                clip_scale=optimizer.clip_scale(norm),
-                finite=finite,
+                clip_scale=clip_scale,
+                finite=used,
                 matrices=matrices,
                 key=rounding_key(count, index),
             )
@@ -161,7 +161,7 @@ class Step:
         weights, by_part = zip(*updated, strict=True)
         params = from_parts(weights, state["params"])
         slots = {name: from_parts([of[name] for of in by_part], params) for name in slots}
-        return params, {"count": count + finite.astype(jnp.int32), "slots": slots}
+        return params, {"count": count + used.astype(jnp.int32), "slots": slots}
 
     def gradients(self, params: Any, batch: Batch) -> tuple[Metrics, Any]:
         """Returns the sums over the batch and the gradients, micro-batch after micro-batch.

@@ -9,19 +9,22 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from processes import finish, start_processes
 
 from jaxthru.runtime.errors import InputError
 from jaxthru.training import checkpoint, layout
 from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
+from jaxthru.training.offload import in_place
 
 LAYERS = 3
 
@@ -171,6 +174,68 @@ def test_on_a_gpu_too_and_without_a_second_copy(tmp_path):
     assert int(restored["step"]) == 1
     for index, name in enumerate("abcd"):
         assert np.unique(restored["params"]["layers"][name]).tolist() == [index + 1.0]
+
+
+def in_two_places(size: int) -> dict:
+    """A state of eight arrays of so many float32, the first two in host memory."""
+    device = SingleDeviceSharding(jax.devices()[0])
+    homes = [device.with_memory_kind("pinned_host" if index < 2 else "device") for index in range(8)]
+    return {
+        "params": {
+            str(index): jax.device_put(jnp.full((size // 1024, 1024), index, jnp.float32), home)
+            for index, home in enumerate(homes)
+        }
+    }
+
+
+def test_a_state_in_host_memory_is_written_from_there_before_the_save_returns(tmp_path):
+    state = in_two_places(1 << 16)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    largest = in_place(shapes)
+    assert largest == 4 << 16 and in_place({"2": shapes["params"]["2"]}) == 0
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), largest) as checkpointer:
+        checkpointer.save(1, state, {})
+        assert checkpointer.steps() == [1]
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()  # as the next step does
+        _, restored, _ = checkpointer.restore(shapes)
+        with pytest.raises(ValueError, match="settled"):
+            checkpointer.save(2, restored | {"pending": None}, {})
+    assert checkpointer.steps() == [1]
+    for name, leaf in restored["params"].items():
+        assert leaf.sharding == shapes["params"][name].sharding
+        assert np.unique(leaf).tolist() == [float(name)]
+
+
+@pytest.mark.gpu
+def test_what_is_on_the_device_is_saved_a_little_at_a_time(tmp_path):
+    """Of 2 GiB in host memory and 6 on the device, saving and restoring put no more than 3 on the host."""
+    state = jax.block_until_ready(in_two_places(1 << 28))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+    def resident() -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line)
+        return int(line.split()[1]) << 10
+
+    before, most, over = resident(), [0], threading.Event()
+
+    def watch():
+        while not over.wait(0.02):
+            most[0] = max(most[0], resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), in_place(shapes)) as checkpointer:
+        checkpointer.save(1, state, {})
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        _, restored, _ = checkpointer.restore(shapes)
+        jax.block_until_ready(restored)
+    over.set()
+    watcher.join()
+    print(f"{(most[0] - before) / 2**30:.2f} GiB more")
+    assert most[0] - before < 3.5 * 2**30
+    assert all(np.unique(leaf).tolist() == [float(name)] for name, leaf in restored["params"].items())
 
 
 def test_keeps_the_newest_and_the_multiples(tmp_path):
@@ -483,7 +548,7 @@ import sys
 from pathlib import Path
 import jax, numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding as P
 from jaxthru.runtime.distributed import initialize
 from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer
 
