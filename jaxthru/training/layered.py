@@ -237,14 +237,12 @@ class LayeredStep:
         """Yields the weights of all parts on the device, in the order of the forward pass, each with its
         pending update made."""
         trees = self._fetched_weights(weights, self.order)
-        for index in self.order:
-            tree = next(trees)
+        for index in self.order:  # and no local name holds on to what is yielded
             if pending:
-                slot, gradients = next(pending.slots), next(pending.gradients)
-                tree = self._renew(index, tree, slot, gradients, pending.known, weights, slots)
-                del slot, gradients
-            yield tree
-            del tree
+                columns = trees, pending.slots, pending.gradients
+                yield self._renew(index, *map(next, columns), pending.known, weights, slots)
+            else:
+                yield next(trees)
 
     def _renew(
         self, index: int, tree: Tree, slot: Tree, gradients: Tree, known: tuple, weights: list, slots: list

@@ -30,7 +30,7 @@ def slots_by_part(slots: dict[str, Tree]) -> list[dict[str, Tree]]:
 
 
 def slots_by_name(slots: list[dict[str, Tree]], params: Tree) -> dict[str, Tree]:
-    """Returns what `_slots_by_part` took apart."""
+    """Returns what `slots_by_part` took apart."""
     return {name: from_parts([slot[name] for slot in slots], params) for name in slots[0]}
 
 
