@@ -10,7 +10,7 @@ import rich.table
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
-from jaxthru.plan import levels, memory, rehearsal
+from jaxthru.plan import arithmetic, levels, memory, rehearsal
 from jaxthru.plan.data import forecast
 from jaxthru.plan.plot import svg
 from jaxthru.runtime import aot, xla
@@ -69,7 +69,7 @@ def _plan(config, target, devices, segments) -> tuple[memory.MemoryPlan, memory.
         plan, resident = _plan(config, target, devices, segments)
         return dataclasses.replace(plan, notes=(found, *plan.notes)), resident
     if not aot.available():
-        plan, _ = levels.estimate(config, offload.level, state, offload.fraction, devices=devices)
+        plan, _ = arithmetic.estimate(config, offload.level, state, offload.fraction, devices=devices)
         note = 'an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
         return dataclasses.replace(plan, notes=(note, *plan.notes)), None
     if offload.layered:

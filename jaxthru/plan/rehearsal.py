@@ -103,17 +103,8 @@ def rehearse(made: Assembled, analysis: Analysis, platform: str | None = "cuda")
     state = {name: account.arrays(tree, kinds.get(name, "other")) for name, tree in made.abstract.items()}
     for _ in range(STEPS):
         state, _ = step(state, account.arrays(made.batch, "other"))
+    step.settled(state)  # before a checkpoint and an evaluation; nothing else paces the stores
     return account.moments
-
-
-def resting(made: Assembled) -> dict[str, int]:
-    """Returns the bytes by category that lie on the host between two steps, of all devices."""
-    account = _Account()
-    kept = account.arrays(made.abstract["params"], "parameters")
-    kept = kept, account.arrays(made.abstract["opt_state"], "optimizer")
-    found = dict(account.live[True])
-    del kept
-    return found
 
 
 def _placed(results: Tree, layout: Layout) -> Tree:

@@ -78,8 +78,9 @@ def limit_pinned(needed: int, allowed: int) -> None:
 
     needed, allowed: bytes that the plan keeps in pinned memory, 0 if that is not known, and that the host may
     give (offload.host_gib, or its limit). What is needed is taken at once, with 5 % and 2 GiB to spare for
-    gaps and for copies on their way to disk. A limit in the environment stays as it is. Raises InputError,
-    naming the setting, where either is too low, or where a GPU's backend has already loaded with a lower one.
+    gaps and for copies on their way to disk. A limit in the environment stays as it is, unless an earlier
+    call set it and no backend has loaded since. Raises InputError, naming the setting, where either is too
+    low, or where a GPU's backend has already loaded with a lower one.
     """
     from jax._src import xla_bridge
 
@@ -88,19 +89,34 @@ def limit_pinned(needed: int, allowed: int) -> None:
         f"offload.host_gib = {allowed / 2**30:.1f}: the plan keeps {needed / 2**30:.1f} GiB on the host; "
         "give it more, or choose a smaller optim.state or offload.fraction",
     )
-    given = os.environ.get(PINNED_LIMIT)
-    if given is None and not xla_bridge.backends_are_initialized():
+    given, loaded = os.environ.get(PINNED_LIMIT), xla_bridge.backends_are_initialized()
+    if not loaded and _ours(PINNED_LIMIT):
         spared = 1.05 * needed + (2 << 30) if needed else allowed
-        os.environ[PINNED_LIMIT] = str(math.ceil(min(spared, allowed) / 2**30))
-        os.environ.setdefault(PINNED_AT_ONCE, "true" if needed else "false")
+        _set_here[PINNED_LIMIT] = str(math.ceil(min(spared, allowed) / 2**30))
+        if _ours(PINNED_AT_ONCE):
+            _set_here[PINNED_AT_ONCE] = "true" if needed else "false"
+        os.environ.update(_set_here)
         return
     limit = _gibibytes(given) if given is not None else PINNED_DEFAULT
-    why = "as it is set" if given is not None else "XLA's default, and too late to change: a device is in use"
+    advice = f"set it to at least {math.ceil(needed / 2**30)}, or leave it to offload.host_gib"
+    if given is None:
+        why = "XLA's default, and too late to change: a device is in use"
+    elif _ours(PINNED_LIMIT):
+        why, advice = "set by an earlier run in this process", "run it in a process of its own"
+    else:
+        why = "as it is set"
     require(
         needed <= limit * 2**30,
-        f"{PINNED_LIMIT} = {limit} ({why}): the plan pins {needed / 2**30:.1f} GiB of host memory; set it to "
-        f"at least {math.ceil(needed / 2**30)}, or leave it to offload.host_gib",
+        f"{PINNED_LIMIT} = {limit} ({why}): the plan pins {needed / 2**30:.1f} GiB of host memory; {advice}",
     )
+
+
+_set_here: dict[str, str] = {}  # variables that `limit_pinned` set, with their values
+
+
+def _ours(name: str) -> bool:
+    """Says whether a variable of the environment is not set, or as `limit_pinned` set it."""
+    return os.environ.get(name) in (None, _set_here.get(name))
 
 
 def _gibibytes(text: str) -> int:

@@ -118,6 +118,7 @@ def fresh(monkeypatch):
     monkeypatch.delenv(xla.PINNED_LIMIT)
     monkeypatch.setenv(xla.PINNED_AT_ONCE, "")
     monkeypatch.delenv(xla.PINNED_AT_ONCE)
+    monkeypatch.setattr(xla, "_set_here", {})
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
 
 
@@ -147,6 +148,24 @@ def test_a_low_limit_in_the_environment_is_named(fresh, monkeypatch):
     monkeypatch.setenv(xla.PINNED_LIMIT, "many")
     with pytest.raises(InputError, match="'many': must be a whole number of GiB"):
         xla.limit_pinned(80 * GIB, 128 * GIB)
+
+
+def test_a_later_run_in_the_same_process_sets_its_own_limit(fresh, monkeypatch):
+    xla.limit_pinned(0, 64 * GIB)
+    assert (os.environ[xla.PINNED_LIMIT], os.environ[xla.PINNED_AT_ONCE]) == ("64", "false")
+    xla.limit_pinned(90 * GIB, 128 * GIB)
+    assert (os.environ[xla.PINNED_LIMIT], os.environ[xla.PINNED_AT_ONCE]) == ("97", "true")
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: True)
+    xla.limit_pinned(95 * GIB, 128 * GIB)
+    with pytest.raises(InputError, match=r"= 97 \(set by an earlier run in this process\): .* its own"):
+        xla.limit_pinned(100 * GIB, 128 * GIB)
+    assert os.environ[xla.PINNED_LIMIT] == "97"
+
+
+def test_whether_to_pin_at_once_stays_as_it_is_set(fresh, monkeypatch):
+    monkeypatch.setenv(xla.PINNED_AT_ONCE, "false")
+    xla.limit_pinned(90 * GIB, 128 * GIB)
+    assert (os.environ[xla.PINNED_LIMIT], os.environ[xla.PINNED_AT_ONCE]) == ("97", "false")
 
 
 def test_a_limit_that_comes_too_late_is_not_set_in_vain(fresh, monkeypatch):
