@@ -55,13 +55,20 @@ def pinned(config: RunConfig) -> int:
     return plan.peak_host
 
 
+def saved_at_once(config: RunConfig) -> int:
+    """Returns the bytes of pinned memory that a save takes at most, for what of the state is on the device:
+    two arrays as large as the largest (see `Checkpointer`)."""
+    return 8 * config.model.vocabulary * config.model.embed if config.offload.level != "none" else 0
+
+
 def ready(config: RunConfig) -> RunConfig:
     """Returns a configuration as this machine is to run it, and has XLA pin what it needs. Call it before
     the first device is touched. Raises InputError."""
     if config.offload.layered:
         # A process is taken to have its host to itself, here and in `resolve_here`; where several share one,
         # offload.host_gib has to be the share of each.
-        xla.limit_pinned(pinned(config), host_room(config))
+        kept = pinned(config)
+        xla.limit_pinned(kept and kept + saved_at_once(config), host_room(config))
     return resolve_here(config)
 
 
