@@ -96,7 +96,7 @@ def estimate(
     # On its way at once, in either direction: AHEAD parts (those that stay count), beside the one in use if
     # they are fetched, or staging_gib if that is more: see `Fetched` and `Stores`. Weights are fetched by the
     # first rule alone.
-    limit = config.offload.staging_gib * 2**30
+    limit = config.offload.staging_gib * 2**30 / sizes.shards
 
     def fetched(order: list[float]) -> float:
         near = _most(order, AHEAD + 1)

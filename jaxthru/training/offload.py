@@ -9,7 +9,6 @@ copies within one compiled program share 54 GB/s.
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -38,7 +37,8 @@ class OffloadConfig:
     fraction: of the parts of the model that this is done with, evenly spread over its depth.
     activations: `inputs` sends each layer's input to the host until its backward pass; `names` also what
         remat.policy keeps.
-    staging_gib: device memory that state on its way may take, in either direction; two parts in any case.
+    staging_gib: device memory, of all devices together, that state on its way may take in either direction;
+        two parts may be in any case.
     host_gib: host memory to use at most, GiB; None is the limit of the process's control group.
     """
 
@@ -135,9 +135,8 @@ def move(tree: Tree, shardings: Tree, *, donate: bool = False, put: Callable = j
 
 
 def away_bytes(tree: Tree) -> int:
-    """Returns the bytes of a tree that are in host memory, for each device."""
-    away = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST]
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in away)
+    """Returns the bytes of a tree that are in host memory, of all devices together."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST)
 
 
 class Fetched(Iterator[Tree]):
