@@ -106,6 +106,7 @@ def wait_for_a_save(process, checkpoints) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_killed_thrice(place, whole):
     kill_at_random(place, "thrice", 3, apart=8)
     assert place.losses("thrice") == place.losses("whole")

@@ -293,6 +293,7 @@ def test_the_plan_of_a_layered_step_adds_up(offload, state):
     )  # scales of small blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
     config = load("quickstart", *TINY, *OFFLOADS[offload], "optim.state=split_master_int8")

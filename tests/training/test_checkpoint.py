@@ -548,7 +548,7 @@ import sys
 from pathlib import Path
 import jax, numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxthru.runtime.distributed import initialize
 from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer
 

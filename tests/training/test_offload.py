@@ -126,6 +126,7 @@ def test_a_step_leaves_the_state_where_it_was_and_nothing_beside_it(clip_rule, c
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_no_more_than_a_few_parts_are_ever_on_the_device():
     """Counted whenever a program is dispatched; the clip rule keeps no gradients."""
     most = AHEAD + 3

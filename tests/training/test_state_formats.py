@@ -14,6 +14,7 @@ def optim(state, **config):
     return OptimConfig(learning_rate=1e-2, state=state, **config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "config"),
     [((2, 2, 2), optim("split_master_int8")), ((1, 8, 1), optim("int8", name="muon"))],
