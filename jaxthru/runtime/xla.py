@@ -38,10 +38,6 @@ PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 PINNED_DEFAULT = 64  # GiB, where that is not set
 
-PINNED_AT_ONCE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
-"""Has that pool take its whole size at once. It grows by regions that double otherwise: 24.4 GiB of arrays
-took 37 GiB (H200, JAX 0.11.2)."""
-
 
 def configure() -> None:
     """Sets up XLA for this process. Call it before the first device is touched.
@@ -77,9 +73,11 @@ def limit_pinned(needed: int, allowed: int) -> None:
     """Lets XLA pin as much host memory as a plan needs. Call it before the first device is touched.
 
     needed, allowed: bytes that the plan keeps in pinned memory, 0 if that is not known, and that the host may
-    give (offload.host_gib, or its limit). What is needed is taken at once, with 5 % and 2 GiB to spare for
-    gaps and for copies on their way to disk. A limit in the environment stays as it is, unless an earlier
-    call set it and no backend has loaded since. Raises InputError, naming the setting, where either is too
+    give (offload.host_gib, or its limit). The pool may grow to what is needed, with 5 % and 4 GiB to spare
+    for gaps and for copies on their way to disk: it grows by regions that double, so that with more room
+    24.4 GiB of arrays took 37. (XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE would take all of it twice: XLA has two
+    such pools, of which the other only stages copies.) A limit in the environment stays as it is, unless an
+    earlier call set it and no backend has loaded since. Raises InputError, naming the setting, where either is too
     low, or where a GPU's backend has already loaded with a lower one.
     """
     from jax._src import xla_bridge
@@ -91,10 +89,8 @@ def limit_pinned(needed: int, allowed: int) -> None:
     )
     given, loaded = os.environ.get(PINNED_LIMIT), xla_bridge.backends_are_initialized()
     if not loaded and _ours(PINNED_LIMIT):
-        spared = 1.05 * needed + (2 << 30) if needed else allowed
+        spared = 1.05 * needed + (4 << 30) if needed else allowed
         _set_here[PINNED_LIMIT] = str(math.ceil(min(spared, allowed) / 2**30))
-        if _ours(PINNED_AT_ONCE):
-            _set_here[PINNED_AT_ONCE] = "true" if needed else "false"
         os.environ.update(_set_here)
         return
     limit = _gibibytes(given) if given is not None else PINNED_DEFAULT

@@ -116,22 +116,18 @@ def fresh(monkeypatch):
     """As if no backend had loaded and no limit were set."""
     monkeypatch.setenv(xla.PINNED_LIMIT, "1")  # noted, so that whatever is set meanwhile goes
     monkeypatch.delenv(xla.PINNED_LIMIT)
-    monkeypatch.setenv(xla.PINNED_AT_ONCE, "")
-    monkeypatch.delenv(xla.PINNED_AT_ONCE)
     monkeypatch.setattr(xla, "_set_here", {})
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
 
 
-def test_pinned_memory_is_taken_at_once_with_a_little_to_spare(fresh):
+def test_pinned_memory_may_grow_to_what_is_needed_and_a_little_more(fresh):
     xla.limit_pinned(90 * GIB, round(127.5 * GIB))
-    assert os.environ[xla.PINNED_LIMIT] == "97"
-    assert os.environ[xla.PINNED_AT_ONCE] == "true"
+    assert os.environ[xla.PINNED_LIMIT] == "99"
 
 
 def test_pinned_memory_may_grow_to_what_the_host_gives_where_no_need_is_known(fresh):
     xla.limit_pinned(0, round(127.5 * GIB))
     assert os.environ[xla.PINNED_LIMIT] == "128"
-    assert os.environ[xla.PINNED_AT_ONCE] == "false"
 
 
 def test_more_than_the_host_gives_names_the_setting(fresh):
@@ -152,20 +148,14 @@ def test_a_low_limit_in_the_environment_is_named(fresh, monkeypatch):
 
 def test_a_later_run_in_the_same_process_sets_its_own_limit(fresh, monkeypatch):
     xla.limit_pinned(0, 64 * GIB)
-    assert (os.environ[xla.PINNED_LIMIT], os.environ[xla.PINNED_AT_ONCE]) == ("64", "false")
+    assert os.environ[xla.PINNED_LIMIT] == "64"
     xla.limit_pinned(90 * GIB, 128 * GIB)
-    assert (os.environ[xla.PINNED_LIMIT], os.environ[xla.PINNED_AT_ONCE]) == ("97", "true")
+    assert os.environ[xla.PINNED_LIMIT] == "99"
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: True)
     xla.limit_pinned(95 * GIB, 128 * GIB)
-    with pytest.raises(InputError, match=r"= 97 \(set by an earlier run in this process\): .* its own"):
+    with pytest.raises(InputError, match=r"= 99 \(set by an earlier run in this process\): .* its own"):
         xla.limit_pinned(100 * GIB, 128 * GIB)
-    assert os.environ[xla.PINNED_LIMIT] == "97"
-
-
-def test_whether_to_pin_at_once_stays_as_it_is_set(fresh, monkeypatch):
-    monkeypatch.setenv(xla.PINNED_AT_ONCE, "false")
-    xla.limit_pinned(90 * GIB, 128 * GIB)
-    assert (os.environ[xla.PINNED_LIMIT], os.environ[xla.PINNED_AT_ONCE]) == ("97", "false")
+    assert os.environ[xla.PINNED_LIMIT] == "99"
 
 
 def test_a_limit_that_comes_too_late_is_not_set_in_vain(fresh, monkeypatch):
@@ -181,5 +171,4 @@ def test_the_plugin_knows_the_limit_of_pinned_memory():
         pytest.skip("JAX's CUDA plugin is not installed")
     binary = next(Path(plugin.submodule_search_locations[0]).glob("*.so"))
     with binary.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        for name in (xla.PINNED_LIMIT, xla.PINNED_AT_ONCE):
-            assert text.find(name.encode() + b"\0") > 0
+        assert text.find(xla.PINNED_LIMIT.encode() + b"\0") > 0
