@@ -77,8 +77,8 @@ def limit_pinned(needed: int, allowed: int) -> None:
     for gaps and for copies on their way to disk: it grows by regions that double, so that with more room
     24.4 GiB of arrays took 37. (XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE would take all of it twice: XLA has two
     such pools, of which the other only stages copies.) A limit in the environment stays as it is, unless an
-    earlier call set it and no backend has loaded since. Raises InputError, naming the setting, where either is too
-    low, or where a GPU's backend has already loaded with a lower one.
+    earlier call set it and no backend has loaded since. Raises InputError, naming the setting, where either
+    is too low, or where a GPU's backend has already loaded with a lower one.
     """
     from jax._src import xla_bridge
 

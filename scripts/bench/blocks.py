@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -29,39 +30,44 @@ BATCHES = 64  # distinct ones, which causal contenders take in turn
 
 
 class HostMemory:
-    """The most host memory in use (GiB) while the block runs, above what was in use before it.
+    """The most host memory (GiB) that the processes of a session have at once, by samples.
 
-    Taken from the whole machine, since pinned memory may not count as a process's own. None without /proc.
+    What CUDA pins is shared memory and counts. Pages that several processes share count in each. None without
+    /proc.
     """
 
+    def __init__(self, session: int):
+        self.gib, self._session = None, session
+        self._ended = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+
     def __enter__(self):
-        self.gib, self.before, self.most = None, _used_bytes(), 0
-        self.ended = threading.Event()
-        self.sampler = threading.Thread(target=self._sample, daemon=True)
-        self.sampler.start()
+        self._sampler.start()
         return self
 
     def _sample(self) -> None:
-        while self.before is not None and not self.ended.wait(0.5):
-            self.most = max(self.most, _used_bytes())
+        while not self._ended.wait(0.5):
+            if used := resident_bytes(self._session):
+                self.gib = max(self.gib or 0.0, round(used / 2**30, 1))
 
     def __exit__(self, *_):
-        self.ended.set()
-        self.sampler.join()
-        if self.before is not None:
-            self.gib = round(max(self.most - self.before, 0) / 2**30, 1)
+        self._ended.set()
+        self._sampler.join()
 
 
-def _used_bytes() -> int | None:
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    except OSError:
-        return None
-    return 1024 * (int(fields["MemTotal"].split()[0]) - int(fields["MemAvailable"].split()[0]))
+def resident_bytes(session: int) -> int:
+    """Returns the bytes of memory that the processes of a session have now; 0 without /proc."""
+    pages = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may have ended
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                pages += int(fields[21])
+    return pages * resource.getpagesize()
 
 
 def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
-    """Runs one block in its own process on one GPU; returns {"line": ...} or {"error": ...}.
+    """Runs one block in its own process on one GPU; returns {"line": ...} or {"error": ...}, and "host_gib".
 
     limit: seconds after which it is ended, with the processes that it started.
     """
@@ -69,21 +75,21 @@ def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
     one = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
     environment = os.environ | NO_MULTICAST | one | {"PYTHONPATH": path}
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, start_new_session=limit is not None, **settings) as block:
+    with subprocess.Popen(command, env=environment, start_new_session=True, **settings) as block:
         try:
-            output, errors = block.communicate(timeout=limit)
+            with HostMemory(block.pid) as host:
+                output, errors = block.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             return {"error": f"took more than {limit:.0f} s"}
-        finally:
-            if limit is not None:  # a session of its own: nothing else is in its group
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(block.pid, signal.SIGKILL)
+        finally:  # a session of its own: nothing else is in its group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(block.pid, signal.SIGKILL)
     lines = output.strip().splitlines()
     if block.returncode == 0 and lines:
-        return {"line": json.loads(lines[-1])}
+        return {"line": json.loads(lines[-1]), "host_gib": host.gib}
     print("\n".join(errors.strip().splitlines()[-12:]), file=sys.stderr)
     told = [line for line in errors.splitlines() if line.strip()] or ["no output"]
-    return {"error": f"exit code {block.returncode}: {told[-1].strip()[:300]}"}
+    return {"error": f"exit code {block.returncode}: {told[-1].strip()[:300]}", "host_gib": host.gib}
 
 
 def brief(outcome: dict) -> str:
@@ -173,13 +179,10 @@ def run_missing(
                 return
             command = command_of(name)
             started = time.monotonic()
-            with HostMemory() as host:
-                outcome = run_block(command, gpu, limit)
+            outcome = run_block(command, gpu, limit)
             took = time.monotonic() - started
             print(f"round {turn} {name}, {took:.0f} s: {brief(outcome)}", flush=True)
             block = {"contender": name, "round": turn, "gpu": identity, "seconds": round(took, 1)}
-            if gpus == 1:  # else others' memory is in it
-                block["host_gib"] = host.gib
             block |= outcome | {"command": shlex.join(["python", *command[1:]])}
             with writing:
                 kept = [b for b in record["blocks"] if (b["contender"], b["round"]) != (name, turn)]

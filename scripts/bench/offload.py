@@ -128,7 +128,7 @@ DEFAULT = [
 NOTES = """\
 A ratio is one of tokens per second to the row named after it; it is bold if it may be claimed: it differs
 from 1 by more than twice the larger A-A spread. MFU counts needed FLOPs over the data sheet's dense bf16
-peak. `host` is what the machine's memory in use grew by, at most, while the block ran.
+peak. `host` is the most memory that the block's processes had.
 Peers have float32 master weights and moments; jaxthru's format is in its settings: an exact float32 master
 in all of them, with bfloat16 moments (split_master), 8-bit ones (split_master_int8) or float32 ones
 (split_master_float32). All recompute each layer from its input, take micro-batches of 16k tokens (the
