@@ -1,11 +1,13 @@
 """Checkpoints: what is saved comes back, whatever happens to the disk or the process in between."""
 
+import contextlib
 import errno
 import functools
 import json
 import logging
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -176,10 +178,10 @@ def test_on_a_gpu_too_and_without_a_second_copy(tmp_path):
         assert np.unique(restored["params"]["layers"][name]).tolist() == [index + 1.0]
 
 
-def in_two_places(size: int) -> dict:
-    """A state of eight arrays of so many float32, the first two in host memory."""
+def in_two_places(size: int, count: int = 8) -> dict:
+    """A state of arrays of so many float32, the first quarter of them in host memory."""
     device = SingleDeviceSharding(jax.devices()[0])
-    homes = [device.with_memory_kind("pinned_host" if index < 2 else "device") for index in range(8)]
+    homes = [device.with_memory_kind("pinned_host" if 4 * i < count else "device") for i in range(count)]
     return {
         "params": {
             str(index): jax.device_put(jnp.full((size // 1024, 1024), index, jnp.float32), home)
@@ -209,33 +211,45 @@ def test_a_state_in_host_memory_is_written_from_there_before_the_save_returns(tm
 
 @pytest.mark.gpu
 def test_what_is_on_the_device_is_saved_a_little_at_a_time(tmp_path):
-    """Of 2 GiB in host memory and 6 on the device, saving and restoring put no more than 3 on the host."""
-    state = jax.block_until_ready(in_two_places(1 << 28))
+    """Of 3 GiB in host memory and 9 on the device, neither saving nor restoring puts another 9 on the host:
+    2 are under way, as numbers and as pinned memory, whose pools grow by doubling and do not shrink."""
+    state = jax.block_until_ready(in_two_places(1 << 27, count=24))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    more = {}
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), in_place(shapes)) as checkpointer:
+        with most_resident() as more["save"]:
+            checkpointer.save(1, state, {})
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        with most_resident() as more["restore"]:
+            _, restored, _ = checkpointer.restore(shapes)
+            jax.block_until_ready(restored)
+    gib = {name: (most[1] - most[0]) / 2**30 for name, most in more.items()}
+    print(f"GiB more: {gib}")
+    assert max(gib.values()) < 7
+    assert all(np.unique(leaf).tolist() == [float(name)] for name, leaf in restored["params"].items())
+
+
+@contextlib.contextmanager
+def most_resident():
+    """Yields [bytes of this process's memory before, the most while the block runs]."""
 
     def resident() -> int:
-        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line)
-        return int(line.split()[1]) << 10
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-    before, most, over = resident(), [0], threading.Event()
+    found, over = [resident()] * 2, threading.Event()
 
     def watch():
         while not over.wait(0.02):
-            most[0] = max(most[0], resident())
+            found[1] = max(found[1], resident())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), in_place(shapes)) as checkpointer:
-        checkpointer.save(1, state, {})
-        for leaf in jax.tree.leaves(state):
-            leaf.delete()
-        _, restored, _ = checkpointer.restore(shapes)
-        jax.block_until_ready(restored)
-    over.set()
-    watcher.join()
-    print(f"{(most[0] - before) / 2**30:.2f} GiB more")
-    assert most[0] - before < 3.5 * 2**30
-    assert all(np.unique(leaf).tolist() == [float(name)] for name, leaf in restored["params"].items())
+    try:
+        yield found
+    finally:
+        over.set()
+        watcher.join()
 
 
 def test_keeps_the_newest_and_the_multiples(tmp_path):
