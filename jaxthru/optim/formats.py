@@ -61,32 +61,6 @@ FORMATS: dict[str, Format] = {  # bytes per parameter: weights + master + moment
 """What `optim.state` may be."""
 
 
-def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns float32 as a bfloat16 weight and the int16 remainder with which `join` gives every bit back.
-
-    The weight is the nearest bfloat16, ties away from zero: to the nearest even one, ties either way would
-    leave an even weight 65,537 remainders.
-    """
-    bits = jax.lax.bitcast_convert_type(master, jnp.int32)
-    high = (bits + 0x8000) >> 16
-    remainder = bits - (high << 16)
-    return jax.lax.bitcast_convert_type(high.astype(jnp.int16), jnp.bfloat16), remainder.astype(jnp.int16)
-
-
-def join(weight: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Returns the float32 master that `split` took apart."""
-    high = jax.lax.bitcast_convert_type(weight, jnp.int16).astype(jnp.int32)
-    return jax.lax.bitcast_convert_type((high << 16) + remainder.astype(jnp.int32), jnp.float32)
-
-
-def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns float32 as bfloat16, rounded up or down by chance so that its mean is `x` (as in
-    arXiv:2010.06192): updates smaller than half a step of the weight are not lost."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(((bits + noise) >> 16).astype(jnp.uint16), jnp.bfloat16)
-
-
 def rounding_key(count: jax.Array, part: int | jax.Array) -> jax.Array:
     """Returns the key of one part's stochastic rounding in one update.
 

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxthru.optim.formats import FORMATS, Format, Slot, decode, encode, join, round_stochastically, split
+from jaxthru.optim.formats import FORMATS, Format, Slot, decode, encode
 from jaxthru.runtime.errors import require
+from pallas_kernels import adamw_8bit
+from pallas_kernels.adamw_8bit import Adam, Scalars, join, round_stochastically, split
 
 Tree = Any
 SLOTS = ("mu", "nu", "remainder")
@@ -123,6 +125,7 @@ class Optimizer:
 
     matrices: in the structure of the parameters, what each is: False for a norm's scale or a bias, which
         is not decayed and stays float32; True for a matrix; Linear for a matrix that Muon orthogonalises.
+    adamw_8bit: the implementation of `pallas_kernels.adamw_8bit`; None takes the first that can run.
 
     Slots are {"mu": tree, "nu": tree, "remainder": tree}, each in the structure of the parameters: the
     first and second moment (see `formats.Slot`) and what makes a bfloat16 weight its float32 master. Where a
@@ -131,6 +134,7 @@ class Optimizer:
 
     config: OptimConfig
     matrices: Tree
+    adamw_8bit: str | None = None
 
     def init(self, params: Tree) -> tuple[Tree, Tree]:
         """Returns the weights as they are kept, and {"count": updates made (int32), "slots": slots}.
@@ -200,12 +204,16 @@ class Optimizer:
         for index, (gradient, weight, matrix, mu, nu, remainder) in enumerate(
             zip(leaves, *columns, strict=True)
         ):
+            leaf_key = None if key is None else jax.random.fold_in(key, index)
+            if self._in_8_bits(matrix):
+                scalars = self._scalars(count, learning_rate, clip_scale, finite)
+                updated.append(self._step_8bit(gradient, weight, mu, nu, remainder, leaf_key, scalars))
+                continue
             master = join(weight, remainder) if remainder is not None else weight.astype(jnp.float32)
             moments = [None if slot is None else decode(slot) for slot in (mu, nu)]
             new = self._step(
                 gradient.astype(jnp.float32) / clip_scale, master, *moments, matrix, count, learning_rate
             )
-            leaf_key = None if key is None else jax.random.fold_in(key, index)
             updated.append(
                 jax.tree.map(
                     lambda new, old: jnp.where(finite, new, old),
@@ -214,6 +222,21 @@ class Optimizer:
                 )
             )
         return _unzip(tree, updated)
+
+    def _scalars(self, count, learning_rate, clip_scale, finite) -> Scalars:
+        updates = (count + 1).astype(jnp.float32)
+        biases = (1 - beta**updates for beta in (self.config.b1, self.config.b2))
+        return Scalars(clip_scale, learning_rate, *biases, finite)
+
+    def _step_8bit(self, gradient, weight, mu, nu, remainder, key, scalars: Scalars) -> tuple:
+        """Returns what `_keep` returns, after one update of one parameter."""
+        config = self.config
+        adam = Adam(config.b1, config.b2, config.epsilon, config.weight_decay)
+        key = key if self._format(True).master == "none" else None
+        weight, remainder, mu, nu = adamw_8bit.update(
+            gradient, weight, remainder, mu, nu, key, scalars, adam, implementation=self.adamw_8bit
+        )
+        return weight, mu, nu, remainder
 
     def _step(self, gradient, master, mu, nu, matrix, count, learning_rate) -> tuple:
         """Returns (master, mu, nu) after one update of one parameter, all in float32."""
@@ -249,6 +272,9 @@ class Optimizer:
 
     def _format(self, matrix: bool | Linear) -> Format:
         return FORMATS[self.config.state if matrix else "float32"]
+
+    def _in_8_bits(self, matrix: bool | Linear) -> bool:
+        return self._format(matrix).moments == "int8" and not self._orthogonalised(matrix)
 
     def _orthogonalised(self, matrix: bool | Linear) -> bool:
         return self.config.name == "muon" and isinstance(matrix, Linear)

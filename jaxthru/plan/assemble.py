@@ -47,16 +47,27 @@ class Assembled:
         return CompiledStep(program, self.step.objective)
 
 
-def assemble(config: RunConfig, layout: Layout, *, segments: int, sources: int, attention: str) -> Assembled:
+def assemble(
+    config: RunConfig,
+    layout: Layout,
+    *,
+    segments: int,
+    sources: int,
+    attention: str,
+    adamw_8bit: str | None = None,
+) -> Assembled:
     """Returns the step of a configuration on a layout.
 
     segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`.
+    adamw_8bit: implementation on one device, None for the first that can run; on several it is XLA's, which
+    is partitioned.
     """
     train, precision = config.train, config.precision
     ops = Ops(layout, jnp.dtype(precision.compute), attention, float8=precision.matmul == "fp8")
     model = bind(config.model, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)
-    optimizer = Optimizer(config.optim, matrices(model))
+    adamw_8bit = "xla" if layout.mesh.size > 1 else adamw_8bit
+    optimizer = Optimizer(config.optim, matrices(model), adamw_8bit)
     objective = Objective(model, train.z_loss, segments, sources)
     step = Step(objective, optimizer, schedule, train.microbatches, config.data.groups_of(train.rows))
     abstract = placed(abstract_state(model, optimizer, layout), config.offload)

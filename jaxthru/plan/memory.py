@@ -14,6 +14,7 @@ from jaxthru.plan.fit import attention_by, fit
 from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, hardware, xla
 from jaxthru.runtime.errors import InputError
+from pallas_kernels import adamw_8bit
 from pallas_kernels.attention import STAND_IN, automatic
 
 DOCUMENTS = 32
@@ -99,7 +100,8 @@ def resident(
     layout = fit(config, jax.devices()[:devices], "gpu")
     segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
     attention = stand_in(config, layout, segments)
-    made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
+    kernels = {"attention": attention, "adamw_8bit": adamw_8bit.STAND_IN}
+    made = assemble(config, layout, segments=segments, sources=sources, **kernels)
     program = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target, devices)
     found = breakdown(program.dump)
     notes += (

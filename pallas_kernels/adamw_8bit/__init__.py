@@ -1,5 +1,76 @@
-"""AdamW's moments in 8 bits an entry, in blocks that share a scale."""
+"""AdamW with moments in 8 bits an entry, in blocks that share a scale."""
 
-from pallas_kernels.adamw_8bit.reference import Quantised, block_length, dequantise, quantise
+import functools
 
-__all__ = ["Quantised", "block_length", "dequantise", "quantise"]
+import jax
+
+from pallas_kernels import dispatch
+from pallas_kernels.adamw_8bit import reference, stand_in, triton
+from pallas_kernels.adamw_8bit.masters import join, round_stochastically, split
+from pallas_kernels.adamw_8bit.reference import (
+    Adam,
+    Quantised,
+    Scalars,
+    block_length,
+    dequantise,
+    quantise,
+)
+from pallas_kernels.adamw_8bit.stand_in import STAND_IN
+
+__all__ = [
+    "STAND_IN",
+    "Adam",
+    "Quantised",
+    "Scalars",
+    "block_length",
+    "dequantise",
+    "join",
+    "quantise",
+    "round_stochastically",
+    "split",
+    "update",
+]
+
+
+def update(
+    gradient: jax.Array,
+    weight: jax.Array,
+    remainder: jax.Array | None,
+    mu: Quantised,
+    nu: Quantised,
+    key: jax.Array | None,
+    scalars: Scalars,
+    adam: Adam,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[jax.Array, jax.Array | None, Quantised, Quantised]:
+    """Returns the next (weight, remainder, mu, nu) of one parameter. The arithmetic is float32.
+
+    The master is the weight and its remainder (`split`), or a float32 weight, or, with a key, a bfloat16 one
+    that is rounded by chance. Arrays are taken as they lie on one device: a kernel is not partitioned.
+
+    Args:
+      gradient: [..., D], of any float dtype.
+      weight: [..., D]. remainder: int16 of that shape, or None.
+      mu, nu: first and second moment, `quantise`d as signed and unsigned.
+      key: to round by, or None. Implementations draw other bits from it.
+      scalars, adam: what is the same for all parameters.
+      implementation: "triton" or "xla"; None takes the first on a GPU where it can run, and else the second.
+      platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
+
+    Raises:
+      ValueError: no implementation has the name.
+      dispatch.Unsupported: the named implementation refuses.
+
+    Source: AdamW: Loshchilov and Hutter 2019 (arXiv:1711.05101); for the moments see reference.py.
+    """
+    platform = dispatch.resolve_platform(platform)
+    implementations = {
+        "triton": functools.partial(triton.update, platform=platform),
+        "xla": reference.update,
+        STAND_IN: stand_in.update,
+    }
+    automatic = ("triton", "xla") if platform == "gpu" else ("xla",)
+    arguments = gradient, weight, remainder, mu, nu, key, scalars, adam
+    return dispatch.run("adamw_8bit", implementations, automatic, implementation, *arguments)

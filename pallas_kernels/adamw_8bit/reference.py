@@ -1,4 +1,4 @@
-"""The 8-bit layout of AdamW's moments, and its plain reference.
+"""The 8-bit layout of AdamW's moments, and the plain update of parameters that have them.
 
 A block is a run of entries along the last dim that share one float32 scale, the largest magnitude among
 them. Codes have the array's shape and scales one entry a block, so that both shard as the array does.
@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.adamw_8bit.masters import join, round_stochastically, split
+
 BLOCK, SMALLEST_BLOCK = 256, 16
 SIGNED_MAX, UNSIGNED_MAX = 127, 255
 # XLA may flush what is below the smallest normal number to zero, and dividing by that gives NaN.
@@ -31,6 +33,29 @@ class Quantised(NamedTuple):
 
     codes: jax.Array
     scale: jax.Array
+
+
+class Adam(NamedTuple):
+    """The constants of AdamW."""
+
+    b1: float
+    b2: float
+    epsilon: float
+    weight_decay: float
+
+
+class Scalars(NamedTuple):
+    """What an update has in common for all parameters, float32 but for `finite`, a bool.
+
+    clip_scale: what gradients are divided by. bias_1, bias_2: one less b1 and b2 to the power of the updates
+    made, this one included. finite: False leaves everything as it was.
+    """
+
+    clip_scale: jax.Array
+    learning_rate: jax.Array
+    bias_1: jax.Array
+    bias_2: jax.Array
+    finite: jax.Array
 
 
 def block_length(last: int) -> int:
@@ -82,3 +107,22 @@ def dequantise(quantised: Quantised) -> jax.Array:
     else:
         share = jnp.square(jnp.square(blocks / UNSIGNED_MAX))
     return (share * scale[..., None]).reshape(codes.shape)
+
+
+def update(gradient, weight, remainder, mu, nu, key, scalars: Scalars, adam: Adam):
+    """Returns (weight, remainder, mu, nu); see `update` of the package."""
+    gradient = gradient.astype(jnp.float32) / scalars.clip_scale
+    m = (1 - adam.b1) * gradient + adam.b1 * dequantise(mu)
+    v = (1 - adam.b2) * jnp.square(gradient) + adam.b2 * dequantise(nu)
+    direction = m / scalars.bias_1 / (jnp.sqrt(v / scalars.bias_2) + adam.epsilon)
+    master = weight.astype(jnp.float32) if remainder is None else join(weight, remainder)
+    master = master - scalars.learning_rate * (direction + adam.weight_decay * master)
+    new_weight, new_remainder = master, None
+    if remainder is not None:
+        new_weight, new_remainder = split(master)
+    elif key is not None:
+        new_weight = round_stochastically(master, key)
+    new = new_weight, new_remainder, quantise(m, "signed"), quantise(v, "unsigned")
+    return jax.tree.map(
+        lambda new, old: jnp.where(scalars.finite, new, old), new, (weight, remainder, mu, nu)
+    )

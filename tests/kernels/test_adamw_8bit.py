@@ -1,12 +1,31 @@
-"""The 8-bit layout: what comes back is close, small entries too; no NaN, no zero divisor."""
+"""The 8-bit layout: what comes back is close, small entries too; no NaN, no zero divisor. The update on it:
+AdamW, by every implementation."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from pallas_kernels.adamw_8bit import Quantised, block_length, dequantise, quantise
-from pallas_kernels.adamw_8bit.shapes import CPU
+from pallas_kernels import dispatch
+from pallas_kernels.adamw_8bit import (
+    STAND_IN,
+    Adam,
+    Quantised,
+    Scalars,
+    block_length,
+    dequantise,
+    join,
+    quantise,
+    split,
+    update,
+)
+from pallas_kernels.adamw_8bit.shapes import CPU, GPU
+from pallas_kernels.testing import assert_close, fresh_seed, has_gpu, normal
+
+needs_gpu = pytest.mark.skipif(not has_gpu((8, 0)), reason="needs an NVIDIA GPU of capability 8.0")
+ADAM, UPDATES, RATE, CLIP = Adam(0.9, 0.95, 1e-8, 0.1), 3, 1e-2, 1.7
+MASTERS = ("split", "whole", "rounded")
 
 
 def draw(shape, decades=6.0):
@@ -80,3 +99,122 @@ def test_bad_input_is_one_line():
         ValueError, match=r"codes int8\[4, 512\] need scales float32\[4, 2\], got float32\[4, 4\]"
     ):
         dequantise(Quantised(jnp.zeros((4, 512), jnp.int8), jnp.zeros((4, 4))))
+
+
+def arguments(random, shape, master: str, finite=True, dtype=jnp.float32) -> tuple:
+    """Returns what `update` takes, but for the gradient's size as after some updates."""
+    gradient = (draw(shape) * normal(random, shape, jnp.float32)).astype(dtype)
+    mu = quantise(0.1 * normal(random, shape, jnp.float32), "signed")
+    nu = quantise(0.01 * jnp.square(normal(random, shape, jnp.float32)), "unsigned")
+    weight, remainder = normal(random, shape, jnp.float32), None
+    if master == "split":
+        weight, remainder = split(weight)
+    elif master == "rounded":
+        weight = weight.astype(jnp.bfloat16)
+    key = jax.random.key(7) if master == "rounded" else None
+    scalars = (jnp.float32(x) for x in (CLIP, RATE, 1 - ADAM.b1**UPDATES, 1 - ADAM.b2**UPDATES))
+    return gradient, weight, remainder, mu, nu, key, Scalars(*scalars, jnp.asarray(finite))
+
+
+def master_of(weight, remainder) -> jax.Array:
+    return weight.astype(jnp.float32) if remainder is None else join(weight, remainder)
+
+
+def by_optax(gradient, weight, remainder, mu, nu, key, scalars) -> tuple:
+    """Returns (master, first moment, second moment) in float32, by Optax's AdamW."""
+    del key, scalars
+    master, adam = master_of(weight, remainder), ADAM
+    rule = optax.chain(
+        optax.scale_by_adam(adam.b1, adam.b2, adam.epsilon), optax.add_decayed_weights(adam.weight_decay)
+    )
+    state = rule.init(master)
+    before = state[0]._replace(count=jnp.int32(UPDATES - 1), mu=dequantise(mu), nu=dequantise(nu))
+    with jax.numpy_dtype_promotion("standard"):
+        direction, (after, *_) = rule.update(
+            gradient.astype(jnp.float32) / CLIP, (before, *state[1:]), master
+        )
+    return master - RATE * direction, after.mu, after.nu
+
+
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("shape", CPU.values(), ids=CPU.keys())
+def test_the_update_is_adamw(shape, master):
+    given = arguments(np.random.default_rng(fresh_seed()), shape, master)
+    expected, m, v = by_optax(*given)
+    weight, remainder, mu, nu = jax.jit(lambda *given: update(*given, ADAM))(*given)
+    assert (weight.dtype, remainder is None) == (given[1].dtype, given[2] is None)
+    assert_close(master_of(weight, remainder), expected, 5e-3 if master == "rounded" else 1e-6)
+    for found, moment, kind in ((mu, m, "signed"), (nu, v, "unsigned")):
+        wanted = quantise(moment, kind)
+        # Sums in another order may fall on the other side of half a code.
+        assert np.abs(np.asarray(found.codes, int) - np.asarray(wanted.codes, int)).max() <= 1
+        assert_close(found.scale, wanted.scale, 1e-6)
+
+
+@pytest.mark.parametrize("master", MASTERS)
+def test_an_update_that_is_not_finite_changes_nothing(master):
+    given = arguments(np.random.default_rng(0), CPU["blocks"], master, finite=False)
+    given = (given[0].at[0].set(jnp.nan), *given[1:])
+    assert_same(update(*given, ADAM), given[1:5])
+
+
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))
+
+
+@pytest.mark.parametrize("master", MASTERS)
+def test_the_stand_in_takes_over_all_that_is_updated(master):
+    given = arguments(np.random.default_rng(0), CPU["blocks"], master)
+    run = jax.jit(lambda *given: update(*given, ADAM, implementation=STAND_IN), donate_argnums=(1, 2, 3, 4))
+    text = run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    updated = len(jax.tree.leaves(given[1:5]))
+    assert text.count("output_operand_alias<") == updated
+    assert text.count("tf.aliasing_output") == updated
+
+
+def test_the_kernel_says_what_it_needs(monkeypatch):
+    given = arguments(np.random.default_rng(0), CPU["odd"], "split")
+    with pytest.raises(dispatch.Unsupported, match=r"triton: needs an NVIDIA GPU .* >= 8\.0, found cpu"):
+        update(*given, ADAM, implementation="triton", platform="cpu")
+    with pytest.raises(dispatch.Unsupported, match="a last dim that is a multiple of 16, got 37"):
+        update(*given, ADAM, implementation="triton", platform="gpu")
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("name", ["one_block", "blocks", "narrow", "head_dim", "query", "up"])
+def test_the_kernel_agrees_with_xla_and_with_itself(name, master):
+    shape = (CPU | GPU)[name]
+    given = arguments(np.random.default_rng(fresh_seed()), shape, master, dtype=jnp.bfloat16)
+    kernel = jax.jit(lambda *given: update(*given, ADAM, implementation="triton"))
+    plain = jax.jit(lambda *given: update(*given, ADAM, implementation="xla"))
+    found, expected = kernel(*given), plain(*given)
+    assert_close(master_of(*found[:2]), master_of(*expected[:2]), 5e-3 if master == "rounded" else 1e-6)
+    for mine, theirs in zip(found[2:], expected[2:], strict=True):
+        assert np.abs(np.asarray(mine.codes, int) - np.asarray(theirs.codes, int)).max() <= 1
+        assert_close(mine.scale, theirs.scale, 1e-6)
+    for _ in range(10):
+        assert_same(kernel(*given), found)
+    assert_same(kernel(*given[:6], given[6]._replace(finite=jnp.asarray(False))), given[1:5])
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_the_kernel_rounds_up_as_often_as_the_rest_says():
+    """A quarter of the way from one bfloat16 to the next goes up one time in four."""
+    shape = GPU["query"]
+    given = arguments(np.random.default_rng(0), shape, "rounded")
+    one = jnp.ones(shape, jnp.bfloat16)
+    still = (
+        jnp.zeros(shape),
+        one,
+        None,
+        quantise(jnp.zeros(shape), "signed"),
+        quantise(jnp.zeros(shape), "unsigned"),
+    )
+    rate = (2**-7 / 4) / -1.0  # weight decay alone moves it: up, for the rate is negative
+    scalars = given[6]._replace(learning_rate=jnp.float32(rate / ADAM.weight_decay))
+    weight, *_ = update(*still, jax.random.key(3), scalars, ADAM, implementation="triton")
+    assert set(np.unique(np.asarray(weight, np.float32))) == {1.0, 1.0 + 2**-7}
+    assert np.mean(np.asarray(weight, np.float32) > 1) == pytest.approx(0.25, abs=0.002)

@@ -1,0 +1,67 @@
+"""AdamW on 8-bit moments in one pass over memory and without temporary arrays.
+
+A split master with a bfloat16 gradient reads 8 bytes a parameter and writes 6. XLA makes several passes, with
+float32 arrays between them: a block's scale has to be known before its codes.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.adamw_8bit.reference import SMALLEST_BLOCK, SMALLEST_SCALE, block_length
+from pallas_kernels.dispatch import Unsupported, require_nvidia
+
+MIN_CAPABILITY = (8, 0)
+ENTRIES = 2048  # of one program: 16 a thread
+
+
+def update(gradient, weight, remainder, mu, nu, key, scalars, adam, *, platform: str):
+    """Returns (weight, remainder, mu, nu) in the memory of the old ones; see `update` of the package.
+
+    Raises:
+      Unsupported: not an NVIDIA GPU of compute capability 8.0 or later; jax-triton is not installed; or a
+        last dim without blocks of a power of two.
+    """
+    require_nvidia(platform, MIN_CAPABILITY)
+    block = block_length(weight.shape[-1])
+    if block < SMALLEST_BLOCK or block & (block - 1):
+        raise Unsupported(f"needs a last dim that is a multiple of {SMALLEST_BLOCK}, got {weight.shape[-1]}")
+    jax_triton, kernels = _kernels()
+    if remainder is not None:
+        kernel, masters = kernels.update_split, (weight, remainder)
+    else:
+        kernel, masters = kernels.update_whole if key is None else kernels.update_rounded, (weight,)
+    seed = () if key is None else (jax.random.bits(key, (1,), jnp.uint32).astype(jnp.int32),)
+    updated = (*masters, *mu, *nu)
+    blocks, rows = math.prod(weight.shape) // block, ENTRIES // block
+    *masters, codes_mu, scale_mu, codes_nu, scale_nu = jax_triton.triton_call(
+        gradient,
+        *updated,
+        jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars]),
+        *seed,
+        blocks,
+        kernel=kernel,
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in updated],
+        input_output_aliases={1 + index: index for index in range(len(updated))},
+        grid=-(-blocks // rows),
+        **adam._asdict(),
+        smallest_scale=SMALLEST_SCALE,
+        R=rows,
+        B=block,
+    )
+    weight, remainder = masters if len(masters) == 2 else (*masters, None)
+    return weight, remainder, type(mu)(codes_mu, scale_mu), type(nu)(codes_nu, scale_nu)
+
+
+@functools.cache
+def _kernels():
+    """Returns (jax_triton, the kernels). Late, for neither is of use off a GPU."""
+    try:
+        import jax_triton
+
+        from pallas_kernels.adamw_8bit import triton_kernels
+    except ImportError as error:
+        raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
+    return jax_triton, triton_kernels
