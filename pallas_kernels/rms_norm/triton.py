@@ -1,0 +1,86 @@
+"""The norm's backward pass in one pass over memory; its forward pass is XLA's, which is one already.
+
+The scale's gradient is a sum over all rows, of the same operands that the input's gradient is made of: each
+program keeps a sum over its rows, where XLA reads both operands a second time.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Unsupported, require_nvidia
+from pallas_kernels.rms_norm import reference
+from pallas_kernels.varying import vary_alike
+
+MIN_CAPABILITY = (8, 0)
+WIDEST = 16_384  # a row has to fit the registers of one program
+PROGRAMS = 528  # four for each core of an H100
+
+
+def rms_norm(x, scale_D, *, epsilon: float, platform: str) -> tuple[jax.Array, jax.Array]:
+    """Returns x and its norm; see `rms_norm` of the package.
+
+    Raises:
+      Unsupported: not an NVIDIA GPU of compute capability 8.0 or later; jax-triton is not installed; or rows
+        of more than 16,384.
+    """
+    require_nvidia(platform, MIN_CAPABILITY)
+    if x.shape[-1] > WIDEST:
+        raise Unsupported(f"needs rows of at most {WIDEST}, got {x.shape[-1]}")
+    _kernels()
+    return _rms_norm(*vary_alike(x, scale_D), epsilon)
+
+
+@functools.cache
+def _kernels():
+    """Returns (jax_triton, the kernels). Late, for neither is of use off a GPU."""
+    try:
+        import jax_triton
+
+        from pallas_kernels.rms_norm import triton_kernels
+    except ImportError as error:
+        raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
+    return jax_triton, triton_kernels
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x, scale_D, epsilon):
+    return reference.rms_norm(x, scale_D, epsilon=epsilon)
+
+
+def _forward(x, scale_D, epsilon):
+    return _rms_norm(x, scale_D, epsilon), (x, scale_D)
+
+
+def _backward(epsilon, residuals, gradients):
+    x, scale_D = residuals
+    d_residual, dy = gradients
+    D = x.shape[-1]
+    rows = x.size // D
+    programs = min(PROGRAMS, rows)
+    jax_triton, kernels = _kernels()
+    dx, d_scale_PD = jax_triton.triton_call(
+        x,
+        scale_D,
+        dy,
+        d_residual,
+        rows,
+        kernel=kernels.backward,
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((programs, D), jnp.float32),
+        ],
+        grid=programs,
+        num_warps=max(4, min(16, D // 512)),
+        epsilon=epsilon,
+        programs=programs,
+        D=D,
+        BD=1 << (D - 1).bit_length(),
+    )
+    # A custom call's outputs carry no varying axes: they have the gradient's.
+    dx, d_scale_PD, _ = vary_alike(dx, d_scale_PD, dy)
+    return dx, jnp.sum(d_scale_PD, axis=0)
+
+
+_rms_norm.defvjp(_forward, _backward)
