@@ -23,7 +23,7 @@ def all_gather_matmul(x_MK, weights, *, axis_name, directions=1):
     ys = [_unwritten(A, w_KN.shape[1], x_MK) for w_KN in weights]
     for parts in _gather(x_MK, axis_name, directions):
         for row, x_PK in parts:
-            ys = [_write(y_AN, row, _product(x_PK, w, 0)) for y_AN, w in zip(ys, weights, strict=True)]
+            ys = [_write(y_AN, row, _product(row, x_PK, w, 0)) for y_AN, w in zip(ys, weights, strict=True)]
     return tuple(ys)
 
 
@@ -34,7 +34,7 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, directions=1):
         return jnp.concatenate([_read(dy_AN, row, rows) for dy_AN in dys], 1)
 
     def dx_PK(row, rows):
-        return _product(dy_PN(row, rows), w_KN, 1)
+        return _product(row, dy_PN(row, rows), w_KN, 1)
 
     dw_KN, reduced = None, _reduce(dx_PK, len(x_MK), axis_name, directions)
     for parts in _gather(x_MK, axis_name, directions):
@@ -49,7 +49,7 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, directions=1):
 
 def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, directions=1):
     def out_PN(row, rows):
-        return _product(_read(y_AK, row, rows), w_KN, 0)
+        return _product(row, _read(y_AK, row, rows), w_KN, 0)
 
     *_, sums = _reduce(out_PN, len(y_AK) // jax.lax.axis_size(axis_name), axis_name, directions)
     return jnp.concatenate(sums)
@@ -59,7 +59,7 @@ def matmul_reduce_scatter_backward(y_AK, w_KN, dout_MN, *, axis_name, directions
     dy_AK, dw_KN = _unwritten(*y_AK.shape, y_AK), None
     for parts in _gather(dout_MN, axis_name, directions):
         for row, dout_PN in parts:
-            dy_AK = _write(dy_AK, row, _product(dout_PN, w_KN, 1))
+            dy_AK = _write(dy_AK, row, _product(row, dout_PN, w_KN, 1))
             dw_KN = _add(dw_KN, _dot(_read(y_AK, row, len(dout_PN)), dout_PN, 0, 0, jnp.float32))
     return dy_AK, dw_KN.astype(w_KN.dtype)
 
@@ -125,13 +125,14 @@ def _add(total, part):
     return part if total is None else total + part
 
 
-def _product(x, w, w_dim: int):
-    """Returns x times the matrix, over the matrix's dim `w_dim`.
+def _product(row, x, w, w_dim: int):
+    """Returns x times the matrix, over the matrix's dim `w_dim`; x is of the rows from `row` on.
 
-    The barrier ties the matrix to this x: XLA would merge all steps' products with one matrix into a single
-    product, which waits for all that is still on its way.
+    XLA would merge all steps' products with one matrix into a single product, which waits for all that is
+    still on its way. The barrier makes another matrix of it for each row, and x itself stays free of it.
     """
-    return _dot(*jax.lax.optimization_barrier((x, w)), 1, w_dim)
+    w, _ = jax.lax.optimization_barrier((w, row))
+    return _dot(x, w, 1, w_dim)
 
 
 def _dot(a, b, a_dim: int, b_dim: int, dtype=None):

@@ -3,6 +3,7 @@ they send, that transfers and products do not wait for each other, repeats, and 
 TPUs are run by JAX's interpreter of them, which looks for races."""
 
 import functools
+import re
 import types
 from collections import Counter
 
@@ -15,6 +16,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
+from jaxthru.runtime import aot
 from pallas_kernels import collective_matmul, dispatch
 from pallas_kernels.collective_matmul import mosaic_tpu
 from pallas_kernels.collective_matmul.shapes import CPU, DEVICES, GPU, UNTUNED, Shape
@@ -200,6 +202,24 @@ def test_transfers_and_products_do_not_wait_for_each_other(shape, name):
             seen += 1
             assert early not in before
     assert seen >= 3
+
+
+@pytest.mark.skipif(not aot.available(), reason="needs JAX's CUDA plugin")
+@pytest.mark.parametrize("shape", [GPU["qkv"], GPU["scatter_6144"]], ids=lambda shape: shape.operation)
+def test_ring_overlaps_as_compiled_for_a_gpu(shape, monkeypatch):
+    """Left to itself XLA merges the products of all steps into one, behind all transfers."""
+    monkeypatch.setitem(aot.OPTIONS, "xla_gpu_enable_latency_hiding_scheduler", True)
+    mesh = make_mesh({"tensor": 2})
+    function = functools.partial(run, shape.on(mesh, implementation="ring", platform="gpu"))
+    lowered = aot.lower(jax.jit(function), *shape.arrays(mesh, jnp.bfloat16))
+    hlo = aot.compile_for(lowered, aot.target("h200"), 2).hlo
+    marks = re.findall(r" (collective-permute(?:-start|-done)?)\(|__cublas(\$)lt", hlo[hlo.index("ENTRY") :])
+    scheduled = "".join(
+        {"-start": "(", "-done": ")"}.get(name[18:], "sync") if name else "x" for name, _ in marks
+    )
+    # In one program, unlike in a model, the rows' transfers of the forward and the backward pass are the same.
+    assert scheduled.count("(") == 2 and scheduled.count("x") == 6, scheduled
+    assert "()" not in scheduled and "sync" not in scheduled, scheduled
 
 
 @every_implementation
