@@ -217,7 +217,7 @@ def test_ring_overlaps_as_compiled_for_a_gpu(shape, monkeypatch):
     scheduled = "".join(
         {"-start": "(", "-done": ")"}.get(name[18:], "sync") if name else "x" for name, _ in marks
     )
-    # In one program, unlike in a model, the rows' transfers of the forward and the backward pass are the same.
+    # Here, unlike in a model, the transfers of rows in the forward and the backward pass are the same ones.
     assert scheduled.count("(") == 2 and scheduled.count("x") == 6, scheduled
     assert "()" not in scheduled and "sync" not in scheduled, scheduled
 
