@@ -5,6 +5,7 @@ by one entry for each operation and, for those that exchange data between device
 """
 
 import importlib.util
+import re
 from pathlib import Path
 
 import jax
@@ -12,8 +13,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from pallas_kernels import collective_matmul
+from pallas_kernels.adamw_8bit import dequantise, quantise
+from pallas_kernels.adamw_8bit.shapes import GPU as MOMENTS
 from pallas_kernels.attention import attention, find_segments
 from pallas_kernels.attention.shapes import GPU
+from pallas_kernels.collective_matmul import shapes as collective_shapes
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.shapes import GPU as LINEAR_CROSS_ENTROPY
 
@@ -96,3 +101,98 @@ def test_linear_cross_entropy(mesh_shape):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("all_reduce" in text) == (mesh.size > 1)
     assert not [word for word in FORBIDDEN if word in text]
+
+
+def lower_collective_matmul(shape, axes: dict[str, int], implementation: str, platform: str) -> str:
+    """Returns the lowered values and gradients on a mesh of these axes."""
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (jax.sharding.AxisType.Auto,) * len(axes))
+    function = shape.on(mesh, implementation=implementation, platform=platform)
+
+    def both(operands, cotangents):
+        values, pull = jax.vjp(function, *operands)
+        return values, pull(cotangents)
+
+    traced = jax.jit(both).trace(*shape.arrays(mesh, jnp.bfloat16))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+COLLECTIVE_SHAPES = collective_shapes.GPU | collective_shapes.UNTUNED
+COLLECTIVE_MESHES = ({"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2}, {"tensor": 2, "data": 4})
+# What it is that exchanges data, for each of those that send by collectives of XLA.
+COLLECTIVES = {
+    "ring": "collective_permute",
+    "ring_bidirectional": "collective_permute",
+    "reference": "all_gather",
+}
+
+
+@pytest.mark.parametrize("axes", COLLECTIVE_MESHES, ids=str)
+@pytest.mark.parametrize("shape", COLLECTIVE_SHAPES.values(), ids=COLLECTIVE_SHAPES)
+@pytest.mark.parametrize(
+    "implementation", [n for n in collective_matmul.implementations() if n != "mosaic_tpu"]
+)
+def test_collective_matmul(implementation, shape, axes):
+    text = lower_collective_matmul(shape, axes, implementation, "cuda")
+    assert COLLECTIVES.get(implementation, implementation) in text
+    assert not [word for word in FORBIDDEN if word in text]
+
+
+@pytest.mark.parametrize("platform", ["rocm", "tpu"])
+@pytest.mark.parametrize("implementation", COLLECTIVES)
+@pytest.mark.parametrize(
+    "shape", [COLLECTIVE_SHAPES["qkv_apart"], COLLECTIVE_SHAPES["down"]], ids=lambda s: s.operation
+)
+def test_collective_matmul_lowers_for(platform, implementation, shape):
+    text = lower_collective_matmul(shape, {"data": 2, "tensor": 4}, implementation, platform)
+    assert COLLECTIVES[implementation] in text
+
+
+@pytest.mark.parametrize("platform", ["rocm", "tpu"])
+def test_portable_forms_lower_for(platform):
+    """What is left where there is no NVIDIA GPU: forms in plain JAX."""
+    shape = GPU["llama3_8b"]
+    q, k = (
+        jax.ShapeDtypeStruct((shape.rows, shape.sequence, heads, shape.head_dim), jnp.bfloat16)
+        for heads in (shape.heads, shape.kv_heads)
+    )
+    ids = jax.ShapeDtypeStruct((shape.rows, shape.sequence), jnp.int32)
+
+    def attend(q, k, v, ids):
+        segments = find_segments(ids, shape.max_segments)
+        return jnp.sum(attention(q, k, v, segments, implementation="xla").astype(jnp.float32))
+
+    tokens = LINEAR_CROSS_ENTROPY["llama3_8b"]
+    B, T, D, V = tokens.rows, tokens.sequence, tokens.embed, tokens.vocabulary
+    loss_arguments = (
+        jax.ShapeDtypeStruct(*x)
+        for x in (
+            *(((B, T, D), jnp.bfloat16), ((D, V), jnp.float32)),
+            *(((B, T), jnp.int32), ((B, T), jnp.float32)),
+        )
+    )
+    moments = jax.ShapeDtypeStruct(MOMENTS["up"], jnp.float32)
+    for function, arguments in (
+        (jax.grad(attend, (0, 1, 2)), (q, k, k, ids)),
+        (jax.grad(lambda *a: linear_cross_entropy(*a, implementation="xla")[0], (0, 1)), loss_arguments),
+        (lambda x: dequantise(quantise(x, "signed")), (moments,)),
+    ):
+        text = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+        assert "custom_call @cudnn" not in text and "triton" not in text
+
+
+def test_every_operation_with_kernels_is_here():
+    package = Path(importlib.util.find_spec("pallas_kernels").origin).parent
+    plain = {"__init__.py", "reference.py", "shapes.py"}
+    for folder in (path.parent for path in package.glob("*/__init__.py")):
+        if {path.name for path in folder.glob("*.py")} - plain:
+            assert f"test_{folder.name}" in globals(), f"{folder.name} has kernels and no test here"
+
+
+def test_the_table_of_platforms_names_tests_that_exist():
+    tests = Path(__file__).parent
+    named = re.findall(
+        r"`(test_\w+\.py)::(test_\w+)`", (tests.parents[1] / "docs" / "kernels.md").read_text()
+    )
+    assert len(named) > 10
+    for file, test in named:
+        assert f"def {test}(" in (tests / file).read_text(), f"docs/kernels.md names {file}::{test}"
