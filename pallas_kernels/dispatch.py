@@ -6,8 +6,10 @@ step nothing.
 """
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 
 import jax
 
@@ -53,6 +55,18 @@ def require_nvidia(platform: str, least: tuple[int, int], below: tuple[int, int]
     raise Unsupported(
         f"needs an NVIDIA GPU of compute capability >= {least[0]}.{least[1]}{limit}, found {found}"
     )
+
+
+@functools.cache
+def load_triton(package: str) -> tuple[ModuleType, ModuleType]:
+    """Returns jax_triton and `<package>.triton_kernels`. Late, for neither is of use off a GPU.
+
+    Raises Unsupported without jax-triton.
+    """
+    try:
+        return importlib.import_module("jax_triton"), importlib.import_module(f"{package}.triton_kernels")
+    except ImportError as error:
+        raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
 
 
 def require_tpu(platform: str) -> None:

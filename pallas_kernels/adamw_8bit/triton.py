@@ -4,14 +4,13 @@ A split master with a bfloat16 gradient reads 8 bytes a parameter and writes 6. 
 float32 arrays between them: a block's scale has to be known before its codes.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.adamw_8bit.reference import SMALLEST_BLOCK, SMALLEST_SCALE, block_length
-from pallas_kernels.dispatch import Unsupported, require_nvidia
+from pallas_kernels.dispatch import Unsupported, load_triton, require_nvidia
 
 MIN_CAPABILITY = (8, 0)
 ENTRIES = 2048  # of one program: 16 a thread
@@ -28,7 +27,7 @@ def update(gradient, weight, remainder, mu, nu, key, scalars, adam, *, platform:
     block = block_length(weight.shape[-1])
     if block < SMALLEST_BLOCK or block & (block - 1):
         raise Unsupported(f"needs a last dim that is a multiple of {SMALLEST_BLOCK}, got {weight.shape[-1]}")
-    jax_triton, kernels = _kernels()
+    jax_triton, kernels = load_triton(__package__)
     if remainder is not None:
         kernel, masters = kernels.update_split, (weight, remainder)
     else:
@@ -53,15 +52,3 @@ def update(gradient, weight, remainder, mu, nu, key, scalars, adam, *, platform:
     )
     weight, remainder = masters if len(masters) == 2 else (*masters, None)
     return weight, remainder, type(mu)(codes_mu, scale_mu), type(nu)(codes_nu, scale_nu)
-
-
-@functools.cache
-def _kernels():
-    """Returns (jax_triton, the kernels). Late, for neither is of use off a GPU."""
-    try:
-        import jax_triton
-
-        from pallas_kernels.adamw_8bit import triton_kernels
-    except ImportError as error:
-        raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
-    return jax_triton, triton_kernels

@@ -8,7 +8,6 @@ Source: the loops are FlashAttention-2's (Dao 2023, arXiv:2307.08691).
 Shapes: B rows, T tokens, H query heads, K key heads, C width of a head.
 """
 
-import functools
 import math
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.segments import Segments
-from pallas_kernels.dispatch import Unsupported, require_nvidia
+from pallas_kernels.dispatch import Unsupported, load_triton, require_nvidia
 from pallas_kernels.varying import vary_alike
 
 MIN_CAPABILITY = (8, 0)
@@ -49,25 +48,13 @@ def attention(
         )
     if q_BTHC.shape[3] not in HEAD_DIMS:
         raise Unsupported(f"needs a head dim of {', '.join(map(str, HEAD_DIMS))}, got {q_BTHC.shape[3]}")
-    _kernels()
+    load_triton(__package__)
     return _attention(*vary_alike(q_BTHC, k_BTKC, v_BTKC), segments)
-
-
-@functools.cache
-def _kernels():
-    """Returns (jax_triton, the kernels). Late, for neither is of use off a GPU."""
-    try:
-        import jax_triton
-
-        from pallas_kernels.attention import triton_kernels
-    except ImportError as error:
-        raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
-    return jax_triton, triton_kernels
 
 
 def _call(name: str, arrays: tuple, outputs: tuple, blocks_of: str, heads: int, q_BTHC, k_BTKC, **constants):
     """Runs a kernel over (blocks of queries or keys, heads, rows) and returns its outputs."""
-    jax_triton, kernels = _kernels()
+    jax_triton, kernels = load_triton(__package__)
     B, T, H, C = q_BTHC.shape
     tile = TILES[name]
     root = C**-0.5

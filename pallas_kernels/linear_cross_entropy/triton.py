@@ -6,12 +6,10 @@ aliases its operand it does give one buffer: half the memory, for the same passe
 Shapes: C tokens of a chunk, V vocabulary (this device's part).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Unsupported, require_nvidia
+from pallas_kernels.dispatch import Unsupported, load_triton, require_nvidia
 from pallas_kernels.linear_cross_entropy import xla
 from pallas_kernels.varying import vary_alike
 
@@ -30,25 +28,13 @@ def linear_cross_entropy(hidden_BTD, *arguments, platform: str, **options):
     require_nvidia(platform, MIN_CAPABILITY)
     if hidden_BTD.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise Unsupported(f"needs bfloat16, float16 or float32, got {hidden_BTD.dtype}")
-    _kernels()
+    load_triton(__package__)
     return xla.linear_cross_entropy(hidden_BTD, *arguments, **options, logits_gradient=logits_gradient)
-
-
-@functools.cache
-def _kernels():
-    """Returns (jax_triton, the kernels). Late, for neither is of use off a GPU."""
-    try:
-        import jax_triton
-
-        from pallas_kernels.linear_cross_entropy import triton_kernels
-    except ImportError as error:
-        raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
-    return jax_triton, triton_kernels
 
 
 def logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss: float) -> jax.Array:
     """Returns [C, V] of the logits' dtype, in their memory; see `xla.logits_gradient`."""
-    jax_triton, kernels = _kernels()
+    jax_triton, kernels = load_triton(__package__)
     C, V = logits_CV.shape
     d_logits_CV = jax_triton.triton_call(
         logits_CV,

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Unsupported, require_nvidia
+from pallas_kernels.dispatch import Unsupported, load_triton, require_nvidia
 from pallas_kernels.rms_norm import reference
 from pallas_kernels.varying import vary_alike
 
@@ -28,20 +28,8 @@ def rms_norm(x, scale_D, *, epsilon: float, platform: str) -> tuple[jax.Array, j
     require_nvidia(platform, MIN_CAPABILITY)
     if x.shape[-1] > WIDEST:
         raise Unsupported(f"needs rows of at most {WIDEST}, got {x.shape[-1]}")
-    _kernels()
+    load_triton(__package__)
     return _rms_norm(*vary_alike(x, scale_D), epsilon)
-
-
-@functools.cache
-def _kernels():
-    """Returns (jax_triton, the kernels). Late, for neither is of use off a GPU."""
-    try:
-        import jax_triton
-
-        from pallas_kernels.rms_norm import triton_kernels
-    except ImportError as error:
-        raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
-    return jax_triton, triton_kernels
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -59,7 +47,7 @@ def _backward(epsilon, residuals, gradients):
     D = x.shape[-1]
     rows = x.size // D
     programs = min(PROGRAMS, rows)
-    jax_triton, kernels = _kernels()
+    jax_triton, kernels = load_triton(__package__)
     dx, d_scale_PD = jax_triton.triton_call(
         x,
         scale_D,

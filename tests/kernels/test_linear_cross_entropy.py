@@ -35,7 +35,9 @@ def triton_calls(monkeypatch):
 
     def set_call(triton_call):
         stub = types.SimpleNamespace(triton_call=triton_call)
-        monkeypatch.setattr(triton, "_kernels", lambda: (stub, types.SimpleNamespace(logits_gradient=None)))
+        monkeypatch.setattr(
+            triton, "load_triton", lambda _: (stub, types.SimpleNamespace(logits_gradient=None))
+        )
 
     return set_call
 
@@ -333,10 +335,10 @@ def test_triton_comes_first_on_a_gpu(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "_logged", set())
     arguments = draw(np.random.default_rng(0), CPU["one_token"])
 
-    def missing():
+    def missing(package):
         raise dispatch.Unsupported("needs jax-triton")
 
-    monkeypatch.setattr(triton, "_kernels", missing)
+    monkeypatch.setattr(triton, "load_triton", missing)
     with caplog.at_level(logging.INFO, "jaxthru.kernels"):
         linear_cross_entropy(*arguments, platform="gpu")
     (record,) = caplog.records

@@ -14,13 +14,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import collective_matmul
-from pallas_kernels.adamw_8bit import dequantise, quantise
+from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.adamw_8bit.shapes import GPU as MOMENTS
 from pallas_kernels.attention import attention, find_segments
 from pallas_kernels.attention.shapes import GPU
 from pallas_kernels.collective_matmul import shapes as collective_shapes
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.shapes import GPU as LINEAR_CROSS_ENTROPY
+from pallas_kernels.rms_norm import rms_norm
 
 FORBIDDEN = ("multimem", "symmetric_memory_parameters")
 
@@ -59,7 +60,10 @@ def test_attention(name, implementation, devices):
     assert not [word for word in FORBIDDEN if word in text]
 
 
-@pytest.mark.parametrize("operation", ["attention", "linear_cross_entropy"])
+TRITON = ("attention", "linear_cross_entropy", "adamw_8bit", "rms_norm")
+
+
+@pytest.mark.parametrize("operation", TRITON)
 def test_triton_kernels_are_all_triton(operation):
     """Lowering them needs a GPU's own compiler. Triton makes such instructions of inline assembly and foreign
     functions alone."""
@@ -161,6 +165,11 @@ def test_portable_forms_lower_for(platform):
         segments = find_segments(ids, shape.max_segments)
         return jnp.sum(attention(q, k, v, segments, implementation="xla").astype(jnp.float32))
 
+    def adamw(x):
+        moments = (quantise(jnp.abs(x), kind) for kind in ("signed", "unsigned"))
+        scalars = Scalars(*(jnp.float32(1),) * 4, jnp.asarray(True))
+        return update(x, x, None, *moments, None, scalars, Adam(0.9, 0.95, 1e-8, 0.1), implementation="xla")
+
     tokens = LINEAR_CROSS_ENTROPY["llama3_8b"]
     B, T, D, V = tokens.rows, tokens.sequence, tokens.embed, tokens.vocabulary
     loss_arguments = (
@@ -171,10 +180,12 @@ def test_portable_forms_lower_for(platform):
         )
     )
     moments = jax.ShapeDtypeStruct(MOMENTS["up"], jnp.float32)
+    scale = jax.ShapeDtypeStruct(MOMENTS["up"][-1:], jnp.float32)
     for function, arguments in (
         (jax.grad(attend, (0, 1, 2)), (q, k, k, ids)),
         (jax.grad(lambda *a: linear_cross_entropy(*a, implementation="xla")[0], (0, 1)), loss_arguments),
-        (lambda x: dequantise(quantise(x, "signed")), (moments,)),
+        (adamw, (moments,)),
+        (lambda *a: rms_norm(*a, epsilon=1e-5, implementation="reference"), (moments, scale)),
     ):
         text = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
         assert "custom_call @cudnn" not in text and "triton" not in text
@@ -185,7 +196,8 @@ def test_every_operation_with_kernels_is_here():
     plain = {"__init__.py", "reference.py", "shapes.py"}
     for folder in (path.parent for path in package.glob("*/__init__.py")):
         if {path.name for path in folder.glob("*.py")} - plain:
-            assert f"test_{folder.name}" in globals(), f"{folder.name} has kernels and no test here"
+            here = f"test_{folder.name}" in globals() or folder.name in TRITON
+            assert here, f"{folder.name} has kernels and no test here"
 
 
 def test_the_table_of_platforms_names_tests_that_exist():
