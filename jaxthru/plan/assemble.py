@@ -53,7 +53,13 @@ def assemble(config: RunConfig, layout: Layout, *, segments: int, sources: int, 
     segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`.
     """
     train, precision = config.train, config.precision
-    ops = Ops(layout, jnp.dtype(precision.compute), attention, float8=precision.matmul == "fp8")
+    ops = Ops(
+        layout,
+        jnp.dtype(precision.compute),
+        attention,
+        float8=precision.matmul == "fp8",
+        collective_matmul_by=config.mesh.collective_matmul,
+    )
     model = bind(config.model, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)
     optimizer = Optimizer(config.optim, matrices(model))

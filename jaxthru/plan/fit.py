@@ -21,6 +21,10 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
     layout = Layout(make_mesh(config.mesh, devices))
     sizes = {
         "train.rows / train.microbatches": ("batch", train.rows // train.microbatches),
+        "train.rows / train.microbatches × data.sequence": (
+            "tokens",
+            train.rows // train.microbatches * config.data.sequence,
+        ),
         "model.embed": ("embed", shape.embed),
         "model.heads": ("heads", shape.heads),
         "model.kv_heads": ("kv_heads", shape.kv_heads),

@@ -11,6 +11,7 @@ from jaxthru.runtime.errors import require
 
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
+    "tokens": ("data", "fsdp", "tensor"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -22,7 +23,10 @@ RULES: dict[str, tuple[str, ...]] = {
     "experts": (),
 }
 """A mesh axis serves one dim of an array. Where two ask for it, the one higher in this table gets it: an
-activation's `batch` takes `fsdp`, so that only in parameters `embed` is sharded over it."""
+activation's `batch` takes `fsdp`, so that only in parameters `embed` is sharded over it.
+
+`tokens` is rows × positions in one dim: between a model's blocks `tensor` splits the tokens of each shard of
+`batch`, in order, so that gathering them over `tensor` is all that it takes to have whole rows again."""
 
 Axes = tuple[str | None, ...]
 
