@@ -1,0 +1,175 @@
+"""Matrix products with the collective that tensor parallelism needs before or behind them.
+
+Shapes, all of one shard: t shards on the mesh axis, M rows (flattened tokens), K contracted, N columns;
+A = t·M rows of all shards. `all_gather_matmul` takes [M, K] to [A, N] and `matmul_reduce_scatter` [A, K] to
+[M, N]. Each one's backward pass is the other, along with the gradient of the weights.
+
+An implementation is a module of this folder with four functions. They take and give one dtype, accumulate
+each matrix product in float32, and know nothing of differentiation:
+
+    all_gather_matmul(x_MK, weights, *, axis_name) -> tuple of y_AN, one for each w_KN of `weights`
+    all_gather_matmul_backward(x_MK, weights, dys, *, axis_name) -> dx_MK, tuple of dw_KN
+        dx_MK: this shard's rows of the sum over shards and weights of dy_AN @ w_KN.T
+        dw_KN: (x of all shards)_AK.T @ dy_AN; x is gathered again, which is cheaper to hide than to keep
+    matmul_reduce_scatter(y_AK, w_KN, *, axis_name) -> out_MN
+    matmul_reduce_scatter_backward(y_AK, w_KN, dout_MN, *, axis_name) -> dy_AK, dw_KN
+        with dout of all shards gathered once: dy_AK = dout_AN @ w_KN.T, dw_KN = y_AK.T @ dout_AN
+
+A function that cannot run here raises `dispatch.Unsupported` while it is traced, and the next implementation
+is tried. The forward and the backward pass are chosen apart from each other.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.collective_matmul import reference
+from pallas_kernels.varying import vary_alike
+
+__all__ = ["all_gather_matmul", "automatic", "matmul_reduce_scatter"]
+
+
+def all_gather_matmul(
+    x_MK: jax.Array,
+    weights: tuple[jax.Array, ...],
+    *,
+    axis_name: str,
+    implementation: str | None = None,
+    backward: str | None = None,
+    platform: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns the product of the rows of all shards with each matrix of this shard.
+
+    To be called within `jax.shard_map`, of any mesh that has the axis; other axes take no part. The matrices
+    share one gather of x. Products accumulate in float32. Differentiable in x and in the weights.
+
+    Args:
+      x_MK: [M, K] this shard's rows, float32 or bfloat16.
+      weights: matrices [K, N_i] of x's dtype, each this shard's columns.
+      axis_name: the mesh axis over which rows and columns are split.
+      implementation: a name of `automatic`'s, or "reference", "ring", "ring_bidirectional"; None is the first
+        of `automatic` that can run.
+      backward: the same for the backward pass; None follows `implementation`.
+      platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
+
+    Returns:
+      A tuple of [t·M, N_i] of x's dtype, the rows of shard 0 first.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit together, or no implementation has the name.
+      dispatch.Unsupported: the named implementation, or every one, refuses; with the reasons.
+
+    Source: Wang et al. 2023 (doi:10.1145/3567955.3567959).
+    """
+    weights = tuple(weights)
+    fits = x_MK.ndim == 2 and weights and all(w.ndim == 2 and len(w) == x_MK.shape[1] for w in weights)
+    if not fits:
+        raise ValueError(
+            f"all_gather_matmul: shapes do not fit: x {x_MK.shape}, weights {[w.shape for w in weights]}"
+        )
+    _check_dtypes("all_gather_matmul", x_MK, *weights)
+    x_MK, *weights = vary_alike(x_MK, *weights)
+    return _all_gather_matmul(
+        x_MK, tuple(weights), axis_name, implementation, backward or implementation, platform
+    )
+
+
+def matmul_reduce_scatter(
+    y_MK: jax.Array,
+    w_KN: jax.Array,
+    *,
+    axis_name: str,
+    implementation: str | None = None,
+    backward: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """Returns this shard's rows of the products of all shards, summed over them.
+
+    To be called within `jax.shard_map`, of any mesh that has the axis; other axes take no part. Products
+    accumulate in float32; what travels between shards is of the operands' dtype and is rounded to it at each
+    addition, as a reduce-scatter of the product would be. Differentiable in both operands.
+
+    Args:
+      y_MK: [M, K] all rows, this shard's part of what is contracted; float32 or bfloat16. t divides M.
+      w_KN: [K, N] of y's dtype, this shard's rows.
+      axis_name, implementation, backward, platform: as for `all_gather_matmul`.
+
+    Returns:
+      [M / t, N] of y's dtype.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit together, t does not divide M, or no implementation has the
+        name.
+      dispatch.Unsupported: the named implementation, or every one, refuses; with the reasons.
+
+    Source: Wang et al. 2023 (doi:10.1145/3567955.3567959).
+    """
+    if y_MK.ndim != 2 or w_KN.ndim != 2 or y_MK.shape[1] != len(w_KN):
+        raise ValueError(f"matmul_reduce_scatter: shapes do not fit: y {y_MK.shape}, w {w_KN.shape}")
+    _check_dtypes("matmul_reduce_scatter", y_MK, w_KN)
+    t = jax.lax.axis_size(axis_name)
+    if len(y_MK) % t:
+        raise ValueError(
+            f"matmul_reduce_scatter: {len(y_MK)} rows do not divide by the {t} shards of axis {axis_name!r}"
+        )
+    y_MK, w_KN = vary_alike(y_MK, w_KN)
+    return _matmul_reduce_scatter(y_MK, w_KN, axis_name, implementation, backward or implementation, platform)
+
+
+def automatic(platform: str | None = None) -> tuple[str, ...]:
+    """Returns the implementations that are tried where none is named, the first first."""
+    del platform
+    return ("reference",)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _all_gather_matmul(x_MK, weights, axis_name, implementation, backward, platform):
+    return _run("all_gather_matmul", axis_name, implementation, platform, x_MK, weights)
+
+
+def _all_gather_matmul_forward(x_MK, weights, axis_name, implementation, backward, platform):
+    ys = _all_gather_matmul(x_MK, weights, axis_name, implementation, backward, platform)
+    return ys, (x_MK, weights)
+
+
+def _all_gather_matmul_backward(axis_name, implementation, backward, platform, residuals, dys):
+    return _run("all_gather_matmul_backward", axis_name, backward, platform, *residuals, dys)
+
+
+_all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _matmul_reduce_scatter(y_AK, w_KN, axis_name, implementation, backward, platform):
+    return _run("matmul_reduce_scatter", axis_name, implementation, platform, y_AK, w_KN)
+
+
+def _matmul_reduce_scatter_forward(y_AK, w_KN, axis_name, implementation, backward, platform):
+    out_MN = _matmul_reduce_scatter(y_AK, w_KN, axis_name, implementation, backward, platform)
+    return out_MN, (y_AK, w_KN)
+
+
+def _matmul_reduce_scatter_backward(axis_name, implementation, backward, platform, residuals, dout_MN):
+    return _run("matmul_reduce_scatter_backward", axis_name, backward, platform, *residuals, dout_MN)
+
+
+_matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
+
+
+def _run(function: str, axis_name: str, implementation: str | None, platform: str | None, *arguments):
+    """Calls one of the four functions of the named implementation, or of the first that can run."""
+    platform = dispatch.resolve_platform(platform)
+    implementations: dict[str, Callable] = {"reference": getattr(reference, function)}
+    bound = {name: functools.partial(call, axis_name=axis_name) for name, call in implementations.items()}
+    return dispatch.run(function, bound, automatic(platform), implementation, *arguments)
+
+
+def _check_dtypes(operation: str, *arrays: jax.Array) -> None:
+    dtypes = {x.dtype for x in arrays}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
+        raise ValueError(
+            f"{operation}: operands are all float32 or all bfloat16, got {[str(x.dtype) for x in arrays]}"
+        )
