@@ -181,7 +181,9 @@ class Model:
     def embed(self, tree: Tree, tokens_BT: jax.Array, context: Context) -> jax.Array:
         """Returns the first layer's input [B·T, D]. tree: of the embedding."""
         x_ND = self.embedding.apply(tree, self.ops, tokens_BT)
-        overflow_N = jnp.repeat(context.segments.overflow, tokens_BT.shape[1])
+        # Said of rows, or the partitioner would split them as it does tokens, and gather what they came from.
+        overflow_B = self.ops.constrain(context.segments.overflow, "batch")
+        overflow_N = jnp.repeat(overflow_B, tokens_BT.shape[1])
         return jnp.where(overflow_N[:, None], jnp.nan, x_ND).astype(x_ND.dtype)
 
     def one_layer(self, tree: Tree, x_ND: jax.Array, context: Context) -> jax.Array:
