@@ -1,6 +1,11 @@
 """Every mesh gives the single device's losses, with no collective that it does not need."""
 
+import collections
 import re
+import typing
+
+import jax
+import jax.numpy as jnp
 
 import numpy as np
 import pytest
@@ -9,6 +14,7 @@ import tiny
 MESHES = {
     "data=8": (8, 1, 1),
     "fsdp=8": (1, 8, 1),
+    "tensor=2": (1, 1, 2),
     "tensor=2 fsdp=4": (1, 4, 2),
     "data=2 fsdp=2 tensor=2": (2, 2, 2),
 }
