@@ -126,7 +126,9 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
         log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
     segments, sources = data.segments, len(data.names)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
-    options = xla.compiler_options(jax.default_backend(), deterministic=train.deterministic)
+    options = xla.compiler_options(
+        jax.default_backend(), devices=layout.mesh.size, deterministic=train.deterministic
+    )
     started = time.monotonic()
     try:
         compiled = made.compile(options)
