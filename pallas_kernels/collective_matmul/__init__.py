@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.collective_matmul import reference, ring
+from pallas_kernels.collective_matmul import mosaic_tpu, reference, ring
 from pallas_kernels.varying import vary_alike
 
 __all__ = ["all_gather_matmul", "automatic", "implementations", "matmul_reduce_scatter"]
@@ -130,6 +130,7 @@ def automatic(platform: str | None = None) -> tuple[str, ...]:
 def implementations(platform: str | None = None) -> dict[str, tuple[ModuleType, dict[str, object]]]:
     """Returns all implementations by name: the module, and what its functions take beside `axis_name`."""
     return {
+        "mosaic_tpu": (mosaic_tpu, {"platform": dispatch.resolve_platform(platform)}),
         "ring": (ring, {}),
         "ring_bidirectional": (ring, {"directions": 2}),
         "reference": (reference, {}),

@@ -33,38 +33,10 @@ def make_mesh(axes: dict[str, int]) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
 
 
-def sharded(operation: str, axes: dict[str, int], check_vma=True, **options):
-    """Returns the operation over whole arrays (x, *weights) -> tuple; any axis but "tensor" splits rows."""
-    others = tuple(name for name in axes if name != "tensor")
-    all_rows, columns = PartitionSpec((*others, "tensor")), PartitionSpec(None, "tensor")
-
-    def gather(x, *weights):
-        return collective_matmul.all_gather_matmul(x, weights, axis_name="tensor", **options)
-
-    def scatter(y, w):
-        return (collective_matmul.matmul_reduce_scatter(y, w, axis_name="tensor", **options),)
-
-    def whole(x, *weights):
-        if operation == "all_gather_matmul":
-            local, specs = gather, (all_rows, *[columns] * len(weights))
-            out = PartitionSpec(others or None, "tensor")
-        else:
-            local, specs = scatter, (PartitionSpec(others or None, "tensor"), PartitionSpec("tensor"))
-            out = all_rows
-        mesh = make_mesh(axes)
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)(
-            x, *weights
-        )
-
-    return whole
-
-
 def draw(rng: np.random.Generator, shape: Shape, axes: dict[str, int], dtype=jnp.float32):
-    """Returns whole operands, with rows for each shard of the other axes, and cotangents of the result."""
-    rows = shape.rows * axes.get("data", 1)
-    x = normal(rng, (rows, shape.contracted), dtype)
-    weights = [normal(rng, (shape.contracted, columns), dtype) for columns in shape.columns]
-    return (x, *weights), tuple(normal(rng, (rows, columns), dtype) for columns in shape.columns)
+    """Returns whole operands, and cotangents of the results."""
+    structs = shape.arrays(make_mesh(axes), dtype)
+    return jax.tree.map(lambda s: jax.device_put(normal(rng, s.shape, s.dtype), s.sharding), structs)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -84,7 +56,7 @@ def expected(operands, cotangents):
 
 def check(shape: Shape, axes, dtype=jnp.float32, tolerance=CPU_TOLERANCE, **options):
     operands, cotangents = draw(np.random.default_rng(fresh_seed()), shape, axes, dtype)
-    found = run(sharded(shape.operation, axes, **options), operands, cotangents)
+    found = run(shape.on(make_mesh(axes), **options), operands, cotangents)
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
     assert_close(found, expected(operands, cotangents), tolerance)
 
@@ -149,8 +121,8 @@ def test_one_layer_is_rematerialised():
     """Both operations in a row, as a layer has them, under jax.checkpoint."""
     axes = MESHES["data2_tensor4"]
     (x, w), _ = draw(np.random.default_rng(fresh_seed()), CPU["one_matrix"], axes)
-    gather = sharded("all_gather_matmul", axes, implementation="ring")
-    scatter = sharded("matmul_reduce_scatter", axes, implementation="ring")
+    gather = CPU["one_matrix"].on(make_mesh(axes), implementation="ring")
+    scatter = CPU["scatter"].on(make_mesh(axes), implementation="ring")
 
     def split(x, w):
         return jnp.sum(jnp.square(scatter(jnp.tanh(gather(x, w)[0]), w.T)[0]))
@@ -178,7 +150,7 @@ def primitives(shape: Shape, t: int, **options) -> tuple[Counter, Counter]:
     """Returns how often each operation is in the forward and in the backward pass."""
     axes = {"tensor": t}
     operands, cotangents = draw(np.random.default_rng(0), shape, axes)
-    function = sharded(shape.operation, axes, **options)
+    function = shape.on(make_mesh(axes), **options)
     forward = jax.make_jaxpr(function)(*operands)
     both = jax.make_jaxpr(functools.partial(run, function))(operands, cotangents)
     forward, both = (Counter(e.primitive.name for e in equations(j.jaxpr)) for j in (forward, both))
@@ -208,7 +180,7 @@ def test_transfers_and_products_do_not_wait_for_each_other(shape, name):
     """No gathered row waits for a product, and no product for a sum that is on its way: a scheduler is free
     to run each transfer beside a product."""
     operands, _ = draw(np.random.default_rng(0), shape, MESHES["4"])
-    jaxpr = jax.make_jaxpr(sharded(shape.operation, MESHES["4"], implementation=name))(*operands)
+    jaxpr = jax.make_jaxpr(shape.on(make_mesh(MESHES["4"]), implementation=name))(*operands)
     made_by = {}  # variable -> names of all operations that it depends on
     late, early = (
         ("ppermute", "dot_general") if shape.operation == "all_gather_matmul" else ("dot_general", "ppermute")
@@ -229,7 +201,7 @@ def test_transfers_and_products_do_not_wait_for_each_other(shape, name):
 def test_repeats_are_equal_bit_for_bit(dtype, name):
     for shape in (CPU["three_matrices"], CPU["scatter"]):
         operands, cotangents = draw(np.random.default_rng(fresh_seed()), shape, MESHES["8"], dtype)
-        function = sharded(shape.operation, MESHES["8"], implementation=name)
+        function = shape.on(make_mesh(MESHES["8"]), implementation=name)
         first, *others = (run(function, operands, cotangents) for _ in range(5))
         for other in others:
             jax.tree.map(np.testing.assert_array_equal, first, other)
@@ -249,11 +221,13 @@ def test_automatic_choice():
 def test_what_is_refused():
     x, w = jnp.zeros((8, 4)), jnp.zeros((4, 6))
 
+    mesh = make_mesh(MESHES["2"])
+
     def gather(*arguments, **options):
-        return sharded("all_gather_matmul", MESHES["2"], **options)(*arguments)
+        return Shape("all_gather_matmul", 0, 0, arguments[1:]).on(mesh, **options)(*arguments)
 
     def scatter(*arguments, **options):
-        return sharded("matmul_reduce_scatter", MESHES["2"], **options)(*arguments)
+        return Shape("matmul_reduce_scatter", 0, 0, ()).on(mesh, **options)(*arguments)
 
     with pytest.raises(ValueError, match=r"shapes do not fit: x \(4, 4\), weights \[\(6, 2\)\]"):
         gather(x, w.T)
