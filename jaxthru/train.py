@@ -133,7 +133,10 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     try:
         compiled = made.compile(options)
     except Unsupported as refusal:
-        raise InputError(f"model.attention = {shape.attention!r}: {refusal}") from refusal
+        key, chosen = "model.attention", shape.attention
+        if not str(refusal).startswith("attention:"):
+            key, chosen = "mesh.collective_matmul", config.mesh.collective_matmul
+        raise InputError(f"{key} = {chosen!r}: {refusal}") from refusal
     return Build(config, data, layout, made.step, made.abstract, compiled, time.monotonic() - started)
 
 

@@ -284,6 +284,10 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
             {"model__attention": "cudnn_packed"},
             "model.attention = 'cudnn_packed': attention: no implementation",
         ),
+        (
+            {"mesh__tensor": 2, "model__kv_heads": 2, "mesh__collective_matmul": "mosaic_tpu"},
+            "mesh.collective_matmul = 'mosaic_tpu': all_gather_matmul: no implementation",
+        ),
         ({"offload__level": "auto", "offload__host_gib": 1e-4}, "offload.level = 'auto': no level fits"),
         (
             {"offload__level": "parameters", "offload__host_gib": 1e-4},
