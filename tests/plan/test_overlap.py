@@ -139,7 +139,7 @@ def test_fsdp_hides_its_communication(monkeypatch):
 
 @cuda
 def test_the_ring_hides_what_plain_collectives_show():
-    """A gather that feeds the next matmul hides behind what the scheduler finds elsewhere, which is little."""
+    """A gather that feeds the next matmul hides behind what other work there is, which is little."""
     settings = "mesh.tensor=2", "mesh.fsdp=1"
     plain, ring = (
         simulate(compiled(*settings, f"mesh.collective_matmul={name}")) for name in ("reference", "ring")
