@@ -1,18 +1,24 @@
 """The contract of collective matrix products: values and gradients of all implementations on all meshes, what
-they send, that transfers and products do not wait for each other, repeats, and what is refused."""
+they send, that transfers and products do not wait for each other, repeats, and what is refused. Kernels for
+TPUs are run by JAX's interpreter of them, which looks for races."""
 
 import functools
+import types
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from pallas_kernels import collective_matmul, dispatch
+from pallas_kernels.collective_matmul import mosaic_tpu
 from pallas_kernels.collective_matmul.shapes import CPU, DEVICES, GPU, UNTUNED, Shape
-from pallas_kernels.testing import CPU_TOLERANCE, assert_close, fresh_seed, normal
+from pallas_kernels.testing import CPU_TOLERANCE, assert_close, fresh_seed, normal, relative_error
 
 HALF_PRECISION_TOLERANCE = 1e-2
 
@@ -266,3 +272,121 @@ def test_hopper_alone(monkeypatch):
     require()
     with pytest.raises(dispatch.Unsupported, match=r">= 9\.0 and < 10\.0, found tpu"):
         dispatch.require_nvidia("tpu", (9, 0), below=(10, 0))
+
+
+# Its kernels take whole tiles; these have several blocks, and rows of a shard that halve and that do not.
+TPU = {
+    "gather": Shape("all_gather_matmul", 64, 256, (512, 512)),
+    "gather_one_way": Shape("all_gather_matmul", 32, 128, (512,)),
+    "scatter": Shape("matmul_reduce_scatter", 64, 512, (256,)),
+    "scatter_one_way": Shape("matmul_reduce_scatter", 32, 512, (128,)),
+}
+TPU_OPTIONS = {"implementation": "mosaic_tpu", "platform": "tpu"}
+
+
+def tpu_mesh(axes: dict[str, int]) -> AbstractMesh:
+    """Returns a mesh of TPUs for what is traced, in the place of the CPUs that it is run or lowered on."""
+    return make_mesh(axes).abstract_mesh.update(abstract_device=AbstractDevice("TPU v5p", 1, "tpu"))
+
+
+@pytest.fixture
+def simulated_tpu(request, monkeypatch):
+    """Kernels for TPUs run on CPUs here. When transfers happen: as late as possible, as early as possible."""
+    monkeypatch.setattr(mosaic_tpu, "BLOCK", 128)
+    parameters = pltpu.InterpretParams(detect_races=True, dma_execution_mode=request.param)
+    with pltpu.force_tpu_interpret_mode(parameters):
+        yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+late, early = (pytest.mark.parametrize("simulated_tpu", [m], indirect=True) for m in ("on_wait", "eager"))
+late_and_early = pytest.mark.parametrize("simulated_tpu", ["on_wait", "eager"], indirect=True)
+
+
+def run_on_simulated_tpu(shape: Shape, axes, dtype=jnp.float32):
+    """Returns what was found, what was expected, and whether there were races."""
+    operands, cotangents = draw(np.random.default_rng(fresh_seed()), shape, axes, dtype)
+    # The interpreter itself cannot be traced with check_vma=True.
+    function = shape.on(tpu_mesh(axes), check_vma=False, **TPU_OPTIONS)
+    found = jax.block_until_ready(run(function, operands, cotangents))
+    return found, expected(operands, cotangents), interpret_pallas_call.races.races_found
+
+
+@late_and_early
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_simulated_tpu(operation, axes, simulated_tpu):
+    found, values, races = run_on_simulated_tpu(TPU[operation], axes)
+    assert not races
+    assert_close(found, values, CPU_TOLERANCE)
+
+
+@late
+@pytest.mark.parametrize("operation", ["gather_one_way", "scatter_one_way"])
+def test_simulated_tpu_one_way(operation, simulated_tpu):
+    """On a mesh of sizes that no other has here: JAX's interpreter takes the order of the axes from a cache
+    that does not heed it."""
+    found, values, races = run_on_simulated_tpu(TPU[operation], {"tensor": 4, "data": 2})
+    assert not races
+    assert_close(found, values, CPU_TOLERANCE)
+
+
+@early
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_simulated_tpu_in_half_precision(operation, simulated_tpu):
+    found, values, races = run_on_simulated_tpu(TPU[operation], {"tensor": 2}, jnp.bfloat16)
+    assert not races
+    assert_close(found, values, HALF_PRECISION_TOLERANCE)
+
+
+@late_and_early
+@pytest.mark.parametrize("operation", ["gather_one_way", "scatter_one_way"])
+def test_a_wait_left_out_is_found(operation, simulated_tpu, monkeypatch):
+    """The tests above would notice a kernel that reads what is still on its way."""
+    send = mosaic_tpu._send
+    unawaited = types.SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(mosaic_tpu, "_send", lambda *arguments: send(*arguments) and unawaited)
+    found, values, races = run_on_simulated_tpu(TPU[operation], {"tensor": 2})
+    errors = jax.tree.leaves(jax.tree.map(relative_error, found, values))
+    assert races or max(errors) > CPU_TOLERANCE
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [GPU["qkv_apart"], GPU["down"]], ids=lambda shape: shape.operation)
+def test_lowers_for_a_tpu(shape, dtype, axes, check_vma):
+    function = functools.partial(run, shape.on(tpu_mesh(axes), check_vma=check_vma, **TPU_OPTIONS))
+    traced = jax.jit(function).trace(*shape.arrays(make_mesh(axes), dtype))
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("@tpu_custom_call") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mosaic_tpu", "ring", "ring_bidirectional", "reference"])
+@pytest.mark.parametrize("chips", ["v5p:2x2x1", "v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("shape", (GPU | UNTUNED).values(), ids=GPU | UNTUNED)
+def test_compiles_for_a_tpu(shape, chips, name):
+    """By the TPU's own compiler, which needs no TPU."""
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(chips, "tpu").devices
+    for dtype in (jnp.bfloat16, jnp.float32):
+        for sizes in ((1, 4), (2, 2)):
+            mesh = jax.sharding.Mesh(np.array(devices).reshape(sizes), ("data", "tensor"))
+            function = functools.partial(run, shape.on(mesh, implementation=name, platform="tpu"))
+            compiled = jax.jit(function).lower(*shape.arrays(mesh, dtype)).compile()
+            assert ("tpu_custom_call" in compiled.as_text()) == (name == "mosaic_tpu")
+
+
+def test_what_a_tpu_kernel_refuses():
+    def trace(shape, axes, platform="tpu"):
+        mesh = make_mesh(axes)
+        function = shape.on(mesh, implementation="mosaic_tpu", platform=platform)
+        jax.eval_shape(function, *shape.arrays(mesh, jnp.float32)[0])
+
+    with pytest.raises(dispatch.Unsupported, match="mosaic_tpu: needs a TPU, found cpu"):
+        trace(TPU["gather"], MESHES["4"], platform=None)
+    with pytest.raises(dispatch.Unsupported, match="needs 2 devices on axis 'tensor', found 1"):
+        trace(TPU["gather"], {"data": 2, "tensor": 1})
+    for shape in (CPU["three_matrices"], CPU["scatter"]):
+        with pytest.raises(dispatch.Unsupported, match=r"rows .* multiples of 8 and all other .* of 128"):
+            trace(shape, MESHES["2"])
