@@ -134,14 +134,20 @@ class Ops:
 
         in_specs = self.layout.spec((before, axes[0][0])), stored
         out_specs = tuple(self.layout.spec((after, of[1])) for of in axes)
-        # Kernels are custom calls, which carry no varying-axes types to check.
-        sharded = self.layout.shard_map(local, in_specs, out_specs, check_vma=False)
+        sharded = self.layout.shard_map(local, in_specs, out_specs, check_vma=True)
         return sharded(x_NI, tuple(matrix.astype(self.compute) for matrix in matrices))
 
     def _whole(self, shard: jax.Array, axes: Axes) -> jax.Array:
-        """Returns a shard of a matrix, within a shard_map, gathered along `embed`."""
+        """Returns a shard of a matrix, within a shard_map, gathered along `embed`.
+
+        Marked before it is gathered as one of several copies where rows are split further, so that its
+        gradient is reduced to the stored shards before it is summed over the others.
+        """
         dim = axes.index("embed")
         over = self.layout.spec(axes)[dim]
+        copies = tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
+        if copies:
+            shard = jax.lax.pcast(shard, copies, to="varying")
         return shard if over is None else jax.lax.all_gather(shard, over, axis=dim, tiled=True)
 
     def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments) -> jax.Array:
@@ -171,7 +177,7 @@ class Ops:
         vocab_axis, _ = stored = self.layout.spec(axes)
 
         def local(table_VD, tokens_BT):
-            table_VD, tokens_N = self._whole(table_VD.astype(self.compute), axes), tokens_BT.reshape(-1)
+            tokens_N, table_VD = tokens_BT.reshape(-1), self._whole(table_VD.astype(self.compute), axes)
             if vocab_axis is None:
                 return table_VD[tokens_N]
             first = jax.lax.axis_index(vocab_axis) * table_VD.shape[0]
@@ -213,15 +219,11 @@ class Ops:
         if self.layout.mesh.size == 1:
             return kernel(hidden_ND, matrix, targets_BT, weights_BT)
         stored, batch = self.layout.spec(axes), self.layout.spec(("batch", "sequence"))
-        embed_axis, vocab_axis = (stored[axes.index(name)] for name in ("embed", "vocab"))
+        vocab_axis = stored[axes.index("vocab")]
         row_axes = tuple(jax.tree.leaves(batch[0]))
 
         def local(hidden_ND, matrix, targets_BT, weights_BT):
-            matrix = matrix.astype(self.compute)
-            copied = tuple(axis for axis in row_axes if axis != embed_axis)
-            if copied:
-                matrix = jax.lax.pcast(matrix, copied, to="varying")
-            matrix = self._whole(matrix, axes)
+            matrix = self._whole(matrix.astype(self.compute), axes)
             if vocab_axis is not None:
                 hidden_ND = jax.lax.all_gather(hidden_ND, vocab_axis, tiled=True)
             objective, *by_token = kernel(hidden_ND, matrix, targets_BT, weights_BT, vocab_axis)
