@@ -1,5 +1,7 @@
 """Operations over a mesh equal those on one device, values and gradients."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from jaxthru.models.ops import Ops
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
+from pallas_kernels import collective_matmul
 from pallas_kernels.testing import CPU_TOLERANCE, assert_close, fresh_seed, normal
 
 B, T, D, V = 8, 12, 16, 48
@@ -31,6 +34,11 @@ def loss_and_gradients(mesh: tuple[int, int, int], axes, hidden, matrix, targets
     (values, gradients), text = jitted(hidden, matrix), jitted.lower(hidden, matrix).as_text()
     assert gradients[1].sharding.is_equivalent_to(stored, 2), "the gradient is not laid out as the matrix"
     return (values, gradients), text
+
+
+def test_every_collective_matmul_can_be_asked_for():
+    named = typing.get_args(typing.get_type_hints(MeshConfig)["collective_matmul"])
+    assert set(collective_matmul.implementations()) <= set(named) - {"auto", "none"}
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")

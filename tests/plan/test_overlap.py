@@ -23,7 +23,7 @@ cuda = pytest.mark.skipif(
 )
 
 SEGMENTS = 64  # most documents in a row
-FLOPS, MEMORY, LINK = 700e12, 4e12, 300e9  # an H200's, as measured: bf16 matmuls, HBM and NVLink a second
+FLOPS, MEMORY, LINK = 700e12, 4e12, 300e9  # about an H200's, a second: bf16 matmuls, HBM and NVLink
 LAUNCH = 15e-6  # seconds until a collective moves anything
 ATTENTION = 1e-3  # seconds of a kernel behind a stand-in, at least
 BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "pred": 1, "s8": 1, "u8": 1}
