@@ -1,9 +1,4 @@
-"""Operations as a sharded model sees them: how parameters are gathered, what runs per shard.
-
-Between the layers' linear maps an activation is [N, D], its tokens sharded over all mesh axes. Over `tensor`
-too: norms and residual sums then are made, and kept for the backward pass, once and not by every device of
-that axis (arXiv:2205.05198). Rows are flattened because then the devices along `tensor` hold consecutive
-tokens of the same rows, which a gather puts in order with no transposition.
+"""Operations as a sharded model sees them: how parameters and tokens are gathered, what runs per shard.
 
 Between its blocks a model's activation is [N, D], the tokens of all rows one after the other, sharded over
 every mesh axis: over `tensor` too, so that norms and residual sums are made, and kept for the backward pass,
@@ -140,8 +135,8 @@ class Ops:
     def _whole(self, shard: jax.Array, axes: Axes) -> jax.Array:
         """Returns a shard of a matrix, within a shard_map, gathered along `embed`.
 
-        Marked before it is gathered as one of several copies where rows are split further, so that its
-        gradient is reduced to the stored shards before it is summed over the others.
+        Where rows are split over other axes too, it is first marked as a copy that each of their devices has:
+        its gradient then is reduced to the stored shards before it is summed over them.
         """
         dim = axes.index("embed")
         over = self.layout.spec(axes)[dim]
