@@ -80,7 +80,7 @@ class Ops:
         if self.collective:
             ys = self._by_shard(all_gather_matmul, x_ND, matrices, axes, ("tokens", "batch"))
         else:
-            ys = self._products(self.constrain(x_ND, "batch", None), matrices, axes)
+            ys = self._products(x_ND, matrices, axes)
         return [
             self.constrain(y.reshape(-1, *weight.shape[1:]), "batch", *weight.logical_axes[1:])
             for y, weight in zip(ys, weights, strict=True)
@@ -101,6 +101,7 @@ class Ops:
         """Returns `x_NI` times each matrix [I, O], left to the partitioner. axes: of each matrix."""
         if self.float8:
             return fp8.project(self.layout, x_NI, matrices, axes)
+        x_NI = self.constrain(x_NI, "batch", axes[0][0])
         return [x_NI @ self.gather(*pair) for pair in zip(matrices, axes, strict=True)]
 
     def _by_shard(

@@ -226,6 +226,23 @@ def test_weights_are_gathered_in_float8():
     assert any(f"tensor<{EMBED}x{MLP}xf8E4M3FN>" in line for line in constrained), text
 
 
+def test_tokens_are_gathered_in_float8():
+    """One map's input and the other's gradient, each laid out over tokens and then over rows."""
+    using = make_ops((1, 1, 2))
+
+    def both(x_ND, parameters):
+        up = multiply(using, x_ND, parameters["up"], *AXES["up"])
+        return multiply(using, up, parameters["down"], *AXES["down"])
+
+    lowered = jax.jit(lambda x, p, dy: jax.vjp(both, x, p)[1](dy)).lower(
+        draw(7, TOKENS, EMBED), PARAMETERS, COTANGENT
+    )
+    constrained = [line for line in lowered.as_text().splitlines() if "sharding_constraint" in line]
+    for dtype in ("f8E4M3FN", "f8E5M2"):
+        of_tokens = [line for line in constrained if f"tensor<{TOKENS}x{EMBED}x{dtype}>" in line]
+        assert ['"tensor"' in line for line in of_tokens] == [True, False], of_tokens
+
+
 def test_scan_and_unroll_agree():
     scan, unroll = tiny.make(float8=True).losses(4), tiny.make(float8=True, loop="unroll").losses(4)
     assert scan[0] == pytest.approx(unroll[0], abs=1e-5)
