@@ -21,7 +21,7 @@ from jaxthru.models import flops
 from jaxthru.plan import levels
 from jaxthru.plan.assemble import assemble
 from jaxthru.plan.cost import row_cost
-from jaxthru.plan.fit import attention_by, fit
+from jaxthru.plan.fit import asked_for, attention_by, fit
 from jaxthru.profile.trace import NoTrace, Trace
 from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, require
@@ -126,12 +126,13 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
         log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
     segments, sources = data.segments, len(data.names)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
-    options = xla.compiler_options(jax.default_backend(), deterministic=train.deterministic)
+    sharing, exact = layout.mesh.size, train.deterministic
+    options = xla.compiler_options(jax.default_backend(), devices=sharing, deterministic=exact)
     started = time.monotonic()
     try:
         compiled = made.compile(options)
     except Unsupported as refusal:
-        raise InputError(f"model.attention = {shape.attention!r}: {refusal}") from refusal
+        raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
     return Build(config, data, layout, made.step, made.abstract, compiled, time.monotonic() - started)
 
 

@@ -169,6 +169,28 @@ def test_batches_and_losses_are_the_same_on_another_mesh(place, whole):
             assert new["loss_by_source"][name] == pytest.approx(loss, abs=2e-3)
 
 
+@pytest.mark.slow
+def test_a_run_moves_to_tensor_parallelism_and_back(place):
+    """Ended on one device, resumed on four, two of them along `tensor`, and resumed on one; evaluated at each
+    end. The learning rate is one that does not know of the end."""
+    settings = {"model__kv_heads": 2, "optim__schedule": "constant", "optim__warmup_ratio": 0}
+    settings |= {"checkpoint__every": 6, "evaluate__every": 6}
+    place.run("still", **settings, train__steps=18)
+    over_tensor = {"mesh__tensor": 2, "mesh__fsdp": 2}
+    for steps, devices, mesh in ((6, 1, {}), (12, 4, over_tensor), (18, 1, {})):
+        output = place.run("there_and_back", devices=devices, train__steps=steps, **settings, **mesh)
+        assert resumed_from(output) == steps - 6
+    moved, still = place.losses("there_and_back"), place.losses("still")
+    assert moved.keys() == still.keys()
+    assert all(moved[step] == pytest.approx(still[step], abs=1e-3) for step in still)
+    evaluations = [
+        [json.loads(line) for line in (place.folder / run / "eval.jsonl").read_text().splitlines()]
+        for run in ("there_and_back", "still")
+    ]
+    for one, other in zip(*evaluations, strict=True):
+        assert one["step"] == other["step"] and one["loss"] == pytest.approx(other["loss"], abs=1e-3)
+
+
 def test_two_processes_give_the_losses_of_one(place, whole, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -283,6 +305,10 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
         (
             {"model__attention": "cudnn_packed"},
             "model.attention = 'cudnn_packed': attention: no implementation",
+        ),
+        (
+            {"mesh__tensor": 2, "model__kv_heads": 2, "mesh__collective_matmul": "mosaic_tpu"},
+            "mesh.collective_matmul = 'mosaic_tpu': all_gather_matmul: no implementation",
         ),
         ({"offload__level": "auto", "offload__host_gib": 1e-4}, "offload.level = 'auto': no level fits"),
         (

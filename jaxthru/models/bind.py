@@ -157,20 +157,20 @@ class Model:
         return rest | {"layers": layers}
 
     def hidden(self, params: Tree, batch: dict[str, jax.Array], max_segments: int) -> jax.Array:
-        """Returns the normed output [B, T, D] of the last layer, in the compute dtype.
+        """Returns the normed output of the last layer, [B·T, D] in the compute dtype, sharded over tokens.
 
         batch: `tokens`, `positions` and `segment_ids`, each int32 [B, T]. A row with more than
         `max_segments` segments comes out as NaN, so that no step is ever made from it.
         """
         context = self.context(batch, max_segments)
-        x_BTD = self.embed(params["embedding"], batch["tokens"], context)
+        x_ND = self.embed(params["embedding"], batch["tokens"], context)
         if self.config.loop == "scan":
-            layer = lambda x_BTD, tree: (self.one_layer(tree, x_BTD, context), None)  # noqa: E731
-            x_BTD, _ = jax.lax.scan(layer, x_BTD, params["layers"])
+            layer = lambda x_ND, tree: (self.one_layer(tree, x_ND, context), None)  # noqa: E731
+            x_ND, _ = jax.lax.scan(layer, x_ND, params["layers"])
         else:
             for tree in params["layers"]:
-                x_BTD = self.one_layer(tree, x_BTD, context)
-        return self.head.apply(params["head"], x_BTD)
+                x_ND = self.one_layer(tree, x_ND, context)
+        return self.head.apply(params["head"], x_ND)
 
     def context(self, batch: dict[str, jax.Array], max_segments: int) -> Context:
         """Returns what all layers need of a batch; each of its arrays has rows as its first dim."""
@@ -179,21 +179,24 @@ class Model:
         )
 
     def embed(self, tree: Tree, tokens_BT: jax.Array, context: Context) -> jax.Array:
-        """Returns the first layer's input [B, T, D]. tree: of the embedding."""
-        x_BTD = self.embedding.apply(tree, self.ops, tokens_BT)
-        return jnp.where(context.segments.overflow[:, None, None], jnp.nan, x_BTD).astype(x_BTD.dtype)
+        """Returns the first layer's input [B·T, D]. tree: of the embedding."""
+        x_ND = self.embedding.apply(tree, self.ops, tokens_BT)
+        # Said of rows, or the partitioner would split them as it does tokens, and gather what they came from.
+        overflow_B = self.ops.constrain(context.segments.overflow, "batch")
+        overflow_N = jnp.repeat(overflow_B, tokens_BT.shape[1])
+        return jnp.where(overflow_N[:, None], jnp.nan, x_ND).astype(x_ND.dtype)
 
-    def one_layer(self, tree: Tree, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Returns the output [B, T, D] of one layer, which is rematerialised as the policy says.
+    def one_layer(self, tree: Tree, x_ND: jax.Array, context: Context) -> jax.Array:
+        """Returns the output [B·T, D] of one layer, which is rematerialised as the policy says.
 
         tree: its parameters, or `Substituted` ones.
         """
 
-        def layer(x_BTD, tree):
+        def layer(x_ND, tree):
             tree = jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, Substituted))
-            return self.layer.apply(tree, self.ops, x_BTD, *context)
+            return self.layer.apply(tree, self.ops, x_ND, *context)
 
-        return remat(layer, self.policy)(x_BTD, tree)
+        return remat(layer, self.policy)(x_ND, tree)
 
     def output_matrix(self, params: Tree) -> tuple[jax.Array, Axes]:
         """Returns the matrix that turns hidden vectors into logits, as it is stored, and its axes."""

@@ -10,7 +10,7 @@ Shapes: R rows × tokens, I input and O output of a linear layer.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -56,12 +56,18 @@ def quantise(x: jax.Array, dtype: jnp.dtype) -> Quantised:
 
 
 def dot(
-    a: Quantised, b: Quantised, contract: tuple[int, int], dtype: jnp.dtype, precision: lax.Precision
+    a: Quantised,
+    b: Quantised,
+    contract: tuple[int, int],
+    dtype: jnp.dtype,
+    precision: lax.Precision,
+    placed: Callable[[jax.Array], jax.Array] = lambda product: product,
 ) -> jax.Array:
     """Returns the product of two matrices, contracted over these dims. precision: of its sums, see
-    BACKWARD_SUMS."""
+    BACKWARD_SUMS. placed: lays it out, before it is scaled: parts of sums are then scattered, not summed
+    whole."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    product = lax.dot_general(a.values, b.values, dims, precision, preferred_element_type=dtype)
+    product = placed(lax.dot_general(a.values, b.values, dims, precision, preferred_element_type=dtype))
     # A power of two in `dtype` is exact too: the same numbers, whether or not XLA scales before it rounds.
     return product * (a.scale * b.scale).astype(dtype)
 
@@ -72,7 +78,8 @@ def project(
     """Returns `x_RI` times each weight, [R, O] in its dtype, by float8 matmuls forward and backward.
 
     The input is quantised once; its float8 form is what the backward pass keeps. Weights are quantised as
-    they are stored and gathered over `fsdp` in float8; their gradients are laid out as they are stored.
+    they are stored and gathered over `fsdp` in float8; their gradients are laid out as they are stored. The
+    tokens of the input and of the gradients are gathered over `tensor` in float8 too.
 
     Args:
       layout: where weights and gradients lie.
@@ -80,25 +87,36 @@ def project(
       axes: the two logical axes of each weight.
     """
     dtype, stored = x_RI.dtype, [weight_IO.dtype for weight_IO in weights]
+    # The stream of activations is sharded over tokens, what linear maps make of it over rows.
+    by_token = lambda of: "tokens" if of == "embed" else "batch"  # noqa: E731
+    lay_out = lambda of: lambda x: layout.constrain(x, (by_token(of), of))  # noqa: E731
+
+    def rows(x8: Quantised, of: str) -> Quantised:
+        # First as it was quantised: else the partitioner would gather what it is quantised from.
+        return x8._replace(values=layout.constrain(lay_out(of)(x8.values), ("batch", of)))
 
     def forward(x_RI, weights):
         x8 = quantise(x_RI, FORWARD)
         # Kept as bits: `jax.checkpoint` rounds floats that it keeps to IEEE's e4m3, which ends at 240.
         bits = checkpoint_name(lax.bitcast_convert_type(x8.values, jnp.uint8), KEPT_NAME)
-        x8 = x8._replace(values=lax.bitcast_convert_type(bits, FORWARD))
+        x8 = rows(x8._replace(values=lax.bitcast_convert_type(bits, FORWARD)), axes[0][0])
         weights8 = []
         for weight_IO, where in zip(weights, axes, strict=True):
             weight8 = quantise(weight_IO, FORWARD)
             whole = layout.constrain(weight8.values, where, without=("fsdp",))
             weights8.append(weight8._replace(values=whole))
-        return [dot(x8, weight8, (1, 0), dtype, FORWARD_SUMS) for weight8 in weights8], (x8, weights8)
+        ys = [
+            dot(x8, weight8, (1, 0), dtype, FORWARD_SUMS, lay_out(where[1]))
+            for weight8, where in zip(weights8, axes, strict=True)
+        ]
+        return ys, (x8, weights8)
 
     def backward(kept, gradients):
         x8, weights8 = kept
         parts_RI, dweights = [], []
         for gradient_RO, weight8, where, kept_in in zip(gradients, weights8, axes, stored, strict=True):
-            gradient8 = quantise(gradient_RO, BACKWARD)
-            parts_RI.append(dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS))
+            gradient8 = rows(quantise(gradient_RO, BACKWARD), where[1])
+            parts_RI.append(dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS, lay_out(where[0])))
             sum_IO = dot(x8, gradient8, (0, 0), dtype, BACKWARD_SUMS)
             dweights.append(layout.constrain(sum_IO, where).astype(kept_in))
         return functools.reduce(jnp.add, parts_RI), dweights

@@ -1,6 +1,6 @@
 """The layers of a decoder, as Flax NNX modules.
 
-Shapes: B rows, T tokens, D embed, H heads, K kv heads, C head_dim, M mlp, V vocabulary.
+Shapes: B rows, T tokens, N = B·T, D embed, H heads, K kv heads, C head_dim, M mlp, V vocabulary.
 Each parameter carries its logical axes; `Ops` lays it out, casts it and multiplies.
 """
 
@@ -67,15 +67,18 @@ class Attention(nnx.Module):
             self.key_norm = RMSNorm(c, config.norm_epsilon)
         self.qk_norm = config.qk_norm
 
-    def __call__(self, ops: Ops, x_BTD: jax.Array, rotary, segments) -> jax.Array:
-        q_BTHC, k_BTKC, v_BTKC = ops.project(x_BTD, self.query, self.key, self.value)
+    def __call__(self, ops: Ops, x_ND: jax.Array, rotary, segments) -> jax.Array:
+        length = rotary[0].shape[1]
+        projected = ops.column_parallel(x_ND, self.query, self.key, self.value)
+        q_BTHC, k_BTKC, v_BTKC = (y.reshape(-1, length, *y.shape[1:]) for y in projected)
         if self.qk_norm:
             q_BTHC, k_BTKC = self.query_norm(q_BTHC), self.key_norm(k_BTKC)
         q_BTHC = checkpoint_name(rotate(q_BTHC, rotary), "query")
         k_BTKC = checkpoint_name(rotate(k_BTKC, rotary), "key")
         v_BTKC = checkpoint_name(v_BTKC, "value")
         o_BTHC = ops.attention(q_BTHC, k_BTKC, v_BTKC, segments)
-        return checkpoint_name(ops.matmul(o_BTHC, self.out), "attention_out")
+        o_NHC = o_BTHC.reshape(-1, *o_BTHC.shape[2:])
+        return checkpoint_name(ops.row_parallel(o_NHC, self.out), "attention_out")
 
 
 class SwiGLU(nnx.Module):
@@ -87,10 +90,10 @@ class SwiGLU(nnx.Module):
         self.up = weight(rngs, ("embed", "mlp"), (d, m), d**-0.5)
         self.down = weight(rngs, ("mlp", "embed"), (m, d), (m * 2 * config.layers) ** -0.5)
 
-    def __call__(self, ops: Ops, x_BTD: jax.Array) -> jax.Array:
-        gate_BTM, up_BTM = ops.project(x_BTD, self.gate, self.up)
-        gate_BTM, up_BTM = checkpoint_name(gate_BTM, "gate"), checkpoint_name(up_BTM, "up")
-        return ops.matmul(jax.nn.silu(gate_BTM) * up_BTM, self.down)
+    def __call__(self, ops: Ops, x_ND: jax.Array) -> jax.Array:
+        gate_NM, up_NM = ops.column_parallel(x_ND, self.gate, self.up)
+        gate_NM, up_NM = checkpoint_name(gate_NM, "gate"), checkpoint_name(up_NM, "up")
+        return ops.row_parallel(jax.nn.silu(gate_NM) * up_NM, self.down)
 
 
 def rotary_angles(positions_BT: jax.Array, config) -> tuple[jax.Array, jax.Array]:

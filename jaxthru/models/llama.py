@@ -92,11 +92,11 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed, config.norm_epsilon)
         self.mlp = SwiGLU(config, rngs)
 
-    def __call__(self, ops: Ops, x_BTD: jax.Array, rotary, segments) -> jax.Array:
+    def __call__(self, ops: Ops, x_ND: jax.Array, rotary, segments) -> jax.Array:
         with jax.named_scope("attention"):
-            x_BTD = x_BTD + self.attention(ops, self.attention_norm(x_BTD), rotary, segments)
+            x_ND = x_ND + self.attention(ops, self.attention_norm(x_ND), rotary, segments)
         with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(ops, self.mlp_norm(x_BTD))
+            return x_ND + self.mlp(ops, self.mlp_norm(x_ND))
 
 
 class Head(nnx.Module):
@@ -108,8 +108,8 @@ class Head(nnx.Module):
             shape = (config.embed, config.vocabulary)
             self.matrix = weight(rngs, ("embed", "vocab"), shape, head_deviation(config))
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.norm(x_BTD)
+    def __call__(self, x_ND: jax.Array) -> jax.Array:
+        return self.norm(x_ND)
 
 
 EMBEDDING_DEVIATION = 0.02

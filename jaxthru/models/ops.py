@@ -1,10 +1,19 @@
-"""Operations as a sharded model sees them: how parameters are gathered, what runs per shard.
+"""Operations as a sharded model sees them: how parameters and tokens are gathered, what runs per shard.
 
-Shapes: B rows, T tokens, D embed, H heads, K kv heads, C head_dim, V vocabulary.
+Between its blocks a model's activation is [N, D], the tokens of all rows one after the other, sharded over
+every mesh axis: over `tensor` too, so that norms and residual sums are made, and kept for the backward pass,
+once and not by each device of that axis (arXiv:2205.05198). A block gathers the tokens before its first
+linear map and scatters the sums of its last one. With rows flattened, a shard of them is a run of tokens, and
+a gather over `tensor` puts them in order with no transposition, however few rows a device has.
+
+Shapes: B rows, T tokens of one, N = B·T, D embed, I input and O output of a linear map, H heads, K kv heads,
+C head_dim, V vocabulary.
 """
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +22,29 @@ from jax.sharding import PartitionSpec
 from jaxthru.models import fp8
 from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
+from pallas_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
     """compute: the dtype of activations and matmul operands. attention_by: an implementation of
-    `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8."""
+    `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8. collective_matmul_by: an
+    implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`."""
 
     layout: Layout
     compute: jnp.dtype
     attention_by: str = "auto"
     float8: bool = False
+    collective_matmul_by: str = "auto"
+
+    @property
+    def collective(self) -> bool:
+        """Whether linear layers move tokens by `pallas_kernels.collective_matmul`: where tokens are split
+        further than rows are. Otherwise, and for float8 and by `none`, XLA's partitioner puts what
+        collectives the layouts ask for around plain matmuls."""
+        split = self.layout.spec(("tokens",)) != self.layout.spec(("batch",))
+        return split and not self.float8 and self.collective_matmul_by != "none"
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Lays an activation out as its logical axes say."""
@@ -49,32 +69,82 @@ class Ops:
         gathered.defvjp(lambda parameter: (gathered(parameter), None), backward)
         return gathered(parameter)
 
-    def matmul(self, x: jax.Array, weight) -> jax.Array:
-        """Returns `x` [B, T, *in] times a weight [*in, *out]: [B, T, *out]."""
-        return self.project(x, weight)[0]
+    def column_parallel(self, x_ND: jax.Array, *weights) -> list[jax.Array]:
+        """Returns `x_ND` times each weight [D, *out]: [N, *out] each, in the compute dtype, accumulated in
+        float32. `x_ND` is sharded over tokens, the results over rows and the weight's output dims.
 
-    def project(self, x: jax.Array, *weights) -> list[jax.Array]:
-        """Returns `x` [B, T, *in] times each weight [*in, *out]: [B, T, *out] each, in the compute dtype,
-        accumulated in float32, sharded over rows and over the weight's output axes.
-
-        Each is a matmul of its own: as one, gate and up were 1.9 % of a step slower on an H200, and query,
-        key and value 0.4 %.
+        The weights share one gather of the tokens. Each is a matmul of its own: as one, gate and up were
+        1.9 % of a step slower on an H200, and query, key and value 0.4 %.
         """
-        rows, length, *inputs = x.shape
-        x_BTI = x.reshape(rows, length, -1)
-        matrices = [weight[...].reshape(x_BTI.shape[-1], -1) for weight in weights]
-        # A dim made of several is sharded as the first of them is.
-        axes = [(weight.logical_axes[0], weight.logical_axes[len(inputs)]) for weight in weights]
-        if self.float8:
-            ys = fp8.project(self.layout, x_BTI.reshape(rows * length, -1), matrices, axes)
+        matrices, axes = zip(*(matrix_of(weight, 1) for weight in weights), strict=True)
+        if self.collective:
+            ys = self._by_shard(all_gather_matmul, x_ND, matrices, axes, ("tokens", "batch"))
         else:
-            gathered = (self.gather(*pair) for pair in zip(matrices, axes, strict=True))
-            ys = [jnp.einsum("bti,io->bto", x_BTI, matrix_IO) for matrix_IO in gathered]
-        outputs = []
-        for y, weight in zip(ys, weights, strict=True):
-            y = y.reshape(rows, length, *weight.shape[len(inputs) :])
-            outputs.append(self.constrain(y, "batch", "sequence", *weight.logical_axes[len(inputs) :]))
-        return outputs
+            ys = self._products(x_ND, matrices, axes)
+        return [
+            self.constrain(y.reshape(-1, *weight.shape[1:]), "batch", *weight.logical_axes[1:])
+            for y, weight in zip(ys, weights, strict=True)
+        ]
+
+    def row_parallel(self, y: jax.Array, weight) -> jax.Array:
+        """Returns `y` [N, *in], sharded as `column_parallel` gives it, times a weight [*in, D]: [N, D] in the
+        compute dtype, accumulated in float32, sharded over tokens."""
+        matrix_ID, axes = matrix_of(weight, y.ndim - 1)
+        y_NI = y.reshape(-1, len(matrix_ID))
+        if self.collective:
+            (x_ND,) = self._by_shard(_matmul_reduce_scatter, y_NI, (matrix_ID,), (axes,), ("batch", "tokens"))
+        else:
+            (x_ND,) = self._products(y_NI, (matrix_ID,), (axes,))
+        return self.constrain(x_ND, "tokens", None)
+
+    def _products(self, x_NI: jax.Array, matrices: Sequence[jax.Array], axes: Sequence[Axes]):
+        """Returns `x_NI` times each matrix [I, O], left to the partitioner. axes: of each matrix."""
+        if self.float8:
+            return fp8.project(self.layout, x_NI, matrices, axes)
+        x_NI = self.constrain(x_NI, "batch", axes[0][0])
+        return [x_NI @ self.gather(*pair) for pair in zip(matrices, axes, strict=True)]
+
+    def _by_shard(
+        self,
+        product: Callable,
+        x_NI: jax.Array,
+        matrices: Sequence[jax.Array],
+        axes: Sequence[Axes],
+        tokens: tuple[str, str],
+    ) -> tuple[jax.Array, ...]:
+        """Returns `x_NI` times each matrix [I, O], by an operation of `pallas_kernels.collective_matmul`.
+
+        axes: of each matrix. tokens: the logical axis of N before and after.
+
+        The matrices are gathered over `fsdp` within, where the transpose of a gather is a reduce-scatter.
+        """
+        before, after = tokens
+        stored = tuple(self.layout.spec(of) for of in axes)
+        how = {
+            "axis_name": stored[0][1 - axes[0].index("embed")],
+            "implementation": None if self.collective_matmul_by == "auto" else self.collective_matmul_by,
+        }
+
+        def local(x_NI, matrices):
+            return product(x_NI, tuple(map(self._whole, matrices, axes)), **how)
+
+        in_specs = self.layout.spec((before, axes[0][0])), stored
+        out_specs = tuple(self.layout.spec((after, of[1])) for of in axes)
+        sharded = self.layout.shard_map(local, in_specs, out_specs, check_vma=True)
+        return sharded(x_NI, tuple(matrix.astype(self.compute) for matrix in matrices))
+
+    def _whole(self, shard: jax.Array, axes: Axes) -> jax.Array:
+        """Returns a shard of a matrix, within a shard_map, gathered along `embed`.
+
+        Where rows are split over other axes too, it is first marked as a copy that each of their devices has:
+        its gradient then is reduced to the stored shards before it is summed over them.
+        """
+        dim = axes.index("embed")
+        over = self.layout.spec(axes)[dim]
+        copies = tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
+        if copies:
+            shard = jax.lax.pcast(shard, copies, to="varying")
+        return shard if over is None else jax.lax.all_gather(shard, over, axis=dim, tiled=True)
 
     def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments) -> jax.Array:
         """Returns attention within documents; each shard sees its own rows and heads."""
@@ -93,60 +163,82 @@ class Ops:
         return sharded(q_BTHC, k_BTKC, v_BTKC, segments)
 
     def embed(self, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        """Returns the rows of the table at `tokens_BT`, in the compute dtype.
+        """Returns the rows of the table at `tokens_BT`, [N, D] in the compute dtype, sharded over tokens.
 
-        Each `tensor` shard looks up the part of the vocabulary that it holds; the parts are summed. The
-        collectives are written out because the partitioner turns the gradient's scatter into an all-to-all.
+        Each `tensor` shard looks up the part of the vocabulary that it holds; of the sum of the parts it
+        keeps its own tokens. The collectives are written out because the partitioner turns the gradient's
+        scatter into an all-to-all.
         """
-        vocab_axis, embed_axis = self.layout.spec(("vocab", "embed"))
+        axes = ("vocab", "embed")
+        vocab_axis, _ = stored = self.layout.spec(axes)
 
         def local(table_VD, tokens_BT):
-            table_VD = table_VD.astype(self.compute)
-            if embed_axis is not None:
-                table_VD = jax.lax.all_gather(table_VD, embed_axis, axis=1, tiled=True)
+            tokens_N, table_VD = tokens_BT.reshape(-1), self._whole(table_VD.astype(self.compute), axes)
             if vocab_axis is None:
-                return table_VD[tokens_BT]
+                return table_VD[tokens_N]
             first = jax.lax.axis_index(vocab_axis) * table_VD.shape[0]
-            inside = (tokens_BT >= first) & (tokens_BT < first + table_VD.shape[0])
-            x_BTD = table_VD[jnp.where(inside, tokens_BT - first, 0)]
-            return jax.lax.psum(jnp.where(inside[..., None], x_BTD, 0), vocab_axis)
+            inside = (tokens_N >= first) & (tokens_N < first + table_VD.shape[0])
+            x_ND = jnp.where(inside[:, None], table_VD[jnp.where(inside, tokens_N - first, 0)], 0)
+            return jax.lax.psum_scatter(x_ND, vocab_axis, tiled=True)
 
         if self.layout.mesh.size == 1:
             return local(table_VD, tokens_BT)
-        in_specs = (PartitionSpec(vocab_axis, embed_axis), self.layout.spec(("batch", "sequence")))
-        out_specs = self.layout.spec(("batch", "sequence", "embed"))
+        in_specs = stored, self.layout.spec(("batch", "sequence"))
+        out_specs = self.layout.spec(("tokens", None))
         return self.layout.shard_map(local, in_specs, out_specs, check_vma=True)(table_VD, tokens_BT)
 
     def linear_cross_entropy(
-        self, hidden_BTD: jax.Array, matrix: jax.Array, axes: Axes, targets_BT, weights_BT, z_loss: float
+        self, hidden_ND: jax.Array, matrix: jax.Array, axes: Axes, targets_BT, weights_BT, z_loss: float
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the objective and each token's cross-entropy and log(Z), as the kernel of this name does.
 
-        matrix: as stored, in float32. axes: its logical axes, ("embed", "vocab") or ("vocab", "embed").
+        hidden_ND: sharded over tokens. matrix: as stored, in float32. axes: its logical axes, ("embed",
+        "vocab") or ("vocab", "embed").
+
+        Each `tensor` shard holds a part of the vocabulary, and so needs all tokens of its rows. They are
+        gathered here, behind the last norm: later than any of a model's work that is done token by token, and
+        at the one place whose transpose adds up the shards' gradients of hidden, which then is a
+        reduce-scatter.
 
         On one device the matrix's gradient is float32 from the first sum to the last. On several it is
         rounded to the compute dtype before it is summed over devices, as those of all other matrices are; and
         it is reduced to the stored shards before it is summed over `data`.
         """
         layout = "DV" if axes == ("embed", "vocab") else "VD"
-        kernel = functools.partial(linear_cross_entropy, z_loss=z_loss, layout=layout)
+
+        def kernel(hidden_ND, matrix, targets_BT, weights_BT, axis_name=None):
+            hidden_BTD = hidden_ND.reshape(*targets_BT.shape, -1)
+            return linear_cross_entropy(
+                hidden_BTD, matrix, targets_BT, weights_BT, z_loss=z_loss, layout=layout, axis_name=axis_name
+            )
+
         if self.layout.mesh.size == 1:
-            return kernel(hidden_BTD, matrix, targets_BT, weights_BT)
+            return kernel(hidden_ND, matrix, targets_BT, weights_BT)
         stored, batch = self.layout.spec(axes), self.layout.spec(("batch", "sequence"))
-        embed_axis, vocab_axis = (stored[axes.index(name)] for name in ("embed", "vocab"))
+        vocab_axis = stored[axes.index("vocab")]
         row_axes = tuple(jax.tree.leaves(batch[0]))
 
-        def local(hidden_BTD, matrix, targets_BT, weights_BT):
-            matrix = matrix.astype(self.compute)
-            copied = tuple(axis for axis in row_axes if axis != embed_axis)
-            if copied:
-                matrix = jax.lax.pcast(matrix, copied, to="varying")
-            if embed_axis is not None:
-                matrix = jax.lax.all_gather(matrix, embed_axis, axis=axes.index("embed"), tiled=True)
-            objective, *by_token = kernel(hidden_BTD, matrix, targets_BT, weights_BT, axis_name=vocab_axis)
+        def local(hidden_ND, matrix, targets_BT, weights_BT):
+            matrix = self._whole(matrix.astype(self.compute), axes)
+            if vocab_axis is not None:
+                hidden_ND = jax.lax.all_gather(hidden_ND, vocab_axis, tiled=True)
+            objective, *by_token = kernel(hidden_ND, matrix, targets_BT, weights_BT, vocab_axis)
             return jax.lax.psum(objective, row_axes) if row_axes else objective, *by_token
 
-        in_specs = (self.layout.spec(("batch", "sequence", None)), stored, batch, batch)
+        in_specs = (self.layout.spec(("tokens", None)), stored, batch, batch)
         out_specs = (PartitionSpec(), batch, batch)
         sharded = self.layout.shard_map(local, in_specs, out_specs, check_vma=True)
-        return sharded(hidden_BTD, matrix, targets_BT, weights_BT)
+        return sharded(hidden_ND, matrix, targets_BT, weights_BT)
+
+
+def matrix_of(weight, inputs: int) -> tuple[jax.Array, Axes]:
+    """Returns a weight [*in, *out], the first so many dims being its inputs, as a matrix [I, O] and the axes
+    of that."""
+    # A dim made of several is sharded as the first of them is.
+    axes = weight.logical_axes[0], weight.logical_axes[inputs]
+    return weight[...].reshape(math.prod(weight.shape[:inputs]), -1), axes
+
+
+def _matmul_reduce_scatter(y_NI: jax.Array, weights: tuple[jax.Array], **how) -> tuple[jax.Array]:
+    (weight_ID,) = weights
+    return (matmul_reduce_scatter(y_NI, weight_ID, **how),)

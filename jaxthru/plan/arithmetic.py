@@ -20,7 +20,8 @@ LOSS_CHUNK = 2048  # tokens whose logits exist at once in linear_cross_entropy
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Parameters of a layer's matrices, of each table (embedding, output matrix), and of what is no matrix;
-    tokens of a step and of a micro-batch on one device. shards: devices that the state is split over."""
+    tokens of a step and of a micro-batch on one device, which along `tensor` has all tokens of a part of the
+    heads and of mlp. shards: devices that the state is split over."""
 
     layers: int
     layer: int
@@ -38,7 +39,7 @@ class Sizes:
         layer = (flops.matmul_parameters(shape) - table) // shape.layers
         matrices = layer * shape.layers + sum(tables)
         data, fsdp, tensor = config.mesh.shape(devices)
-        tokens = train.rows * config.data.sequence // (data * fsdp)
+        tokens = train.rows * config.data.sequence // (data * fsdp * tensor)
         small = flops.parameters(shape) - matrices
         return cls(shape.layers, layer, tables, small, tokens, tokens // train.microbatches, fsdp * tensor)
 

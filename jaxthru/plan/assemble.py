@@ -63,7 +63,13 @@ def assemble(
     is partitioned.
     """
     train, precision = config.train, config.precision
-    ops = Ops(layout, jnp.dtype(precision.compute), attention, float8=precision.matmul == "fp8")
+    ops = Ops(
+        layout,
+        jnp.dtype(precision.compute),
+        attention,
+        float8=precision.matmul == "fp8",
+        collective_matmul_by=config.mesh.collective_matmul,
+    )
     model = bind(config.model, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)
     adamw_8bit = "xla" if layout.mesh.size > 1 else adamw_8bit

@@ -7,7 +7,7 @@ from jaxthru.runtime.errors import require
 from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
 from jaxthru.training.step import check_groups
-from pallas_kernels.dispatch import nvidia_compute_capability
+from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 
 
 def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: str | None = None) -> Layout:
@@ -21,6 +21,10 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
     layout = Layout(make_mesh(config.mesh, devices))
     sizes = {
         "train.rows / train.microbatches": ("batch", train.rows // train.microbatches),
+        "train.rows / train.microbatches × data.sequence": (
+            "tokens",
+            train.rows // train.microbatches * config.data.sequence,
+        ),
         "model.embed": ("embed", shape.embed),
         "model.heads": ("heads", shape.heads),
         "model.kv_heads": ("kv_heads", shape.kv_heads),
@@ -62,6 +66,13 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
     chosen = config.model.attention
     repeatable = config.train.deterministic and (platform or jax.default_backend()) == "gpu"
     return "triton" if chosen == "auto" and repeatable else chosen
+
+
+def asked_for(config: RunConfig, refusal: Unsupported) -> str:
+    """Returns the setting that asked for what refuses, as `key = value`."""
+    if str(refusal).startswith("attention:"):
+        return f"model.attention = {config.model.attention!r}"
+    return f"mesh.collective_matmul = {config.mesh.collective_matmul!r}"
 
 
 def check_float8(device: jax.Device) -> None:

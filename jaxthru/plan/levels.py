@@ -42,8 +42,8 @@ def pinned(config: RunConfig) -> int:
     """Returns the bytes that this process will keep in pinned host memory, by arithmetic. 0 where that is not
     known before devices are: with level auto, several processes, or -1 along `data` or `tensor`.
 
-    There is a copy of the state for each replica, and of activations for each device along `tensor`; along
-    `fsdp` both are split, and all its devices together hold the same, however many they are.
+    There is a copy of the state for each replica. Else state and activations are split, and the devices of a
+    replica together hold the same, however many they are.
     """
     offload, mesh = config.offload, config.mesh
     if offload.level == "auto" or -1 in (mesh.data, mesh.tensor) or jax.distributed.is_initialized():

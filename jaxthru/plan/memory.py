@@ -97,6 +97,7 @@ def resident(
 
     segments: most documents in a row; None asks the prepared corpus. Raises InputError.
     """
+    config = as_traced(config)
     layout = fit(config, jax.devices()[:devices], "gpu")
     segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
     attention = stand_in(config, layout, segments)
@@ -164,6 +165,15 @@ def stand_in(config: RunConfig, layout, segments: int) -> str:
     chosen = attention_by(config, "gpu")
     chosen = automatic(elements, segments, "gpu")[0] if chosen == "auto" else chosen
     return STAND_IN.get(chosen, chosen)
+
+
+def as_traced(config: RunConfig) -> RunConfig:
+    """Returns a configuration whose step for a GPU can be traced on a CPU: there `auto` would not choose what
+    a GPU takes, nor can kernels that address other GPUs be compiled. The ring moves the same tokens."""
+    mesh = config.mesh
+    if mesh.collective_matmul in ("auto", "mosaic_gpu"):
+        mesh = dataclasses.replace(mesh, collective_matmul="ring")
+    return dataclasses.replace(config, mesh=mesh)
 
 
 def gib(size: float) -> str:

@@ -19,7 +19,7 @@ import jax
 from jaxthru.config import RunConfig
 from jaxthru.plan.assemble import Assembled, assemble
 from jaxthru.plan.fit import fit
-from jaxthru.plan.memory import MemoryPlan, Moment, documents, layered, stand_in
+from jaxthru.plan.memory import MemoryPlan, Moment, as_traced, documents, layered, stand_in
 from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot
 from jaxthru.runtime.sharding import Layout
@@ -73,6 +73,7 @@ def layered_step(
     config: RunConfig, target: aot.Target, devices: int = 1, segments: int | None = None
 ) -> MemoryPlan:
     """Returns the memory of the layered step. segments: as of `memory.resident`. Raises InputError."""
+    config = as_traced(config)
     layout = fit(config, jax.devices()[:devices], "gpu")
     segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
     attention = stand_in(config, layout, segments)

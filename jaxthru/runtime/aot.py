@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxthru.runtime import xla
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 
@@ -153,6 +154,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target, devices: int = 1) -
     devices lack, are kept. Raises InputError without JAX's CUDA plugin.
     """
     client, described = _client(target, devices)
+    chosen = xla.compiler_options("gpu", devices=devices, deterministic=False)
     from jax._src import compiler
     from jaxlib import xla_client
 
@@ -161,7 +163,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target, devices: int = 1) -
             num_replicas=1,
             num_partitions=devices,
             device_assignment=np.arange(devices)[None],
-            env_options_overrides=OPTIONS | dump_options(Path(folder)),
+            env_options_overrides=chosen | OPTIONS | dump_options(Path(folder)),
         )
         module = lowered.compiler_ir("stablehlo")
         program = client.compile(module, xla_client.DeviceList(tuple(described)), options)

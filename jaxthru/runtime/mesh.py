@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax
 import numpy as np
@@ -18,12 +19,17 @@ class MeshConfig:
 
     data: replicas that hold whole parameters and average gradients.
     fsdp: parameters, gradients and optimizer state are sharded; rows are split as over `data`.
-    tensor: heads, MLP width and vocabulary are sharded; rows are replicated.
+    tensor: heads, MLP width and vocabulary are sharded, and between blocks the tokens of each row.
+    collective_matmul: what moves tokens over `tensor`: an implementation of
+    `pallas_kernels.collective_matmul`, `auto`, or `none`, collectives that XLA's partitioner puts in.
     """
 
     data: int = 1
     fsdp: int = -1
     tensor: int = 1
+    collective_matmul: Literal[
+        "auto", "none", "reference", "ring", "ring_bidirectional", "mosaic_gpu", "mosaic_tpu"
+    ] = "auto"
 
     def __post_init__(self):
         sizes = [getattr(self, axis) for axis in AXES]

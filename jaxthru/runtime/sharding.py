@@ -11,6 +11,7 @@ from jaxthru.runtime.errors import require
 
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
+    "tokens": ("data", "fsdp", "tensor"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -22,7 +23,10 @@ RULES: dict[str, tuple[str, ...]] = {
     "experts": (),
 }
 """A mesh axis serves one dim of an array. Where two ask for it, the one higher in this table gets it: an
-activation's `batch` takes `fsdp`, so that only in parameters `embed` is sharded over it."""
+activation's `batch` takes `fsdp`, so that only in parameters `embed` is sharded over it.
+
+`tokens` is rows × positions in one dim: between a model's blocks `tensor` splits the tokens of each shard of
+`batch`, in order, so that gathering them over `tensor` is all that it takes to have whole rows again."""
 
 Axes = tuple[str | None, ...]
 
@@ -40,13 +44,17 @@ class Layout:
         return tuple(name for name in self.mesh.axis_names if self.mesh.shape[name] > 1)
 
     def shard_map(self, function: Callable, in_specs: Any, out_specs: Any, check_vma: bool) -> Callable:
-        """Returns `function` run once a shard over the live axes."""
+        """Returns `function` run once a shard.
+
+        With check_vma all axes can be named within, as kernels need that address other devices. Without, the
+        gradient of what no spec splits would be summed over axes of one device too; those then stay out.
+        """
         return jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(self.live_axes),
+            axis_names=set(self.mesh.axis_names if check_vma else self.live_axes),
             check_vma=check_vma,
         )
 

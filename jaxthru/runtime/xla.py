@@ -173,11 +173,18 @@ def check_flags(flags: str) -> None:
             require(known, f"XLA_FLAGS has --{name}: unknown to jaxlib {jaxlib.__version__}")
 
 
-def compiler_options(platform: str, *, deterministic: bool) -> dict[str, Any]:
+def compiler_options(platform: str, *, devices: int, deterministic: bool) -> dict[str, Any]:
     """Returns the options for compiling the step on `platform`, each kept for a measured reason.
 
-    deterministic: bit-exact repeats on a GPU; a CPU gives them always.
+    devices: that share the step. deterministic: bit-exact repeats on a GPU; a CPU gives them always.
     """
-    if platform in ("gpu", "cuda", "rocm") and deterministic:
-        return {"xla_gpu_deterministic_ops": True}
-    return {}
+    options: dict[str, Any] = {}
+    if platform not in ("gpu", "cuda", "rocm"):
+        return options
+    if devices > 1:
+        # Starts collectives early and awaits them late. XLA does so by itself where it knows their cost, on
+        # Hopper (the same program with and without), and nowhere else: see docs/parallelism.md.
+        options["xla_gpu_enable_latency_hiding_scheduler"] = True
+    if deterministic:
+        options["xla_gpu_deterministic_ops"] = True
+    return options

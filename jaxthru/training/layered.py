@@ -4,7 +4,7 @@ All layers share their programs, and what a layer needs can come from host memor
 tree of gradients need ever exist: micro-batches are scanned within a layer's program, so that gradients add
 up for one layer at a time, and may be used at once.
 
-Shapes: M micro-batches, R rows of one, T tokens, D embed.
+Shapes: M micro-batches, R rows of one, T tokens, N = R·T, D embed.
 """
 
 import functools
@@ -85,7 +85,7 @@ class LayeredStep:
             return program, results
 
         scalar, rows = layout.sharding(()), layout.sharding((None, "batch"))
-        stream = layout.sharding((None, "batch", "sequence", None))
+        stream = layout.sharding((None, "tokens", None))
         self.inputs_used = stream
         self.inputs_home = stream if config.activations == "none" else stream.with_memory_kind(HOST)
 
@@ -166,16 +166,16 @@ class LayeredStep:
 
         trees = self._renewed(weights, slots, pending)
         embedding = next(trees)
-        x_MRTD = self.embed(embedding, batch_MRT, context)
+        x_MND = self.embed(embedding, batch_MRT, context)
         table = embedding if self.tied else None
         del embedding
         inputs, kept = [], []
         for _ in layers:
-            y_MRTD, needed, there = self.forward(next(trees), x_MRTD, context)
-            inputs.append(self._move(x_MRTD, self.inputs_home, donate=True))
+            y_MND, needed, there = self.forward(next(trees), x_MND, context)
+            inputs.append(self._move(x_MND, self.inputs_home, donate=True))
             kept.append(self._move(needed, self.kept_home, donate=True))
-            x_MRTD = y_MRTD
-            del needed, y_MRTD
+            x_MND = y_MND
+            del needed, y_MND
             pace(there)
         head = next(trees)
 
@@ -185,8 +185,8 @@ class LayeredStep:
         coming.start()
         used_at_once = iter(()) if self.held else coming
         slot = next(used_at_once, None)
-        sums, dx_MRTD, gradients, d_table, squares = self.head(head, table, x_MRTD, batch_MRT, weight)
-        del x_MRTD, table, trees
+        sums, dx_MND, gradients, d_table, squares = self.head(head, table, x_MND, batch_MRT, weight)
+        del x_MND, table, trees
         held: dict[int, Tree] = {}
 
         def done(index: int, tree: Tree, slot: Tree, gradients: Tree) -> None:
@@ -202,19 +202,19 @@ class LayeredStep:
         done(HEAD, head, slot, gradients)
         del head, slot, gradients
         trees = self._fetched_weights(weights, backward[1:])
-        inputs = self._fetched(((x_MRTD, self.inputs_used) for x_MRTD in _emptied(inputs)), donate=True)
+        inputs = self._fetched(((x_MND, self.inputs_used) for x_MND in _emptied(inputs)), donate=True)
         kept = self._fetched(((needed, self.kept_used) for needed in _emptied(kept)), donate=True)
         for index in reversed(layers):
             tree, slot = next(trees), next(used_at_once, None)
-            dx_MRTD, gradients, squares = self.backward(
-                tree, next(inputs), next(kept), dx_MRTD, context, squares
+            dx_MND, gradients, squares = self.backward(
+                tree, next(inputs), next(kept), dx_MND, context, squares
             )
             done(index, tree, slot, gradients)
             del tree, slot, gradients
         tree, slot = next(trees), next(used_at_once, None)
-        gradients, squares = self.embed_backward(tree, batch_MRT, context, dx_MRTD, d_table, squares)
+        gradients, squares = self.embed_backward(tree, batch_MRT, context, dx_MND, d_table, squares)
         done(EMBEDDING, tree, slot, gradients)
-        del tree, slot, gradients, dx_MRTD
+        del tree, slot, gradients, dx_MND
 
         following, metrics = self.finish(counters, batch, sums, squares)
         state = self._state(weights, slots, following, state)

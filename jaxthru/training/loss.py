@@ -1,6 +1,6 @@
 """The loss of a batch: what a step minimises and what is recorded of it.
 
-Shapes: B rows, T tokens, D embed.
+Shapes: B rows, T tokens, N = B·T, D embed.
 """
 
 import dataclasses
@@ -31,17 +31,17 @@ class Objective:
         gradients asked for, those of the logits are formed along with the loss.
         """
         with jax.named_scope("model"):
-            hidden_BTD = self.model.hidden(params, batch, self.max_segments)
-        return self.of_hidden(params, hidden_BTD, batch, weight)
+            hidden_ND = self.model.hidden(params, batch, self.max_segments)
+        return self.of_hidden(params, hidden_ND, batch, weight)
 
     def of_hidden(
-        self, params: Any, hidden_BTD: jax.Array, batch: Batch, weight: jax.Array
+        self, params: Any, hidden_ND: jax.Array, batch: Batch, weight: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         """Returns the same from the normed output of the last layer. params: without layers will do."""
         mask = batch["loss_mask"]
         with jax.named_scope("loss"):
             minimised, cross_entropy, _ = self.model.ops.linear_cross_entropy(
-                hidden_BTD,
+                hidden_ND,
                 *self.model.output_matrix(params),
                 batch["targets"],
                 mask * weight,

@@ -1,6 +1,6 @@
 """The functions that a layered step is made of, see training/layered.py.
 
-Shapes: M micro-batches, R rows of one, T tokens, D embed.
+Shapes: M micro-batches, R rows of one, T tokens, N = R·T, D embed.
 """
 
 import dataclasses
@@ -41,43 +41,43 @@ class Programs:
         )
 
     def embed(self, tree: Tree, batch_MRT: Batch, context: Any) -> jax.Array:
-        """Returns the first layer's input [M, R, T, D]."""
+        """Returns the first layer's input [M, N, D]."""
         one = lambda each: self.model.embed(tree, each[0], each[1])  # noqa: E731
         return jax.lax.map(one, (batch_MRT["tokens"], context))
 
-    def forward(self, tree: Tree, x_MRTD: jax.Array, context: Any) -> tuple[jax.Array, list, jax.Array]:
+    def forward(self, tree: Tree, x_MND: jax.Array, context: Any) -> tuple[jax.Array, list, jax.Array]:
         """Returns a layer's output, what its backward pass needs beside its input, and a scalar that is there
         when they are."""
 
         def one(each):
-            y_RTD, pullback = self._layer(tree, *each)
-            return y_RTD, _residuals(pullback, (tree, *each))
+            y_ND, pullback = self._layer(tree, *each)
+            return y_ND, _residuals(pullback, (tree, *each))
 
-        y_MRTD, kept = jax.lax.map(one, (x_MRTD, context))
-        return y_MRTD, kept, y_MRTD[0, 0, 0, 0]
+        y_MND, kept = jax.lax.map(one, (x_MND, context))
+        return y_MND, kept, y_MND[0, 0, 0]
 
     def backward(
-        self, tree: Tree, x_MRTD: jax.Array, kept: list, dy_MRTD: jax.Array, context: Any, squares: jax.Array
+        self, tree: Tree, x_MND: jax.Array, kept: list, dy_MND: jax.Array, context: Any, squares: jax.Array
     ) -> tuple[jax.Array, Tree, jax.Array]:
         """Returns the gradient of a layer's input, those of its parameters, and the sum of squares so far."""
 
         def one(each):
-            *inputs, kept, dy_RTD = each
+            *inputs, kept, dy_ND = each
             # What the forward pass kept takes the place of what computing it again would give, which is then
             # dead code.
             _, pullback = self._layer(tree, *inputs)
-            gradients, dx_RTD = _with_residuals(pullback, kept, (tree, *inputs))(dy_RTD)
-            return gradients, dx_RTD
+            gradients, dx_ND = _with_residuals(pullback, kept, (tree, *inputs))(dy_ND)
+            return gradients, dx_ND
 
-        gradients, dx_MRTD = _accumulated(one, (x_MRTD, context, kept, dy_MRTD))
+        gradients, dx_MND = _accumulated(one, (x_MND, context, kept, dy_MND))
         if self.held:
             gradients = jax.tree.map(
                 lambda sum_, like: sum_.astype(like.dtype), gradients, self.model.layer_stand_ins(tree)
             )
-        return dx_MRTD, gradients, squares + _squares(gradients)
+        return dx_MND, gradients, squares + _squares(gradients)
 
     def head(
-        self, tree: Tree, table: Tree, x_MRTD: jax.Array, batch_MRT: Batch, weight: jax.Array
+        self, tree: Tree, table: Tree, x_MND: jax.Array, batch_MRT: Batch, weight: jax.Array
     ) -> tuple[Metrics, jax.Array, Tree, Tree, jax.Array]:
         """Returns the sums for the record, the gradients of the last layer's output, of the head and of the
         embedding's table, and the sum of the head's squares. table: None unless it is the output matrix."""
@@ -85,37 +85,37 @@ class Programs:
         stand_ins = jax.tree.map(wide_stand_in, trees)
 
         def one(each):
-            x_RTD, batch = each
+            x_ND, batch = each
 
-            def loss(stand_ins, x_RTD):
+            def loss(stand_ins, x_ND):
                 params = widened(trees, stand_ins)
-                hidden_RTD = self.model.head.apply(params["head"], x_RTD)
-                return self.step.objective.of_hidden(params, hidden_RTD, batch, weight)
+                hidden_ND = self.model.head.apply(params["head"], x_ND)
+                return self.step.objective.of_hidden(params, hidden_ND, batch, weight)
 
-            (_, sums), (gradients, dx_RTD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(stand_ins, x_RTD)
-            return (sums, gradients), dx_RTD
+            (_, sums), (gradients, dx_ND) = jax.value_and_grad(loss, (0, 1), has_aux=True)(stand_ins, x_ND)
+            return (sums, gradients), dx_ND
 
-        (sums, gradients), dx_MRTD = _accumulated(one, (x_MRTD, batch_MRT))
+        (sums, gradients), dx_MND = _accumulated(one, (x_MND, batch_MRT))
         d_head = gradients["head"]
-        return sums, dx_MRTD, d_head, gradients.get("embedding"), _squares(d_head)
+        return sums, dx_MND, d_head, gradients.get("embedding"), _squares(d_head)
 
     def embed_backward(
         self,
         tree: Tree,
         batch_MRT: Batch,
         context: Any,
-        dx_MRTD: jax.Array,
+        dx_MND: jax.Array,
         d_table: Tree,
         squares: jax.Array,
     ) -> tuple[Tree, jax.Array]:
         """Returns the embedding's gradients, to which d_table is added, and the sum of squares of all."""
 
         def one(each):
-            tokens_RT, context, dx_RTD = each
+            tokens_RT, context, dx_ND = each
             embed = lambda stand_ins: self.model.embed(widened(tree, stand_ins), tokens_RT, context)  # noqa: E731
-            return jax.vjp(embed, jax.tree.map(wide_stand_in, tree))[1](dx_RTD)[0], None
+            return jax.vjp(embed, jax.tree.map(wide_stand_in, tree))[1](dx_ND)[0], None
 
-        gradients, _ = _accumulated(one, (batch_MRT["tokens"], context, dx_MRTD))
+        gradients, _ = _accumulated(one, (batch_MRT["tokens"], context, dx_MND))
         if d_table is not None:
             gradients = jax.tree.map(jnp.add, gradients, d_table)
         return gradients, squares + _squares(gradients)
@@ -162,35 +162,33 @@ class Programs:
         return following | {"count": count + used.astype(jnp.int32)}, metrics
 
     def eval_embed(self, tree: Tree, batch: Batch) -> tuple[jax.Array, Any]:
-        """Returns the first layer's input [R, T, D] and the context of one micro-batch."""
+        """Returns the first layer's input [N, D] and the context of one micro-batch."""
         context = self.model.context(batch, self.step.objective.max_segments)
         return self.model.embed(tree, batch["tokens"], context), context
 
-    def eval_layer(self, tree: Tree, x_RTD: jax.Array, context: Any) -> tuple[jax.Array, jax.Array]:
+    def eval_layer(self, tree: Tree, x_ND: jax.Array, context: Any) -> tuple[jax.Array, jax.Array]:
         """Returns a layer's output, and a scalar that is there when it is."""
-        y_RTD = self.model.one_layer(tree, x_RTD, context)
-        return y_RTD, y_RTD[0, 0, 0]
+        y_ND = self.model.one_layer(tree, x_ND, context)
+        return y_ND, y_ND[0, 0]
 
-    def eval_head(
-        self, tree: Tree, table: Tree, x_RTD: jax.Array, batch: Batch, weight: jax.Array
-    ) -> Metrics:
+    def eval_head(self, tree: Tree, table: Tree, x_ND: jax.Array, batch: Batch, weight: jax.Array) -> Metrics:
         """Returns the sums for the record of one micro-batch. table: as of `head`."""
         params = {"head": tree, "embedding": table}
-        hidden_RTD = self.model.head.apply(tree, x_RTD)
-        return self.step.objective.of_hidden(params, hidden_RTD, batch, weight)[1]
+        hidden_ND = self.model.head.apply(tree, x_ND)
+        return self.step.objective.of_hidden(params, hidden_ND, batch, weight)[1]
 
     @property
     def held(self) -> bool:
         """Says whether all gradients wait for their norm."""
         return self.step.optimizer.config.clip_rule == "exact"
 
-    def _layer(self, tree: Tree, x_RTD: jax.Array, context: Any) -> tuple[jax.Array, Callable]:
+    def _layer(self, tree: Tree, x_ND: jax.Array, context: Any) -> tuple[jax.Array, Callable]:
         """Returns a layer's output and the function from its gradient to (gradients, dx)."""
 
-        def layer(stand_ins, x_RTD):
-            return self.model.one_layer(jax.tree.map(Substituted, tree, stand_ins), x_RTD, context)
+        def layer(stand_ins, x_ND):
+            return self.model.one_layer(jax.tree.map(Substituted, tree, stand_ins), x_ND, context)
 
-        return jax.vjp(layer, self.model.layer_stand_ins(tree), x_RTD)
+        return jax.vjp(layer, self.model.layer_stand_ins(tree), x_ND)
 
 
 def compiler_with(options: dict[str, Any]) -> Callable:

@@ -17,7 +17,7 @@ from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
-ROWS, LENGTH, EMBED, HEADS, HEAD_DIM, MLP = 8, 32, 64, 4, 16, 128
+TOKENS, EMBED, HEADS, HEAD_DIM, MLP = 256, 64, 4, 16, 128
 MESHES = {"data=8": (8, 1, 1), "fsdp=8": (1, 8, 1), "tensor=2 fsdp=4": (1, 4, 2), "2 of each": (2, 2, 2)}
 
 
@@ -29,6 +29,12 @@ class Weight:
 
     def __getitem__(self, _):
         return self.values
+
+
+def multiply(using: Ops, x, values, *axes: str) -> jax.Array:
+    """Returns `x` times a weight, by the linear map that it is: one to or from the width of the stream."""
+    weight = Weight(values, *axes)
+    return using.column_parallel(x, weight)[0] if axes[0] == "embed" else using.row_parallel(x, weight)
 
 
 def draw(seed: int, *shape: int, deviation: float = 1.0) -> jax.Array:
@@ -54,24 +60,25 @@ AXES = {
     "up": ("embed", "mlp"),
     "down": ("mlp", "embed"),
 }
-COTANGENT = draw(6, ROWS, LENGTH, EMBED, deviation=1e-4)
+COTANGENT = draw(6, TOKENS, EMBED, deviation=1e-4)
 
 
-def apply(using: Ops, parameters, x_BTD):
+def apply(using: Ops, parameters, x_ND):
     """Column-parallel and row-parallel linear layers of several dims, two of them with a shared input."""
     weights = {name: Weight(values, *AXES[name]) for name, values in parameters.items()}
-    query, key = using.project(x_BTD, weights["query"], weights["key"])
-    mixed = using.matmul(query + jnp.repeat(key, 2, axis=2), weights["out"])
-    return using.matmul(using.matmul(x_BTD + mixed, weights["up"]), weights["down"])
+    query, key = using.column_parallel(x_ND, weights["query"], weights["key"])
+    mixed = using.row_parallel(query + jnp.repeat(key, 2, axis=1), weights["out"])
+    (up,) = using.column_parallel(x_ND + mixed, weights["up"])
+    return using.row_parallel(up, weights["down"])
 
 
-def value_and_gradients(using: Ops, x_BTD, parameters=PARAMETERS):
+def value_and_gradients(using: Ops, x_ND, parameters=PARAMETERS):
     @jax.jit
-    def both(parameters, x_BTD):
-        y, pull = jax.vjp(lambda p, x: apply(using, p, x), parameters, x_BTD)
+    def both(parameters, x_ND):
+        y, pull = jax.vjp(lambda p, x: apply(using, p, x), parameters, x_ND)
         return y, *pull(COTANGENT.astype(y.dtype))
 
-    return both(parameters, x_BTD.astype(using.compute))
+    return both(parameters, x_ND.astype(using.compute))
 
 
 def distance(a, b) -> float:
@@ -118,18 +125,18 @@ def test_one_layer_is_near_float32(compute):
     about log-uniform, so its deviation is 2^-4 / √3 × √(3 / (8 ln 2)) = 2.7 % of a value; e5m2: twice that.
     Errors of a dot's many terms are independent: √2 × 2.7 % = 3.8 % forward, √(2.7² + 5.3²) = 5.9 % backward.
     """
-    using, x_BTD = make_ops(compute=compute), draw(7, ROWS, LENGTH, EMBED).astype(compute)
+    using, x_ND = make_ops(compute=compute), draw(7, TOKENS, EMBED).astype(compute)
     gate, up = draw(8, EMBED, MLP), draw(9, EMBED, MLP)
-    cotangents = tuple(draw(seed, ROWS, LENGTH, MLP).astype(compute) for seed in (10, 11))
+    cotangents = tuple(draw(seed, TOKENS, MLP).astype(compute) for seed in (10, 11))
 
-    def project(x_BTD, *weights):
-        return tuple(using.project(x_BTD, *(Weight(weight, "embed", "mlp") for weight in weights)))
+    def project(x_ND, *weights):
+        return tuple(using.column_parallel(x_ND, *(Weight(weight, "embed", "mlp") for weight in weights)))
 
-    def plain(x_BTD, *weights):
-        return tuple(x_BTD.astype(jnp.float32) @ weight for weight in weights)
+    def plain(x_ND, *weights):
+        return tuple(x_ND.astype(jnp.float32) @ weight for weight in weights)
 
-    ys, pull = jax.vjp(project, x_BTD, gate, up)
-    references, pull_reference = jax.vjp(plain, x_BTD, gate, up)
+    ys, pull = jax.vjp(project, x_ND, gate, up)
+    references, pull_reference = jax.vjp(plain, x_ND, gate, up)
     for y, reference in zip(ys, references, strict=True):
         assert y.dtype == jnp.dtype(compute)
         assert 0.032 < distance(y, reference) < 0.042
@@ -141,15 +148,15 @@ def test_one_layer_is_near_float32(compute):
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_all_three_matmuls_are_in_float8(compute):
-    using, x_BTD = make_ops(compute=compute), draw(7, ROWS, LENGTH, EMBED).astype(compute)
+    using, x_ND = make_ops(compute=compute), draw(7, TOKENS, EMBED).astype(compute)
     pair = (draw(8, EMBED, MLP), draw(9, EMBED, MLP))
 
-    def both(x_BTD, pair):
-        project = lambda x, p: using.project(x, *(Weight(w, "embed", "mlp") for w in p))  # noqa: E731
-        ys, pull = jax.vjp(project, x_BTD, pair)
+    def both(x_ND, pair):
+        project = lambda x, p: using.column_parallel(x, *(Weight(w, "embed", "mlp") for w in p))  # noqa: E731
+        ys, pull = jax.vjp(project, x_ND, pair)
         return pull(ys)
 
-    jaxpr = jax.make_jaxpr(both)(x_BTD, pair).jaxpr
+    jaxpr = jax.make_jaxpr(both)(x_ND, pair).jaxpr
     out = jnp.dtype(compute)
     fast, exact = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
     expected = [(E4M3, E4M3, out, fast), (E5M2, E4M3, out, exact), (E4M3, E5M2, out, exact)] * 2
@@ -159,7 +166,7 @@ def test_all_three_matmuls_are_in_float8(compute):
         for e in equations(jaxpr)
         if e.primitive.name == "convert_element_type" and e.outvars[0].aval.dtype.itemsize == 1
     ]
-    assert casts.count((E4M3, (ROWS * LENGTH, EMBED))) == 1, "the shared input is quantised once"
+    assert casts.count((E4M3, (TOKENS, EMBED))) == 1, "the shared input is quantised once"
     assert len(casts) == 5  # and each weight and each gradient once
 
 
@@ -179,16 +186,16 @@ def test_embedding_and_output_matrix_stay_out():
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_every_mesh_gives_one_device_s_numbers(mesh):
     """Scales are those of whole tensors, so that only the order of float32 additions differs."""
-    x_BTD = draw(7, ROWS, LENGTH, EMBED)
+    x_ND = draw(7, TOKENS, EMBED)
     alone, sharded = make_ops(), make_ops(mesh)
     weights = [Weight(PARAMETERS[name], *AXES[name]) for name in ("query", "key")]
     for name in ("query", "out", "up", "down"):
         axes, values = AXES[name], PARAMETERS[name]
-        shape = (ROWS, LENGTH, *values.shape[: 2 if name == "out" else 1])
-        x, cotangent = draw(8, *shape), draw(9, ROWS, LENGTH, *values.shape[len(shape) - 2 :])
+        shape = (TOKENS, *values.shape[: 2 if name == "out" else 1])
+        x, cotangent = draw(8, *shape), draw(9, TOKENS, *values.shape[len(shape) - 1 :])
 
         def both(x, values, using, axes=axes, cotangent=cotangent):
-            y, pull = jax.vjp(lambda x, w: using.matmul(x, Weight(w, *axes)), x, values)
+            y, pull = jax.vjp(lambda x, w: multiply(using, x, w, *axes), x, values)
             return y, *pull(cotangent)
 
         placed = jax.device_put(values, sharded.layout.sharding(axes))
@@ -196,7 +203,8 @@ def test_every_mesh_gives_one_device_s_numbers(mesh):
         for one, other in zip(got, jax.jit(both, static_argnums=2)(x, values, alone), strict=True):
             assert distance(one, other) < 1e-5
         assert got[2].sharding.is_equivalent_to(sharded.layout.sharding(axes), values.ndim)
-    for one, other in zip(sharded.project(x_BTD, *weights), alone.project(x_BTD, *weights), strict=True):
+    together = (using.column_parallel(x_ND, *weights) for using in (sharded, alone))
+    for one, other in zip(*together, strict=True):
         assert distance(one, other) < 1e-5
 
 
@@ -212,12 +220,27 @@ def test_weights_are_gathered_in_float8():
     """Of the program as it is given to XLA; on a CPU XLA widens them first."""
     using = make_ops((1, 8, 1))
     weight = jax.device_put(PARAMETERS["up"], using.layout.sharding(AXES["up"]))
-    lowered = jax.jit(lambda x, w: using.matmul(x, Weight(w, *AXES["up"]))).lower(
-        draw(7, ROWS, LENGTH, EMBED), weight
-    )
+    lowered = jax.jit(lambda x, w: multiply(using, x, w, *AXES["up"])).lower(draw(7, TOKENS, EMBED), weight)
     text = lowered.as_text()
     constrained = [line for line in text.splitlines() if "sharding_constraint" in line]
     assert any(f"tensor<{EMBED}x{MLP}xf8E4M3FN>" in line for line in constrained), text
+
+
+def test_tokens_are_gathered_in_float8():
+    """One map's input and the other's gradient, each laid out over tokens and then over rows."""
+    using = make_ops((1, 1, 2))
+
+    def both(x_ND, parameters):
+        up = multiply(using, x_ND, parameters["up"], *AXES["up"])
+        return multiply(using, up, parameters["down"], *AXES["down"])
+
+    lowered = jax.jit(lambda x, p, dy: jax.vjp(both, x, p)[1](dy)).lower(
+        draw(7, TOKENS, EMBED), PARAMETERS, COTANGENT
+    )
+    constrained = [line for line in lowered.as_text().splitlines() if "sharding_constraint" in line]
+    for dtype in ("f8E4M3FN", "f8E5M2"):
+        of_tokens = [line for line in constrained if f"tensor<{TOKENS}x{EMBED}x{dtype}>" in line]
+        assert ['"tensor"' in line for line in of_tokens] == [True, False], of_tokens
 
 
 def test_scan_and_unroll_agree():
@@ -264,11 +287,11 @@ def test_zeros_stay_zeros():
     values, scale = fp8.quantise(jnp.zeros((4, 4)), E4M3)
     assert not values.astype(jnp.float32).any() and np.isfinite(scale) and scale > 0
     zeros = jax.tree.map(jnp.zeros_like, PARAMETERS)
-    for parameters, x_BTD in (
-        (PARAMETERS, jnp.zeros((ROWS, LENGTH, EMBED))),
-        (zeros, draw(7, ROWS, LENGTH, EMBED)),
+    for parameters, x_ND in (
+        (PARAMETERS, jnp.zeros((TOKENS, EMBED))),
+        (zeros, draw(7, TOKENS, EMBED)),
     ):
-        y, *gradients = value_and_gradients(using, x_BTD, parameters)
+        y, *gradients = value_and_gradients(using, x_ND, parameters)
         assert not y.any()
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
@@ -278,19 +301,19 @@ def test_zeros_stay_zeros():
 @pytest.mark.parametrize("where", ["input", "weight", "gradient"])
 def test_what_is_not_finite_shows(where, bad, compute):
     using = make_ops(compute=compute)
-    x_BTD, weight, cotangent = (
-        draw(7, ROWS, LENGTH, EMBED),
+    x_ND, weight, cotangent = (
+        draw(7, TOKENS, EMBED),
         draw(8, EMBED, MLP),
-        draw(9, ROWS, LENGTH, MLP),
+        draw(9, TOKENS, MLP),
     )
     spoil = lambda array: array.at[(0,) * array.ndim].set(bad)  # noqa: E731
     if where == "input":
-        x_BTD = spoil(x_BTD)
+        x_ND = spoil(x_ND)
     elif where == "weight":
         weight = spoil(weight)
     else:
         cotangent = spoil(cotangent)
-    y, pull = jax.vjp(lambda x, w: using.matmul(x, Weight(w, "embed", "mlp")), x_BTD.astype(compute), weight)
+    y, pull = jax.vjp(lambda x, w: multiply(using, x, w, "embed", "mlp"), x_ND.astype(compute), weight)
     dx, dweight = pull(cotangent.astype(compute))
     finite = {"y": np.isfinite(y).all(), "dx": np.isfinite(dx).all(), "dw": np.isfinite(dweight).all()}
     expected = {"input": {"y", "dw"}, "weight": {"y", "dx"}, "gradient": {"dx", "dw"}}[where]

@@ -38,7 +38,7 @@ def model(policy: str = "none", **shape):
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits(bound, params, batch):
-    hidden = bound.hidden(params, batch, 8)
+    hidden = bound.hidden(params, batch, 8).reshape(*batch["tokens"].shape, -1)
     matrix, axes = bound.output_matrix(params)
     return jnp.einsum(f"btd,{'dv' if axes == ('embed', 'vocab') else 'vd'}->btv", hidden, matrix)
 
@@ -136,7 +136,7 @@ def test_too_many_segments_come_out_as_nan():
     bound = model()
     batch = tiny.batch(0)
     batch["segment_ids"][3] = np.arange(tiny.SEQUENCE) // 4 + 1
-    hidden = bound.hidden(bound.init(jax.random.key(0)), batch, 8)
+    hidden = bound.hidden(bound.init(jax.random.key(0)), batch, 8).reshape(tiny.ROWS, tiny.SEQUENCE, -1)
     assert np.isnan(hidden[3]).all() and np.isfinite(hidden[:3]).all()
 
 

@@ -13,3 +13,16 @@ def test_bfloat16_on_several_cpu_devices_is_refused_where_xla_would_abort():
     fit(config, jax.devices()[:1])
     with pytest.raises(InputError, match=r"precision.compute = 'bfloat16': on 2 CPU devices .* 'float32'"):
         fit(config, jax.devices()[:2])
+
+
+def test_tokens_that_do_not_divide_over_tensor_are_refused():
+    settings = ["mesh.tensor=2", "mesh.fsdp=1", "train.rows=3", "data.sequence=255"]
+    config = configuration.load("configs/quickstart.py", settings)
+    with pytest.raises(InputError) as refused:
+        fit(config, jax.devices()[:2])
+    assert str(refused.value) == (
+        "train.rows / train.microbatches × data.sequence = 765: must be a multiple of "
+        "mesh.data × mesh.fsdp × mesh.tensor = 2"
+    )
+    even = configuration.load("configs/quickstart.py", [*settings, "data.sequence=256"])
+    fit(even, jax.devices()[:2])

@@ -18,6 +18,8 @@ def layout(*shape):
 def test_a_mesh_axis_serves_one_dim_and_batch_comes_first():
     full = layout(2, 2, 2)
     assert full.spec(("batch", "sequence", "embed")) == P(("data", "fsdp"), None, None)
+    assert full.spec(("tokens", "embed")) == P(("data", "fsdp", "tensor"), None)
+    assert full.spec(("batch", "mlp")) == P(("data", "fsdp"), "tensor")
     assert full.spec(("embed", "heads", "head_dim")) == P("fsdp", "tensor", None)
     assert full.spec(("heads", "head_dim", "embed")) == P("tensor", None, "fsdp")
     assert full.spec(("vocab", "embed"), without=("fsdp",)) == P("tensor", None)

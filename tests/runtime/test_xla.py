@@ -88,10 +88,21 @@ def test_programs_are_kept_apart_by_processor(monkeypatch, tmp_path):
     assert xla.processor() == xla.processor()
 
 
-def test_deterministic_options_are_for_gpus_alone():
-    assert xla.compiler_options("cpu", deterministic=True) == {}
-    assert xla.compiler_options("gpu", deterministic=False) == {}
-    assert xla.compiler_options("gpu", deterministic=True)["xla_gpu_deterministic_ops"] is True
+def test_options_are_for_gpus_alone_and_where_they_help():
+    assert xla.compiler_options("cpu", devices=8, deterministic=True) == {}
+    assert xla.compiler_options("gpu", devices=1, deterministic=False) == {}
+    both = xla.compiler_options("gpu", devices=2, deterministic=True)
+    assert both == {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_deterministic_ops": True}
+
+
+def test_the_installed_jaxlib_knows_each_option():
+    """It refuses a program compiled with one that it does not know."""
+    for name in xla.compiler_options("gpu", devices=2, deterministic=True):
+        xla.check_flags(f"--{name}=true")
+    compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "float32"))
+    compiled.compile(compiler_options=xla.compiler_options("gpu", devices=2, deterministic=True))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_option"):
+        compiled.compile(compiler_options={"xla_gpu_no_such_option": True})
 
 
 def test_programs_are_counted_without_a_cache_too():

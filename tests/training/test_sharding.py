@@ -1,7 +1,10 @@
 """Every mesh gives the single device's losses, with no collective that it does not need."""
 
+import collections
+import math
 import re
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -9,10 +12,12 @@ import tiny
 MESHES = {
     "data=8": (8, 1, 1),
     "fsdp=8": (1, 8, 1),
+    "tensor=2": (1, 1, 2),
     "tensor=2 fsdp=4": (1, 4, 2),
     "data=2 fsdp=2 tensor=2": (2, 2, 2),
 }
 SHAPES = {"fsdp=8": {"loop": "unroll"}}
+PLAIN = "reference"  # collective matmuls whose collectives can be told from the program
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +27,8 @@ def single_device():
 
 @pytest.fixture(scope="module", params=MESHES, ids=lambda name: name.replace(" ", ","))
 def sharded(request):
-    return request.param, tiny.make(MESHES[request.param], **SHAPES.get(request.param, {}))
+    settings = SHAPES.get(request.param, {})
+    return request.param, tiny.make(MESHES[request.param], collective_matmul=PLAIN, **settings)
 
 
 def test_losses_equal_the_single_device(sharded, single_device):
@@ -30,6 +36,35 @@ def test_losses_equal_the_single_device(sharded, single_device):
     losses = made.losses(20)
     assert losses[-1] < losses[0] - 0.05, "the model learns nothing, so that equal losses prove nothing"
     np.testing.assert_allclose(losses, single_device, atol=1e-4, rtol=0)
+
+
+def test_losses_of_four_devices_along_tensor():
+    shape = {"heads": 8, "kv_heads": 4, "loop": "unroll", "remat": "projections"}
+    losses = tiny.make((1, 2, 4), **shape).losses(20)
+    np.testing.assert_allclose(losses, tiny.make(**shape).losses(20), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("collective_matmul", ["none", "ring", "ring_bidirectional", "auto"])
+def test_whatever_moves_the_tokens(collective_matmul, single_device):
+    made = tiny.make((2, 2, 2), collective_matmul=collective_matmul)
+    np.testing.assert_allclose(made.losses(5), single_device[:5], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 2, 4), (2, 2, 2)], ids=str)
+def test_each_gradient_equals_the_single_device_s(mesh):
+    """Among them those of the norms' scales, of which each device along `tensor` sees only its tokens."""
+
+    def gradients(made):
+        of = jax.jit(made.step.gradients)(made.state["params"], made.batch(0))[1]
+        return jax.tree_util.tree_flatten_with_path(jax.device_get(of))[0]
+
+    shape = {"kv_heads": 4, "qk_norm": True}
+    for (path, found), (_, alone) in zip(
+        gradients(tiny.make(mesh, **shape)), gradients(tiny.make(**shape)), strict=True
+    ):
+        assert np.abs(alone).max() > 0
+        distance = np.linalg.norm(found - alone) / np.linalg.norm(alone)
+        assert distance < 1e-5, f"{jax.tree_util.keystr(path)}: {distance}"
 
 
 COLLECTIVE = re.compile(
@@ -49,16 +84,49 @@ def test_only_the_collectives_that_the_mesh_needs(sharded):
     found = collectives(made.compiled.as_text())
     kinds = {kind for kind, _, _ in found}
     allowed = {"all-reduce"}
-    if "fsdp" in name:
+    if "fsdp" in name or "tensor" in name:
         allowed |= {"all-gather", "reduce-scatter"}
         assert "all-gather" in kinds
     assert kinds <= allowed, f"{name}: {kinds - allowed} in {found}"
-    # Only tensor parallelism adds activations up; nothing ever gathers them, or what indexes them.
-    moved = [(kind, shape) for kind, shape, _ in found if kind == "all-gather" or "tensor" not in name]
-    for kind, shape in moved:
+    # Only tensor parallelism moves activations, and nothing ever gathers what indexes them.
+    tokens = tiny.ROWS * tiny.SEQUENCE // made.layout.size("batch")
+    for kind, shape, groups in found:
         assert kind != "all-gather" or shape[0] != "s", f"{name}: gathers the indices {shape}"
         for dims in re.findall(r"\[([\d,]*)\]", shape):
             assert not is_activation(dims, made), f"{name}: {kind} of the activation {shape}"
+            # The loss adds up two numbers of each token, and nothing more is ever added up whole.
+            whole = kind == "all-reduce" and axes_of(groups) == {"tensor"}
+            assert not whole or size_of(dims) <= 2 * tokens, f"{name}: {kind} of the activation {shape}"
+
+
+def test_what_moves_over_tensor_and_over_fsdp():
+    """Each layer gathers its tokens for query, key and value and for gate and up, gathers them again where
+    those weights' gradients are made, and gathers the gradients of what the output and the down projection
+    gave; each of these four maps sums up its parts one way, forward or backward. Beside the layers, the
+    embedding scatters its sums and the loss gathers its tokens, and the reverse. Each matrix is gathered for
+    either pass, the embedding for the first alone, and its gradient scattered."""
+    layers, matrices = tiny.SHAPE.layers, 7
+    made = tiny.make((2, 2, 2), loop="unroll", remat="projections", collective_matmul=PLAIN)
+    found = collections.Counter(
+        (kind, *axes_of(groups))
+        for kind, shape, groups in collectives(made.compiled.as_text())
+        if kind != "all-reduce"
+    )
+    assert found == {
+        ("all-gather", "tensor"): 6 * layers + 2,
+        ("reduce-scatter", "tensor"): 4 * layers + 2,
+        ("all-gather", "fsdp"): 2 * matrices * layers + 2,
+        ("reduce-scatter", "fsdp"): matrices * layers + 2,
+    }
+
+
+def axes_of(groups: str) -> set[str]:
+    """Returns the mesh axes that a collective goes over, where its groups name them."""
+    return set(re.findall(r"'(\w+)'", groups.split("]")[-1]))
+
+
+def size_of(dims: str) -> int:
+    return math.prod(int(size) for size in dims.split(",") if size)
 
 
 def is_activation(dims: str, made: tiny.Tiny) -> bool:
@@ -91,7 +159,7 @@ def test_no_collective_over_one_device(sharded):
     name, made = sharded
     dead = {"data", "fsdp", "tensor"} - set(made.layout.live_axes)
     for _, shape, groups in collectives(made.compiled.as_text()):
-        over = set(re.findall(r"'(\w+)'", groups.split("]")[-1]))
+        over = axes_of(groups)
         assert not over or over - dead, f"{name}: a collective of {shape} over {groups}"
 
 

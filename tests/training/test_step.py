@@ -167,7 +167,8 @@ def test_what_is_not_finite_is_skipped_and_counted(made):
 
 
 def reference_losses(hidden, matrix, targets):
-    logits = np.einsum("btd,dv->btv", *(np.asarray(x, np.float64) for x in (hidden, matrix)))
+    hidden, matrix = (np.asarray(x, np.float64) for x in (hidden, matrix))
+    logits = np.einsum("btd,dv->btv", hidden.reshape(*targets.shape, -1), matrix)
     log_z = np.log(np.exp(logits).sum(-1))
     return log_z - np.take_along_axis(logits, np.asarray(targets)[..., None], -1)[..., 0], log_z
 

@@ -1,0 +1,98 @@
+"""Says how long collectives kept GPUs from computing, and slowed what they ran beside, from a trace.
+
+    python -m jaxthru.train --config F --set profile.at=20 --set profile.steps=3 --run-dir DIR
+    python scripts/bench/exposed_collectives.py DIR/profile/20 [--output FILE]
+
+A moment is exposed if no kernel computes and a collective runs. Kernels beside a collective are compared with
+the median of those of the same name and launch that have none beside them. Prints one JSON line: shares of
+the time from the first kernel to the last, for each GPU of this host.
+"""
+
+import argparse
+import collections
+import sys
+from pathlib import Path
+
+import harness
+import numpy as np
+from exposed_copies import common, length, union
+from jax.profiler import ProfileData
+
+COLLECTIVES = ("nccl", "MemcpyP2P", "MemcpyD2D")  # a permute may be a copy
+COPIES = ("Memcpy", "Memset")  # the others wait for the host or take next to nothing
+
+
+def events(path: Path) -> dict[str, tuple[list, list]]:
+    """Returns, for each GPU, (start, end) in ns of its collectives, and those of its other kernels with what
+    tells alike ones: (start, end, kind)."""
+    found = {}
+    for plane in ProfileData.from_file(str(path)).planes:
+        if not plane.name.startswith("/device:GPU:"):
+            continue
+        collectives, kernels = found[plane.name.removeprefix("/device:")] = [], []
+        for event in (
+            event for line in plane.lines if line.name.startswith("Stream") for event in line.events
+        ):
+            span = event.start_ns, event.start_ns + event.duration_ns
+            if event.name.startswith(COLLECTIVES):
+                collectives.append(span)
+            elif not event.name.startswith(COPIES):
+                kernels.append((*span, f"{event.name} {dict(event.stats).get('kernel_details', '')}"))
+    return found
+
+
+def measure(collectives: list[tuple[float, float]], kernels: list[tuple[float, float, str]]) -> dict:
+    """Returns shares of the time of one GPU."""
+    spans = np.array([kernel[:2] for kernel in kernels], np.float64).reshape(-1, 2)
+    computing, moving = union(spans), union(np.array(collectives, np.float64).reshape(-1, 2))
+    busy = union(np.concatenate([computing, moving]))
+    whole = busy[-1, 1] - busy[0, 0]
+    exposed = length(moving) - common(computing, moving)
+    beside, alone = [], collections.defaultdict(list)
+    for start, end, kind in kernels:
+        takes = end - start
+        shared = sum(max(0.0, min(end, b) - max(start, a)) for a, b in near(moving, start, end))
+        if shared > 0.5 * takes:
+            beside.append((kind, takes))
+        elif shared == 0:
+            alone[kind].append(takes)
+    slowed = sum(takes - np.median(alone[kind]) for kind, takes in beside if kind in alone)
+    compared = sum(takes for kind, takes in beside if kind in alone)
+    share = lambda time: round(float(time) / whole, 4)  # noqa: E731
+    return {
+        "seconds": round(whole / 1e9, 6),
+        "computing": share(length(computing)),
+        "collectives": share(length(moving)),
+        "exposed_collectives": share(exposed),
+        "idle": share(whole - length(busy)),
+        "beside_collectives": share(sum(takes for _, takes in beside)),
+        "of_which_compared": share(compared),
+        "slowed_by": share(slowed),
+    }
+
+
+def near(spans: np.ndarray, start: float, end: float) -> np.ndarray:
+    """Returns those of some joined spans that two moments have between them."""
+    return spans[np.searchsorted(spans[:, 1], start, "right") : np.searchsorted(spans[:, 0], end, "left")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path, help="a .xplane.pb or a folder with one")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    arguments = parser.parse_args()
+    path = arguments.trace
+    if path.is_dir():
+        path = next(iter(sorted(path.rglob("*.xplane.pb"))), path)
+    if not path.is_file():
+        parser.error(f"{path}: no .xplane.pb there")
+    devices = {name: measure(*found) for name, found in events(path).items() if all(found)}
+    if not devices:
+        sys.exit(f"exposed_collectives.py: {path}: no GPU there ran both collectives and kernels")
+    line = {"benchmark": "exposed_collectives", "trace": path.name, "devices": devices}
+    harness.emit(line | {"command": " ".join(["python", *sys.argv])}, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
