@@ -45,7 +45,9 @@ from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.collective_matmul.tiles import CONSUMERS, PIECE, Tiles
 
-PRODUCER, SENDER = CONSUMERS, CONSUMERS + 1
+PRODUCER = CONSUMERS  # the warpgroup's index
+# Of 65,536, for 128 threads of each warpgroup; multiples of 8.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 i32 = jnp.int32
 
 
@@ -117,9 +119,8 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
 
                 each_weight(n, store)
 
-        _run(tiles, ctas, t * count, lambda index: steps, ring, produce, consume)
-        if t > 1:
-            pl.when(lax.axis_index("wg") == SENDER)(lambda: outbox.send(keep))
+        send = (lambda: outbox.send(keep)) if t > 1 else None
+        _run(tiles, ctas, t * count, lambda index: steps, ring, produce, consume, send=send)
 
     out_type = [jax.ShapeDtypeStruct((t * M, N), dtype) for N in columns]
     if t > 1:
@@ -241,17 +242,17 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
         def steps_of_tile(index):
             return steps + jnp.where(index >= own_phase * count, i32(staged_steps), i32(0))
 
-        _run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, announce if t > 1 else None)
-        if sends:
+        def send_gathered():
+            outbox.send(keep=True)
 
-            @pl.when(lax.axis_index("wg") == SENDER)
+            @pl.when(lax.axis_index("sm") == 0)
             def _():
-                outbox.send(keep=True)
+                for away in range(1, t):
+                    outbox.wait_for(away, 0)
 
-                @pl.when(lax.axis_index("sm") == 0)
-                def _():
-                    for away in range(1, t):
-                        outbox.wait_for(i32(away), i32(0))
+        finish = announce if t > 1 else None
+        send = send_gathered if sends else None
+        _run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, finish, send)
 
     out_type = [jax.ShapeDtypeStruct((M, N), dtype)]
     if t > 1:
@@ -422,11 +423,12 @@ def _wait(semaphore, value: int):
     fence()
 
 
-def _run(tiles: Tiles, ctas: int, total: int, steps_of_tile, ring: _Ring, produce, consume, finish=None):
+def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finish=None, send=None):
     """Has a CTA's producer and consumers go through its tiles: number cta, cta + ctas, ... of `total`.
 
     produce, consume: called with a tile's number and its first step of the ring. finish: called by the
-    consumers, with the number of the CTA's last tile, once all its tiles are stored.
+    consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by the sender,
+    a warp beside the producer's: a fourth warpgroup would leave the consumers' products too few registers.
     """
     wg, cta = lax.axis_index("wg"), lax.axis_index("sm")
     turns = lax.div(total - 1 - cta, i32(ctas)) + 1
@@ -441,25 +443,25 @@ def _run(tiles: Tiles, ctas: int, total: int, steps_of_tile, ring: _Ring, produc
 
     @pl.when(wg == PRODUCER)
     def _():
-        plgpu.set_max_registers(tiles.registers[1], action="decrease")
-        each_tile(produce)
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        if send is None:
+            each_tile(produce)
+        else:
+
+            @plgpu.warp_map
+            def _(warp):
+                pl.when(warp == 0)(lambda: each_tile(produce))
+                pl.when(warp == 1)(send)
 
     @pl.when(wg < CONSUMERS)
     def _():
-        plgpu.set_max_registers(tiles.registers[0], action="increase")
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         for slot in range(tiles.stages):  # at first, all slots are empty
             plgpu.barrier_arrive(ring.empty.at[slot])
         each_tile(consume)
         if finish is not None:
             pl.when(turns > 0)(lambda: finish((turns - 1) * ctas + cta))
         plgpu.wait_smem_to_gmem(0)
-
-    if tiles.sends:
-
-        @pl.when(wg == SENDER)
-        def _():
-            plgpu.set_max_registers(tiles.registers[1], action="decrease")
-
 
 def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, sends: bool):
     """Returns the kernel with its shared memory; `tiles.smem_bytes` counts the same."""
@@ -484,6 +486,6 @@ def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, se
         scratch_types=scratch,
         grid=(ctas,),
         grid_names=("sm",),
-        num_threads=CONSUMERS + 1 + sends,
+        num_threads=CONSUMERS + 1,
         thread_name="wg",
     )
