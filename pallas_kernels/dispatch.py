@@ -36,17 +36,39 @@ def nvidia_compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def require_nvidia(platform: str, least: tuple[int, int]) -> None:
+def require_nvidia(platform: str, least: tuple[int, int], below: tuple[int, int] | None = None) -> None:
     """Raises Unsupported unless `platform` is an NVIDIA GPU of at least this compute capability.
 
     Where there is no GPU to ask, "gpu" passes: what is traced there is lowered for another machine.
+
+    below: where given, a capability from which on the kernel cannot run; (10, 0) leaves Hopper alone.
     """
     found = platform
     if platform == "gpu":
         found = nvidia_compute_capability()
-        if jax.default_backend() != "gpu" or (found is not None and found >= least):
+        fits = found is not None and found >= least and (below is None or found < below)
+        if fits or jax.default_backend() != "gpu":
             return
-    raise Unsupported(f"needs an NVIDIA GPU of compute capability >= {least[0]}.{least[1]}, found {found}")
+    limit = f" and < {below[0]}.{below[1]}" if below else ""
+    raise Unsupported(
+        f"needs an NVIDIA GPU of compute capability >= {least[0]}.{least[1]}{limit}, found {found}"
+    )
+
+
+def require_tpu(platform: str) -> None:
+    """Raises Unsupported unless `platform` is a TPU."""
+    if platform != "tpu":
+        raise Unsupported(f"needs a TPU, found {platform}")
+
+
+def require_one_process() -> None:
+    """Raises Unsupported unless one process drives every device: for kernels that write into peers' memory.
+
+    Addresses of peers are known within a process. Between processes JAX makes symmetric memory of every
+    argument instead, and the runtime then asks for its multicast address, which no kernel here may.
+    """
+    if (processes := jax.process_count()) > 1:
+        raise Unsupported(f"needs every device in one process, found {processes} processes")
 
 
 def run[Result](

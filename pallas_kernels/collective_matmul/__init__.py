@@ -16,20 +16,21 @@ each matrix product in float32, and know nothing of differentiation:
         with dout of all shards gathered once: dy_AK = dout_AN @ w_KN.T, dw_KN = y_AK.T @ dout_AN
 
 A function that cannot run here raises `dispatch.Unsupported` while it is traced, and the next implementation
-is tried. The forward and the backward pass are chosen apart from each other.
+is tried. The forward and the backward pass are chosen apart from each other. What sums over other mesh axes a
+gradient needs, shard_map adds.
 """
 
 import functools
-from collections.abc import Callable
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.collective_matmul import reference
+from pallas_kernels.collective_matmul import reference, ring
 from pallas_kernels.varying import vary_alike
 
-__all__ = ["all_gather_matmul", "automatic", "matmul_reduce_scatter"]
+__all__ = ["all_gather_matmul", "automatic", "implementations", "matmul_reduce_scatter"]
 
 
 def all_gather_matmul(
@@ -50,8 +51,7 @@ def all_gather_matmul(
       x_MK: [M, K] this shard's rows, float32 or bfloat16.
       weights: matrices [K, N_i] of x's dtype, each this shard's columns.
       axis_name: the mesh axis over which rows and columns are split.
-      implementation: a name of `automatic`'s, or "reference", "ring", "ring_bidirectional"; None is the first
-        of `automatic` that can run.
+      implementation: one of `implementations`; None is the first of `automatic` that can run.
       backward: the same for the backward pass; None follows `implementation`.
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
 
@@ -120,9 +120,20 @@ def matmul_reduce_scatter(
 
 
 def automatic(platform: str | None = None) -> tuple[str, ...]:
-    """Returns the implementations that are tried where none is named, the first first."""
-    del platform
-    return ("reference",)
+    """Returns the implementations that are tried where none is named, the first first.
+
+    A CPU has no transfers to hide behind products, and the plain form is the shortest program there.
+    """
+    return ("reference",) if dispatch.resolve_platform(platform) == "cpu" else ("ring", "reference")
+
+
+def implementations(platform: str | None = None) -> dict[str, tuple[ModuleType, dict[str, object]]]:
+    """Returns all implementations by name: the module, and what its functions take beside `axis_name`."""
+    return {
+        "ring": (ring, {}),
+        "ring_bidirectional": (ring, {"directions": 2}),
+        "reference": (reference, {}),
+    }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
@@ -162,8 +173,10 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 def _run(function: str, axis_name: str, implementation: str | None, platform: str | None, *arguments):
     """Calls one of the four functions of the named implementation, or of the first that can run."""
     platform = dispatch.resolve_platform(platform)
-    implementations: dict[str, Callable] = {"reference": getattr(reference, function)}
-    bound = {name: functools.partial(call, axis_name=axis_name) for name, call in implementations.items()}
+    bound = {
+        name: functools.partial(getattr(module, function), axis_name=axis_name, **options)
+        for name, (module, options) in implementations(platform).items()
+    }
     return dispatch.run(function, bound, automatic(platform), implementation, *arguments)
 
 

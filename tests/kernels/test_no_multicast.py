@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from pallas_kernels import collective_matmul
 from pallas_kernels.attention import attention, find_segments
 from pallas_kernels.attention.shapes import GPU
+from pallas_kernels.collective_matmul import shapes as collective_shapes
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.shapes import GPU as LINEAR_CROSS_ENTROPY
 
@@ -96,3 +98,68 @@ def test_linear_cross_entropy(mesh_shape):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("all_reduce" in text) == (mesh.size > 1)
     assert not [word for word in FORBIDDEN if word in text]
+
+
+def lower_collective_matmul(shape, axes: dict[str, int], implementation: str, platform: str) -> str:
+    """Returns the lowered values and gradients on a mesh of these axes; "data" splits rows."""
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (jax.sharding.AxisType.Auto,) * len(axes))
+    data = tuple(name for name in axes if name != "tensor")
+    options = {"axis_name": "tensor", "implementation": implementation, "platform": platform}
+    split_rows, whole_rows = PartitionSpec((*data, "tensor")), PartitionSpec(data or None, "tensor")
+
+    def gather(x, *weights):
+        return collective_matmul.all_gather_matmul(x, weights, **options)
+
+    def scatter(y, w):
+        return (collective_matmul.matmul_reduce_scatter(y, w, **options),)
+
+    if shape.operation == "all_gather_matmul":
+        local, out = gather, whole_rows
+        specs = (split_rows, *[PartitionSpec(None, "tensor")] * len(shape.columns))
+    else:
+        local, out, specs = scatter, split_rows, (whole_rows, PartitionSpec("tensor"))
+
+    def both(operands, cotangents):
+        # A kernel's outputs are of no known varying axes, as a model that calls it has it.
+        function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        values, pull = jax.vjp(function, *operands)
+        return values, pull(cotangents)
+
+    rows = shape.rows * axes.get("data", 1)
+    x, *weights = (
+        jax.ShapeDtypeStruct(size, jnp.bfloat16)
+        for size in ((rows, shape.contracted), *((shape.contracted, n) for n in shape.columns))
+    )
+    cotangents = tuple(jax.ShapeDtypeStruct((rows, n), jnp.bfloat16) for n in shape.columns)
+    return jax.jit(both).trace((x, *weights), cotangents).lower(lowering_platforms=(platform,)).as_text()
+
+
+COLLECTIVE_SHAPES = collective_shapes.GPU | collective_shapes.UNTUNED
+COLLECTIVE_MESHES = ({"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2}, {"tensor": 2, "data": 4})
+# What it is that exchanges data, for each of those that send by collectives of XLA.
+COLLECTIVES = {
+    "ring": "collective_permute",
+    "ring_bidirectional": "collective_permute",
+    "reference": "all_gather",
+}
+
+
+@pytest.mark.parametrize("axes", COLLECTIVE_MESHES, ids=str)
+@pytest.mark.parametrize("shape", COLLECTIVE_SHAPES.values(), ids=COLLECTIVE_SHAPES)
+@pytest.mark.parametrize(
+    "implementation", [n for n in collective_matmul.implementations() if n != "mosaic_tpu"]
+)
+def test_collective_matmul(implementation, shape, axes):
+    text = lower_collective_matmul(shape, axes, implementation, "cuda")
+    assert COLLECTIVES.get(implementation, implementation) in text
+    assert not [word for word in FORBIDDEN if word in text]
+
+
+@pytest.mark.parametrize("platform", ["rocm", "tpu"])
+@pytest.mark.parametrize("implementation", COLLECTIVES)
+@pytest.mark.parametrize(
+    "shape", [COLLECTIVE_SHAPES["qkv_apart"], COLLECTIVE_SHAPES["down"]], ids=lambda s: s.operation
+)
+def test_collective_matmul_lowers_for(platform, implementation, shape):
+    text = lower_collective_matmul(shape, {"data": 2, "tensor": 4}, implementation, platform)
+    assert COLLECTIVES[implementation] in text
