@@ -43,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.collective_matmul.tiles import CONSUMERS, PIECE, Tiles
+from pallas_kernels.collective_matmul.tiles import CONSUMERS, PIECE, STEP, Tiles
 
 PRODUCER = CONSUMERS  # the warpgroup's index
 # Of 65,536, for 128 threads of each warpgroup; multiples of 8.
@@ -68,7 +68,7 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
     columns = [w.shape[0 if transposed else 1] for w in weights]
     blocks = [N // tiles.n for N in columns]
     first = [sum(blocks[:i]) for i in range(len(blocks))]
-    tiles_M, tiles_N, steps = M // tiles.m, sum(blocks), K // tiles.k
+    tiles_M, tiles_N, steps = M // tiles.m, sum(blocks), K // STEP
     count = tiles_M * tiles_N  # tiles of one shard's rows
     dtype = x_MK.dtype
 
@@ -76,7 +76,7 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
         w_refs, y_refs, rest = refs[: len(weights)], refs[len(weights) : 2 * len(weights)], refs[2 * len(weights) :]
         (gathered_ref, *rest) = rest if t > 1 else (None, *rest)
         ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
-        me = lax.axis_index(axis_name)
+        me = lax.axis_index(axis_name) if t > 1 else i32(0)
         if t > 1:
             outbox = _Outbox(x_ref, gathered_ref, rest, axis_name, tiles.m, ctas)
 
@@ -147,7 +147,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
     M = A // t
     tiles_M, tiles_N = M // tiles.m, N // tiles.n
     count = tiles_M * tiles_N  # tiles of one shard's rows
-    steps_of = [a.shape[1] // tiles.k for a, _ in pairs]
+    steps_of = [a.shape[1] // STEP for a, _ in pairs]
     steps, own_phase = sum(steps_of), t - 1
     staged_steps = (t - 1) * (tiles.n // PIECE)
     dtype, sends = pairs[0][0].dtype, gather is not None and t > 1
@@ -159,7 +159,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
         (staged_ref, *rest) = rest if t > 1 else (None, *rest)
         (gathered_ref, *rest) = rest if sends else (None, *rest)
         ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
-        me = lax.axis_index(axis_name)
+        me = lax.axis_index(axis_name) if t > 1 else i32(0)
         if t > 1:
             finished = pl.get_global(plgpu.SemaphoreType.REGULAR(((t - 1) * count,)))
         if sends:
@@ -286,11 +286,11 @@ class _Ring:
 
     def load(self, a_ref, row, b_ref, column, steps: int, base):
         """Fills the slots of steps base.. with rows [row, row + m) of a and columns [column, column + n) of b."""
-        m, n, k = self.tiles.m, self.tiles.n, self.tiles.k
+        m, n = self.tiles.m, self.tiles.n
 
         @pl.loop(0, steps)
         def _(step):
-            slot, contracted = self.slot(base + step), pl.ds(step * k, k)
+            slot, contracted = self.slot(base + step), pl.ds(step * STEP, STEP)
             b_window = (pl.ds(column, n), contracted) if self.transposed else (contracted, pl.ds(column, n))
             plgpu.barrier_wait(self.empty.at[slot])
             plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(row, m), contracted], self.a.at[slot], self.full.at[slot])
@@ -341,7 +341,7 @@ class _Ring:
 
     def write_out(self, number: int, value):
         """Returns where in shared memory piece `number` of the tile now is, ready to be stored."""
-        slots = self.tiles.out_slots
+        slots = self.out.shape[1]
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         piece_ref = self.out.at[lax.axis_index("wg"), number % slots]
         piece_ref[...] = value
@@ -470,11 +470,11 @@ def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, se
         transforms = plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(PIECE * 2)
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
-    b_tile = (tiles.n, tiles.k) if transposed else (tiles.k, tiles.n)
+    b_tile = (tiles.n, STEP) if transposed else (STEP, tiles.n)
     scratch = [
-        smem(tiles.stages, tiles.m, tiles.k),
+        smem(tiles.stages, tiles.m, STEP),
         smem(tiles.stages, *b_tile),
-        smem(CONSUMERS, tiles.out_slots, PIECE, PIECE),
+        smem(CONSUMERS, tiles.out_slots(sends), PIECE, PIECE),
         plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
         plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tiles.stages),
     ]
