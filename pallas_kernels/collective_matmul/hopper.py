@@ -314,7 +314,7 @@ class _Ring:
                 slot = self.slot(base + step)
                 plgpu.barrier_wait(self.full.at[slot])
                 b_ref = self.b.at[slot]
-                b_ref = plgpu.transpose_ref(b_ref, (1, 0)) if self.transposed else b_ref
+                b_ref = b_ref.transpose((1, 0)) if self.transposed else b_ref
                 plgpu.wgmma(acc_ref, self.a.at[slot, rows], b_ref)
                 plgpu.wgmma_wait(1)  # the product before this one has read its slot
                 pl.when(step > 0)(lambda: self.release(base + step - 1))
@@ -382,7 +382,7 @@ class _Outbox:
             if keep and away == 1:
                 to_refs.append(self.to_ref)
 
-            @pl.loop(0, (groups - 1 - cta) // self.ctas + 1)
+            @pl.loop(0, _turns(groups, cta, self.ctas))
             def _(turn, away=away, peer=peer, to_refs=to_refs):
                 group = turn * self.ctas + cta
                 band, within = lax.div(group, i32(self.groups_in_band)), lax.rem(group, i32(self.groups_in_band))
@@ -411,6 +411,11 @@ class _Outbox:
         plgpu.wait_smem_to_gmem(0)
 
 
+def _turns(total: int, cta, ctas: int):
+    """Returns how many of `total` things a CTA takes: numbers cta, cta + ctas, ..."""
+    return lax.div(total + (ctas - 1) - cta, i32(ctas))
+
+
 def _wait(semaphore, value: int):
     """Waits until a semaphore has this value; TMA loads behind it see what was stored before the signals."""
     pl.semaphore_wait(semaphore, value, decrement=False)
@@ -431,7 +436,7 @@ def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finis
     a warp beside the producer's: a fourth warpgroup would leave the consumers' products too few registers.
     """
     wg, cta = lax.axis_index("wg"), lax.axis_index("sm")
-    turns = lax.div(total - 1 - cta, i32(ctas)) + 1
+    turns = _turns(total, cta, ctas)
 
     def each_tile(act):
         def turn(i, base):
@@ -444,13 +449,19 @@ def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finis
     @pl.when(wg == PRODUCER)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        if send is None:
+
+        def produce_all():
             each_tile(produce)
+            for slot in range(tiles.stages):  # leave no arrival unseen
+                plgpu.barrier_wait(ring.empty.at[slot])
+
+        if send is None:
+            produce_all()
         else:
 
             @plgpu.warp_map
             def _(warp):
-                pl.when(warp == 0)(lambda: each_tile(produce))
+                pl.when(warp == 0)(produce_all)
                 pl.when(warp == 1)(send)
 
     @pl.when(wg < CONSUMERS)

@@ -33,7 +33,6 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.collective_matmul import hopper
 from pallas_kernels.collective_matmul.tiles import SMS, Problem, Tiles, choose, predict
-from pallas_kernels.varying import vary_alike
 
 HOPPER = {"least": (9, 0), "below": (10, 0)}
 
