@@ -28,7 +28,8 @@ The plain form adds transfer and product: 84 + 295 µs and more for the first, s
 import functools
 
 import jax
-import jax.numpy as jnp
+import jax.extend
+from jax.interpreters import mlir
 
 from pallas_kernels import dispatch
 from pallas_kernels.collective_matmul import hopper
@@ -46,8 +47,9 @@ def all_gather_matmul(x_MK, weights, *, axis_name, platform="gpu", tiles=None, a
     columns = tuple(w.shape[1] for w in weights)
     problem = _problem("gather", x_MK, axis_name, len(x_MK), (x_MK.shape[1],), columns)
     plan = _plan(problem, platform, tiles, always)
-    ys, _ = hopper.gather_matmul(x_MK, weights, *plan, axis_name=axis_name)
-    return _vary(ys, x_MK, *weights)
+    x, *ws = _unmark(x_MK, *weights)
+    ys, _ = hopper.gather_matmul(x, ws, *plan, axis_name=axis_name)
+    return _mark(ys, x_MK, *weights)
 
 
 def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, platform="gpu", tiles=None, always=False):
@@ -55,9 +57,10 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, platform="gpu",
     M, K = x_MK.shape
     problem = _problem("scatter_transposed", x_MK, axis_name, M, contracted, (K,), gathers=K)
     plan = _plan(problem, platform, tiles, always)
-    pairs = list(zip(dys, weights, strict=True))
-    dx_MK, x_AK = hopper.matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x_MK)
-    dx_MK, x_AK = _vary((dx_MK, x_AK), x_MK, *weights, *dys)
+    pairs = list(zip(_unmark(*dys), _unmark(*weights), strict=True))
+    (x,) = _unmark(x_MK)
+    results = hopper.matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x)
+    dx_MK, x_AK = _mark(results, x_MK, *weights, *dys)
     return dx_MK, tuple(_rows_contracted(x_AK, dy_AN) for dy_AN in dys)
 
 
@@ -65,8 +68,8 @@ def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, platform="gpu", tiles=None, 
     M = len(y_AK) // jax.lax.axis_size(axis_name)
     problem = _problem("scatter", y_AK, axis_name, M, (y_AK.shape[1],), (w_KN.shape[1],))
     plan = _plan(problem, platform, tiles, always)
-    out_MN, _ = hopper.matmul_scatter([(y_AK, w_KN)], *plan, axis_name=axis_name)
-    return _vary((out_MN,), y_AK, w_KN)[0]
+    out_MN, _ = hopper.matmul_scatter([_unmark(y_AK, w_KN)], *plan, axis_name=axis_name)
+    return _mark((out_MN,), y_AK, w_KN)[0]
 
 
 def matmul_reduce_scatter_backward(
@@ -75,10 +78,11 @@ def matmul_reduce_scatter_backward(
     M, N = dout_MN.shape
     problem = _problem("gather_transposed", dout_MN, axis_name, M, (N,), (len(w_KN),))
     plan = _plan(problem, platform, tiles, always)
+    dout, w = _unmark(dout_MN, w_KN)
     (dy_AK,), dout_AN = hopper.gather_matmul(
-        dout_MN, (w_KN,), *plan, axis_name=axis_name, transposed=True, keep=True
+        dout, (w,), *plan, axis_name=axis_name, transposed=True, keep=True
     )
-    dy_AK, dout_AN = _vary((dy_AK, dout_AN), y_AK, w_KN, dout_MN)
+    dy_AK, dout_AN = _mark((dy_AK, dout_AN), y_AK, w_KN, dout_MN)
     return dy_AK, _rows_contracted(y_AK, dout_AN)
 
 
@@ -136,10 +140,19 @@ def _device() -> tuple[str, int]:
     return (device.device_kind, device.core_count) if device.platform == "gpu" else ("NVIDIA H200", SMS)
 
 
-def _vary(results, *operands):
-    """Returns a kernel's results as varying over the axes that its operands vary over."""
+# Within a kernel, warps that take roles of their own cannot refer to arrays that are marked as varying over a
+# mesh axis (JAX 0.11.2). This takes the mark off an operand, and changes nothing else.
+_unmarked_p = jax.extend.core.Primitive("unmarked")
+_unmarked_p.def_impl(lambda x: x)
+_unmarked_p.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+mlir.register_lowering(_unmarked_p, lambda context, x: [x])
+
+
+def _unmark(*arrays):
+    return tuple(_unmarked_p.bind(x) for x in arrays)
+
+
+def _mark(results, *operands):
+    """Returns a kernel's results marked as varying over the axes that any of its operands varies over."""
     axes = frozenset.union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-    missing = [tuple(sorted(axes - jax.typeof(y).manual_axis_type.varying)) for y in results]
-    return tuple(
-        jax.lax.pcast(y, more, to="varying") if more else y for y, more in zip(results, missing, strict=True)
-    )
+    return tuple(jax.lax.pcast(y, tuple(sorted(axes)), to="varying") if axes else y for y in results)
