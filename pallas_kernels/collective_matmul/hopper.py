@@ -315,6 +315,7 @@ class _Ring:
                 plgpu.barrier_wait(self.full.at[slot])
                 b_ref = self.b.at[slot]
                 b_ref = b_ref.transpose((1, 0)) if self.transposed else b_ref
+                _inline("wgmma.fence.sync.aligned;")  # else ptxas adds its own, and at times serialises for it
                 plgpu.wgmma(acc_ref, self.a.at[slot, rows], b_ref)
                 plgpu.wgmma_wait(1)  # the product before this one has read its slot
                 pl.when(step > 0)(lambda: self.release(base + step - 1))
@@ -419,13 +420,15 @@ def _turns(total: int, cta, ctas: int):
 def _wait(semaphore, value: int):
     """Waits until a semaphore has this value; TMA loads behind it see what was stored before the signals."""
     pl.semaphore_wait(semaphore, value, decrement=False)
+    _inline("fence.proxy.async;")
 
+
+def _inline(ptx: str):
     @plgpu.inline_mgpu()
-    def fence(_):
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, [], "fence.proxy.async;", "", has_side_effects=True)
+    def insert(_):
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], ptx, "", has_side_effects=True)
 
-    fence()
+    insert()
 
 
 def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finish=None, send=None):
