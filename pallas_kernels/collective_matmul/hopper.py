@@ -1,16 +1,16 @@
 """The two kernels for Hopper: a persistent matrix product that sends or receives while it multiplies.
 
 Shapes, all of one shard: t shards on the mesh axis, M rows, A = t·M rows of all shards, K contracted, N
-columns. One thread block (CTA) runs on each SM. Of its warpgroups, two multiply (`CONSUMERS`), one loads their
-tiles by TMA (`PRODUCER`) and, where rows are to be gathered, one more sends them (`SENDER`).
+columns. One thread block (CTA) runs on each SM. Two of its warpgroups multiply: the consumers. A warp of the
+third loads their tiles by TMA: the producer. Where rows are to be gathered, one more warp sends them.
 
-`gather_matmul`: the senders of all SMs copy this shard's rows to the `gathered_AK` buffer of each peer, in
+`gather_matmul`: the senders of all SMs copy this shard's rows to the `gathered` buffer of each peer, in
 pieces through shared memory, while the others multiply: first this shard's own rows, then those of the next
 shard, and so on. A producer waits for the row block that it is about to load. Nothing is forwarded from shard
 to shard, and no step waits for all SMs.
 
-`matmul_scatter`: the tiles of the peers' rows come first, each stored by TMA into its owner's `staged` buffer;
-then the own tiles, to which a consumer adds what the peers have sent, always in the same order. Staged tiles
+`matmul_scatter`: the tiles of the peers' rows come first, each stored by TMA into its owner's `staged`
+buffer; then the own tiles, to which a consumer adds what the peers have sent, always in the same order. They
 come through the same ring of shared memory as the operands, so they are loaded ahead. Senders may gather
 another matrix meanwhile, which the gradient of the weights needs.
 
@@ -73,7 +73,11 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
     dtype = x_MK.dtype
 
     def body(x_ref, *refs):
-        w_refs, y_refs, rest = refs[: len(weights)], refs[len(weights) : 2 * len(weights)], refs[2 * len(weights) :]
+        w_refs, y_refs, rest = (
+            refs[: len(weights)],
+            refs[len(weights) : 2 * len(weights)],
+            refs[2 * len(weights) :],
+        )
         (gathered_ref, *rest) = rest if t > 1 else (None, *rest)
         ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
         me = lax.axis_index(axis_name) if t > 1 else i32(0)
@@ -230,8 +234,8 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
                         @pl.when(phase == k)
                         def _(k=k, r=r, c=c, piece_ref=piece_ref):
                             peer = lax.rem(me + (k + 1), i32(t))
-                            there = plgpu.remote_ref(window(staged_ref.at[k], r, c), {axis_name: peer})
-                            plgpu.copy_smem_to_gmem(piece_ref, there)
+                            there = plgpu.remote_ref(staged_ref, {axis_name: peer})
+                            plgpu.copy_smem_to_gmem(piece_ref, window(there.at[k], r, c))
 
             if t > 1:
                 pl.when(phase == own_phase)(add_and_store)
@@ -285,7 +289,7 @@ class _Ring:
         return lax.rem(step, i32(self.tiles.stages))
 
     def load(self, a_ref, row, b_ref, column, steps: int, base):
-        """Fills the slots of steps base.. with rows [row, row + m) of a and columns [column, column + n) of b."""
+        """Fills the slots of steps base.. with rows of a from `row` on, columns of b from `column` on."""
         m, n = self.tiles.m, self.tiles.n
 
         @pl.loop(0, steps)
@@ -297,7 +301,7 @@ class _Ring:
             plgpu.copy_gmem_to_smem(b_ref.at[b_window], self.b.at[slot], self.full.at[slot])
 
     def load_staged(self, staged_ref, source: int, row, column, step):
-        """Fills a slot's part for a with PIECE columns of a staged tile, in the two copies that `full` expects."""
+        """Fills a slot's tile of a with PIECE columns of a staged tile, in the two copies `full` counts."""
         slot, half = self.slot(step), self.tiles.m // 2
         plgpu.barrier_wait(self.empty.at[slot])
         for begin in (0, half):
@@ -315,7 +319,9 @@ class _Ring:
                 plgpu.barrier_wait(self.full.at[slot])
                 b_ref = self.b.at[slot]
                 b_ref = b_ref.transpose((1, 0)) if self.transposed else b_ref
-                _inline("wgmma.fence.sync.aligned;")  # else ptxas adds its own, and at times serialises for it
+                _inline(
+                    "wgmma.fence.sync.aligned;"
+                )  # else ptxas adds its own, and at times serialises for it
                 plgpu.wgmma(acc_ref, self.a.at[slot, rows], b_ref)
                 plgpu.wgmma_wait(1)  # the product before this one has read its slot
                 pl.when(step > 0)(lambda: self.release(base + step - 1))
@@ -386,7 +392,10 @@ class _Outbox:
             @pl.loop(0, _turns(groups, cta, self.ctas))
             def _(turn, away=away, peer=peer, to_refs=to_refs):
                 group = turn * self.ctas + cta
-                band, within = lax.div(group, i32(self.groups_in_band)), lax.rem(group, i32(self.groups_in_band))
+                band, within = (
+                    lax.div(group, i32(self.groups_in_band)),
+                    lax.rem(group, i32(self.groups_in_band)),
+                )
                 self._send_group(to_refs, band * PIECE, within * (self.pieces_in_group * PIECE))
                 block = lax.div(band, i32(self.bands_in_block))
                 pl.semaphore_signal(self.arrived.at[(away - 1) * self.blocks + block], device_id=peer)
@@ -435,8 +444,8 @@ def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finis
     """Has a CTA's producer and consumers go through its tiles: number cta, cta + ctas, ... of `total`.
 
     produce, consume: called with a tile's number and its first step of the ring. finish: called by the
-    consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by the sender,
-    a warp beside the producer's: a fourth warpgroup would leave the consumers' products too few registers.
+    consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by the
+    sender, a warp beside the producer's: a fourth warpgroup would leave the consumers too few registers.
     """
     wg, cta = lax.axis_index("wg"), lax.axis_index("sm")
     turns = _turns(total, cta, ctas)
@@ -476,6 +485,7 @@ def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finis
         if finish is not None:
             pl.when(turns > 0)(lambda: finish((turns - 1) * ctas + cta))
         plgpu.wait_smem_to_gmem(0)
+
 
 def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, sends: bool):
     """Returns the kernel with its shared memory; `tiles.smem_bytes` counts the same."""

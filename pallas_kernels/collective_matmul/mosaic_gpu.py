@@ -109,10 +109,19 @@ def _plan(problem: Problem, platform: str, tiles: Tiles | None, always: bool) ->
         raise dispatch.Unsupported(f"multiplies bfloat16 or float16, found {problem.dtype}")
     if problem.shards > 8:
         raise dispatch.Unsupported(f"has at most 8 shards on an axis, found {problem.shards}")
-    kind, sms = _device()
     if tiles is not None:
         problem.check(tiles)
-        return tiles, sms
+        return tiles, _device()[1]
+    return tiles_for(problem, always)
+
+
+def tiles_for(problem: Problem, always: bool) -> tuple[Tiles, int]:
+    """Returns the tiles and the number of thread blocks.
+
+    Raises:
+      Unsupported: no tiles divide the shape or, unless `always`, the plain form is faster.
+    """
+    kind, sms = _device()
     tiles, faster = choose(problem, kind, sms)
     fused, plain = predict(problem, tiles, sms)
     if not always and faster is False:

@@ -2,14 +2,14 @@
 
 Shapes, all of one shard: t shards on the mesh axis, M rows, K contracted, N columns.
 
-What was measured decides where it is at hand: `tile_table.py`, written by scripts/bench/tune_collective_matmul.py.
+What was measured decides, where it is at hand: `tile_table.py`, by scripts/bench/tune_collective_matmul.py.
 Elsewhere `choose` takes the tiles with the fewest waves of thread blocks, and `predict` compares the kernel
 with the plain form by bytes and operations.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 from pallas_kernels.collective_matmul import tile_table
@@ -91,6 +91,14 @@ class Problem:
         beside = f"+{self.gathers}" if self.gathers else ""
         return f"{self.operation}{beside}/{self.shards}/{self.rows}x{contracted}x{columns}/{self.dtype}"
 
+    @classmethod
+    def of_key(cls, key: str) -> "Problem":
+        """Returns the problem of a key."""
+        operation, shards, sizes, dtype = key.split("/")
+        operation, _, gathers = operation.partition("+")
+        rows, contracted, columns = (tuple(map(int, part.split("+"))) for part in sizes.split("x"))
+        return cls(operation, int(shards), rows[0], contracted, columns, dtype, int(gathers or 0))
+
     @property
     def sends(self) -> bool:
         return self.shards > 1 and (self.operation.startswith("gather") or self.gathers > 0)
@@ -118,8 +126,15 @@ class Problem:
         for what, size, by in wanted:
             if size % by:
                 raise Unsupported(f"{what}, {size}, do not divide by {by}")
-        if tiles.m % (CONSUMERS * PIECE) or tiles.n % PIECE or tiles.n > 256 or tiles.m_of_consumer * tiles.n > 16_384:
-            raise Unsupported(f"no tiles of {tiles.m} x {tiles.n}: at most 16,384 float32 sums to a warpgroup")
+        if (
+            tiles.m % (CONSUMERS * PIECE)
+            or tiles.n % PIECE
+            or tiles.n > 256
+            or tiles.m_of_consumer * tiles.n > 16_384
+        ):
+            raise Unsupported(
+                f"no tiles of {tiles.m} x {tiles.n}: at most 16,384 float32 sums to a warpgroup"
+            )
         if (found := tiles.smem_bytes(self.sends)) > SMEM_BYTES:
             raise Unsupported(f"tiles {tiles} take {found} bytes of shared memory, there are {SMEM_BYTES}")
 
@@ -134,19 +149,10 @@ def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | 
         tiles = Tiles(**entry["tiles"])
         problem.check(tiles)
         return tiles, entry["faster"]
-    fitting, refusal = [], None
-    for m, n in RATES:
-        try:
-            problem.check(tiles := Tiles(m, n))
-        except Unsupported as reason:
-            refusal = refusal or reason
-            continue
-        fitting.append((_product_seconds(problem, tiles, sms), -m * n, tiles))
+    fitting = [tiles for m, n in RATES if (tiles := _deepest(problem, m, n)) is not None]
     if not fitting:
-        smallest = min(RATES, key=math.prod)
-        problem.check(Tiles(*smallest))  # its reason is the one to give
-        raise Unsupported(str(refusal))
-    return min(fitting, key=lambda candidate: candidate[:2])[-1], None
+        problem.check(Tiles(*min(RATES, key=math.prod)))  # raises: what does not divide by the smallest tiles
+    return min(fitting, key=lambda tiles: _product_seconds(problem, tiles, sms)), None
 
 
 PRODUCT_FLOPS = 700e12  # of a large bf16 product on an H200 or H100, in a second
@@ -173,18 +179,18 @@ def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
     return waves * of_wave / (PRODUCT_FLOPS * RATES.get((tiles.m, tiles.n), 1.0))
 
 
-def candidates(problem: Problem) -> Sequence[Tiles]:
+def candidates(problem: Problem) -> list[Tiles]:
     """Returns what to measure for a shape: all tiles that fit it, each in several orders."""
-    found = []
-    for m, n in RATES:
-        for minor, width in (("M", 4), ("M", 8), ("M", 16), ("M", 32), ("N", 4), ("N", 8)):
-            for stages in (3, 4, 5, 6):
-                tiles = Tiles(m, n, stages, minor, width)
-                try:
-                    problem.check(tiles)
-                    deeper = dataclasses.replace(tiles, stages=stages + 1).smem_bytes(problem.sends)
-                except Unsupported:
-                    continue
-                if deeper > SMEM_BYTES:  # as deep as there is room
-                    found.append(tiles)
-    return found
+    orders = [("M", 4), ("M", 8), ("M", 16), ("M", 32), ("N", 4), ("N", 8)]
+    found = [_deepest(problem, m, n, minor, width) for m, n in RATES for minor, width in orders]
+    return [tiles for tiles in found if tiles is not None]
+
+
+def _deepest(problem: Problem, m: int, n: int, minor: str = "M", width: int = 8) -> Tiles | None:
+    """Returns these tiles with as many stages as there is room for, up to 8; None if they do not fit."""
+    for stages in range(8, 1, -1):
+        tiles = Tiles(m, n, stages, minor, width)
+        with contextlib.suppress(Unsupported):
+            problem.check(tiles)
+            return tiles
+    return None

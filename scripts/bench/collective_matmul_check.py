@@ -15,7 +15,6 @@ import math
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +102,9 @@ def _scaled_normal(key, shape, dtype, sharding):
 
 
 def _normal(key, shape, dtype, sharding):
-    return _scaled_normal(jax.device_put(key, NamedSharding(sharding.mesh, PartitionSpec())), shape, dtype, sharding)
+    return _scaled_normal(
+        jax.device_put(key, NamedSharding(sharding.mesh, PartitionSpec())), shape, dtype, sharding
+    )
 
 
 def values_and_gradients(function):
