@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.collective_matmul import mosaic_gpu, reference, ring
+        "mosaic_gpu": (mosaic_gpu, {"platform": platform, "always": named}),
+        "mosaic_tpu": (mosaic_tpu, {"platform": platform}),
 from pallas_kernels.varying import vary_alike
 
 __all__ = ["all_gather_matmul", "automatic", "implementations", "matmul_reduce_scatter"]
@@ -138,6 +139,7 @@ def implementations(
     platform = dispatch.resolve_platform(platform)
     return {
         "mosaic_gpu": (mosaic_gpu, {"platform": platform, "always": named}),
+        "mosaic_tpu": (mosaic_tpu, {"platform": platform}),
         "ring": (ring, {}),
         "ring_bidirectional": (ring, {"directions": 2}),
         "reference": (reference, {}),

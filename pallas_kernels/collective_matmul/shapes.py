@@ -4,7 +4,13 @@ All numbers are of the whole operation, over all devices of the mesh axis: all_g
 of x and the columns of its matrices, matmul_reduce_scatter what is contracted and the rows of its result.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import collective_matmul
 
 DEVICES = (2, 4)  # on the axis; each divides every shape of GPU
 
@@ -22,6 +28,42 @@ class Shape:
         """Returns the shape with every number divided by the same one, for a CPU."""
         columns = tuple(n // by for n in self.columns)
         return Shape(self.operation, self.rows // by, self.contracted // by, columns)
+
+    def arrays(self, mesh: Mesh, dtype) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+        """Returns the operands and the results over the mesh, with this many rows on each "tensor" axis."""
+        rows = self.rows * mesh.size // mesh.shape["tensor"]
+        operands = (rows, self.contracted), *((self.contracted, n) for n in self.columns)
+        in_specs, out_spec = self._specs(mesh)
+
+        def struct(size, spec):
+            return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
+
+        return (
+            tuple(struct(*pair) for pair in zip(operands, in_specs, strict=True)),
+            tuple(struct((rows, n), out_spec) for n in self.columns),
+        )
+
+    def on(self, mesh: Mesh | AbstractMesh, check_vma: bool = True, **options) -> Callable[..., tuple]:
+        """Returns the operation on whole arrays, operands -> tuple of results.
+
+        mesh: has an axis "tensor", which takes part; all others split rows. options: of the operation.
+        """
+        operation = getattr(collective_matmul, self.operation)
+
+        def local(x, *weights):
+            if self.operation == "all_gather_matmul":
+                return operation(x, weights, axis_name="tensor", **options)
+            return (operation(x, *weights, axis_name="tensor", **options),)
+
+        in_specs, out_spec = self._specs(mesh)
+        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=check_vma)
+
+    def _specs(self, mesh) -> tuple[tuple[PartitionSpec, ...], PartitionSpec]:
+        others = tuple(name for name in mesh.axis_names if name != "tensor")
+        split, whole = PartitionSpec((*others, "tensor")), PartitionSpec(others or None, "tensor")
+        if self.operation == "all_gather_matmul":
+            return (split, *[PartitionSpec(None, "tensor")] * len(self.columns)), whole
+        return (whole, PartitionSpec("tensor")), split
 
 
 def _gather(rows: int, contracted: int, *columns: int) -> Shape:

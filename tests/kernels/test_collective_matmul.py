@@ -1,18 +1,24 @@
 """The contract of collective matrix products: values and gradients of all implementations on all meshes, what
-they send, that transfers and products do not wait for each other, repeats, and what is refused."""
+they send, that transfers and products do not wait for each other, repeats, and what is refused. Kernels for
+TPUs are run by JAX's interpreter of them, which looks for races."""
 
 import functools
+import types
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from pallas_kernels import collective_matmul, dispatch
+from pallas_kernels.collective_matmul import mosaic_tpu
 from pallas_kernels.collective_matmul.shapes import CPU, DEVICES, GPU, UNTUNED, Shape
-from pallas_kernels.testing import CPU_TOLERANCE, assert_close, fresh_seed, normal
+from pallas_kernels.testing import CPU_TOLERANCE, assert_close, fresh_seed, normal, relative_error
 
 HALF_PRECISION_TOLERANCE = 1e-2
 
@@ -33,38 +39,10 @@ def make_mesh(axes: dict[str, int]) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
 
 
-def sharded(operation: str, axes: dict[str, int], check_vma=True, **options):
-    """Returns the operation over whole arrays (x, *weights) -> tuple; any axis but "tensor" splits rows."""
-    others = tuple(name for name in axes if name != "tensor")
-    all_rows, columns = PartitionSpec((*others, "tensor")), PartitionSpec(None, "tensor")
-
-    def gather(x, *weights):
-        return collective_matmul.all_gather_matmul(x, weights, axis_name="tensor", **options)
-
-    def scatter(y, w):
-        return (collective_matmul.matmul_reduce_scatter(y, w, axis_name="tensor", **options),)
-
-    def whole(x, *weights):
-        if operation == "all_gather_matmul":
-            local, specs = gather, (all_rows, *[columns] * len(weights))
-            out = PartitionSpec(others or None, "tensor")
-        else:
-            local, specs = scatter, (PartitionSpec(others or None, "tensor"), PartitionSpec("tensor"))
-            out = all_rows
-        mesh = make_mesh(axes)
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)(
-            x, *weights
-        )
-
-    return whole
-
-
 def draw(rng: np.random.Generator, shape: Shape, axes: dict[str, int], dtype=jnp.float32):
-    """Returns whole operands, with rows for each shard of the other axes, and cotangents of the result."""
-    rows = shape.rows * axes.get("data", 1)
-    x = normal(rng, (rows, shape.contracted), dtype)
-    weights = [normal(rng, (shape.contracted, columns), dtype) for columns in shape.columns]
-    return (x, *weights), tuple(normal(rng, (rows, columns), dtype) for columns in shape.columns)
+    """Returns whole operands, and cotangents of the results."""
+    structs = shape.arrays(make_mesh(axes), dtype)
+    return jax.tree.map(lambda s: jax.device_put(normal(rng, s.shape, s.dtype), s.sharding), structs)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -84,7 +62,7 @@ def expected(operands, cotangents):
 
 def check(shape: Shape, axes, dtype=jnp.float32, tolerance=CPU_TOLERANCE, **options):
     operands, cotangents = draw(np.random.default_rng(fresh_seed()), shape, axes, dtype)
-    found = run(sharded(shape.operation, axes, **options), operands, cotangents)
+    found = run(shape.on(make_mesh(axes), **options), operands, cotangents)
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
     assert_close(found, expected(operands, cotangents), tolerance)
 
@@ -149,8 +127,8 @@ def test_one_layer_is_rematerialised():
     """Both operations in a row, as a layer has them, under jax.checkpoint."""
     axes = MESHES["data2_tensor4"]
     (x, w), _ = draw(np.random.default_rng(fresh_seed()), CPU["one_matrix"], axes)
-    gather = sharded("all_gather_matmul", axes, implementation="ring")
-    scatter = sharded("matmul_reduce_scatter", axes, implementation="ring")
+    gather = CPU["one_matrix"].on(make_mesh(axes), implementation="ring")
+    scatter = CPU["scatter"].on(make_mesh(axes), implementation="ring")
 
     def split(x, w):
         return jnp.sum(jnp.square(scatter(jnp.tanh(gather(x, w)[0]), w.T)[0]))
@@ -178,7 +156,7 @@ def primitives(shape: Shape, t: int, **options) -> tuple[Counter, Counter]:
     """Returns how often each operation is in the forward and in the backward pass."""
     axes = {"tensor": t}
     operands, cotangents = draw(np.random.default_rng(0), shape, axes)
-    function = sharded(shape.operation, axes, **options)
+    function = shape.on(make_mesh(axes), **options)
     forward = jax.make_jaxpr(function)(*operands)
     both = jax.make_jaxpr(functools.partial(run, function))(operands, cotangents)
     forward, both = (Counter(e.primitive.name for e in equations(j.jaxpr)) for j in (forward, both))
@@ -208,7 +186,7 @@ def test_transfers_and_products_do_not_wait_for_each_other(shape, name):
     """No gathered row waits for a product, and no product for a sum that is on its way: a scheduler is free
     to run each transfer beside a product."""
     operands, _ = draw(np.random.default_rng(0), shape, MESHES["4"])
-    jaxpr = jax.make_jaxpr(sharded(shape.operation, MESHES["4"], implementation=name))(*operands)
+    jaxpr = jax.make_jaxpr(shape.on(make_mesh(MESHES["4"]), implementation=name))(*operands)
     made_by = {}  # variable -> names of all operations that it depends on
     late, early = (
         ("ppermute", "dot_general") if shape.operation == "all_gather_matmul" else ("dot_general", "ppermute")
@@ -229,7 +207,7 @@ def test_transfers_and_products_do_not_wait_for_each_other(shape, name):
 def test_repeats_are_equal_bit_for_bit(dtype, name):
     for shape in (CPU["three_matrices"], CPU["scatter"]):
         operands, cotangents = draw(np.random.default_rng(fresh_seed()), shape, MESHES["8"], dtype)
-        function = sharded(shape.operation, MESHES["8"], implementation=name)
+        function = shape.on(make_mesh(MESHES["8"]), implementation=name)
         first, *others = (run(function, operands, cotangents) for _ in range(5))
         for other in others:
             jax.tree.map(np.testing.assert_array_equal, first, other)
@@ -249,11 +227,13 @@ def test_automatic_choice():
 def test_what_is_refused():
     x, w = jnp.zeros((8, 4)), jnp.zeros((4, 6))
 
+    mesh = make_mesh(MESHES["2"])
+
     def gather(*arguments, **options):
-        return sharded("all_gather_matmul", MESHES["2"], **options)(*arguments)
+        return Shape("all_gather_matmul", 0, 0, arguments[1:]).on(mesh, **options)(*arguments)
 
     def scatter(*arguments, **options):
-        return sharded("matmul_reduce_scatter", MESHES["2"], **options)(*arguments)
+        return Shape("matmul_reduce_scatter", 0, 0, ()).on(mesh, **options)(*arguments)
 
     with pytest.raises(ValueError, match=r"shapes do not fit: x \(4, 4\), weights \[\(6, 2\)\]"):
         gather(x, w.T)
@@ -292,3 +272,120 @@ def test_hopper_alone(monkeypatch):
     require()
     with pytest.raises(dispatch.Unsupported, match=r">= 9\.0 and < 10\.0, found tpu"):
         dispatch.require_nvidia("tpu", (9, 0), below=(10, 0))
+
+
+# Its kernels take whole tiles; these have several blocks, and rows of a shard that halve and that do not.
+TPU = {
+    "gather": Shape("all_gather_matmul", 64, 256, (512, 512)),
+    "gather_one_way": Shape("all_gather_matmul", 32, 128, (512,)),
+    "scatter": Shape("matmul_reduce_scatter", 64, 512, (256,)),
+    "scatter_one_way": Shape("matmul_reduce_scatter", 32, 512, (128,)),
+}
+TPU_OPTIONS = {"implementation": "mosaic_tpu", "platform": "tpu"}
+
+
+def tpu_mesh(axes: dict[str, int]) -> AbstractMesh:
+    """Returns a mesh of TPUs for what is traced, in the place of the CPUs that it is run or lowered on."""
+    return make_mesh(axes).abstract_mesh.update(abstract_device=AbstractDevice("TPU v5p", 1, "tpu"))
+
+
+@pytest.fixture
+def simulated_tpu(request, monkeypatch):
+    """Kernels for TPUs run on CPUs here. When transfers happen: as late as possible, as early as possible."""
+    monkeypatch.setattr(mosaic_tpu, "BLOCK", 128)
+    jax.clear_caches()  # the interpreter takes the order of the axes from a cache that does not heed it
+    parameters = pltpu.InterpretParams(detect_races=True, dma_execution_mode=request.param)
+    with pltpu.force_tpu_interpret_mode(parameters):
+        yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+late, early = (pytest.mark.parametrize("simulated_tpu", [m], indirect=True) for m in ("on_wait", "eager"))
+late_and_early = pytest.mark.parametrize("simulated_tpu", ["on_wait", "eager"], indirect=True)
+
+
+def run_on_simulated_tpu(shape: Shape, axes, dtype=jnp.float32):
+    """Returns what was found, what was expected, and whether there were races."""
+    operands, cotangents = draw(np.random.default_rng(fresh_seed()), shape, axes, dtype)
+    # The interpreter itself cannot be traced with check_vma=True.
+    function = shape.on(tpu_mesh(axes), check_vma=False, **TPU_OPTIONS)
+    found = jax.block_until_ready(run(function, operands, cotangents))
+    return found, expected(operands, cotangents), interpret_pallas_call.races.races_found
+
+
+@late_and_early
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_simulated_tpu(operation, axes, simulated_tpu):
+    found, values, races = run_on_simulated_tpu(TPU[operation], axes)
+    assert not races
+    assert_close(found, values, CPU_TOLERANCE)
+
+
+@late
+@pytest.mark.parametrize("operation", ["gather_one_way", "scatter_one_way"])
+def test_simulated_tpu_one_way(operation, simulated_tpu):
+    found, values, races = run_on_simulated_tpu(TPU[operation], {"tensor": 2, "data": 2})
+    assert not races
+    assert_close(found, values, CPU_TOLERANCE)
+
+
+@early
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_simulated_tpu_in_half_precision(operation, simulated_tpu):
+    found, values, races = run_on_simulated_tpu(TPU[operation], {"tensor": 2}, jnp.bfloat16)
+    assert not races
+    assert_close(found, values, HALF_PRECISION_TOLERANCE)
+
+
+@late_and_early
+@pytest.mark.parametrize("operation", ["gather_one_way", "scatter_one_way"])
+def test_a_wait_left_out_is_found(operation, simulated_tpu, monkeypatch):
+    """The tests above would notice a kernel that reads what is still on its way."""
+    send = mosaic_tpu._send
+    unawaited = types.SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(mosaic_tpu, "_send", lambda *arguments: send(*arguments) and unawaited)
+    found, values, races = run_on_simulated_tpu(TPU[operation], {"tensor": 2})
+    errors = jax.tree.leaves(jax.tree.map(relative_error, found, values))
+    assert races or max(errors) > CPU_TOLERANCE
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [GPU["qkv_apart"], GPU["down"]], ids=lambda shape: shape.operation)
+def test_lowers_for_a_tpu(shape, dtype, axes, check_vma):
+    function = functools.partial(run, shape.on(tpu_mesh(axes), check_vma=check_vma, **TPU_OPTIONS))
+    traced = jax.jit(function).trace(*shape.arrays(make_mesh(axes), dtype))
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("@tpu_custom_call") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mosaic_tpu", "ring", "ring_bidirectional", "reference"])
+@pytest.mark.parametrize("chips", ["v5p:2x2x1", "v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("shape", (GPU | UNTUNED).values(), ids=GPU | UNTUNED)
+def test_compiles_for_a_tpu(shape, chips, name):
+    """By the TPU's own compiler, which needs no TPU."""
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(chips, "tpu").devices
+    for dtype in (jnp.bfloat16, jnp.float32):
+        for sizes in ((1, 4), (2, 2)):
+            mesh = jax.sharding.Mesh(np.array(devices).reshape(sizes), ("data", "tensor"))
+            function = functools.partial(run, shape.on(mesh, implementation=name, platform="tpu"))
+            compiled = jax.jit(function).lower(*shape.arrays(mesh, dtype)).compile()
+            assert ("tpu_custom_call" in compiled.as_text()) == (name == "mosaic_tpu")
+
+
+def test_what_a_tpu_kernel_refuses():
+    def trace(shape, axes, platform="tpu"):
+        mesh = make_mesh(axes)
+        function = shape.on(mesh, implementation="mosaic_tpu", platform=platform)
+        jax.eval_shape(function, *shape.arrays(mesh, jnp.float32)[0])
+
+    with pytest.raises(dispatch.Unsupported, match="mosaic_tpu: needs a TPU, found cpu"):
+        trace(TPU["gather"], MESHES["4"], platform=None)
+    with pytest.raises(dispatch.Unsupported, match="needs 2 devices on axis 'tensor', found 1"):
+        trace(TPU["gather"], {"data": 2, "tensor": 1})
+    for shape in (CPU["three_matrices"], CPU["scatter"]):
+        with pytest.raises(dispatch.Unsupported, match=r"rows .* multiples of 8 and all other .* of 128"):
+            trace(shape, MESHES["2"])

@@ -101,37 +101,16 @@ def test_linear_cross_entropy(mesh_shape):
 
 
 def lower_collective_matmul(shape, axes: dict[str, int], implementation: str, platform: str) -> str:
-    """Returns the lowered values and gradients on a mesh of these axes; "data" splits rows."""
+    """Returns the lowered values and gradients on a mesh of these axes."""
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (jax.sharding.AxisType.Auto,) * len(axes))
-    data = tuple(name for name in axes if name != "tensor")
-    options = {"axis_name": "tensor", "implementation": implementation, "platform": platform}
-    split_rows, whole_rows = PartitionSpec((*data, "tensor")), PartitionSpec(data or None, "tensor")
-
-    def gather(x, *weights):
-        return collective_matmul.all_gather_matmul(x, weights, **options)
-
-    def scatter(y, w):
-        return (collective_matmul.matmul_reduce_scatter(y, w, **options),)
-
-    if shape.operation == "all_gather_matmul":
-        local, out = gather, whole_rows
-        specs = (split_rows, *[PartitionSpec(None, "tensor")] * len(shape.columns))
-    else:
-        local, out, specs = scatter, split_rows, (whole_rows, PartitionSpec("tensor"))
+    function = shape.on(mesh, implementation=implementation, platform=platform)
 
     def both(operands, cotangents):
-        # A kernel's outputs are of no known varying axes, as a model that calls it has it.
-        function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
         values, pull = jax.vjp(function, *operands)
         return values, pull(cotangents)
 
-    rows = shape.rows * axes.get("data", 1)
-    x, *weights = (
-        jax.ShapeDtypeStruct(size, jnp.bfloat16)
-        for size in ((rows, shape.contracted), *((shape.contracted, n) for n in shape.columns))
-    )
-    cotangents = tuple(jax.ShapeDtypeStruct((rows, n), jnp.bfloat16) for n in shape.columns)
-    return jax.jit(both).trace((x, *weights), cotangents).lower(lowering_platforms=(platform,)).as_text()
+    traced = jax.jit(both).trace(*shape.arrays(mesh, jnp.bfloat16))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 COLLECTIVE_SHAPES = collective_shapes.GPU | collective_shapes.UNTUNED
