@@ -27,8 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-        "mosaic_gpu": (mosaic_gpu, {"platform": platform, "always": named}),
-        "mosaic_tpu": (mosaic_tpu, {"platform": platform}),
+from pallas_kernels.collective_matmul import mosaic_gpu, mosaic_tpu, reference, ring
 from pallas_kernels.varying import vary_alike
 
 __all__ = ["all_gather_matmul", "automatic", "implementations", "matmul_reduce_scatter"]

@@ -9,7 +9,6 @@ drawn anew and with every free buffer filled with NaN before each run; repeats h
 """
 
 import argparse
-import functools
 import json
 import math
 import subprocess
@@ -21,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import collective_matmul
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 
 BFLOAT16_TOLERANCE = 1e-2
@@ -58,57 +56,24 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def specs(mesh: Mesh, operation: str) -> tuple[tuple, PartitionSpec]:
-    """Returns how operands, (x, weights), and a result are split; rows are over any other axis too."""
-    others = tuple(name for name in mesh.axis_names if name != "tensor")
-    split_rows, split_columns = PartitionSpec((*others, "tensor")), PartitionSpec(others or None, "tensor")
-    if operation == "all_gather_matmul":
-        return (split_rows, PartitionSpec(None, "tensor")), split_columns
-    return (split_columns, PartitionSpec("tensor")), split_rows
-
-
-def sharded(mesh: Mesh, operation: str, implementation: str | None):
-    """Returns (x, weights) -> results over whole arrays; weights and results are tuples."""
-
-    def local(x, weights):
-        options = {"axis_name": "tensor", "implementation": implementation}
-        if operation == "all_gather_matmul":
-            return collective_matmul.all_gather_matmul(x, weights, **options)
-        return (collective_matmul.matmul_reduce_scatter(x, *weights, **options),)
-
-    operands, results = specs(mesh, operation)
-    return jax.shard_map(local, mesh=mesh, in_specs=operands, out_specs=results)
-
-
-def draw(mesh: Mesh, shape: Shape, seed: int, dtype=jnp.bfloat16):
-    """Returns (x, weights) and cotangents of the results, each drawn where it lies."""
-    (of_x, of_weights), of_results = specs(mesh, shape.operation)
-    rows = shape.rows * math.prod(size for name, size in mesh.shape.items() if name != "tensor")
-    wanted = [((rows, shape.contracted), of_x)]
-    wanted += [((shape.contracted, n), of_weights) for n in shape.columns]
-    wanted += [((rows, n), of_results) for n in shape.columns]
-    keys = jax.random.split(jax.random.key(seed), len(wanted))
-    x, *rest = [
-        _normal(key, size, dtype, NamedSharding(mesh, spec))
-        for key, (size, spec) in zip(keys, wanted, strict=True)
+def draw(mesh: Mesh, shape: Shape, seed: int, dtype=jnp.bfloat16) -> tuple[tuple, tuple]:
+    """Returns the operands and cotangents of the results, each drawn where it lies."""
+    operands, results = shape.arrays(mesh, dtype)
+    keys = iter(jax.random.split(jax.random.key(seed), len(operands) + len(results)))
+    drawn = [
+        tuple(
+            jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=x.sharding)(
+                next(keys), x.shape, dtype
+            )
+            for x in of
+        )
+        for of in (operands, results)
     ]
-    n = len(shape.columns)
-    return (x, tuple(rest[:n])), tuple(rest[n:])
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _scaled_normal(key, shape, dtype, sharding):
-    return jax.lax.with_sharding_constraint(jax.random.normal(key, shape, dtype), sharding)
-
-
-def _normal(key, shape, dtype, sharding):
-    return _scaled_normal(
-        jax.device_put(key, NamedSharding(sharding.mesh, PartitionSpec())), shape, dtype, sharding
-    )
+    return drawn[0], drawn[1]
 
 
 def values_and_gradients(function):
-    """Returns the compiled (operands, cotangents) -> results, gradients of (x, weights)."""
+    """Returns the compiled (operands, cotangents) -> results, gradients of the operands."""
 
     def both(operands, cotangents):
         values, pull = jax.vjp(function, *operands)
@@ -137,10 +102,10 @@ def expected(operands, cotangents):
             a, b = (jax.device_put(m, device).astype(jnp.float64) for m in (a, b))
             return np.asarray(jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ()))))
 
-        x, weights = operands
+        x, *weights = operands
         values = tuple(dot(x, w, 1, 0) for w in weights)
         dx = sum(dot(c, w, 1, 1) for c, w in zip(cotangents, weights, strict=True))
-        return values, (dx, tuple(dot(x, c, 0, 0) for c in cotangents))
+        return values, (dx, *(dot(x, c, 0, 0) for c in cotangents))
 
 
 def errors(found, wanted) -> list[float]:
@@ -156,7 +121,7 @@ def errors(found, wanted) -> list[float]:
 def check(mesh: Mesh, shape: Shape, implementation: str | None, seed: int) -> dict:
     """Returns the relative errors of a run on random operands with NaN wherever nothing was written."""
     operands, cotangents = draw(mesh, shape, seed)
-    run = values_and_gradients(sharded(mesh, shape.operation, implementation))
+    run = values_and_gradients(shape.on(mesh, implementation=implementation))
     compiled = run.lower(operands, cotangents).compile()
     poison(mesh, 4 * sum(x.nbytes for x in jax.tree.leaves((operands, cotangents))) // mesh.size)
     began = time.perf_counter()
@@ -168,7 +133,7 @@ def check(mesh: Mesh, shape: Shape, implementation: str | None, seed: int) -> di
 def unequal_repeats(mesh: Mesh, shape: Shape, implementation: str | None, seed: int, repeats: int) -> int:
     """Returns how many of the repeats differ from the first run in any bit."""
     operands, cotangents = draw(mesh, shape, seed)
-    run = values_and_gradients(sharded(mesh, shape.operation, implementation))
+    run = values_and_gradients(shape.on(mesh, implementation=implementation))
 
     @jax.jit
     def equal(found, first):
