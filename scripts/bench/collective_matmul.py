@@ -3,9 +3,9 @@
     python scripts/bench/collective_matmul.py [--devices 2] [--shapes NAME ...] [--torch] [--output FILE]
     python scripts/bench/collective_matmul.py --tiny    # on two forced CPU devices, without the GPU kernels
 
-Contenders take turns, A-B-C-A-B-C, and the median of the turns counts. A program makes several calls in a row,
-each after the one before, as a training step does. Before it is timed, a contender's result has to be within
-1e-2 of the plain form's, by norm.
+Contenders take turns, A-B-C-A-B-C, and the median of the turns counts. A program makes several calls in a
+row, each after the one before, as a training step does. Before it is timed, a contender's result has to be
+within 1e-2 of the plain form's, by norm.
 
   plain: XLA's collective and then its product, or the other way round; all ratios are over it
   ring, ring_bidirectional: transfers beside products, in as many steps as there are devices
@@ -16,12 +16,13 @@ each after the one before, as a training step does. Before it is timed, a conten
   collective: the transfer alone, by XLA
   torch: PyTorch's symmetric-memory operations, in a process of their own and without multicast
 
-`predicted_microseconds`, of the kernel alone, are those of `tiles.predict`; a backward pass has the products for
-the weights' gradients besides.
+`predicted_microseconds`, of the kernel alone, are those of `tiles.predict`; a backward pass has the products
+for the weights' gradients besides.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -41,10 +42,10 @@ import collective_matmul_check as checks
 import harness
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.runtime import xla
-from pallas_kernels.collective_matmul import implementations, tiles
+from pallas_kernels.collective_matmul import automatic, implementations, tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 from pallas_kernels.dispatch import Unsupported
 
@@ -114,19 +115,16 @@ class Case:
 
     def default(self) -> Callable:
         """Returns what runs where nothing is named: the first that does not refuse."""
-        platform = jax.default_backend()
-        last = None
-        for module, options in implementations(platform, named=False).values():
-            try:
+        known = implementations(named=False)
+        for name in automatic():
+            module, options = known[name]
+            with contextlib.suppress(Unsupported):
                 jax.eval_shape(run := self.of(module, **options), *self.operands())
                 return run
-            except Unsupported as refusal:
-                last = refusal
-        raise last
+        raise Unsupported("every implementation refuses")
 
     def products(self) -> tuple[Callable, tuple]:
         """Returns the products alone and their operands, of which each device has what it would gather."""
-        t = self.mesh.shape["tensor"]
 
         def dot(a, b, a_dim, b_dim):
             return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())))
@@ -136,33 +134,26 @@ class Case:
             ws, dys = rest[:n], rest[n:]
             if not self.backward:
                 return tuple(dot(x, w, 1, 0) for w in ws)
-            return *(dot(dy, w, 1, 1) for dy, w in zip(dys, ws, strict=True)), *(
-                dot(x, dy, 0, 0) for dy in dys
-            )
+            dxs = (dot(dy, w, 1, 1) for dy, w in zip(dys, ws, strict=True))
+            return *dxs, *(dot(x, dy, 0, 0) for dy in dys)
 
-        operands = self.operands()
         specs, results = self._specs()
-        # Rows that the operation gathers are on every device here.
         specs = list(specs + results if self.backward else specs)
-        whole = 0 if self.gathers else len(specs) - 1
-        if self.gathers or self.backward:
-            specs[whole] = PartitionSpec()
+        if self.gathers or self.backward:  # the rows that are to be gathered are on every device here
+            specs[0 if self.gathers else -1] = PartitionSpec(self._others or None)
         placed = tuple(
-            jax.device_put(x, jax.sharding.NamedSharding(self.mesh, spec))
-            for x, spec in zip(operands, specs, strict=True)
+            jax.device_put(x, NamedSharding(self.mesh, spec))
+            for x, spec in zip(self.operands(), specs, strict=True)
         )
-        del t
-        return self._over_shards(local, tuple(specs), PartitionSpec("tensor")), placed
+        return self._over_shards(local, tuple(specs), PartitionSpec((*self._others, "tensor"))), placed
 
     def collective(self) -> tuple[Callable, tuple]:
         """Returns the transfer alone: what is gathered, or a product of the size that is scattered."""
         gathers = self.gathers != self.backward
         columns = self.shape.contracted if self.gathers else self.shape.columns[0]
-        rows = self.shape.rows * (1 if gathers else self.mesh.shape["tensor"])
-        spec = PartitionSpec("tensor")
-        x = jax.device_put(
-            jnp.ones((rows, columns), jnp.bfloat16), jax.sharding.NamedSharding(self.mesh, spec)
-        )
+        rows = self.shape.rows * (self.mesh.size // self.mesh.shape["tensor"] if gathers else self.mesh.size)
+        spec = PartitionSpec((*self._others, "tensor"))
+        x = jnp.ones((rows, columns), jnp.bfloat16, device=NamedSharding(self.mesh, spec))
 
         def local(x):
             if gathers:
@@ -170,6 +161,10 @@ class Case:
             return (jax.lax.psum_scatter(x, "tensor", tiled=True),)
 
         return self._over_shards(local, (spec,), spec), (x,)
+
+    @property
+    def _others(self) -> tuple[str, ...]:
+        return tuple(name for name in self.mesh.axis_names if name != "tensor")
 
     def _specs(self) -> tuple[tuple, tuple]:
         operands, results = self.shape.arrays(self.mesh, jnp.bfloat16)
@@ -292,7 +287,7 @@ def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float) -> d
     )
     rows, base = {}, statistics.median(times["plain"])
     for name, seconds in times.items():
-        if name.startswith("jax_") and name != best_jax:
+        if name in of_jax and name != best_jax:
             continue
         halves = [statistics.median(half) for half in (seconds[::2], seconds[1::2] or seconds)]
         median = statistics.median(seconds)
@@ -381,11 +376,9 @@ def main() -> int:
             for direction in options.directions:
                 with phase(f"{name} {direction}"):
                     case = Case(shapes[name], mesh, direction == "backward")
-                    arguments = options.warmup_turns, options.turns, options.turn_seconds
-                    results[f"{name}_{direction}"] = dataclasses.asdict(shapes[name]) | measure(
-                        case, *arguments
-                    )
-                print(json.dumps({name: results[f"{name}_{direction}"]}), file=sys.stderr, flush=True)
+                    found = measure(case, options.warmup_turns, options.turns, options.turn_seconds)
+                    results[f"{name}_{direction}"] = dataclasses.asdict(shapes[name]) | found
+                print(json.dumps({f"{name}_{direction}": found}), file=sys.stderr, flush=True)
     line = {
         "benchmark": "collective_matmul",
         "axes": axes,
