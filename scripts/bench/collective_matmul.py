@@ -287,7 +287,7 @@ def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float) -> d
     )
     rows, base = {}, statistics.median(times["plain"])
     for name, seconds in times.items():
-        if name in of_jax and name != best_jax:
+        if name.startswith("jax_") and name != best_jax:
             continue
         halves = [statistics.median(half) for half in (seconds[::2], seconds[1::2] or seconds)]
         median = statistics.median(seconds)
