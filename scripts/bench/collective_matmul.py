@@ -239,7 +239,7 @@ def contenders(case: Case) -> tuple[dict[str, tuple[Callable, tuple]], dict[str,
 
 
 @jax.jit
-def _apart(found, wanted):
+def apart(found, wanted):
     def relative(a, b):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
@@ -269,7 +269,7 @@ def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float) -> d
     for name in list(compiled):
         if name in ("product", "collective"):
             continue
-        errors[name] = max(float(e) for e in _apart(compiled[name](*runs[name][1]), plain))
+        errors[name] = max(float(e) for e in apart(compiled[name](*runs[name][1]), plain))
         if not errors[name] <= TOLERANCE:
             missing[name] = f"{errors[name]:.2g} apart from the plain form"
             del compiled[name]

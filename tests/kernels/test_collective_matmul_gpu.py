@@ -297,6 +297,19 @@ def test_the_table_fits_its_problems():
             assert Problem.of_key(key).key == key
 
 
+def test_the_table_as_source(bench):
+    entry = {
+        "tiles": dataclasses.asdict(Tiles()),
+        "microseconds": 1.5,
+        "plain_microseconds": 2.0,
+        "faster": True,
+    }
+    table = {"NVIDIA H200": {problem_of(GPU[name], 2).key: entry for name in ("qkv", "gate")}}
+    text = bench("tune_collective_matmul").source(table)
+    assert eval(text.partition(" = ")[2]) == table
+    assert max(map(len, text.splitlines())) <= 110
+
+
 def test_a_problem_and_its_key():
     problem = Problem("scatter_transposed", 4, 2048, (3584, 3584), (4096,), "float16", gathers=4096)
     assert Problem.of_key(problem.key) == problem
