@@ -1,7 +1,7 @@
 """Times PyTorch's fused all-gather + matmul and matmul + reduce-scatter on symmetric memory, and NCCL's.
 
-    TORCH_SYMM_MEM_DISABLE_MULTICAST=1 python scripts/bench/peers/torch_collective_matmul.py --devices 2 \
-        --shapes '{"qkv": {"operation": "all_gather_matmul", "rows": 8192, "contracted": 4096, "columns": [6144]}}'
+    TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 python scripts/bench/peers/torch_collective_matmul.py \
+        --shapes '{"a": {"operation": "all_gather_matmul", "rows": 8192, "contracted": 4096, "columns": [6144]}}'
 
 Prints one JSON line: {shape: {"fused_microseconds", "nccl_microseconds", "apart"}}, or {"missing": why}. One
 process for each GPU, as PyTorch has it. It refuses to begin unless PyTorch itself says that symmetric memory
@@ -93,8 +93,10 @@ def main() -> int:
     missing = None
     if importlib.util.find_spec("torch") is None:
         missing = "torch is not installed"
-    elif os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1":
-        missing = "TORCH_SYMM_MEM_DISABLE_MULTICAST is not 1"
+    elif (
+        os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1" or os.environ.get("NCCL_NVLS_ENABLE") != "0"
+    ):
+        missing = "TORCH_SYMM_MEM_DISABLE_MULTICAST is not 1, or NCCL_NVLS_ENABLE not 0"
     if missing:
         print(json.dumps({"missing": missing}))
         return 0
