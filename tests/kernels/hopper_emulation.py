@@ -30,6 +30,7 @@ class Shards:
         self.prefilled, self.mail, self.own = None, [], []
         self.interpret = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
         self.signals = collections.Counter()  # {(shard, semaphores, index): signalled}
+        self.sources = collections.defaultdict(set)  # who did
         self.waits = {}  # {(shard, semaphores, index): expected}
         self._real_kernel, self._semaphores, self._lock = hopper._kernel, 0, threading.Lock()
         axis_index, axis_size = jax.lax.axis_index, jax.lax.axis_size
@@ -117,12 +118,13 @@ class Shards:
 
     def _signal(self, semaphore, device_id):
         if self.prefilled is None:  # each consumer's signal of a tile comes twice, as there are two of them
-            count = functools.partial(self._count, semaphore.array)
+            count = functools.partial(self._count, self.rank, semaphore.array)
             jax.debug.callback(count, device_id[AXIS], semaphore.index)
 
-    def _count(self, array, shard, index):
+    def _count(self, source, array, shard, index):
         with self._lock:
             self.signals[int(shard), array, int(index)] += 1
+            self.sources[int(shard), array, int(index)].add(source)
 
     def _wait(self, semaphore, value):
         if self.prefilled is None:

@@ -42,7 +42,8 @@ def test_gather_matmul(t, transposed, monkeypatch):
     M, K, N = 256, 192, (256, 128)
     rows = [draw(rng, M, K) for _ in range(t)]
     weights = [[draw(rng, *((n, K) if transposed else (K, n))) for n in N] for _ in range(t)]
-    found = Shards(monkeypatch, t).run(
+    shards = Shards(monkeypatch, t)
+    found = shards.run(
         hopper.gather_matmul,
         lambda rank: (rows[rank], weights[rank], SMALL, CTAS),
         keep=True,
@@ -53,6 +54,10 @@ def test_gather_matmul(t, transposed, monkeypatch):
         np.testing.assert_array_equal(np.float32(gathered), np.float32(whole))
         for y, w in zip(ys, of_shard, strict=True):
             assert_close(y, product(whole, w.T if transposed else w), GPU_TOLERANCE)
+    # Rows are waited for by how far on their shard is.
+    blocks = M // SMALL.m
+    for (shard, _, index), sources in shards.sources.items():
+        assert sources == {(shard + 1 + index // blocks) % t}
 
 
 @pytest.mark.parametrize("t, beside", [(1, True), (2, False), (3, True)])
@@ -67,14 +72,18 @@ def test_matmul_scatter(shape, t, beside, monkeypatch):
     def kernel(pairs, gather, *arguments, **options):
         return hopper.matmul_scatter(pairs, *arguments, gather=gather, transposed=True, **options)
 
-    found = Shards(monkeypatch, t).run(
-        kernel, lambda rank: (pairs[rank], extra[rank] if beside else None, shape, CTAS)
-    )
+    shards = Shards(monkeypatch, t)
+    found = shards.run(kernel, lambda rank: (pairs[rank], extra[rank] if beside else None, shape, CTAS))
     total = sum(product(a, w.T) for of_shard in pairs for a, w in of_shard)
     for rank, (out, gathered) in enumerate(found):
         assert_close(out, total[rank * M :][:M], GPU_TOLERANCE)
         if beside:
             np.testing.assert_array_equal(np.float32(gathered), np.float32(jnp.concatenate(extra)))
+    # What a shard adds up as that of the k-th shard before it, and in that order, is that shard's.
+    count = (M // shape.m) * (N // shape.n)
+    for (shard, array, index), sources in shards.sources.items():
+        expected = shard - 1 - index // count if array == 1 else shard + 1 + index
+        assert sources == {expected % t}
 
 
 def test_fewer_tiles_than_thread_blocks(monkeypatch):

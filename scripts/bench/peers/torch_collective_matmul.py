@@ -1,11 +1,11 @@
 """Times PyTorch's fused all-gather + matmul and matmul + reduce-scatter on symmetric memory, and NCCL's.
 
-    TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 python scripts/bench/peers/torch_collective_matmul.py \
-        --shapes '{"a": {"operation": "all_gather_matmul", "rows": 8192, "contracted": 4096, "columns": [6144]}}'
+    TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 python torch_collective_matmul.py --shapes JSON
 
-Prints one JSON line: {shape: {"fused_microseconds", "nccl_microseconds", "apart"}}, or {"missing": why}. One
-process for each GPU, as PyTorch has it. It refuses to begin unless PyTorch itself says that symmetric memory
-makes no multicast object, for such an object may not exist on every machine.
+JSON: {name: {"operation": "all_gather_matmul", "rows": 8192, "contracted": 4096, "columns": [6144]}}. Prints
+one line of it: {name: {"fused_microseconds", "nccl_microseconds", "apart"}}, or {"missing": why}. One process
+for each GPU, as PyTorch has it. It refuses to begin unless PyTorch itself says that symmetric memory makes no
+multicast object, for such an object may not exist on every machine.
 """
 
 import argparse
