@@ -11,6 +11,7 @@ drawn anew and with every free buffer filled with NaN before each run; repeats h
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -20,7 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxthru.runtime import xla
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
+
+os.environ.update(xla.NO_MULTICAST)  # whoever imports this is about to start collectives
 
 BFLOAT16_TOLERANCE = 1e-2
 
@@ -41,7 +45,9 @@ def in_child(axes: list[dict[str, int]], seconds: float, shapes: str = "tiny") -
     named = [",".join(f"{name}={size}" for name, size in mesh.items()) for mesh in axes]
     command = [sys.executable, __file__, "--axes", *named, "--shapes", shapes]
     try:
-        child = subprocess.run(command, timeout=seconds, capture_output=True, text=True)
+        # This process may hold most of the GPUs' memory already.
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        child = subprocess.run(command, timeout=seconds, capture_output=True, text=True, env=environment)
     except subprocess.TimeoutExpired as expired:  # the child has been killed
         said = (expired.stdout or b"")[-1000:]
         raise RuntimeError(f"not done in {seconds} s, so it may hang: {' '.join(command)}: {said}") from None
@@ -93,29 +99,34 @@ def poison(mesh: Mesh, bytes_on_each: int) -> None:
         array.delete()
 
 
-def expected(operands, cotangents):
-    """Returns results and gradients of whole matrices, one at a time, accumulated in float64."""
+def errors(found, operands, cotangents) -> list[float]:
+    """Returns ‖found - wanted‖ / ‖wanted‖ of each result and gradient; infinite if any element is not finite.
+
+    What is wanted is of whole matrices, accumulated in float64 on the first device.
+    """
+    x, *weights = operands
+    pairs = list(zip(weights, cotangents, strict=True))
+    wanted = [([(x, w)], 1, 0) for w in weights]
+    wanted.append(([(c, w) for w, c in pairs], 1, 1))
+    wanted += [([(x, c)], 0, 0) for c in cotangents]
     with jax.enable_x64(True):
-        device = jax.devices()[0]
-
-        def dot(a, b, a_dim, b_dim):
-            a, b = (jax.device_put(m, device).astype(jnp.float64) for m in (a, b))
-            return np.asarray(jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ()))))
-
-        x, *weights = operands
-        values = tuple(dot(x, w, 1, 0) for w in weights)
-        dx = sum(dot(c, w, 1, 1) for c, w in zip(cotangents, weights, strict=True))
-        return values, (dx, *(dot(x, c, 0, 0) for c in cotangents))
+        return [_error(a, *entry) for a, entry in zip(jax.tree.leaves(found), wanted, strict=True)]
 
 
-def errors(found, wanted) -> list[float]:
-    """Returns ‖found - wanted‖ / ‖wanted‖ of each array; infinite if any element is not finite."""
-    relative = []
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        a = np.asarray(a.astype(jnp.float32), np.float64)
-        error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        relative.append(float(error) if np.isfinite(error) else math.inf)
-    return relative
+def _error(found, products, a_dim: int, b_dim: int) -> float:
+    device = jax.devices()[0]
+
+    @jax.jit
+    def relative(found, products):
+        def dot(a, b):
+            a, b = a.astype(jnp.float64), b.astype(jnp.float64)
+            return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())))
+
+        wanted = sum(dot(a, b) for a, b in products)
+        return jnp.linalg.norm(found.astype(jnp.float64) - wanted) / jnp.linalg.norm(wanted)
+
+    error = float(relative(*jax.device_put((found, products), device)))
+    return error if math.isfinite(error) else math.inf
 
 
 def check(mesh: Mesh, shape: Shape, implementation: str | None, seed: int) -> dict:
@@ -127,7 +138,7 @@ def check(mesh: Mesh, shape: Shape, implementation: str | None, seed: int) -> di
     began = time.perf_counter()
     found = jax.block_until_ready(compiled(operands, cotangents))
     seconds = time.perf_counter() - began
-    return {"errors": errors(found, expected(operands, cotangents)), "seconds": round(seconds, 5)}
+    return {"errors": errors(found, operands, cotangents), "seconds": round(seconds, 5)}
 
 
 def unequal_repeats(mesh: Mesh, shape: Shape, implementation: str | None, seed: int, repeats: int) -> int:
@@ -156,6 +167,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31)
     options = parser.parse_args()
+    xla.configure()
     groups = {"tiny": list(TINY), "all": list(SHAPES)}
     names = [name for word in options.shapes for name in groups.get(word, [word])]
     failed = False
