@@ -12,17 +12,22 @@ that no tile divides, and where the plain form is faster, measured or predicted.
 Weights are never transposed in memory, nor concatenated: the tensor cores read either layout, and a tile's
 columns are of one weight. The products that give dw take the gathered matrix and are XLA's.
 
-What is to be hidden, and the time it should take on 2 H200s at 700 TFLOP/s and 400 GB/s each way (predicted;
-a tile of 128 x 256 at K = 4096 takes 51 µs, and 132 are computed at a time):
+What is to be hidden, and what it should take on 2 H200s at 700 TFLOP/s and 400 GB/s each way. 132 tiles of
+128 x 256 are computed at a time; at K = 4096 a wave of them takes 51 µs. 20 µs are for the start, where all
+devices wait for each other. The plain form is taken to transfer at 330 GB/s, then to multiply. Predicted, by
+`tiles.predict`; measured is in docs/results.md.
 
-    rows x K x N over 2       GFLOP   MB sent   product   transfer   waves of tiles   predicted
-    8192 x 4096 x 6144          206      33.6    295 µs      84 µs    5.8: 6             324 µs
-    8192 x 4096 x 14336         481      33.6    687 µs      84 µs   13.6: 14            728 µs
-    16384 x 4096 x 28672       1924      67.1   2749 µs     168 µs   54.3: 55           2804 µs
-    8192 x 6144 -> 4096         206      33.6    295 µs      84 µs    7.8: 8             324 µs
-    8192 x 14336 -> 4096        481      33.6    687 µs      84 µs    7.8: 8             728 µs
+    rows x contracted x columns    GFLOP   MB sent   transfer   waves      fused     plain   ratio
+    8192 x 4096 x 6144               206      33.6      84 µs    5.8: 6     324 µs    411 µs    1.27
+    8192 x 4096 x 14336              481      33.6      84 µs   13.6: 14    729 µs    804 µs    1.10
+    16384 x 4096 x 28672            1924      67.1     168 µs   54.3: 55   2804 µs   2967 µs    1.06
+    8192 x 6144 -> 4096              206      33.6      84 µs    7.8: 8     324 µs    411 µs    1.27
+    8192 x 14336 -> 4096             481      33.6      84 µs    7.8: 8     729 µs    804 µs    1.10
 
-The plain form adds transfer and product: 84 + 295 µs and more for the first, so 1.2 x; the second 1.1 x.
+A backward pass sends as much (of a reduce-scatter) or twice as much (of a gather, for x travels again beside
+dx), hidden behind a product of the same size; the products for dw come after it.
+
+A mesh whose devices are not in the order of their ids is refused by JAX itself, when a program is lowered.
 """
 
 import functools
@@ -38,25 +43,28 @@ from pallas_kernels.collective_matmul.tiles import SMS, Problem, Tiles, choose, 
 HOPPER = {"least": (9, 0), "below": (10, 0)}
 
 
-def all_gather_matmul(x_MK, weights, *, axis_name, platform="gpu", tiles=None, always=False):
+def all_gather_matmul(x_MK, weights, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=0):
     """As `collective_matmul` describes it.
 
     platform: where it will run. tiles: a `Tiles`; None chooses them. always: run even where the plain form is
-    expected to be faster, as with given tiles.
+    expected to be faster, as with given tiles. spare_sms: SMs that are left to collectives which may run at
+    the same time; `hopper` says why.
     """
     columns = tuple(w.shape[1] for w in weights)
     problem = _problem("gather", x_MK, axis_name, len(x_MK), (x_MK.shape[1],), columns)
-    plan = _plan(problem, platform, tiles, always)
+    plan = _plan(problem, platform, tiles, always, spare_sms)
     x, *ws = _unmark(x_MK, *weights)
     ys, _ = hopper.gather_matmul(x, ws, *plan, axis_name=axis_name)
     return _mark(ys, x_MK, *weights)
 
 
-def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, platform="gpu", tiles=None, always=False):
+def all_gather_matmul_backward(
+    x_MK, weights, dys, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=0
+):
     contracted = tuple(dy.shape[1] for dy in dys)
     M, K = x_MK.shape
     problem = _problem("scatter_transposed", x_MK, axis_name, M, contracted, (K,), gathers=K)
-    plan = _plan(problem, platform, tiles, always)
+    plan = _plan(problem, platform, tiles, always, spare_sms)
     pairs = list(zip(_unmark(*dys), _unmark(*weights), strict=True))
     (x,) = _unmark(x_MK)
     results = hopper.matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x)
@@ -64,20 +72,20 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, platform="gpu",
     return dx_MK, tuple(_rows_contracted(x_AK, dy_AN) for dy_AN in dys)
 
 
-def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, platform="gpu", tiles=None, always=False):
+def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=0):
     M = len(y_AK) // jax.lax.axis_size(axis_name)
     problem = _problem("scatter", y_AK, axis_name, M, (y_AK.shape[1],), (w_KN.shape[1],))
-    plan = _plan(problem, platform, tiles, always)
+    plan = _plan(problem, platform, tiles, always, spare_sms)
     out_MN, _ = hopper.matmul_scatter([_unmark(y_AK, w_KN)], *plan, axis_name=axis_name)
     return _mark((out_MN,), y_AK, w_KN)[0]
 
 
 def matmul_reduce_scatter_backward(
-    y_AK, w_KN, dout_MN, *, axis_name, platform="gpu", tiles=None, always=False
+    y_AK, w_KN, dout_MN, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=0
 ):
     M, N = dout_MN.shape
     problem = _problem("gather_transposed", dout_MN, axis_name, M, (N,), (len(w_KN),))
-    plan = _plan(problem, platform, tiles, always)
+    plan = _plan(problem, platform, tiles, always, spare_sms)
     dout, w = _unmark(dout_MN, w_KN)
     (dy_AK,), dout_AN = hopper.gather_matmul(
         dout, (w,), *plan, axis_name=axis_name, transposed=True, keep=True
@@ -96,7 +104,9 @@ def _problem(operation: str, like, axis_name, rows, contracted, columns, gathers
     return Problem(operation, shards, rows, contracted, columns, str(like.dtype), gathers)
 
 
-def _plan(problem: Problem, platform: str, tiles: Tiles | None, always: bool) -> tuple[Tiles, int]:
+def _plan(
+    problem: Problem, platform: str, tiles: Tiles | None, always: bool, spare_sms: int
+) -> tuple[Tiles, int]:
     """Returns the tiles and the number of thread blocks.
 
     Raises:
@@ -111,17 +121,18 @@ def _plan(problem: Problem, platform: str, tiles: Tiles | None, always: bool) ->
         raise dispatch.Unsupported(f"has at most 8 shards on an axis, found {problem.shards}")
     if tiles is not None:
         problem.check(tiles)
-        return tiles, _device()[1]
-    return tiles_for(problem, always)
+        return tiles, _device()[1] - spare_sms
+    return tiles_for(problem, always, spare_sms)
 
 
-def tiles_for(problem: Problem, always: bool) -> tuple[Tiles, int]:
+def tiles_for(problem: Problem, always: bool, spare_sms: int = 0) -> tuple[Tiles, int]:
     """Returns the tiles and the number of thread blocks.
 
     Raises:
       Unsupported: no tiles divide the shape or, unless `always`, the plain form is faster.
     """
     kind, sms = _device()
+    sms -= spare_sms
     tiles, faster = choose(problem, kind, sms)
     fused, plain = predict(problem, tiles, sms)
     if not always and faster is False:

@@ -319,6 +319,13 @@ def test_the_table_as_source(bench):
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_leaves_sms_to_others():
+    problem = problem_of(GPU["qkv"], 2)
+    (all_tiles, every), (_, fewer) = (mosaic_gpu.tiles_for(problem, True, spare) for spare in (0, 16))
+    assert (every, fewer) == (SMS, SMS - 16)
+    assert tiles_module.predict(problem, all_tiles, fewer) > tiles_module.predict(problem, all_tiles, every)
+
+
 def test_a_problem_and_its_key():
     problem = Problem("scatter_transposed", 4, 2048, (3584, 3584), (4096,), "float16", gathers=4096)
     assert Problem.of_key(problem.key) == problem
