@@ -1,15 +1,16 @@
 """Collective matrix products as a ring of `lax.ppermute`, which runs wherever XLA does.
 
-The ring is unrolled, so that a scheduler which hides latency sees every transfer beside the product that does
-not depend on it. What travels is of the operands' dtype: float32 sums would double the bytes that are to be
-hidden, and a reduce-scatter of the product rounds its sums at every hop as well. So a sum of t products is
-rounded t - 1 times beyond the products' own rounding. The gradients of weights, which do not travel, are
-summed in float32.
+The ring is unrolled, so that a scheduler which hides latency sees each transfer beside a product that does
+not depend on it, and barriers keep XLA from undoing that.
+
+What travels is of the operands' dtype: float32 sums would double the bytes that are to be hidden, and a
+reduce-scatter of the product rounds its sums at every hop as well. So a sum of t products is rounded t - 1
+times beyond the products' own rounding. The gradients of weights, which do not travel, are summed in float32.
 
 Shapes: M rows of a shard, P of them in one lane, A = t·M rows of all shards, K contracted, N columns.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,13 @@ from pallas_kernels.varying import vary_alike
 
 
 def all_gather_matmul(x_MK, weights, *, axis_name, directions=1):
-    A = jax.lax.axis_size(axis_name) * len(x_MK)
-    ys = [_unwritten(A, w_KN.shape[1], x_MK) for w_KN in weights]
-    for parts in _gather(x_MK, axis_name, directions):
-        for row, x_PK in parts:
-            ys = [_write(y_AN, row, _dot(x_PK, w, 1, 0)) for y_AN, w in zip(ys, weights, strict=True)]
+    t = jax.lax.axis_size(axis_name)
+    ys = [_unwritten(t * len(x_MK), w_KN.shape[1], x_MK) for w_KN in weights]
+    gathered, done = _gather(x_MK, axis_name, directions), None
+    for _ in range(t):
+        for row, x_PK in gathered.send(done):
+            done = [_product(row, x_PK, w_KN, 0) for w_KN in weights]
+            ys = [_write(y_AN, row, y_PN) for y_AN, y_PN in zip(ys, done, strict=True)]
     return tuple(ys)
 
 
@@ -34,10 +37,12 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, directions=1):
         return jnp.concatenate([_read(dy_AN, row, rows) for dy_AN in dys], 1)
 
     def dx_PK(row, rows):
-        return _dot(dy_PN(row, rows), w_KN, 1, 1)
+        return _product(row, dy_PN(row, rows), w_KN, 1)
 
     dw_KN, reduced = None, _reduce(dx_PK, len(x_MK), axis_name, directions)
-    for parts in _gather(x_MK, axis_name, directions):
+    gathered, sums = _gather(x_MK, axis_name, directions), None
+    for _ in range(jax.lax.axis_size(axis_name)):
+        parts = gathered.send(sums)
         sums = next(reduced)  # both in one pass: two products for each two transfers
         for row, x_PK in parts:
             dw_KN = _add(dw_KN, _dot(x_PK, dy_PN(row, len(x_PK)), 0, 0, jnp.float32))
@@ -49,7 +54,7 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, directions=1):
 
 def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, directions=1):
     def out_PN(row, rows):
-        return _dot(_read(y_AK, row, rows), w_KN, 1, 0)
+        return _product(row, _read(y_AK, row, rows), w_KN, 0)
 
     *_, sums = _reduce(out_PN, len(y_AK) // jax.lax.axis_size(axis_name), axis_name, directions)
     return jnp.concatenate(sums)
@@ -57,28 +62,32 @@ def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, directions=1):
 
 def matmul_reduce_scatter_backward(y_AK, w_KN, dout_MN, *, axis_name, directions=1):
     dy_AK, dw_KN = _unwritten(*y_AK.shape, y_AK), None
-    for parts in _gather(dout_MN, axis_name, directions):
-        for row, dout_PN in parts:
-            dy_AK = _write(dy_AK, row, _dot(dout_PN, w_KN, 1, 1))
+    gathered, done = _gather(dout_MN, axis_name, directions), None
+    for _ in range(jax.lax.axis_size(axis_name)):
+        for row, dout_PN in gathered.send(done):
+            done = _product(row, dout_PN, w_KN, 1)
+            dy_AK = _write(dy_AK, row, done)
             dw_KN = _add(dw_KN, _dot(_read(y_AK, row, len(dout_PN)), dout_PN, 0, 0, jnp.float32))
     return dy_AK, dw_KN.astype(w_KN.dtype)
 
 
-def _gather(x_MK, axis_name: str, directions: int) -> Iterator[list[tuple[jax.Array, jax.Array]]]:
+def _gather(x_MK, axis_name: str, directions: int) -> Generator[list[tuple[jax.Array, jax.Array]]]:
     """Yields, for each step, each lane's first row in the whole and the rows of x that are here.
 
-    They are on their way to the next rank before they are worked on.
+    They are on their way to the next rank before they are worked on. What is sent back to the generator is
+    some of that work: the next transfer waits for it. Free to choose, XLA's scheduler sends the rows all the
+    way around before it multiplies any, and hides only the last transfer.
     """
     M, t, rank = len(x_MK), jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     lanes = schedule.ring(t, M, directions)
-    held = [x_MK[lane.start : lane.start + lane.rows] for lane in lanes]
+    held = sent = [x_MK[lane.start : lane.start + lane.rows] for lane in lanes]
     for step in range(t):
-        here = [
-            (_row(rank, lane.gather[step], t, M) + lane.start, x) for x, lane in zip(held, lanes, strict=True)
-        ]
+        rows = [_row(rank, lane.gather[step], t, M) + lane.start for lane in lanes]
+        here = list(zip(rows, held, strict=True))
         if step < t - 1:
-            held = _pass_on(held, lanes, axis_name)
-        yield here
+            held = _pass_on(sent, lanes, axis_name)
+        done = yield here
+        sent = [jax.lax.optimization_barrier((x, done))[0] for x in held]
 
 
 def _reduce(block: Callable, M: int, axis_name: str, directions: int) -> Iterator[list[jax.Array]]:
@@ -123,6 +132,16 @@ def _unwritten(rows: int, columns: int, like: jax.Array):
 
 def _add(total, part):
     return part if total is None else total + part
+
+
+def _product(row, x, w, w_dim: int):
+    """Returns x times the matrix, over the matrix's dim `w_dim`; x is of the rows from `row` on.
+
+    XLA would merge all steps' products with one matrix into a single product, which waits for all that is
+    still on its way. The barrier makes another matrix of it for each row, and x itself stays free of it.
+    """
+    w, _ = jax.lax.optimization_barrier((w, row))
+    return _dot(x, w, 1, w_dim)
 
 
 def _dot(a, b, a_dim: int, b_dim: int, dtype=None):

@@ -5,6 +5,7 @@ by one entry for each operation and, for those that exchange data between device
 """
 
 import importlib.util
+import re
 from pathlib import Path
 
 import jax
@@ -13,6 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import collective_matmul
+from pallas_kernels.adamw_8bit import dequantise, quantise
+from pallas_kernels.adamw_8bit.shapes import GPU as MOMENTS
 from pallas_kernels.attention import attention, find_segments
 from pallas_kernels.attention.shapes import GPU
 from pallas_kernels.collective_matmul import shapes as collective_shapes
@@ -142,3 +145,54 @@ def test_collective_matmul(implementation, shape, axes):
 def test_collective_matmul_lowers_for(platform, implementation, shape):
     text = lower_collective_matmul(shape, {"data": 2, "tensor": 4}, implementation, platform)
     assert COLLECTIVES[implementation] in text
+
+
+@pytest.mark.parametrize("platform", ["rocm", "tpu"])
+def test_portable_forms_lower_for(platform):
+    """What is left where there is no NVIDIA GPU: forms in plain JAX."""
+    shape = GPU["llama3_8b"]
+    q, k = (
+        jax.ShapeDtypeStruct((shape.rows, shape.sequence, heads, shape.head_dim), jnp.bfloat16)
+        for heads in (shape.heads, shape.kv_heads)
+    )
+    ids = jax.ShapeDtypeStruct((shape.rows, shape.sequence), jnp.int32)
+
+    def attend(q, k, v, ids):
+        segments = find_segments(ids, shape.max_segments)
+        return jnp.sum(attention(q, k, v, segments, implementation="xla").astype(jnp.float32))
+
+    tokens = LINEAR_CROSS_ENTROPY["llama3_8b"]
+    B, T, D, V = tokens.rows, tokens.sequence, tokens.embed, tokens.vocabulary
+    loss_arguments = (
+        jax.ShapeDtypeStruct(*x)
+        for x in (
+            *(((B, T, D), jnp.bfloat16), ((D, V), jnp.float32)),
+            *(((B, T), jnp.int32), ((B, T), jnp.float32)),
+        )
+    )
+    moments = jax.ShapeDtypeStruct(MOMENTS["up"], jnp.float32)
+    for function, arguments in (
+        (jax.grad(attend, (0, 1, 2)), (q, k, k, ids)),
+        (jax.grad(lambda *a: linear_cross_entropy(*a, implementation="xla")[0], (0, 1)), loss_arguments),
+        (lambda x: dequantise(quantise(x, "signed")), (moments,)),
+    ):
+        text = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+        assert "custom_call @cudnn" not in text and "triton" not in text
+
+
+def test_every_operation_with_kernels_is_here():
+    package = Path(importlib.util.find_spec("pallas_kernels").origin).parent
+    plain = {"__init__.py", "reference.py", "shapes.py"}
+    for folder in (path.parent for path in package.glob("*/__init__.py")):
+        if {path.name for path in folder.glob("*.py")} - plain:
+            assert f"test_{folder.name}" in globals(), f"{folder.name} has kernels and no test here"
+
+
+def test_the_table_of_platforms_names_tests_that_exist():
+    tests = Path(__file__).parent
+    named = re.findall(
+        r"`(test_\w+\.py)::(test_\w+)`", (tests.parents[1] / "docs" / "kernels.md").read_text()
+    )
+    assert len(named) > 10
+    for file, test in named:
+        assert f"def {test}(" in (tests / file).read_text(), f"docs/kernels.md names {file}::{test}"
