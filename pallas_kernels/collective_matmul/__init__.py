@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.collective_matmul import mosaic_tpu, reference, ring
+from pallas_kernels.collective_matmul import mosaic_gpu, mosaic_tpu, reference, ring
 from pallas_kernels.varying import vary_alike
 
 __all__ = ["all_gather_matmul", "automatic", "implementations", "matmul_reduce_scatter"]
@@ -124,13 +124,21 @@ def automatic(platform: str | None = None) -> tuple[str, ...]:
 
     A CPU has no transfers to hide behind products, and the plain form is the shortest program there.
     """
-    return ("reference",) if dispatch.resolve_platform(platform) == "cpu" else ("ring", "reference")
+    names = {"cpu": ("reference",), "gpu": ("mosaic_gpu", "ring", "reference")}
+    return names.get(dispatch.resolve_platform(platform), ("ring", "reference"))
 
 
-def implementations(platform: str | None = None) -> dict[str, tuple[ModuleType, dict[str, object]]]:
-    """Returns all implementations by name: the module, and what its functions take beside `axis_name`."""
+def implementations(
+    platform: str | None = None, named: bool = True
+) -> dict[str, tuple[ModuleType, dict[str, object]]]:
+    """Returns all implementations by name: the module, and what its functions take beside `axis_name`.
+
+    named: whether one was asked for by name; then it runs wherever it can, be it slower than another.
+    """
+    platform = dispatch.resolve_platform(platform)
     return {
-        "mosaic_tpu": (mosaic_tpu, {"platform": dispatch.resolve_platform(platform)}),
+        "mosaic_gpu": (mosaic_gpu, {"platform": platform, "always": named}),
+        "mosaic_tpu": (mosaic_tpu, {"platform": platform}),
         "ring": (ring, {}),
         "ring_bidirectional": (ring, {"directions": 2}),
         "reference": (reference, {}),
@@ -176,7 +184,7 @@ def _run(function: str, axis_name: str, implementation: str | None, platform: st
     platform = dispatch.resolve_platform(platform)
     bound = {
         name: functools.partial(getattr(module, function), axis_name=axis_name, **options)
-        for name, (module, options) in implementations(platform).items()
+        for name, (module, options) in implementations(platform, implementation is not None).items()
     }
     return dispatch.run(function, bound, automatic(platform), implementation, *arguments)
 

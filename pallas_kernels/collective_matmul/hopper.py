@@ -1,0 +1,518 @@
+"""The two kernels for Hopper: a persistent matrix product that sends or receives while it multiplies.
+
+Shapes, all of one shard: t shards on the mesh axis, M rows, A = t·M rows of all shards, K contracted, N
+columns. One thread block (CTA) runs on each SM. Two of its warpgroups multiply: the consumers. A warp of the
+third loads their tiles by TMA: the producer. Where rows are to be gathered, one more warp sends them.
+
+`gather_matmul`: the senders of all SMs copy this shard's rows to the `gathered` buffer of each peer, in
+pieces through shared memory, while the others multiply: first this shard's own rows, then those of the next
+shard, and so on. A producer waits for the row block that it is about to load. Nothing is forwarded from shard
+to shard, and no step waits for all SMs.
+
+`matmul_scatter`: the tiles of the peers' rows come first, each stored by TMA into its owner's `staged`
+buffer; then the own tiles, to which a consumer adds what the peers have sent, always in the same order. They
+come through the same ring of shared memory as the operands, so they are loaded ahead. Senders may gather
+another matrix meanwhile, which the gradient of the weights needs.
+
+Why this is correct, and ends:
+  * The runtime holds a launch back until the devices of the mesh have reached it (`skip_device_barrier` stays
+    False). When a peer's kernel writes here, the stream here has come to the same kernel: what used these
+    buffers before is done, and the semaphores, which XLA clears for each call, are clear.
+  * A shard writes to its peers and reads nothing of theirs. Its kernel does not end before its own remote
+    stores are complete, and before every row block and tile meant for it has arrived: each is a part of the
+    result, so each is waited for. No store and no signal is then under way to a buffer that a later operation
+    may reuse, and no peer needs x or the operands of a kernel that has ended.
+  * Each (source, row block) and each (source, tile) has a semaphore of its own, which only grows in a call.
+  * Senders wait for nothing but their own copies. A CTA computes all tiles that it sends before any that
+    needs a peer's, and gives its last signal before it waits for its first. So no circle of waits can close
+    while all CTAs run at once; there are no more of them than SMs, and one fits on each.
+  * Another kernel that itself waits for peers, as NCCL's do, can break that: it holds SMs of one device while
+    CTAs here hold all of another's, and each waits for the other. Where collectives may run beside this
+    kernel, leave them SMs: `ctas` less than the SMs by as many as they take.
+  * A signal is given, with release at system scope, by the thread whose stores it announces and after they
+    are complete. A wait acquires at system scope; the TMA loads behind it belong to another proxy, so a
+    proxy fence stands between them.
+
+Peers are addressed one by one, in plain peer memory; there is no multicast of any kind.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.collective_matmul.tiles import CONSUMERS, PIECE, STEP, Tiles
+
+PRODUCER = CONSUMERS  # the warpgroup's index
+# Of 65,536, for 128 threads of each warpgroup; multiples of 8.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+i32 = jnp.int32
+
+
+def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transposed=False, keep=False):
+    """Returns a tuple of (x of all shards) @ w, and the gathered x.
+
+    Args:
+      x_MK: this shard's rows.
+      weights: each [K, N_i], or [N_i, K] if `transposed`.
+      tiles: divide M, K and each N_i.
+      ctas: how many thread blocks run at once: the number of SMs.
+      axis_name: the mesh axis.
+      transposed: how the weights lie.
+      keep: whether the gathered x is to have this shard's rows too; otherwise these are undefined.
+    """
+    t = lax.axis_size(axis_name)
+    M, K = x_MK.shape
+    columns = [w.shape[0 if transposed else 1] for w in weights]
+    blocks = [N // tiles.n for N in columns]
+    first = [sum(blocks[:i]) for i in range(len(blocks))]
+    tiles_M, tiles_N, steps = M // tiles.m, sum(blocks), K // STEP
+    count = tiles_M * tiles_N  # tiles of one shard's rows
+    dtype = x_MK.dtype
+
+    def body(x_ref, *refs):
+        w_refs, y_refs, rest = (
+            refs[: len(weights)],
+            refs[len(weights) : 2 * len(weights)],
+            refs[2 * len(weights) :],
+        )
+        (gathered_ref, *rest) = rest if t > 1 else (None, *rest)
+        ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
+        me = lax.axis_index(axis_name) if t > 1 else i32(0)
+        if t > 1:
+            outbox = _Outbox(x_ref, gathered_ref, rest, axis_name, tiles.m, ctas)
+
+        def place(index):
+            """Returns how far away the tile's shard is, its row block and column block, and its row of A."""
+            away = lax.div(index, i32(count))
+            m, n = _order(lax.rem(index, i32(count)), tiles_M, tiles_N, tiles)
+            return away, m, n, lax.rem(me + away, i32(t)) * M + m * tiles.m
+
+        def each_weight(n, act):
+            """Calls act(i, column block of weight i) for the weight that has column block n of them all."""
+            for i, blocks_i in enumerate(blocks):
+                inside = (n >= first[i]) & (n < first[i] + blocks_i)
+                pl.when(inside)(functools.partial(act, i, n - first[i]))
+
+        def produce(index, base):
+            away, m, n, row = place(index)
+
+            def load(a_ref, row):
+                each_weight(n, lambda i, n: ring.load(a_ref, row, w_refs[i], n * tiles.n, steps, base))
+
+            pl.when(away == 0)(lambda: load(x_ref, m * tiles.m))
+            if t > 1:
+
+                @pl.when(away > 0)
+                def _():
+                    outbox.wait_for(away, m)
+                    load(gathered_ref, row)
+
+        def consume(index, base):
+            _, _, n, row = place(index)
+            acc = ring.multiply(steps, base)
+            row += ring.first_row
+            for number, (r, c) in enumerate(tiles.pieces):
+                piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + PIECE].astype(dtype))
+
+                def store(i, n, r=r, c=c, piece_ref=piece_ref):
+                    to = y_refs[i].at[pl.ds(row + r, PIECE), pl.ds(n * tiles.n + c, PIECE)]
+                    plgpu.copy_smem_to_gmem(piece_ref, to)
+
+                each_weight(n, store)
+
+        send = (lambda: outbox.send(keep)) if t > 1 else None
+        _run(tiles, ctas, t * count, lambda index: steps, ring, produce, consume, send=send)
+
+    out_type = [jax.ShapeDtypeStruct((t * M, N), dtype) for N in columns]
+    if t > 1:
+        out_type.append(jax.ShapeDtypeStruct((t * M, K), dtype))
+    outs = _kernel(body, out_type, tiles, ctas, dtype, transposed, t > 1)(x_MK, *weights)
+    return tuple(outs[: len(weights)]), outs[-1] if t > 1 else x_MK
+
+
+def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=False, gather=None):
+    """Returns this shard's rows of Σ a @ w over the pairs and the shards, and all shards' rows of `gather`.
+
+    What a peer sends is rounded to the operands' dtype; it is summed in float32.
+
+    Args:
+      pairs: of (a_AK, w_KN), or (a_AK, w_NK) if `transposed`; all have the same A and N.
+      tiles: divide M, N and each K.
+      ctas: how many thread blocks run at once: the number of SMs.
+      axis_name: the mesh axis.
+      transposed: how the weights lie.
+      gather: None, or a matrix [M, G] to gather meanwhile.
+    """
+    t = lax.axis_size(axis_name)
+    A, N = pairs[0][0].shape[0], pairs[0][1].shape[0 if transposed else 1]
+    M = A // t
+    tiles_M, tiles_N = M // tiles.m, N // tiles.n
+    count = tiles_M * tiles_N  # tiles of one shard's rows
+    steps_of = [a.shape[1] // STEP for a, _ in pairs]
+    steps, own_phase = sum(steps_of), t - 1
+    staged_steps = (t - 1) * (tiles.n // PIECE)
+    dtype, sends = pairs[0][0].dtype, gather is not None and t > 1
+
+    def body(*refs):
+        operands, rest = refs[: 2 * len(pairs)], refs[2 * len(pairs) :]
+        (gather_ref, *rest) = rest if sends else (None, *rest)
+        (out_ref, *rest) = rest
+        (staged_ref, *rest) = rest if t > 1 else (None, *rest)
+        (gathered_ref, *rest) = rest if sends else (None, *rest)
+        ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
+        me = lax.axis_index(axis_name) if t > 1 else i32(0)
+        if t > 1:
+            finished = pl.get_global(plgpu.SemaphoreType.REGULAR(((t - 1) * count,)))
+        if sends:
+            outbox = _Outbox(gather_ref, gathered_ref, rest, axis_name, gather.shape[0], ctas)
+
+        def place(index):
+            """Returns the tile's phase, its number and place within the owner's rows, and the owner.
+
+            Phase k is that of the shard k + 1 further on; the last one is this shard's own.
+            """
+            phase, number = lax.div(index, i32(count)), lax.rem(index, i32(count))
+            m, n = _order(number, tiles_M, tiles_N, tiles)
+            return phase, number, m, n, lax.rem(me + phase + 1, i32(t))
+
+        def produce(index, base):
+            phase, number, m, n, owner = place(index)
+            begin = base
+            for pair, steps_i in enumerate(steps_of):
+                a_ref, w_ref = operands[2 * pair : 2 * pair + 2]
+                ring.load(a_ref, owner * M + m * tiles.m, w_ref, n * tiles.n, steps_i, begin)
+                begin += steps_i
+            if t > 1:
+
+                @pl.when(phase == own_phase)
+                def _():
+                    for source in range(t - 1):
+                        _wait(finished.at[source * count + number], CONSUMERS)
+                    for c in range(tiles.n // PIECE):
+                        for source in range(t - 1):
+                            step = begin + c * (t - 1) + source
+                            ring.load_staged(staged_ref, source, m * tiles.m, n * tiles.n + c * PIECE, step)
+
+        def announce(index):
+            """Tells the owner that this tile has arrived, if it is another's."""
+            phase, number, _, _, owner = place(index)
+
+            @pl.when(phase < own_phase)
+            def _():
+                plgpu.wait_smem_to_gmem(0)
+                pl.semaphore_signal(finished.at[phase * count + number], device_id={axis_name: owner})
+
+        def consume(index, base):
+            phase, _, m, n, _ = place(index)
+            acc = ring.multiply(steps, base)
+            if t > 1:  # the tile before this one: its stores have had the time of a tile to complete
+                pl.when(index >= ctas)(lambda: announce(index - ctas))
+
+            def window(ref, r, c):
+                row, column = m * tiles.m + ring.first_row + r, n * tiles.n + c
+                return ref.at[pl.ds(row, PIECE), pl.ds(column, PIECE)]
+
+            def add_and_store():
+                sums = {(r, c): acc[r : r + PIECE, c : c + PIECE] for r, c in tiles.pieces}
+                for number, (r, c) in enumerate(tiles.pieces):
+                    if r == 0:
+                        for source in range(t - 1):
+                            step = base + steps + c // PIECE * (t - 1) + source
+                            for below, staged in ring.staged(step):
+                                sums[below, c] += staged.astype(jnp.float32)
+                    piece_ref = ring.write_out(number, sums[r, c].astype(dtype))
+                    plgpu.copy_smem_to_gmem(piece_ref, window(out_ref, r, c))
+
+            def send():
+                for number, (r, c) in enumerate(tiles.pieces):
+                    piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + PIECE].astype(dtype))
+                    for k in range(t - 1):  # a branch for each peer: the TMA descriptor of a peer is static
+
+                        @pl.when(phase == k)
+                        def _(k=k, r=r, c=c, piece_ref=piece_ref):
+                            peer = lax.rem(me + (k + 1), i32(t))
+                            there = plgpu.remote_ref(staged_ref, {axis_name: peer})
+                            plgpu.copy_smem_to_gmem(piece_ref, window(there.at[k], r, c))
+
+            if t > 1:
+                pl.when(phase == own_phase)(add_and_store)
+                pl.when(phase != own_phase)(send)
+            else:
+                add_and_store()
+
+        def steps_of_tile(index):
+            return steps + jnp.where(index >= own_phase * count, i32(staged_steps), i32(0))
+
+        def send_gathered():
+            outbox.send(keep=True)
+
+            @pl.when(lax.axis_index("sm") == 0)
+            def _():
+                for away in range(1, t):
+                    outbox.wait_for(away, 0)
+
+        finish = announce if t > 1 else None
+        send = send_gathered if sends else None
+        _run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, finish, send)
+
+    out_type = [jax.ShapeDtypeStruct((M, N), dtype)]
+    if t > 1:
+        out_type.append(jax.ShapeDtypeStruct((t - 1, M, N), dtype))
+    if sends:
+        out_type.append(jax.ShapeDtypeStruct((t * gather.shape[0], gather.shape[1]), dtype))
+    operands = [x for pair in pairs for x in pair] + ([gather] if sends else [])
+    outs = _kernel(body, out_type, tiles, ctas, dtype, transposed, sends)(*operands)
+    return outs[0], outs[-1] if sends else gather
+
+
+def _order(number, tiles_M: int, tiles_N: int, tiles: Tiles):
+    """Returns the tile's row block and column block: neighbours in time share operands in the L2 cache."""
+    return plgpu.planar_snake(number, (tiles_M, tiles_N), "MN".index(tiles.minor), tiles.width)
+
+
+class _Ring:
+    """The ring of shared memory between a CTA's producer and its consumers, as either of them uses it.
+
+    Step s of a CTA fills slot s mod stages with a tile of a and one of b, or with a column of a staged tile.
+    A slot's `full` barrier counts the two copies into it, its `empty` barrier the two consumers.
+    """
+
+    def __init__(self, tiles: Tiles, refs, transposed: bool):
+        self.tiles, self.transposed = tiles, transposed
+        self.a, self.b, self.out, self.full, self.empty = refs
+        self.first_row = lax.axis_index("wg") * tiles.m_of_consumer  # of a consumer, within the tile
+
+    def slot(self, step):
+        return lax.rem(step, i32(self.tiles.stages))
+
+    def load(self, a_ref, row, b_ref, column, steps: int, base):
+        """Fills the slots of steps base.. with rows of a from `row` on, columns of b from `column` on."""
+        m, n = self.tiles.m, self.tiles.n
+
+        @pl.loop(0, steps)
+        def _(step):
+            slot, contracted = self.slot(base + step), pl.ds(step * STEP, STEP)
+            b_window = (pl.ds(column, n), contracted) if self.transposed else (contracted, pl.ds(column, n))
+            plgpu.barrier_wait(self.empty.at[slot])
+            plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(row, m), contracted], self.a.at[slot], self.full.at[slot])
+            plgpu.copy_gmem_to_smem(b_ref.at[b_window], self.b.at[slot], self.full.at[slot])
+
+    def load_staged(self, staged_ref, source: int, row, column, step):
+        """Fills a slot's tile of a with PIECE columns of a staged tile, in the two copies `full` counts."""
+        slot, half = self.slot(step), self.tiles.m // 2
+        plgpu.barrier_wait(self.empty.at[slot])
+        for begin in (0, half):
+            window = staged_ref.at[source, pl.ds(row + begin, half), pl.ds(column, PIECE)]
+            plgpu.copy_gmem_to_smem(window, self.a.at[slot, pl.ds(begin, half)], self.full.at[slot])
+
+    def multiply(self, steps: int, base):
+        """Returns this consumer's part of a tile in float32."""
+        rows = pl.ds(self.first_row, self.tiles.m_of_consumer)
+
+        def run(acc_ref):
+            @pl.loop(0, steps)
+            def _(step):
+                slot = self.slot(base + step)
+                plgpu.barrier_wait(self.full.at[slot])
+                b_ref = self.b.at[slot]
+                b_ref = b_ref.transpose((1, 0)) if self.transposed else b_ref
+                _inline(
+                    "wgmma.fence.sync.aligned;"
+                )  # else ptxas adds its own, and at times serialises for it
+                plgpu.wgmma(acc_ref, self.a.at[slot, rows], b_ref)
+                plgpu.wgmma_wait(1)  # the product before this one has read its slot
+                pl.when(step > 0)(lambda: self.release(base + step - 1))
+
+            return acc_ref[...]
+
+        acc = pl.run_scoped(run, plgpu.ACC((self.tiles.m_of_consumer, self.tiles.n), jnp.float32))
+        self.release(base + (steps - 1))
+        return acc
+
+    def staged(self, step):
+        """Returns (row, [PIECE, PIECE]) for each piece that this consumer has of a staged slot."""
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.full.at[slot])
+        pieces = [
+            (r, self.a[slot, pl.ds(self.first_row + r, PIECE)])
+            for r in range(0, self.tiles.m_of_consumer, PIECE)
+        ]
+        self.release(step)
+        return pieces
+
+    def release(self, step):
+        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
+
+    def write_out(self, number: int, value):
+        """Returns where in shared memory piece `number` of the tile now is, ready to be stored."""
+        slots = self.out.shape[1]
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        piece_ref = self.out.at[lax.axis_index("wg"), number % slots]
+        piece_ref[...] = value
+        plgpu.commit_smem()
+        return piece_ref
+
+
+class _Outbox:
+    """Copies a shard's rows to the same place in the buffers of all peers, and waits for theirs.
+
+    A CTA's sender takes every `ctas`-th group of pieces, in the order of rows, and signals each group once it
+    is complete. The nearest shard before this one is served first: it is the one that waits first.
+    """
+
+    def __init__(self, from_ref, to_ref, refs, axis_name, block_rows: int, ctas: int):
+        self.from_ref, self.to_ref, self.axis_name, self.ctas = from_ref, to_ref, axis_name, ctas
+        self.smem, self.loaded = refs
+        self.t, self.me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+        self.rows, columns = from_ref.shape
+        self.bands_in_block = block_rows // PIECE
+        self.blocks = self.rows // block_rows
+        pieces = columns // PIECE
+        self.pieces_in_group = max(g for g in range(1, 9) if pieces % g == 0)
+        self.groups_in_band = pieces // self.pieces_in_group
+        self.arrived = pl.get_global(plgpu.SemaphoreType.REGULAR(((self.t - 1) * self.blocks,)))
+
+    def wait_for(self, away, block):
+        """Waits for a row block of the shard that is `away` further on."""
+        _wait(self.arrived.at[(away - 1) * self.blocks + block], self.bands_in_block * self.groups_in_band)
+
+    def send(self, keep: bool):
+        """Sends all rows; `keep` has them written to this shard's own buffer too."""
+        groups = self.rows // PIECE * self.groups_in_band
+        cta = lax.axis_index("sm")
+        for away in range(1, self.t):
+            peer = {self.axis_name: lax.rem(self.me + (self.t - away), i32(self.t))}
+            to_refs = [plgpu.remote_ref(self.to_ref, peer)]
+            if keep and away == 1:
+                to_refs.append(self.to_ref)
+
+            @pl.loop(0, _turns(groups, cta, self.ctas))
+            def _(turn, away=away, peer=peer, to_refs=to_refs):
+                group = turn * self.ctas + cta
+                band, within = (
+                    lax.div(group, i32(self.groups_in_band)),
+                    lax.rem(group, i32(self.groups_in_band)),
+                )
+                self._send_group(to_refs, band * PIECE, within * (self.pieces_in_group * PIECE))
+                block = lax.div(band, i32(self.bands_in_block))
+                pl.semaphore_signal(self.arrived.at[(away - 1) * self.blocks + block], device_id=peer)
+
+    def _send_group(self, to_refs, row, column):
+        """Copies a group of pieces through two slots of shared memory; they are complete when it returns."""
+
+        def load(piece):
+            window = self.from_ref.at[pl.ds(row, PIECE), pl.ds(column + piece * PIECE, PIECE)]
+            plgpu.copy_gmem_to_smem(window, self.smem.at[piece % 2], self.loaded.at[piece % 2])
+
+        for piece in range(min(2, self.pieces_in_group)):
+            load(piece)
+        there = self.me * self.rows + row
+        for piece in range(self.pieces_in_group):
+            plgpu.barrier_wait(self.loaded.at[piece % 2])
+            for to_ref in to_refs:
+                window = to_ref.at[pl.ds(there, PIECE), pl.ds(column + piece * PIECE, PIECE)]
+                plgpu.copy_smem_to_gmem(self.smem.at[piece % 2], window)
+            if piece + 2 < self.pieces_in_group:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                load(piece + 2)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _turns(total: int, cta, ctas: int):
+    """Returns how many of `total` things a CTA takes: numbers cta, cta + ctas, ..."""
+    return lax.div(total + (ctas - 1) - cta, i32(ctas))
+
+
+def _wait(semaphore, value: int):
+    """Waits until a semaphore has this value; TMA loads behind it see what was stored before the signals."""
+    pl.semaphore_wait(semaphore, value, decrement=False)
+    _inline("fence.proxy.async;")
+
+
+def _inline(ptx: str):
+    @plgpu.inline_mgpu()
+    def insert(_):
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], ptx, "", has_side_effects=True)
+
+    insert()
+
+
+def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finish=None, send=None):
+    """Has a CTA's producer and consumers go through its tiles: number cta, cta + ctas, ... of `total`.
+
+    produce, consume: called with a tile's number and its first step of the ring. finish: called by the
+    consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by the
+    sender, a warp beside the producer's: a fourth warpgroup would leave the consumers too few registers.
+    """
+    wg, cta = lax.axis_index("wg"), lax.axis_index("sm")
+    turns = _turns(total, cta, ctas)
+
+    def each_tile(act):
+        def turn(i, base):
+            index = i * ctas + cta
+            act(index, base)
+            return base + steps_of_tile(index)
+
+        lax.fori_loop(i32(0), turns, turn, i32(0))
+
+    @pl.when(wg == PRODUCER)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+        def produce_all():
+            each_tile(produce)
+            for slot in range(tiles.stages):  # leave no arrival unseen
+                plgpu.barrier_wait(ring.empty.at[slot])
+
+        if send is None:
+            produce_all()
+        else:
+
+            @plgpu.warp_map
+            def _(warp):
+                pl.when(warp == 0)(produce_all)
+                pl.when(warp == 1)(send)
+
+    @pl.when(wg < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        for slot in range(tiles.stages):  # at first, all slots are empty
+            plgpu.barrier_arrive(ring.empty.at[slot])
+        each_tile(consume)
+        if finish is not None:
+            pl.when(turns > 0)(lambda: finish((turns - 1) * ctas + cta))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, sends: bool):
+    """Returns the kernel with its shared memory; `tiles.smem_bytes` counts the same."""
+
+    def smem(*shape):
+        transforms = plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(PIECE * 2)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    b_tile = (tiles.n, STEP) if transposed else (STEP, tiles.n)
+    scratch = [
+        smem(tiles.stages, tiles.m, STEP),
+        smem(tiles.stages, *b_tile),
+        smem(CONSUMERS, tiles.out_slots(sends), PIECE, PIECE),
+        plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tiles.stages),
+    ]
+    if sends:
+        scratch += [smem(2, PIECE, PIECE), plgpu.Barrier(num_barriers=2)]
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(ctas,),
+        grid_names=("sm",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+    )

@@ -1,0 +1,196 @@
+"""How the kernels for Hopper cut a product into tiles, and whether they are expected to pay.
+
+Shapes, all of one shard: t shards on the mesh axis, M rows, K contracted, N columns.
+
+What was measured decides, where it is at hand: `tile_table.py`, by scripts/bench/tune_collective_matmul.py.
+Elsewhere `choose` takes the tiles with the fewest waves of thread blocks, and `predict` compares the kernel
+with the plain form by bytes and operations.
+"""
+
+import contextlib
+import dataclasses
+import math
+from typing import Literal
+
+from pallas_kernels.collective_matmul import tile_table
+from pallas_kernels.dispatch import Unsupported
+
+CONSUMERS = 2  # warpgroups that multiply; each has half of a tile's rows
+PIECE = 64  # rows and columns of what is stored or sent at once: 128 bytes wide, as the swizzle is
+STEP = 64  # contracted in one step of the ring; PIECE, as a staged piece fills a slot's tile of a
+SMEM_BYTES = 227 * 1024  # of a thread block on Hopper
+SMS = 132  # of an H100 or H200 with NVLink, where there is no GPU to ask
+
+# The share of the best tile's rate that smaller ones reach; a guess, for shapes in no table.
+RATES = {(128, 256): 1.0, (256, 128): 0.98, (128, 192): 0.95, (128, 128): 0.85, (128, 64): 0.55}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Of the product, m rows by n columns for each thread block at a time.
+
+    stages: slots of the ring of shared memory. minor, width: tiles are taken in bands of `width` along this
+    dim, so that those computed at one time share operands in the L2 cache. "M" takes the rows in order, as
+    they arrive.
+    """
+
+    m: int = 128
+    n: int = 256
+    stages: int = 4
+    minor: Literal["M", "N"] = "M"
+    width: int = 8
+
+    @property
+    def m_of_consumer(self) -> int:
+        return self.m // CONSUMERS
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """The (row, column) of each piece of a consumer's part, in the order in which they are stored."""
+        return [
+            (r, c) for c in range(0, self.n, PIECE) for r in range(0, self.m_of_consumer, PIECE)
+        ]  # fmt: skip
+
+    def out_slots(self, sends: bool) -> int:
+        """Returns how many pieces of each consumer can be on their way out: 2 where there is room."""
+        fits = self._smem_bytes(sends, 2) <= SMEM_BYTES
+        return 2 if fits and len(self.pieces) % 2 == 0 else 1
+
+    def smem_bytes(self, sends: bool) -> int:
+        """Returns the shared memory of a thread block; `sends`: whether it also sends rows of its own."""
+        return self._smem_bytes(sends, self.out_slots(sends))
+
+    def _smem_bytes(self, sends: bool, out_slots: int) -> int:
+        ring = self.stages * (self.m + self.n) * STEP
+        out, outbox = CONSUMERS * out_slots * PIECE**2, 2 * PIECE**2 * sends
+        barriers = 2 * self.stages + 2 * sends
+        return 2 * (ring + out + outbox) + 8 * barriers  # 2 bytes each, and 8 for a barrier
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A call of a kernel. operation: "gather" or "scatter", and "_transposed" behind it if the weights are.
+
+    rows: M, of a shard. contracted: K of the gathered matrix, or K of each pair that a scatter adds up.
+    columns: N of each matrix of a gather, or the N of a scatter. gathers: columns of a matrix gathered beside
+    a scatter, or 0.
+    """
+
+    operation: str
+    shards: int
+    rows: int
+    contracted: tuple[int, ...]
+    columns: tuple[int, ...]
+    dtype: str
+    gathers: int = 0
+
+    @property
+    def key(self) -> str:
+        """What the table has it under."""
+        contracted, columns = ("+".join(map(str, x)) for x in (self.contracted, self.columns))
+        beside = f"+{self.gathers}" if self.gathers else ""
+        return f"{self.operation}{beside}/{self.shards}/{self.rows}x{contracted}x{columns}/{self.dtype}"
+
+    @classmethod
+    def of_key(cls, key: str) -> "Problem":
+        """Returns the problem of a key."""
+        operation, shards, sizes, dtype = key.split("/")
+        operation, _, gathers = operation.partition("+")
+        rows, contracted, columns = (tuple(map(int, part.split("+"))) for part in sizes.split("x"))
+        return cls(operation, int(shards), rows[0], contracted, columns, dtype, int(gathers or 0))
+
+    @property
+    def sends(self) -> bool:
+        return self.shards > 1 and (self.operation.startswith("gather") or self.gathers > 0)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.shards * self.rows * sum(self.contracted) * sum(self.columns)
+
+    @property
+    def bytes_sent(self) -> float:
+        """By one shard; as many arrive."""
+        gathered = self.contracted[0] if self.operation.startswith("gather") else self.gathers
+        scattered = 0 if self.operation.startswith("gather") else self.columns[0]
+        return 2.0 * (self.shards - 1) * self.rows * (gathered + scattered)
+
+    def tiles(self, tiles: Tiles) -> int:
+        """Returns how many tiles one shard computes."""
+        return self.shards * (self.rows // tiles.m) * sum(N // tiles.n for N in self.columns)
+
+    def check(self, tiles: Tiles) -> None:
+        """Raises Unsupported, naming what does not divide or fit."""
+        wanted = [("rows of a shard", self.rows, tiles.m), *(("columns", N, tiles.n) for N in self.columns)]
+        wanted += [("what is contracted", K, STEP) for K in self.contracted]
+        wanted += [("columns to gather", self.gathers, PIECE)]
+        for what, size, by in wanted:
+            if size % by:
+                raise Unsupported(f"{what}, {size}, do not divide by {by}")
+        if (
+            tiles.m % (CONSUMERS * PIECE)
+            or tiles.n % PIECE
+            or tiles.n > 256
+            or tiles.m_of_consumer * tiles.n > 16_384
+        ):
+            raise Unsupported(
+                f"no tiles of {tiles.m} x {tiles.n}: at most 16,384 float32 sums to a warpgroup"
+            )
+        if (found := tiles.smem_bytes(self.sends)) > SMEM_BYTES:
+            raise Unsupported(f"tiles {tiles} take {found} bytes of shared memory, there are {SMEM_BYTES}")
+
+
+def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | None]:
+    """Returns the tiles, and whether they were measured to be faster than the plain form; None if unknown.
+
+    Raises:
+      Unsupported: no tiles divide the shape.
+    """
+    if (entry := tile_table.TABLE.get(device_kind, {}).get(problem.key)) is not None:
+        tiles = Tiles(**entry["tiles"])
+        problem.check(tiles)
+        return tiles, entry["faster"]
+    fitting = [tiles for m, n in RATES if (tiles := _deepest(problem, m, n)) is not None]
+    if not fitting:
+        problem.check(Tiles(*min(RATES, key=math.prod)))  # raises: what does not divide by the smallest tiles
+    return min(fitting, key=lambda tiles: _product_seconds(problem, tiles, sms)), None
+
+
+PRODUCT_FLOPS = 700e12  # of a large bf16 product on an H200 or H100, in a second
+LINK_BYTES = 400e9  # a second to or from one GPU through NVLink, of the 450e9 on the data sheet
+NCCL_BYTES = 330e9
+# A fused kernel is held back until all devices have reached it, and its first arrival takes a few more.
+JOIN_SECONDS, PLAIN_SECONDS = 20e-6, 15e-6
+
+
+def predict(problem: Problem, tiles: Tiles, sms: int) -> tuple[float, float]:
+    """Returns the seconds that the kernel and the plain form, collective and then product, should take."""
+    product = _product_seconds(problem, tiles, sms)
+    hidden = problem.bytes_sent / LINK_BYTES
+    best = problem.flops / PRODUCT_FLOPS
+    apart = best + (problem.bytes_sent / NCCL_BYTES + PLAIN_SECONDS if problem.shards > 1 else 0)
+    joined = JOIN_SECONDS if problem.shards > 1 else 0
+    return max(product, hidden) + joined, apart
+
+
+def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
+    """Thread blocks take a tile each at a time, so a product takes a whole number of waves."""
+    waves = math.ceil(problem.tiles(tiles) / sms)
+    of_wave = 2.0 * sms * tiles.m * tiles.n * sum(problem.contracted)
+    return waves * of_wave / (PRODUCT_FLOPS * RATES.get((tiles.m, tiles.n), 1.0))
+
+
+def candidates(problem: Problem) -> list[Tiles]:
+    """Returns what to measure for a shape: all tiles that fit it, each in several orders."""
+    orders = [("M", 4), ("M", 8), ("M", 16), ("M", 32), ("N", 4), ("N", 8)]
+    found = [_deepest(problem, m, n, minor, width) for m, n in RATES for minor, width in orders]
+    return [tiles for tiles in found if tiles is not None]
+
+
+def _deepest(problem: Problem, m: int, n: int, minor: str = "M", width: int = 8) -> Tiles | None:
+    """Returns these tiles with as many stages as there is room for, up to 8; None if they do not fit."""
+    for stages in range(8, 1, -1):
+        tiles = Tiles(m, n, stages, minor, width)
+        with contextlib.suppress(Unsupported):
+            problem.check(tiles)
+            return tiles
+    return None

@@ -1,0 +1,190 @@
+"""Checks the fused collective matrix products on the GPUs at hand, in a process of its own under a time-out.
+
+    python scripts/bench/collective_matmul_check.py [--axes tensor=2 ...] [--shapes tiny|all|NAME ...]
+
+A kernel that waits for a signal which never comes hangs every GPU of its mesh, and nothing in its process can
+end it. So a test or a benchmark calls `in_child` first, which runs this script at tiny shapes and kills it
+when the time is up. Values and gradients are compared with products accumulated in float64, of operands
+drawn anew and with every free buffer filled with NaN before each run; repeats have to be equal bit for bit.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxthru.runtime import xla
+from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
+
+os.environ.update(xla.NO_MULTICAST)  # whoever imports this is about to start collectives
+
+BFLOAT16_TOLERANCE = 1e-2
+
+# The smallest that every kernel, each size of tile and an axis of 4 take; several tiles for some thread
+# blocks and none for others.
+TINY = {
+    "tiny_gather": Shape("all_gather_matmul", 1024, 256, (1024,)),
+    "tiny_gather_three": Shape("all_gather_matmul", 2048, 512, (2048, 512, 256)),
+    "tiny_gather_many_tiles": Shape("all_gather_matmul", 8192, 256, (4096,)),
+    "tiny_scatter": Shape("matmul_reduce_scatter", 1024, 256, (256,)),
+    "tiny_scatter_many_tiles": Shape("matmul_reduce_scatter", 8192, 512, (2048,)),
+}
+SHAPES = TINY | GPU | UNTUNED
+
+
+def in_child(axes: list[dict[str, int]], seconds: float, shapes: str = "tiny") -> None:
+    """Runs this script on the meshes, and raises RuntimeError if it fails or is not done in time."""
+    named = [",".join(f"{name}={size}" for name, size in mesh.items()) for mesh in axes]
+    command = [sys.executable, __file__, "--axes", *named, "--shapes", shapes]
+    try:
+        # This process may hold most of the GPUs' memory already.
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        child = subprocess.run(command, timeout=seconds, capture_output=True, text=True, env=environment)
+    except subprocess.TimeoutExpired as expired:  # the child has been killed
+        said = (expired.stdout or b"")[-1000:]
+        raise RuntimeError(f"not done in {seconds} s, so it may hang: {' '.join(command)}: {said}") from None
+    if child.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {child.stdout[-2000:]}{child.stderr[-3000:]}")
+
+
+def make_mesh(axes: dict[str, int]) -> Mesh:
+    """Returns a mesh of the first devices, in the order of their ids as the kernels need it."""
+    devices = sorted(jax.devices(), key=lambda device: device.id)[: math.prod(axes.values())]
+    grid = np.array(devices).reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def draw(mesh: Mesh, shape: Shape, seed: int, dtype=jnp.bfloat16) -> tuple[tuple, tuple]:
+    """Returns the operands and cotangents of the results, each drawn where it lies."""
+    operands, results = shape.arrays(mesh, dtype)
+    keys = iter(jax.random.split(jax.random.key(seed), len(operands) + len(results)))
+    drawn = [
+        tuple(
+            jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=x.sharding)(
+                next(keys), x.shape, dtype
+            )
+            for x in of
+        )
+        for of in (operands, results)
+    ]
+    return drawn[0], drawn[1]
+
+
+def values_and_gradients(function):
+    """Returns the compiled (operands, cotangents) -> results, gradients of the operands."""
+
+    def both(operands, cotangents):
+        values, pull = jax.vjp(function, *operands)
+        return values, pull(cotangents)
+
+    return jax.jit(both)
+
+
+def poison(mesh: Mesh, bytes_on_each: int) -> None:
+    """Fills memory of each device with NaN and frees it, so that what is allocated next holds NaN."""
+    parts = 16  # of several sizes, as the allocator gives the smallest free block that fits
+    size = (mesh.size, max(bytes_on_each // (4 * parts), 1))
+    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    filled = [jnp.full(size, jnp.nan, jnp.float32, device=split) for _ in range(parts)]
+    jax.block_until_ready(filled)
+    for array in filled:
+        array.delete()
+
+
+def errors(found, operands, cotangents) -> list[float]:
+    """Returns ‖found - wanted‖ / ‖wanted‖ of each result and gradient; infinite if any element is not finite.
+
+    What is wanted is of whole matrices, accumulated in float64 on the first device.
+    """
+    x, *weights = operands
+    pairs = list(zip(weights, cotangents, strict=True))
+    wanted = [([(x, w)], 1, 0) for w in weights]
+    wanted.append(([(c, w) for w, c in pairs], 1, 1))
+    wanted += [([(x, c)], 0, 0) for c in cotangents]
+    with jax.enable_x64(True):
+        return [_error(a, *entry) for a, entry in zip(jax.tree.leaves(found), wanted, strict=True)]
+
+
+def _error(found, products, a_dim: int, b_dim: int) -> float:
+    device = jax.devices()[0]
+
+    @jax.jit
+    def relative(found, products):
+        def dot(a, b):
+            a, b = a.astype(jnp.float64), b.astype(jnp.float64)
+            return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())))
+
+        wanted = sum(dot(a, b) for a, b in products)
+        return jnp.linalg.norm(found.astype(jnp.float64) - wanted) / jnp.linalg.norm(wanted)
+
+    error = float(relative(*jax.device_put((found, products), device)))
+    return error if math.isfinite(error) else math.inf
+
+
+def check(mesh: Mesh, shape: Shape, implementation: str | None, seed: int) -> dict:
+    """Returns the relative errors of a run on random operands with NaN wherever nothing was written."""
+    operands, cotangents = draw(mesh, shape, seed)
+    run = values_and_gradients(shape.on(mesh, implementation=implementation))
+    compiled = run.lower(operands, cotangents).compile()
+    poison(mesh, 4 * sum(x.nbytes for x in jax.tree.leaves((operands, cotangents))) // mesh.size)
+    began = time.perf_counter()
+    found = jax.block_until_ready(compiled(operands, cotangents))
+    seconds = time.perf_counter() - began
+    return {"errors": errors(found, operands, cotangents), "seconds": round(seconds, 5)}
+
+
+def unequal_repeats(mesh: Mesh, shape: Shape, implementation: str | None, seed: int, repeats: int) -> int:
+    """Returns how many of the repeats differ from the first run in any bit."""
+    operands, cotangents = draw(mesh, shape, seed)
+    run = values_and_gradients(shape.on(mesh, implementation=implementation))
+
+    @jax.jit
+    def equal(found, first):
+        bits = lambda tree: [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in jax.tree.leaves(tree)]  # noqa: E731
+        return jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(bits(found), bits(first), strict=True)]))
+
+    first = run(operands, cotangents)
+    unequal = 0
+    for _ in range(repeats):
+        poison(mesh, 2 * sum(x.nbytes for x in jax.tree.leaves(first)) // mesh.size)
+        unequal += not bool(equal(run(operands, cotangents), first))
+    return unequal
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--axes", nargs="+", default=["tensor=2"], help="as tensor=2 or data=2,tensor=2")
+    parser.add_argument("--shapes", nargs="+", default=["tiny"], help="tiny, all, or names")
+    parser.add_argument("--implementation", default="mosaic_gpu")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31)
+    options = parser.parse_args()
+    xla.configure()
+    groups = {"tiny": list(TINY), "all": list(SHAPES)}
+    names = [name for word in options.shapes for name in groups.get(word, [word])]
+    failed = False
+    for axes in options.axes:
+        mesh = make_mesh({name: int(size) for name, size in (part.split("=") for part in axes.split(","))})
+        for name in names:
+            shape = SHAPES[name]
+            print(json.dumps({"starts": name, "axes": axes, "seed": options.seed}), flush=True)
+            line = check(mesh, shape, options.implementation, options.seed)
+            line["unequal_repeats"] = unequal_repeats(
+                mesh, shape, options.implementation, options.seed + 1, options.repeats
+            )
+            good = max(line["errors"]) <= BFLOAT16_TOLERANCE and not line["unequal_repeats"]
+            failed |= not good
+            print(json.dumps({"shape": name, "axes": axes, "good": good} | line), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

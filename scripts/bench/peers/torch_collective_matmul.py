@@ -1,0 +1,115 @@
+"""Times PyTorch's fused all-gather + matmul and matmul + reduce-scatter on symmetric memory, and NCCL's.
+
+    TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 python torch_collective_matmul.py --shapes JSON
+
+JSON: {name: {"operation": "all_gather_matmul", "rows": 8192, "contracted": 4096, "columns": [6144]}}. Prints
+one line of it: {name: {"fused_microseconds", "nccl_microseconds", "apart"}}, or {"missing": why}. One process
+for each GPU, as PyTorch has it. It refuses to begin unless PyTorch itself says that symmetric memory makes no
+multicast object, for such an object may not exist on every machine.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+
+
+def run(rank: int, devices: int, shapes: dict, port: int, results) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.cuda.set_device(rank)
+    if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, rank):
+        if rank == 0:
+            results.put({"missing": "symmetric memory would use multicast"})
+        return
+    dist.init_process_group("nccl", rank=rank, world_size=devices, device_id=torch.device("cuda", rank))
+    group = dist.group.WORLD.group_name
+    enable_symm_mem_for_group(group)
+    found = {}
+    for name, shape in shapes.items():
+        generator = torch.Generator("cuda").manual_seed(rank)
+
+        def normal(*size, generator=generator):
+            return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+        if shape["operation"] == "all_gather_matmul":
+            x = normal(shape["rows"] // devices, shape["contracted"])
+            weights = [normal(shape["contracted"], n // devices) for n in shape["columns"]]
+            whole = x.new_empty(shape["rows"], shape["contracted"])
+
+            def fused(x=x, weights=weights):
+                return torch.ops.symm_mem.fused_all_gather_matmul(x, weights, 0, group)[1]
+
+            def plain(x=x, weights=weights, whole=whole):
+                dist.all_gather_into_tensor(whole, x)
+                return [whole @ w for w in weights]
+        else:
+            y = normal(shape["rows"], shape["contracted"] // devices)
+            w = normal(shape["contracted"] // devices, shape["columns"][0])
+            part = y.new_empty(shape["rows"] // devices, shape["columns"][0])
+
+            def fused(y=y, w=w):
+                return [torch.ops.symm_mem.fused_matmul_reduce_scatter(y, w, "sum", 0, group)]
+
+            def plain(y=y, w=w, part=part):
+                dist.reduce_scatter_tensor(part, y @ w)
+                return [part]
+
+        pairs = zip(fused(), plain(), strict=True)
+        apart = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+        times = {"fused": [], "nccl": []}
+        for _ in range(15):
+            for kind, call in (("fused", fused), ("nccl", plain)):
+                dist.barrier()
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(20):
+                    call()
+                torch.cuda.synchronize()
+                times[kind].append((time.perf_counter() - began) / 20)
+        found[name] = {"apart": apart} | {
+            f"{kind}_microseconds": round(1e6 * statistics.median(seconds[3:]), 1)
+            for kind, seconds in times.items()
+        }
+    if rank == 0:
+        results.put(found | {"torch": torch.__version__})
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--shapes", type=json.loads, required=True)
+    options = parser.parse_args()
+    missing = None
+    if importlib.util.find_spec("torch") is None:
+        missing = "torch is not installed"
+    elif (
+        os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1" or os.environ.get("NCCL_NVLS_ENABLE") != "0"
+    ):
+        missing = "TORCH_SYMM_MEM_DISABLE_MULTICAST is not 1, or NCCL_NVLS_ENABLE not 0"
+    if missing:
+        print(json.dumps({"missing": missing}))
+        return 0
+    import torch.multiprocessing as processes
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = processes.get_context("spawn").SimpleQueue()
+    processes.spawn(run, (options.devices, options.shapes, port, results), nprocs=options.devices)
+    print(json.dumps(results.get()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

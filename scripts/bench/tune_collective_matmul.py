@@ -1,0 +1,117 @@
+"""Measures tiles for the fused collective matrix products and writes the best into tile_table.py.
+
+    python scripts/bench/tune_collective_matmul.py [--devices 2] [--shapes NAME ...] [--directions forward]
+
+First each size of tile in the order that `tiles.choose` takes, then the best size in the other orders. A call
+is timed whole, a backward pass with the products that give the weights' gradients, in turns with the plain
+form, and `faster` says whether it took less. Entries of other shapes and devices stay; UNTUNED shapes are
+left out, so that what is chosen for an unknown shape is measured too.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import collective_matmul as bench
+import collective_matmul_check as checks
+import harness
+import jax
+
+from jaxthru.runtime import xla
+from pallas_kernels.collective_matmul import mosaic_gpu, reference, tile_table, tiles
+from pallas_kernels.collective_matmul.shapes import GPU
+
+TABLE = Path(tile_table.__file__)
+
+
+def measure(runs: dict, operands, turns: int, turn_seconds: float) -> dict[str, float]:
+    """Returns the median seconds of a call of each, after one turn to warm up."""
+    compiled = bench.compile_all({name: bench.program(run, operands) for name, run in runs.items()})
+    times = {name: [] for name in compiled}
+    calls = {}
+    for number in range(turns + 1):
+        for name, run in compiled.items():
+            seconds = bench.turn(run, operands, calls.get(name, 1))
+            if number:
+                times[name].append(seconds)
+            calls[name] = max(1, round(turn_seconds / (seconds * bench.IN_A_ROW)))
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def tune(case: bench.Case, turns: int, turn_seconds: float) -> dict:
+    """Returns the table's entry for a case."""
+    operands, every = case.operands(), tiles.candidates(case.problem)
+
+    def times_of(candidates: list[tiles.Tiles]) -> dict[tiles.Tiles, float]:
+        runs = {shape: case.of(mosaic_gpu, tiles=shape) for shape in candidates}
+        return measure(runs, operands, turns, turn_seconds)
+
+    times = times_of([s for s in every if (s.minor, s.width) == (tiles.Tiles.minor, tiles.Tiles.width)])
+    size = min(times, key=times.get)
+    times |= times_of([s for s in every if (s.m, s.n) == (size.m, size.n)])
+    best = min(times, key=times.get)
+    final = {"plain": case.of(reference), "fused": case.of(mosaic_gpu, tiles=best)}
+    wanted, found = (jax.jit(run)(*operands) for run in final.values())
+    if not max(map(float, bench.apart(found, wanted))) <= bench.TOLERANCE:
+        sys.exit(f"{case.problem.key}: the result with {best} differs from the plain form's")
+    compared = measure(final, operands, 2 * turns, turn_seconds)
+    return {
+        "tiles": dataclasses.asdict(best),
+        "microseconds": round(1e6 * compared["fused"], 1),
+        "plain_microseconds": round(1e6 * compared["plain"], 1),
+        "faster": compared["fused"] < compared["plain"],
+    }
+
+
+def source(table: dict[str, dict[str, dict]]) -> str:
+    """Returns the table as Python source."""
+    lines = ["TABLE: dict[str, dict[str, dict]] = {"]
+    for kind in sorted(table):
+        lines.append(f"    {json.dumps(kind)}: {{")
+        for key in sorted(table[kind]):
+            lines.append(f"        {json.dumps(key)}: {{")
+            for name, value in table[kind][key].items():
+                written = repr(value).replace("'", '"')
+                lines.append(f"            {json.dumps(name)}: {written},")
+            lines.append("        },")
+        lines.append("    },")
+    return "\n".join([*lines, "}", ""])
+
+
+def write(table: dict[str, dict[str, dict]]) -> None:
+    """Writes the table behind the docstring of its module."""
+    head, _, _ = TABLE.read_text().partition("TABLE: dict")
+    TABLE.write_text(head + source(table))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, default=2, help="on the axis")
+    parser.add_argument("--shapes", nargs="+", choices=GPU, default=list(GPU))
+    both = ("forward", "backward")
+    parser.add_argument("--directions", nargs="+", choices=both, default=both)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turn-seconds", type=float, default=0.01)
+    options = parser.parse_args()
+    xla.configure()
+    phase, axes = harness.Phases(), {"tensor": options.devices}
+    with phase("first run, in a child process"):
+        checks.in_child([axes], seconds=180)
+    mesh = checks.make_mesh(axes)
+    kind = jax.local_devices()[0].device_kind
+    for name in options.shapes:
+        for direction in options.directions:
+            with phase(f"{name} {direction}"):
+                case = bench.Case(GPU[name], mesh, direction == "backward")
+                entry = tune(case, options.turns, options.turn_seconds)
+            print(case.problem.key, entry, flush=True)
+            tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry
+            write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The kernels for Hopper on a CPU, for several shards, one after another.
+
+JAX's interpreter of GPU kernels runs one device and knows neither semaphores nor peers' memory. So each shard
+runs twice. In the first run, what it stores in a peer's buffer goes to a mailbox. In the second, its buffers
+hold what the mailboxes of all shards have for it. Signals are counted, and so is what each wait expects. This
+shows that each tile is made of the right rows, sent to the right place of the right peer, and announced as
+often as it is waited for; not what happens at the same time.
+"""
+
+import collections
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.collective_matmul import hopper
+
+AXIS = "tensor"
+
+
+class Shards:
+    """Takes the place of peers, semaphores and the axis in `hopper`, until monkeypatch takes it back."""
+
+    def __init__(self, monkeypatch, t: int, detect_races: bool = False):
+        self.t, self.rank = t, None
+        self.prefilled, self.mail, self.own = None, [], []
+        self.interpret = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
+        self.signals = collections.Counter()  # {(shard, semaphores, index): signalled}
+        self.sources = collections.defaultdict(set)  # who did
+        self.waits = {}  # {(shard, semaphores, index): expected}
+        self._real_kernel, self._semaphores, self._lock = hopper._kernel, 0, threading.Lock()
+        axis_index, axis_size = jax.lax.axis_index, jax.lax.axis_size
+        for where, name, stand_in in (
+            (jax.lax, "axis_index", lambda name: jnp.int32(self.rank) if name == AXIS else axis_index(name)),
+            (jax.lax, "axis_size", lambda name: t if name == AXIS else axis_size(name)),
+            (plgpu, "warp_map", lambda act: [act(jnp.int32(warp)) for warp in range(2)] and None),
+            (plgpu, "remote_ref", lambda ref, device_id: self._mailboxes[id(ref)].at[device_id[AXIS]]),
+            (pl, "get_global", self._get_global),
+            (pl, "semaphore_signal", self._signal),
+            (hopper, "_wait", self._wait),
+            (hopper, "_kernel", self._kernel),
+        ):
+            monkeypatch.setattr(where, name, stand_in)
+
+    def run(self, kernel, arguments_of, **options) -> list:
+        """Returns kernel(*arguments_of(rank), axis_name=..., **options) of each shard."""
+        with plgpu.force_gpu_interpret_mode(self.interpret):
+            return self._run(kernel, arguments_of, **options)
+
+    def _run(self, kernel, arguments_of, **options) -> list:
+        results = []
+        for rank in range(self.t):
+            self.rank = rank
+            results.append(kernel(*arguments_of(self.rank), axis_name=AXIS, **options))
+        if self.t == 1:
+            return results
+        jax.effects_barrier()
+        assert self.signals and self.signals == self.waits
+        received = [self._received(rank) for rank in range(self.t)]
+        results = []
+        for rank in range(self.t):
+            self.rank, self.prefilled = rank, received[rank]
+            outs = kernel(*arguments_of(self.rank), axis_name=AXIS, **options)
+            # A buffer for gathered rows is the last result; it now holds what all shards wrote to it.
+            results.append((outs[0], received[self.rank][-1]))
+        return results
+
+    def _received(self, rank: int) -> list[jax.Array]:
+        """Returns each remote buffer of a shard as its peers and it have filled it; NaN is unwritten."""
+        buffers = []
+        for i, own in enumerate(self.own[rank]):
+            whole = np.array(own.astype(jnp.float32))
+            for source in range(self.t):
+                sent = np.array(self.mail[source][i][rank].astype(jnp.float32))
+                assert not (~np.isnan(sent) & ~np.isnan(whole)).any(), "written twice"
+                whole = np.where(np.isnan(sent), whole, sent)
+            buffers.append(jnp.asarray(whole).astype(own.dtype))
+        return buffers
+
+    def _kernel(self, body, out_type, tiles, ctas, dtype, transposed, sends):
+        arguments = tiles, ctas, dtype, transposed, sends
+        if self.t == 1:
+            return self._real_kernel(body, out_type, *arguments)
+        remote = [i for i, o in enumerate(out_type) if i == len(out_type) - 1 or len(o.shape) == 3]
+        mail = [jax.ShapeDtypeStruct((self.t, *out_type[i].shape), dtype) for i in remote]
+        scratch = 5 + 2 * sends
+        prefilled = self.prefilled
+
+        def with_mail(*refs):
+            refs, scratch_refs = list(refs[:-scratch]), refs[-scratch:]
+            mail_refs = [refs.pop() for _ in mail][::-1]
+            out_refs = [refs.pop() for _ in out_type][::-1]
+            if prefilled is not None:
+                filled = [refs.pop() for _ in remote][::-1]
+                for i, ref in zip(remote, filled, strict=True):
+                    out_refs[i] = ref
+            self._mailboxes = {id(out_refs[i]): m for i, m in zip(remote, mail_refs, strict=True)}
+            self._semaphores = 0
+            body(*refs, *out_refs, *scratch_refs)
+
+        def call(*operands):
+            kernel = self._real_kernel(with_mail, [*out_type, *mail], *arguments)
+            outs = kernel(*operands, *(prefilled or []))
+            if prefilled is None:
+                self.own.append([outs[i] for i in remote])
+                self.mail.append(outs[len(out_type) :])
+            return outs[: len(out_type)]
+
+        return call
+
+    def _get_global(self, semaphores):
+        self._semaphores += 1
+        return _Semaphore(self._semaphores)
+
+    def _signal(self, semaphore, device_id):
+        if self.prefilled is None:  # each consumer's signal of a tile comes twice, as there are two of them
+            count = functools.partial(self._count, self.rank, semaphore.array)
+            jax.debug.callback(count, device_id[AXIS], semaphore.index)
+
+    def _count(self, source, array, shard, index):
+        with self._lock:
+            self.signals[int(shard), array, int(index)] += 1
+            self.sources[int(shard), array, int(index)].add(source)
+
+    def _wait(self, semaphore, value):
+        if self.prefilled is None:
+            jax.debug.callback(
+                functools.partial(self._expect, self.rank, semaphore.array, value), semaphore.index
+            )
+
+    def _expect(self, shard, array, value, index):
+        with self._lock:
+            assert self.waits.setdefault((shard, array, int(index)), value) == value
+
+
+class _Semaphore:
+    """One of the arrays of semaphores of a kernel, and which of it."""
+
+    def __init__(self, array: int, index=None):
+        self.array, self.index = array, index
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, index):
+        return _Semaphore(self.array, index)

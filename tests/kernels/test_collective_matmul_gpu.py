@@ -1,0 +1,387 @@
+"""Collective matrix products fused on Hopper: what can be shown without a GPU, and the rest on 2 and 4."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hopper_emulation import Shards
+from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
+from jax.sharding import AxisType, PartitionSpec
+
+from pallas_kernels import collective_matmul, dispatch
+from pallas_kernels.collective_matmul import hopper, mosaic_gpu, tile_table
+from pallas_kernels.collective_matmul import tiles as tiles_module
+from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
+from pallas_kernels.collective_matmul.tiles import SMEM_BYTES, SMS, Problem, Tiles
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.testing import GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
+
+MESHES = ({"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2}, {"tensor": 4, "data": 2})
+FORBIDDEN = ("multimem", "symmetric_memory_parameters")
+SMALL = Tiles(128, 128, stages=2, width=2)
+CTAS = 3  # with more tiles than these, and with fewer
+
+
+def draw(rng, *shape):
+    return normal(rng, shape, jnp.bfloat16)
+
+
+def product(a, b):
+    return np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+
+
+# The kernels' arithmetic, on an emulation of several shards.
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("t", [1, 2, 3])
+def test_gather_matmul(t, transposed, monkeypatch):
+    rng = np.random.default_rng(fresh_seed())
+    M, K, N = 256, 192, (256, 128)
+    rows = [draw(rng, M, K) for _ in range(t)]
+    weights = [[draw(rng, *((n, K) if transposed else (K, n))) for n in N] for _ in range(t)]
+    shards = Shards(monkeypatch, t)
+    found = shards.run(
+        hopper.gather_matmul,
+        lambda rank: (rows[rank], weights[rank], SMALL, CTAS),
+        keep=True,
+        transposed=transposed,
+    )
+    whole = jnp.concatenate(rows)
+    for (ys, gathered), of_shard in zip(found, weights, strict=True):
+        np.testing.assert_array_equal(np.float32(gathered), np.float32(whole))
+        for y, w in zip(ys, of_shard, strict=True):
+            assert_close(y, product(whole, w.T if transposed else w), GPU_TOLERANCE)
+    # Rows are waited for by how far on their shard is.
+    blocks = M // SMALL.m
+    for (shard, _, index), sources in shards.sources.items():
+        assert sources == {(shard + 1 + index // blocks) % t}
+
+
+@pytest.mark.parametrize("t, beside", [(1, True), (2, False), (3, True)])
+@pytest.mark.parametrize("shape", [SMALL, Tiles(256, 64, stages=3, minor="N", width=1)], ids=["128", "256"])
+def test_matmul_scatter(shape, t, beside, monkeypatch):
+    """Two products added up, and another matrix gathered beside them."""
+    rng = np.random.default_rng(fresh_seed())
+    M, N, contracted = 256, 128, (128, 64)
+    pairs = [[(draw(rng, t * M, K), draw(rng, N, K)) for K in contracted] for _ in range(t)]
+    extra = [draw(rng, M, 128) for _ in range(t)]
+
+    def kernel(pairs, gather, *arguments, **options):
+        return hopper.matmul_scatter(pairs, *arguments, gather=gather, transposed=True, **options)
+
+    shards = Shards(monkeypatch, t)
+    found = shards.run(kernel, lambda rank: (pairs[rank], extra[rank] if beside else None, shape, CTAS))
+    total = sum(product(a, w.T) for of_shard in pairs for a, w in of_shard)
+    for rank, (out, gathered) in enumerate(found):
+        assert_close(out, total[rank * M :][:M], GPU_TOLERANCE)
+        if beside:
+            np.testing.assert_array_equal(np.float32(gathered), np.float32(jnp.concatenate(extra)))
+    # What a shard adds up as that of the k-th shard before it, and in that order, is that shard's.
+    count = (M // shape.m) * (N // shape.n)
+    for (shard, array, index), sources in shards.sources.items():
+        expected = shard - 1 - index // count if array == 1 else shard + 1 + index
+        assert sources == {expected % t}
+
+
+def test_fewer_tiles_than_thread_blocks(monkeypatch):
+    rng = np.random.default_rng(fresh_seed())
+    x, w = draw(rng, 128, 64), draw(rng, 64, 64)
+    shards = Shards(monkeypatch, 2)
+    found = shards.run(hopper.gather_matmul, lambda rank: (x, (w,), Tiles(128, 64, 2), 4))
+    for (y,), _ in found:
+        assert_close(y, product(jnp.concatenate((x, x)), w), GPU_TOLERANCE)
+
+
+def test_no_races_within_a_device(monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    rng = np.random.default_rng(fresh_seed())
+    x, w = draw(rng, 256, 256), draw(rng, 256, 128)
+    shards = Shards(monkeypatch, 1, detect_races=True)
+    ((y,), _) = shards.run(hopper.gather_matmul, lambda rank: (x, (w,), SMALL, 2))[0]
+    assert_close(y, product(x, w), GPU_TOLERANCE)
+    assert not gpu_callbacks.get_races().races_found
+
+
+# What they lower to.
+
+
+def lower(shape: Shape, axes: dict[str, int], dtype=jnp.bfloat16, tiles=None) -> str:
+    """Returns one operation's four functions, forward and backward, lowered for CUDA on a mesh."""
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
+    others = tuple(name for name in axes if name != "tensor") or None
+    split_rows, split_columns = PartitionSpec((*(others or ()), "tensor")), PartitionSpec(others, "tensor")
+    options = {"axis_name": "tensor", "always": True, "tiles": tiles}
+
+    def gather(x, weights, dys):
+        forward = mosaic_gpu.all_gather_matmul(x, weights, **options)
+        return forward, mosaic_gpu.all_gather_matmul_backward(x, weights, dys, **options)
+
+    def scatter(y, weights, douts):
+        forward = mosaic_gpu.matmul_reduce_scatter(y, *weights, **options)
+        return forward, mosaic_gpu.matmul_reduce_scatter_backward(y, *weights, *douts, **options)
+
+    # The weights' gradients differ along the other axes: their sum is the caller's.
+    weights_spec = PartitionSpec(None, "tensor")
+    gradient_spec = PartitionSpec(others, "tensor")
+    if shape.operation == "all_gather_matmul":
+        local, specs = gather, (split_rows, weights_spec, split_columns)
+        out = split_columns, (split_rows, gradient_spec)
+    else:
+        local, specs = scatter, (split_columns, PartitionSpec("tensor"), split_rows)
+        out = split_rows, (split_columns, split_rows)
+    rows = shape.rows * axes.get("data", 1)
+    struct = lambda *size: jax.ShapeDtypeStruct(size, dtype)  # noqa: E731
+    arguments = (
+        struct(rows, shape.contracted),
+        tuple(struct(shape.contracted, n) for n in shape.columns),
+        tuple(struct(rows, n) for n in shape.columns),
+    )
+    function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out)  # with check_vma=True
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def assert_safe(text: str, kernels: int) -> None:
+    assert text.count("@mosaic_gpu_v2") == kernels
+    assert not [word for word in FORBIDDEN if word in text]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("shape", (GPU | UNTUNED).values(), ids=GPU | UNTUNED)
+def test_lowers_without_multicast(shape, axes):
+    assert_safe(lower(shape, axes), kernels=2)
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2, "tensor": 4}, {"tensor": 1}], ids=str)
+def test_lowers_every_first_run(axes, bench):
+    for shape in bench("collective_matmul_check").TINY.values():
+        assert_safe(lower(shape, axes), kernels=2)
+
+
+def test_lowers_in_float16():
+    assert_safe(lower(GPU["qkv"], {"tensor": 2}, jnp.float16), kernels=2)
+
+
+@pytest.mark.parametrize("shape", tiles_module.RATES, ids=str)
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+def test_shared_memory_as_counted(operation, shape):
+    """Mosaic GPU asks for what `Tiles` counts."""
+    rows, K, N = 3072, 1536, 1536
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    rows_split, columns_split = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+    if operation == "gather":
+        problem = Problem("gather", 2, rows // 2, (K,), (N // 2,), "bfloat16")
+        specs, out = (rows_split, columns_split), columns_split
+    else:
+        problem = Problem("scatter", 2, rows // 2, (K // 2,), (N,), "bfloat16")
+        specs, out = (columns_split, rows_split), rows_split
+    deepest = next(tiles for tiles in tiles_module.candidates(problem) if (tiles.m, tiles.n) == shape)
+    counted = deepest.smem_bytes(problem.sends)
+    assert counted <= SMEM_BYTES
+
+    def local(x, w):
+        if operation == "gather":
+            return mosaic_gpu.all_gather_matmul(x, (w,), axis_name="tensor", tiles=deepest)[0]
+        return mosaic_gpu.matmul_reduce_scatter(x, w, axis_name="tensor", tiles=deepest)
+
+    x, w = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((rows, K), (K, N)))
+    traced = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out)).trace(x, w)
+    limit = mosaic_gpu_core.artificial_shared_memory_limit
+    with limit(counted - 1), pytest.raises(ValueError, match="exceeds available shared memory"):
+        traced.lower(lowering_platforms=("cuda",))
+    with limit(counted):
+        traced.lower(lowering_platforms=("cuda",))
+
+
+# What is refused, and what is chosen.
+
+
+def call(
+    x_shape=(512, 256), w_shape=(256, 512), dtype=jnp.bfloat16, axes=("tensor",), manual=None, **options
+):
+    """Traces the gather on a mesh of two devices along each axis."""
+    mesh = jax.make_mesh((2,) * len(axes), axes, (AxisType.Auto,) * len(axes))
+    x, w = jax.ShapeDtypeStruct(x_shape, dtype), jax.ShapeDtypeStruct(w_shape, dtype)
+    options = {"implementation": "mosaic_gpu", "platform": "gpu"} | options
+
+    def local(x, w):
+        return collective_matmul.all_gather_matmul(x, (w,), axis_name="tensor", **options)[0]
+
+    specs = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+    function = jax.shard_map(
+        local, mesh=mesh, in_specs=specs, out_specs=specs[1], axis_names=manual or frozenset(axes)
+    )
+    return jax.eval_shape(jax.jit(function), x, w)
+
+
+@pytest.mark.parametrize(
+    "reason, options",
+    [
+        ("needs an NVIDIA GPU of compute capability >= 9.0 and < 10.0, found cpu", {"platform": "cpu"}),
+        ("multiplies bfloat16 or float16, found float32", {"dtype": jnp.float32}),
+        ("rows of a shard, 257, do not divide by 128", {"x_shape": (514, 256)}),
+        ("what is contracted, 100, do not divide by 64", {"x_shape": (512, 100), "w_shape": (100, 512)}),
+        ("columns, 50, do not divide by 64", {"w_shape": (256, 100)}),
+        (
+            r"needs a shard_map over every axis of the mesh, not without \['data'\]",
+            {"axes": ("data", "tensor"), "manual": {"tensor"}},
+        ),
+    ],
+)
+def test_refuses(reason, options):
+    with pytest.raises(Unsupported, match=reason):
+        call(**options)
+
+
+def test_refuses_several_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(Unsupported, match="every device in one process, found 2 processes"):
+        call()
+
+
+def problem_of(shape: Shape, t: int) -> Problem:
+    columns = tuple(n // t for n in shape.columns)
+    return Problem("gather", t, shape.rows // t, (shape.contracted,), columns, "bfloat16")
+
+
+def test_small_products_are_left_to_others():
+    """Where the transfer takes less than the wait for all devices, the first that is tried gives way."""
+    assert call().shape == (512, 512)  # named, it runs
+    implementations = collective_matmul.implementations("gpu", named=False)
+    (module, options) = implementations["mosaic_gpu"]
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    x, w = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((512, 256), (256, 512)))
+
+    def local(x, w):
+        return module.all_gather_matmul(x, (w,), axis_name="tensor", **options)[0]
+
+    specs = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+    function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1])
+    with pytest.raises(
+        Unsupported, match="expected to be slower than the plain form at gather/2/256x256x256"
+    ):
+        jax.eval_shape(function, x, w)
+
+
+@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("shape", [s for s in (GPU | UNTUNED).values() if s.operation == "all_gather_matmul"])
+def test_choice_of_tiles(shape, t):
+    problem = problem_of(shape, t)
+    chosen, measured = tiles_module.choose(problem, "a GPU in no table", SMS)
+    assert measured is None
+    problem.check(chosen)
+    fused, _ = tiles_module.predict(problem, chosen, SMS)
+    assert fused > max(
+        problem.flops / tiles_module.PRODUCT_FLOPS, problem.bytes_sent / tiles_module.LINK_BYTES
+    )
+    for other in tiles_module.candidates(problem):
+        assert tiles_module.predict(problem, other, SMS)[0] >= fused
+
+
+def test_the_table_decides(monkeypatch):
+    problem = problem_of(GPU["qkv"], 2)
+    measured = Tiles(256, 128, 4, "N", 16)
+    entry = {
+        "tiles": dataclasses.asdict(measured),
+        "microseconds": 2,
+        "plain_microseconds": 1,
+        "faster": False,
+    }
+    monkeypatch.setattr(tile_table, "TABLE", {"NVIDIA H200": {problem.key: entry}})
+    assert tiles_module.choose(problem, "NVIDIA H200", SMS) == (measured, False)
+    assert tiles_module.choose(problem, "NVIDIA H100", SMS)[1] is None
+    with pytest.raises(Unsupported, match="measured slower than the plain form"):
+        mosaic_gpu.tiles_for(problem, always=False)
+    assert mosaic_gpu.tiles_for(problem, always=True)[0] == measured
+
+
+def test_the_table_fits_its_problems():
+    """Each key is of a problem that its tiles divide; the kernels would refuse it otherwise."""
+    for entries in tile_table.TABLE.values():
+        for key, entry in entries.items():
+            Problem.of_key(key).check(Tiles(**entry["tiles"]))
+            assert Problem.of_key(key).key == key
+
+
+def test_the_table_as_source(bench):
+    entry = {
+        "tiles": dataclasses.asdict(Tiles()),
+        "microseconds": 1.5,
+        "plain_microseconds": 2.0,
+        "faster": True,
+    }
+    table = {"NVIDIA H200": {problem_of(GPU[name], 2).key: entry for name in ("qkv", "gate")}}
+    text = bench("tune_collective_matmul").source(table)
+    assert eval(text.partition(" = ")[2]) == table
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_leaves_sms_to_others():
+    problem = problem_of(GPU["qkv"], 2)
+    (all_tiles, every), (_, fewer) = (mosaic_gpu.tiles_for(problem, True, spare) for spare in (0, 16))
+    assert (every, fewer) == (SMS, SMS - 16)
+    assert tiles_module.predict(problem, all_tiles, fewer) > tiles_module.predict(problem, all_tiles, every)
+
+
+def test_a_problem_and_its_key():
+    problem = Problem("scatter_transposed", 4, 2048, (3584, 3584), (4096,), "float16", gathers=4096)
+    assert Problem.of_key(problem.key) == problem
+
+
+# On GPUs.
+
+GPU_AXES = ({"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2})
+
+
+@pytest.fixture(scope="module")
+def first_run(request):
+    """The kernels have run at tiny shapes in a process that can be killed; else none runs in this one."""
+    if not has_gpu((9, 0)) or jax.device_count() < 2:
+        pytest.skip("needs two Hopper GPUs")
+    import sys
+    from pathlib import Path
+
+    folder = str(Path(__file__).resolve().parents[2] / "scripts" / "bench")
+    sys.path.insert(0, folder)
+    request.addfinalizer(lambda: sys.path.remove(folder))
+    import collective_matmul_check
+
+    able = [axes for axes in GPU_AXES if np.prod(list(axes.values())) <= jax.device_count()]
+    collective_matmul_check.in_child(able, seconds=240)
+    return collective_matmul_check
+
+
+def mesh_or_skip(check, axes):
+    if np.prod(list(axes.values())) > jax.device_count():
+        pytest.skip(f"needs more GPUs than {jax.device_count()}")
+    return check.make_mesh(axes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axes", GPU_AXES, ids=str)
+@pytest.mark.parametrize("name", GPU | UNTUNED)
+def test_values_and_gradients_on_gpus(name, axes, first_run):
+    mesh = mesh_or_skip(first_run, axes)
+    line = first_run.check(mesh, (GPU | UNTUNED)[name], "mosaic_gpu", fresh_seed())
+    assert max(line["errors"]) <= first_run.BFLOAT16_TOLERANCE, line
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axes", GPU_AXES, ids=str)
+@pytest.mark.parametrize("name", ["qkv", "down"])
+def test_repeats_are_equal_bit_for_bit(name, axes, first_run):
+    mesh = mesh_or_skip(first_run, axes)
+    assert first_run.unequal_repeats(mesh, GPU[name], "mosaic_gpu", fresh_seed(), repeats=100) == 0
+
+
+@pytest.mark.gpu
+def test_runs_by_default_where_it_pays(first_run, caplog):
+    """Without a name, the fused kernel is the first to be tried at the shapes of a Llama 3 8B."""
+    mesh = first_run.make_mesh({"tensor": 2})
+    dispatch._logged.clear()
+    with caplog.at_level("INFO", "jaxthru.kernels"):
+        first_run.check(mesh, GPU["qkv"], None, fresh_seed())
+    assert "all_gather_matmul: mosaic_gpu runs" in caplog.text
