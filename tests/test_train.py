@@ -313,7 +313,7 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
         ({"offload__level": "auto", "offload__host_gib": 1e-4}, "offload.level = 'auto': no level fits"),
         (
             {"offload__level": "parameters", "offload__host_gib": 1e-4},
-            "offload.host_gib = 0.0: the plan keeps",
+            "which may pin 0.0 (offload.host_gib)",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),

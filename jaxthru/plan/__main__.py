@@ -12,10 +12,12 @@ from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
 from jaxthru.plan import arithmetic, levels, memory, rehearsal
 from jaxthru.plan.data import forecast
+from jaxthru.plan.fit import asked_for
 from jaxthru.plan.plot import svg
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
+from pallas_kernels.dispatch import Unsupported
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,9 +74,12 @@ def _plan(config, target, devices, segments) -> tuple[memory.MemoryPlan, memory.
         plan, _ = arithmetic.estimate(config, offload.level, state, offload.fraction, devices=devices)
         note = 'an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
         return dataclasses.replace(plan, notes=(note, *plan.notes)), None
-    if offload.layered:
-        return rehearsal.layered_step(config, target, devices, segments), None
-    plan = memory.resident(config, target, devices, segments)
+    try:
+        if offload.layered:
+            return rehearsal.layered_step(config, target, devices, segments), None
+        plan = memory.resident(config, target, devices, segments)
+    except Unsupported as refusal:
+        raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
     return plan, plan
 
 

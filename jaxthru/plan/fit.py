@@ -43,6 +43,11 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
     )
     if config.precision.matmul == "fp8":
         check_float8(device)
+        require(
+            config.mesh.collective_matmul in ("auto", "none") or layout.size("heads") == 1,
+            f"mesh.collective_matmul = {config.mesh.collective_matmul!r}: with precision.matmul = 'fp8' "
+            "products and collectives are apart; choose 'auto'",
+        )
     if config.offload.layered:
         which = f"offload.level = {config.offload.level!r}, activations = {config.offload.activations!r}"
         require(
@@ -70,9 +75,9 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
 
 def asked_for(config: RunConfig, refusal: Unsupported) -> str:
     """Returns the setting that asked for what refuses, as `key = value`."""
-    if str(refusal).startswith("attention:"):
-        return f"model.attention = {config.model.attention!r}"
-    return f"mesh.collective_matmul = {config.mesh.collective_matmul!r}"
+    if str(refusal).startswith(("all_gather_matmul", "matmul_reduce_scatter")):
+        return f"mesh.collective_matmul = {config.mesh.collective_matmul!r}"
+    return f"model.attention = {config.model.attention!r}"
 
 
 def check_float8(device: jax.Device) -> None:

@@ -14,7 +14,6 @@ from jaxthru.plan.fit import attention_by, fit
 from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, hardware, xla
 from jaxthru.runtime.errors import InputError
-from pallas_kernels import adamw_8bit
 from pallas_kernels.attention import STAND_IN, automatic
 
 DOCUMENTS = 32
@@ -55,8 +54,9 @@ class Room:
             )
         if plan.peak_host > self.host:
             short.append(
-                f"does not fit: {gib(plan.peak_host)} GiB on the host, and offload.host_gib is "
-                f"{gib(self.host)}; optim.state or a smaller offload.fraction makes it less"
+                f"does not fit: {gib(plan.peak_host)} GiB on the host, which may pin "
+                f"{gib(self.host)} (offload.host_gib); optim.state or a smaller offload.fraction makes it "
+                "less"
             )
         return short
 
@@ -101,8 +101,7 @@ def resident(
     layout = fit(config, jax.devices()[:devices], "gpu")
     segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
     attention = stand_in(config, layout, segments)
-    kernels = {"attention": attention, "adamw_8bit": adamw_8bit.STAND_IN}
-    made = assemble(config, layout, segments=segments, sources=sources, **kernels)
+    made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
     program = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target, devices)
     found = breakdown(program.dump)
     notes += (

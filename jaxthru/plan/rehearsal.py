@@ -25,7 +25,6 @@ from jaxthru.runtime import aot
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.offload import HOST
 from jaxthru.training.programs import lower
-from pallas_kernels import adamw_8bit
 
 Tree = Any
 NOTHING = Breakdown(dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0), 0, 0, 0, "")
@@ -77,8 +76,7 @@ def layered_step(
     layout = fit(config, jax.devices()[:devices], "gpu")
     segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
     attention = stand_in(config, layout, segments)
-    kernels = {"attention": attention, "adamw_8bit": adamw_8bit.STAND_IN}
-    made = assemble(config, layout, segments=segments, sources=sources, **kernels)
+    made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
     notes += (
         f"each program compiled for {target.name} without autotuning; attention: {attention}, up to "
         f"{segments} documents a row",

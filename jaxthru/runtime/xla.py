@@ -72,20 +72,21 @@ def memory_fraction() -> float:
 def limit_pinned(needed: int, allowed: int) -> None:
     """Lets XLA pin as much host memory as a plan needs. Call it before the first device is touched.
 
-    needed, allowed: bytes that the plan keeps in pinned memory, 0 if that is not known, and that the host may
-    give (offload.host_gib, or its limit). The pool may grow to what is needed, with 5 % and 4 GiB to spare
-    for gaps and for copies on their way to disk: it grows by regions that double, so that with more room
-    24.4 GiB of arrays took 37. (XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE would take all of it twice: XLA has two
-    such pools, of which the other only stages copies.) A limit in the environment stays as it is, unless an
-    earlier call set it and no backend has loaded since. Raises InputError, naming the setting, where either
-    is too low, or where a GPU's backend has already loaded with a lower one.
+    needed, allowed: bytes that the plan keeps in pinned memory, 0 if that is not known, and that may be
+    pinned (offload.host_gib, or the host's limit less what a process takes). The pool may grow to what is
+    needed, with 5 % and 4 GiB to spare for gaps and for copies on their way to disk: it grows by regions
+    that double, so that with more room 24.4 GiB of arrays took 37. (XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE
+    would take all of it twice: XLA has two such pools, of which the other only stages copies.) A limit in
+    the environment stays as it is, unless an earlier call set it and no backend has loaded since. Raises
+    InputError, naming the setting, where either is too low, or where a GPU's backend has already loaded
+    with a lower one.
     """
     from jax._src import xla_bridge
 
     require(
         needed <= allowed,
-        f"offload.host_gib = {allowed / 2**30:.1f}: the plan keeps {needed / 2**30:.1f} GiB on the host; "
-        "give it more, or choose a smaller optim.state or offload.fraction",
+        f"the plan keeps {needed / 2**30:.1f} GiB on the host, which may pin {allowed / 2**30:.1f} "
+        "(offload.host_gib); give it more, or choose a smaller optim.state or offload.fraction",
     )
     given, loaded = os.environ.get(PINNED_LIMIT), xla_bridge.backends_are_initialized()
     if not loaded and _ours(PINNED_LIMIT):

@@ -39,7 +39,8 @@ class OffloadConfig:
         remat.policy keeps.
     staging_gib: device memory, of all devices together, that state on its way may take in either direction;
         two parts may be in any case.
-    host_gib: host memory to use at most, GiB; None is the limit of the process's control group.
+    host_gib: host memory to pin at most, GiB; the process takes 6 to 10 beside it. None is the limit of the
+        process's control group, less 8.
     """
 
     level: Literal["none", "optimizer", "gradients", "parameters", "auto"] = "none"

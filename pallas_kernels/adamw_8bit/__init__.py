@@ -56,21 +56,22 @@ def update(
       mu, nu: first and second moment, `quantise`d as signed and unsigned.
       key: to round by, or None. Implementations draw other bits from it.
       scalars, adam: what is the same for all parameters.
-      implementation: "triton" or "xla"; None takes the first on a GPU where it can run, and else the second.
+      implementation: "xla", which None takes, or "triton", which no GPU has run yet.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:
-      ValueError: no implementation has the name.
+      ValueError: no implementation has the name, or there are both a remainder and a key.
       dispatch.Unsupported: the named implementation refuses.
 
     Source: AdamW: Loshchilov and Hutter 2019 (arXiv:1711.05101); for the moments see reference.py.
     """
+    if remainder is not None and key is not None:
+        raise ValueError("adamw_8bit: a weight with a remainder is not rounded by chance; give no key")
     platform = dispatch.resolve_platform(platform)
     implementations = {
         "triton": functools.partial(triton.update, platform=platform),
         "xla": reference.update,
         STAND_IN: stand_in.update,
     }
-    automatic = ("triton", "xla") if platform == "gpu" else ("xla",)
     arguments = gradient, weight, remainder, mu, nu, key, scalars, adam
-    return dispatch.run("adamw_8bit", implementations, automatic, implementation, *arguments)
+    return dispatch.run("adamw_8bit", implementations, ("xla",), implementation, *arguments)

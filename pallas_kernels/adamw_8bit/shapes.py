@@ -2,7 +2,8 @@
 
 # Small enough for a CPU.
 CPU = {
-    "one_block": (8, 256),
+    "one_block": (1, 256),
+    "one_a_row": (8, 256),
     "blocks": (4, 3, 512),
     "narrow": (5, 64),
     "head_dim": (32, 4, 16),

@@ -130,7 +130,7 @@ def entries(blocks, R: tl.constexpr, B: tl.constexpr):
     """Returns where this program's entries are [R, B], and which of them exist."""
     block_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     at_RB = block_R[:, None] * B + tl.arange(0, B)[None, :]
-    return at_RB, at_RB < blocks.to(tl.int64) * B
+    return at_RB, (block_R < blocks)[:, None]
 
 
 @triton.jit

@@ -32,6 +32,11 @@ def rms_norm(x, scale_D, *, epsilon: float, platform: str) -> tuple[jax.Array, j
     return _rms_norm(*vary_alike(x, scale_D), epsilon)
 
 
+def warps(D: int) -> int:
+    """Returns how many warps share a row: a power of two, as Triton asks, about 16 entries a thread."""
+    return 1 << (max(4, min(16, D // 512)).bit_length() - 1)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rms_norm(x, scale_D, epsilon):
     return reference.rms_norm(x, scale_D, epsilon=epsilon)
@@ -60,7 +65,7 @@ def _backward(epsilon, residuals, gradients):
             jax.ShapeDtypeStruct((programs, D), jnp.float32),
         ],
         grid=programs,
-        num_warps=max(4, min(16, D // 512)),
+        num_warps=warps(D),
         epsilon=epsilon,
         programs=programs,
         D=D,

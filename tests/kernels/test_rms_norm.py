@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rms_norm import rms_norm, triton
 from pallas_kernels.rms_norm.shapes import CPU, GPU
 from pallas_kernels.testing import CPU_TOLERANCE, GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
 
@@ -55,6 +55,11 @@ def test_the_kernel_agrees_and_repeats(shape):
     assert_close(found, written_out(*given[0], *given[1]), GPU_TOLERANCE)
     for _ in range(10):
         jax.tree.map(np.testing.assert_array_equal, run(*given, "triton"), found)
+
+
+@pytest.mark.parametrize("width", [64, 3000, 4096, 5120, 6144, 16_384])
+def test_warps_are_a_power_of_two(width):
+    assert triton.warps(width) in (4, 8, 16)
 
 
 def test_the_kernel_says_what_it_needs():

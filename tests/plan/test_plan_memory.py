@@ -235,7 +235,7 @@ def test_what_lacks_names_the_setting():
     plan = MemoryPlan({}, {}, 100 * GIB, 90 * GIB)
     assert Room(101 * GIB, 91 * GIB).lacks(plan) == []
     device, host = Room(99 * GIB, 80 * GIB).lacks(plan)
-    assert "offload.level" in device and "offload.host_gib is 80.0" in host
+    assert "offload.level" in device and "which may pin 80.0 (offload.host_gib)" in host
 
 
 def test_the_host_room_is_what_is_configured():
@@ -344,7 +344,7 @@ def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatc
     said = capsys.readouterr().out
     assert "an estimate by arithmetic" in said and "fits: " in said
     assert main(["memory", "--config", config, "--set", "offload.host_gib=10"]) == 1
-    assert "offload.host_gib is 10.0" in capsys.readouterr().out
+    assert "which may pin 10.0 (offload.host_gib)" in capsys.readouterr().out
 
 
 def test_auto_is_the_first_level_that_fits():

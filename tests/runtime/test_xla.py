@@ -142,7 +142,7 @@ def test_pinned_memory_may_grow_to_what_the_host_gives_where_no_need_is_known(fr
 
 
 def test_more_than_the_host_gives_names_the_setting(fresh):
-    with pytest.raises(InputError, match=r"offload.host_gib = 64.0: the plan keeps 90.0 GiB on the host"):
+    with pytest.raises(InputError, match=r"keeps 90.0 GiB on the host, which may pin 64.0 .offload.host_gib"):
         xla.limit_pinned(90 * GIB, 64 * GIB)
 
 
