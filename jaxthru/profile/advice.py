@@ -115,7 +115,7 @@ def _larger(seen: Evidence) -> Iterator[Advice]:
         "host_gap": (seen.line("host_gap") if seen.layered else 0.0, "the host dispatching layer by layer"),
         "dependency": (seen.line("dependency") if seen.gpu else 0.0, "gaps between kernels"),
     }
-    if microbatches == 1:
+    if microbatches == 1 and seen.layered:
         fixed["exposed_host_copies"] = seen.line("exposed_host_copies"), "the state on its way"
     if (lost := seen.ledger.matmul.inefficiency_seconds) and seen.tokens_at_once < FEW_TOKENS:
         fixed["inefficiency"] = lost, f"weights read for {seen.tokens_at_once:,.0f} tokens"
@@ -255,8 +255,8 @@ def _lint(seen: Evidence) -> Iterator[Advice]:
         worst = max(entries, key=lambda entry: (entry.seconds or 0.0, entry.bytes or 0.0))
         held = sum(entry.bytes or 0.0 for entry in entries)
         text = f"{worst.text}. {what} " if not worst.text.endswith(".") else f"{worst.text} {what} "
-        text += f"{len(entries)} such, in all {held / 1e6:,.0f} MB; " if len(entries) > 1 else ""
-        text += "their seconds in the ledger." if known else "time not known."
+        text += f"{len(entries)} such, in all {held / 1e6:,.0f} MB. " if len(entries) > 1 else ""
+        text += "At most their seconds in the ledger." if known else "Time not known."
         yield _advice(seen, rule, key, value, gain, text)
 
 
