@@ -254,7 +254,7 @@ def _lint(seen: Evidence) -> Iterator[Advice]:
         gain = min(sum(known), seen.ledger.window.step_seconds) if known else None
         worst = max(entries, key=lambda entry: (entry.seconds or 0.0, entry.bytes or 0.0))
         held = sum(entry.bytes or 0.0 for entry in entries)
-        text = f"{worst.text}. {what} " if not worst.text.endswith(".") else f"{worst.text} {what} "
+        text = f"{worst.text[:1].upper()}{worst.text[1:].rstrip('.')}. {what} "
         text += f"{len(entries)} such, in all {held / 1e6:,.0f} MB. " if len(entries) > 1 else ""
         text += "At most their seconds in the ledger." if known else "Time not known."
         yield _advice(seen, rule, key, value, gain, text)

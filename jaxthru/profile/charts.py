@@ -11,7 +11,8 @@ Point = tuple[float, float]
 
 
 def waterfall(parts: dict[str, float], step: float, numbers: dict[str, tuple[str, str]], total: str) -> str:
-    """Returns bars that begin where the one before ends, and one of the whole step.
+    """Returns bars that begin where the one before ends, and one of the whole step. A part below zero, as
+    the frequency's above the reference clock, goes back.
 
     numbers: part -> (seconds, share) as they are to be read. total: the last bar's name.
     """
@@ -22,7 +23,7 @@ def waterfall(parts: dict[str, float], step: float, numbers: dict[str, tuple[str
         at += seconds
     whole, start = [], 0.0
     for name, seconds in parts.items():
-        whole.append((name, start / step, seconds / step))
+        whole.append((name, start / step, max(0.0, seconds) / step))
         start += seconds
     rows.append(_bar(total, "", whole, numbers["total"], "total"))
     return f'<div class="fall">{"".join(rows)}</div>'
@@ -32,8 +33,8 @@ def _bar(
     title: str, said: str, bars: Iterable[tuple[str, float, float]], numbers: tuple[str, str], kind: str = ""
 ) -> str:
     drawn = "".join(
-        f'<div class="bar" style="left:{100 * max(0, min(start, 1)):.3f}%;'
-        f'width:{100 * max(0, width):.3f}%;background:var(--{name})"></div>'
+        f'<div class="bar" style="left:{100 * min(start, start + width):.3f}%;width:{100 * abs(width):.3f}%;'
+        f'background:var(--{name})"></div>'
         for name, start, width in bars
     )
     note = f'<span class="said">{escape(said)}</span>' if said else ""
@@ -100,7 +101,7 @@ def series(
         drawn += f'<path d="M0 {level:.2f}H1000" stroke="var(--muted)" {STROKE} stroke-dasharray="5 4"/>'
         said = f"dashed: {mark[1]}; {said}"
     read = json.dumps([[round(a, 6), round(b, 3)] for a, b in points])
-    labels = "".join(f"<span>{value:,.4g}</span>" for value in (high - pad, low if zero else low + pad))
+    labels = "".join(f"<span>{value:,.{_digits(high - low)}f}</span>" for value in (high, low))
     return (
         f'<figure style="margin:0"><h3>{escape(title)}</h3><div class="plot"><div class="y">{labels}</div>'
         f'<svg class="series" viewBox="0 0 1000 100" preserveAspectRatio="none" role="img" '
@@ -111,6 +112,11 @@ def series(
 
 
 STROKE = 'vector-effect="non-scaling-stroke"'
+
+
+def _digits(span: float) -> int:
+    """Returns the decimals with which an axis of this length can be read."""
+    return 0 if span >= 20 else 1 if span >= 2 else 2
 
 
 def axis(ticks: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ class Unit:
         return f"{seconds * self.scale:,.{self.digits}f}"
 
     def __call__(self, seconds: float) -> str:
-        return f"{self.bare(seconds)} {self.name}"
+        return f"{self.bare(seconds)}\N{NO-BREAK SPACE}{self.name}"
 
 
 def _waterfall(ledger: Ledger, unit: Unit) -> str:

@@ -55,6 +55,12 @@ class Text(HTMLParser):
             self.words.append(data)
 
 
+def test_a_clock_above_reference_goes_back():
+    page = report(sample.ledger(frequency=-0.02), sample.config())
+    assert "-20.0\N{NO-BREAK SPACE}ms" in page
+    assert not re.search(r"(left|width):-", page)
+
+
 @pytest.mark.parametrize("make", [full, bare])
 def test_page_is_whole_and_needs_no_network(make):
     page = Text()
@@ -72,7 +78,7 @@ def test_page_says_what_the_ledger_says():
     ledger = full()
     text = Text()
     text.feed(report(ledger, sample.config()))
-    said = " ".join(text.words)
+    said = " ".join(text.words).replace("\N{NO-BREAK SPACE}", " ")
     for name, seconds in parts(ledger).items():
         assert TITLES[name][0].lower() in said.lower(), name
         if seconds:
@@ -111,9 +117,9 @@ def test_names_cannot_break_the_page():
 
 
 def test_units_suit_the_step():
-    assert Unit.of(0.49)(0.1234) == "123.4 ms"
-    assert Unit.of(0.005)(0.00123) == "1.23 ms"
-    assert Unit.of(30.0)(12.345) == "12.35 s"
+    assert Unit.of(0.49)(0.1234) == "123.4\N{NO-BREAK SPACE}ms"
+    assert Unit.of(0.005)(0.00123) == "1.23\N{NO-BREAK SPACE}ms"
+    assert Unit.of(30.0)(12.345) == "12.35\N{NO-BREAK SPACE}s"
 
 
 @pytest.mark.parametrize("levels", [(0.0, 0.0), (690.0, 690.0), (-3.0, 5.0), (1e9, 1.2e9)])
