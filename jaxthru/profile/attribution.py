@@ -100,7 +100,9 @@ class Attribution:
         layer, phase = layer_and_phase(named, module.name)
         shapes = [*instruction.shapes, *module.operand_shapes(instruction)]
         if kind:  # what goes over the wire is what comes, or what is sent, whichever is more
-            moved = max(sum(map(size, instruction.shapes)), sum(map(size, module.operand_shapes(instruction))))
+            moved = max(
+                sum(map(size, instruction.shapes)), sum(map(size, module.operand_shapes(instruction)))
+            )
         else:
             moved = sum(map(size, shapes))
         return Work(

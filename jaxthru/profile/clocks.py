@@ -143,9 +143,7 @@ def _sample(library: Any, handle: ctypes.c_void_p) -> tuple[float, float, int]:
     return float(clock.value), milliwatts.value / 1000, int(reasons.value)
 
 
-def clock(
-    trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple[int, int]]
-) -> Clock:
+def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple[int, int]]) -> Clock:
     """Returns the clock between two moments of a trace. busy: when matrix products ran on the first device,
     in order; the mean is taken over it, where samples fall into it, for it is these that the clock slows."""
     traced = {
@@ -156,9 +154,7 @@ def clock(
     asked = {
         device: [(row[0] - trace.begun, *row[1:]) for row in rows] for device, rows in samples.devices.items()
     }
-    asked = {
-        device: [row for row in rows if start <= row[0] <= end] for device, rows in asked.items()
-    }
+    asked = {device: [row for row in rows if start <= row[0] <= end] for device, rows in asked.items()}
     source = "cupti" if traced else "nvml" if any(asked.values()) else "none"
     rows = traced or {device: [row[:2] for row in rows] for device, rows in asked.items()}
     first = next(iter(rows), None)

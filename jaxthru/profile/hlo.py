@@ -15,7 +15,7 @@ BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s2": 2, "u2": 2, "token": 0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """shapes: of the result, or of each part of a tuple. attributes: the text behind the operands. calls: the
+    """operands: names of instructions; of a parameter its number. shapes: of the result, or of each part of a tuple. attributes: the text behind the operands. calls: the
     computations that run within it. op_name: JAX's name scopes and primitive."""
 
     name: str
@@ -157,6 +157,7 @@ def module(text: str) -> Module:
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _NAME = re.compile(r"^\s+(ROOT )?%?(\S+) = ")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_OPERAND = re.compile(r"%([^\s,()]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLS = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|called_computations"
@@ -175,14 +176,18 @@ def _instruction(line: str) -> Instruction | None:
     if end < 0 or opened < 0:
         return None
     closed = _closed(line, opened)
-    attributes = line[closed:]
+    attributes, opcode = line[closed:], line[end:opened].strip()
+    # A parameter has its number for an operand.
+    operands = (
+        [line[opened + 1 : closed - 1]] if opcode == "parameter" else _OPERAND.findall(line, opened, closed)
+    )
     op_name = _OP_NAME.search(attributes)
     frame = re.search(r"stack_frame_id=(\d+)", attributes)
     return Instruction(
         name=named[2],
-        opcode=line[end:opened].strip(),
+        opcode=opcode,
         shapes=shapes,
-        operands=tuple(re.findall(r"%([^\s,()]+)", line[opened:closed])),
+        operands=tuple(operands),
         attributes=attributes,
         calls=tuple(name.lstrip("%") for text in _CALLS.findall(attributes) for name in _names(text)),
         op_name=op_name[1].replace("\\'", "'") if op_name else "",

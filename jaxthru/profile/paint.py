@@ -31,9 +31,7 @@ class Idle(NamedTuple):
     next: int | None
 
 
-def paint(
-    spans: Sequence[tuple[int, int, str]], start: int, end: int
-) -> tuple[list[Painted], list[Idle]]:
+def paint(spans: Sequence[tuple[int, int, str]], start: int, end: int) -> tuple[list[Painted], list[Idle]]:
     """Returns the owners of the instants from `start` to `end`, in order, and what is left over.
 
     spans: (start, end, line), sorted by start.

@@ -1,11 +1,11 @@
 """Taking what a ledger is made of: traces of a few steps, their HLO, its buffers, clocks, the host's timeline.
 
-    <step>/production/<process>/   trace of the steps as they are trained, and NVML's samples
-    <step>/attribution/<process>/  on a GPU, trace of as many steps without CUDA graphs, which hide names
-    <step>/step.hlo.txt            optimised HLO of what runs
-    <step>/attribution.hlo.txt     the same of the second pass
-    <step>/dump/                   XLA's buffer assignment
-    <step>/collected.json          what was taken
+<step>/production/<process>/   trace of the steps as they are trained, and NVML's samples
+<step>/attribution/<process>/  on a GPU, trace of as many steps without CUDA graphs, which hide names
+<step>/step.hlo.txt            optimised HLO of what runs
+<step>/attribution.hlo.txt     the same of the second pass
+<step>/dump/                   XLA's buffer assignment
+<step>/collected.json          what was taken
 """
 
 import contextlib
@@ -21,8 +21,8 @@ import jax
 from jaxthru.profile import clocks
 from jaxthru.runtime import aot, hardware, xla
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.errors import require
 from jaxthru.runtime.distributed import is_primary
+from jaxthru.runtime.errors import require
 
 log = logging.getLogger("jaxthru")
 
@@ -70,6 +70,7 @@ class Profile:
         self._running: Pass | None = None
         self._open = contextlib.ExitStack()
         self._samples: clocks.Samples | None = None
+        self._pinned = 0
 
     def begins(self, step: int) -> bool:
         """Says whether a trace begins with this step. No other may then be under way on the device."""
@@ -79,6 +80,7 @@ class Profile:
         """Begins the trace, before its first step is dispatched."""
         self._running = self._coming.pop(0)
         if self._running is self._passes[0]:
+            self._pinned = pinned_bytes()
             self._compile()
         self.program = self._running.program
         folder = self.folder / self._running.name / str(jax.process_index())
@@ -138,6 +140,7 @@ class Profile:
             "processes": jax.process_count(),
             "peak_flops": hardware.data_sheet_flops(kind),
             "peak_bytes": hardware.peak_bytes(),
+            "host_pinned_bytes": self._pinned,
             "passes": {one.name: {"first_step": one.first_step, "steps": one.steps} for one in taken},
         }
 
@@ -149,6 +152,12 @@ def options() -> jax.profiler.ProfileOptions:
     if jax.default_backend() == "gpu":
         chosen.advanced_configuration = clocks.SAMPLING
     return chosen
+
+
+def pinned_bytes() -> int:
+    """Returns the bytes of this process's arrays in pinned host memory."""
+    arrays = (array for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host")
+    return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 
 
 class NoProfile:

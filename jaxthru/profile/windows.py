@@ -45,9 +45,7 @@ class Window:
     ran: list[Ran]
 
 
-def identify(
-    event: Event, attribution: Attribution, learned: Mapping[str, str]
-) -> Ran | None:
+def identify(event: Event, attribution: Attribution, learned: Mapping[str, str]) -> Ran | None:
     """Returns what an event was for; None for a loop, of which the parts have events of their own.
 
     learned: {kernel's name: line}, of a trace in which kernels are told by their instructions.
