@@ -235,12 +235,12 @@ def _precision(seen: Evidence) -> Iterator[Advice]:
 
 
 REMEDIES = {
-    "float32_matmul": ("precision.compute", "bfloat16", "Cast its operands to the compute type."),
-    "undonated_argument": ("donate_argnums", "the state", "Donate it, so that the result takes its memory."),
-    "unexplained_collective": ("mesh", "the axes its operands have", "State its operands' sharding."),
-    "repeated_attention": ("remat.policy", "attention", "Keep the attention kernel's results by name."),
-    "large_copy": ("layout", "that of the producer", "Avoid the change of layout or the copy that it needs."),
-    "unknown_trip_count": ("model.loop", "scan", "Give the loop a length that is known when it is compiled."),
+    "float32_matmuls": ("precision.compute", "bfloat16", "Cast its operands to the compute type."),
+    "not_donated": ("donate_argnums", "the state", "Donate it, so that the result takes its memory."),
+    "collectives": ("mesh", "the axes its operands have", "State its operands' sharding."),
+    "attention_again": ("remat.policy", "attention", "Keep the attention kernel's results by name."),
+    "copies": ("layout", "that of the producer", "Avoid the change of layout or the copy that it needs."),
+    "loops": ("model.loop", "scan", "Give the loop a length that is known when it is compiled."),
 }
 """Lint rule -> key, value, and what to do."""
 
@@ -248,7 +248,7 @@ REMEDIES = {
 def _lint(seen: Evidence) -> Iterator[Advice]:
     for rule, (key, value, what) in REMEDIES.items():
         entries = [entry for entry in seen.ledger.lint if entry.rule == rule]
-        if not entries or (rule == "repeated_attention" and seen["remat.policy"] == "full"):
+        if not entries or (rule == "attention_again" and seen["remat.policy"] == "full"):
             continue  # _recomputation counts that already
         known = [entry.seconds for entry in entries if entry.seconds is not None]
         gain = min(sum(known), seen.ledger.window.step_seconds) if known else None

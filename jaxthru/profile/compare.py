@@ -30,11 +30,11 @@ KEYS = {
 """Part -> keys of the configuration, or groups of them, that move it."""
 
 RULES = {
-    "float32_matmul": ("matmul",),
-    "repeated_attention": ("recomputation", "attention"),
-    "unexplained_collective": ("exposed_communication",),
-    "large_copy": ("other_kernels",),
-    "unknown_trip_count": ("dependency", "host_gap"),
+    "float32_matmuls": ("matmul",),
+    "attention_again": ("recomputation", "attention"),
+    "collectives": ("exposed_communication",),
+    "copies": ("other_kernels",),
+    "loops": ("dependency", "host_gap"),
 }
 """Lint rule -> the parts that what it found moves."""
 
@@ -85,7 +85,8 @@ def compare(
     before: Ledger, after: Ledger, config_before: dict[str, Any], config_after: dict[str, Any]
 ) -> Comparison:
     """Returns what changed. config_before, config_after: nested plain values of the runs' config.json."""
-    tokens = after.run.tokens_per_step / before.run.tokens_per_step
+    counts = before.run.tokens_per_step, after.run.tokens_per_step
+    tokens = counts[1] / counts[0] if all(counts) else 1.0  # 0 where they were not recorded
     # Packing alone changes a step's tokens by little: that is no reason to bend what was measured.
     scale = 1.0 if abs(tokens - 1) < 0.01 else 1 / tokens
     noise = math.hypot(floor(before), floor(after) * scale)
@@ -93,7 +94,7 @@ def compare(
     config = _config_changes(config_before, config_after)
     key = lambda entry: (entry.rule, entry.scope)  # noqa: E731 - instructions are numbered anew
     gone, new = _only(before.lint, after.lint, key), _only(after.lint, before.lint, key)
-    merged = any(entry.rule == "float32_matmul" for entry in (*gone, *new))
+    merged = any(entry.rule == "float32_matmuls" for entry in (*gone, *new))
     was, now = _parts(before, merged), _parts(after, merged)
     if was.keys() != now.keys():  # the peak of one of them is not known
         was, now = _parts(before, True), _parts(after, True)

@@ -33,9 +33,9 @@ def summary(ledger: Ledger, config: dict[str, Any] | None = None) -> rich.consol
     table = _table("part of the step", f">{unit.name}", ">share")
     for name, seconds in parts(ledger).items():
         if abs(seconds) >= 5e-4 * window.step_seconds:
-            table.add_row(title(name), unit.bare(seconds), f"{seconds / window.step_seconds:.1%}")
+            _row(table, title(name), unit.bare(seconds), f"{seconds / window.step_seconds:.1%}")
     table.add_section()
-    table.add_row("step", unit.bare(window.step_seconds), "100.0%")
+    _row(table, "step", unit.bare(window.step_seconds), "100.0%")
     return rich.console.Group(_line(", ".join(said)), table, *_advice(ledger, unit))
 
 
@@ -45,7 +45,7 @@ def _advice(ledger: Ledger, unit: Unit) -> list[rich.console.RenderableType]:
         return [_line(f"Nothing to win above the noise, {unit(floor(ledger))} a step.")]
     table = _table("what to change next", ">up to", ">share")
     for each in known[:ADVICE]:
-        table.add_row(f"{each.key} = {each.value}", unit(each.gain_seconds), f"{each.gain_share:.1%}")
+        _row(table, f"{each.key} = {each.value}", unit(each.gain_seconds), f"{each.gain_share:.1%}")
     return [table]
 
 
@@ -55,26 +55,32 @@ def comparison(found: Comparison, names: tuple[str, str]) -> rich.console.Group:
     shown: list[rich.console.RenderableType] = [_line(_headline(found, unit))]
     if abs(found.tokens - 1) >= 0.01:
         shown.append(
-            _line(f"{names[1]} has {found.tokens:.3g} times the tokens a step: its seconds are for as many.")
+            _line(f"{names[1]} has {found.tokens:.3g} times the tokens: its seconds are for as many.")
         )
     if found.config:
         table = _table("configuration", names[0], names[1])
         for key, before, after in found.config:
-            table.add_row(key, str(before), str(after))
+            _row(table, key, str(before), str(after))
         shown.append(table)
     table = _table(
         "part of the step", f">{names[0]}, {unit.name}", f">{names[1]}, {unit.name}", ">change", ">share"
     )
     for change in found.changes:
-        table.add_row(title(change.name), *_cells(change, unit))
+        _row(table, title(change.name), *_cells(change, unit))
     step = Change("step", found.step_before, found.step_after, found.step_after - found.step_before, 0.0)
-    table.add_row(
-        "the rest, under the noise", "", "", _signed(found.rest, unit), f"{found.rest / step.before:+.1%}"
+    _row(
+        table,
+        "the rest, under the noise",
+        "",
+        "",
+        _signed(found.rest, unit),
+        f"{found.rest / step.before:+.1%}",
     )
     table.add_section()
     share = f"{step.seconds / step.before:+.1%}"
-    table.add_row("step", unit.bare(step.before), unit.bare(step.after), _signed(step.seconds, unit), share)
+    _row(table, "step", unit.bare(step.before), unit.bare(step.after), _signed(step.seconds, unit), share)
     shown.append(table)
+    shown += [_line(f"{title(change.name)}: {change.cause}.") for change in found.changes[1:] if change.cause]
     for name, changes in (
         ("layer, phase (line)", found.scopes),
         ("kernels by scope", found.kernels),
@@ -83,18 +89,18 @@ def comparison(found: Comparison, names: tuple[str, str]) -> rich.console.Group:
         if changes:
             table = _table(name, *(f">{each}, {unit.name}" for each in names), ">change", ">share")
             for change in changes[:CHANGES]:
-                table.add_row(change.name, *_cells(change, unit))
+                _row(table, change.name, *_cells(change, unit))
             shown.append(table)
     if found.lint_gone or found.lint_new:
         table = _table("found in the program", "where", "what")
         for verb, entries in (("new", found.lint_new), ("gone", found.lint_gone)):
             for entry in entries[:CHANGES]:
-                table.add_row(f"{verb}: {entry.rule.replace('_', ' ')}", entry.scope, entry.text)
+                _row(table, f"{verb}: {entry.rule.replace('_', ' ')}", entry.scope, entry.text)
         shown.append(table)
     if found.figures:
         table = _table("measured", f">{names[0]}", f">{names[1]}")
         for name, before, after in found.figures:
-            table.add_row(name, *("-" if value is None else f"{value:,.0f}" for value in (before, after)))
+            _row(table, name, *("-" if value is None else f"{value:,.0f}" for value in (before, after)))
         shown.append(table)
     return rich.console.Group(*shown)
 
@@ -104,7 +110,8 @@ def _headline(found: Comparison, unit: Unit) -> str:
         return f"No change above the noise of both runs, {unit(found.noise)} a step."
     top = found.top
     cause = f": {top.cause}" if top.cause else ""
-    return f"Most changed: {title(top.name).lower()}, {_signed(top.seconds, unit)} {unit.name} ({top.share:+.1%}){cause}."
+    size = f"{_signed(top.seconds, unit)} {unit.name}, {top.share:+.1%}"
+    return f"Most changed: {title(top.name).lower()} ({size}){cause}."
 
 
 def _cells(change: Change, unit: Unit) -> tuple[str, str, str, str]:
@@ -128,6 +135,11 @@ def _table(*columns: str) -> rich.table.Table:
             overflow="fold",
         )
     return table
+
+
+def _row(table: rich.table.Table, *cells: str) -> None:
+    """Adds a row of plain text: brackets in names are no markup."""
+    table.add_row(*map(rich.text.Text, cells))
 
 
 def _line(text: str) -> rich.text.Text:

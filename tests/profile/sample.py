@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 from jaxthru.profile.ledger import (
     LINES,
@@ -21,6 +22,7 @@ from jaxthru.profile.ledger import (
     Window,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = {
     "matmul": 0.330,
     "attention": 0.066,
@@ -83,7 +85,7 @@ def ledger(*, noise: float = 0.004, **changes) -> Ledger:
             tuple((i / 200, 33.6e9 + 27.6e9 * math.sin(math.pi * i / 200)) for i in range(201)),
             0,
         ),
-        (Lint("large_copy", "model/layer/attention/transpose", "copy.12", 268e6, 0.0021, "copies 268 MB"),),
+        (Lint("copies", "model/layer/attention/transpose", "copy.12", 268e6, 0.0021, "copies 268 MB"),),
     )
 
 
@@ -129,7 +131,7 @@ def config(**changes) -> dict:
     """Returns nested plain values of a configuration; changes: `remat__policy="full"`."""
     from jaxthru import config as configuration
 
-    tree = configuration.to_dict(configuration.load("configs/llama3_8b_8layer.py"))
+    tree = configuration.to_dict(configuration.load(ROOT / "configs" / "llama3_8b_8layer.py"))
     tree["train"]["rows"] = 4
     for key, value in changes.items():
         group, _, name = key.partition("__")

@@ -84,7 +84,7 @@ def test_no_gain_exceeds_its_lines(config):
 
 
 def test_every_key_is_one_of_the_configuration():
-    tree = configuration.to_dict(configuration.load("configs/quickstart.py"))
+    tree = configuration.to_dict(configuration.load(sample.ROOT / "configs" / "quickstart.py"))
     keys = {f"{group}.{name}" for group, part in tree.items() for name in part}
     for config in ({}, OFFLOAD, {"model__loop": "scan", "data__balance": False, "remat__policy": "full"}):
         for each in advise(sample.ledger(noise=0.0), sample.config(**config)):
@@ -149,7 +149,7 @@ def test_lint_becomes_advice(rule):
     assert [each.gain_seconds for each in found if each.cause == rule] == [pytest.approx(0.03, abs=0.003)]
     unknown = advise(sample.with_lint(sample.ledger(), rule, None), sample.config())
     gains = [each.gain_seconds for each in unknown if each.cause == rule]
-    assert gains == ([None] if rule != "large_copy" else [pytest.approx(0.0021)])
+    assert gains == ([None] if rule != "copies" else [pytest.approx(0.0021)])
 
 
 def test_a_flag_that_is_set_is_not_advised():

@@ -19,7 +19,7 @@ from jaxthru.profile.waterfall import TITLES, figures, parts
 
 
 def full() -> Ledger:
-    ledger = sample.with_lint(sample.ledger(), "float32_matmul", 0.006)
+    ledger = sample.with_lint(sample.ledger(), "float32_matmuls", 0.006)
     return dataclasses.replace(ledger, advice=advise(ledger, sample.config()))
 
 
@@ -91,7 +91,7 @@ def test_page_says_what_the_ledger_says():
         assert each.text.replace("`", "").split(".")[0] in re.sub(r"\s+", " ", said), each
     assert "--set precision.matmul=fp8" in said
     assert ledger.kernels[0].name in said
-    assert "float32 matmul" in said
+    assert "float32 matmuls" in said
 
 
 def test_figures_are_those_of_the_definition():
