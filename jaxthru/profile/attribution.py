@@ -1,4 +1,4 @@
-"""What an instruction of a step's HLO is: its line in the ledger, its layer and phase, its FLOPs and bytes."""
+"""What an instruction of a step's HLO is: its line in the ledger, layer and phase, FLOPs and bytes."""
 
 import dataclasses
 import functools
@@ -43,7 +43,8 @@ GEMMS = re.compile(r"__cublas|__triton_gemm|__onednn\$matmul|__cudnn\$(?:conv|ge
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One instruction's. runs: of it in a run of its program. bytes: of operands and results, once each."""
+    """One instruction's. runs: of it in a run of its program. bytes: of operands and results, once each;
+    of a collective the larger of the two."""
 
     module: str
     instruction: Instruction
@@ -98,13 +99,7 @@ class Attribution:
         named, frame = _named(module, instruction)
         kind = collective(module, instruction)
         layer, phase = layer_and_phase(named, module.name)
-        shapes = [*instruction.shapes, *module.operand_shapes(instruction)]
-        if kind:  # what goes over the wire is what comes, or what is sent, whichever is more
-            moved = max(
-                sum(map(size, instruction.shapes)), sum(map(size, module.operand_shapes(instruction)))
-            )
-        else:
-            moved = sum(map(size, shapes))
+        made, read = sum(map(size, instruction.shapes)), sum(map(size, module.operand_shapes(instruction)))
         return Work(
             module=module.name,
             instruction=instruction,
@@ -116,7 +111,7 @@ class Attribution:
             runs=self._runs.get((module.name, instruction.name), 0),
             # A loop's body is counted where it runs.
             flops=0.0 if instruction.opcode in hlo.CONTROL else flops(module, instruction, phase, named),
-            bytes=moved,
+            bytes=max(made, read) if kind else made + read,
             collective=kind,
         )
 

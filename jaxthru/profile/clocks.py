@@ -86,7 +86,7 @@ def visible(count: int) -> list[str]:
 
 @contextlib.contextmanager
 def sampled(devices: Iterable[str]) -> Iterator[Samples]:
-    """Samples NVML while a block runs. devices: index or UUID of each of the process's local devices, in their
+    """Samples NVML while a block runs. devices: index or UUID of each of the process's local devices, in
     order. Without NVML there are no samples."""
     samples = Samples({})
     library = _library()

@@ -1,4 +1,4 @@
-"""What fills the memory of a device at a step's peak: categories, the largest buffers, the curve of a step."""
+"""What fills a device's memory at a step's peak: categories, the largest buffers, the curve of a step."""
 
 import re
 from pathlib import Path
@@ -62,9 +62,8 @@ def _largest(
         if found.kind == "temporary":
             rows += [(value.size, purpose(value), value) for value in memory.alive(found.values, moment)]
         else:
-            value = max(found.values, key=lambda value: value.size)
             argument = found.kind == "argument"
-            value = found.values[0] if argument else value
+            value = found.argument if argument else max(found.values, key=lambda value: value.size)
             rows.append((found.size, memory.by_path(value.made) if argument else purpose(value), value))
     rows.sort(key=lambda row: -row[0])
     return tuple(

@@ -1,4 +1,4 @@
-"""XLA's optimised HLO text as data: instructions, what they call, how often each runs, where it comes from."""
+"""XLA's optimised HLO text as data: instructions, what they call, how often each runs, what made it."""
 
 import dataclasses
 import functools
@@ -15,8 +15,9 @@ BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s2": 2, "u2": 2, "token": 0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """operands: names of instructions; of a parameter its number. shapes: of the result, or of each part of a tuple. attributes: the text behind the operands. calls: the
-    computations that run within it. op_name: JAX's name scopes and primitive."""
+    """shapes: of the result, or of each part of a tuple. operands: names; of a parameter its number.
+    attributes: the text behind the operands. calls: the computations that run within it. op_name: JAX's name
+    scopes and primitive. frame: number of its stack frame."""
 
     name: str
     opcode: str
@@ -178,9 +179,8 @@ def _instruction(line: str) -> Instruction | None:
     closed = _closed(line, opened)
     attributes, opcode = line[closed:], line[end:opened].strip()
     # A parameter has its number for an operand.
-    operands = (
-        [line[opened + 1 : closed - 1]] if opcode == "parameter" else _OPERAND.findall(line, opened, closed)
-    )
+    number = [line[opened + 1 : closed - 1]]
+    operands = number if opcode == "parameter" else _OPERAND.findall(line, opened, closed)
     op_name = _OP_NAME.search(attributes)
     frame = re.search(r"stack_frame_id=(\d+)", attributes)
     return Instruction(

@@ -49,8 +49,8 @@ def lint(
 
 
 Found = Iterator[tuple[Work, float, str]]
-"""What a rule yields: the instruction, the bytes that it moves or holds in one run of its program, and what to
-say of it."""
+"""What a rule yields: the instruction, the bytes that it moves or holds in one run of its program, and what
+to say of it."""
 
 
 def copies(attribution: Attribution, config: Mapping[str, Any]) -> Found:

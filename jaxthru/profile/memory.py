@@ -52,6 +52,7 @@ class Value:
     size: int = 0
     instruction: str = ""
     made: str = ""
+    parameter: bool = False
     readers: tuple[str, ...] = ()
     first: int = 0
     last: int = 0
@@ -65,6 +66,11 @@ class Allocation:
     space: int
     kind: str
     values: list[Value]
+
+    @property
+    def argument(self) -> Value:
+        """The argument, of the values that lie where one does."""
+        return next((value for value in self.values if value.parameter), self.values[0])
 
 
 def breakdown(
@@ -87,7 +93,7 @@ def breakdown(
     for found in allocations:
         into = spaces[HOST if found.space == HOST else 0]
         if found.kind == "argument":
-            category = argument(found.values[0].made)
+            category = argument(found.argument.made)
             if category is not None:
                 into[category] += found.size
         elif found.kind == "output":
@@ -141,6 +147,7 @@ def _values(text: str) -> dict[str, Value]:
             made = _MADE_BY.match(line)
             if made and values:
                 value.instruction, value.made = made[1], (made[2] or "").replace("\\'", "'")
+                value.parameter = " parameter(" in line
             section = ""
         elif section == "uses:" and line.strip() != "(none)":
             value.readers += (line.strip().partition(",")[0],)

@@ -1,4 +1,4 @@
-"""Taking what a ledger is made of: traces of a few steps, their HLO, its buffers, clocks, the host's timeline.
+"""Taking what a ledger is made of: traces of a few steps, with what the host did, HLO, buffers and clocks.
 
 <step>/production/<process>/   trace of the steps as they are trained, and NVML's samples
 <step>/attribution/<process>/  on a GPU, trace of as many steps without CUDA graphs, which hide names
@@ -117,7 +117,7 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """Ends a trace that is still running: that of a run that ends with the last step profiled is whole."""
+        """Ends a trace that is still running; it is whole if the run ends with its last step."""
         if self._running is None:
             return
         jax.profiler.stop_trace()
