@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxthru.optim.formats import FORMATS
 from jaxthru.profile.evidence import Evidence
-from jaxthru.profile.ledger import Advice, Ledger
+from jaxthru.profile.ledger import Advice, Ledger, Lint
 from jaxthru.profile.waterfall import floor
 
 PREFETCH_FLAG = "--xla_gpu_enable_latency_hiding_scheduler"
@@ -222,10 +222,18 @@ def _other_kernels(seen: Evidence) -> Iterator[Advice]:
         yield _advice(seen, "other_kernels", "optim.state", lighter, min(line, update) * share, text)
     if seen["model.loop"] == "scan":
         slices = re.compile(r"dynamic[-_](update[-_])?slice")
-        kernels = (each for each in seen.ledger.kernels if each.line == "other_kernels")
-        seconds = sum(each.seconds for each in kernels if slices.search(f"{each.name} {each.hlo}"))
-        text = "Loops over layers cut parameters out of stacks and stack what is kept: all of those kernels."
-        yield _advice(seen, "other_kernels", "model.loop", "unroll", min(line, seconds), text)
+        copies = {entry.instruction for entry in seen.ledger.lint if _stacked(seen, entry)}
+        seconds = sum(
+            each.seconds
+            for each in seen.ledger.kernels
+            if each.line == "other_kernels"
+            and (each.hlo in copies or slices.search(f"{each.name} {each.hlo}"))
+        )
+        text = (
+            "A loop over layers cuts parameters out of stacks, and stacks and copies what is kept: all of it."
+        )
+        gain = seen.painted("other_kernels", seconds)
+        yield _advice(seen, "other_kernels", "model.loop", "unroll", gain, text)
 
 
 def _precision(seen: Evidence) -> Iterator[Advice]:
@@ -235,29 +243,35 @@ def _precision(seen: Evidence) -> Iterator[Advice]:
 
 
 REMEDIES = {
-    "float32_matmuls": ("precision.compute", "bfloat16", "Cast its operands to the compute type."),
-    "not_donated": ("donate_argnums", "the state", "Donate it, so that the result takes its memory."),
-    "collectives": ("mesh", "the axes its operands have", "State its operands' sharding."),
-    "attention_again": ("remat.policy", "attention", "Keep the attention kernel's results by name."),
-    "copies": ("layout", "that of the producer", "Avoid the change of layout or the copy that it needs."),
-    "loops": ("model.loop", "scan", "Give the loop a length that is known when it is compiled."),
+    "float32_matmuls": ("matmul", "precision.compute", "bfloat16", "Cast its operands to the compute type."),
+    "not_donated": (None, "donate_argnums", "the state", "Donate it, so that the result takes its memory."),
+    "collectives": ("exposed_communication", "mesh", "its operands' axes", "State its operands' sharding."),
+    "attention_again": ("attention", "remat.policy", "attention", "Keep the attention kernel's results."),
+    "copies": ("other_kernels", "layout", "that of the producer", "Avoid the layout that needs the copy."),
+    "loops": (None, "model.loop", "scan", "Give the loop a length that is known when it is compiled."),
 }
-"""Lint rule -> key, value, and what to do."""
+"""Lint rule -> the line that pays, None where it is memory or not known; key, value, and what to do."""
 
 
 def _lint(seen: Evidence) -> Iterator[Advice]:
-    for rule, (key, value, what) in REMEDIES.items():
-        entries = [entry for entry in seen.ledger.lint if entry.rule == rule]
+    for rule, (line, key, value, what) in REMEDIES.items():
+        entries = [entry for entry in seen.ledger.lint if entry.rule == rule and not _stacked(seen, entry)]
         if not entries or (rule == "attention_again" and seen["remat.policy"] == "full"):
             continue  # _recomputation counts that already
         known = [entry.seconds for entry in entries if entry.seconds is not None]
-        gain = min(sum(known), seen.ledger.window.step_seconds) if known else None
+        gain = seen.painted(line, sum(known)) if known and line else None
         worst = max(entries, key=lambda entry: (entry.seconds or 0.0, entry.bytes or 0.0))
         held = sum(entry.bytes or 0.0 for entry in entries)
         text = f"{worst.text[:1].upper()}{worst.text[1:].rstrip('.')}. {what} "
         text += f"{len(entries)} such, in all {held / 1e6:,.0f} MB. " if len(entries) > 1 else ""
-        text += "At most their seconds in the ledger." if known else "Time not known."
+        text += "At most their share of the line." if gain is not None else "Time not known."
         yield _advice(seen, rule, key, value, gain, text)
+
+
+def _stacked(seen: Evidence, entry: Lint) -> bool:
+    """Says whether a copy is of what a loop over the layers has stacked: see _other_kernels."""
+    stacked = f"[{seen['model.layers']}," in entry.text
+    return entry.rule == "copies" and seen["model.loop"] == "scan" and stacked
 
 
 Rule = Callable[[Evidence], Iterator[Advice]]

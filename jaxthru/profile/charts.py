@@ -54,12 +54,13 @@ def strip(device: Device, ticks: Sequence[str]) -> str:
         paths.setdefault(line, []).append(f"M{x:.2f} 0h{width:.2f}v1h-{width:.2f}z")
     drawn = "".join(f'<path d="{"".join(path)}" fill="var(--{line})"/>' for line, path in paths.items())
     spans = json.dumps([[round(a, 7), round(b, 7), line] for a, b, line in device.strip])
+    called = f"device {device.device}" if device.device.isdecimal() else device.device
     names = json.dumps({line: TITLES[line][0] for line in paths})
     return (
         f'<div class="timeline"><svg class="strip" viewBox="0 0 1000 1" preserveAspectRatio="none" '
-        f'role="img" aria-label="Timeline of {escape(device.device)}" data-end="{end}" '
+        f'role="img" aria-label="Timeline of {escape(called)}" data-end="{end}" '
         f'data-names="{escape(names)}" data-spans="{escape(spans)}">{drawn}</svg>{axis(ticks)}'
-        f'<div class="readout">{escape(device.device)}: point at the band to read it</div></div>'
+        f'<div class="readout">{escape(called)}: point at the band to read it</div></div>'
     )
 
 

@@ -32,6 +32,11 @@ class Evidence:
         found = (scope.seconds for scope in self.ledger.scopes if (scope.phase, scope.line) == (phase, line))
         return sum(found)
 
+    def painted(self, line: str, seconds: float) -> float:
+        """Returns what kernels' own seconds are in the line, of which overlapping ones share a moment."""
+        own = sum(kernel.seconds for kernel in self.ledger.kernels if kernel.line == line)
+        return min(seconds * min(1.0, self.line(line) / own) if own else seconds, self.line(line))
+
     def exposed(self, kind: str) -> float:
         """Returns the exposed seconds of all collectives of a kind."""
         return sum(each.exposed_seconds for each in self.ledger.collectives if each.kind == kind)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from html import escape
 
 from jaxthru.profile import charts
-from jaxthru.profile.ledger import LINES, Ledger
+from jaxthru.profile.ledger import LINES, Ledger, Lint
 from jaxthru.profile.waterfall import TITLES, floor, parts
 
 DEVICES = 4  # timelines shown
@@ -43,6 +43,8 @@ def _waterfall(ledger: Ledger, unit: Unit) -> str:
     numbers["total"] = unit(step), "100.0%"
     nothing = [TITLES[name][0] for name in found if name not in shown]
     notes = [f"No time went to: {', '.join(nothing).lower()}."] if nothing else []
+    if "ideal" not in found:
+        notes.append("The peak of these devices is not known, so matrix products are not taken apart.")
     matmul = ledger.matmul
     if matmul.headroom_seconds and matmul.maximum_mhz:
         notes.append(
@@ -120,11 +122,13 @@ def _memory(ledger: Ledger, unit: Unit) -> str:
     memory = ledger.memory
     if memory is None:
         return ""
-    size = lambda count: f"{count / 1e9:,.2f} GB" if count >= 1e7 else f"{count / 1e6:,.2f} MB"  # noqa: E731
+    most = max(memory.peak_bytes or 0, *memory.categories.values(), 1)
+    name, scale = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
+    size = lambda count: f"{count / scale:,.2f}\N{NO-BREAK SPACE}{name}"  # noqa: E731
     total = sum(memory.categories.values())
     rows = [
-        (escape(name), size(count), f"{count / total:.1%}")
-        for name, count in sorted(memory.categories.items(), key=lambda item: -item[1])
+        (escape(category), size(count), f"{count / total:.1%}")
+        for category, count in sorted(memory.categories.items(), key=lambda item: -item[1])
         if count
     ]
     rows.append(("program's peak", size(total), "100.0%"))
@@ -135,10 +139,10 @@ def _memory(ledger: Ledger, unit: Unit) -> str:
     held = f"<div>{charts.table(['at the peak', '>size', '>share'], rows)}</div>"
     curve = ""
     if len(memory.curve) > 1:
-        points = [(at, count / 1e9) for at, count in memory.curve]
+        points = [(at, count / scale) for at, count in memory.curve]
         ticks = ["start of the step", "end"]
         curve = charts.series(
-            "Over the step, GB", points, unit="GB", x="at # of the step", ticks=ticks, zero=True
+            f"Over the step, {name}", points, unit=name, x="at # of the step", ticks=ticks, zero=True
         )
     body = f'<div class="pair">{curve}{held}</div>'
     if memory.buffers:
@@ -180,7 +184,7 @@ def _kernels(ledger: Ledger, unit: Unit) -> str:
             f"{each.count:,.0f}",
             unit.bare(each.seconds),
             f"{each.seconds / step:.1%}",
-            "–" if each.flops_per_second is None else f"{each.flops_per_second / 1e12:,.0f}",
+            _rate(each.flops_per_second),
         )
         for each in ledger.kernels
     ]
@@ -192,6 +196,13 @@ def _kernels(ledger: Ledger, unit: Unit) -> str:
         more = charts.table(columns, rows[KERNELS:])
         body += f"<details><summary>{len(rows) - KERNELS} more</summary>{more}</details>"
     return body
+
+
+def _rate(flops_per_second: float | None) -> str:
+    if flops_per_second is None:
+        return "–"
+    rate = flops_per_second / 1e12
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _collectives(ledger: Ledger, unit: Unit) -> str:
@@ -212,16 +223,23 @@ def _collectives(ledger: Ledger, unit: Unit) -> str:
 
 
 def _lint(ledger: Ledger, unit: Unit) -> str:
-    rows = [
-        (
-            _named(each.rule.replace("_", " "), each.scope),
-            escape(each.text),
-            "–" if each.bytes is None else f"{each.bytes / 1e6:,.0f}",
-            "–" if each.seconds is None else unit.bare(each.seconds),
+    alike: dict[tuple[str, str, str], list[Lint]] = {}
+    for each in ledger.lint:
+        alike.setdefault((each.rule, each.scope, each.text), []).append(each)
+    rows = []
+    for (rule, scope, text), found in alike.items():
+        seconds = [each.seconds for each in found if each.seconds is not None]
+        held = [each.bytes for each in found if each.bytes is not None]
+        cells = (
+            _named(rule.replace("_", " "), scope),
+            escape(text) + (f" ({len(found)} such)" if len(found) > 1 else ""),
+            f"{sum(held) / 1e6:,.0f}" if held else "–",
+            unit.bare(sum(seconds)) if seconds else "–",
         )
-        for each in sorted(ledger.lint, key=lambda each: -(each.seconds or 0.0))
-    ]
-    return charts.table(["found", "what it is", ">~MB", f">{unit.name}"], rows) if rows else ""
+        rows.append((sum(seconds), cells))
+    rows.sort(key=lambda row: -row[0])
+    columns = ["found", "what it is", ">~MB", f">{unit.name}"]
+    return charts.table(columns, (cells for _, cells in rows)) if rows else ""
 
 
 Section = Callable[[Ledger, Unit], str]
@@ -252,5 +270,9 @@ SECTIONS: tuple[tuple[str, str, Section], ...] = (
         "Exposed: nothing was computed meanwhile. Waiting: for the last device to come. Means over devices.",
         _collectives,
     ),
-    ("Found in the program", "What its text shows that one would not expect.", _lint),
+    (
+        "Found in the program",
+        "What its text shows that one would not expect. Seconds are those of the kernels themselves.",
+        _lint,
+    ),
 )
