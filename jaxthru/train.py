@@ -23,7 +23,7 @@ from jaxthru.plan import levels
 from jaxthru.plan.assemble import assemble
 from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import attention_by, fit
-from jaxthru.profile.trace import NoProfile, Profile
+from jaxthru.profile.trace import open_profile
 from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
@@ -148,9 +148,7 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
-    profile = NoProfile(built.compiled)
-    if config.profile.at:
-        profile = Profile(config.profile, directory.profile, built.compiled, built.recompile)
+    profile = open_profile(config.profile, directory.profile, built.compiled, built.recompile)
     with (
         built.batches(data_state) as batches,
         open_record(config.metrics, directory, start) as record,
@@ -161,16 +159,12 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
         account = built.account(int(state["skipped"]), started, record, progress, watchdog)
 
         def evaluate(step: int) -> None:
-            with watchdog.paused(), profile.span("evaluate"):
+            with account.apart(), profile.span("evaluate"):
                 record.evaluation(evaluation(step, state["params"]))
-            account.restart_clock()
 
         def save(step: int) -> None:
-            begun = time.monotonic()
-            with watchdog.paused(), profile.span("checkpoint"):
-                saved = dataclasses.replace(data_state, step=step)
-                checkpointer.save(step, state, saved.to_json())
-            account.saved(time.monotonic() - begun)
+            with account.saving(), profile.span("checkpoint"):
+                checkpointer.save(step, state, dataclasses.replace(data_state, step=step).to_json())
 
         if start == 0 and evaluation.due(0, last=False):
             evaluate(0)
@@ -179,15 +173,11 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
         while step < steps and not stop.should_stop(step + 1):
             step += 1
             account.look()
-            asked = time.monotonic()
-            with profile.span("data_wait"):
+            with account.waiting(), profile.span("data_wait"):
                 batch = next(batches)
-            account.waited(time.monotonic() - asked)
             if profile.begins(step):
-                account.settle()  # so that the trace begins between two steps
-                with watchdog.paused():
+                with account.apart():
                     profile.begin()
-                account.restart_clock()
             account.dispatching()
             with profile.span("dispatch", step):
                 state, metrics = profile.program(state, batch)
@@ -203,7 +193,7 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
                 if checkpointer.should_save(step, last):
                     save(step)
         account.settle()
-        profile.close()
+        profile.finish()
         state = built.compiled.settled(state)
         if step < steps:
             save(step)

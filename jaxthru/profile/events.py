@@ -10,7 +10,6 @@ import dataclasses
 import re
 import statistics
 import warnings
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +92,19 @@ def read(folder: Path) -> Trace:
 
 def table(data: ProfileData, process: int = 0, prefix: str = "") -> Trace:
     """Returns one process's trace. prefix: goes before the numbers of its devices."""
+    with warnings.catch_warnings():  # the iterators' types name no module; as an error that ends the process
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _table(data, process, prefix)
+
+
+def _table(data: ProfileData, process: int, prefix: str) -> Trace:
     trace = Trace([], [], {}, 0, {})
     launches: dict[int, int] = {}
     correlated: list[tuple[int, Event]] = []
     for plane in data.planes:
         if found := re.match(r"/device:GPU:(\d+)", plane.name):
             device = prefix + found[1]
-            trace.about[device] = _stats(plane.stats)
+            trace.about[device] = dict(plane.stats)
             for line in plane.lines:
                 if line.name.startswith("Stream"):
                     _stream(line, device, trace, correlated)
@@ -114,7 +119,7 @@ def table(data: ProfileData, process: int = 0, prefix: str = "") -> Trace:
                 event.end = max(event.end, ended.get(mark, 0))
             trace.events += [event for _, event in begun]
         elif plane.name == "Task Environment":
-            trace.begun = int(_stats(plane.stats).get("profile_start_time", 0))
+            trace.begun = int(dict(plane.stats).get("profile_start_time", 0))
     for correlation, event in correlated:
         event.launched = launches.get(correlation)
     trace.events.sort(key=lambda event: (event.start, event.end))
@@ -124,7 +129,7 @@ def table(data: ProfileData, process: int = 0, prefix: str = "") -> Trace:
 
 def _stream(line, device: str, trace: Trace, correlated: list[tuple[int, Event]]) -> None:
     for event in line.events:
-        stats = _stats(event.stats)
+        stats = dict(event.stats)
         kind = next((kind for name, kind in COPIES.items() if name in event.name), "kernel")
         kind = "memset" if event.name.startswith("Memset") else kind
         size = re.search(r"\bsize:(\d+)", str(stats.get("memcpy_details", "")))
@@ -146,7 +151,7 @@ def _stream(line, device: str, trace: Trace, correlated: list[tuple[int, Event]]
 
 def _counters(line, into: dict[str, list[tuple[int, float]]]) -> None:
     for event in line.events:
-        values = [value for value in _stats(event.stats).values() if isinstance(value, int | float)]
+        values = [value for value in dict(event.stats).values() if isinstance(value, int | float)]
         if values:
             into.setdefault(event.name, []).append((round(event.start_ns), float(values[0])))
 
@@ -168,25 +173,19 @@ def _host(
     for event in line.events:
         name = event.name
         if name in SPANS:
-            step = _stats(event.stats).get("step_num")
+            step = dict(event.stats).get("step_num")
             trace.host.append(
                 Span(process, name, round(event.start_ns), round(event.end_ns), step and int(step))
             )
-        elif name.startswith("cu") and "correlation_id" in (stats := _stats(event.stats)):
+        elif name.startswith("cu") and "correlation_id" in (stats := dict(event.stats)):
             launches[int(stats["correlation_id"])] = round(event.start_ns)
         elif name.startswith("end: "):
-            ended[_stats(event.stats).get("_c")] = round(event.end_ns)
-        elif not name.startswith(("$", "Threadpool")) and "hlo_op" in (stats := _stats(event.stats)):
+            ended[dict(event.stats).get("_c")] = round(event.end_ns)
+        elif not name.startswith(("$", "Threadpool")) and "hlo_op" in (stats := dict(event.stats)):
             device = f"{prefix}{stats.get('device_ordinal', 0)}"
             span = round(event.start_ns), round(event.end_ns)
             found = Event(device, line.name, name, *span, str(stats["hlo_module"]), str(stats["hlo_op"]))
             begun.append((stats.get("_p"), found))
-
-
-def _stats(stats: Iterable) -> Mapping[str, Any]:
-    with warnings.catch_warnings():  # pybind's iterator over stats names no module
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return dict(stats)
 
 
 def merge(parts: list[Trace]) -> Trace:

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from jaxthru.profile import clocks
-from jaxthru.runtime import aot, hardware, xla
+from jaxthru.profile.build import build
+from jaxthru.runtime import aot, distributed, hardware, xla
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.distributed import is_primary
 from jaxthru.runtime.errors import require
 
 log = logging.getLogger("jaxthru")
@@ -93,13 +93,13 @@ class Profile:
         """Compiles the step again, for the names of its kernels and for XLA's account of its buffers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         extra = xla.without_graphs(jax.default_backend())
-        if is_primary():
+        if distributed.is_primary():
             extra |= aot.dump_options(self.folder / "dump")
         with xla.nothing_kept():  # a program that is found compiled writes no dump
             again = self._recompile(extra)
         for one in self._passes[1:]:
             one.program = again
-        if is_primary():
+        if distributed.is_primary():
             (self.folder / "step.hlo.txt").write_text(self.compiled.as_text())
             if len(self._passes) > 1:
                 (self.folder / "attribution.hlo.txt").write_text(again.as_text())
@@ -125,8 +125,19 @@ class Profile:
         folder = self.folder / self._running.name / str(jax.process_index())
         self._samples.write(folder / "clocks.json")
         self.program, self._running = self.compiled, None
-        if is_primary():
+        if distributed.is_primary():
             write_atomically(self.folder / "collected.json", json.dumps(self.collected(), indent=1) + "\n")
+
+    def finish(self) -> None:
+        """Ends profiling, and writes the ledger once the run's record is written."""
+        self.close()
+        distributed.gather_text("")  # every process has written its trace
+        if not distributed.is_primary() or self._passes[0] in self._coming:
+            return
+        try:
+            build(self.folder).write(self.folder / "ledger.json")
+        except ValueError as error:  # a profile that cannot be read must not cost the run
+            log.warning("%s: no ledger: %s", self.folder, error)
 
     def collected(self) -> dict[str, Any]:
         """Returns what the traces are of, for `profile.build`."""
@@ -160,11 +171,11 @@ def pinned_bytes() -> int:
     return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 
 
+@dataclasses.dataclass(frozen=True)
 class NoProfile:
     """Profiling switched off."""
 
-    def __init__(self, program: Callable):
-        self.program = program
+    program: Callable
 
     def begins(self, step: int) -> bool:
         return False
@@ -178,5 +189,12 @@ class NoProfile:
     def after(self, step: int) -> None:
         pass
 
-    def close(self) -> None:
+    def finish(self) -> None:
         pass
+
+
+def open_profile(
+    config: ProfileConfig, directory: Path, program: Callable, recompile: Callable[[dict], Callable]
+) -> Profile | NoProfile:
+    """Returns what the loop calls between its steps; see `Profile`."""
+    return Profile(config, directory, program, recompile) if config.at else NoProfile(program)

@@ -85,8 +85,8 @@ def windows(
     found = []
     for device in trace.devices:
         events = [event for event in trace.events if event.device == device]
-        starts = _starts([event for event in events if event.module == program], steps, device)
         ran = [one for event in events if (one := identify(event, attribution, learned or {}))]
+        starts = _starts([one for one in ran if one.event.module == program], steps, device)
         spans = [(one.event.start, one.event.end, one.line) for one in ran]
         ends = [*starts[1:], max(event.end for event in events)][:steps]
         host = [span for span in trace.host if span.process == _process(device)]
@@ -103,18 +103,19 @@ def _process(device: str) -> int:
     return int(device.partition("/")[0]) if "/" in device else 0
 
 
-def _starts(events: list[Event], steps: int, device: str) -> list[int]:
+def _starts(first: list[Ran], steps: int, device: str) -> list[int]:
     """Returns when each step began, and one more if the trace holds it: when the first of those kernels began
-    that a step runs once."""
-    identity: Callable[[Event], tuple] = lambda event: (event.hlo, event.name)  # noqa: E731
-    counts = Counter(map(identity, events))
-    for wanted in (steps + 1, steps):
-        for event in events:
-            if counts[identity(event)] == wanted:
-                anchor = identity(event)
-                return [event.start for event in events if identity(event) == anchor]
+    that a step runs once. first: what ran of a step's first program."""
+    identity: Callable[[Ran], tuple] = lambda one: (one.event.hlo, one.event.name)  # noqa: E731
+    counts = Counter(map(identity, first))
+    once = [one for one in first if one.work and one.work.runs == 1] or first
+    # The step with which the last one ends is in the trace, as a rule, and some of another one.
+    for one in once:
+        if steps <= counts[identity(one)] <= steps + 2:
+            anchor = identity(one)
+            return [one.event.start for one in first if identity(one) == anchor][: steps + 1]
     raise ValueError(
-        f"device {device}: {steps} steps cannot be told apart in its trace of {len(events)} kernels"
+        f"device {device}: {steps} steps cannot be told apart in its trace of {len(first)} kernels"
     )
 
 
