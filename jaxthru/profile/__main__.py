@@ -8,8 +8,8 @@ from pathlib import Path
 import rich.console
 
 from jaxthru.profile.compare import compare
-from jaxthru.profile.publish import config, opened, profiled, publish
-from jaxthru.profile.summary import comparison, summary
+from jaxthru.profile.publish import config, opened, profiled, publish, show
+from jaxthru.profile.summary import comparison
 from jaxthru.runtime.errors import InputError
 
 
@@ -34,10 +34,7 @@ def _report(argv: list[str]) -> int:
     parser.add_argument("--step", type=int, help="where it was profiled (profile.at); default: the last")
     arguments = parser.parse_args(argv)
     folder = profiled(arguments.run, arguments.step)
-    found = publish(folder)
-    console = rich.console.Console()
-    console.print(summary(found, config(arguments.run)))
-    console.print(f"report: {folder / 'report.html'}", soft_wrap=True, markup=False, highlight=False)
+    show(folder, publish(folder))
     return 0
 
 

@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import rich.console
+
 from jaxthru.profile import ledger
 from jaxthru.profile.advice import advise
 from jaxthru.profile.build import advised, build
 from jaxthru.profile.ledger import Ledger
 from jaxthru.profile.report import report
+from jaxthru.profile.summary import summary
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
@@ -34,12 +37,19 @@ def publish(folder: Path) -> Ledger:
     flags = _json(environment).get("flags", {}).get("XLA_FLAGS", "") if environment.is_file() else ""
     try:
         found = build(folder) if (folder / "collected.json").is_file() else read(folder)
-    except (ValueError, OSError) as error:
+    except (ValueError, LookupError, TypeError, OSError) as error:  # as of files cut short
         raise InputError(f"{folder}: {_one_line(error)}") from error
     found = advised(found, advise(found, configuration, flags))
     found.write(folder / "ledger.json")
     write_atomically(folder / "report.html", report(found, configuration))
     return found
+
+
+def show(folder: Path, found: Ledger) -> None:
+    """Prints the most of a ledger that was published to a folder, and where the report is."""
+    console = rich.console.Console()
+    console.print(summary(found, config(folder.parent.parent)))
+    console.print(f"report: {folder / 'report.html'}", soft_wrap=True, markup=False, highlight=False)
 
 
 def opened(run: Path, step: int | None = None) -> Ledger:

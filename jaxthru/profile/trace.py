@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxthru.profile import clocks
-from jaxthru.profile.build import build
+from jaxthru.profile.publish import publish, show
 from jaxthru.runtime import aot, distributed, hardware, xla
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import require
@@ -129,13 +129,13 @@ class Profile:
             write_atomically(self.folder / "collected.json", json.dumps(self.collected(), indent=1) + "\n")
 
     def finish(self) -> None:
-        """Ends profiling, and writes the ledger once the run's record is written."""
+        """Ends profiling; writes the ledger and the report once the run's record is written, and shows them."""
         self.close()
         distributed.gather_text("")  # every process has written its trace
         if not distributed.is_primary() or self._passes[0] in self._coming:
             return
         try:
-            build(self.folder).write(self.folder / "ledger.json")
+            show(self.folder, publish(self.folder))
         except ValueError as error:  # a profile that cannot be read must not cost the run
             log.warning("%s: no ledger: %s", self.folder, error)
 

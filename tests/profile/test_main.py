@@ -89,6 +89,13 @@ def _other_version(path):
     (path / "profile/20/ledger.json").write_text(json.dumps(data | {"version": 99}))
 
 
+def _cut_short(path):
+    """A run that ended while it was profiled."""
+    (path / "profile/20/collected.json").write_text("{}")
+    (path / "environment.json").write_text("{}")
+    (path / "metrics.jsonl").touch()
+
+
 @pytest.mark.parametrize(
     ("spoil", "arguments", "said"),
     [
@@ -101,6 +108,7 @@ def _other_version(path):
         (lambda path: (path / "profile/20/ledger.json").write_text("{}"), ["run"], "ledger version None"),
         (_other_version, ["compare", "run", "run"], "ledger version 99"),
         (lambda path: (path / "profile/20/collected.json").write_text("{}"), ["run"], "profile/20"),
+        (_cut_short, ["run"], "profile/20"),
         (lambda path: (path / "profile").rename(path / "other"), ["run"], "profile.at=20"),
     ],
 )
