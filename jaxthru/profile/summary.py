@@ -107,7 +107,13 @@ def comparison(found: Comparison, names: tuple[str, str]) -> rich.console.Group:
 
 def _headline(found: Comparison, unit: Unit) -> str:
     if found.top is None:
-        return f"No change above the noise of both runs, {unit(found.noise)} a step."
+        step, least = found.step_after - found.step_before, unit(found.noise)
+        if abs(step) <= found.noise:
+            return f"No change above the noise of both runs, {least} a step."
+        size = f"{_signed(step, unit)} {unit.name}, {step / found.step_before:+.1%}"
+        return (
+            f"The step changed ({size}), but none of its parts by more than the noise of both runs, {least}."
+        )
     top = found.top
     cause = f": {top.cause}" if top.cause else ""
     size = f"{_signed(top.seconds, unit)} {unit.name}, {top.share:+.1%}"

@@ -77,6 +77,13 @@ def test_compare_with_itself_names_nothing(tmp_path, capsys):
     assert "No change above the noise" in capsys.readouterr().out
 
 
+def test_compare_says_that_the_step_changed_though_no_part_did(tmp_path, capsys):
+    small = {name: seconds + 0.0025 for name, seconds in sample.SECONDS.items() if name != "matmul"}
+    before, after = run(tmp_path / "a"), run(tmp_path / "b", sample.ledger(**small))
+    assert main(["compare", str(before), str(after)]) == 0
+    assert "The step changed (+17.5 ms, +3.6%), but none of its parts" in capsys.readouterr().out
+
+
 def test_names_with_brackets_are_shown_as_they_are(tmp_path, capsys):
     odd = sample.with_lint(sample.ledger(attention=0.1), "not_donated", None, "state['params'][0]")
     before, after = run(tmp_path / "a"), run(tmp_path / "b", odd)
