@@ -10,7 +10,7 @@ from jaxthru.profile.ledger import LINES, Ledger, Lint
 from jaxthru.profile.waterfall import TITLES, floor, parts
 
 DEVICES = 4  # timelines shown
-KERNELS = 12  # kernels shown before the rest is folded away
+SHOWN = 12  # kernels and collectives, before the rest is folded away
 SCOPES = 16
 CONFIG_KEY = re.compile(r"[a-z]+\.\w+")
 
@@ -189,12 +189,17 @@ def _kernels(ledger: Ledger, unit: Unit) -> str:
         for each in ledger.kernels
     ]
     columns = ["kernel, and where it comes from", ">~a step", f">{unit.name}", ">share", ">~TFLOP/s"]
+    return _folded(columns, rows)
+
+
+def _folded(columns: list[str], rows: list[tuple[str, ...]]) -> str:
+    """Returns a table whose end is folded away."""
     if not rows:
         return ""
-    body = charts.table(columns, rows[:KERNELS])
-    if len(rows) > KERNELS:
-        more = charts.table(columns, rows[KERNELS:])
-        body += f"<details><summary>{len(rows) - KERNELS} more</summary>{more}</details>"
+    body = charts.table(columns, rows[:SHOWN])
+    if len(rows) > SHOWN:
+        more = charts.table(columns, rows[SHOWN:])
+        body += f"<details><summary>{len(rows) - SHOWN} more</summary>{more}</details>"
     return body
 
 
@@ -219,7 +224,7 @@ def _collectives(ledger: Ledger, unit: Unit) -> str:
         for each in sorted(ledger.collectives, key=lambda each: -each.exposed_seconds)
     ]
     names = ["collective", ">MB", ">~a step", f">~{unit.name}", ">exposed", ">waiting", "~last to come"]
-    return charts.table(names, rows) if rows else ""
+    return _folded(names, rows)
 
 
 def _lint(ledger: Ledger, unit: Unit) -> str:
