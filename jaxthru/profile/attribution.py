@@ -216,26 +216,32 @@ def layer_and_phase(op_name: str, module: str) -> tuple[str, str]:
 
 def _named(module: Module, instruction: Instruction) -> tuple[str, int]:
     """Returns an instruction's op_name and stack frame; where a rewrite left it none, those of what lies
-    within it, or of what reads it, or of what it reads."""
+    within it, or else of what it is read by or reads itself."""
     inner = [found for found, _ in module.inner(instruction)]
     # Of a fusion that holds a matrix product, the product says what it is.
-    for found in (*(one for one in inner if one.opcode == "dot"), *inner):
+    products = [found for found in inner if found.opcode == "dot"]
+    for found in (*products, *inner):
         if "/" in found.op_name:
             return found.op_name, found.frame or instruction.frame
+    near = [found for found in _near(module, instruction) if "/" in found.op_name]
+    if any(found.dims("lhs_batch_dims") for found in products):  # of which only attention has some
+        near.sort(key=lambda found: not _within(found.op_name, ATTENTION))
+    return (near[0].op_name, near[0].frame) if near else (instruction.op_name, instruction.frame)
+
+
+NEAR = 24
+
+
+def _near(module: Module, instruction: Instruction) -> list[Instruction]:
+    """Returns the instructions that an instruction is connected with, the nearest first."""
     there = module.computations[module.where[instruction.name]]
-    near, seen = [instruction.name], {instruction.name}
-    for name in near:  # grows
-        found = there[name]
-        if "/" in found.op_name:
-            return found.op_name, found.frame
-        if len(near) > 24:
+    names = [instruction.name]
+    for name in names:  # grows
+        if len(names) > NEAR:
             break
-        around = (*module.readers.get(name, ()), *found.operands)
-        for other in around:
-            if other in there and other not in seen:
-                seen.add(other)
-                near.append(other)
-    return instruction.op_name, instruction.frame
+        around = (*module.readers.get(name, ()), *there[name].operands)
+        names += [other for other in dict.fromkeys(around) if other in there and other not in names]
+    return [there[name] for name in names]
 
 
 def _within(op_name: str, scope: str) -> bool:

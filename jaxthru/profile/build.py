@@ -54,7 +54,6 @@ def build(folder: Path) -> Ledger:
         attention_span_per_token=span / tokens if tokens else 0.0,
     )
     total = production.step_seconds
-    kernels = named.kernels(scale)
     return Ledger(
         run=about,
         window=_window(production, named, rows, taken),
@@ -63,14 +62,14 @@ def build(folder: Path) -> Ledger:
         ),
         matmul=matmul(named, production.seconds["matmul"], needed, collected, clock),
         scopes=named.scopes(scale),
-        kernels=kernels[:KERNELS],
+        kernels=named.kernels(scale)[:KERNELS],
         collectives=named.collectives(),
         devices=production.devices(),
         clock=clock,
         memory=footprint(
             folder / "dump", named.attribution, collected["peak_bytes"], collected["host_pinned_bytes"]
         ),
-        lint=lint.lint(named.attribution, kernels, config, named.runs),
+        lint=lint.lint(named.attribution, named.spent(scale), config, named.runs),
     )
 
 
@@ -119,6 +118,16 @@ class Measured:
                 sums[key] += (piece.end - piece.start) / 1e9 / self.count * scale[piece.line]
         found = [ledger.Scope(*key, seconds) for key, seconds in sums.items()]
         return tuple(sorted(found, key=lambda scope: -scope.seconds))
+
+    def spent(self, scale: dict[str, float]) -> dict[tuple[str, str], float]:
+        """Returns the seconds of each instruction, by (module, name)."""
+        sums: dict[tuple[str, str], float] = defaultdict(float)
+        for inside in self.inside:
+            for one in inside:
+                if one.work:
+                    key = one.work.module, one.work.instruction.name
+                    sums[key] += (one.event.end - one.event.start) / 1e9 / self.count * scale[one.line]
+        return dict(sums)
 
     def kernels(self, scale: dict[str, float]) -> tuple[ledger.Kernel, ...]:
         """Returns what ran, by instruction, the longest first."""

@@ -28,7 +28,9 @@ def footprint(
     name = max(parts, key=lambda name: parts[name].peak_device)
     categories = dict(parts[name].device)
     if peak_bytes is not None:
-        categories["fragmentation"] = max(peak_bytes - parts[name].peak_device, 0)
+        # Of a step of several programs the dump knows what one needs, and not what lives beside it.
+        rest = "fragmentation" if len(programs) == 1 else "beside"
+        categories[rest] = max(peak_bytes - parts[name].peak_device, 0)
     allocations, values = memory.parse(programs[name])
     return Memory(
         peak_bytes=peak_bytes,

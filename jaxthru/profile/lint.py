@@ -2,12 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxthru.profile.attribution import Attribution, Work
 from jaxthru.profile.hlo import Instruction, Module, size
-from jaxthru.profile.ledger import Kernel, Lint
+from jaxthru.profile.ledger import Lint
 
 LARGE = 1 << 20
 """Bytes below which a copy is nothing to speak of."""
@@ -18,18 +18,15 @@ MOST = 10
 
 def lint(
     attribution: Attribution,
-    kernels: Iterable[Kernel],
+    spent: Mapping[tuple[str, str], float],
     config: Mapping[str, Any],
     runs: Mapping[str, float] | None = None,
 ) -> tuple[Lint, ...]:
     """Returns the findings, rule by rule, the dearest first.
 
-    kernels: what was measured, from which their seconds come. config: the run's, as nested plain values.
+    spent: seconds of a step by (module, instruction), as measured. config: the run's, as nested plain values.
     runs: of each program in a step.
     """
-    spent: dict[str, float] = {}
-    for kernel in kernels:
-        spent[kernel.hlo] = spent.get(kernel.hlo, 0.0) + kernel.seconds
     found: list[Lint] = []
     for rule in (copies, float32_matmuls, collectives, loops, not_donated, attention_again):
         of = [
@@ -38,7 +35,7 @@ def lint(
                 work.op_name,
                 work.instruction.name,
                 moved * (runs or {}).get(work.module, 1.0),
-                spent.get(work.instruction.name),
+                spent.get((work.module, work.instruction.name)),
                 text,
             )
             for work, moved, text in rule(attribution, config)

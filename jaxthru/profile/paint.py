@@ -106,18 +106,12 @@ def strip(painted: Sequence[Painted], start: int, most: int) -> tuple[tuple[floa
     """Returns the spans of a timeline in seconds from `start`: neighbours of one line joined, and, to have at
     most `most`, the shortest given to a neighbour."""
     spans = _joined([[piece.start, piece.end, piece.line] for piece in sorted(painted)])
-    while len(spans) > most:
-        lengths = sorted(end - begun for begun, end, _ in spans)
-        limit = lengths[(len(spans) - most) // 2]
-        kept: list[list] = []
-        for begun, end, line in spans:
-            if kept and end - begun <= limit:
-                kept[-1][1] = end
-            else:
-                kept.append([begun, end, line])
-        if kept[0][1] - kept[0][0] <= limit and len(kept) > 1:
-            kept[1][0] = kept.pop(0)[0]
-        spans = _joined(kept)
+    while (over := len(spans) - most) > 0:
+        shortest = set(sorted(range(len(spans)), key=lambda at: spans[at][1] - spans[at][0])[:over])
+        kept = [span for at, span in enumerate(spans) if at not in shortest]
+        ends = [*(following[0] for following in kept[1:]), spans[-1][1]]
+        kept[0][0] = spans[0][0]
+        spans = _joined([[begun, end, line] for (begun, _, line), end in zip(kept, ends, strict=True)])
     return tuple(((begun - start) / 1e9, (end - start) / 1e9, line) for begun, end, line in spans)
 
 
