@@ -129,7 +129,7 @@ class Profile:
             write_atomically(self.folder / "collected.json", json.dumps(self.collected(), indent=1) + "\n")
 
     def finish(self) -> None:
-        """Ends profiling; writes the ledger and the report once the run's record is written, and shows them."""
+        """Ends profiling; writes ledger and report once the run's record is written, and shows them."""
         self.close()
         distributed.gather_text("")  # every process has written its trace
         if not distributed.is_primary() or self._passes[0] in self._coming:
