@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -22,7 +23,7 @@ from jaxthru.plan import levels
 from jaxthru.plan.assemble import assemble
 from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import asked_for, attention_by, fit
-from jaxthru.profile.trace import NoTrace, Trace
+from jaxthru.profile.trace import open_profile
 from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
@@ -50,6 +51,7 @@ class Build:
     """What a configuration becomes on this machine, compiled and ready to run.
 
     abstract: shapes, dtypes and shardings of the state. compiled: (state, batch) -> (state, metrics).
+    recompile: compiles it again, with more of XLA's options.
     """
 
     config: RunConfig
@@ -59,6 +61,7 @@ class Build:
     abstract: State
     compiled: CompiledStep | LayeredStep
     compile_seconds: float
+    recompile: Callable[[dict], CompiledStep | LayeredStep]
 
     def first_state(self) -> State:
         """Returns the state before the first update."""
@@ -133,7 +136,9 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
         compiled = made.compile(options)
     except Unsupported as refusal:
         raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
-    return Build(config, data, layout, made.step, made.abstract, compiled, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    recompile = lambda more: made.compile(options | more)  # noqa: E731
+    return Build(config, data, layout, made.step, made.abstract, compiled, seconds, recompile)
 
 
 def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float) -> State:
@@ -144,7 +149,7 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
-    trace = Trace(config.profile, directory.profile, built.compiled) if config.profile.at else NoTrace()
+    profile = open_profile(config.profile, directory.profile, built.compiled, built.recompile)
     with (
         built.batches(data_state) as batches,
         open_record(config.metrics, directory, start) as record,
@@ -155,16 +160,12 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
         account = built.account(int(state["skipped"]), started, record, progress, watchdog)
 
         def evaluate(step: int) -> None:
-            with watchdog.paused():
+            with account.apart(), profile.span("evaluate"):
                 record.evaluation(evaluation(step, state["params"]))
-            account.restart_clock()
 
         def save(step: int) -> None:
-            begun = time.monotonic()
-            with watchdog.paused():
-                saved = dataclasses.replace(data_state, step=step)
-                checkpointer.save(step, state, saved.to_json())
-            account.saved(time.monotonic() - begun)
+            with account.saving(), profile.span("checkpoint"):
+                checkpointer.save(step, state, dataclasses.replace(data_state, step=step).to_json())
 
         if start == 0 and evaluation.due(0, last=False):
             evaluate(0)
@@ -173,27 +174,27 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
         while step < steps and not stop.should_stop(step + 1):
             step += 1
             account.look()
-            asked = time.monotonic()
-            batch = next(batches)
-            account.waited(time.monotonic() - asked)
-            if step == config.profile.at:
-                account.settle()  # so that the trace begins between two steps
-            trace.before(step)
+            with account.waiting(), profile.span("data_wait"):
+                batch = next(batches)
+            if profile.begins(step):
+                with account.apart():
+                    profile.begin()
             account.dispatching()
-            state, metrics = built.compiled(state, batch)
+            with profile.span("dispatch", step):
+                state, metrics = profile.program(state, batch)
             account.dispatched(step, metrics)
-            trace.after(step - 1)
+            profile.after(step - 1)
             last = step == steps
             if evaluation.due(step, last) or checkpointer.should_save(step, last):
                 account.settle()  # a checkpoint never runs ahead of the record
-                trace.after(step)
+                profile.after(step)
                 state = built.compiled.settled(state)
                 if evaluation.due(step, last):
                     evaluate(step)
                 if checkpointer.should_save(step, last):
                     save(step)
         account.settle()
-        trace.close()
+        profile.finish()
         state = built.compiled.settled(state)
         if step < steps:
             save(step)

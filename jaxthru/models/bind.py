@@ -178,6 +178,7 @@ class Model:
             rotary_angles(batch["positions"], self.config), find_segments(batch["segment_ids"], max_segments)
         )
 
+    @jax.named_scope("embedding")
     def embed(self, tree: Tree, tokens_BT: jax.Array, context: Context) -> jax.Array:
         """Returns the first layer's input [B·T, D]. tree: of the embedding."""
         x_ND = self.embedding.apply(tree, self.ops, tokens_BT)

@@ -44,6 +44,7 @@ class RMSNorm(nnx.Module):
         self.scale = Weight(jnp.ones((size,), jnp.float32), logical_axes=(None,))
         self.epsilon = epsilon
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)

@@ -152,6 +152,7 @@ class Ops:
         named = None if self.attention_by == "auto" else self.attention_by
         local = functools.partial(attention, implementation=named)
 
+        local = jax.named_scope("dot_product_attention")(local)  # what the ledger calls attention
         if self.layout.mesh.size == 1:
             return local(q_BTHC, k_BTKC, v_BTKC, segments)
         rows = self.layout.spec(("batch",))

@@ -41,7 +41,7 @@ def by_path(name: str) -> str:
 
 
 @dataclasses.dataclass
-class _Value:
+class Value:
     """One array. offset, size: in its allocation, bytes. made: op_name of the instruction that makes it."""
 
     name: str
@@ -52,17 +52,25 @@ class _Value:
     size: int = 0
     instruction: str = ""
     made: str = ""
+    parameter: bool = False
     readers: tuple[str, ...] = ()
     first: int = 0
     last: int = 0
 
 
 @dataclasses.dataclass
-class _Allocation:
+class Allocation:
+    """A stretch of memory. size: bytes. kind: "argument", "temporary", "output", "constant" or "local"."""
+
     size: int
     space: int
-    kind: str  # "argument", "temporary", "output", "constant" or "local"
-    values: list[_Value]
+    kind: str
+    values: list[Value]
+
+    @property
+    def argument(self) -> Value:
+        """The argument, of the values that lie where one does."""
+        return next((value for value in self.values if value.parameter), self.values[0])
 
 
 def breakdown(
@@ -77,17 +85,15 @@ def breakdown(
     which is its path, to its category; None is not counted. unnamed: the category of temporaries that no
     scope names. output: that of results that take over no argument's memory; None asks the scopes.
     """
-    values = _values(dump["values"])
-    allocations = _allocations(dump["buffer-assignment"], values)
-    _live_ranges(dump["live-range"], values)
-    purpose = _Purpose(list(values.values()), unnamed)
+    allocations, values = parse(dump)
+    purpose = Purpose(values, unnamed)
     spaces = {space: dict.fromkeys(CATEGORIES, 0) for space in (0, HOST)}
     temporary = [found for found in allocations if found.kind == "temporary"]
-    moment = _fullest([value for found in temporary if found.space != HOST for value in found.values])
+    moment = max(curve(allocations), key=lambda point: point[1], default=(0, 0))[0]
     for found in allocations:
         into = spaces[HOST if found.space == HOST else 0]
         if found.kind == "argument":
-            category = argument(found.values[0].made)
+            category = argument(found.argument.made)
             if category is not None:
                 into[category] += found.size
         elif found.kind == "output":
@@ -95,7 +101,7 @@ def breakdown(
             into[(output or purpose(live)) if live.size >= 1024 else "other"] += found.size
         elif found.kind == "temporary":
             covered = 0
-            for value in _at(found.values, moment):
+            for value in alive(found.values, moment):
                 into[purpose(value)] += value.size
                 covered += value.size
             into["other"] += found.size - covered
@@ -107,8 +113,16 @@ def breakdown(
         sum(spaces[0].values()),
         sum(spaces[HOST].values()),
         sum(found.size for found in temporary if found.space != HOST),
-        next((value.made for value in values.values() if value.first == moment and value.made), ""),
+        next((value.made for value in values if value.first == moment and value.made), ""),
     )
+
+
+def parse(dump: Mapping[str, str]) -> tuple[list[Allocation], list[Value]]:
+    """Returns a program's allocations, and all its values. dump: as of `breakdown`."""
+    values = _values(dump["values"])
+    allocations = _allocations(dump["buffer-assignment"], values)
+    _live_ranges(dump["live-range"], values)
+    return allocations, list(values.values())
 
 
 _HEADER = re.compile(r"^<(\d+) (.+?)( \(phi\))? @(\d+)>$")
@@ -118,14 +132,14 @@ _MADE_BY = re.compile(r'^ from instruction:\s+%?(\S+) = .*?(?:op_name="((?:[^"\\
 _RANGE = re.compile(r"^    (\S+):(\d+)-(\d+)$")
 
 
-def _values(text: str) -> dict[str, _Value]:
+def _values(text: str) -> dict[str, Value]:
     """Returns the values by number."""
-    values: dict[str, _Value] = {}
+    values: dict[str, Value] = {}
     section = ""
     for line in text.splitlines():
         if header := _HEADER.match(line):
             number, name, phi, space = header.groups()
-            value = values[number] = _Value(name, int(space), bool(phi))
+            value = values[number] = Value(name, int(space), bool(phi))
             section = ""
         elif line in (" positions:", " uses:"):
             section = line.strip()
@@ -133,15 +147,16 @@ def _values(text: str) -> dict[str, _Value]:
             made = _MADE_BY.match(line)
             if made and values:
                 value.instruction, value.made = made[1], (made[2] or "").replace("\\'", "'")
+                value.parameter = " parameter(" in line
             section = ""
         elif section == "uses:" and line.strip() != "(none)":
             value.readers += (line.strip().partition(",")[0],)
     return values
 
 
-def _allocations(text: str, values: dict[str, _Value]) -> list[_Allocation]:
+def _allocations(text: str, values: dict[str, Value]) -> list[Allocation]:
     """Returns the allocations, and notes in each value where it lies."""
-    found: list[_Allocation] = []
+    found: list[Allocation] = []
     for line in text.splitlines():
         if line.startswith("Used values"):
             break
@@ -150,7 +165,7 @@ def _allocations(text: str, values: dict[str, _Value]) -> list[_Allocation]:
             kinds = (("parameter", "argument"), ("thread-local", "local"), ("constant", "constant"))
             kind = next((kind for word, kind in kinds if f", {word}" in rest), None)
             kind = kind or ("output" if "output shape" in rest or "maybe-live-out" in rest else "temporary")
-            found.append(_Allocation(int(size), int(space or 0), kind, []))
+            found.append(Allocation(int(size), int(space or 0), kind, []))
         elif (member := _IN_ALLOCATION.match(line)) and member[1] in values:
             value = values[member[1]]
             value.allocation, value.size, value.offset = len(found), int(member[3]), int(member[4])
@@ -158,7 +173,7 @@ def _allocations(text: str, values: dict[str, _Value]) -> list[_Allocation]:
     return found
 
 
-def _live_ranges(text: str, values: dict[str, _Value]) -> None:
+def _live_ranges(text: str, values: dict[str, Value]) -> None:
     named = {
         value.name if value.name.endswith("}") else value.name + "{}": value for value in values.values()
     }
@@ -167,28 +182,31 @@ def _live_ranges(text: str, values: dict[str, _Value]) -> None:
             named[found[1]].first, named[found[1]].last = int(found[2]), int(found[3])
 
 
-def _fullest(values: list[_Value]) -> int:
-    """Returns the moment at which these values take the most memory together."""
-    changes: dict[int, list[tuple[bool, _Value]]] = {}
-    for value in values:
-        changes.setdefault(value.first, []).append((True, value))
-        changes.setdefault(value.last + 1, []).append((False, value))
-    most, moment, total = 0, 0, 0
-    live: dict[tuple[int, int], int] = {}  # a value may be written over the one it is made from
+def curve(allocations: list[Allocation]) -> list[tuple[int, int]]:
+    """Returns the bytes that temporaries on the device take together, from each moment at which they change.
+    Moments are places in the program's order of instructions."""
+    changes: dict[int, list[tuple[bool, Value]]] = {}
+    for found in allocations:
+        if found.kind != "temporary" or found.space == HOST:
+            continue
+        for value in found.values:
+            changes.setdefault(value.first, []).append((True, value))
+            changes.setdefault(value.last + 1, []).append((False, value))
+    points, total = [], 0
+    live: dict[tuple[int, int, int], int] = {}  # a value may be written over the one it is made from
     for at in sorted(changes):
         for begins, value in changes[at]:
-            place = value.offset, value.size
+            place = value.allocation, value.offset, value.size
             live[place] = live.get(place, 0) + (1 if begins else -1)
             total += value.size * ((live[place] == 1) if begins else -(live[place] == 0))
-        if total > most:
-            most, moment = total, at
-    return moment
+        points.append((at, total))
+    return points
 
 
-def _at(values: list[_Value], moment: int) -> list[_Value]:
+def alive(values: list[Value], moment: int) -> list[Value]:
     """Returns the values that live at a moment; of those that share memory, the one made last."""
     live = [value for value in values if value.first <= moment <= value.last and value.size]
-    kept: list[_Value] = []
+    kept: list[Value] = []
     for value in sorted(live, key=lambda value: -value.first):
         end = value.offset + value.size
         if all(end <= other.offset or other.offset + other.size <= value.offset for other in kept):
@@ -196,20 +214,20 @@ def _at(values: list[_Value], moment: int) -> list[_Value]:
     return kept
 
 
-class _Purpose:
+class Purpose:
     """What a temporary is for."""
 
-    def __init__(self, values: list[_Value], otherwise: str):
+    def __init__(self, values: list[Value], otherwise: str):
         self.otherwise = otherwise
         self.op_names = {value.instruction: value.made for value in values if not value.phi}
-        self.made_by: dict[str, list[_Value]] = {}
+        self.made_by: dict[str, list[Value]] = {}
         for value in values:
             self.made_by.setdefault(value.instruction, []).append(value)
-        self.places: dict[tuple[int, int, int], list[_Value]] = {}
+        self.places: dict[tuple[int, int, int], list[Value]] = {}
         for value in values:
             self.places.setdefault((value.allocation, value.offset, value.size), []).append(value)
 
-    def __call__(self, value: _Value) -> str:
+    def __call__(self, value: Value) -> str:
         if value.instruction.startswith("copy-start") and not value.phi:
             return "staging"
         if _within(value.made, "optimizer"):
@@ -218,7 +236,7 @@ class _Purpose:
             return "gradients"
         return PURPOSES.get(self.scope(value), self.otherwise)
 
-    def scope(self, value: _Value) -> str:
+    def scope(self, value: Value) -> str:
         """Returns the scope of the instruction that makes an array, or, where fusion left it no name, of
         those that read it, or of the arrays that take over its memory."""
         after, seen = [value], {id(value)}
@@ -232,7 +250,7 @@ class _Purpose:
             after += fresh
         return ""
 
-    def handed_on(self, value: _Value) -> list[_Value]:
+    def handed_on(self, value: Value) -> list[Value]:
         """Returns the arrays that take over an array's memory with what is in it: of a loop that carries it,
         and of instructions that write their result over it."""
         return [
@@ -243,7 +261,7 @@ class _Purpose:
             and (other.phi or other.instruction in value.readers)
         ]
 
-    def reaches_optimizer(self, value: _Value, seen: set[int]) -> bool:
+    def reaches_optimizer(self, value: Value, seen: set[int]) -> bool:
         """Says whether the optimizer reads this array's memory before it is used for anything else, or a sum
         over micro-batches to which it is added."""
         seen.add(id(value))

@@ -1,16 +1,35 @@
-"""Taking a trace of a few steps, and the program that they ran."""
+"""Taking what a ledger is made of: traces of a few steps, with what the host did, HLO, buffers and clocks.
 
+<step>/production/<process>/   trace of the steps as they are trained, and NVML's samples
+<step>/attribution/<process>/  on a GPU, trace of as many steps without CUDA graphs, which hide names
+<step>/step.hlo.txt            optimised HLO of what runs
+<step>/attribution.hlo.txt     the same of the second pass
+<step>/dump/                   XLA's buffer assignment
+<step>/collected.json          what was taken
+"""
+
+import contextlib
 import dataclasses
+import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from jaxthru.profile import clocks
+from jaxthru.profile.publish import publish, show
+from jaxthru.runtime import aot, distributed, hardware, xla
+from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import require
+
+log = logging.getLogger("jaxthru")
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileConfig:
-    """at: the first step to trace; 0 is off. steps: how many."""
+    """at: the first step to profile; 0 is off. steps: how many, and as many again on a GPU."""
 
     at: int = 0
     steps: int = 3
@@ -20,42 +39,162 @@ class ProfileConfig:
         require(self.steps >= 1, f"profile.steps = {self.steps}: must be at least 1")
 
 
-class Trace:
-    """Writes `<directory>/<at>/`: a trace that TensorBoard and Perfetto read, and the compiled HLO."""
+@dataclasses.dataclass
+class Pass:
+    """One trace. Beside its steps it takes the one that follows, with which the last of them ends."""
 
-    def __init__(self, config: ProfileConfig, directory: Path, compiled: jax.stages.Compiled):
-        self.config, self.compiled = config, compiled
-        self.directory = directory / str(config.at)
-        self.running = False
+    name: str
+    first_step: int
+    steps: int
+    program: Callable
+    complete: bool = False
 
-    def before(self, step: int) -> None:
-        """Starts the trace if `step`, about to be dispatched, is the first one wanted."""
-        if step == self.config.at:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "step.hlo.txt").write_text(self.compiled.as_text())
-            jax.profiler.start_trace(str(self.directory))
-            self.running = True
+    @property
+    def last_step(self) -> int:
+        return self.first_step + self.steps
+
+
+class Profile:
+    """Profiles the steps of a run as it comes by them; called where the loop calls `NoProfile`."""
+
+    def __init__(
+        self, config: ProfileConfig, directory: Path, program: Callable, recompile: Callable[[dict], Callable]
+    ):
+        """program: the compiled step. recompile: compiles it with these options of XLA."""
+        self.folder, self.program, self.compiled = directory / str(config.at), program, program
+        self._recompile = recompile
+        self._passes = [Pass("production", config.at, config.steps, program)]
+        if jax.default_backend() == "gpu":
+            self._passes.append(Pass("attribution", config.at + config.steps + 1, config.steps, program))
+        self._coming = list(self._passes)
+        self._running: Pass | None = None
+        self._open = contextlib.ExitStack()
+        self._samples: clocks.Samples | None = None
+        self._pinned = 0
+
+    def begins(self, step: int) -> bool:
+        """Says whether a trace begins with this step. No other may then be under way on the device."""
+        return bool(self._coming) and step == self._coming[0].first_step
+
+    def begin(self) -> None:
+        """Begins the trace, before its first step is dispatched."""
+        self._running = self._coming.pop(0)
+        if self._running is self._passes[0]:
+            self._pinned = pinned_bytes()
+            self._compile()
+        self.program = self._running.program
+        folder = self.folder / self._running.name / str(jax.process_index())
+        folder.mkdir(parents=True, exist_ok=True)
+        names = clocks.visible(jax.local_device_count())
+        self._samples = self._open.enter_context(clocks.sampled(names))
+        jax.profiler.start_trace(str(folder), profiler_options=options())
+
+    def _compile(self) -> None:
+        """Compiles the step again, for the names of its kernels and for XLA's account of its buffers."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        extra = xla.without_graphs(jax.default_backend())
+        if distributed.is_primary():
+            extra |= aot.dump_options(self.folder / "dump")
+        with xla.nothing_kept():  # a program that is found compiled writes no dump
+            again = self._recompile(extra)
+        for one in self._passes[1:]:
+            one.program = again
+        if distributed.is_primary():
+            (self.folder / "step.hlo.txt").write_text(self.compiled.as_text())
+            if len(self._passes) > 1:
+                (self.folder / "attribution.hlo.txt").write_text(again.as_text())
+
+    def span(self, name: str, step: int | None = None) -> contextlib.AbstractContextManager:
+        """Marks what the host does, see `events.SPANS`."""
+        if self._running is None:
+            return contextlib.nullcontext()
+        return jax.profiler.TraceAnnotation(name, **({} if step is None else {"step_num": step}))
 
     def after(self, step: int) -> None:
         """Ends the trace once the last step wanted has finished."""
-        if self.running and step >= self.config.at + self.config.steps - 1:
+        if self._running and step >= self._running.last_step:
+            self._running.complete = True
             self.close()
 
     def close(self) -> None:
-        """Ends a trace that is still running."""
-        if self.running:
-            jax.profiler.stop_trace()
-            self.running = False
+        """Ends a trace that is still running; it is whole if the run ends with its last step."""
+        if self._running is None:
+            return
+        jax.profiler.stop_trace()
+        self._open.close()
+        folder = self.folder / self._running.name / str(jax.process_index())
+        self._samples.write(folder / "clocks.json")
+        self.program, self._running = self.compiled, None
+        if distributed.is_primary():
+            write_atomically(self.folder / "collected.json", json.dumps(self.collected(), indent=1) + "\n")
+
+    def finish(self) -> None:
+        """Ends profiling; writes ledger and report once the run's record is written, and shows them."""
+        self.close()
+        distributed.gather_text("")  # every process has written its trace
+        if not distributed.is_primary() or self._passes[0] in self._coming:
+            return
+        try:
+            show(self.folder, publish(self.folder))
+        except ValueError as error:  # a profile that cannot be read must not cost the run
+            log.warning("%s: no ledger: %s", self.folder, error)
+
+    def collected(self) -> dict[str, Any]:
+        """Returns what the traces are of, for `profile.build`."""
+        devices = jax.devices()
+        kind = devices[0].device_kind
+        taken = [one for one in self._passes if one not in self._coming]
+        return {
+            "platform": jax.default_backend(),
+            "device_kind": kind,
+            "devices": len(devices),
+            "processes": jax.process_count(),
+            "peak_flops": hardware.data_sheet_flops(kind),
+            "peak_bytes": hardware.peak_bytes(),
+            "host_pinned_bytes": self._pinned,
+            "passes": {one.name: {"first_step": one.first_step, "steps": one.steps} for one in taken},
+        }
 
 
-class NoTrace:
-    """Tracing switched off."""
+def options() -> jax.profiler.ProfileOptions:
+    """Returns what the profiler records: no Python calls, which would slow the host; on a GPU its clock."""
+    chosen = jax.profiler.ProfileOptions()
+    chosen.host_tracer_level, chosen.python_tracer_level = 1, 0
+    if jax.default_backend() == "gpu":
+        chosen.advanced_configuration = clocks.SAMPLING
+    return chosen
 
-    def before(self, step: int) -> None:
+
+def pinned_bytes() -> int:
+    """Returns the bytes of this process's arrays in pinned host memory."""
+    arrays = (array for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host")
+    return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoProfile:
+    """Profiling switched off."""
+
+    program: Callable
+
+    def begins(self, step: int) -> bool:
+        return False
+
+    def begin(self) -> None:
         pass
+
+    def span(self, name: str, step: int | None = None) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
 
     def after(self, step: int) -> None:
         pass
 
-    def close(self) -> None:
+    def finish(self) -> None:
         pass
+
+
+def open_profile(
+    config: ProfileConfig, directory: Path, program: Callable, recompile: Callable[[dict], Callable]
+) -> Profile | NoProfile:
+    """Returns what the loop calls between its steps; see `Profile`."""
+    return Profile(config, directory, program, recompile) if config.at else NoProfile(program)

@@ -1,5 +1,6 @@
 """XLA's settings: the one place that knows flags, the compilation cache and what must stay switched off."""
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -7,6 +8,7 @@ import mmap
 import os
 import platform
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,25 @@ def keep_compiled(directory: Path) -> None:
     """Keeps compiled programs, and on a GPU the results of autotuning, in `directory` from here on."""
     compilation_cache.reset_cache()  # it may have been opened elsewhere already
     jax.config.update("jax_compilation_cache_dir", str(directory))
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Compiles anew what is compiled within, and keeps it only in memory."""
+    kept = jax.config.jax_enable_compilation_cache
+    compilation_cache.reset_cache()
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", kept)
+        compilation_cache.reset_cache()
+
+
+def without_graphs(platform: str) -> dict[str, Any]:
+    """Returns the options for compiling a step whose kernels a trace can name: within a CUDA graph all of
+    them bear the graph's name."""
+    return {"xla_gpu_enable_command_buffer": ""} if platform in ("gpu", "cuda", "rocm") else {}
 
 
 def check_flags(flags: str) -> None:

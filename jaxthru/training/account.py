@@ -1,6 +1,8 @@
 """Booking finished steps: what the loop reads back of a step once the device is busy with the next."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import jax
 
@@ -45,6 +47,29 @@ class Account:
     def saved(self, seconds: float) -> None:
         """Books the time that a checkpoint kept the loop waiting."""
         self._waits["checkpoint_seconds"] += seconds
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Books what happens within as a wait for data."""
+        asked = time.monotonic()
+        yield
+        self.waited(time.monotonic() - asked)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Books what happens within as a checkpoint's."""
+        begun = time.monotonic()
+        with self.watchdog.paused():
+            yield
+        self.saved(time.monotonic() - begun)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What happens within lies between two steps, and belongs to none."""
+        self.settle()
+        with self.watchdog.paused():
+            yield
+        self.restart_clock()
 
     def restart_clock(self) -> None:
         """Begins the next step now: what came before belongs to no step."""

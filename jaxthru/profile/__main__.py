@@ -1,0 +1,68 @@
+"""python -m jaxthru.profile: where the profiled steps of a run went, and what changed between two runs."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import rich.console
+
+from jaxthru.profile.compare import compare
+from jaxthru.profile.publish import config, opened, profiled, publish, show
+from jaxthru.profile.summary import comparison
+from jaxthru.runtime.errors import InputError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code: 2 for bad input."""
+    argv = sys.argv[1:] if argv is None else argv
+    comparing = argv[:1] == ["compare"]
+    try:
+        return _compare(argv[1:]) if comparing else _report(argv)
+    except InputError as error:
+        print(f"jaxthru: {error}", file=sys.stderr)
+        return 2
+
+
+def _report(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxthru.profile",
+        description="Writes ledger.json and report.html of a profiled run, and says the most of it.",
+        epilog="python -m jaxthru.profile compare RUN_A RUN_B: what changed from one run to another",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="runs/<config>/<n>")
+    parser.add_argument("--step", type=int, help="where it was profiled (profile.at); default: the last")
+    arguments = parser.parse_args(argv)
+    folder = profiled(arguments.run, arguments.step)
+    show(folder, publish(folder))
+    return 0
+
+
+def _compare(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxthru.profile compare",
+        description="Says what changed from one profiled run to another, by how much, and the likely cause.",
+    )
+    for name, which in (("run_a", "before"), ("run_b", "after")):
+        parser.add_argument(name, type=Path, metavar=name.upper(), help=f"the run {which}")
+    parser.add_argument("--step", type=int, help="where both were profiled; default: the last of each")
+    arguments = parser.parse_args(argv)
+    runs = arguments.run_a, arguments.run_b
+    ledgers = [opened(run, arguments.step) for run in runs]
+    found = compare(*ledgers, *map(config, runs))
+    rich.console.Console().print(comparison(found, _names(*runs)))
+    return 0
+
+
+def _names(*runs: Path) -> tuple[str, str]:
+    """Returns how two runs are called: the shortest ends of their paths that differ."""
+    parts = [Path(os.path.abspath(run)).parts for run in runs]  # noqa: PTH100 - keeps links
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if names[0] != names[1]:
+            return names[0], names[1]
+    return "before", "after"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

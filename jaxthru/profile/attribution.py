@@ -1,0 +1,248 @@
+"""What an instruction of a step's HLO is: its line in the ledger, layer and phase, FLOPs and bytes."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from jaxthru.profile import hlo
+from jaxthru.profile.hlo import Instruction, Module, size
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+SCOPES = ("attention", "mlp", "embedding", "norm", "optimizer", "loss")
+"""The model's and the step's name scopes that layers are told by; the innermost counts."""
+
+ATTENTION = "dot_product_attention"
+"""The name scope of attention's kernels, without its projections."""
+
+PROGRAMS = {
+    "forward": ("other", "forward"),
+    "embed": ("embedding", "forward"),
+    "head": ("head", "loss"),
+    "backward": ("other", "backward"),
+    "embed_backward": ("embedding", "backward"),
+    "update_embedding": ("optimizer", "optimizer"),
+    "update_head": ("optimizer", "optimizer"),
+    "update_layer": ("optimizer", "optimizer"),
+}
+"""Layer and phase of what no scope names, in the programs of a layered step."""
+
+GEMMS = re.compile(r"__cublas|__triton_gemm|__onednn\$matmul|__cudnn\$(?:conv|gemm)|\bgemm\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One instruction's. runs: of it in a run of its program. bytes: of operands and results, once each;
+    of a collective the larger of the two."""
+
+    module: str
+    instruction: Instruction
+    line: str
+    layer: str
+    phase: str
+    op_name: str
+    source: str | None
+    runs: int
+    flops: float
+    bytes: int
+    collective: str | None
+
+
+class Attribution:
+    """The work of a step's programs, found by the names that a trace has."""
+
+    def __init__(self, modules: dict[str, Module]):
+        self.modules = modules
+        self._runs = {
+            (module.name, instruction.name): runs
+            for module in modules.values()
+            for instruction, runs in module.instructions()
+        }
+        self.find = functools.cache(self._find)
+        # A GPU's kernel is named after its fusion, with what C does not allow in names replaced.
+        self._kernels = {
+            re.sub(r"\W", "_", name): (module, name) for module, name in reversed(list(self._runs))
+        }
+
+    def of_kernel(self, name: str) -> Work | None:
+        """Returns the work of the instruction that a kernel is named after, None if there is none."""
+        return self.find(*self._kernels[name]) if name in self._kernels else None
+
+    def _find(self, module: str, name: str) -> Work | None:
+        """Returns the work of an instruction, None if the programs have no such instruction."""
+        of = self.modules.get(module)
+        instruction = of.find(name) if of else None
+        return instruction and self._work(of, instruction)
+
+    def all(self) -> Iterator[Work]:
+        """Yields the work of each instruction that is run."""
+        for module, name in self._runs:
+            yield self.find(module, name)
+
+    def flops(self, line: str, runs: Mapping[str, float] | None = None) -> float:
+        """Returns the FLOPs of a line, on one device. runs: of each program, one if it is not given."""
+        of = [work for work in self.all() if work.line == line]
+        return sum(work.flops * work.runs * (runs or {}).get(work.module, 1.0) for work in of)
+
+    def _work(self, module: Module, instruction: Instruction) -> Work:
+        named, frame = _named(module, instruction)
+        kind = collective(module, instruction)
+        layer, phase = layer_and_phase(named, module.name)
+        made, read = sum(map(size, instruction.shapes)), sum(map(size, module.operand_shapes(instruction)))
+        return Work(
+            module=module.name,
+            instruction=instruction,
+            line=line(module, instruction, named, kind),
+            layer=layer,
+            phase=phase,
+            op_name=named,
+            source=module.frames.get(frame),
+            runs=self._runs.get((module.name, instruction.name), 0),
+            # A loop's body is counted where it runs.
+            flops=0.0 if instruction.opcode in hlo.CONTROL else flops(module, instruction, phase, named),
+            bytes=max(made, read) if kind else made + read,
+            collective=kind,
+        )
+
+
+def line(module: Module, instruction: Instruction, op_name: str, kind: str | None) -> str:
+    """Returns the ledger's line for what an instruction launches."""
+    if kind:
+        return "exposed_communication"
+    if "collective_matmul" in op_name or "collective_matmul" in instruction.target:
+        return "collective_matmul"
+    if _within(op_name, ATTENTION):
+        return "attention"
+    if instruction.opcode in ("copy-start", "copy-done"):
+        return "exposed_host_copies"
+    inner = [found for found, _ in module.inner(instruction)]
+    if any(found.opcode in ("dot", "convolution", "ragged-dot") or _is_gemm(found) for found in inner):
+        return "matmul"
+    return "other_kernels"
+
+
+def collective(module: Module, instruction: Instruction) -> str | None:
+    """Returns the kind of a collective in any of its spellings (`all-gather`, `all-gather-start` and
+    `async-start` of a computation that holds one), None for other instructions."""
+    bare = instruction.opcode.removesuffix("-start").removesuffix("-done")
+    if bare in COLLECTIVES:
+        return bare
+    if bare == "async":
+        for called in instruction.calls:
+            for found in module.computations.get(called, {}).values():
+                if found.opcode in COLLECTIVES:
+                    return found.opcode
+        begun = [module.find(name) for name in instruction.operands]
+        if instruction.opcode == "async-done" and begun and begun[0]:
+            return collective(module, begun[0])
+    return None
+
+
+def _is_gemm(instruction: Instruction) -> bool:
+    return instruction.opcode == "custom-call" and bool(GEMMS.search(instruction.target))
+
+
+def flops(module: Module, instruction: Instruction, phase: str, op_name: str) -> float:
+    """Returns the floating-point operations of the matrix products in one run of an instruction."""
+    if instruction.opcode == "custom-call" and _within(op_name, ATTENTION):
+        return _attention(module, instruction, phase)
+    return sum(times * _product(module, found) for found, times in module.inner(instruction))
+
+
+def _product(module: Module, instruction: Instruction) -> float:
+    operands = module.operand_shapes(instruction)
+    if instruction.opcode == "dot":
+        contracted = [operands[0][1][dim] for dim in instruction.dims("lhs_contracting_dims")]
+        return 2.0 * math.prod(instruction.shapes[0][1]) * math.prod(contracted)
+    if instruction.opcode == "convolution":
+        labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
+        kernel = operands[1][1]
+        features = kernel[labels[1].index("o")] if labels else 1
+        return 2.0 * math.prod(instruction.shapes[0][1]) * math.prod(kernel) / features
+    if _is_gemm(instruction):
+        lhs = operands[0][1]
+        named = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+        dims = [int(dim) for dim in json.loads(f"[{named[1]}]")] if named else [len(lhs) - 1]
+        return 2.0 * math.prod(instruction.shapes[0][1]) * math.prod(lhs[dim] for dim in dims)
+    return 0.0
+
+
+def _attention(module: Module, instruction: Instruction, phase: str) -> float:
+    """Returns the FLOPs that a call of a causal attention kernel needs, by its shapes [B, T, H, C].
+
+    Forward two matrix products over half of T × T; backward four, of which a kernel that gives one of the
+    three gradients has a third. What it computes again of the forward pass is not needed, and not counted.
+    """
+    queries = next((dims for _, dims in module.operand_shapes(instruction) if len(dims) == 4), None)
+    results = sum(len(dims) == 4 for _, dims in instruction.shapes)
+    if queries is None:
+        return 0.0
+    product = float(queries[1]) * math.prod(queries)
+    return product * (4 / 3 * results if phase == "backward" else 2.0)
+
+
+def layer_and_phase(op_name: str, module: str) -> tuple[str, str]:
+    """Returns the kind of layer, and the phase (`ledger.PHASES`), of an op_name such as
+    "jit(train_step)/transpose(jvp(model))/while/body/mlp/mul"."""
+    program = module.removeprefix("jit_").partition(".")[0]
+    layer, phase = PROGRAMS.get(program, ("other", "other"))
+    scopes = re.findall(rf"(?<=[/(:])({'|'.join((*SCOPES, ATTENTION))})(?=[/):])", op_name)
+    if scopes:
+        layer = {"loss": "head", ATTENTION: "attention"}.get(scopes[-1], scopes[-1])
+    if phase == "optimizer" or "optimizer" in scopes:
+        return layer, "optimizer"
+    if "loss" in scopes:
+        return layer, "loss"
+    if "rematted_computation" in op_name:
+        return layer, "recomputation"
+    if "transpose(" in op_name:
+        return layer, "backward"
+    if "jvp(" in op_name:
+        # A layered step's backward programs begin with what of the forward pass was not kept.
+        return layer, "recomputation" if phase == "backward" else phase if phase == "loss" else "forward"
+    return layer, phase
+
+
+def _named(module: Module, instruction: Instruction) -> tuple[str, int]:
+    """Returns an instruction's op_name and stack frame; where a rewrite left it none, those of what lies
+    within it, or else of what it is read by or reads itself."""
+    inner = [found for found, _ in module.inner(instruction)]
+    # Of a fusion that holds a matrix product, the product says what it is.
+    products = [found for found in inner if found.opcode == "dot"]
+    for found in (*products, *inner):
+        if "/" in found.op_name:
+            return found.op_name, found.frame or instruction.frame
+    near = [found for found in _near(module, instruction) if "/" in found.op_name]
+    if any(found.dims("lhs_batch_dims") for found in products):  # of which only attention has some
+        near.sort(key=lambda found: not _within(found.op_name, ATTENTION))
+    return (near[0].op_name, near[0].frame) if near else (instruction.op_name, instruction.frame)
+
+
+NEAR = 24
+
+
+def _near(module: Module, instruction: Instruction) -> list[Instruction]:
+    """Returns the instructions that an instruction is connected with, the nearest first."""
+    there = module.computations[module.where[instruction.name]]
+    names = [instruction.name]
+    for name in names:  # grows
+        if len(names) > NEAR:
+            break
+        around = (*module.readers.get(name, ()), *there[name].operands)
+        names += [other for other in dict.fromkeys(around) if other in there and other not in names]
+    return [there[name] for name in names]
+
+
+def _within(op_name: str, scope: str) -> bool:
+    return re.search(rf"[/(:]{scope}[/):]", op_name) is not None

@@ -1,0 +1,295 @@
+"""What changed from one profiled run to another, by how much, and what likely caused it.
+
+The change of the step is taken apart into the changes of its parts, which add up to it. What a named cause
+moves at once is one part here: the whole of the recomputation, whichever kernels it runs; the whole of the
+matrix products where some are newly in float32.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxthru.profile.ledger import Ledger, Lint
+from jaxthru.profile.waterfall import MATMUL_PARTS, TITLES, floor, parts
+
+KEYS = {
+    "ideal": ("model.", "train.rows", "train.microbatches", "data.sequence", "mesh."),
+    "recomputation": ("remat.", "data.packing"),
+    "frequency": ("precision.",),
+    "inefficiency": ("precision.", "model.", "train.", "data.sequence", "mesh."),
+    "matmul": ("precision.", "model.", "train.", "data.sequence", "mesh.", "remat."),
+    "attention": ("model.attention", "remat.", "data."),
+    "other_kernels": ("optim.", "remat.", "model.", "precision.", "train.microbatches"),
+    "exposed_communication": ("mesh.", "train.", "optim.clip_rule", "data.balance"),
+    "exposed_host_copies": ("offload.", "optim.", "train.rows"),
+    "data_wait": ("data.", "train.rows"),
+    "host_gap": ("offload.", "train.", "metrics.", "model.loop"),
+    "dependency": ("model.loop", "mesh.", "train."),
+}
+"""Part -> keys of the configuration, or groups of them, that move it."""
+
+RULES = {
+    "float32_matmuls": ("matmul",),
+    "attention_again": ("recomputation", "attention"),
+    "collectives": ("exposed_communication",),
+    "copies": ("other_kernels",),
+    "loops": ("dependency", "host_gap"),
+}
+"""Lint rule -> the parts that what it found moves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """seconds: of a step, after - before. share: of the step before. cause: likely, in a sentence; "" where
+    nothing points to one. rule: the lint rule that points to it."""
+
+    name: str
+    before: float
+    after: float
+    seconds: float
+    share: float
+    cause: str = ""
+    rule: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """step_before, step_after: seconds of a profiled step, the second for as many tokens as the first has.
+    noise: seconds; smaller changes are not named, and `rest` is their sum. tokens: a step's, after ÷ before.
+    config: (key, before, after). lint: entries in one run only. figures: (name, before, after) of clocks and
+    memory. changes, scopes, kernels, collectives: the largest first.
+    """
+
+    step_before: float
+    step_after: float
+    noise: float
+    tokens: float
+    config: tuple[tuple[str, Any, Any], ...]
+    changes: tuple[Change, ...]
+    rest: float
+    scopes: tuple[Change, ...]
+    kernels: tuple[Change, ...]
+    collectives: tuple[Change, ...]
+    lint_gone: tuple[Lint, ...]
+    lint_new: tuple[Lint, ...]
+    figures: tuple[tuple[str, float | None, float | None], ...]
+
+    @property
+    def top(self) -> Change | None:
+        """The largest change, None where there is none above the noise."""
+        return self.changes[0] if self.changes else None
+
+
+def compare(
+    before: Ledger, after: Ledger, config_before: dict[str, Any], config_after: dict[str, Any]
+) -> Comparison:
+    """Returns what changed. config_before, config_after: nested plain values of the runs' config.json."""
+    counts = before.run.tokens_per_step, after.run.tokens_per_step
+    tokens = counts[1] / counts[0] if all(counts) else 1.0  # 0 where they were not recorded
+    # Packing alone changes a step's tokens by little: that is no reason to bend what was measured.
+    scale = 1.0 if abs(tokens - 1) < 0.01 else 1 / tokens
+    noise = math.hypot(floor(before), floor(after) * scale)
+    step = before.window.step_seconds
+    config = _config_changes(config_before, config_after)
+    key = lambda entry: (entry.rule, entry.scope)  # noqa: E731 - instructions are numbered anew
+    gone, new = _only(before.lint, after.lint, key), _only(after.lint, before.lint, key)
+    merged = any(entry.rule == "float32_matmuls" for entry in (*gone, *new))
+    was, now = _parts(before, merged), _parts(after, merged)
+    if was.keys() != now.keys():  # the peak of one of them is not known
+        was, now = _parts(before, True), _parts(after, True)
+
+    def changes(was: dict[str, float], now: dict[str, float]) -> list[Change]:
+        names = dict.fromkeys([*was, *now])
+        pairs = [(name, was.get(name, 0.0), now.get(name, 0.0) * scale) for name in names]
+        found = [Change(name, a, b, b - a, (b - a) / step) for name, a, b in pairs]
+        return sorted(found, key=lambda change: -abs(change.seconds))
+
+    scopes, kernels = changes(_scopes(before), _scopes(after)), changes(_kernels(before), _kernels(after))
+    collectives = changes(_collectives(before), _collectives(after))
+    found = changes(was, now)
+    clue = Clues(before, after, config, gone, new, scopes, kernels, collectives)
+    named = tuple(clue.explained(change) for change in found if abs(change.seconds) > noise)
+    large = lambda entries: tuple(entry for entry in entries if abs(entry.seconds) > noise)  # noqa: E731
+    return Comparison(
+        step,
+        after.window.step_seconds * scale,
+        noise,
+        tokens,
+        config,
+        named,
+        sum(change.seconds for change in found if abs(change.seconds) <= noise),
+        large(scopes),
+        large(kernels),
+        large(collectives),
+        gone,
+        new,
+        _figures(before, after),
+    )
+
+
+def _parts(ledger: Ledger, merged: bool) -> dict[str, float]:
+    """Returns the parts of the step, all that is computed again as one; `merged`: and all matmuls as one."""
+    found = parts(ledger)
+    again = {scope.line: 0.0 for scope in ledger.scopes}
+    for scope in ledger.scopes:
+        again[scope.line] += scope.seconds if scope.phase == "recomputation" else 0.0
+    if merged and "matmul" not in found:
+        found = {"matmul": sum(found.pop(name, 0.0) for name in MATMUL_PARTS)} | found
+    split = "recomputation" in found
+    found.setdefault("recomputation", 0.0)
+    for line, seconds in again.items():
+        if line in found and not (line == "matmul" and merged) and not (line == "matmul" and split):
+            moved = min(seconds, found[line])  # scopes may overlap where a line paints an instant once
+            found[line] -= moved
+            found["recomputation"] += moved
+    return found
+
+
+def _scopes(ledger: Ledger) -> dict[str, float]:
+    names: dict[str, float] = {}
+    for scope in ledger.scopes:
+        name = f"{scope.layer}, {scope.phase} ({scope.line})"
+        names[name] = names.get(name, 0.0) + scope.seconds
+    return names
+
+
+def _kernels(ledger: Ledger) -> dict[str, float]:
+    """Returns the seconds of kernels by scope and line: their own names change with every compilation."""
+    names: dict[str, float] = {}
+    for kernel in ledger.kernels:
+        name = f"{kernel.scope or kernel.name} ({kernel.line})"
+        names[name] = names.get(name, 0.0) + kernel.seconds
+    return names
+
+
+def _collectives(ledger: Ledger) -> dict[str, float]:
+    """Returns the exposed seconds of collectives by kind and size."""
+    names: dict[str, float] = {}
+    for each in ledger.collectives:
+        name = each.kind if each.bytes is None else f"{each.kind} of {each.bytes / 1e6:,.3g} MB"
+        names[name] = names.get(name, 0.0) + each.exposed_seconds
+    return names
+
+
+def _only(these: Iterable[Lint], others: Iterable[Lint], key: Callable[[Lint], Any]) -> tuple[Lint, ...]:
+    known = {key(entry) for entry in others}
+    return tuple(entry for entry in these if key(entry) not in known)
+
+
+def _config_changes(before: dict[str, Any], after: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
+    """Returns the keys that differ; what a profile does to itself is no difference."""
+    missing = object()
+    keys = [f"{group}.{name}" for tree in (before, after) for group in tree for name in tree[group]]
+
+    def value(tree: dict[str, Any], key: str) -> Any:
+        group, _, name = key.partition(".")
+        return tree.get(group, {}).get(name, missing)
+
+    pairs = ((key, value(before, key), value(after, key)) for key in sorted(set(keys)))
+    differ = ((key, a, b) for key, a, b in pairs if a != b and not key.startswith("profile."))
+    return tuple((key, None if a is missing else a, None if b is missing else b) for key, a, b in differ)
+
+
+def _figures(before: Ledger, after: Ledger) -> tuple[tuple[str, float | None, float | None], ...]:
+    def watts(ledger: Ledger) -> float | None:
+        power = [value for _, value in ledger.clock.power]
+        return sum(power) / len(power) if power else None
+
+    def peak(ledger: Ledger) -> float | None:
+        return ledger.memory.peak_bytes if ledger.memory else None
+
+    def category(ledger: Ledger, name: str) -> float | None:
+        return ledger.memory.categories.get(name, 0) if ledger.memory else None
+
+    names = dict.fromkeys(name for each in (before, after) if each.memory for name in each.memory.categories)
+    rows = [
+        ("clock, MHz", before.clock.mean_mhz, after.clock.mean_mhz),
+        ("power, W", watts(before), watts(after)),
+        ("peak memory, bytes", peak(before), peak(after)),
+        *((f"  {name}", category(before, name), category(after, name)) for name in names),
+    ]
+    return tuple((name, a, b) for name, a, b in rows if a != b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clues:
+    """All that may say why a part changed."""
+
+    before: Ledger
+    after: Ledger
+    config: tuple[tuple[str, Any, Any], ...]
+    gone: tuple[Lint, ...]
+    new: tuple[Lint, ...]
+    scopes: list[Change]
+    kernels: list[Change]
+    collectives: list[Change]
+
+    def explained(self, change: Change) -> Change:
+        """Returns the change with its likely cause."""
+        entries = self.new if change.seconds > 0 else self.gone
+        lint = [entry for entry in entries if change.name in RULES.get(entry.rule, ())]
+        lint.sort(key=lambda entry: -(entry.seconds or 0.0))
+        said = []
+        if lint:
+            verb = "new" if change.seconds > 0 else "gone"
+            said.append(
+                f"{verb}: {lint[0].text.rstrip('.')}" + (f" in {lint[0].scope}" if lint[0].scope else "")
+            )
+        moved = [
+            f"{key} {a!r} → {b!r}" for key, a, b in self.config if key.startswith(KEYS.get(change.name, ()))
+        ]
+        said += moved[:3]
+        said += self.seen(change)
+        return dataclasses.replace(change, cause="; ".join(said), rule=lint[0].rule if lint else None)
+
+    def seen(self, change: Change) -> list[str]:
+        """Returns what the ledgers show of a part beside its seconds."""
+        match change.name:
+            case "data_wait":
+                return ["the loop waited for its batches: the source or its loader"]
+            case "host_gap":
+                return ["the devices waited for the host: a synchronisation, or work between two dispatches"]
+            case "frequency":
+                return [self.clock()]
+            case "exposed_communication":
+                return self.largest(self.collectives, change, "") + self.waited(change)
+            case "recomputation":
+                return self.largest(self.scopes, change, "recomputation")
+            case "exposed_host_copies" | "dependency":
+                return []
+        line = "matmul" if change.name in MATMUL_PARTS else change.name
+        return self.largest(self.kernels, change, f"({line})") or self.largest(
+            self.scopes, change, f"({line})"
+        )
+
+    def largest(self, entries: list[Change], change: Change, within: str) -> list[str]:
+        """Returns the entry that moved most in the direction of the change."""
+        alike = (each for each in entries if within in each.name and each.seconds * change.seconds > 0)
+        found = max(alike, key=lambda each: abs(each.seconds), default=None)
+        return [f"most in {found.name}: {1e3 * found.seconds:+.3g} ms"] if found else []
+
+    def clock(self) -> str:
+        a, b = self.before.clock, self.after.clock
+        if a.mean_mhz is None or b.mean_mhz is None:
+            return "the clock"
+        said = f"the clock went from {a.mean_mhz:,.0f} to {b.mean_mhz:,.0f} MHz"
+        reasons = b.cap_reasons if b.mean_mhz < a.mean_mhz else a.cap_reasons
+        said += f", held down by {max(reasons, key=reasons.__getitem__)}" if reasons else ""
+        same = abs(self.after.matmul.flops / max(1.0, self.before.matmul.flops) - 1) < 0.01
+        return said + (
+            ", with the same FLOPs: the operands, or the power and heat that the card has" if same else ""
+        )
+
+    def waited(self, change: Change) -> list[str]:
+        """Returns who came last, where waiting for it is most of the change."""
+        total = lambda ledger: sum(each.wait_seconds for each in ledger.collectives)  # noqa: E731
+        if total(self.after) - total(self.before) < abs(change.seconds) / 2:
+            return []
+        worst = max(self.after.collectives, key=lambda each: each.wait_seconds)
+        return [f"mostly waiting for {worst.last or 'a device'}, which comes last"]
+
+
+def title(name: str) -> str:
+    """Returns what a part is called."""
+    return TITLES.get(name, (name, ""))[0]

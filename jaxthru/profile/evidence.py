@@ -1,0 +1,99 @@
+"""What advice goes by: a ledger, the configuration that it was run with, and what follows from both."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from jaxthru.profile.ledger import Ledger
+from jaxthru.runtime.aot import TARGETS
+
+MEMORY_SPARED = 0.05  # of a device's memory, kept free for what is not predicted
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """A ledger and what it was run with. config: nested plain values of config.json. flags: XLA_FLAGS."""
+
+    ledger: Ledger
+    config: dict[str, Any]
+    flags: str = ""
+
+    def __getitem__(self, key: str) -> Any:
+        """Returns the value of `group.key`."""
+        group, _, name = key.partition(".")
+        return self.config[group][name]
+
+    def line(self, name: str) -> float:
+        return self.ledger.seconds(name)
+
+    def scoped(self, phase: str, line: str) -> float:
+        """Returns the seconds of a line in one phase."""
+        found = (scope.seconds for scope in self.ledger.scopes if (scope.phase, scope.line) == (phase, line))
+        return sum(found)
+
+    def painted(self, line: str, seconds: float) -> float:
+        """Returns what kernels' own seconds are in the line, of which overlapping ones share a moment."""
+        own = sum(kernel.seconds for kernel in self.ledger.kernels if kernel.line == line)
+        return min(seconds * min(1.0, self.line(line) / own) if own else seconds, self.line(line))
+
+    def exposed(self, kind: str) -> float:
+        """Returns the exposed seconds of all collectives of a kind."""
+        return sum(each.exposed_seconds for each in self.ledger.collectives if each.kind == kind)
+
+    @property
+    def layered(self) -> bool:
+        """Says whether the host dispatches the layers one by one."""
+        return self["offload.level"] != "none" or self["offload.activations"] != "none"
+
+    @property
+    def gpu(self) -> bool:
+        return self.ledger.run.platform in ("gpu", "cuda", "rocm")
+
+    @property
+    def tensor(self) -> int:
+        """The devices that a layer's matrices are split over."""
+        sizes = {axis: self[f"mesh.{axis}"] for axis in ("data", "fsdp", "tensor")}
+        fixed = math.prod(size for size in sizes.values() if size > 0)
+        return sizes["tensor"] if sizes["tensor"] > 0 else max(1, self.ledger.run.devices // fixed)
+
+    @property
+    def tokens_at_once(self) -> float:
+        """Tokens of a micro-batch on one device."""
+        shards = max(1, self.ledger.run.devices // self.tensor)
+        return self.ledger.run.tokens_per_step / shards / self["train.microbatches"]
+
+    @property
+    def unused_bytes(self) -> float | None:
+        """Device memory that the run never used, less what is spared; None where either is not known."""
+        kind, memory = self.ledger.run.device_kind.lower(), self.ledger.memory
+        sizes = (target.memory for name, target in TARGETS.items() if re.search(rf"\b{name}\b", kind))
+        size = next(sizes, None)
+        if size is None or memory is None or memory.peak_bytes is None:
+            return None
+        return max(0.0, size * (1 - MEMORY_SPARED) - memory.peak_bytes)
+
+    def widths(self) -> dict[str, float]:
+        names = ("embed", "heads", "kv_heads", "head_dim", "mlp")
+        shape = {name: self[f"model.{name}"] for name in names}
+        return shape | {
+            "query": shape["heads"] * shape["head_dim"],
+            "key": shape["kv_heads"] * shape["head_dim"],
+        }
+
+    def recomputed(self, policy: str) -> float:
+        """Returns the matmul width that a layer's backward pass computes again for each of `embed` inputs."""
+        width = self.widths()
+        recomputed = {"projections": 0.0, "gate": width["mlp"], "attention": 2 * width["mlp"], "none": 0.0}
+        return recomputed.get(policy, 2 * width["mlp"] + 2 * width["query"] + 2 * width["key"])
+
+    def kept(self, policy: str) -> float:
+        """Returns the bytes that a policy keeps on a device beyond those of the policy now."""
+        width = self.widths()
+        item = 2 if self["precision.compute"] == "bfloat16" else 4
+        attention = 2 * width["query"] + 2 * width["key"] + width["embed"]
+        kept = {"full": 0.0, "attention": attention, "gate": attention + width["mlp"]}
+        kept["projections"] = kept["gate"] + width["mlp"]
+        kept["none"] = kept["projections"] + 3 * width["embed"] + 2 * width["mlp"]  # norms, products
+        each = kept[policy] - kept[self["remat.policy"]]
+        return each * item * self["model.layers"] * self.tokens_at_once / self.tensor

@@ -1,0 +1,85 @@
+"""From a profiled run to its ledger.json and report.html."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import rich.console
+
+from jaxthru.profile import ledger
+from jaxthru.profile.advice import advise
+from jaxthru.profile.build import advised, build
+from jaxthru.profile.ledger import Ledger
+from jaxthru.profile.report import report
+from jaxthru.profile.summary import summary
+from jaxthru.runtime.atomic import write_atomically
+from jaxthru.runtime.errors import InputError, require
+
+
+def profiled(run: Path, step: int | None = None) -> Path:
+    """Returns where a run was profiled. step: None is the last time. Raises InputError."""
+    require(run.is_dir(), f"{run}: no such run directory")
+    steps = sorted(int(path.name) for path in (run / "profile").glob("*") if path.name.isdecimal())
+    require(bool(steps), f"{run}: was not profiled; train with --set profile.at=20")
+    said = ", ".join(map(str, steps))
+    require(step is None or step in steps, f"--step {step}: {run} was not profiled there, but at {said}")
+    return run / "profile" / str(steps[-1] if step is None else step)
+
+
+def publish(folder: Path) -> Ledger:
+    """Makes the ledger of a profile, with advice, and writes it and the report. Raises InputError.
+
+    folder: `runs/.../profile/<step>`. Where the trace is gone, the ledger made of it before is read again.
+    """
+    run = folder.parent.parent
+    configuration = config(run)
+    environment = run / "environment.json"
+    flags = _json(environment).get("flags", {}).get("XLA_FLAGS", "") if environment.is_file() else ""
+    try:
+        found = build(folder) if (folder / "collected.json").is_file() else read(folder)
+    except (ValueError, LookupError, TypeError, OSError) as error:  # as of files cut short
+        raise InputError(f"{folder}: {_one_line(error)}") from error
+    found = advised(found, advise(found, configuration, flags))
+    found.write(folder / "ledger.json")
+    write_atomically(folder / "report.html", report(found, configuration))
+    return found
+
+
+def show(folder: Path, found: Ledger) -> None:
+    """Prints the most of a ledger that was published to a folder, and where the report is."""
+    console = rich.console.Console()
+    console.print(summary(found, config(folder.parent.parent)))
+    console.print(f"report: {folder / 'report.html'}", soft_wrap=True, markup=False, highlight=False)
+
+
+def opened(run: Path, step: int | None = None) -> Ledger:
+    """Returns the ledger of a run, made now if it is not there. Raises InputError."""
+    folder = profiled(run, step)
+    return read(folder) if (folder / "ledger.json").is_file() else publish(folder)
+
+
+def read(folder: Path) -> Ledger:
+    """Returns the ledger that was written to a folder. Raises InputError."""
+    path = folder / "ledger.json"
+    require(path.is_file(), f"{folder}: holds neither a whole profile nor a ledger.json")
+    try:
+        return ledger.read(path)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: {_one_line(error)}") from error
+
+
+def config(run: Path) -> dict[str, Any]:
+    """Returns the configuration of a run as nested plain values. Raises InputError."""
+    return _json(run / "config.json")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    require(path.is_file(), f"{path}: no such file")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

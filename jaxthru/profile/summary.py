@@ -1,0 +1,152 @@
+"""What a terminal shows of a ledger, and of two compared: tables for `rich`."""
+
+from typing import Any
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+
+from jaxthru.profile.compare import Change, Comparison, title
+from jaxthru.profile.ledger import Ledger
+from jaxthru.profile.sections import Unit
+from jaxthru.profile.waterfall import figures, floor, parts
+
+ADVICE = 3
+CHANGES = 8
+
+
+def summary(ledger: Ledger, config: dict[str, Any] | None = None) -> rich.console.Group:
+    """Returns the parts of the step, which add up to it, and the first few pieces of advice.
+
+    config: nested plain values of the run's config.json, for the MFU.
+    """
+    window, found = ledger.window, figures(ledger, config or {})
+    unit = Unit.of(window.step_seconds)
+    said = [f"{found.tokens_per_second:,.0f} tokens/s"]
+    if found.mfu is not None:
+        said.append(f"MFU {found.mfu:.1%}")
+    if found.sustained is not None:
+        said.append(f"{found.sustained:.1%} of the sustained peak")
+    if window.closure is not None:
+        said.append(f"{window.closure:+.1%} while profiled")
+    table = _table("part of the step", f">{unit.name}", ">share")
+    for name, seconds in parts(ledger).items():
+        if abs(seconds) >= 5e-4 * window.step_seconds:
+            _row(table, title(name), unit.bare(seconds), f"{seconds / window.step_seconds:.1%}")
+    table.add_section()
+    _row(table, "step", unit.bare(window.step_seconds), "100.0%")
+    return rich.console.Group(_line(", ".join(said)), table, *_advice(ledger, unit))
+
+
+def _advice(ledger: Ledger, unit: Unit) -> list[rich.console.RenderableType]:
+    known = [each for each in ledger.advice if each.gain_seconds is not None]
+    if not known:
+        return [_line(f"Nothing to win above the noise, {unit(floor(ledger))} a step.")]
+    table = _table("what to change next", ">up to", ">share")
+    for each in known[:ADVICE]:
+        _row(table, f"{each.key} = {each.value}", unit(each.gain_seconds), f"{each.gain_share:.1%}")
+    return [table]
+
+
+def comparison(found: Comparison, names: tuple[str, str]) -> rich.console.Group:
+    """Returns what changed, the largest first, each with its likely cause. names: of the two runs."""
+    unit = Unit.of(max(found.step_before, found.step_after))
+    shown: list[rich.console.RenderableType] = [_line(_headline(found, unit))]
+    if abs(found.tokens - 1) >= 0.01:
+        shown.append(
+            _line(f"{names[1]} has {found.tokens:.3g} times the tokens: its seconds are for as many.")
+        )
+    if found.config:
+        table = _table("configuration", names[0], names[1])
+        for key, before, after in found.config:
+            _row(table, key, str(before), str(after))
+        shown.append(table)
+    table = _table(
+        "part of the step", f">{names[0]}, {unit.name}", f">{names[1]}, {unit.name}", ">change", ">share"
+    )
+    for change in found.changes:
+        _row(table, title(change.name), *_cells(change, unit))
+    step = Change("step", found.step_before, found.step_after, found.step_after - found.step_before, 0.0)
+    _row(
+        table,
+        "the rest, under the noise",
+        "",
+        "",
+        _signed(found.rest, unit),
+        f"{found.rest / step.before:+.1%}",
+    )
+    table.add_section()
+    share = f"{step.seconds / step.before:+.1%}"
+    _row(table, "step", unit.bare(step.before), unit.bare(step.after), _signed(step.seconds, unit), share)
+    shown.append(table)
+    shown += [_line(f"{title(change.name)}: {change.cause}.") for change in found.changes[1:] if change.cause]
+    for name, changes in (
+        ("layer, phase (line)", found.scopes),
+        ("kernels by scope", found.kernels),
+        ("exposed collectives", found.collectives),
+    ):
+        if changes:
+            table = _table(name, *(f">{each}, {unit.name}" for each in names), ">change", ">share")
+            for change in changes[:CHANGES]:
+                _row(table, change.name, *_cells(change, unit))
+            shown.append(table)
+    if found.lint_gone or found.lint_new:
+        table = _table("found in the program", "where", "what")
+        for verb, entries in (("new", found.lint_new), ("gone", found.lint_gone)):
+            for entry in entries[:CHANGES]:
+                _row(table, f"{verb}: {entry.rule.replace('_', ' ')}", entry.scope, entry.text)
+        shown.append(table)
+    if found.figures:
+        table = _table("measured", f">{names[0]}", f">{names[1]}")
+        for name, before, after in found.figures:
+            _row(table, name, *("-" if value is None else f"{value:,.0f}" for value in (before, after)))
+        shown.append(table)
+    return rich.console.Group(*shown)
+
+
+def _headline(found: Comparison, unit: Unit) -> str:
+    if found.top is None:
+        step, least = found.step_after - found.step_before, unit(found.noise)
+        if abs(step) <= found.noise:
+            return f"No change above the noise of both runs, {least} a step."
+        size = f"{_signed(step, unit)} {unit.name}, {step / found.step_before:+.1%}"
+        return (
+            f"The step changed ({size}), but none of its parts by more than the noise of both runs, {least}."
+        )
+    top = found.top
+    cause = f": {top.cause}" if top.cause else ""
+    size = f"{_signed(top.seconds, unit)} {unit.name}, {top.share:+.1%}"
+    return f"Most changed: {title(top.name).lower()} ({size}){cause}."
+
+
+def _cells(change: Change, unit: Unit) -> tuple[str, str, str, str]:
+    numbers = unit.bare(change.before), unit.bare(change.after), _signed(change.seconds, unit)
+    return *numbers, f"{change.share:+.1%}"
+
+
+def _signed(seconds: float, unit: Unit) -> str:
+    return f"{'+' if seconds >= 0 else ''}{unit.bare(seconds)}"
+
+
+def _table(*columns: str) -> rich.table.Table:
+    """Returns a table; ">" before a column's name aligns it at the right."""
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(
+            rich.text.Text(column.lstrip(">")),
+            justify="right" if right else "left",
+            no_wrap=right,
+            overflow="fold",
+        )
+    return table
+
+
+def _row(table: rich.table.Table, *cells: str) -> None:
+    """Adds a row of plain text: brackets in names are no markup."""
+    table.add_row(*map(rich.text.Text, cells))
+
+
+def _line(text: str) -> rich.text.Text:
+    return rich.text.Text(text)

@@ -1,0 +1,84 @@
+"""The step as parts that add up, from what the peak allows to what was observed; and the figures above them.
+
+`summary`, `report` and `compare` speak of the same parts by the same names.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxthru.models.flops import train_flops
+from jaxthru.models.llama import ModelConfig
+from jaxthru.profile.ledger import LINES, Ledger
+from jaxthru.runtime.hardware import data_sheet_flops
+
+TITLES = {
+    "ideal": ("Needed matmuls at peak", "what the model's matrix products take at the reference clock"),
+    "recomputation": ("Recomputation, padding", "matrix products computed beyond those the model needs"),
+    "frequency": (
+        "Clock below reference",
+        "the matrix products' share of a clock held down, mostly by power",
+    ),
+    "inefficiency": ("Matmul inefficiency", "what matrix products take beyond FLOPs and clock"),
+    "matmul": ("Matrix products", "kernels that multiply matrices"),
+    "attention": ("Attention", "attention kernels, forward and backward"),
+    "collective_matmul": ("Collective matmul", "kernels that multiply and communicate at once"),
+    "other_kernels": ("Other kernels", "norms, activations, the loss, the optimizer, copies on the device"),
+    "unclassified": ("Unclassified", "kernels that the profiler does not know"),
+    "exposed_communication": ("Exposed communication", "collectives while nothing is computed"),
+    "exposed_host_copies": ("Exposed host copies", "copies to and from the host while nothing else runs"),
+    "data_wait": ("Data wait", "the device idle while the loop waits for its batch"),
+    "host_gap": ("Host gap", "the device idle because the host dispatched too late"),
+    "dependency": ("Dependency", "the device idle between kernels for another reason"),
+}
+"""Part -> its title, and what it is in a few words."""
+
+MATMUL_PARTS = ("ideal", "recomputation", "frequency", "inefficiency")
+LEAST_NOISE = 0.002
+"""A share of the step below which no cause is named, however quiet the other steps were: the parts of one
+window are no more certain than that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """tokens_per_second: of all devices, by unprofiled steps where there are any. mfu: needed FLOPs over the
+    data sheet's. sustained: needed FLOPs over what the devices could do at the clock they ran at."""
+
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    sustained: float | None
+
+
+def parts(ledger: Ledger) -> dict[str, float]:
+    """Returns the seconds of each part; they add up to the profiled step. The line "matmul" is taken apart
+    where the devices' peak is known, and is one part where it is not."""
+    found: dict[str, float] = {}
+    for line in LINES:
+        split = {name: getattr(ledger.matmul, f"{name}_seconds") for name in MATMUL_PARTS}
+        if line == "matmul" and split["ideal"] is not None:
+            found |= {name: seconds for name, seconds in split.items() if seconds is not None}
+        else:
+            found[line] = ledger.seconds(line)
+    return found
+
+
+def floor(ledger: Ledger) -> float:
+    """Returns the seconds of a step below which no cause is named."""
+    return max(ledger.window.noise, LEAST_NOISE) * ledger.window.step_seconds
+
+
+def figures(ledger: Ledger, config: dict[str, Any]) -> Figures:
+    """Returns the figures of the headline. config: nested plain values of the run's config.json."""
+    run, matmul = ledger.run, ledger.matmul
+    step = ledger.window.loop_seconds or ledger.window.step_seconds
+    peak = matmul.peak_flops or data_sheet_flops(run.device_kind)
+    mfu = None
+    if peak and config.get("model"):
+        model = ModelConfig(**config["model"] | {"rope_scaling": None})  # which needs no FLOPs
+        span = run.attention_span_per_token * run.tokens_per_step
+        mfu = train_flops(model, run.tokens_per_step, span) / step / (peak * run.devices)
+    slower = None
+    if ledger.clock.mean_mhz and matmul.reference_mhz:
+        slower = ledger.clock.mean_mhz / matmul.reference_mhz
+    sustained = mfu / slower if mfu is not None and slower else None
+    return Figures(step, run.tokens_per_step / step, mfu, sustained)

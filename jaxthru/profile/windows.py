@@ -1,0 +1,131 @@
+"""Steps in a trace: when each began on each device, and what ran in them, by line."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from jaxthru.profile import hlo, paint
+from jaxthru.profile.attribution import Attribution, Work
+from jaxthru.profile.events import Event, Span, Trace
+from jaxthru.profile.paint import Painted
+
+BY_NAME = (
+    ("exposed_communication", ("nccl", "AllReduce", "AllGather", "ReduceScatter")),
+    ("attention", ("fmha", "sdpa", "flash")),
+    ("matmul", ("gemm", "nvjet", "cutlass", "xmma", "gemv", "cublas")),
+)
+"""Line -> parts of names of kernels that libraries bring."""
+
+COPIES = {
+    "to_device": "exposed_host_copies",
+    "to_host": "exposed_host_copies",
+    "to_peer": "exposed_communication",
+    "memset": "other_kernels",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ran:
+    """An event with what it was for. work: None where the step's HLO does not have it."""
+
+    event: Event
+    line: str
+    work: Work | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Window:
+    """One step on one device. ran: all that the painted pieces own."""
+
+    device: str
+    step: int
+    start: int
+    end: int
+    painted: list[Painted]
+    ran: list[Ran]
+
+
+def identify(event: Event, attribution: Attribution, learned: Mapping[str, str]) -> Ran | None:
+    """Returns what an event was for; None for a loop, of which the parts have events of their own.
+
+    learned: {kernel's name: line}, of a trace in which kernels are told by their instructions.
+    """
+    if event.kind in COPIES:
+        return Ran(event, COPIES[event.kind], attribution.find(event.module, event.hlo))
+    work = attribution.find(event.module, event.hlo)
+    if work and work.instruction.opcode in hlo.CONTROL:
+        if event.stream.startswith("Stream"):  # a CUDA graph: all of its kernels carry its name
+            work = None
+        else:
+            return None
+    work = work or attribution.of_kernel(event.name)
+    if work:
+        return Ran(event, work.line, work)
+    line = learned.get(event.name) or next(
+        (line for line, parts in BY_NAME if any(part in event.name for part in parts)), None
+    )
+    if line is None and event.kind == "on_device":
+        line = "other_kernels"
+    return Ran(event, line or "unclassified", None)
+
+
+def windows(
+    trace: Trace,
+    attribution: Attribution,
+    program: str,
+    first_step: int,
+    steps: int,
+    learned: Mapping[str, str] | None = None,
+) -> list[Window]:
+    """Returns the windows of steps on every device: each from its first kernel to the next step's.
+
+    program: the module that a step begins with. A trace that ends with its last step ends that one with its
+    last kernel. Raises ValueError if the steps cannot be told apart.
+    """
+    found = []
+    for device in trace.devices:
+        events = [event for event in trace.events if event.device == device]
+        ran = [one for event in events if (one := identify(event, attribution, learned or {}))]
+        starts = _starts([one for one in ran if one.event.module == program], steps, device)
+        spans = [(one.event.start, one.event.end, one.line) for one in ran]
+        ends = [*starts[1:], max(event.end for event in events)][:steps]
+        host = [span for span in trace.host if span.process == _process(device)]
+        waits = [(span.start, span.end) for span in host if span.name == "data_wait"]
+        called = _called(ran, starts, host, first_step)
+        for index, (start, end) in enumerate(zip(starts, ends, strict=False)):
+            painted, idle = paint.paint(spans, start, end)
+            painted = sorted([*painted, *paint.split_idle(idle, waits, called)])
+            found.append(Window(device, first_step + index, start, end, painted, ran))
+    return found
+
+
+def _process(device: str) -> int:
+    return int(device.partition("/")[0]) if "/" in device else 0
+
+
+def _starts(first: list[Ran], steps: int, device: str) -> list[int]:
+    """Returns when each step began, and one more if the trace holds it: when the first of those kernels began
+    that a step runs once. first: what ran of a step's first program."""
+    identity: Callable[[Ran], tuple] = lambda one: (one.event.hlo, one.event.name)  # noqa: E731
+    counts = Counter(map(identity, first))
+    once = [one for one in first if one.work and one.work.runs == 1] or first
+    # The step with which the last one ends is in the trace, as a rule, and some of another one.
+    for one in once:
+        if steps <= counts[identity(one)] <= steps + 2:
+            anchor = identity(one)
+            return [one.event.start for one in first if identity(one) == anchor][: steps + 1]
+    raise ValueError(
+        f"device {device}: {steps} steps cannot be told apart in its trace of {len(first)} kernels"
+    )
+
+
+def _called(ran: list[Ran], starts: list[int], host: list[Span], first_step: int) -> list[int | None]:
+    """Returns when the host called for each event. Where the trace does not say, the first of a step was
+    called for when the step was dispatched."""
+    called = [one.event.launched for one in ran]
+    dispatched = {span.step: span.start for span in host if span.name == "dispatch"}
+    at = {start: dispatched.get(first_step + index) for index, start in enumerate(starts)}
+    for index, one in enumerate(ran):
+        if called[index] is None and one.event.start in at:
+            called[index] = at[one.event.start]
+    return called

@@ -1,0 +1,84 @@
+import pytest
+from planes import Plane, copy, data, kernel, write
+
+from jaxthru.profile import events
+
+
+def gpu(number: int = 0) -> Plane:
+    return Plane(
+        f"/device:GPU:{number}",
+        {
+            "Stream #14(Compute,Memset)": [
+                kernel("nvjet_tst_128x128", 100, 200, "gemm.1", correlation_id=7),
+                ("Memset", 200, 210, {}),
+            ],
+            "Stream #15(MemcpyH2D)": [copy("H2D", 150, 250, 4096, correlation_id=8)],
+            "_counters_": [("GPC Clock Frequency (Hz)", 120, 120, {"value": 1.5e9})],
+        },
+        {"gpu_device_name": "NVIDIA H200", "clock_rate": 1980000},
+    )
+
+
+HOST = Plane(
+    "/host:CPU",
+    {
+        "1": [
+            ("dispatch", 10, 60, {"step_num": 3}),
+            ("data_wait", 70, 90, {}),
+            ("cuLaunchKernel", 50, 55, {"correlation_id": 7}),
+            ("something", 0, 5, {}),
+        ]
+    },
+)
+
+
+def test_a_gpus_kernels_copies_and_counters():
+    trace = events.table(data(gpu(), HOST, begun=5))
+    first, second, third = trace.events
+    assert (first.name, first.hlo, first.module) == ("nvjet_tst_128x128", "gemm.1", "jit_train_step")
+    assert (first.start, first.end, first.launched, first.kind) == (100, 200, 50, "kernel")
+    assert (second.kind, second.bytes, second.launched) == ("to_device", 4096, None)
+    assert third.kind == "memset"
+    assert trace.counters == {"0": {"GPC Clock Frequency (Hz)": [(120, 1.5e9)]}}
+    assert trace.about["0"]["gpu_device_name"] == "NVIDIA H200"
+    assert [(span.name, span.step) for span in trace.host] == [("dispatch", 3), ("data_wait", None)]
+    assert trace.begun == 5 and trace.devices == ["0"]
+
+
+def test_a_cpus_instruction_lasts_until_its_end_mark():
+    """What an instruction started in other threads goes on after its own event."""
+    stats = {"hlo_op": "dot.1", "hlo_module": "jit_f", "device_ordinal": 3, "_p": 11}
+    host = Plane(
+        "/host:CPU",
+        {
+            "a": [("dot.1", 10, 12, stats), ("copy.2", 12, 14, stats | {"hlo_op": "copy.2", "_p": 12})],
+            "b": [("end: dot.1", 30, 31, {"_c": 11})],
+        },
+    )
+    trace = events.table(data(host))
+    assert [(event.hlo, event.start, event.end, event.device) for event in trace.events] == [
+        ("dot.1", 10, 31, "3"),
+        ("copy.2", 12, 14, "3"),
+    ]
+
+
+def test_hosts_are_put_on_one_clock_by_their_collectives(tmp_path):
+    """The second host's clock is 1,000 ns ahead; its wall time says nothing of it."""
+    for process, ahead in ((0, 0), (1, 1000)):
+        stream = {
+            "Stream #1": [
+                kernel("nccl", at + ahead + late, at + ahead + 100, "all-reduce.1")
+                for at, late in ((0, 0), (500, 40), (900, 10))
+            ]
+            + [kernel("add", 300 + ahead, 320 + ahead, "add.1")]
+        }
+        write(tmp_path / str(process), Plane("/device:GPU:0", stream), begun=10**15)
+    trace = events.read(tmp_path)
+    assert trace.devices == ["0/0", "1/0"]
+    adds = [event.start for event in trace.events if event.hlo == "add.1"]
+    assert adds == [300, 300]
+
+
+def test_no_trace_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="holds no trace"):
+        events.read(tmp_path)

@@ -1,0 +1,173 @@
+import pytest
+import tiny
+
+from jaxthru.models import flops
+from jaxthru.profile import hlo
+from jaxthru.profile.attribution import Attribution, layer_and_phase
+
+TOKENS = tiny.ROWS * tiny.SEQUENCE
+ATTENTION = 6 * tiny.SHAPE.layers * tiny.SHAPE.heads * tiny.SHAPE.head_dim * tiny.ROWS * tiny.SEQUENCE**2
+
+
+def attributed(**settings) -> Attribution:
+    return Attribution(hlo.modules(tiny.make(**settings).compiled.as_text()))
+
+
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_flops_are_those_that_the_model_needs(loop):
+    found = attributed(loop=loop)
+    needed = 6 * flops.matmul_parameters(tiny.SHAPE) * TOKENS
+    assert found.flops("matmul") == pytest.approx(needed, rel=0.01)
+    # The portable attention multiplies the whole square, of which a causal mask leaves half.
+    assert found.flops("attention") / 2 == pytest.approx(ATTENTION, rel=0.01)
+    both = found.flops("matmul") + found.flops("attention") / 2
+    assert both == pytest.approx(flops.train_flops(tiny.SHAPE, TOKENS, tiny.ROWS * 64**2), rel=0.01)
+
+
+def test_what_is_computed_again_is_told_apart():
+    plain, again = attributed(loop="scan"), attributed(loop="scan", remat="full")
+    by_phase = dict.fromkeys(("forward", "backward", "recomputation", "loss"), 0.0)
+    for work in again.all():
+        if work.flops:
+            by_phase[work.phase] += work.flops * work.runs
+    more = sum(again.flops(line) - plain.flops(line) for line in ("matmul", "attention"))
+    assert by_phase["recomputation"] == pytest.approx(more, rel=0.01)
+    assert by_phase["backward"] == pytest.approx(2 * by_phase["forward"], rel=0.05)
+
+
+def test_shards_do_their_part():
+    whole, part = attributed(loop="scan"), attributed(loop="scan", mesh=(1, 2, 2))
+    assert part.flops("matmul") * 4 == pytest.approx(whole.flops("matmul"), rel=0.01)
+    kinds = {work.collective for work in part.all()}
+    assert {"all-gather", "all-reduce", "reduce-scatter"} <= kinds
+    assert all(work.line == "exposed_communication" for work in part.all() if work.collective)
+
+
+def test_instructions_say_where_they_come_from():
+    found = attributed(loop="unroll")
+    sources = {work.source for work in found.all() if work.line == "matmul"}
+    assert any(source.startswith("jaxthru/models/ops.py:") for source in sources)
+    layers = {work.layer for work in found.all()}
+    assert {"attention", "mlp", "norm", "embedding", "head", "optimizer"} <= layers
+
+
+@pytest.mark.parametrize(
+    ("op_name", "module", "expected"),
+    [
+        ("jit(train_step)/jvp(model)/while/body/attention/norm/mul", "jit_train_step", ("norm", "forward")),
+        ("jit(train_step)/transpose(jvp(model))/mlp/dot", "jit_train_step", ("mlp", "backward")),
+        (
+            "jit(train_step)/transpose(jvp(model))/checkpoint/rematted_computation/mlp/dot",
+            "jit_train_step",
+            ("mlp", "recomputation"),
+        ),
+        ("jit(train_step)/jvp(loss)/while/body/dot", "jit_train_step", ("head", "loss")),
+        ("jit(train_step)/optimizer/mul", "jit_train_step", ("optimizer", "optimizer")),
+        ("jit(train_step)/reduce_sum", "jit_train_step", ("other", "other")),
+        ("jit(backward)/jvp(jvp())/mlp/mul", "jit_backward", ("mlp", "recomputation")),
+        ("jit(backward)/transpose(jvp(jvp()))/mlp/mul", "jit_backward", ("mlp", "backward")),
+        ("jit(update_layer)/mul", "jit_update_layer", ("optimizer", "optimizer")),
+        (
+            "jit(forward)/jvp(jvp())/attention/dot_product_attention/x",
+            "jit_forward",
+            ("attention", "forward"),
+        ),
+    ],
+)
+def test_layers_and_phases(op_name, module, expected):
+    assert layer_and_phase(op_name, module) == expected
+
+
+# Lines are joined where they end with a backslash: HLO has an instruction a line.
+GPU = r"""HloModule jit_train_step, is_scheduled=true
+
+FileNames
+1 "/home/a/jaxthru/models/ops.py"
+2 "/usr/lib/site-packages/jax/x.py"
+
+FunctionNames
+1 "project"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=72 end_line=72 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=1 line=9 end_line=9 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+%gathering (p.1: bf16[64,32]) -> bf16[128,32] {
+  %p.1 = bf16[64,32]{1,0} parameter(0)
+  ROOT %all-gather.9 = bf16[128,32]{1,0} all-gather(%p.1), dimensions={0}
+}
+
+%inside (p.2: bf16[16,128], p.3: bf16[128,32]) -> bf16[16,32] {
+  %p.2 = bf16[16,128]{1,0} parameter(0)
+  %p.3 = bf16[128,32]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[16,32]{1,0} dot(%p.2, %p.3), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (p.4: (s32[], bf16[16,128])) -> (s32[], bf16[16,128]) {
+  %p.4 = (s32[], /*index=1*/bf16[16,128]{1,0}) parameter(0)
+  %x = bf16[16,128]{1,0} get-tuple-element(%p.4), index=1
+  %w = bf16[128,128]{1,0} constant({...})
+  %gemm.1 = (bf16[16,128]{1,0}, s8[4096]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", \
+    backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}, \
+    metadata={op_name="jit(train_step)/jvp(model)/while/body/mlp/dot" stack_frame_id=2}
+  %y = bf16[16,128]{1,0} get-tuple-element(%gemm.1), index=0
+  %i = s32[] get-tuple-element(%p.4), index=0
+  ROOT %t = (s32[], bf16[16,128]{1,0}) tuple(%i, %y)
+}
+
+%cond (p.5: (s32[], bf16[16,128])) -> pred[] {
+  %p.5 = (s32[], bf16[16,128]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (a: bf16[64,32], b: (s32[], bf16[16,128]), q: bf16[2,256,4,16]) -> bf16[16,32] {
+  %a = bf16[64,32]{1,0:T(8,128)S(5)} parameter(0), metadata={op_name="state[\'params\']"}
+  %b = (s32[], bf16[16,128]{1,0}) parameter(1)
+  %q = bf16[2,256,4,16]{3,2,1,0} parameter(2)
+  %all-gather-start.1 = (bf16[64,32]{1,0}, bf16[128,32]{1,0}) all-gather-start(%a), dimensions={0}
+  %all-gather-done.1 = bf16[128,32]{1,0} all-gather-done(%all-gather-start.1)
+  %async-start.1 = ((bf16[64,32]{1,0}), bf16[128,32]{1,0}, u32[]) async-start(%a), calls=%gathering
+  %async-done.1 = bf16[128,32]{1,0} async-done(%async-start.1)
+  %while.1 = (s32[], bf16[16,128]{1,0}) while(%b), condition=%cond, body=%body, \
+    backend_config={"known_trip_count":{"n":"5"}}
+  %z = bf16[16,128]{1,0} get-tuple-element(%while.1), index=1
+  %fmha.1 = (bf16[2,256,4,16]{3,2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), \
+    custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(train_step)/jvp(model)/attention/dot_product_attention/x" stack_frame_id=1}
+  %fmha.2 = (bf16[2,256,4,16]{3,2,1,0}, bf16[2,256,4,16]{3,2,1,0}, bf16[2,256,4,16]{3,2,1,0}) \
+    custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward", \
+    metadata={op_name="jit(train_step)/transpose(jvp(model))/attention/dot_product_attention/x"}
+  %copy-start.1 = (bf16[16,128]{1,0}, bf16[16,128]{1,0:S(5)}, u32[]) copy-start(%z)
+  ROOT %gemm_fusion.1 = bf16[16,32]{1,0} fusion(%z, %all-gather-done.1), kind=kCustom, calls=%inside, \
+    backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
+}
+""".replace("\\\n   ", "")
+
+
+def test_what_a_gpus_hlo_writes():
+    module = hlo.module(GPU)
+    found = Attribution({module.name: module})
+    work = lambda name: found.find("jit_train_step", name)  # noqa: E731
+    assert module.entry == "main" and module.runs["body"] == 5
+    for name in ("all-gather-start.1", "all-gather-done.1", "async-start.1", "async-done.1"):
+        assert work(name).collective == "all-gather" and work(name).line == "exposed_communication"
+    assert work("gemm.1").line == "matmul" and work("gemm.1").runs == 5
+    assert work("gemm.1").flops == 2 * 16 * 128 * 128
+    assert work("gemm.1").source == "jaxthru/models/ops.py:72"  # not the library's line within
+    assert work("gemm_fusion.1").flops == 2 * 16 * 128 * 32
+    assert found.of_kernel("gemm_fusion_1").instruction.name == "gemm_fusion.1"
+    forward, backward = work("fmha.1"), work("fmha.2")
+    assert forward.line == backward.line == "attention"
+    assert forward.flops == 2 * 2 * 256**2 * 4 * 16 and backward.flops == 2 * forward.flops
+    assert work("copy-start.1").line == "exposed_host_copies"
+    assert work("a").op_name == "state['params']" and work("nothing") is None
+    assert found.flops("matmul") == 5 * work("gemm.1").flops + work("gemm_fusion.1").flops
+    assert hlo.size(("s4", (6,))) == 3 and hlo.size(("f8e4m3fn", (6,))) == 6
+
+
+def test_text_that_is_no_module():
+    with pytest.raises(ValueError, match="not an HLO module"):
+        hlo.module("ENTRY main")

@@ -1,0 +1,148 @@
+"""The command: what it writes and prints, and how it refuses bad input."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+import rich.console
+import sample
+
+from jaxthru.profile import ledger, publish
+from jaxthru.profile.__main__ import main
+from jaxthru.profile.summary import summary
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def run(path, found=None, config=None, step=20):
+    """Writes what a profiled run leaves behind, without the trace."""
+    folder = path / "profile" / str(step)
+    folder.mkdir(parents=True)
+    (found or sample.ledger()).write(folder / "ledger.json")
+    (path / "config.json").write_text(json.dumps(config or sample.config()))
+    return path
+
+
+def test_writes_report_and_ledger_and_says_the_most(tmp_path, capsys):
+    path = run(tmp_path / "run")
+    assert main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "Attention" in said
+    assert "66.0" in said
+    assert "491.0" in said
+    assert "precision.matmul = fp8" in said
+    folder = path / "profile" / "20"
+    assert f"report: {folder / 'report.html'}" in said
+    assert "Where the step of" in (folder / "report.html").read_text()
+    written = ledger.read(folder / "ledger.json")
+    assert written.advice[0].key == "precision.matmul"
+    assert written.lines == sample.ledger().lines
+
+
+def test_flags_of_the_run_are_not_advised_again(tmp_path):
+    path = run(tmp_path / "run")
+    flags = {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}
+    (path / "environment.json").write_text(json.dumps({"flags": flags}))
+    assert "XLA_FLAGS" not in {each.key for each in publish.publish(path / "profile" / "20").advice}
+
+
+def test_step_chooses_the_profile(tmp_path, capsys):
+    path = run(run(tmp_path / "run"), sample.ledger(data_wait=0.2), step=40)
+    assert main([str(path)]) == 0
+    assert "200.0" in capsys.readouterr().out
+    assert main([str(path), "--step", "20"]) == 0
+    assert "200.0" not in capsys.readouterr().out
+
+
+def test_compare_names_the_cause_first(tmp_path, capsys):
+    before = run(tmp_path / "clean")
+    planted = sample.config(data__mix="slow.toml")
+    after = run(tmp_path / "slow", sample.ledger(data_wait=0.112), planted)
+    assert main(["compare", str(before), str(after)]) == 0
+    said = capsys.readouterr().out
+    first = said.splitlines()[0]
+    assert first.startswith("Most changed: data wait (+100.0 ms, +20.4%)")
+    assert "data.mix" in first
+    assert "clean, ms" in said
+    assert "slow, ms" in said
+
+
+def test_compare_with_itself_names_nothing(tmp_path, capsys):
+    path = run(tmp_path / "run")
+    assert main(["compare", str(path), str(path)]) == 0
+    assert "No change above the noise" in capsys.readouterr().out
+
+
+def test_compare_says_that_the_step_changed_though_no_part_did(tmp_path, capsys):
+    small = {name: seconds + 0.0025 for name, seconds in sample.SECONDS.items() if name != "matmul"}
+    before, after = run(tmp_path / "a"), run(tmp_path / "b", sample.ledger(**small))
+    assert main(["compare", str(before), str(after)]) == 0
+    assert "The step changed (+17.5 ms, +3.6%), but none of its parts" in capsys.readouterr().out
+
+
+def test_names_with_brackets_are_shown_as_they_are(tmp_path, capsys):
+    odd = sample.with_lint(sample.ledger(attention=0.1), "not_donated", None, "state['params'][0]")
+    before, after = run(tmp_path / "a"), run(tmp_path / "b", odd)
+    assert main(["compare", str(before), str(after)]) == 0
+    assert "state['params'][0]" in capsys.readouterr().out
+
+
+def _other_version(path):
+    data = json.loads((path / "profile/20/ledger.json").read_text())
+    (path / "profile/20/ledger.json").write_text(json.dumps(data | {"version": 99}))
+
+
+def _cut_short(path):
+    """A run that ended while it was profiled."""
+    (path / "profile/20/collected.json").write_text("{}")
+    (path / "environment.json").write_text("{}")
+    (path / "metrics.jsonl").touch()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "arguments", "said"),
+    [
+        (lambda path: None, ["nowhere"], "no such run directory"),
+        (lambda path: None, ["compare", "run", "nowhere"], "no such run directory"),
+        (lambda path: None, ["run", "--step", "21"], "was not profiled there, but at 20"),
+        (lambda path: (path / "config.json").unlink(), ["run"], "config.json: no such file"),
+        (lambda path: (path / "config.json").write_text("{"), ["run"], "config.json: not valid JSON"),
+        (lambda path: (path / "profile/20/ledger.json").unlink(), ["run"], "neither a whole profile nor"),
+        (lambda path: (path / "profile/20/ledger.json").write_text("{}"), ["run"], "ledger version None"),
+        (_other_version, ["compare", "run", "run"], "ledger version 99"),
+        (lambda path: (path / "profile/20/collected.json").write_text("{}"), ["run"], "profile/20"),
+        (_cut_short, ["run"], "profile/20"),
+        (lambda path: (path / "profile").rename(path / "other"), ["run"], "profile.at=20"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, spoil, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    spoil(run(tmp_path / "run"))
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxthru: ")
+    assert error.count("\n") == 1
+    assert said in error
+
+
+@pytest.mark.parametrize("arguments", [[], ["compare", "one"], ["run", "--stap", "3"]])
+def test_wrong_arguments_exit_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_summary_adds_up():
+    console = rich.console.Console(width=100, record=True, file=io.StringIO())
+    found = dataclasses.replace(sample.ledger(), advice=())
+    console.print(summary(found, sample.config()))
+    said = console.export_text()
+    numbers = [float(line.split()[-2]) for line in said.splitlines() if line.rstrip().endswith("%")]
+    assert sum(numbers[:-1]) == pytest.approx(numbers[-1], abs=0.1)
+    assert "MFU 46.9%" in said
+    assert "Nothing to win" in said

@@ -1,0 +1,263 @@
+"""report.html says what the ledger says, from one file, and looks right in a browser."""
+
+import dataclasses
+import html
+import itertools
+import re
+from html.parser import HTMLParser
+
+import browser
+import pytest
+import sample
+
+from jaxthru.profile.advice import advise
+from jaxthru.profile.charts import series
+from jaxthru.profile.ledger import LINES, Ledger, Line, Matmul, Run, Window
+from jaxthru.profile.report import report
+from jaxthru.profile.sections import Unit
+from jaxthru.profile.waterfall import TITLES, figures, parts
+
+
+def full() -> Ledger:
+    ledger = sample.with_lint(sample.ledger(), "float32_matmuls", 0.006)
+    return dataclasses.replace(ledger, advice=advise(ledger, sample.config()))
+
+
+def bare() -> Ledger:
+    """What is known at least: one CPU, nothing but the lines."""
+    run = Run("quickstart", "cpu", 1, 1, "cpu", {}, 4096.0, 100.0)
+    lines = (Line("matmul", 0.004, 0.8), Line("data_wait", 0.001, 0.2))
+    return Ledger(run, Window(5, 1, 0.005), lines, Matmul(1e9, 1e9))
+
+
+def crowded() -> Ledger:
+    """Long names and numbers, many devices, a step of minutes."""
+    ledger = full()
+    run = dataclasses.replace(
+        ledger.run,
+        config="a_configuration_with_a_name_" * 4,
+        devices=1024,
+        processes=128,
+        tokens_per_step=2.5e9,
+    )
+    line = {name: 600 * seconds for name, seconds in sample.SECONDS.items() if name != "matmul"}
+    slow = sample.ledger(**line, ideal=100.0, recomputation=20.0, frequency=30.0, inefficiency=40.0)
+    spans = tuple((i / 4, (i + 1) / 4, LINES[i % len(LINES)]) for i in range(2000))
+    devices = tuple(dataclasses.replace(ledger.devices[0], device=f"d{i}", strip=spans) for i in range(9))
+    lint = tuple(dataclasses.replace(ledger.lint[0], scope="jit(a)/" * 30 + str(i)) for i in range(9))
+    kernels = tuple(dataclasses.replace(each, name="k" * 200) for each in ledger.kernels)
+    return dataclasses.replace(
+        slow,
+        run=run,
+        window=dataclasses.replace(slow.window, attribution_seconds=300.0, noise=0.0),
+        devices=devices,
+        lint=lint,
+        kernels=kernels,
+        advice=ledger.advice,
+    )
+
+
+class Text(HTMLParser):
+    """The words of a page, and its elements that are left open."""
+
+    EMPTY = ("meta", "link")
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.open, self.addresses = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.addresses += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+
+def test_a_clock_above_reference_goes_back():
+    page = report(sample.ledger(frequency=-0.02), sample.config())
+    assert "-20.0\N{NO-BREAK SPACE}ms" in page
+    assert not re.search(r"(left|width):-", page)
+
+
+@pytest.mark.parametrize("make", [full, bare, crowded])
+def test_page_is_whole_and_needs_no_network(make):
+    page = Text()
+    page.feed(report(make(), sample.config()))
+    assert page.open == []
+    assert page.addresses == ["data:,"]
+    assert "url(" not in TEMPLATE_CSS
+    assert not re.search(r"\bNone\b|\bnan\b", " ".join(page.words))
+
+
+TEMPLATE_CSS = report(bare(), {})
+
+
+def test_page_says_what_the_ledger_says():
+    ledger = full()
+    text = Text()
+    text.feed(report(ledger, sample.config()))
+    said = " ".join(text.words).replace("\N{NO-BREAK SPACE}", " ")
+    for name, seconds in parts(ledger).items():
+        assert TITLES[name][0].lower() in said.lower(), name
+        if seconds:
+            assert f"{1e3 * seconds:.1f} ms" in said, name
+    found = figures(ledger, sample.config())
+    assert f"{found.tokens_per_second:,.0f}" in said
+    assert f"{found.mfu:.1%}" in said
+    assert f"{found.sustained:.1%}" in said
+    for each in ledger.advice:
+        assert each.text.replace("`", "").split(".")[0] in re.sub(r"\s+", " ", said), each
+    assert "--set precision.matmul=fp8" in said
+    assert ledger.kernels[0].name in said
+    assert "float32 matmuls" in said
+
+
+def test_figures_are_those_of_the_definition():
+    """MFU by hand: 6 × matmul parameters and attention, over the data sheet's peak."""
+    ledger, config = sample.ledger(), sample.config()
+    model = config["model"]
+    layer = model["embed"] * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 14336)
+    per_token = 6 * (8 * layer + 4096 * 128256) + 6 * 8 * 32 * 128 * 1100
+    step = ledger.window.loop_seconds
+    found = figures(ledger, config)
+    assert found.mfu == pytest.approx(32768 * per_token / step / (2 * 989.5e12))
+    assert found.sustained == pytest.approx(found.mfu * 1830 / 1540)
+    assert found.tokens_per_second == pytest.approx(32768 / step)
+    assert figures(bare(), config).mfu is None
+
+
+def test_names_cannot_break_the_page():
+    ledger = full()
+    run = dataclasses.replace(ledger.run, config='<script>alert("x")</script>$title')
+    page = report(dataclasses.replace(ledger, run=run), sample.config())
+    assert "<script>alert" not in page
+    assert html.escape(run.config) in page
+
+
+def test_units_suit_the_step():
+    assert Unit.of(0.49)(0.1234) == "123.4\N{NO-BREAK SPACE}ms"
+    assert Unit.of(0.005)(0.00123) == "1.23\N{NO-BREAK SPACE}ms"
+    assert Unit.of(30.0)(12.345) == "12.35\N{NO-BREAK SPACE}s"
+
+
+@pytest.mark.parametrize("levels", [(0.0, 0.0), (690.0, 690.0), (-3.0, 5.0), (1e9, 1.2e9)])
+def test_plots_stay_in_their_frame(levels):
+    drawn = series("x", list(enumerate(levels)), unit="W", x="#", ticks=["a", "b"], mark=(4.0, "four"))
+    points = re.search(r' points="([^"]+)"', drawn)[1]
+    assert all(0 <= float(point.split(",")[1]) <= 100 for point in points.split())
+
+
+CHROMIUM = browser.find()
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None,
+    reason="no Chromium on the PATH or in JAXTHRU_CHROMIUM (apt-get install chromium-headless-shell)",
+)
+
+BOXES = """
+[...document.querySelectorAll("body *")].flatMap((element) => {
+  // What holds words of its own, and every drawing.
+  const words = [...element.childNodes].some((node) => node.nodeType == 3 && node.data.trim());
+  if (!(words || ["svg", "IMG"].includes(element.tagName) || element.classList.contains("track"))) return [];
+  const inside = element.closest("svg");
+  if (inside && inside !== element) return [];
+  if (element.closest("details:not([open])") && !element.closest("summary")) return [];
+  const boxes = [...element.getClientRects()].filter((box) => box.width > 0 && box.height > 0);
+  return boxes.map((box) => ({
+    path: (element.className.baseVal ?? element.className) + " " + element.tagName,
+    text: element.textContent.trim().slice(0, 40),
+    left: box.left, right: box.right, top: box.top + scrollY, bottom: box.bottom + scrollY,
+    holds: element.querySelectorAll("*").length,
+    id: [...document.querySelectorAll("body *")].indexOf(element),
+    parents: (function up(node) {
+      return node ? [[...document.querySelectorAll("body *")].indexOf(node), ...up(node.parentElement)] : [];
+    })(element.parentElement),
+    clipped: element.scrollWidth > Math.ceil(element.clientWidth) + 1 && element.clientWidth > 0,
+  }));
+})
+"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser.open_page(CHROMIUM, tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@needs_chromium
+@pytest.mark.parametrize("make", [full, bare, crowded])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 768, 390])
+def test_nothing_overlaps_in_a_browser(page, tmp_path, width, scheme, make):
+    path = tmp_path / "report.html"
+    path.write_text(report(make(), sample.config()))
+    page.show(path, width, scheme=scheme)
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true })")
+    boxes = page.run(BOXES)
+    page.screenshot(tmp_path / f"{width}-{scheme}.png")
+    assert len(boxes) > (20 if make is bare else 100)
+    assert page.run("document.documentElement.scrollWidth") <= width
+    for box in boxes:
+        assert box["left"] >= 0, box
+        assert box["right"] <= width, box
+        assert not box["clipped"], box
+    for a, b in itertools.combinations(boxes, 2):
+        if a["id"] in b["parents"] or b["id"] in a["parents"] or a["id"] == b["id"]:
+            continue
+        across = min(a["right"], b["right"]) - max(a["left"], b["left"])
+        down = min(a["bottom"], b["bottom"]) - max(a["top"], b["top"])
+        # Lines of one paragraph may share a pixel or two of their leading.
+        assert across <= 1 or down <= 2, (a, b)
+    assert page.errors == []
+
+
+@needs_chromium
+def test_pointing_reads_values_off_the_charts(page, tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text(report(full(), sample.config()))
+    page.show(path, 1280)
+    for kind, expected in (("strip", r"ms: .+, for [\d.]+ ms"), ("series", r"after [\d.]+ s: [\d,.]+ MHz")):
+        chart = f"document.querySelector('svg.{kind}')"
+        page.run(f"{chart}.scrollIntoView({{block: 'center'}})")
+        box = page.run(f"(({chart}).getBoundingClientRect()).toJSON()")
+        page.point(box["x"] + box["width"] / 3, box["y"] + box["height"] / 2)
+        readout = f"{chart}.closest('.timeline, figure').querySelector('.readout').textContent"
+        assert re.search(expected, page.run(readout)), page.run(readout)
+    assert page.errors == []
+
+
+@needs_chromium
+def test_numbers_are_aligned_at_the_right(page, tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text(report(full(), sample.config()))
+    page.show(path, 1280)
+    kinds = page.run(
+        "[...document.querySelectorAll('.number')].map((each) => getComputedStyle(each).textAlign)"
+    )
+    assert len(kinds) > 50
+    assert set(kinds) == {"right"}
+    edge = "(row) => row.children[2].getBoundingClientRect().right"
+    edges = page.run(f"[...document.querySelectorAll('.fall .row')].map({edge})")
+    assert len(set(edges)) == 1
+
+
+@needs_chromium
+def test_errors_are_noticed(page, tmp_path):
+    """The test above would see a script that fails and a file that is fetched."""
+    path = tmp_path / "broken.html"
+    path.write_text(
+        "<script>null.x</script><script>console.error('bad')</script><img src='http://127.0.0.1:9/'>"
+    )
+    page.show(path, 600)
+    found, page.errors[:] = list(page.errors), []
+    assert any("null" in error for error in found)
+    assert any("bad" in error for error in found)
+    assert any("127.0.0.1" in error for error in found)
