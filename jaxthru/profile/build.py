@@ -1,6 +1,5 @@
 """From what was collected of a few steps to their ledger."""
 
-import dataclasses
 import json
 import statistics
 from collections import Counter, defaultdict
@@ -14,6 +13,7 @@ from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.footprint import footprint
 from jaxthru.profile.ledger import LINES, Ledger
 from jaxthru.profile.windows import Window, windows
+from jaxthru.runtime.mesh import AXES, MeshConfig
 
 KERNELS = 50
 STRIP = 2000
@@ -27,6 +27,8 @@ def build(folder: Path) -> Ledger:
     run = folder.parent.parent
     collected = _json(folder / "collected.json")
     config, environment = _json(run / "config.json"), _json(run / "environment.json")
+    sizes = MeshConfig(**config["mesh"]).shape(collected["devices"])
+    config["mesh"] = dict(zip(AXES, sizes, strict=True))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.strip()]
     taken = collected["passes"]
     production = Measured(folder, "production", "step.hlo.txt", taken["production"])
@@ -310,8 +312,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path}: not there; was the run profiled (profile.at) and did it come so far?")
     return json.loads(path.read_text())
-
-
-def advised(found: Ledger, advice: tuple[ledger.Advice, ...]) -> Ledger:
-    """Returns the ledger with advice."""
-    return dataclasses.replace(found, advice=advice)

@@ -136,7 +136,8 @@ ENTRY %main (a: bf16[64,32], b: (s32[], bf16[16,128]), q: bf16[2,256,4,16]) -> b
     backend_config={"known_trip_count":{"n":"5"}}
   %z = bf16[16,128]{1,0} get-tuple-element(%while.1), index=1
   %fmha.1 = (bf16[2,256,4,16]{3,2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), \
-    custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(train_step)/jvp(model)/attention/dot_product_attention/x" stack_frame_id=1}
+    custom_call_target="__cudnn$fmhaSoftmax", \
+    metadata={op_name="jit(train_step)/jvp(model)/attention/dot_product_attention/x" stack_frame_id=1}
   %fmha.2 = (bf16[2,256,4,16]{3,2,1,0}, bf16[2,256,4,16]{3,2,1,0}, bf16[2,256,4,16]{3,2,1,0}) \
     custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward", \
     metadata={op_name="jit(train_step)/transpose(jvp(model))/attention/dot_product_attention/x"}

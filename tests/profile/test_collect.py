@@ -1,0 +1,160 @@
+"""The command profiles itself: what is collected, and that the ledger agrees with the loop's clock."""
+
+import json
+
+import jax
+import pytest
+from runs import make_workplace
+
+from jaxthru.profile import ledger
+from jaxthru.profile.build import build
+from jaxthru.profile.trace import NoProfile, Profile, ProfileConfig, open_profile
+from jaxthru.runtime.errors import InputError
+
+AT, STEPS = 6, 5
+PROFILED = {"profile__at": AT, "profile__steps": STEPS, "train__steps": 16, "checkpoint__every": 0}
+LARGER = {"model__embed": 128, "model__mlp": 512, "data__sequence": 256}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    place.run("profiled", **PROFILED, **LARGER)
+    return place.folder / "profiled"
+
+
+@pytest.fixture(scope="module")
+def found(run) -> ledger.Ledger:
+    return ledger.read(run / "profile" / str(AT) / "ledger.json")
+
+
+def test_the_ledger_closes(run, found):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = {line.name: line.seconds for line in found.lines}
+    assert list(lines) == list(ledger.LINES)
+    assert sum(lines.values()) == pytest.approx(found.window.step_seconds, rel=1e-9)
+    assert lines["unclassified"] <= 0.01 * found.window.step_seconds
+    # A step of the ledger begins with its first kernel, one of the loop's with the end of the step before;
+    # the first step profiled begins with an idle device, and so the loop's is longer.
+    of = [row["step_seconds"] for row in rows if AT < row["step"] < AT + STEPS]
+    mine = [step.seconds for step in found.devices[0].steps if step.step > AT]
+    assert len(mine) == len(of) == STEPS - 1
+    assert sum(mine) == pytest.approx(sum(of), rel=0.15)  # machines that test are shared
+
+
+def test_every_layer_and_phase_is_seen(found):
+    seen = {(scope.layer, scope.phase) for scope in found.scopes}
+    for layer in ("attention", "mlp", "norm"):
+        assert {(layer, "forward"), (layer, "backward")} <= seen
+    assert {("head", "loss"), ("optimizer", "optimizer"), ("embedding", "forward")} <= seen
+    scopes = sum(scope.seconds for scope in found.scopes)
+    idle = sum(found.seconds(line) for line in ("data_wait", "host_gap", "dependency"))
+    assert scopes + idle == pytest.approx(found.window.step_seconds, rel=1e-9)
+    assert any(kernel.source and kernel.flops for kernel in found.kernels)
+
+
+def test_products_are_counted(found):
+    assert found.matmul.flops == pytest.approx(found.matmul.model_flops, rel=0.05)  # padding is not needed
+    assert found.matmul.ideal_seconds is None and found.clock.source == "none"  # a CPU has no data sheet
+
+
+def test_memory_is_told_apart(found):
+    parameters = found.memory.categories["parameters"]
+    assert found.memory.categories["optimizer"] == pytest.approx(2 * parameters, rel=0.01)
+    assert found.memory.categories["activations"] > 0
+    sizes = [buffer.bytes for buffer in found.memory.buffers]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
+    assert any(buffer.source for buffer in found.memory.buffers)
+    positions = [at for at, _ in found.memory.curve]
+    assert positions == sorted(positions) and positions[0] >= 0 and positions[-1] <= 1
+    assert max(size for _, size in found.memory.curve) <= sum(found.memory.categories.values())
+
+
+def test_profiling_changes_no_loss(place, run):
+    place.run("plain", **PROFILED | {"profile__at": 0}, **LARGER)
+    assert place.losses("plain") == place.losses("profiled")
+    assert not (place.folder / "plain" / "profile").exists()
+
+
+@pytest.mark.slow
+def test_several_devices(place):
+    place.run("split", devices=4, mesh__fsdp=2, mesh__tensor=1, mesh__data=2, **PROFILED)
+    found = ledger.read(place.folder / "split" / "profile" / str(AT) / "ledger.json")
+    assert [device.device for device in found.devices] == ["0", "1", "2", "3"]
+    kinds = {collective.kind for collective in found.collectives}
+    assert {"all-gather", "all-reduce"} <= kinds
+    for collective in found.collectives:
+        assert 0 <= collective.wait_seconds <= collective.seconds
+        assert collective.exposed_seconds <= collective.seconds * 1.000001
+    assert found.seconds("exposed_communication") > 0 and found.seconds("unclassified") == 0
+
+
+@pytest.mark.slow
+def test_a_layered_step(place):
+    layered = {"model__loop": "unroll", "remat__policy": "attention", "offload__level": "optimizer"}
+    place.run("layered", **PROFILED, **layered)
+    found = ledger.read(place.folder / "layered" / "profile" / str(AT) / "ledger.json")
+    seen = {(scope.layer, scope.phase) for scope in found.scopes}
+    assert {("mlp", "forward"), ("mlp", "recomputation"), ("mlp", "backward")} <= seen
+    assert ("optimizer", "optimizer") in seen and ("head", "loss") in seen
+    assert found.matmul.flops >= 0.99 * found.matmul.model_flops
+
+
+def test_a_run_that_ends_with_the_last_step_profiled(place):
+    place.run("short", **PROFILED | {"profile__at": 14, "profile__steps": 3})
+    found = build(place.folder / "short" / "profile" / "14")
+    assert [step.step for step in found.devices[0].steps] == [14, 15, 16]
+
+
+def test_switched_off_it_is_nothing(tmp_path):
+    program = lambda state, batch: None  # noqa: E731
+    off = open_profile(ProfileConfig(), tmp_path, program, None)
+    assert isinstance(off, NoProfile) and off.program is program
+    assert not any(map(off.begins, range(10)))
+    with off.span("dispatch", 3):
+        off.after(3)
+    off.finish()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_takes_a_second_pass_without_graphs(tmp_path, monkeypatch):
+    """On a GPU, as far as a CPU can show it: which steps are traced, with which program, compiled how."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+
+    class Program:
+        def __init__(self, text: str):
+            self.as_text = lambda: text
+
+    asked, plain, named = [], Program("plain"), Program("named")
+
+    def recompile(options):
+        asked.append(options)
+        return named
+
+    profile = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile)
+    programs = {}
+    for step in range(1, 14):
+        if profile.begins(step):
+            profile.begin()
+        programs[step] = profile.program
+        profile.after(step - 1)
+    assert [step for step, program in programs.items() if program is named] == [7, 8, 9, 10]
+    assert len(asked) == 1 and asked[0]["xla_gpu_enable_command_buffer"] == ""
+    taken = json.loads((tmp_path / "4" / "collected.json").read_text())
+    assert taken["passes"] == {
+        "production": {"first_step": 4, "steps": 2},
+        "attribution": {"first_step": 7, "steps": 2},
+    }
+    assert (tmp_path / "4" / "attribution.hlo.txt").read_text() == "named"
+
+
+@pytest.mark.parametrize("settings", [{"at": -1}, {"steps": 0}])
+def test_impossible_settings(settings):
+    with pytest.raises(InputError, match="profile"):
+        ProfileConfig(**settings)
