@@ -24,9 +24,8 @@ def lint(
 ) -> tuple[Lint, ...]:
     """Returns the findings, rule by rule, the dearest first.
 
-    spent: seconds of a step by (module, instruction), as measured. config: the run's, as nested plain values, with the mesh's
-    sizes found.
-    runs: of each program in a step.
+    spent: seconds of a step by (module, instruction), as measured. config: the run's, as nested plain values,
+    with the sizes of its mesh found. runs: of each program in a step.
     """
     found: list[Lint] = []
     for rule in (copies, float32_matmuls, collectives, loops, not_donated, attention_again):

@@ -134,3 +134,12 @@ def test_graphs_hide_names_and_a_second_pass_finds_them(tmp_path):
 def test_what_was_not_collected_is_said(tmp_path):
     with pytest.raises(ValueError, match="was the run profiled"):
         build(tmp_path / "runs" / "small" / "1" / "profile" / "5")
+
+
+def test_the_benchmark_of_exposed_copies_reads_a_profile(tmp_path, bench):
+    found = bench("exposed_copies").measure(collected(tmp_path / "runs" / "small" / "1", graphs=True))
+    assert found["steps"] == 2 and found["step_seconds"] == 1e-6
+    assert found["computing"] == 0.8 and found["exposed_copies"] == 0.1
+    assert found["idle_without_copies"] == 0.1 and found["copying"] == 0.15
+    assert found["gb_per_second_while_copying"]["to_host"] is None
+    assert found["gb_per_second_while_copying"]["to_device"] == pytest.approx((1 << 20) / 150, rel=0.01)
