@@ -98,7 +98,7 @@ class Profile:
         extra = xla.without_graphs(jax.default_backend())
         if distributed.is_primary():
             extra |= aot.dump_options(self.folder / "dump")
-        # With what the cache knows of autotuning, so that kernels are those of the step; but a program that is
+        # With what the cache knows of autotuning, so that kernels are the same; but a program that is
         # found compiled writes no dump.
         again = self._recompile(extra)
         if not distributed.from_first(lambda: bool(aot.read_dump(self.folder / "dump"))):
