@@ -117,6 +117,7 @@ def _table(data: ProfileData, process: int, prefix: str) -> Trace:
                 _host(line, process, prefix, trace, launches, begun, ended)
             for mark, event in begun:
                 event.end = max(event.end, ended.get(mark, 0))
+            _number([event for _, event in begun], prefix)
             trace.events += [event for _, event in begun]
         elif plane.name == "Task Environment":
             trace.begun = int(dict(plane.stats).get("profile_start_time", 0))
@@ -186,6 +187,14 @@ def _host(
             span = round(event.start_ns), round(event.end_ns)
             found = Event(device, line.name, name, *span, str(stats["hlo_module"]), str(stats["hlo_op"]))
             begun.append((stats.get("_p"), found))
+
+
+def _number(events: list[Event], prefix: str) -> None:
+    """Numbers a process's CPU devices from 0: their ordinals leave room for other processes' devices."""
+    ordinals = sorted({event.device for event in events}, key=natural)
+    names = {device: f"{prefix}{index}" for index, device in enumerate(ordinals)}
+    for event in events:
+        event.device = names[event.device]
 
 
 def merge(parts: list[Trace]) -> Trace:

@@ -102,8 +102,9 @@ class Profile:
         # found compiled writes no dump.
         again = self._recompile(extra)
         if not distributed.from_first(lambda: bool(aot.read_dump(self.folder / "dump"))):
+            again_by = {"xla_dump_hlo_as_proto": False}  # JAX keeps what it has compiled by its options, too
             with xla.nothing_kept():
-                again = self._recompile(extra)
+                again = self._recompile(extra | again_by)
         for one in self._passes[1:]:
             one.program = again
         for path in (self.folder / "dump").glob("*"):
