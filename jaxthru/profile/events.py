@@ -25,7 +25,7 @@ COPIES = {"MemcpyH2D": "to_device", "MemcpyD2H": "to_host", "MemcpyP2P": "to_pee
 class Event:
     """Something that ran on a device. kind: "kernel", "memset" or a value of COPIES. hlo, module: the
     instruction that launched it, empty if that is not known. bytes: of a copy. launched: when the host called
-    for it, if that is known."""
+    for it, if that is known. run: the run of a program that it is part of, on a CPU."""
 
     device: str
     stream: str
@@ -37,6 +37,7 @@ class Event:
     kind: str = "kernel"
     bytes: int = 0
     launched: int | None = None
+    run: int | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -186,6 +187,7 @@ def _host(
             device = f"{prefix}{stats.get('device_ordinal', 0)}"
             span = round(event.start_ns), round(event.end_ns)
             found = Event(device, line.name, name, *span, str(stats["hlo_module"]), str(stats["hlo_op"]))
+            found.run = stats.get("run_id")
             begun.append((stats.get("_p"), found))
 
 
