@@ -126,6 +126,8 @@ def _table(data: ProfileData, process: int, prefix: str) -> Trace:
         event.launched = launches.get(correlation)
     trace.events.sort(key=lambda event: (event.start, event.end))
     trace.host.sort(key=lambda span: span.start)
+    if trace.events and trace.events[0].start > trace.begun > 0:
+        trace.begun = 0  # times are wall times themselves
     return trace
 
 

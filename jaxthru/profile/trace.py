@@ -79,7 +79,8 @@ class Profile:
         return bool(self._coming) and step == self._coming[0].first_step
 
     def begin(self) -> None:
-        """Begins the trace, before its first step is dispatched."""
+        """Begins the trace, before its first step is dispatched; one that still runs is complete."""
+        self.close()
         self._running = self._coming.pop(0)
         if self._running is self._passes[0]:
             # Before anything is compiled, and timed on the device, for the profile's sake.

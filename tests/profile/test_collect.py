@@ -1,6 +1,7 @@
 """The command profiles itself: what is collected, and that the ledger agrees with the loop's clock."""
 
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -124,8 +125,11 @@ def test_switched_off_it_is_nothing(tmp_path):
 def test_a_gpu_takes_a_second_pass_without_graphs(tmp_path, monkeypatch):
     """On a GPU, as far as a CPU can show it: which steps are traced, with which program, compiled how."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: None)
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    calls = []
+    monkeypatch.setattr(
+        jax.profiler, "start_trace", lambda folder, **_: calls.append(Path(folder).parent.name)
+    )
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
 
     class Program:
         def __init__(self, text: str):
@@ -146,6 +150,7 @@ def test_a_gpu_takes_a_second_pass_without_graphs(tmp_path, monkeypatch):
         profile.after(step - 1)
     assert [step for step, program in programs.items() if program is named] == [7, 8, 9, 10]
     assert asked and all(options["xla_gpu_enable_command_buffer"] == "" for options in asked)
+    assert calls == ["production", "stop", "attribution", "stop"]
     taken = json.loads((tmp_path / "4" / "collected.json").read_text())
     assert taken["passes"] == {
         "production": {"first_step": 4, "steps": 2},

@@ -155,6 +155,7 @@ def test_what_a_gpus_hlo_writes():
     assert module.entry == "main" and module.runs["body"] == 5
     for name in ("all-gather-start.1", "all-gather-done.1", "async-start.1", "async-done.1"):
         assert work(name).collective == "all-gather" and work(name).line == "exposed_communication"
+        assert work(name).bytes == pytest.approx(2 * 128 * 32, abs=8192 if "done" in name else 4)
     assert work("gemm.1").line == "matmul" and work("gemm.1").runs == 5
     assert work("gemm.1").flops == 2 * 16 * 128 * 128
     assert work("gemm.1").source == "jaxthru/models/ops.py:72"  # not the library's line within
