@@ -1,10 +1,13 @@
 """The command profiles itself: what is collected, and that the ledger agrees with the loop's clock."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import pytest
+from processes import finish, start_processes
 from runs import make_workplace
 
 from jaxthru.profile import ledger
@@ -103,6 +106,70 @@ def test_a_layered_step(place):
     assert {("mlp", "forward"), ("mlp", "recomputation"), ("mlp", "backward")} <= seen
     assert ("optimizer", "optimizer") in seen and ("head", "loss") in seen
     assert found.matmul.flops >= 0.99 * found.matmul.model_flops
+
+
+PLANTED = """
+import sys, time
+import jax
+from jaxthru import train
+
+class Slow:
+    def __init__(self, batches):
+        self.batches = batches
+    def __enter__(self):
+        self.iterator = self.batches.__enter__()
+        return self
+    def __exit__(self, *raised):
+        return self.batches.__exit__(*raised)
+    def __next__(self):
+        time.sleep(0.2)
+        return next(self.iterator)
+
+def synchronous(self, state, batch, call=train.CompiledStep.__call__):
+    results = jax.block_until_ready(call(self, state, batch))
+    time.sleep(0.1)
+    return results
+
+if __name__ == "__main__":
+    if sys.argv.pop(1) == "loader":
+        batches = train.Build.batches
+        train.Build.batches = lambda *arguments: Slow(batches(*arguments))
+    else:
+        train.CompiledStep.__call__ = synchronous
+    sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cause", "line"), [("loader", "data_wait"), ("synchronous", "host_gap")])
+def test_planted_causes_have_their_line(place, tmp_path, cause, line):
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED)
+    arguments = place.command(cause, **PROFILED)[3:]
+    subprocess.run([sys.executable, script, cause, *arguments], env=place.environment(), check=True)
+    found = ledger.read(place.folder / cause / "profile" / str(AT) / "ledger.json")
+    planted = (
+        0.1
+        if cause == "synchronous"
+        else 0.2
+        - sum(entry.seconds for entry in found.lines if entry.name not in (line, "host_gap", "dependency"))
+    )  # the loader sleeps while the device still runs
+    assert found.seconds(line) == pytest.approx(planted, rel=0.2)
+    others = [entry.seconds for entry in found.lines if entry.name != line]
+    assert found.seconds(line) > sum(others)
+
+
+@pytest.mark.slow
+def test_two_processes_have_one_ledger(place, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nfrom jaxthru.train import main\nsys.exit(main())\n")
+    finish(start_processes(script, *place.command("pair", mesh__fsdp=2, **PROFILED)[3:]), timeout=300)
+    found = ledger.read(place.folder / "pair" / "profile" / str(AT) / "ledger.json")
+    assert [device.device for device in found.devices] == ["0/0", "1/0"] and found.run.processes == 2
+    # On one clock: a step begins on both at nearly the same time.
+    begun = [[step.start for step in device.steps] for device in found.devices]
+    assert begun[0] == pytest.approx(begun[1], abs=0.5 * found.window.step_seconds)
+    assert found.seconds("unclassified") == 0 and found.memory is not None
 
 
 def test_a_run_that_ends_with_the_last_step_profiled(place):
