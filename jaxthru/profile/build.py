@@ -89,6 +89,8 @@ class Measured:
             self.trace, self.attribution, next(iter(modules)), self.first, self.steps, learned
         )
         self.count = len(self.windows)
+        if not self.count:
+            raise ValueError(f"{folder / name}: the trace has nothing that ran on a device")
         self.step_seconds = sum(window.end - window.start for window in self.windows) / 1e9 / self.count
         totals = [paint.totals(window.painted) for window in self.windows]
         self.seconds = {line: sum(of[line] for of in totals) / 1e9 / self.count for line in LINES}

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import planes
@@ -129,6 +130,14 @@ def test_graphs_hide_names_and_a_second_pass_finds_them(tmp_path):
     kernels = {kernel.hlo: kernel for kernel in found.kernels}
     assert kernels["gemm.1"].seconds == pytest.approx(400e-9) and kernels["gemm.1"].flops == 2e9
     assert {(scope.layer, scope.line) for scope in found.scopes} >= {("mlp", "matmul")}
+
+
+def test_a_trace_without_a_device_is_said(tmp_path):
+    folder = collected(tmp_path / "runs" / "small" / "1", graphs=False)
+    shutil.rmtree(folder / "production")
+    planes.write(folder / "production" / "0", planes.Plane("/host:CPU", {}))
+    with pytest.raises(ValueError, match="nothing that ran on a device"):
+        build(folder)
 
 
 def test_what_was_not_collected_is_said(tmp_path):
