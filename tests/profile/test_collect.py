@@ -69,7 +69,8 @@ def test_products_are_counted(found):
 def test_memory_is_told_apart(found):
     parameters = found.memory.categories["parameters"]
     assert found.memory.categories["optimizer"] == pytest.approx(2 * parameters, rel=0.01)
-    assert found.memory.categories["activations"] > 0
+    kept = {name: size for name, size in found.memory.categories.items() if name.startswith("activations")}
+    assert {"activations of attention", "activations of mlp"} <= kept.keys() and min(kept.values()) >= 0
     sizes = [buffer.bytes for buffer in found.memory.buffers]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
     assert any(buffer.source for buffer in found.memory.buffers)
