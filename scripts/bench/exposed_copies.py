@@ -15,8 +15,8 @@ from pathlib import Path
 
 import harness
 
-from jaxthru.profile.build import Measured
 from jaxthru.profile.events import Event
+from jaxthru.profile.measured import Measured
 from jaxthru.profile.paint import paint
 
 IDLE = ("data_wait", "host_gap", "dependency")
