@@ -17,6 +17,7 @@ from jaxthru.runtime.errors import InputError
 
 AT, STEPS = 6, 5
 PROFILED = {"profile__at": AT, "profile__steps": STEPS, "train__steps": 16, "checkpoint__every": 0}
+IDLE = ("data_wait", "host_gap", "dependency")
 LARGER = {"model__embed": 128, "model__mlp": 512, "data__sequence": 256}
 
 
@@ -42,12 +43,14 @@ def test_the_ledger_closes(run, found):
     assert list(lines) == list(ledger.LINES)
     assert sum(lines.values()) == pytest.approx(found.window.step_seconds, rel=1e-9)
     assert lines["unclassified"] <= 0.01 * found.window.step_seconds
-    # A step of the ledger begins with its first kernel, one of the loop's with the end of the step before;
-    # the first step profiled begins with an idle device, and so the loop's is longer.
+    # A step of the ledger begins with its first kernel, one of the loop's with the end of the step before: the
+    # time between steps is counted at different ends. The first step profiled begins with an idle device.
     of = [row["step_seconds"] for row in rows if AT < row["step"] < AT + STEPS]
-    mine = [step.seconds for step in found.devices[0].steps if step.step > AT]
+    steps = [step for step in found.devices[0].steps if step.step > AT]
+    mine = [step.seconds for step in steps]
+    between = max(sum(step.lines[line] for line in IDLE) for step in found.devices[0].steps)
     assert len(mine) == len(of) == STEPS - 1
-    assert sum(mine) == pytest.approx(sum(of), rel=0.15)  # machines that test are shared
+    assert sum(mine) == pytest.approx(sum(of), abs=0.02 * sum(of) + 2 * between)
 
 
 def test_every_layer_and_phase_is_seen(found):
@@ -56,7 +59,7 @@ def test_every_layer_and_phase_is_seen(found):
         assert {(layer, "forward"), (layer, "backward")} <= seen
     assert {("head", "loss"), ("optimizer", "optimizer"), ("embedding", "forward")} <= seen
     scopes = sum(scope.seconds for scope in found.scopes)
-    idle = sum(found.seconds(line) for line in ("data_wait", "host_gap", "dependency"))
+    idle = sum(found.seconds(line) for line in IDLE)
     assert scopes + idle == pytest.approx(found.window.step_seconds, rel=1e-9)
     assert any(kernel.source and kernel.flops for kernel in found.kernels)
 
