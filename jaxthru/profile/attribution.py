@@ -99,7 +99,9 @@ class Attribution:
         named, frame = _named(module, instruction)
         kind = collective(module, instruction)
         layer, phase = layer_and_phase(named, module.name)
+        # The result of a "-start" also holds its operands.
         made, read = sum(map(size, instruction.shapes)), sum(map(size, module.operand_shapes(instruction)))
+        started = instruction.opcode.endswith("-start")
         return Work(
             module=module.name,
             instruction=instruction,
@@ -111,7 +113,7 @@ class Attribution:
             runs=self._runs.get((module.name, instruction.name), 0),
             # A loop's body is counted where it runs.
             flops=0.0 if instruction.opcode in hlo.CONTROL else flops(module, instruction, phase, named),
-            bytes=max(made, read) if kind else made + read,
+            bytes=max(made - read if started else made, read) if kind else made + read,
             collective=kind,
         )
 

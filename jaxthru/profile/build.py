@@ -3,20 +3,19 @@
 import dataclasses
 import json
 import statistics
-from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 from jaxthru.models import flops
 from jaxthru.models.llama import ModelConfig, RopeScaling
-from jaxthru.profile import clocks, events, hlo, ledger, lint, paint
+from jaxthru.profile import clocks, ledger, lint
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.footprint import footprint
 from jaxthru.profile.ledger import LINES, Ledger
-from jaxthru.profile.windows import Window, windows
+from jaxthru.profile.measured import Measured
+from jaxthru.runtime.mesh import AXES, MeshConfig
 
 KERNELS = 50
-STRIP = 2000
 WARM_UP = 3
 """Steps that the loop's own median leaves out at the start, and after a trace."""
 
@@ -27,6 +26,8 @@ def build(folder: Path) -> Ledger:
     run = folder.parent.parent
     collected = _json(folder / "collected.json")
     config, environment = _json(run / "config.json"), _json(run / "environment.json")
+    sizes = MeshConfig(**config["mesh"]).shape(collected["devices"])
+    config["mesh"] = dict(zip(AXES, sizes, strict=True))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.strip()]
     taken = collected["passes"]
     production = Measured(folder, "production", "step.hlo.txt", taken["production"])
@@ -71,162 +72,6 @@ def build(folder: Path) -> Ledger:
         ),
         lint=lint.lint(named.attribution, named.spent(scale), config, named.runs),
     )
-
-
-class Measured:
-    """One pass: its trace, its HLO, and its steps on every device. Seconds are means per step and device."""
-
-    def __init__(
-        self, folder: Path, name: str, text: str, taken: dict[str, int], learned: dict[str, str] | None = None
-    ):
-        modules = hlo.modules((folder / text).read_text())
-        self.attribution = Attribution(modules)
-        self.trace = events.read(folder / name)
-        self.first, self.steps = taken["first_step"], taken["steps"]
-        self.windows = windows(
-            self.trace, self.attribution, next(iter(modules)), self.first, self.steps, learned
-        )
-        self.count = len(self.windows)
-        self.step_seconds = sum(window.end - window.start for window in self.windows) / 1e9 / self.count
-        totals = [paint.totals(window.painted) for window in self.windows]
-        self.seconds = {line: sum(of[line] for of in totals) / 1e9 / self.count for line in LINES}
-        self.inside = [list(_inside(window)) for window in self.windows]
-        self.runs = self._runs()
-
-    def _runs(self) -> dict[str, float]:
-        """Returns how often each program runs in a step, from how often its instructions do."""
-        seen: dict[tuple[str, str], int] = Counter(
-            (one.event.module, one.event.hlo) for inside in self.inside for one in inside if one.work
-        )
-        ratios = defaultdict(list)
-        for (module, name), count in seen.items():
-            work = self.attribution.find(module, name)
-            if work and work.runs:
-                ratios[module].append(count / work.runs / self.count)
-        found = {module: statistics.median(of) for module, of in ratios.items()}
-        return {module: found.get(module, 0.0) for module in self.attribution.modules} if found else {}
-
-    def scopes(self, scale: dict[str, float]) -> tuple[ledger.Scope, ...]:
-        """Returns the painted time by layer, phase and line, the largest first."""
-        sums: dict[tuple[str, str, str], float] = defaultdict(float)
-        for window in self.windows:
-            for piece in window.painted:
-                if piece.owner is None:
-                    continue
-                work = window.ran[piece.owner].work
-                key = (work.layer, work.phase, piece.line) if work else ("other", "other", piece.line)
-                sums[key] += (piece.end - piece.start) / 1e9 / self.count * scale[piece.line]
-        found = [ledger.Scope(*key, seconds) for key, seconds in sums.items()]
-        return tuple(sorted(found, key=lambda scope: -scope.seconds))
-
-    def spent(self, scale: dict[str, float]) -> dict[tuple[str, str], float]:
-        """Returns the seconds of each instruction, by (module, name)."""
-        sums: dict[tuple[str, str], float] = defaultdict(float)
-        for inside in self.inside:
-            for one in inside:
-                if one.work:
-                    key = one.work.module, one.work.instruction.name
-                    sums[key] += (one.event.end - one.event.start) / 1e9 / self.count * scale[one.line]
-        return dict(sums)
-
-    def kernels(self, scale: dict[str, float]) -> tuple[ledger.Kernel, ...]:
-        """Returns what ran, by instruction, the longest first."""
-        groups = defaultdict(list)
-        for inside in self.inside:
-            for one in inside:
-                groups[one.event.name, one.event.hlo, one.event.module, one.line].append(one)
-        found = []
-        for (name, instruction, _, line), of in groups.items():
-            work = of[0].work
-            own = sum(one.event.end - one.event.start for one in of) / 1e9
-            each = own / len(of) * scale[line]
-            done = work.flops if work and work.flops else None
-            found.append(
-                ledger.Kernel(
-                    name=name,
-                    hlo=instruction,
-                    line=line,
-                    scope=work.op_name if work else "",
-                    source=work.source if work else None,
-                    count=len(of) / self.count,
-                    seconds=each * len(of) / self.count,
-                    flops=done,
-                    bytes=float(work.bytes) if work else float(of[0].event.bytes) or None,
-                    flops_per_second=done / each if done and each else None,
-                )
-            )
-        return tuple(sorted(found, key=lambda kernel: -kernel.seconds))
-
-    def collectives(self) -> tuple[ledger.Collective, ...]:
-        """Returns the collectives, those with the most exposed time first. Of a run of one, the device that
-        came last has the shortest time, for it waits for nobody."""
-        exposed: dict[int, int] = Counter()
-        runs = defaultdict(lambda: defaultdict(list))
-        for window, inside in zip(self.windows, self.inside, strict=True):
-            for piece in window.painted:
-                if piece.line == "exposed_communication" and piece.owner is not None:
-                    exposed[id(window.ran[piece.owner])] += piece.end - piece.start
-            for one in inside:
-                if one.line == "exposed_communication":
-                    kind = one.work.collective if one.work and one.work.collective else one.event.name
-                    key = one.event.hlo or one.event.name, one.event.module, kind
-                    runs[key][window.device].append(one)
-        found = []
-        for (name, _, kind), by_device in runs.items():
-            of = [one for ones in by_device.values() for one in ones]
-            waits, last = 0, Counter()
-            if len({len(ones) for ones in by_device.values()}) == 1:
-                for together in zip(*by_device.values(), strict=True):
-                    spent = [one.event.end - one.event.start for one in together]
-                    waits += sum(spent) - min(spent) * len(spent)
-                    last[max(together, key=lambda one: one.event.start).event.device] += 1
-            work = of[0].work
-            found.append(
-                ledger.Collective(
-                    name=name,
-                    kind=kind,
-                    bytes=float(work.bytes) if work else None,
-                    count=len(of) / self.count,
-                    seconds=sum(one.event.end - one.event.start for one in of) / 1e9 / self.count,
-                    exposed_seconds=sum(exposed[id(one)] for one in of) / 1e9 / self.count,
-                    wait_seconds=waits / 1e9 / self.count,
-                    last=last.most_common(1)[0][0] if last and len(by_device) > 1 else None,
-                )
-            )
-        return tuple(sorted(found, key=lambda collective: -collective.exposed_seconds))
-
-    def devices(self) -> tuple[ledger.Device, ...]:
-        """Returns each device's steps, and the timeline of the one in the middle."""
-        begun = min(window.start for window in self.windows)
-        found = []
-        for device in self.trace.devices:
-            own = [window for window in self.windows if window.device == device]
-            shown = own[len(own) // 2]
-            steps = tuple(
-                ledger.DeviceStep(
-                    window.step,
-                    (window.start - begun) / 1e9,
-                    (window.end - window.start) / 1e9,
-                    {line: time / 1e9 for line, time in paint.totals(window.painted).items()},
-                )
-                for window in own
-            )
-            found.append(ledger.Device(device, steps, paint.strip(shown.painted, shown.start, STRIP)))
-        return tuple(found)
-
-    def clock(self, samples: clocks.Samples) -> ledger.Clock:
-        """Returns the clock while the steps ran."""
-        start, end = self.windows[0].start, self.windows[-1].end
-        first = [window for window in self.windows if window.device == self.windows[0].device]
-        busy = [
-            (piece.start, piece.end) for window in first for piece in window.painted if piece.line == "matmul"
-        ]
-        return clocks.clock(self.trace, samples, start, end, busy)
-
-
-def _inside(window: Window):
-    """Yields what began within a window."""
-    return (one for one in window.ran if window.start <= one.event.start < window.end)
 
 
 def matmul(

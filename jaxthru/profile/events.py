@@ -25,7 +25,7 @@ COPIES = {"MemcpyH2D": "to_device", "MemcpyD2H": "to_host", "MemcpyP2P": "to_pee
 class Event:
     """Something that ran on a device. kind: "kernel", "memset" or a value of COPIES. hlo, module: the
     instruction that launched it, empty if that is not known. bytes: of a copy. launched: when the host called
-    for it, if that is known."""
+    for it, if that is known. run: the run of a program that it is part of, on a CPU."""
 
     device: str
     stream: str
@@ -37,6 +37,7 @@ class Event:
     kind: str = "kernel"
     bytes: int = 0
     launched: int | None = None
+    run: int | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -117,6 +118,7 @@ def _table(data: ProfileData, process: int, prefix: str) -> Trace:
                 _host(line, process, prefix, trace, launches, begun, ended)
             for mark, event in begun:
                 event.end = max(event.end, ended.get(mark, 0))
+            _number([event for _, event in begun], prefix)
             trace.events += [event for _, event in begun]
         elif plane.name == "Task Environment":
             trace.begun = int(dict(plane.stats).get("profile_start_time", 0))
@@ -124,6 +126,8 @@ def _table(data: ProfileData, process: int, prefix: str) -> Trace:
         event.launched = launches.get(correlation)
     trace.events.sort(key=lambda event: (event.start, event.end))
     trace.host.sort(key=lambda span: span.start)
+    if trace.events and trace.events[0].start > trace.begun > 0:
+        trace.begun = 0  # times are wall times themselves
     return trace
 
 
@@ -185,7 +189,16 @@ def _host(
             device = f"{prefix}{stats.get('device_ordinal', 0)}"
             span = round(event.start_ns), round(event.end_ns)
             found = Event(device, line.name, name, *span, str(stats["hlo_module"]), str(stats["hlo_op"]))
+            found.run = stats.get("run_id")
             begun.append((stats.get("_p"), found))
+
+
+def _number(events: list[Event], prefix: str) -> None:
+    """Numbers a process's CPU devices from 0: their ordinals leave room for other processes' devices."""
+    ordinals = sorted({event.device for event in events}, key=natural)
+    names = {device: f"{prefix}{index}" for index, device in enumerate(ordinals)}
+    for event in events:
+        event.device = names[event.device]
 
 
 def merge(parts: list[Trace]) -> Trace:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from jaxthru.profile import memory
-from jaxthru.profile.attribution import Attribution
+from jaxthru.profile.attribution import Attribution, layer_and_phase
 from jaxthru.profile.ledger import Buffer, Memory
 from jaxthru.runtime import aot
 
@@ -32,10 +32,14 @@ def footprint(
         rest = "fragmentation" if len(programs) == 1 else "beside"
         categories[rest] = max(peak_bytes - parts[name].peak_device, 0)
     allocations, values = memory.parse(programs[name])
+    purpose = memory.Purpose(values, "other")
+    for layer, size in _activations(allocations, purpose, name, attribution).items():
+        categories[f"activations of {layer}"] = size
+        categories["activations"] -= size
     return Memory(
         peak_bytes=peak_bytes,
         categories=categories,
-        buffers=_largest(allocations, memory.Purpose(values, "other"), name, attribution),
+        buffers=_largest(allocations, purpose, name, attribution),
         curve=_curve(allocations),
         host_pinned_bytes=host_pinned_bytes,
     )
@@ -52,11 +56,49 @@ def _dumps(folder: Path) -> dict[str, dict[str, str]]:
     return found
 
 
+def _activations(
+    allocations: list[memory.Allocation], purpose: memory.Purpose, module: str, attribution: Attribution
+) -> dict[str, int]:
+    """Returns the bytes of activations at the peak by the kind of layer that makes them, where a scope
+    says."""
+    moment = _fullest(allocations)
+    sums: dict[str, int] = {}
+    for found in allocations:
+        if found.kind == "temporary" and found.space != memory.HOST:
+            for value in memory.alive(found.values, moment):
+                layer = _layer(value, module, attribution)
+                if layer != "other" and purpose(value) == "activations":
+                    sums[layer] = sums.get(layer, 0) + value.size
+    return sums
+
+
+def _layer(value: memory.Value, module: str, attribution: Attribution) -> str:
+    """Returns the kind of layer that makes an array. What a scan keeps of all layers is made by its loop: it
+    is of the layer of what each round writes into it."""
+    layer, of = layer_and_phase(value.made, module)[0], attribution.modules.get(module)
+    made, element = of and of.find(value.instruction), re.search(r"\{(\d+)\}$", value.name)
+    if layer != "other" or not made or not element:
+        return layer
+    if made.opcode == "while":
+        body = next((name for name in made.calls if f"body=%{name}," in f"{made.attributes},"), None)
+    else:
+        body = of.where[made.name] if made.opcode == "parameter" else None
+    there = of.computations.get(body, {})
+    results = next((found.operands for found in there.values() if found.root and found.opcode == "tuple"), ())
+    written = there.get(results[int(element[1])]) if int(element[1]) < len(results) else None
+    works = (attribution.find(module, name) for name in written.operands) if written else ()
+    return next((work.layer for work in works if work and work.layer != "other"), "other")
+
+
+def _fullest(allocations: list[memory.Allocation]) -> int:
+    return max(memory.curve(allocations), key=lambda point: point[1], default=(0, 0))[0]
+
+
 def _largest(
     allocations: list[memory.Allocation], purpose: memory.Purpose, module: str, attribution: Attribution
 ) -> tuple[Buffer, ...]:
     """Returns the largest arrays on the device at the peak."""
-    moment = max(memory.curve(allocations), key=lambda point: point[1], default=(0, 0))[0]
+    moment = _fullest(allocations)
     rows = []
     for found in allocations:
         if found.space == memory.HOST or not found.values or found.kind in ("constant", "local"):

@@ -24,8 +24,8 @@ def lint(
 ) -> tuple[Lint, ...]:
     """Returns the findings, rule by rule, the dearest first.
 
-    spent: seconds of a step by (module, instruction), as measured. config: the run's, as nested plain values.
-    runs: of each program in a step.
+    spent: seconds of a step by (module, instruction), as measured. config: the run's, as nested plain values,
+    with the sizes of its mesh found. runs: of each program in a step.
     """
     found: list[Lint] = []
     for rule in (copies, float32_matmuls, collectives, loops, not_donated, attention_again):
@@ -112,7 +112,7 @@ def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
 def collectives(attribution: Attribution, config: Mapping[str, Any]) -> Found:
     """Collectives that the mesh does not explain: FSDP gathers parameters and scatters gradients, tensor
     parallelism also sums activations, data parallelism only sums gradients."""
-    split = {axis: abs(config["mesh"][axis]) != 1 for axis in ("data", "fsdp", "tensor")}
+    split = {axis: config["mesh"][axis] != 1 for axis in ("data", "fsdp", "tensor")}
     for work in attribution.all():
         kind = work.collective
         if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:

@@ -47,7 +47,6 @@ class Pass:
     first_step: int
     steps: int
     program: Callable
-    complete: bool = False
 
     @property
     def last_step(self) -> int:
@@ -70,17 +69,22 @@ class Profile:
         self._running: Pass | None = None
         self._open = contextlib.ExitStack()
         self._samples: clocks.Samples | None = None
-        self._pinned = 0
+        self._latest = 0
+        self._pinned, self._peak = 0, None
 
     def begins(self, step: int) -> bool:
-        """Says whether a trace begins with this step. No other may then be under way on the device."""
+        """Says whether a trace begins with this step, the next to be dispatched. No other may then be under
+        way on the device."""
+        self._latest = step
         return bool(self._coming) and step == self._coming[0].first_step
 
     def begin(self) -> None:
-        """Begins the trace, before its first step is dispatched."""
+        """Begins the trace, before its first step is dispatched; one that still runs is complete."""
+        self.close()
         self._running = self._coming.pop(0)
         if self._running is self._passes[0]:
-            self._pinned = pinned_bytes()
+            # Before anything is compiled, and timed on the device, for the profile's sake.
+            self._pinned, self._peak = pinned_bytes(), hardware.peak_bytes() if self._latest > 1 else None
             self._compile()
         self.program = self._running.program
         folder = self.folder / self._running.name / str(jax.process_index())
@@ -95,10 +99,18 @@ class Profile:
         extra = xla.without_graphs(jax.default_backend())
         if distributed.is_primary():
             extra |= aot.dump_options(self.folder / "dump")
-        with xla.nothing_kept():  # a program that is found compiled writes no dump
-            again = self._recompile(extra)
+        # With what the cache knows of autotuning, so that kernels are the same; but a program that is
+        # found compiled writes no dump.
+        again = self._recompile(extra)
+        if not distributed.from_first(lambda: bool(aot.read_dump(self.folder / "dump"))):
+            again_by = {"xla_dump_hlo_as_proto": False}  # JAX keeps what it has compiled by its options, too
+            with xla.nothing_kept():
+                again = self._recompile(extra | again_by)
         for one in self._passes[1:]:
             one.program = again
+        for path in (self.folder / "dump").glob("*"):
+            if path.suffix != ".txt":  # code, which nothing here reads
+                path.unlink()
         if distributed.is_primary():
             (self.folder / "step.hlo.txt").write_text(self.compiled.as_text())
             if len(self._passes) > 1:
@@ -113,7 +125,6 @@ class Profile:
     def after(self, step: int) -> None:
         """Ends the trace once the last step wanted has finished."""
         if self._running and step >= self._running.last_step:
-            self._running.complete = True
             self.close()
 
     def close(self) -> None:
@@ -124,6 +135,8 @@ class Profile:
         self._open.close()
         folder = self.folder / self._running.name / str(jax.process_index())
         self._samples.write(folder / "clocks.json")
+        # Of a run that ends early the steps count that were finished.
+        self._running.steps = min(self._running.steps, self._latest - self._running.first_step + 1)
         self.program, self._running = self.compiled, None
         if distributed.is_primary():
             write_atomically(self.folder / "collected.json", json.dumps(self.collected(), indent=1) + "\n")
@@ -150,7 +163,7 @@ class Profile:
             "devices": len(devices),
             "processes": jax.process_count(),
             "peak_flops": hardware.data_sheet_flops(kind),
-            "peak_bytes": hardware.peak_bytes(),
+            "peak_bytes": self._peak or hardware.peak_bytes(),
             "host_pinned_bytes": self._pinned,
             "passes": {one.name: {"first_step": one.first_step, "steps": one.steps} for one in taken},
         }

@@ -86,12 +86,13 @@ def windows(
     for device in trace.devices:
         events = [event for event in trace.events if event.device == device]
         ran = [one for event in events if (one := identify(event, attribution, learned or {}))]
-        starts = _starts([one for one in ran if one.event.module == program], steps, device)
+        firsts = _firsts([one for one in ran if one.event.module == program], steps, device)
+        starts = [event.start for event in firsts]
         spans = [(one.event.start, one.event.end, one.line) for one in ran]
         ends = [*starts[1:], max(event.end for event in events)][:steps]
         host = [span for span in trace.host if span.process == _process(device)]
         waits = [(span.start, span.end) for span in host if span.name == "data_wait"]
-        called = _called(ran, starts, host, first_step)
+        called = _called(ran, firsts, host, first_step)
         for index, (start, end) in enumerate(zip(starts, ends, strict=False)):
             painted, idle = paint.paint(spans, start, end)
             painted = sorted([*painted, *paint.split_idle(idle, waits, called)])
@@ -103,9 +104,9 @@ def _process(device: str) -> int:
     return int(device.partition("/")[0]) if "/" in device else 0
 
 
-def _starts(first: list[Ran], steps: int, device: str) -> list[int]:
-    """Returns when each step began, and one more if the trace holds it: when the first of those kernels began
-    that a step runs once. first: what ran of a step's first program."""
+def _firsts(first: list[Ran], steps: int, device: str) -> list[Event]:
+    """Returns what each step began with, and one more if the trace holds it: the first of those kernels that
+    a step runs once. first: what ran of a step's first program."""
     identity: Callable[[Ran], tuple] = lambda one: (one.event.hlo, one.event.name)  # noqa: E731
     counts = Counter(map(identity, first))
     once = [one for one in first if one.work and one.work.runs == 1] or first
@@ -113,19 +114,23 @@ def _starts(first: list[Ran], steps: int, device: str) -> list[int]:
     for one in once:
         if steps <= counts[identity(one)] <= steps + 2:
             anchor = identity(one)
-            return [one.event.start for one in first if identity(one) == anchor][: steps + 1]
+            return [one.event for one in first if identity(one) == anchor][: steps + 1]
     raise ValueError(
         f"device {device}: {steps} steps cannot be told apart in its trace of {len(first)} kernels"
     )
 
 
-def _called(ran: list[Ran], starts: list[int], host: list[Span], first_step: int) -> list[int | None]:
-    """Returns when the host called for each event. Where the trace does not say, the first of a step was
-    called for when the step was dispatched."""
-    called = [one.event.launched for one in ran]
+def _called(ran: list[Ran], firsts: list[Event], host: list[Span], first_step: int) -> list[int | None]:
+    """Returns when the host called for each event. Where the trace does not say, the first program of a step
+    was called for when the step was dispatched. (Which of its kernels comes first may differ from step to
+    step on a CPU.)"""
     dispatched = {span.step: span.start for span in host if span.name == "dispatch"}
-    at = {start: dispatched.get(first_step + index) for index, start in enumerate(starts)}
-    for index, one in enumerate(ran):
-        if called[index] is None and one.event.start in at:
-            called[index] = at[one.event.start]
-    return called
+    steps = [(event, dispatched.get(first_step + index)) for index, event in enumerate(firsts)]
+    by_run = {event.run: at for event, at in steps if event.run is not None}
+    by_event = {id(event): at for event, at in steps}
+    return [
+        one.event.launched
+        if one.event.launched is not None
+        else by_run.get(one.event.run, by_event.get(id(one.event)))
+        for one in ran
+    ]

@@ -1,117 +1,74 @@
-"""Says how long copies between host and GPU kept the GPU from computing, from a trace.
+"""Says how long copies between host and GPU kept the GPU from computing, from a profile.
 
     python -m jaxthru.train --config F --set profile.at=6 --set profile.steps=3 --run-dir DIR
     python scripts/bench/exposed_copies.py DIR/profile/6 [--output FILE]
 
-A moment is exposed if no kernel runs on the GPU and a copy from or to host memory does. Prints one JSON line:
-shares of the time from the first step's first program to the last step's, so that whole steps count; the GB/s
-of the copies while any of their direction runs.
+A moment is exposed if no kernel runs on the GPU and a copy from or to host memory does: the ledger's line
+"exposed host copies", of the first GPU. Prints one JSON line: shares of the profiled steps; the GB/s of the
+copies while any of their direction runs.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 import harness
-import numpy as np
-from jax.profiler import ProfileData
 
-DIRECTIONS = {"to_device": "MemcpyH2D", "to_host": "MemcpyD2H"}
+from jaxthru.profile.events import Event
+from jaxthru.profile.measured import Measured
+from jaxthru.profile.paint import paint
 
-
-def events(path: Path) -> tuple[np.ndarray, list[str], dict[str, np.ndarray], dict[str, int]]:
-    """Returns the kernels of a GPU as [start, end] in ns and their programs, and the copies by direction and
-    their bytes."""
-    kernels, programs = [], []
-    copies, sizes = {name: [] for name in DIRECTIONS}, dict.fromkeys(DIRECTIONS, 0)
-    planes = [plane for plane in ProfileData.from_file(str(path)).planes if plane.name == "/device:GPU:0"]
-    for line in (line for plane in planes for line in plane.lines if line.name.startswith("Stream")):
-        for event in line.events:
-            span = event.start_ns, event.start_ns + event.duration_ns
-            direction = next((name for name, copy in DIRECTIONS.items() if copy in event.name), None)
-            if direction is None:
-                kernels.append(span)
-                programs.append(str(dict(event.stats).get("hlo_module", "")))
-                continue
-            copies[direction].append(span)
-            details = str(dict(event.stats).get("memcpy_details", ""))
-            sizes[direction] += int(details.partition("size:")[2].split()[0]) if "size:" in details else 0
-    return (
-        np.array(kernels).reshape(-1, 2),
-        programs,
-        {name: np.array(spans).reshape(-1, 2) for name, spans in copies.items()},
-        sizes,
-    )
+IDLE = ("data_wait", "host_gap", "dependency")
+DIRECTIONS = ("to_device", "to_host")
 
 
-def union(spans: np.ndarray) -> np.ndarray:
-    """Returns spans [N, 2] joined where they touch, in order."""
-    joined: list[list[float]] = []
-    for start, end in spans[np.argsort(spans[:, 0], kind="stable")]:
-        if joined and start <= joined[-1][1]:
-            joined[-1][1] = max(joined[-1][1], end)
-        else:
-            joined.append([start, end])
-    return np.array(joined).reshape(-1, 2)
+def running(events: list[Event], start: int, end: int) -> int:
+    """Returns for how many nanoseconds between two moments at least one of the events runs."""
+    painted, _ = paint([(event.start, event.end, "exposed_host_copies") for event in events], start, end)
+    return sum(piece.end - piece.start for piece in painted)
 
 
-def clipped(spans: np.ndarray, first: float, last: float) -> np.ndarray:
-    """Returns what of the spans lies between two moments."""
-    spans = np.clip(spans, first, last)
-    return spans[spans[:, 1] > spans[:, 0]]
-
-
-def length(spans: np.ndarray) -> float:
-    return float(np.sum(spans[:, 1] - spans[:, 0]))
-
-
-def common(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns how long spans of both run, each joined before."""
-    return length(a) + length(b) - length(union(np.concatenate([a, b])))
-
-
-def measure(path: Path) -> dict:
-    """Returns what the trace of some steps says. Exits if it has no two steps."""
-    kernels, programs, copies, sizes = events(path)
-    starts = sorted(
-        span[0]
-        for index, span in enumerate(kernels)
-        if programs[index].startswith("jit_begin") and (index == 0 or programs[index - 1] != programs[index])
-    )
-    if len(starts) < 2:
-        sys.exit(f"exposed_copies.py: {path}: holds no whole layered step; trace at least two")
-    first, last = starts[0], starts[-1]
-    busy = union(clipped(kernels, first, last))
-    idle = np.stack([np.r_[first, busy[:, 1]], np.r_[busy[:, 0], last]], axis=1)
-    idle = idle[idle[:, 1] > idle[:, 0]]
-    directions = {name: union(clipped(spans, first, last)) for name, spans in copies.items()}
-    moving = union(np.concatenate(list(directions.values())))
-    span = last - first
+def measure(folder: Path) -> dict:
+    """Returns what the profile of some steps says. Raises ValueError if it is not one."""
+    taken = json.loads((folder / "collected.json").read_text())["passes"]["production"]
+    measured = Measured(folder, "production", "step.hlo.txt", taken)
+    windows = [window for window in measured.windows if window.device == measured.trace.devices[0]]
+    start, end = windows[0].start, windows[-1].end
+    lines: dict[str, int] = {}
+    for window in windows:
+        for piece in window.painted:
+            lines[piece.line] = lines.get(piece.line, 0) + piece.end - piece.start
+    exposed, idle = lines.get("exposed_host_copies", 0), sum(lines.get(line, 0) for line in IDLE)
+    own = [event for event in measured.trace.events if event.device == windows[0].device]
+    own = [event for event in own if start <= event.start < end]
+    copies = {name: [event for event in own if event.kind == name] for name in DIRECTIONS}
+    moving = sorted((event for of in copies.values() for event in of), key=lambda event: event.start)
+    span = end - start
     return {
-        "steps": len(starts) - 1,
-        "step_seconds": round(span / (len(starts) - 1) / 1e9, 6),
-        "computing": round(length(busy) / span, 4),
-        "copying": round(length(moving) / span, 4),
-        "exposed_copies": round(common(idle, moving) / span, 4),
-        "idle_without_copies": round((length(idle) - common(idle, moving)) / span, 4),
+        "steps": len(windows),
+        "step_seconds": round(span / len(windows) / 1e9, 6),
+        "computing": round((span - exposed - idle) / span, 4),
+        "copying": round(running(moving, start, end) / span, 4),
+        "exposed_copies": round(exposed / span, 4),
+        "idle_without_copies": round(idle / span, 4),
         "gb_per_second_while_copying": {
-            name: round(sizes[name] / length(union(copies[name])), 1) if len(copies[name]) else None
-            for name in DIRECTIONS
+            name: round(sum(event.bytes for event in of) / running(of, of[0].start, of[-1].end), 1)
+            if of
+            else None
+            for name, of in copies.items()
         },
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path, help="a .xplane.pb or a folder with one")
+    parser.add_argument("profile", type=Path, help="a run's profile/<step>")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
-    path = arguments.trace
-    if path.is_dir():
-        path = next(iter(sorted(path.rglob("*.xplane.pb"))), path)
-    if not path.is_file():
-        parser.error(f"{path}: no .xplane.pb there")
-    line = {"benchmark": "exposed_copies", "trace": path.name, **measure(path)}
+    if not (arguments.profile / "collected.json").is_file():
+        parser.error(f"{arguments.profile}: no profile there")
+    line = {"benchmark": "exposed_copies", "trace": arguments.profile.name, **measure(arguments.profile)}
     harness.emit(line | {"command": " ".join(["python", *sys.argv])}, arguments.output)
     return 0
 

@@ -71,6 +71,64 @@ def kernel(name: str, start: int, end: int, op: str = "", module: str = "jit_tra
     return name, start, end, {"hlo_op": op or name, "hlo_module": module, **stats}
 
 
+STEP = """HloModule jit_train_step, is_scheduled=true
+
+ENTRY %main (a: bf16[1000,1000]) -> bf16[1000,1000] {
+  %a = bf16[1000,1000]{1,0} parameter(0), metadata={op_name="state['params']"}
+  %gemm.1 = bf16[1000,1000]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+    metadata={op_name="jit(train_step)/jvp(model)/mlp/dot_general"}
+  %all-reduce.1 = bf16[1000,1000]{1,0} all-reduce(%gemm.1), to_apply=%sum, \
+    metadata={op_name="jit(train_step)/transpose(jvp(model))/mlp/dot_general"}
+  ROOT %add.1 = bf16[1000,1000]{1,0} add(%all-reduce.1, %a), \
+    metadata={op_name="jit(train_step)/optimizer/add"}
+}
+""".replace("\\\n   ", "")
+"""A step: a product of 2e9 FLOPs, a sum over devices, and an update."""
+
+
+def step(device: int, number: int, begun: int, graph: bool = False) -> dict[str, list[tuple]]:
+    """Returns what a GPU runs in a step of 1,000 ns, by stream. Device 1 comes to the all-reduce 200 ns after
+    device 0, and both end it at 700. graph: as a CUDA graph, in which nothing bears its own name."""
+    op = lambda name: "command_buffer_1" if graph else name  # noqa: E731
+    late = 200 * device
+    compute = [
+        kernel("nvjet_tst_128x128", begun, begun + 400, op("gemm.1"), correlation_id=10 * number + 1),
+        kernel("add_1", begun + 900, begun + 1000, op("add.1"), correlation_id=10 * number + 2),
+    ]
+    sum_ = kernel("ncclDevKernel_AllReduce", begun + 300 + late, begun + 700, op("all-reduce.1"))
+    return {
+        "Stream #1(Compute)": compute,
+        "Stream #2(Compute)": [sum_],
+        "Stream #3(MemcpyH2D)": [copy("H2D", begun + 650, begun + 800, 1 << 20)],
+    }
+
+
+def steps(first: int, count: int, graph: bool = False, length: int = 1000) -> list[Plane]:
+    """Returns two GPUs' planes and their host's, of so many steps and the one after. The loop waits for data
+    from 800 to 850 of each step, and calls for its last kernel at 870, when the devices have run out."""
+    planes = []
+    for device in (0, 1):
+        lines: dict[str, list] = {}
+        for number in range(count + 1):
+            for line, events in step(device, number, number * length, graph).items():
+                lines.setdefault(line, []).extend(events)
+        lines["_counters_"] = [
+            ("GPC Clock Frequency (Hz)", at, at, {"value": 1.464e9 if at % length < 400 else 1.98e9})
+            for at in range(50, (count + 1) * length, 100)
+        ]
+        planes.append(Plane(f"/device:GPU:{device}", lines))
+    host = []
+    for number in range(count + 1):
+        begun = number * length
+        host += [
+            ("dispatch", begun - 100 + length, begun - 50 + length, {"step_num": first + number}),
+            ("data_wait", begun + 800, begun + 850, {}),
+            ("cuLaunchKernel", begun + 1, begun + 2, {"correlation_id": 10 * (number + 1) + 1}),
+            ("cuLaunchKernel", begun + 870, begun + 880, {"correlation_id": 10 * number + 2}),
+        ]
+    return [*planes, Plane("/host:CPU", {"1": host})]
+
+
 def copy(kind: str, start: int, end: int, size: int, **stats) -> tuple:
     """Returns a copy, "H2D" or "D2H"."""
     details = f"kind_src:pinned kind_dst:device size:{size} dest:0 async:1"

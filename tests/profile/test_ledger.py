@@ -1,8 +1,12 @@
 import json
+import shutil
+from pathlib import Path
 
+import planes
 import pytest
 
 from jaxthru.profile import ledger
+from jaxthru.profile.build import build
 
 
 def small() -> ledger.Ledger:
@@ -32,3 +36,119 @@ def test_a_ledger_comes_back_from_its_json(tmp_path):
 def test_another_version_is_refused():
     with pytest.raises(ValueError, match="version 2"):
         ledger.from_json(small().to_json() | {"version": 2})
+
+
+SHAPE = {"vocabulary": 100, "layers": 1, "embed": 10, "heads": 1, "kv_heads": 1, "head_dim": 10, "mlp": 10}
+CONFIG = {
+    "model": SHAPE,
+    "mesh": {"data": 2, "fsdp": 1, "tensor": 1},
+    "precision": {"compute": "bfloat16"},
+    "data": {"sequence": 64},
+}
+MATMUL_PARAMETERS = 10 * 10 * 4 + 3 * 10 * 10 + 10 * 100
+
+
+def collected(run: Path, *, graphs: bool) -> Path:
+    """Writes what a run of two H200 leaves: steps 5 and 6 as trained, and, with graphs, 8 and 9 in 1,100 ns
+    each without them."""
+    folder = run / "profile" / "5"
+    passes = {"production": {"first_step": 5, "steps": 2}}
+    planes.write(folder / "production" / "0", *planes.steps(5, 2, graph=graphs))
+    folder.joinpath("step.hlo.txt").write_text(planes.STEP)
+    if graphs:
+        passes["attribution"] = {"first_step": 8, "steps": 2}
+        planes.write(folder / "attribution" / "0", *planes.steps(8, 2, length=1100))
+        folder.joinpath("attribution.hlo.txt").write_text(planes.STEP)
+    about = {"platform": "gpu", "device_kind": "NVIDIA H200", "devices": 2, "processes": 1}
+    about |= {"peak_flops": 989.5e12, "peak_bytes": None, "host_pinned_bytes": 7, "passes": passes}
+    folder.joinpath("collected.json").write_text(json.dumps(about))
+    run.joinpath("config.json").write_text(json.dumps(CONFIG))
+    run.joinpath("environment.json").write_text(json.dumps({"versions": {"jax": "0"}}))
+    rows = [
+        {"step": step, "tokens": 1000, "model_tflops": 1e-6, "step_seconds": 990e-9 + step * 1e-9}
+        for step in range(1, 30)
+    ]
+    run.joinpath("metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+EXPECTED = {
+    "matmul": 400e-9,
+    "exposed_communication": 250e-9,  # 300 on device 0, 200 on device 1
+    "dependency": 50e-9,  # device 1 has nothing to do for 100 ns
+    "exposed_host_copies": 100e-9,
+    "data_wait": 50e-9,
+    "host_gap": 50e-9,
+    "other_kernels": 100e-9,
+}
+
+
+def test_the_ledger_of_two_gpus(tmp_path):
+    found = build(collected(tmp_path / "runs" / "small" / "1", graphs=False))
+    lines = {line.name: line.seconds for line in found.lines}
+    assert lines == pytest.approx({name: EXPECTED.get(name, 0.0) for name in ledger.LINES}, abs=1e-12)
+    assert sum(lines.values()) == pytest.approx(found.window.step_seconds, rel=1e-12) == 1e-6
+    assert found.run.config == "small" and found.run.tokens_per_step == 1000
+    assert found.window.attribution_seconds is None and found.window.first_step == 5
+    loop = [990e-9 + step * 1e-9 for step in range(4, 30) if step not in range(5, 11)]
+    assert found.window.loop_seconds == pytest.approx(sorted(loop)[len(loop) // 2], rel=2e-3)
+    scopes = {(scope.layer, scope.phase, scope.line): scope.seconds for scope in found.scopes}
+    assert scopes["mlp", "forward", "matmul"] == pytest.approx(400e-9)
+    assert scopes["optimizer", "optimizer", "other_kernels"] == pytest.approx(100e-9)
+    assert [(device.device, len(device.steps)) for device in found.devices] == [("0", 2), ("1", 2)]
+    assert found.devices[0].strip[0] == (0.0, 400e-9, "matmul")
+
+
+def test_who_came_last_made_the_others_wait(tmp_path):
+    (found,) = build(collected(tmp_path / "runs" / "small" / "1", graphs=False)).collectives
+    assert (found.name, found.kind, found.bytes, found.count) == ("all-reduce.1", "all-reduce", 2e6, 1)
+    assert found.last == "1"
+    assert found.seconds == pytest.approx(300e-9)  # 400 on device 0, 200 on device 1
+    assert found.wait_seconds == pytest.approx(100e-9)  # 200 on device 0
+    assert found.exposed_seconds == pytest.approx(250e-9)  # 300 on device 0, 200 on device 1
+
+
+def test_the_products_are_taken_apart(tmp_path):
+    found = build(collected(tmp_path / "runs" / "small" / "1", graphs=False)).matmul
+    assert found.flops == 2 * 2e9 and found.model_flops == 6 * MATMUL_PARAMETERS * 1000
+    parts = found.ideal_seconds, found.recomputation_seconds, found.frequency_seconds
+    assert sum((*parts, found.inefficiency_seconds)) == pytest.approx(400e-9)
+    assert found.ideal_seconds == pytest.approx(found.model_flops / 2 / 989.5e12)
+    assert found.recomputation_seconds == pytest.approx((found.flops - found.model_flops) / 2 / 989.5e12)
+    # The clock is 1,464 MHz while products run, and 1,980 else.
+    assert found.frequency_seconds == pytest.approx(400e-9 * (1 - 1464 / 1830))
+    assert found.headroom_seconds == pytest.approx(found.ideal_seconds * (1 - 1830 / 1980))
+
+
+def test_graphs_hide_names_and_a_second_pass_finds_them(tmp_path):
+    plain = build(collected(tmp_path / "runs" / "small" / "1", graphs=False))
+    found = build(collected(tmp_path / "runs" / "small" / "2", graphs=True))
+    assert {line.name: line.seconds for line in found.lines} == pytest.approx(
+        {line.name: line.seconds for line in plain.lines}, abs=1e-12
+    )
+    assert found.window.attribution_seconds == pytest.approx(1100e-9)
+    kernels = {kernel.hlo: kernel for kernel in found.kernels}
+    assert kernels["gemm.1"].seconds == pytest.approx(400e-9) and kernels["gemm.1"].flops == 2e9
+    assert {(scope.layer, scope.line) for scope in found.scopes} >= {("mlp", "matmul")}
+
+
+def test_a_trace_without_a_device_is_said(tmp_path):
+    folder = collected(tmp_path / "runs" / "small" / "1", graphs=False)
+    shutil.rmtree(folder / "production")
+    planes.write(folder / "production" / "0", planes.Plane("/host:CPU", {}))
+    with pytest.raises(ValueError, match="nothing that ran on a device"):
+        build(folder)
+
+
+def test_what_was_not_collected_is_said(tmp_path):
+    with pytest.raises(ValueError, match="was the run profiled"):
+        build(tmp_path / "runs" / "small" / "1" / "profile" / "5")
+
+
+def test_the_benchmark_of_exposed_copies_reads_a_profile(tmp_path, bench):
+    found = bench("exposed_copies").measure(collected(tmp_path / "runs" / "small" / "1", graphs=True))
+    assert found["steps"] == 2 and found["step_seconds"] == 1e-6
+    assert found["computing"] == 0.8 and found["exposed_copies"] == 0.1
+    assert found["idle_without_copies"] == 0.1 and found["copying"] == 0.15
+    assert found["gb_per_second_while_copying"]["to_host"] is None
+    assert found["gb_per_second_while_copying"]["to_device"] == pytest.approx((1 << 20) / 150, rel=0.01)

@@ -1,0 +1,236 @@
+"""The command profiles itself: what is collected, and that the ledger agrees with the loop's clock."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from processes import finish, start_processes
+from runs import make_workplace
+
+from jaxthru.profile import ledger
+from jaxthru.profile.build import build
+from jaxthru.profile.trace import NoProfile, Profile, ProfileConfig, open_profile
+from jaxthru.runtime.errors import InputError
+
+AT, STEPS = 6, 5
+PROFILED = {"profile__at": AT, "profile__steps": STEPS, "train__steps": 16, "checkpoint__every": 0}
+IDLE = ("data_wait", "host_gap", "dependency")
+LARGER = {"model__embed": 128, "model__mlp": 512, "data__sequence": 256}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    place.run("profiled", **PROFILED, **LARGER)
+    return place.folder / "profiled"
+
+
+@pytest.fixture(scope="module")
+def found(run) -> ledger.Ledger:
+    return ledger.read(run / "profile" / str(AT) / "ledger.json")
+
+
+def test_the_ledger_closes(run, found):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = {line.name: line.seconds for line in found.lines}
+    assert list(lines) == list(ledger.LINES)
+    assert sum(lines.values()) == pytest.approx(found.window.step_seconds, rel=1e-9)
+    assert lines["unclassified"] <= 0.01 * found.window.step_seconds
+    # A step of the ledger begins with its first kernel, one of the loop's with the end of the last one: the
+    # time between steps is counted at different ends. The first step profiled begins with an idle device.
+    of = [row["step_seconds"] for row in rows if AT < row["step"] < AT + STEPS]
+    steps = [step for step in found.devices[0].steps if step.step > AT]
+    mine = [step.seconds for step in steps]
+    between = max(sum(step.lines[line] for line in IDLE) for step in found.devices[0].steps)
+    assert len(mine) == len(of) == STEPS - 1
+    assert sum(mine) == pytest.approx(sum(of), abs=0.02 * sum(of) + 2 * between)
+
+
+def test_every_layer_and_phase_is_seen(found):
+    seen = {(scope.layer, scope.phase) for scope in found.scopes}
+    for layer in ("attention", "mlp"):  # what is short may be hidden: a CPU runs several things at once
+        assert {(layer, "forward"), (layer, "backward")} <= seen
+    assert {("head", "loss"), ("optimizer", "optimizer")} <= seen
+    scopes = sum(scope.seconds for scope in found.scopes)
+    idle = sum(found.seconds(line) for line in IDLE)
+    assert scopes + idle == pytest.approx(found.window.step_seconds, rel=1e-9)
+    assert any(kernel.source and kernel.flops for kernel in found.kernels)
+
+
+def test_products_are_counted(found):
+    assert found.matmul.flops == pytest.approx(found.matmul.model_flops, rel=0.05)  # padding is not needed
+    assert found.matmul.ideal_seconds is None and found.clock.source == "none"  # a CPU has no data sheet
+
+
+def test_memory_is_told_apart(found):
+    parameters = found.memory.categories["parameters"]
+    assert found.memory.categories["optimizer"] == pytest.approx(2 * parameters, rel=0.01)
+    kept = {name: size for name, size in found.memory.categories.items() if name.startswith("activations")}
+    assert {"activations of attention", "activations of mlp"} <= kept.keys() and min(kept.values()) >= 0
+    sizes = [buffer.bytes for buffer in found.memory.buffers]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
+    assert any(buffer.source for buffer in found.memory.buffers)
+    positions = [at for at, _ in found.memory.curve]
+    assert positions == sorted(positions) and positions[0] >= 0 and positions[-1] <= 1
+    assert max(size for _, size in found.memory.curve) <= sum(found.memory.categories.values())
+
+
+def test_profiling_changes_no_loss(place, run):
+    place.run("plain", **PROFILED | {"profile__at": 0}, **LARGER)
+    assert place.losses("plain") == place.losses("profiled")
+    assert not (place.folder / "plain" / "profile").exists()
+
+
+@pytest.mark.slow
+def test_several_devices(place):
+    place.run("split", devices=4, mesh__fsdp=2, mesh__tensor=1, mesh__data=2, **PROFILED)
+    found = ledger.read(place.folder / "split" / "profile" / str(AT) / "ledger.json")
+    assert [device.device for device in found.devices] == ["0", "1", "2", "3"]
+    kinds = {collective.kind for collective in found.collectives}
+    assert {"all-gather", "all-reduce"} <= kinds
+    for collective in found.collectives:
+        assert 0 <= collective.wait_seconds <= collective.seconds
+        assert collective.exposed_seconds <= collective.seconds * 1.000001
+    assert found.seconds("exposed_communication") > 0 and found.seconds("unclassified") == 0
+
+
+@pytest.mark.slow
+def test_a_layered_step(place):
+    layered = {"model__loop": "unroll", "remat__policy": "attention", "offload__level": "optimizer"}
+    place.run("layered", **PROFILED, **layered)
+    found = ledger.read(place.folder / "layered" / "profile" / str(AT) / "ledger.json")
+    seen = {(scope.layer, scope.phase) for scope in found.scopes}
+    assert {("mlp", "forward"), ("mlp", "recomputation"), ("mlp", "backward")} <= seen
+    assert ("optimizer", "optimizer") in seen and ("head", "loss") in seen
+    assert found.matmul.flops >= 0.99 * found.matmul.model_flops
+
+
+PLANTED = """
+import sys, time
+import jax
+from jaxthru import train
+
+class Slow:
+    def __init__(self, batches):
+        self.batches = batches
+    def __enter__(self):
+        self.iterator = self.batches.__enter__()
+        return self
+    def __exit__(self, *raised):
+        return self.batches.__exit__(*raised)
+    def __next__(self):
+        time.sleep(0.2)
+        return next(self.iterator)
+
+def synchronous(self, state, batch, call=train.CompiledStep.__call__):
+    results = jax.block_until_ready(call(self, state, batch))
+    time.sleep(0.1)
+    return results
+
+if __name__ == "__main__":
+    if sys.argv.pop(1) == "loader":
+        batches = train.Build.batches
+        train.Build.batches = lambda *arguments: Slow(batches(*arguments))
+    else:
+        train.CompiledStep.__call__ = synchronous
+    sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cause", "line"), [("loader", "data_wait"), ("synchronous", "host_gap")])
+def test_planted_causes_have_their_line(place, tmp_path, cause, line):
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED)
+    arguments = place.command(cause, **PROFILED)[3:]
+    subprocess.run([sys.executable, script, cause, *arguments], env=place.environment(), check=True)
+    found = ledger.read(place.folder / cause / "profile" / str(AT) / "ledger.json")
+    planted = (
+        0.1
+        if cause == "synchronous"
+        else 0.2
+        - sum(entry.seconds for entry in found.lines if entry.name not in (line, "host_gap", "dependency"))
+    )  # the loader sleeps while the device still runs
+    assert found.seconds(line) == pytest.approx(planted, rel=0.2)
+    others = [entry.seconds for entry in found.lines if entry.name != line]
+    assert found.seconds(line) > sum(others)
+
+
+@pytest.mark.slow
+def test_two_processes_have_one_ledger(place, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nfrom jaxthru.train import main\nsys.exit(main())\n")
+    finish(start_processes(script, *place.command("pair", mesh__fsdp=2, **PROFILED)[3:]), timeout=300)
+    found = ledger.read(place.folder / "pair" / "profile" / str(AT) / "ledger.json")
+    assert [device.device for device in found.devices] == ["0/0", "1/0"] and found.run.processes == 2
+    # On one clock: a step begins on both at nearly the same time.
+    begun = [[step.start for step in device.steps] for device in found.devices]
+    assert begun[0] == pytest.approx(begun[1], abs=0.5 * found.window.step_seconds)
+    assert found.seconds("unclassified") == 0 and found.memory is not None
+
+
+def test_a_run_that_ends_with_the_last_step_profiled(place):
+    place.run("short", **PROFILED | {"profile__at": 14, "profile__steps": 3})
+    found = build(place.folder / "short" / "profile" / "14")
+    assert [step.step for step in found.devices[0].steps] == [14, 15, 16]
+
+
+def test_switched_off_it_is_nothing(tmp_path):
+    program = lambda state, batch: None  # noqa: E731
+    off = open_profile(ProfileConfig(), tmp_path, program, None)
+    assert isinstance(off, NoProfile) and off.program is program
+    assert not any(map(off.begins, range(10)))
+    with off.span("dispatch", 3):
+        off.after(3)
+    off.finish()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_takes_a_second_pass_without_graphs(tmp_path, monkeypatch):
+    """On a GPU, as far as a CPU can show it: which steps are traced, with which program, compiled how."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    calls = []
+    monkeypatch.setattr(
+        jax.profiler, "start_trace", lambda folder, **_: calls.append(Path(folder).parent.name)
+    )
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+
+    class Program:
+        def __init__(self, text: str):
+            self.as_text = lambda: text
+
+    asked, plain, named = [], Program("plain"), Program("named")
+
+    def recompile(options):
+        asked.append(options)
+        return named
+
+    profile = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile)
+    programs = {}
+    for step in range(1, 14):
+        if profile.begins(step):
+            profile.begin()
+        programs[step] = profile.program
+        profile.after(step - 1)
+    assert [step for step, program in programs.items() if program is named] == [7, 8, 9, 10]
+    assert asked and all(options["xla_gpu_enable_command_buffer"] == "" for options in asked)
+    assert calls == ["production", "stop", "attribution", "stop"]
+    taken = json.loads((tmp_path / "4" / "collected.json").read_text())
+    assert taken["passes"] == {
+        "production": {"first_step": 4, "steps": 2},
+        "attribution": {"first_step": 7, "steps": 2},
+    }
+    assert (tmp_path / "4" / "attribution.hlo.txt").read_text() == "named"
+
+
+@pytest.mark.parametrize("settings", [{"at": -1}, {"steps": 0}])
+def test_impossible_settings(settings):
+    with pytest.raises(InputError, match="profile"):
+        ProfileConfig(**settings)

@@ -1,0 +1,107 @@
+"""Each rule on a program that breaks it, compiled where a CPU's compiler shows it, and on the step, which
+breaks none."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from jaxthru.profile import hlo
+from jaxthru.profile.attribution import Attribution
+from jaxthru.profile.lint import lint
+
+CONFIG = {
+    "mesh": {"data": 1, "fsdp": 2, "tensor": 1},
+    "precision": {"compute": "bfloat16"},
+    "data": {"sequence": 64},
+}
+
+
+def findings(text: str, rule: str, **config):
+    attribution = Attribution(hlo.modules(text))
+    spent = {(work.module, work.instruction.name): 0.5 for work in attribution.all()}
+    return [entry for entry in lint(attribution, spent, CONFIG | config) if entry.rule == rule]
+
+
+def compiled(function, *arguments, **options) -> str:
+    return jax.jit(function, **options).lower(*arguments).compile().as_text()
+
+
+def array(*dims: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def program(*lines: str, header: str = "") -> str:
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"HloModule jit_f, is_scheduled=true{header}\n\nENTRY %main (a: f32[2]) -> f32[2] {{\n{body}\n}}\n"
+
+
+def test_large_copies():
+    text = compiled(lambda x: x.T.copy(), array(1024, 512))
+    (entry,) = findings(text, "copies")
+    assert entry.bytes == 2 * 4 * 1024 * 512 and entry.seconds == 0.5
+    assert not findings(compiled(lambda x: x.T.copy(), array(64, 64)), "copies")
+
+
+def test_float32_products_in_a_bfloat16_run():
+    wide = program(
+        "%a = f32[64,64]{1,0} parameter(0)",
+        "ROOT %dot.1 = f32[64,64]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+        'metadata={op_name="jit(f)/jvp(model)/mlp/dot"}',
+    )
+    (entry,) = findings(wide, "float32_matmuls")
+    assert entry.instruction == "dot.1" and "5.24e+05 FLOPs" in entry.text and entry.scope.endswith("mlp/dot")
+    assert not findings(wide, "float32_matmuls", precision={"compute": "float32"})
+
+
+def test_products_that_the_compiler_widens_are_its_own():
+    text = compiled(lambda x, y: x @ y, *[array(64, 64, dtype=jnp.bfloat16)] * 2)
+    assert " dot(" in text and not findings(text, "float32_matmuls")
+
+
+@pytest.mark.parametrize(
+    ("opcode", "shape", "mesh", "why"),
+    [
+        ("all-to-all", "bf16[512,64]", {"data": 1, "fsdp": 2, "tensor": 1}, "no axis of the mesh"),
+        ("all-gather", "bf16[512,64]", {"data": 2, "fsdp": 1, "tensor": 1}, "nothing is split"),
+        ("all-gather", "bf16[8,64,64]", {"data": 1, "fsdp": 2, "tensor": 1}, "gathers activations"),
+        ("all-gather", "bf16[512,64]", {"data": 1, "fsdp": 2, "tensor": 1}, None),
+        ("all-gather", "bf16[8,64,64]", {"data": 1, "fsdp": 1, "tensor": 2}, None),
+        ("all-reduce", "bf16[512,64]", {"data": 2, "fsdp": 1, "tensor": 1}, None),
+    ],
+)
+def test_collectives_that_the_mesh_does_not_explain(opcode, shape, mesh, why):
+    text = program(f"%a = {shape} parameter(0)", f"ROOT %c.1 = {shape} {opcode}(%a), dimensions={{0}}")
+    texts = [entry.text for entry in findings(text, "collectives", mesh=mesh)]
+    assert len(texts) == (why is not None) and all(why in text for text in texts)
+
+
+def test_loops_of_unknown_length():
+    unknown = compiled(lambda x: jax.lax.while_loop(lambda x: x[0] < 9, lambda x: x * 2, x), array(8))
+    assert len(findings(unknown, "loops")) == 1
+    known = compiled(lambda x: jax.lax.fori_loop(0, 9, lambda _, x: jnp.sin(x), x), array(8))
+    assert "while(" in known and not findings(known, "loops")
+
+
+def test_state_that_is_not_donated():
+    def update(state):
+        return {"params": state["params"] * 2}
+
+    state = {"params": array(1024, 512)}
+    (entry,) = findings(compiled(update, state), "not_donated")
+    assert entry.bytes == 4 * 1024 * 512 and entry.text == "state['params'] is not donated"
+    assert not findings(compiled(update, state, donate_argnums=0), "not_donated")
+
+
+def test_attention_that_is_computed_again():
+    again = tiny.make(loop="scan", remat="full").compiled.as_text()
+    entries = findings(again, "attention_again")
+    assert entries and all("rematted_computation" in entry.scope for entry in entries)
+    assert not findings(tiny.make(loop="scan").compiled.as_text(), "attention_again")
+
+
+def test_the_step_breaks_no_rule_of_the_mesh():
+    text = tiny.make(loop="scan", mesh=(2, 2, 2)).compiled.as_text()
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    for rule in ("collectives", "loops", "not_donated", "attention_again"):
+        assert not findings(text, rule, mesh=mesh), rule
