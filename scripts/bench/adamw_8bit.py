@@ -20,7 +20,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from linear_cross_entropy import take_turns
+import turns
 
 from jaxthru.runtime import xla
 from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, split, update
@@ -32,8 +32,8 @@ CALLS = 20
 
 
 def contender(implementation: str, shape: tuple[int, ...]):
-    """Returns the compiled update, and a function without arguments that runs it CALLS times on its own
-    state: a call is shorter than the host's way there and back."""
+    """Returns the compiled update, and a function without arguments that runs it on its own state, which it
+    takes over."""
     draw = np.random.default_rng(0)
     gradient = normal(draw, shape, jnp.bfloat16)
     state = (
@@ -50,8 +50,7 @@ def contender(implementation: str, shape: tuple[int, ...]):
 
     def run():
         nonlocal state
-        for _ in range(CALLS):
-            state = compiled(state, gradient, scalars)
+        state = compiled(state, gradient, scalars)
         return state
 
     return compiled, run
@@ -70,21 +69,15 @@ def main() -> int:
     names = ("triton", "xla") if jax.default_backend() == "gpu" else ("xla",)
     made = {name: contender(name, shape) for name in names}
     runs = {name: run for name, (_, run) in made.items()}
-    take_turns(runs, (), options.warmup_seconds / len(runs))
+    turns.take(runs, (), options.warmup_seconds / len(runs), calls=CALLS)
     with harness.Clocks() as clocks:
-        times = take_turns(runs, (), options.timed_seconds, turn_seconds=0.2)
-    times = {name: [seconds / CALLS for seconds in each] for name, each in times.items()}
-    least = np.prod(shape) * (14 + 16 / 256)
-    contended = {}
-    for name, (compiled, _) in made.items():
-        median = statistics.median(times[name])
-        contended[name] = {
-            "milliseconds": round(1e3 * median, 4),
-            "milliseconds_quartiles": [round(1e3 * q, 4) for q in statistics.quantiles(times[name])],
-            "calls": CALLS * len(times[name]),
-            "needed_gb_per_second": round(float(least) / median / 1e9, 1),
-            "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        }
+        times = turns.take(runs, (), options.timed_seconds, turn_seconds=0.2, calls=CALLS)
+    least = float(np.prod(shape)) * (14 + 16 / 256)
+    contended = {
+        name: turns.told(times[name], compiled.memory_analysis(), CALLS)
+        | {"needed_gb_per_second": round(least / statistics.median(times[name]) / 1e9, 1)}
+        for name, (compiled, _) in made.items()
+    }
     line = {
         "benchmark": "adamw_8bit",
         "shape": options.shape,

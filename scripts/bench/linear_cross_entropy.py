@@ -23,7 +23,6 @@ import argparse
 import importlib.util
 import statistics
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -31,6 +30,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import turns
 
 from jaxthru.runtime import xla
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
@@ -101,19 +101,6 @@ def inputs(shape, dtype):
     return hidden, matrix, targets, jnp.full((B, T), 1 / (B * T), jnp.float32)
 
 
-def take_turns(runs, arguments, seconds: float, turn_seconds: float = 1.0) -> dict[str, list[float]]:
-    """Returns each contender's times of a call; each has `seconds` in turns of `turn_seconds`."""
-    times = {name: [] for name in runs}
-    while sum(map(sum, times.values())) < seconds * len(runs):
-        for name, run in runs.items():
-            turn = time.perf_counter()
-            while time.perf_counter() - turn < turn_seconds:
-                began = time.perf_counter()
-                jax.block_until_ready(run(*arguments))
-                times[name].append(time.perf_counter() - began)
-    return times
-
-
 def main() -> int:
     shapes = GPU | {"benchmark": CPU["benchmark"]}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -138,21 +125,17 @@ def main() -> int:
     }
     losses = {name: float(value) for name, (value, _) in results.items()}
     del results
-    take_turns(runs, arguments, options.warmup_seconds / len(runs))
+    turns.take(runs, arguments, options.warmup_seconds / len(runs))
     with harness.Clocks() as clocks:
-        times = take_turns(runs, arguments, options.timed_seconds)
+        times = turns.take(runs, arguments, options.timed_seconds)
     flops = 6 * shape.rows * shape.sequence * shape.embed * shape.vocabulary
     copy = 0 if on_cpu else arguments[0].dtype.itemsize
     matrix_bytes = (4 + copy) * shape.embed * shape.vocabulary  # of the gradient and the cast matrix
     contended = {}
     for name, run in runs.items():
         median, memory = statistics.median(times[name]), run.memory_analysis()
-        contended[name] = {
-            "milliseconds": round(1e3 * median, 3),
-            "milliseconds_quartiles": [round(1e3 * q, 3) for q in statistics.quantiles(times[name])],
-            "calls": len(times[name]),
+        contended[name] = turns.told(times[name], memory) | {
             "tflops_of_3_products": round(flops / median / 1e12, 1),
-            "temp_bytes": memory.temp_size_in_bytes,
             "bytes_beyond_matrix_and_gradient": memory.temp_size_in_bytes
             + memory.output_size_in_bytes
             - matrix_bytes,

@@ -11,7 +11,6 @@ for the scale's gradient, 0.192 ms. In all 0.19 against 0.26 ms, 1.33 times as f
 """
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from linear_cross_entropy import take_turns
+import turns
 
 from jaxthru.runtime import xla
 from pallas_kernels.rms_norm import rms_norm
@@ -54,21 +53,10 @@ def main() -> int:
     arguments = x, jnp.ones(D, jnp.float32), (d_residual, dy)
     names = ("triton", "reference") if jax.default_backend() == "gpu" else ("reference",)
     runs = {name: jax.jit(contender(name)).lower(*arguments).compile() for name in names}
-    # Several calls to one wait: a call is shorter than the host's way there and back.
-    several = {name: lambda *a, run=run: [run(*a) for _ in range(CALLS)] for name, run in runs.items()}
-    take_turns(several, arguments, options.warmup_seconds / len(runs))
+    turns.take(runs, arguments, options.warmup_seconds / len(runs), calls=CALLS)
     with harness.Clocks() as clocks:
-        times = take_turns(several, arguments, options.timed_seconds, turn_seconds=0.2)
-    times = {name: [seconds / CALLS for seconds in each] for name, each in times.items()}
-    contended = {
-        name: {
-            "milliseconds": round(1e3 * statistics.median(times[name]), 4),
-            "milliseconds_quartiles": [round(1e3 * q, 4) for q in statistics.quantiles(times[name])],
-            "calls": CALLS * len(times[name]),
-            "temp_bytes": run.memory_analysis().temp_size_in_bytes,
-        }
-        for name, run in runs.items()
-    }
+        times = turns.take(runs, arguments, options.timed_seconds, turn_seconds=0.2, calls=CALLS)
+    contended = {name: turns.told(times[name], run.memory_analysis(), CALLS) for name, run in runs.items()}
     line = {
         "benchmark": "rms_norm",
         "shape": options.shape,
