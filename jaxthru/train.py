@@ -130,7 +130,12 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     segments, sources = data.segments, len(data.names)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
     sharing, exact = layout.mesh.size, train.deterministic
-    options = xla.compiler_options(jax.default_backend(), devices=sharing, deterministic=exact)
+    options = xla.compiler_options(
+        jax.default_backend(),
+        devices=sharing,
+        deterministic=exact,
+        writes_to_peers=config.mesh.collective_matmul == "mosaic_gpu",
+    )
     started = time.monotonic()
     try:
         compiled = made.compile(options)

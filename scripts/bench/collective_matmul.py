@@ -258,7 +258,7 @@ def turn(run, operands, calls: int) -> float:
 
 def compile_all(lowered: dict) -> dict:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return dict(zip(lowered, pool.map(lambda l: l.compile(), lowered.values()), strict=True))  # noqa: E741
+        return dict(zip(lowered, pool.map(checks.compile_safely, lowered.values()), strict=True))
 
 
 def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float) -> dict:

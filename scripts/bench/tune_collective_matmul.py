@@ -54,7 +54,9 @@ def tune(case: bench.Case, turns: int, turn_seconds: float) -> dict:
     times |= times_of([s for s in every if (s.m, s.n) == (size.m, size.n)])
     best = min(times, key=times.get)
     final = {"plain": case.of(reference), "fused": case.of(mosaic_gpu, tiles=best)}
-    wanted, found = (jax.jit(run)(*operands) for run in final.values())
+    wanted, found = (
+        checks.compile_safely(jax.jit(run).lower(*operands))(*operands) for run in final.values()
+    )
     if not max(map(float, bench.apart(found, wanted))) <= bench.TOLERANCE:
         sys.exit(f"{case.problem.key}: the result with {best} differs from the plain form's")
     compared = measure(final, operands, 2 * turns, turn_seconds)

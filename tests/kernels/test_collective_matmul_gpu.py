@@ -331,6 +331,25 @@ def test_a_problem_and_its_key():
     assert Problem.of_key(problem.key) == problem
 
 
+def test_compiled_without_graphs_where_a_kernel_writes_to_peers(bench, monkeypatch):
+    """A CUDA graph keeps a peer's address that may have gone stale."""
+    check = bench("collective_matmul_check")
+    seen = []
+
+    class Lowered:
+        def __init__(self, text):
+            self.as_text = lambda: text
+
+        def compile(self, compiler_options):
+            seen.append(compiler_options)
+
+    texts = lower(GPU["qkv"], {"tensor": 2}), jax.jit(jnp.sin).lower(1.0).as_text()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for text in texts:
+        check.compile_safely(Lowered(text))
+    assert seen == [{"xla_gpu_enable_command_buffer": ""}, None]
+
+
 # On GPUs.
 
 GPU_AXES = ({"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2})
