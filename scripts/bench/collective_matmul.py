@@ -55,7 +55,7 @@ NAMED = {
     "plain": "reference",
     "ring": "ring",
     "ring_bidirectional": "ring_bidirectional",
-    "fused": "mosaic_gpu",
+    "fused": "mosaic_gpu_alone",
 }
 SHAPES = ("qkv", "gate", "gate_up", "scatter_6144", "down", *UNTUNED)
 
