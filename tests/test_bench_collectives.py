@@ -2,6 +2,8 @@
 
 import pytest
 
+from pallas_kernels.collective_matmul.shapes import GPU
+
 
 def test_exposed_collectives_and_what_they_slow(bench):
     measure = bench("exposed_collectives").measure
@@ -30,3 +32,31 @@ def test_a_step_that_hides_everything_exposes_nothing(bench):
     found = bench("exposed_collectives").measure([(10, 20)], [(0, 50, "matmul"), (50, 90, "matmul")])
     assert found["exposed_collectives"] == found["idle"] == found["slowed_by"] == 0
     assert found["computing"] == 1
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", ["qkv_apart", "down"])
+def test_every_call_of_a_timed_program_is_made(name, backward, bench):
+    """XLA drops calls whose results nothing reads; their time would still be divided by their number."""
+    import jax
+
+    module = bench("collective_matmul")
+    case = module.Case(
+        GPU[name].scaled(64), bench("collective_matmul_check").make_mesh({"tensor": 2}), backward
+    )
+    runs, _ = module.contenders(case)
+    assert {"plain", "ring", "default", "product", "collective"} <= set(runs)
+    module.compile_in_a_row(runs)  # which counts
+
+    def dropping(*operands):
+        for _ in range(module.IN_A_ROW):
+            results = runs["plain"][0](*operands)
+            operands, results = jax.lax.optimization_barrier((operands, results))
+        return results
+
+    dropped, single = (
+        module.work(lowered.compile())
+        for lowered in (jax.jit(dropping).lower(*case.operands()), module.program(*runs["plain"], calls=1))
+    )
+    with pytest.raises(RuntimeError, match="plain: 4 calls compile to"):
+        module.require_every_call(dropped, single, "plain")

@@ -21,12 +21,14 @@ for the weights' gradients besides.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -207,16 +209,38 @@ def jax_kernels(case: Case) -> dict[str, Callable]:
     return runs
 
 
-def program(run: Callable, operands):
-    """Returns the lowered program of IN_A_ROW calls, each of which has to wait for the one before."""
+def program(run: Callable, operands, calls: int = IN_A_ROW):
+    """Returns the lowered program of several calls, each of which has to wait for the one before.
 
-    def calls(*operands):
-        for _ in range(IN_A_ROW):
+    All their results are returned: XLA drops a call whose results nothing reads, barrier or not.
+    """
+
+    def in_a_row(*operands):
+        every = []
+        for _ in range(calls):
             results = run(*operands)
             operands, results = jax.lax.optimization_barrier((operands, results))
-        return results
+            every.append(results)
+        return every
 
-    return jax.jit(calls).lower(*operands)
+    return jax.jit(in_a_row).lower(*operands)
+
+
+WORK = re.compile(
+    r" (dot|all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+    r'|custom_call_target="([^"]*(?:gemm|matmul|mosaic)[^"]*)"'
+)
+
+
+def work(compiled: jax.stages.Compiled) -> collections.Counter:
+    """Returns how many products, collectives and kernels of each kind a compiled program has."""
+    return collections.Counter(a or b for a, b in WORK.findall(compiled.as_text()))
+
+
+def require_every_call(found: collections.Counter, single: collections.Counter, name: str) -> None:
+    """Raises RuntimeError unless a program does at least IN_A_ROW times the work of a single call."""
+    if not single or found.total() < IN_A_ROW * single.total():
+        raise RuntimeError(f"{name}: {IN_A_ROW} calls compile to {dict(found)}, one to {dict(single)}")
 
 
 def contenders(case: Case) -> tuple[dict[str, tuple[Callable, tuple]], dict[str, str]]:
@@ -261,15 +285,26 @@ def compile_all(lowered: dict) -> dict:
         return dict(zip(lowered, pool.map(checks.compile_safely, lowered.values()), strict=True))
 
 
+def compile_in_a_row(runs: dict[str, tuple[Callable, tuple]]) -> dict[str, jax.stages.Compiled]:
+    """Returns the programs to be timed, each of which has been seen to make all of its calls."""
+    compiled = compile_all({name: program(*run) for name, run in runs.items()})
+    singles = compile_all({name: program(*run, calls=1) for name, run in runs.items()})
+    for name in compiled:
+        require_every_call(work(compiled[name]), work(singles[name]), name)
+    return compiled
+
+
 def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float) -> dict:
     """Returns the result of a case: each contender's times, errors and ratio over the plain form."""
     runs, missing = contenders(case)
-    compiled = compile_all({name: program(*run) for name, run in runs.items()})
-    errors, plain = {}, compiled["plain"](*runs["plain"][1])
+    compiled = compile_in_a_row(runs)
+    errors, (plain, *_) = {}, compiled["plain"](*runs["plain"][1])
     for name in list(compiled):
         if name in ("product", "collective"):
             continue
-        errors[name] = max(float(e) for e in apart(compiled[name](*runs[name][1]), plain))
+        found = compiled[name](*runs[name][1])
+        errors[name] = max(float(e) for results in found for e in apart(results, plain))
+        del found
         if not errors[name] <= TOLERANCE:
             missing[name] = f"{errors[name]:.2g} apart from the plain form"
             del compiled[name]

@@ -29,7 +29,7 @@ TABLE = Path(tile_table.__file__)
 
 def measure(runs: dict, operands, turns: int, turn_seconds: float) -> dict[str, float]:
     """Returns the median seconds of a call of each, after one turn to warm up."""
-    compiled = bench.compile_all({name: bench.program(run, operands) for name, run in runs.items()})
+    compiled = bench.compile_in_a_row({name: (run, operands) for name, run in runs.items()})
     times = {name: [] for name in compiled}
     calls = {}
     for number in range(turns + 1):
