@@ -1,5 +1,8 @@
 """What a trace says of collectives, from traces whose answer is known."""
 
+import time
+from pathlib import Path
+
 import pytest
 
 from pallas_kernels.collective_matmul.shapes import GPU
@@ -60,3 +63,32 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
     )
     with pytest.raises(RuntimeError, match="plain: 4 calls compile to"):
         module.require_every_call(dropped, single, "plain")
+
+
+def test_a_script_that_hangs_is_killed_with_all_it_started(bench, tmp_path):
+    script, pid = tmp_path / "hangs.py", tmp_path / "pid"
+    script.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
+        "print('started', flush=True)\n"
+        "print('complained', file=sys.stderr, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with pytest.raises(RuntimeError, match=r"not done in 3 s, so it may hang: (?s:.*)started\ncomplained"):
+        bench("collective_matmul_check").run_script([str(script)], 3)
+    status = Path("/proc", pid.read_text(), "status")
+    deadline = time.monotonic() + 10
+    while status.exists() and "zombie" not in status.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_a_script_that_fails_says_why(bench, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print(os.environ['GIVEN']); sys.exit('the reason')")
+    run_script = bench("collective_matmul_check").run_script
+    with pytest.raises(RuntimeError, match=r"ended with status 1(?s:.*)the reason"):
+        run_script([str(script)], 30, GIVEN="1")
+    script.write_text("import os; print(os.environ['GIVEN'], os.environ['CUDA_MODULE_LOADING'])")
+    assert run_script([str(script)], 30, GIVEN="1") == "1 EAGER\n"

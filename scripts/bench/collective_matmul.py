@@ -30,7 +30,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -357,14 +356,12 @@ def torch_peer(devices: int, names: list[str], shapes: dict[str, Shape]) -> dict
     """Returns what PyTorch's operations take, or why not; in processes that cannot make multicast objects."""
     peer = Path(__file__).with_name("peers") / "torch_collective_matmul.py"
     wanted = {name: dataclasses.asdict(shapes[name]) for name in names}
-    command = [sys.executable, str(peer), "--devices", str(devices), "--shapes", json.dumps(wanted)]
-    environment = os.environ | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    arguments = [str(peer), "--devices", str(devices), "--shapes", json.dumps(wanted)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    except subprocess.TimeoutExpired:
-        return {"missing": "not done in 240 s"}
-    lines = done.stdout.splitlines()
-    return json.loads(lines[-1]) if lines and not done.returncode else {"missing": done.stderr[-500:]}
+        said = checks.run_script(arguments, 240, **xla.NO_MULTICAST)
+    except RuntimeError as error:
+        return {"missing": str(error)[-1000:]}
+    return json.loads(said.splitlines()[-1])
 
 
 def main() -> int:

@@ -9,11 +9,14 @@ drawn anew and with every free buffer filled with NaN before each run; repeats h
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import jax
@@ -25,6 +28,9 @@ from jaxthru.runtime import xla
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 
 os.environ.update(xla.NO_MULTICAST)  # whoever imports this is about to start collectives
+# CUDA loads a kernel's code at its first launch otherwise, and that may wait for running kernels to end:
+# one that waits for a peer whose kernel is yet to be loaded never does. Read when CUDA starts.
+os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 BFLOAT16_TOLERANCE = 1e-2
 
@@ -43,16 +49,35 @@ SHAPES = TINY | GPU | UNTUNED
 def in_child(axes: list[dict[str, int]], seconds: float, shapes: str = "tiny") -> None:
     """Runs this script on the meshes, and raises RuntimeError if it fails or is not done in time."""
     named = [",".join(f"{name}={size}" for name, size in mesh.items()) for mesh in axes]
-    command = [sys.executable, __file__, "--axes", *named, "--shapes", shapes]
-    try:
-        # This process may hold most of the GPUs' memory already.
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        child = subprocess.run(command, timeout=seconds, capture_output=True, text=True, env=environment)
-    except subprocess.TimeoutExpired as expired:  # the child has been killed
-        said = (expired.stdout or b"")[-1000:]
-        raise RuntimeError(f"not done in {seconds} s, so it may hang: {' '.join(command)}: {said}") from None
-    if child.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {child.stdout[-2000:]}{child.stderr[-3000:]}")
+    run_script([__file__, "--axes", *named, "--shapes", shapes], seconds)
+
+
+def run_script(arguments: list[str], seconds: float, **environment: str) -> str:
+    """Returns what a Python script prints, run in a session of its own.
+
+    Raises RuntimeError, with the ends of its output and of its errors, where it fails or is not done in time.
+    It and all processes that it started are then killed.
+    """
+    command = [sys.executable, *arguments]
+    # This process may hold most of the GPUs' memory already.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # a pipe could stay open
+        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            failed = f"not done in {seconds} s, so it may hang"
+        else:
+            failed = f"ended with status {child.returncode}" if child.returncode else ""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may hold on to it
+                child.wait(10)
+        said, complained = (file.seek(0) or file.read() for file in (out, err))
+    if failed:
+        raise RuntimeError(f"{failed}: {' '.join(command)}: {said[-2000:]}{complained[-3000:]}")
+    return said
 
 
 def make_mesh(axes: dict[str, int]) -> Mesh:
