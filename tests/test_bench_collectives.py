@@ -92,3 +92,26 @@ def test_a_script_that_fails_says_why(bench, tmp_path):
         run_script([str(script)], 30, GIVEN="1")
     script.write_text("import os; print(os.environ['GIVEN'], os.environ['CUDA_MODULE_LOADING'])")
     assert run_script([str(script)], 30, GIVEN="1") == "1 EAGER\n"
+
+
+def test_results_left_from_before_are_seen(bench, monkeypatch):
+    """A run that gives what the one before it should have differs from the first on its own operands."""
+    module = bench("collective_matmul_check")
+    mesh, shape = module.make_mesh({"tensor": 2}), GPU["down"].scaled(64)
+    line = module.check(mesh, shape, "ring", seed=3)
+    assert max(line["errors"]) <= module.BFLOAT16_TOLERANCE
+    assert module.unequal_repeats(mesh, shape, "ring", seed=3, repeats=2) == 0
+    compiled_by = module.compile_safely
+
+    class Stale:
+        def __init__(self, lowered):
+            self.compiled, self.results = compiled_by(lowered), []
+            self.out_info, self.output_shardings = self.compiled.out_info, self.compiled.output_shardings
+            self.memory_analysis = self.compiled.memory_analysis
+
+        def __call__(self, *operands):
+            self.results.append(self.compiled(*operands))
+            return self.results[-1 if len(self.results) <= 2 else -2]
+
+    monkeypatch.setattr(module, "compile_safely", Stale)
+    assert module.unequal_repeats(mesh, shape, "ring", seed=3, repeats=2) == 4
