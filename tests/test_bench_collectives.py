@@ -1,10 +1,15 @@
 """What a trace says of collectives, from traces whose answer is known."""
 
+import dataclasses
+import itertools
+import json
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
+from pallas_kernels.collective_matmul import tile_table, tiles
 from pallas_kernels.collective_matmul.shapes import GPU
 
 
@@ -41,8 +46,6 @@ def test_a_step_that_hides_everything_exposes_nothing(bench):
 @pytest.mark.parametrize("name", ["qkv_apart", "down"])
 def test_every_call_of_a_timed_program_is_made(name, backward, bench):
     """XLA drops calls whose results nothing reads; their time would still be divided by their number."""
-    import jax
-
     module = bench("collective_matmul")
     case = module.Case(
         GPU[name].scaled(64), bench("collective_matmul_check").make_mesh({"tensor": 2}), backward
@@ -115,3 +118,38 @@ def test_results_left_from_before_are_seen(bench, monkeypatch):
 
     monkeypatch.setattr(module, "compile_safely", Stale)
     assert module.unequal_repeats(mesh, shape, "ring", seed=3, repeats=2) == 4
+
+
+def test_a_case_that_hangs_ends_its_process(bench, tmp_path):
+    module = bench("collective_matmul_check")
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        f"import sys, time; sys.path.insert(0, {str(Path(module.__file__).parent)!r})\n"
+        "import collective_matmul_check as checks\n"
+        "with checks.ends_within(30, 'this'): pass\n"
+        "with checks.ends_within(0.1, 'that'): time.sleep(600)\n"
+    )
+    with pytest.raises(RuntimeError, match=r"with status 3(?s:.*)not done in 0.1 s, so it may hang: that"):
+        module.run_script([str(script)], 60)
+
+
+def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
+    """What is given to the child process is what the kernels take there, and other operations keep theirs."""
+    checks, module = bench("collective_matmul_check"), bench("collective_matmul")
+    monkeypatch.setattr(tile_table, "TABLE", {})
+    mesh, kind = checks.make_mesh({"tensor": 2}), jax.local_devices()[0].device_kind
+    given = []
+    monkeypatch.setattr(checks, "run_script", lambda arguments, seconds: given.append(arguments))
+    for name, backward in itertools.product(("qkv_apart", "down"), (False, True)):
+        large = module.Case(GPU[name], mesh, backward).problem
+        tiny = module.Case(checks.SHAPES[checks.TAKES[large.operation]], mesh, backward).problem
+        assert tiny.operation == large.operation
+        candidates = tiles.candidates(large)
+        checks.try_tiles({"tensor": 2}, large.operation, candidates)
+        told = json.loads(given[-1][given[-1].index("--tiles") + 1])
+        assert [tiles.Tiles(**one) for one in told] == candidates
+        for one in candidates:
+            checks.impose(large.operation, one)
+            assert tiles.choose(tiny, kind, tiles.SMS) == (one, None)
+            other = dataclasses.replace(tiny, operation="gather" if tiny.operation != "gather" else "scatter")
+            assert tile_table.TABLE[kind].get(other.key) is None

@@ -408,7 +408,7 @@ def main() -> int:
                 jax.block_until_ready(hot(*operands))
         for name in options.shapes:
             for direction in options.directions:
-                with phase(f"{name} {direction}"):
+                with phase(f"{name} {direction}"), checks.ends_within(180, f"{name} {direction}"):
                     case = Case(shapes[name], mesh, direction == "backward")
                     found = measure(case, options.warmup_turns, options.turns, options.turn_seconds)
                     results[f"{name}_{direction}"] = dataclasses.asdict(shapes[name]) | found

@@ -2,14 +2,17 @@
 
     python scripts/bench/collective_matmul_check.py [--axes tensor=2 ...] [--shapes tiny|all|NAME ...]
 
-A kernel that waits for a signal which never comes hangs every GPU of its mesh, and nothing in its process can
-end it. So a test or a benchmark calls `in_child` first, which runs this script at tiny shapes and kills it
-when the time is up. Values and gradients are compared with products accumulated in float64, of operands
-drawn anew and with every free buffer filled with NaN before each run; repeats have to be equal bit for bit.
+A kernel that waits for a signal which never comes hangs every GPU of its mesh, and only the end of its
+process ends it (`ends_within`). So a test or a benchmark calls `in_child` first, which runs this script at
+tiny shapes and kills it when the time is up. Values and gradients are compared with products accumulated in
+float64, of operands drawn anew and with free buffers filled with NaN before each run; repeats have to be
+equal bit for bit.
 """
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
 import json
 import math
 import os
@@ -17,7 +20,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +30,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.runtime import xla
+from pallas_kernels.collective_matmul import tile_table, tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 
 os.environ.update(xla.NO_MULTICAST)  # whoever imports this is about to start collectives
@@ -33,6 +39,7 @@ os.environ.update(xla.NO_MULTICAST)  # whoever imports this is about to start co
 os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 BFLOAT16_TOLERANCE = 1e-2
+HANGS = 3  # the exit status of a process that a hung kernel holds
 
 # The smallest that every kernel, each size of tile and an axis of 4 take; several tiles for some thread
 # blocks and none for others.
@@ -43,6 +50,13 @@ TINY = {
     "tiny_scatter": Shape("matmul_reduce_scatter", 1024, 256, (256,)),
     "tiny_scatter_many_tiles": Shape("matmul_reduce_scatter", 8192, 512, (2048,)),
 }
+# The one at which tiles are tried, for each operation of the kernels.
+TAKES = {
+    "gather": "tiny_gather_many_tiles",
+    "scatter_transposed": "tiny_gather_many_tiles",
+    "scatter": "tiny_scatter_many_tiles",
+    "gather_transposed": "tiny_scatter_many_tiles",
+}
 SHAPES = TINY | GPU | UNTUNED
 
 
@@ -50,6 +64,41 @@ def in_child(axes: list[dict[str, int]], seconds: float, shapes: str = "tiny") -
     """Runs this script on the meshes, and raises RuntimeError if it fails or is not done in time."""
     named = [",".join(f"{name}={size}" for name, size in mesh.items()) for mesh in axes]
     run_script([__file__, "--axes", *named, "--shapes", shapes], seconds)
+
+
+def try_tiles(axes: dict[str, int], operation: str, candidates: list[tiles.Tiles]) -> None:
+    """Runs tiles at a tiny shape in a child process, and raises RuntimeError if any is wrong or hangs.
+
+    operation: of the kernel, as in `tiles.Problem`.
+    """
+    named = ",".join(f"{name}={size}" for name, size in axes.items())
+    shape = TAKES[operation]
+    given = json.dumps([dataclasses.asdict(of) for of in candidates])
+    arguments = [
+        "--axes",
+        named,
+        "--shapes",
+        shape,
+        "--repeats",
+        "1",
+        "--operation",
+        operation,
+        "--tiles",
+        given,
+    ]
+    run_script([__file__, *arguments], 60 + 30 * len(candidates))
+
+
+def impose(operation: str, imposed: tiles.Tiles) -> None:
+    """Has every problem of a kernel's operation take these tiles, in this process."""
+
+    class Imposed(dict):
+        def get(self, key, default=None):
+            if tiles.Problem.of_key(key).operation != operation:
+                return default
+            return {"tiles": dataclasses.asdict(imposed), "faster": None}
+
+    tile_table.TABLE[jax.local_devices()[0].device_kind] = Imposed()
 
 
 def run_script(arguments: list[str], seconds: float, **environment: str) -> str:
@@ -78,6 +127,26 @@ def run_script(arguments: list[str], seconds: float, **environment: str) -> str:
     if failed:
         raise RuntimeError(f"{failed}: {' '.join(command)}: {said[-2000:]}{complained[-3000:]}")
     return said
+
+
+@contextlib.contextmanager
+def ends_within(seconds: float, case: str) -> Iterator[None]:
+    """Ends this process with status HANGS, naming the case, if the block is not done in time.
+
+    Nothing gentler helps: a thread that waits for a hung kernel takes no exception.
+    """
+
+    def end():
+        os.write(2, f"\nnot done in {seconds} s, so it may hang: {case}\n".encode())
+        os._exit(HANGS)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def make_mesh(axes: dict[str, int]) -> Mesh:
@@ -211,24 +280,32 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=["tiny"], help="tiny, all, or names")
     parser.add_argument("--implementation", default="mosaic_gpu_alone")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=90, help="that each shape may take")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31)
+    parser.add_argument("--operation", choices=TAKES, help="of the kernel that takes --tiles")
+    parser.add_argument("--tiles", type=json.loads, help="JSON list of tiles, each of which is checked")
     options = parser.parse_args()
+    if bool(options.tiles) != bool(options.operation):
+        parser.error("--tiles and --operation go together")
     xla.configure()
     groups = {"tiny": list(TINY), "all": list(SHAPES)}
     names = [name for word in options.shapes for name in groups.get(word, [word])]
     failed = False
-    for axes in options.axes:
+    every = itertools.product(options.tiles or [None], options.axes, names)
+    for imposed, axes, name in every:
+        if imposed:
+            impose(options.operation, tiles.Tiles(**imposed))
         mesh = make_mesh({name: int(size) for name, size in (part.split("=") for part in axes.split(","))})
-        for name in names:
-            shape = SHAPES[name]
-            print(json.dumps({"starts": name, "axes": axes, "seed": options.seed}), flush=True)
-            line = check(mesh, shape, options.implementation, options.seed)
+        case = {"shape": name, "axes": axes} | ({options.operation: imposed} if imposed else {})
+        print(json.dumps({"starts": name, "seed": options.seed} | case), flush=True)
+        with ends_within(options.seconds, f"{case}, seed {options.seed}"):
+            line = check(mesh, SHAPES[name], options.implementation, options.seed)
             line["unequal_repeats"] = unequal_repeats(
-                mesh, shape, options.implementation, options.seed + 1, options.repeats
+                mesh, SHAPES[name], options.implementation, options.seed + 1, options.repeats
             )
-            good = max(line["errors"]) <= BFLOAT16_TOLERANCE and not line["unequal_repeats"]
-            failed |= not good
-            print(json.dumps({"shape": name, "axes": axes, "good": good} | line), flush=True)
+        good = max(line["errors"]) <= BFLOAT16_TOLERANCE and not line["unequal_repeats"]
+        failed |= not good
+        print(json.dumps(case | {"good": good} | line), flush=True)
     return int(failed)
 
 

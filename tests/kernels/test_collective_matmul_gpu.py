@@ -389,7 +389,8 @@ def mesh_or_skip(check, axes):
 @pytest.mark.parametrize("name", GPU | UNTUNED)
 def test_values_and_gradients_on_gpus(name, axes, first_run):
     mesh = mesh_or_skip(first_run, axes)
-    line = first_run.check(mesh, (GPU | UNTUNED)[name], "mosaic_gpu_alone", fresh_seed())
+    with first_run.ends_within(120, f"{name} on {axes}"):
+        line = first_run.check(mesh, (GPU | UNTUNED)[name], "mosaic_gpu_alone", fresh_seed())
     assert max(line["errors"]) <= first_run.BFLOAT16_TOLERANCE, line
 
 
@@ -398,4 +399,6 @@ def test_values_and_gradients_on_gpus(name, axes, first_run):
 @pytest.mark.parametrize("name", ["qkv", "down"])
 def test_repeats_are_equal_bit_for_bit(name, axes, first_run):
     mesh = mesh_or_skip(first_run, axes)
-    assert first_run.unequal_repeats(mesh, GPU[name], "mosaic_gpu_alone", fresh_seed(), repeats=50) == 0
+    with first_run.ends_within(300, f"{name} on {axes}"):
+        unequal = first_run.unequal_repeats(mesh, GPU[name], "mosaic_gpu_alone", fresh_seed(), repeats=50)
+    assert unequal == 0
