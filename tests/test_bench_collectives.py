@@ -153,3 +153,26 @@ def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
             assert tiles.choose(tiny, kind, tiles.SMS) == (one, None)
             other = dataclasses.replace(tiny, operation="gather" if tiny.operation != "gather" else "scatter")
             assert tile_table.TABLE[kind].get(other.key) is None
+
+
+@pytest.mark.parametrize(
+    "name, backward, moved",
+    [
+        ("qkv", False, {"all-gather": 1}),
+        ("qkv", True, {"all-gather": 1, "reduce-scatter": 1}),  # x again, and its gradient
+        ("down", False, {"reduce-scatter": 1}),
+        ("down", True, {"all-gather": 1}),
+    ],
+)
+def test_the_ceiling_counts_every_transfer(name, backward, moved, bench):
+    module, checks = bench("collective_matmul"), bench("collective_matmul_check")
+    for axes in ({"tensor": 2}, {"data": 2, "tensor": 2}):
+        case = module.Case(GPU[name].scaled(64), checks.make_mesh(axes), backward)
+        run, operands = case.collective()
+        assert module.work(module.program(run, operands, calls=1).compile()) == moved
+        # Each device sends (t - 1) / t of a matrix [t·M, columns] in each; the kernel, no less.
+        whole = case.shape.rows * (case.shape.contracted if name == "qkv" else case.shape.columns[0]) * 2
+        assert len(moved) * whole / 2 == case.problem.bytes_sent
+        arrays = [x for group in operands for x in group]
+        for kind, x in zip(moved, arrays, strict=True):
+            assert x.nbytes // case.mesh.size == (whole // 2 if kind == "all-gather" else whole)

@@ -149,19 +149,27 @@ class Case:
         return self._over_shards(local, tuple(specs), PartitionSpec((*self._others, "tensor"))), placed
 
     def collective(self) -> tuple[Callable, tuple]:
-        """Returns the transfer alone: what is gathered, or a product of the size that is scattered."""
-        gathers = self.gathers != self.backward
+        """Returns the transfers alone: of what is gathered, and of products of the size that is scattered.
+
+        A gather's backward pass has both: x is gathered again, and its gradient is scattered.
+        """
         columns = self.shape.contracted if self.gathers else self.shape.columns[0]
-        rows = self.shape.rows * (self.mesh.size // self.mesh.shape["tensor"] if gathers else self.mesh.size)
-        spec = PartitionSpec((*self._others, "tensor"))
-        x = jnp.ones((rows, columns), jnp.bfloat16, device=NamedSharding(self.mesh, spec))
+        spec, rows = PartitionSpec((*self._others, "tensor")), self.shape.rows * self.mesh.size
+        sharding = NamedSharding(self.mesh, spec)
+        scatters = self.gathers == self.backward
+        whole = [jnp.ones((rows, columns), jnp.bfloat16, device=sharding)] if scatters else []
+        split = rows // self.mesh.shape["tensor"]
+        parts = (
+            [jnp.ones((split, columns), jnp.bfloat16, device=sharding)]
+            if self.gathers or self.backward
+            else []
+        )
 
-        def local(x):
-            if gathers:
-                return (jax.lax.all_gather(x, "tensor", tiled=True),)
-            return (jax.lax.psum_scatter(x, "tensor", tiled=True),)
+        def local(parts, whole):
+            gathered = [jax.lax.all_gather(x, "tensor", tiled=True) for x in parts]
+            return *gathered, *(jax.lax.psum_scatter(x, "tensor", tiled=True) for x in whole)
 
-        return self._over_shards(local, (spec,), spec), (x,)
+        return self._over_shards(local, (spec, spec), spec), (parts, whole)
 
     @property
     def _others(self) -> tuple[str, ...]:
