@@ -176,3 +176,17 @@ def test_the_ceiling_counts_every_transfer(name, backward, moved, bench):
         arrays = [x for group in operands for x in group]
         for kind, x in zip(moved, arrays, strict=True):
             assert x.nbytes // case.mesh.size == (whole // 2 if kind == "all-gather" else whole)
+
+
+def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
+    module = bench("collective_matmul")
+    mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
+    plain = lambda case: case.of(module.reference)  # noqa: E731
+    monkeypatch.setattr(module, "jax_kernels", lambda case: {"jax_right": plain(case)})
+    module.first_run_of_jax(mesh)
+    wrong = lambda case: lambda *operands: [2 * y for y in plain(case)(*operands)]  # noqa: E731
+    monkeypatch.setattr(module, "jax_kernels", lambda case: {"jax_wrong": wrong(case)})
+    with pytest.raises(RuntimeError, match="jax_wrong: 1 apart from the plain form"):
+        module.first_run_of_jax(mesh)
+    found, missing = module.contenders(module.Case(GPU["qkv"].scaled(64), mesh, False), "it hangs")
+    assert "jax_wrong" not in found and missing["jax"] == "it hangs"

@@ -46,7 +46,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.runtime import xla
-from pallas_kernels.collective_matmul import automatic, implementations, tiles
+from pallas_kernels.collective_matmul import automatic, implementations, reference, tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 from pallas_kernels.dispatch import Unsupported
 
@@ -216,6 +216,19 @@ def jax_kernels(case: Case) -> dict[str, Callable]:
     return runs
 
 
+def first_run_of_jax(mesh: Mesh) -> None:
+    """Runs JAX's own kernel at a tiny shape, and raises RuntimeError where it is wrong."""
+    case = Case(checks.TINY["tiny_gather"], mesh, backward=False)
+    operands = case.operands()
+    wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
+    for name, run in jax_kernels(case).items():
+        with checks.ends_within(60, name):
+            found = checks.compile_safely(jax.jit(run).lower(*operands))(*operands)
+            (error,) = (float(e) for e in apart(found, wanted))
+        if not error <= TOLERANCE:
+            raise RuntimeError(f"{name}: {error:.2g} apart from the plain form")
+
+
 def program(run: Callable, operands, calls: int = IN_A_ROW):
     """Returns the lowered program of several calls, each of which has to wait for the one before.
 
@@ -250,8 +263,11 @@ def require_every_call(found: collections.Counter, single: collections.Counter, 
         raise RuntimeError(f"{name}: {IN_A_ROW} calls compile to {dict(found)}, one to {dict(single)}")
 
 
-def contenders(case: Case) -> tuple[dict[str, tuple[Callable, tuple]], dict[str, str]]:
-    """Returns {name: (function, operands)} and why others cannot run."""
+def contenders(case: Case, without_jax: str = "") -> tuple[dict[str, tuple[Callable, tuple]], dict[str, str]]:
+    """Returns {name: (function, operands)} and why others cannot run.
+
+    without_jax: why JAX's own kernel is not to run, if so.
+    """
     operands, found, missing = case.operands(), {}, {}
     known = implementations(jax.default_backend())
     runs = {name: (lambda m=known[of][0], o=known[of][1]: case.of(m, **o)) for name, of in NAMED.items()}
@@ -262,10 +278,10 @@ def contenders(case: Case) -> tuple[dict[str, tuple[Callable, tuple]], dict[str,
             found[name] = run, operands
         except Unsupported as refusal:
             missing[name] = str(refusal)
-    try:
+    if without_jax:
+        missing["jax"] = without_jax
+    else:
         found |= {name: (run, operands) for name, run in jax_kernels(case).items()}
-    except ImportError as error:
-        missing["jax"] = str(error)
     return found | {"product": case.products(), "collective": case.collective()}, missing
 
 
@@ -301,9 +317,9 @@ def compile_in_a_row(runs: dict[str, tuple[Callable, tuple]]) -> dict[str, jax.s
     return compiled
 
 
-def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float) -> dict:
+def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float, without_jax: str = "") -> dict:
     """Returns the result of a case: each contender's times, errors and ratio over the plain form."""
-    runs, missing = contenders(case)
+    runs, missing = contenders(case, without_jax)
     compiled = compile_in_a_row(runs)
     others = case.operands(seed=1)
     errors, (plain, *_) = {}, compiled["plain"](*runs["plain"][1])
@@ -390,6 +406,9 @@ def main() -> int:
         "--heat-seconds", type=float, default=5.0, help="of products, before anything is timed"
     )
     parser.add_argument("--torch", action="store_true", help="time PyTorch's operations too")
+    parser.add_argument(
+        "--first-run-of-jax", action="store_true", help="only run JAX's own kernel once, at a tiny shape"
+    )
     parser.add_argument("--tiny", action="store_true", help="small shapes on CPU devices, to try the script")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     options = parser.parse_args()
@@ -399,9 +418,20 @@ def main() -> int:
     harness.keep_stdout()
     xla.configure()
     phase = harness.Phases()
-    if not options.tiny:
+    if not (options.tiny or options.first_run_of_jax):
         with phase("first run, in a child process"):
             checks.in_child([axes], seconds=180)
+    if options.first_run_of_jax:
+        first_run_of_jax(checks.make_mesh(axes))
+        return 0
+    without_jax = ""
+    if not options.tiny:
+        with phase("first run of JAX's kernel, in a child process"):
+            same = ["--devices", str(options.devices), "--data", str(options.data)]
+            try:
+                checks.run_script([__file__, "--first-run-of-jax", *same], 180)
+            except RuntimeError as error:
+                without_jax = str(error)[-500:]
     peer = None
     if options.torch:
         with phase("torch, in a child process"):
@@ -418,7 +448,9 @@ def main() -> int:
             for direction in options.directions:
                 with phase(f"{name} {direction}"), checks.ends_within(180, f"{name} {direction}"):
                     case = Case(shapes[name], mesh, direction == "backward")
-                    found = measure(case, options.warmup_turns, options.turns, options.turn_seconds)
+                    found = measure(
+                        case, options.warmup_turns, options.turns, options.turn_seconds, without_jax
+                    )
                     results[f"{name}_{direction}"] = dataclasses.asdict(shapes[name]) | found
                 print(json.dumps({f"{name}_{direction}": found}), file=sys.stderr, flush=True)
     line = {
