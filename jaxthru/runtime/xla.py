@@ -200,7 +200,7 @@ def check_flags(flags: str) -> None:
 
 
 def compiler_options(
-    platform: str, *, devices: int, deterministic: bool, writes_to_peers: bool = False
+    platform: str, devices: int, deterministic: bool, *, writes_to_peers: bool = False
 ) -> dict[str, Any]:
     """Returns the options for compiling the step on `platform`, each kept for a reason.
 
