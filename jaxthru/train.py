@@ -129,8 +129,8 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
         log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
     segments, sources = data.segments, len(data.names)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
-    sharing, exact = layout.mesh.size, train.deterministic
-    options = xla.compiler_options(jax.default_backend(), devices=sharing, deterministic=exact)
+    exact, fused = train.deterministic, config.mesh.collective_matmul == "mosaic_gpu"
+    options = xla.compiler_options(jax.default_backend(), layout.mesh.size, exact, writes_to_peers=fused)
     started = time.monotonic()
     try:
         compiled = made.compile(options)

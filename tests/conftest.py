@@ -22,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     kept = tempfile.mkdtemp(prefix="jaxthru-compiled-")
     config.add_cleanup(lambda: shutil.rmtree(kept, ignore_errors=True))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = kept  # and not the user's own
+    os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # loading a kernel could wait for one that waits for it
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 

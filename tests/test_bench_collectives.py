@@ -1,6 +1,16 @@
 """What a trace says of collectives, from traces whose answer is known."""
 
+import dataclasses
+import itertools
+import json
+import time
+from pathlib import Path
+
+import jax
 import pytest
+
+from pallas_kernels.collective_matmul import tile_table, tiles
+from pallas_kernels.collective_matmul.shapes import GPU
 
 
 def test_exposed_collectives_and_what_they_slow(bench):
@@ -30,3 +40,153 @@ def test_a_step_that_hides_everything_exposes_nothing(bench):
     found = bench("exposed_collectives").measure([(10, 20)], [(0, 50, "matmul"), (50, 90, "matmul")])
     assert found["exposed_collectives"] == found["idle"] == found["slowed_by"] == 0
     assert found["computing"] == 1
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", ["qkv_apart", "down"])
+def test_every_call_of_a_timed_program_is_made(name, backward, bench):
+    """XLA drops calls whose results nothing reads; their time would still be divided by their number."""
+    module = bench("collective_matmul")
+    case = module.Case(
+        GPU[name].scaled(64), bench("collective_matmul_check").make_mesh({"tensor": 2}), backward
+    )
+    runs, _ = module.contenders(case)
+    assert {"plain", "ring", "default", "product", "collective"} <= set(runs)
+    module.compile_in_a_row(runs)  # which counts
+
+    def dropping(*operands):
+        for _ in range(module.IN_A_ROW):
+            results = runs["plain"][0](*operands)
+            operands, results = jax.lax.optimization_barrier((operands, results))
+        return results
+
+    dropped, single = (
+        module.work(lowered.compile())
+        for lowered in (jax.jit(dropping).lower(*case.operands()), module.program(*runs["plain"], calls=1))
+    )
+    with pytest.raises(RuntimeError, match="plain: 4 calls compile to"):
+        module.require_every_call(dropped, single, "plain")
+
+
+def test_a_script_that_hangs_is_killed_with_all_it_started(bench, tmp_path):
+    script, pid = tmp_path / "hangs.py", tmp_path / "pid"
+    script.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
+        "print('started', flush=True)\n"
+        "print('complained', file=sys.stderr, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with pytest.raises(RuntimeError, match=r"not done in 3 s, so it may hang: (?s:.*)started\ncomplained"):
+        bench("collective_matmul_check").run_script([str(script)], 3)
+    status = Path("/proc", pid.read_text(), "status")
+    deadline = time.monotonic() + 10
+    while status.exists() and "zombie" not in status.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_a_script_that_fails_says_why(bench, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print(os.environ['GIVEN']); sys.exit('the reason')")
+    run_script = bench("collective_matmul_check").run_script
+    with pytest.raises(RuntimeError, match=r"ended with status 1(?s:.*)the reason"):
+        run_script([str(script)], 30, GIVEN="1")
+    script.write_text("import os; print(os.environ['GIVEN'], os.environ['CUDA_MODULE_LOADING'])")
+    assert run_script([str(script)], 30, GIVEN="1") == "1 EAGER\n"
+
+
+def test_results_left_from_before_are_seen(bench, monkeypatch):
+    """A run that gives what the one before it should have differs from the first on its own operands."""
+    module = bench("collective_matmul_check")
+    mesh, shape = module.make_mesh({"tensor": 2}), GPU["down"].scaled(64)
+    line = module.check(mesh, shape, "ring", seed=3)
+    assert max(line["errors"]) <= module.BFLOAT16_TOLERANCE
+    assert module.unequal_repeats(mesh, shape, "ring", seed=3, repeats=2) == 0
+    compiled_by = module.compile_safely
+
+    class Stale:
+        def __init__(self, lowered):
+            self.compiled, self.results = compiled_by(lowered), []
+            self.out_info, self.output_shardings = self.compiled.out_info, self.compiled.output_shardings
+            self.memory_analysis = self.compiled.memory_analysis
+
+        def __call__(self, *operands):
+            self.results.append(self.compiled(*operands))
+            return self.results[-1 if len(self.results) <= 2 else -2]
+
+    monkeypatch.setattr(module, "compile_safely", Stale)
+    assert module.unequal_repeats(mesh, shape, "ring", seed=3, repeats=2) == 4
+
+
+def test_a_case_that_hangs_ends_its_process(bench, tmp_path):
+    module = bench("collective_matmul_check")
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        f"import sys, time; sys.path.insert(0, {str(Path(module.__file__).parent)!r})\n"
+        "import collective_matmul_check as checks\n"
+        "with checks.ends_within(30, 'this'): pass\n"
+        "with checks.ends_within(0.1, 'that'): time.sleep(600)\n"
+    )
+    with pytest.raises(RuntimeError, match=r"with status 3(?s:.*)not done in 0.1 s, so it may hang: that"):
+        module.run_script([str(script)], 60)
+
+
+def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
+    """What is given to the child process is what the kernels take there, and other operations keep theirs."""
+    checks, module = bench("collective_matmul_check"), bench("collective_matmul")
+    monkeypatch.setattr(tile_table, "TABLE", {})
+    mesh, kind = checks.make_mesh({"tensor": 2}), jax.local_devices()[0].device_kind
+    given = []
+    monkeypatch.setattr(checks, "run_script", lambda arguments, seconds: given.append(arguments))
+    for name, backward in itertools.product(("qkv_apart", "down"), (False, True)):
+        large = module.Case(GPU[name], mesh, backward).problem
+        tiny = module.Case(checks.SHAPES[checks.TAKES[large.operation]], mesh, backward).problem
+        assert tiny.operation == large.operation
+        candidates = tiles.candidates(large)
+        checks.try_tiles({"tensor": 2}, large.operation, candidates)
+        told = json.loads(given[-1][given[-1].index("--tiles") + 1])
+        assert [tiles.Tiles(**one) for one in told] == candidates
+        for one in candidates:
+            checks.impose(large.operation, one)
+            assert tiles.choose(tiny, kind, tiles.SMS) == (one, None)
+            other = dataclasses.replace(tiny, operation="gather" if tiny.operation != "gather" else "scatter")
+            assert tile_table.TABLE[kind].get(other.key) is None
+
+
+@pytest.mark.parametrize(
+    "name, backward, moved",
+    [
+        ("qkv", False, {"all-gather": 1}),
+        ("qkv", True, {"all-gather": 1, "reduce-scatter": 1}),  # x again, and its gradient
+        ("down", False, {"reduce-scatter": 1}),
+        ("down", True, {"all-gather": 1}),
+    ],
+)
+def test_the_ceiling_counts_every_transfer(name, backward, moved, bench):
+    module, checks = bench("collective_matmul"), bench("collective_matmul_check")
+    for axes in ({"tensor": 2}, {"data": 2, "tensor": 2}):
+        case = module.Case(GPU[name].scaled(64), checks.make_mesh(axes), backward)
+        run, operands = case.collective()
+        assert module.work(module.program(run, operands, calls=1).compile()) == moved
+        # Each device sends (t - 1) / t of a matrix [t·M, columns] in each; the kernel, no less.
+        whole = case.shape.rows * (case.shape.contracted if name == "qkv" else case.shape.columns[0]) * 2
+        assert len(moved) * whole / 2 == case.problem.bytes_sent
+        arrays = [x for group in operands for x in group]
+        for kind, x in zip(moved, arrays, strict=True):
+            assert x.nbytes // case.mesh.size == (whole // 2 if kind == "all-gather" else whole)
+
+
+def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
+    module = bench("collective_matmul")
+    mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
+    plain = lambda case: case.of(module.reference)  # noqa: E731
+    monkeypatch.setattr(module, "jax_kernels", lambda case: {"jax_right": plain(case)})
+    module.first_run_of_jax(mesh)
+    wrong = lambda case: lambda *operands: [2 * y for y in plain(case)(*operands)]  # noqa: E731
+    monkeypatch.setattr(module, "jax_kernels", lambda case: {"jax_wrong": wrong(case)})
+    with pytest.raises(RuntimeError, match="jax_wrong: 1 apart from the plain form"):
+        module.first_run_of_jax(mesh)
+    found, missing = module.contenders(module.Case(GPU["qkv"].scaled(64), mesh, False), "it hangs")
+    assert "jax_wrong" not in found and missing["jax"] == "it hangs"

@@ -172,8 +172,12 @@ def nothing_kept() -> Iterator[None]:
 
 
 def without_graphs(platform: str) -> dict[str, Any]:
-    """Returns the options for compiling a step whose kernels a trace can name: within a CUDA graph all of
-    them bear the graph's name."""
+    """Returns the options for compiling a program without CUDA graphs.
+
+    A trace can then name its kernels, which all bear the graph's name within one. And a kernel that writes
+    into peers' memory gets their addresses anew at each call: XLA updates a graph where this device's buffers
+    have moved, not where only a peer's have, and a stale address corrupts memory in silence.
+    """
     return {"xla_gpu_enable_command_buffer": ""} if platform in ("gpu", "cuda", "rocm") else {}
 
 
@@ -195,10 +199,13 @@ def check_flags(flags: str) -> None:
             require(known, f"XLA_FLAGS has --{name}: unknown to jaxlib {jaxlib.__version__}")
 
 
-def compiler_options(platform: str, *, devices: int, deterministic: bool) -> dict[str, Any]:
-    """Returns the options for compiling the step on `platform`, each kept for a measured reason.
+def compiler_options(
+    platform: str, devices: int, deterministic: bool, *, writes_to_peers: bool = False
+) -> dict[str, Any]:
+    """Returns the options for compiling the step on `platform`, each kept for a reason.
 
     devices: that share the step. deterministic: bit-exact repeats on a GPU; a CPU gives them always.
+    writes_to_peers: has kernels that address other GPUs' memory, for which see `without_graphs`.
     """
     options: dict[str, Any] = {}
     if platform not in ("gpu", "cuda", "rocm"):
@@ -209,4 +216,6 @@ def compiler_options(platform: str, *, devices: int, deterministic: bool) -> dic
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
     if deterministic:
         options["xla_gpu_deterministic_ops"] = True
+    if writes_to_peers:
+        options |= without_graphs(platform)
     return options

@@ -134,11 +134,15 @@ def implementations(
 ) -> dict[str, tuple[ModuleType, dict[str, object]]]:
     """Returns all implementations by name: the module, and what its functions take beside `axis_name`.
 
+    "mosaic_gpu_alone" is for tests and benchmarks, where nothing else runs at the same time: it takes meshes
+    of several axes, which "mosaic_gpu" refuses, as it may hang beside a collective over another of them.
+
     named: whether one was asked for by name; then it runs wherever it can, be it slower than another.
     """
     platform = dispatch.resolve_platform(platform)
     return {
         "mosaic_gpu": (mosaic_gpu, {"platform": platform, "always": named}),
+        "mosaic_gpu_alone": (mosaic_gpu, {"platform": platform, "always": named, "spare_sms": 0}),
         "mosaic_tpu": (mosaic_tpu, {"platform": platform}),
         "ring": (ring, {}),
         "ring_bidirectional": (ring, {"directions": 2}),

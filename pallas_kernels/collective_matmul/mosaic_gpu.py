@@ -2,7 +2,7 @@
 
 `hopper.py` has the two kernels and why they are correct. Here is what each of the four operations makes of
 them, and where they refuse: any GPU but Hopper, several processes, dtypes but bfloat16 and float16, shapes
-that no tile divides, and where the plain form is faster, measured or predicted.
+that no tile divides, meshes with another axis, and where the plain form is faster, measured or predicted.
 
     forward of all_gather_matmul       gather_matmul, all weights in one kernel
     backward                           matmul_scatter over all (dy, w.T), gathering x beside it; then each dw
@@ -43,28 +43,29 @@ from pallas_kernels.collective_matmul.tiles import SMS, Problem, Tiles, choose, 
 HOPPER = {"least": (9, 0), "below": (10, 0)}
 
 
-def all_gather_matmul(x_MK, weights, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=0):
+def all_gather_matmul(x_MK, weights, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=None):
     """As `collective_matmul` describes it.
 
     platform: where it will run. tiles: a `Tiles`; None chooses them. always: run even where the plain form is
     expected to be faster, as with given tiles. spare_sms: SMs that are left to collectives which may run at
-    the same time; `hopper` says why.
+    the same time, 0 where none does; `hopper` says why. None leaves none, and refuses a mesh with another
+    axis of several devices, whose collectives may.
     """
     columns = tuple(w.shape[1] for w in weights)
     problem = _problem("gather", x_MK, axis_name, len(x_MK), (x_MK.shape[1],), columns)
-    plan = _plan(problem, platform, tiles, always, spare_sms)
+    plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
     x, *ws = _unmark(x_MK, *weights)
     ys, _ = hopper.gather_matmul(x, ws, *plan, axis_name=axis_name)
     return _mark(ys, x_MK, *weights)
 
 
 def all_gather_matmul_backward(
-    x_MK, weights, dys, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=0
+    x_MK, weights, dys, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=None
 ):
     contracted = tuple(dy.shape[1] for dy in dys)
     M, K = x_MK.shape
     problem = _problem("scatter_transposed", x_MK, axis_name, M, contracted, (K,), gathers=K)
-    plan = _plan(problem, platform, tiles, always, spare_sms)
+    plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
     pairs = list(zip(_unmark(*dys), _unmark(*weights), strict=True))
     (x,) = _unmark(x_MK)
     results = hopper.matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x)
@@ -72,20 +73,20 @@ def all_gather_matmul_backward(
     return dx_MK, tuple(_rows_contracted(x_AK, dy_AN) for dy_AN in dys)
 
 
-def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=0):
+def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=None):
     M = len(y_AK) // jax.lax.axis_size(axis_name)
     problem = _problem("scatter", y_AK, axis_name, M, (y_AK.shape[1],), (w_KN.shape[1],))
-    plan = _plan(problem, platform, tiles, always, spare_sms)
+    plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
     out_MN, _ = hopper.matmul_scatter([_unmark(y_AK, w_KN)], *plan, axis_name=axis_name)
     return _mark((out_MN,), y_AK, w_KN)[0]
 
 
 def matmul_reduce_scatter_backward(
-    y_AK, w_KN, dout_MN, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=0
+    y_AK, w_KN, dout_MN, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=None
 ):
     M, N = dout_MN.shape
     problem = _problem("gather_transposed", dout_MN, axis_name, M, (N,), (len(w_KN),))
-    plan = _plan(problem, platform, tiles, always, spare_sms)
+    plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
     dout, w = _unmark(dout_MN, w_KN)
     (dy_AK,), dout_AN = hopper.gather_matmul(
         dout, (w,), *plan, axis_name=axis_name, transposed=True, keep=True
@@ -105,7 +106,12 @@ def _problem(operation: str, like, axis_name, rows, contracted, columns, gathers
 
 
 def _plan(
-    problem: Problem, platform: str, tiles: Tiles | None, always: bool, spare_sms: int
+    problem: Problem,
+    axis_name: str,
+    platform: str,
+    tiles: Tiles | None,
+    always: bool,
+    spare_sms: int | None,
 ) -> tuple[Tiles, int]:
     """Returns the tiles and the number of thread blocks.
 
@@ -115,6 +121,9 @@ def _plan(
     dispatch.require_nvidia(platform, **HOPPER)
     dispatch.require_one_process()
     _require_every_axis()
+    if problem.shards > 1 and spare_sms is None:
+        _require_one_axis(axis_name)
+    spare_sms = spare_sms or 0
     if problem.dtype not in ("bfloat16", "float16"):
         raise dispatch.Unsupported(f"multiplies bfloat16 or float16, found {problem.dtype}")
     if problem.shards > 8:
@@ -151,6 +160,16 @@ def _require_every_axis() -> None:
     sizes = dict(mesh.shape)
     if split := [name for name in sizes if name not in mesh.manual_axes and sizes[name] > 1]:
         raise dispatch.Unsupported(f"needs a shard_map over every axis of the mesh, not without {split}")
+
+
+def _require_one_axis(axis_name: str) -> None:
+    """Raises Unsupported where collectives over another axis may run beside the kernel and both then hang."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    if others := [name for name in sizes if name != axis_name and sizes[name] > 1]:
+        raise dispatch.Unsupported(
+            f"needs a mesh of {axis_name!r} alone: collectives over {others} may wait for SMs that it holds, "
+            "while it waits for devices that they hold"
+        )
 
 
 @functools.cache

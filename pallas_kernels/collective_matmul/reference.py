@@ -14,7 +14,9 @@ def all_gather_matmul(x_MK, weights, *, axis_name):
 
 def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name):
     x_AK = jax.lax.all_gather(x_MK, axis_name, tiled=True)
-    dx_AK = sum(_dot(dy_AN, w_KN, 1, 1, jnp.float32) for dy_AN, w_KN in zip(dys, weights, strict=True))
+    # One product accumulates in float32 by itself; several are summed in it too.
+    dtype = jnp.float32 if len(weights) > 1 else None
+    dx_AK = sum(_dot(dy_AN, w_KN, 1, 1, dtype) for dy_AN, w_KN in zip(dys, weights, strict=True))
     dx_MK = jax.lax.psum_scatter(dx_AK.astype(x_MK.dtype), axis_name, tiled=True)
     return dx_MK, tuple(_dot(x_AK, dy_AN, 0, 0) for dy_AN in dys)
 

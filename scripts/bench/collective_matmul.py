@@ -21,14 +21,15 @@ for the weights' gradients besides.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import json
 import os
+import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -45,7 +46,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.runtime import xla
-from pallas_kernels.collective_matmul import automatic, implementations, tiles
+from pallas_kernels.collective_matmul import automatic, implementations, reference, tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 from pallas_kernels.dispatch import Unsupported
 
@@ -55,7 +56,7 @@ NAMED = {
     "plain": "reference",
     "ring": "ring",
     "ring_bidirectional": "ring_bidirectional",
-    "fused": "mosaic_gpu",
+    "fused": "mosaic_gpu_alone",
 }
 SHAPES = ("qkv", "gate", "gate_up", "scatter_6144", "down", *UNTUNED)
 
@@ -148,19 +149,27 @@ class Case:
         return self._over_shards(local, tuple(specs), PartitionSpec((*self._others, "tensor"))), placed
 
     def collective(self) -> tuple[Callable, tuple]:
-        """Returns the transfer alone: what is gathered, or a product of the size that is scattered."""
-        gathers = self.gathers != self.backward
+        """Returns the transfers alone: of what is gathered, and of products of the size that is scattered.
+
+        A gather's backward pass has both: x is gathered again, and its gradient is scattered.
+        """
         columns = self.shape.contracted if self.gathers else self.shape.columns[0]
-        rows = self.shape.rows * (self.mesh.size // self.mesh.shape["tensor"] if gathers else self.mesh.size)
-        spec = PartitionSpec((*self._others, "tensor"))
-        x = jnp.ones((rows, columns), jnp.bfloat16, device=NamedSharding(self.mesh, spec))
+        spec, rows = PartitionSpec((*self._others, "tensor")), self.shape.rows * self.mesh.size
+        sharding = NamedSharding(self.mesh, spec)
+        scatters = self.gathers == self.backward
+        whole = [jnp.ones((rows, columns), jnp.bfloat16, device=sharding)] if scatters else []
+        split = rows // self.mesh.shape["tensor"]
+        parts = (
+            [jnp.ones((split, columns), jnp.bfloat16, device=sharding)]
+            if self.gathers or self.backward
+            else []
+        )
 
-        def local(x):
-            if gathers:
-                return (jax.lax.all_gather(x, "tensor", tiled=True),)
-            return (jax.lax.psum_scatter(x, "tensor", tiled=True),)
+        def local(parts, whole):
+            gathered = [jax.lax.all_gather(x, "tensor", tiled=True) for x in parts]
+            return *gathered, *(jax.lax.psum_scatter(x, "tensor", tiled=True) for x in whole)
 
-        return self._over_shards(local, (spec,), spec), (x,)
+        return self._over_shards(local, (spec, spec), spec), (parts, whole)
 
     @property
     def _others(self) -> tuple[str, ...]:
@@ -207,20 +216,58 @@ def jax_kernels(case: Case) -> dict[str, Callable]:
     return runs
 
 
-def program(run: Callable, operands):
-    """Returns the lowered program of IN_A_ROW calls, each of which has to wait for the one before."""
+def first_run_of_jax(mesh: Mesh) -> None:
+    """Runs JAX's own kernel at a tiny shape, and raises RuntimeError where it is wrong."""
+    case = Case(checks.TINY["tiny_gather"], mesh, backward=False)
+    operands = case.operands()
+    wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
+    for name, run in jax_kernels(case).items():
+        with checks.ends_within(60, name):
+            found = checks.compile_safely(jax.jit(run).lower(*operands))(*operands)
+            (error,) = (float(e) for e in apart(found, wanted))
+        if not error <= TOLERANCE:
+            raise RuntimeError(f"{name}: {error:.2g} apart from the plain form")
 
-    def calls(*operands):
-        for _ in range(IN_A_ROW):
+
+def program(run: Callable, operands, calls: int = IN_A_ROW):
+    """Returns the lowered program of several calls, each of which has to wait for the one before.
+
+    All their results are returned: XLA drops a call whose results nothing reads, barrier or not.
+    """
+
+    def in_a_row(*operands):
+        every = []
+        for _ in range(calls):
             results = run(*operands)
             operands, results = jax.lax.optimization_barrier((operands, results))
-        return results
+            every.append(results)
+        return every
 
-    return jax.jit(calls).lower(*operands)
+    return jax.jit(in_a_row).lower(*operands)
 
 
-def contenders(case: Case) -> tuple[dict[str, tuple[Callable, tuple]], dict[str, str]]:
-    """Returns {name: (function, operands)} and why others cannot run."""
+WORK = re.compile(
+    r" (dot|all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+    r'|custom_call_target="([^"]*(?:gemm|matmul|mosaic)[^"]*)"'
+)
+
+
+def work(compiled: jax.stages.Compiled) -> collections.Counter:
+    """Returns how many products, collectives and kernels of each kind a compiled program has."""
+    return collections.Counter(a or b for a, b in WORK.findall(compiled.as_text()))
+
+
+def require_every_call(found: collections.Counter, single: collections.Counter, name: str) -> None:
+    """Raises RuntimeError unless a program does at least IN_A_ROW times the work of a single call."""
+    if not single or found.total() < IN_A_ROW * single.total():
+        raise RuntimeError(f"{name}: {IN_A_ROW} calls compile to {dict(found)}, one to {dict(single)}")
+
+
+def contenders(case: Case, without_jax: str = "") -> tuple[dict[str, tuple[Callable, tuple]], dict[str, str]]:
+    """Returns {name: (function, operands)} and why others cannot run.
+
+    without_jax: why JAX's own kernel is not to run, if so.
+    """
     operands, found, missing = case.operands(), {}, {}
     known = implementations(jax.default_backend())
     runs = {name: (lambda m=known[of][0], o=known[of][1]: case.of(m, **o)) for name, of in NAMED.items()}
@@ -231,10 +278,10 @@ def contenders(case: Case) -> tuple[dict[str, tuple[Callable, tuple]], dict[str,
             found[name] = run, operands
         except Unsupported as refusal:
             missing[name] = str(refusal)
-    try:
+    if without_jax:
+        missing["jax"] = without_jax
+    else:
         found |= {name: (run, operands) for name, run in jax_kernels(case).items()}
-    except ImportError as error:
-        missing["jax"] = str(error)
     return found | {"product": case.products(), "collective": case.collective()}, missing
 
 
@@ -258,22 +305,35 @@ def turn(run, operands, calls: int) -> float:
 
 def compile_all(lowered: dict) -> dict:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return dict(zip(lowered, pool.map(lambda l: l.compile(), lowered.values()), strict=True))  # noqa: E741
+        return dict(zip(lowered, pool.map(checks.compile_safely, lowered.values()), strict=True))
 
 
-def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float) -> dict:
-    """Returns the result of a case: each contender's times, errors and ratio over the plain form."""
-    runs, missing = contenders(case)
+def compile_in_a_row(runs: dict[str, tuple[Callable, tuple]]) -> dict[str, jax.stages.Compiled]:
+    """Returns the programs to be timed, each of which has been seen to make all of its calls."""
     compiled = compile_all({name: program(*run) for name, run in runs.items()})
-    errors, plain = {}, compiled["plain"](*runs["plain"][1])
+    singles = compile_all({name: program(*run, calls=1) for name, run in runs.items()})
+    for name in compiled:
+        require_every_call(work(compiled[name]), work(singles[name]), name)
+    return compiled
+
+
+def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float, without_jax: str = "") -> dict:
+    """Returns the result of a case: each contender's times, errors and ratio over the plain form."""
+    runs, missing = contenders(case, without_jax)
+    compiled = compile_in_a_row(runs)
+    others = case.operands(seed=1)
+    errors, (plain, *_) = {}, compiled["plain"](*runs["plain"][1])
     for name in list(compiled):
         if name in ("product", "collective"):
             continue
-        errors[name] = max(float(e) for e in apart(compiled[name](*runs[name][1]), plain))
+        jax.block_until_ready(compiled[name](*others))  # so that no buffer still holds the right result
+        found = compiled[name](*runs[name][1])
+        errors[name] = max(float(e) for results in found for e in apart(results, plain))
+        del found
         if not errors[name] <= TOLERANCE:
             missing[name] = f"{errors[name]:.2g} apart from the plain form"
             del compiled[name]
-    del plain
+    del plain, others
     rough = {name: turn(run, runs[name][1], 1) for name, run in compiled.items()}
     calls = {name: max(1, round(turn_seconds / (rough[name] * IN_A_ROW))) for name in compiled}
     times = {name: [] for name in compiled}
@@ -322,14 +382,12 @@ def torch_peer(devices: int, names: list[str], shapes: dict[str, Shape]) -> dict
     """Returns what PyTorch's operations take, or why not; in processes that cannot make multicast objects."""
     peer = Path(__file__).with_name("peers") / "torch_collective_matmul.py"
     wanted = {name: dataclasses.asdict(shapes[name]) for name in names}
-    command = [sys.executable, str(peer), "--devices", str(devices), "--shapes", json.dumps(wanted)]
-    environment = os.environ | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    arguments = [str(peer), "--devices", str(devices), "--shapes", json.dumps(wanted)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    except subprocess.TimeoutExpired:
-        return {"missing": "not done in 240 s"}
-    lines = done.stdout.splitlines()
-    return json.loads(lines[-1]) if lines and not done.returncode else {"missing": done.stderr[-500:]}
+        said = checks.run_script(arguments, 240, **xla.NO_MULTICAST)
+    except RuntimeError as error:
+        return {"missing": str(error)[-1000:]}
+    return json.loads(said.splitlines()[-1])
 
 
 def main() -> int:
@@ -348,6 +406,9 @@ def main() -> int:
         "--heat-seconds", type=float, default=5.0, help="of products, before anything is timed"
     )
     parser.add_argument("--torch", action="store_true", help="time PyTorch's operations too")
+    parser.add_argument(
+        "--first-run-of-jax", action="store_true", help="only run JAX's own kernel once, at a tiny shape"
+    )
     parser.add_argument("--tiny", action="store_true", help="small shapes on CPU devices, to try the script")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     options = parser.parse_args()
@@ -357,9 +418,20 @@ def main() -> int:
     harness.keep_stdout()
     xla.configure()
     phase = harness.Phases()
-    if not options.tiny:
+    if not (options.tiny or options.first_run_of_jax):
         with phase("first run, in a child process"):
             checks.in_child([axes], seconds=180)
+    if options.first_run_of_jax:
+        first_run_of_jax(checks.make_mesh(axes))
+        return 0
+    without_jax = ""
+    if not options.tiny:
+        with phase("first run of JAX's kernel, in a child process"):
+            same = ["--devices", str(options.devices), "--data", str(options.data)]
+            try:
+                checks.run_script([__file__, "--first-run-of-jax", *same], 180)
+            except RuntimeError as error:
+                without_jax = str(error)[-500:]
     peer = None
     if options.torch:
         with phase("torch, in a child process"):
@@ -374,9 +446,11 @@ def main() -> int:
                 jax.block_until_ready(hot(*operands))
         for name in options.shapes:
             for direction in options.directions:
-                with phase(f"{name} {direction}"):
+                with phase(f"{name} {direction}"), checks.ends_within(180, f"{name} {direction}"):
                     case = Case(shapes[name], mesh, direction == "backward")
-                    found = measure(case, options.warmup_turns, options.turns, options.turn_seconds)
+                    found = measure(
+                        case, options.warmup_turns, options.turns, options.turn_seconds, without_jax
+                    )
                     results[f"{name}_{direction}"] = dataclasses.asdict(shapes[name]) | found
                 print(json.dumps({f"{name}_{direction}": found}), file=sys.stderr, flush=True)
     line = {

@@ -2,19 +2,27 @@
 
     python scripts/bench/collective_matmul_check.py [--axes tensor=2 ...] [--shapes tiny|all|NAME ...]
 
-A kernel that waits for a signal which never comes hangs every GPU of its mesh, and nothing in its process can
-end it. So a test or a benchmark calls `in_child` first, which runs this script at tiny shapes and kills it
-when the time is up. Values and gradients are compared with products accumulated in float64, of operands
-drawn anew and with every free buffer filled with NaN before each run; repeats have to be equal bit for bit.
+A kernel that waits for a signal which never comes hangs every GPU of its mesh, and only the end of its
+process ends it (`ends_within`). So a test or a benchmark calls `in_child` first, which runs this script at
+tiny shapes and kills it when the time is up. Values and gradients are compared with products accumulated in
+float64, of operands drawn anew and with free buffers filled with NaN before each run; repeats have to be
+equal bit for bit.
 """
 
 import argparse
+import contextlib
+import dataclasses
+import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +30,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.runtime import xla
+from pallas_kernels.collective_matmul import tile_table, tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 
 os.environ.update(xla.NO_MULTICAST)  # whoever imports this is about to start collectives
+# CUDA loads a kernel's code at its first launch otherwise, and that may wait for running kernels to end:
+# one that waits for a peer whose kernel is yet to be loaded never does. Read when CUDA starts.
+os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 BFLOAT16_TOLERANCE = 1e-2
+HANGS = 3  # the exit status of a process that a hung kernel holds
 
 # The smallest that every kernel, each size of tile and an axis of 4 take; several tiles for some thread
 # blocks and none for others.
@@ -37,22 +50,103 @@ TINY = {
     "tiny_scatter": Shape("matmul_reduce_scatter", 1024, 256, (256,)),
     "tiny_scatter_many_tiles": Shape("matmul_reduce_scatter", 8192, 512, (2048,)),
 }
+# The one at which tiles are tried, for each operation of the kernels.
+TAKES = {
+    "gather": "tiny_gather_many_tiles",
+    "scatter_transposed": "tiny_gather_many_tiles",
+    "scatter": "tiny_scatter_many_tiles",
+    "gather_transposed": "tiny_scatter_many_tiles",
+}
 SHAPES = TINY | GPU | UNTUNED
 
 
 def in_child(axes: list[dict[str, int]], seconds: float, shapes: str = "tiny") -> None:
     """Runs this script on the meshes, and raises RuntimeError if it fails or is not done in time."""
     named = [",".join(f"{name}={size}" for name, size in mesh.items()) for mesh in axes]
-    command = [sys.executable, __file__, "--axes", *named, "--shapes", shapes]
+    run_script([__file__, "--axes", *named, "--shapes", shapes], seconds)
+
+
+def try_tiles(axes: dict[str, int], operation: str, candidates: list[tiles.Tiles]) -> None:
+    """Runs tiles at a tiny shape in a child process, and raises RuntimeError if any is wrong or hangs.
+
+    operation: of the kernel, as in `tiles.Problem`.
+    """
+    named = ",".join(f"{name}={size}" for name, size in axes.items())
+    shape = TAKES[operation]
+    given = json.dumps([dataclasses.asdict(of) for of in candidates])
+    arguments = [
+        "--axes",
+        named,
+        "--shapes",
+        shape,
+        "--repeats",
+        "1",
+        "--operation",
+        operation,
+        "--tiles",
+        given,
+    ]
+    run_script([__file__, *arguments], 60 + 30 * len(candidates))
+
+
+def impose(operation: str, imposed: tiles.Tiles) -> None:
+    """Has every problem of a kernel's operation take these tiles, in this process."""
+
+    class Imposed(dict):
+        def get(self, key, default=None):
+            if tiles.Problem.of_key(key).operation != operation:
+                return default
+            return {"tiles": dataclasses.asdict(imposed), "faster": None}
+
+    tile_table.TABLE[jax.local_devices()[0].device_kind] = Imposed()
+
+
+def run_script(arguments: list[str], seconds: float, **environment: str) -> str:
+    """Returns what a Python script prints, run in a session of its own.
+
+    Raises RuntimeError, with the ends of its output and of its errors, where it fails or is not done in time.
+    It and all processes that it started are then killed.
+    """
+    command = [sys.executable, *arguments]
+    # This process may hold most of the GPUs' memory already.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # a pipe could stay open
+        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            failed = f"not done in {seconds} s, so it may hang"
+        else:
+            failed = f"ended with status {child.returncode}" if child.returncode else ""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may hold on to it
+                child.wait(10)
+        said, complained = (file.seek(0) or file.read() for file in (out, err))
+    if failed:
+        raise RuntimeError(f"{failed}: {' '.join(command)}: {said[-2000:]}{complained[-3000:]}")
+    return said
+
+
+@contextlib.contextmanager
+def ends_within(seconds: float, case: str) -> Iterator[None]:
+    """Ends this process with status HANGS, naming the case, if the block is not done in time.
+
+    Nothing gentler helps: a thread that waits for a hung kernel takes no exception.
+    """
+
+    def end():
+        os.write(2, f"\nnot done in {seconds} s, so it may hang: {case}\n".encode())
+        os._exit(HANGS)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
     try:
-        # This process may hold most of the GPUs' memory already.
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        child = subprocess.run(command, timeout=seconds, capture_output=True, text=True, env=environment)
-    except subprocess.TimeoutExpired as expired:  # the child has been killed
-        said = (expired.stdout or b"")[-1000:]
-        raise RuntimeError(f"not done in {seconds} s, so it may hang: {' '.join(command)}: {said}") from None
-    if child.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {child.stdout[-2000:]}{child.stderr[-3000:]}")
+        yield
+    finally:
+        timer.cancel()
 
 
 def make_mesh(axes: dict[str, int]) -> Mesh:
@@ -78,8 +172,14 @@ def draw(mesh: Mesh, shape: Shape, seed: int, dtype=jnp.bfloat16) -> tuple[tuple
     return drawn[0], drawn[1]
 
 
+def compile_safely(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Returns the compiled program, without CUDA graphs where a kernel may write into peers' memory."""
+    fused = "mosaic_gpu" in lowered.as_text()
+    return lowered.compile(compiler_options=xla.without_graphs(jax.default_backend()) if fused else None)
+
+
 def values_and_gradients(function):
-    """Returns the compiled (operands, cotangents) -> results, gradients of the operands."""
+    """Returns the (operands, cotangents) -> results, gradients of the operands; to be compiled safely."""
 
     def both(operands, cotangents):
         values, pull = jax.vjp(function, *operands)
@@ -88,12 +188,17 @@ def values_and_gradients(function):
     return jax.jit(both)
 
 
-def poison(mesh: Mesh, bytes_on_each: int) -> None:
-    """Fills memory of each device with NaN and frees it, so that what is allocated next holds NaN."""
-    parts = 16  # of several sizes, as the allocator gives the smallest free block that fits
-    size = (mesh.size, max(bytes_on_each // (4 * parts), 1))
+def poison(compiled: jax.stages.Compiled, mesh: Mesh) -> None:
+    """Fills memory of each device with NaN and frees it, so that what the program allocates next holds NaN.
+
+    Two arrays for each of its results, of the same size, as the allocator gives the smallest free block that
+    fits; and as much again as its temporary buffers take.
+    """
     split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    filled = [jnp.full(size, jnp.nan, jnp.float32, device=split) for _ in range(parts)]
+    results = zip(jax.tree.leaves(compiled.out_info), jax.tree.leaves(compiled.output_shardings), strict=True)
+    sizes = [math.prod(of.shard_shape(x.shape)) for x, of in results] * 2
+    sizes.append(compiled.memory_analysis().temp_size_in_bytes // 2)
+    filled = [jnp.full((mesh.size * n,), jnp.nan, jnp.bfloat16, device=split) for n in sizes if n]
     jax.block_until_ready(filled)
     for array in filled:
         array.delete()
@@ -130,32 +235,42 @@ def _error(found, products, a_dim: int, b_dim: int) -> float:
 
 
 def check(mesh: Mesh, shape: Shape, implementation: str | None, seed: int) -> dict:
-    """Returns the relative errors of a run on random operands with NaN wherever nothing was written."""
+    """Returns the relative errors of a run on random operands with NaN wherever nothing was written.
+
+    The plain form runs first: what only it needs of XLA and NCCL is then loaded.
+    """
     operands, cotangents = draw(mesh, shape, seed)
-    run = values_and_gradients(shape.on(mesh, implementation=implementation))
-    compiled = run.lower(operands, cotangents).compile()
-    poison(mesh, 4 * sum(x.nbytes for x in jax.tree.leaves((operands, cotangents))) // mesh.size)
-    began = time.perf_counter()
-    found = jax.block_until_ready(compiled(operands, cotangents))
-    seconds = time.perf_counter() - began
+    for name in ("reference", implementation):
+        run = values_and_gradients(shape.on(mesh, implementation=name))
+        compiled = compile_safely(run.lower(operands, cotangents))
+        poison(compiled, mesh)
+        began = time.perf_counter()
+        found = jax.block_until_ready(compiled(operands, cotangents))
+        seconds = time.perf_counter() - began
     return {"errors": errors(found, operands, cotangents), "seconds": round(seconds, 5)}
 
 
+@jax.jit
+def equal(found, first):
+    """Returns whether two trees of bfloat16 arrays are equal bit for bit."""
+    bits = lambda tree: [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in jax.tree.leaves(tree)]  # noqa: E731
+    return jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(bits(found), bits(first), strict=True)]))
+
+
 def unequal_repeats(mesh: Mesh, shape: Shape, implementation: str | None, seed: int, repeats: int) -> int:
-    """Returns how many of the repeats differ from the first run in any bit."""
-    operands, cotangents = draw(mesh, shape, seed)
+    """Returns how many of the repeats differ in any bit from the first run on the same operands.
+
+    Two sets of operands alternate, so that what a run leaves behind is never what the next should give.
+    """
+    sets = [draw(mesh, shape, 2 * seed + i) for i in range(2)]
     run = values_and_gradients(shape.on(mesh, implementation=implementation))
-
-    @jax.jit
-    def equal(found, first):
-        bits = lambda tree: [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in jax.tree.leaves(tree)]  # noqa: E731
-        return jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(bits(found), bits(first), strict=True)]))
-
-    first = run(operands, cotangents)
+    compiled = compile_safely(run.lower(*sets[0]))
+    firsts = [jax.block_until_ready(compiled(*of)) for of in sets]
     unequal = 0
     for _ in range(repeats):
-        poison(mesh, 2 * sum(x.nbytes for x in jax.tree.leaves(first)) // mesh.size)
-        unequal += not bool(equal(run(operands, cotangents), first))
+        for of, first in zip(sets, firsts, strict=True):
+            poison(compiled, mesh)
+            unequal += not bool(equal(compiled(*of), first))
     return unequal
 
 
@@ -163,26 +278,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--axes", nargs="+", default=["tensor=2"], help="as tensor=2 or data=2,tensor=2")
     parser.add_argument("--shapes", nargs="+", default=["tiny"], help="tiny, all, or names")
-    parser.add_argument("--implementation", default="mosaic_gpu")
+    parser.add_argument("--implementation", default="mosaic_gpu_alone")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=90, help="that each shape may take")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31)
+    parser.add_argument("--operation", choices=TAKES, help="of the kernel that takes --tiles")
+    parser.add_argument("--tiles", type=json.loads, help="JSON list of tiles, each of which is checked")
     options = parser.parse_args()
+    if bool(options.tiles) != bool(options.operation):
+        parser.error("--tiles and --operation go together")
     xla.configure()
     groups = {"tiny": list(TINY), "all": list(SHAPES)}
     names = [name for word in options.shapes for name in groups.get(word, [word])]
     failed = False
-    for axes in options.axes:
+    every = itertools.product(options.tiles or [None], options.axes, names)
+    for imposed, axes, name in every:
+        if imposed:
+            impose(options.operation, tiles.Tiles(**imposed))
         mesh = make_mesh({name: int(size) for name, size in (part.split("=") for part in axes.split(","))})
-        for name in names:
-            shape = SHAPES[name]
-            print(json.dumps({"starts": name, "axes": axes, "seed": options.seed}), flush=True)
-            line = check(mesh, shape, options.implementation, options.seed)
+        case = {"shape": name, "axes": axes} | ({options.operation: imposed} if imposed else {})
+        print(json.dumps({"starts": name, "seed": options.seed} | case), flush=True)
+        with ends_within(options.seconds, f"{case}, seed {options.seed}"):
+            line = check(mesh, SHAPES[name], options.implementation, options.seed)
             line["unequal_repeats"] = unequal_repeats(
-                mesh, shape, options.implementation, options.seed + 1, options.repeats
+                mesh, SHAPES[name], options.implementation, options.seed + 1, options.repeats
             )
-            good = max(line["errors"]) <= BFLOAT16_TOLERANCE and not line["unequal_repeats"]
-            failed |= not good
-            print(json.dumps({"shape": name, "axes": axes, "good": good} | line), flush=True)
+        good = max(line["errors"]) <= BFLOAT16_TOLERANCE and not line["unequal_repeats"]
+        failed |= not good
+        print(json.dumps(case | {"good": good} | line), flush=True)
     return int(failed)
 
 

@@ -175,6 +175,15 @@ def test_weights_share_a_gather_and_gradients_a_ring_pass(t):
     assert forward["dot_general"] == t and backward["dot_general"] == 2 * t
 
 
+@pytest.mark.parametrize("name, in_float32", [("one_matrix", False), ("three_matrices", True)])
+def test_the_plain_form_sums_several_products_in_float32(name, in_float32):
+    """One product comes in its operands' dtype, as it accumulates in float32 anyway."""
+    operands, cotangents = draw(np.random.default_rng(0), CPU[name], MESHES["2"], jnp.bfloat16)
+    function = CPU[name].on(make_mesh(MESHES["2"]), implementation="reference")
+    traced = jax.make_jaxpr(functools.partial(run, function))(operands, cotangents)
+    assert ("f32" in str(traced)) == in_float32
+
+
 def test_forward_and_backward_are_chosen_apart():
     forward, backward = primitives(CPU["one_matrix"], 4, implementation="reference", backward="ring")
     assert "ppermute" not in forward and "all_gather" in forward

@@ -93,14 +93,18 @@ def test_options_are_for_gpus_alone_and_where_they_help():
     assert xla.compiler_options("gpu", devices=1, deterministic=False) == {}
     both = xla.compiler_options("gpu", devices=2, deterministic=True)
     assert both == {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_deterministic_ops": True}
+    fused = xla.compiler_options("gpu", devices=1, deterministic=False, writes_to_peers=True)
+    assert fused == {"xla_gpu_enable_command_buffer": ""}
+    assert xla.compiler_options("cpu", devices=2, deterministic=False, writes_to_peers=True) == {}
 
 
 def test_the_installed_jaxlib_knows_each_option():
     """It refuses a program compiled with one that it does not know."""
-    for name in xla.compiler_options("gpu", devices=2, deterministic=True):
+    options = xla.compiler_options("gpu", devices=2, deterministic=True, writes_to_peers=True)
+    for name in options:
         xla.check_flags(f"--{name}=true")
     compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "float32"))
-    compiled.compile(compiler_options=xla.compiler_options("gpu", devices=2, deterministic=True))
+    compiled.compile(compiler_options=options)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_option"):
         compiled.compile(compiler_options={"xla_gpu_no_such_option": True})
 
