@@ -15,7 +15,6 @@ from pathlib import Path
 
 import harness
 import numpy as np
-from exposed_copies import common, length, union
 from jax.profiler import ProfileData
 
 COLLECTIVES = ("nccl", "MemcpyP2P", "MemcpyD2D")  # a permute may be a copy
@@ -69,6 +68,26 @@ def measure(collectives: list[tuple[float, float]], kernels: list[tuple[float, f
         "of_which_compared": share(compared),
         "slowed_by": share(slowed),
     }
+
+
+def union(spans: np.ndarray) -> np.ndarray:
+    """Returns spans [N, 2] joined where they touch, in order."""
+    joined: list[list[float]] = []
+    for start, end in spans[np.argsort(spans[:, 0], kind="stable")]:
+        if joined and start <= joined[-1][1]:
+            joined[-1][1] = max(joined[-1][1], end)
+        else:
+            joined.append([start, end])
+    return np.array(joined).reshape(-1, 2)
+
+
+def length(spans: np.ndarray) -> float:
+    return float(np.sum(spans[:, 1] - spans[:, 0]))
+
+
+def common(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns how long spans of both run, each joined before."""
+    return length(a) + length(b) - length(union(np.concatenate([a, b])))
 
 
 def near(spans: np.ndarray, start: float, end: float) -> np.ndarray:
