@@ -34,9 +34,7 @@ from pallas_kernels.collective_matmul import tile_table, tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 
 os.environ.update(xla.NO_MULTICAST)  # whoever imports this is about to start collectives
-# CUDA loads a kernel's code at its first launch otherwise, and that may wait for running kernels to end:
-# one that waits for a peer whose kernel is yet to be loaded never does. Read when CUDA starts.
-os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # as `xla.configure` says; for pytest's process and children too
 
 BFLOAT16_TOLERANCE = 1e-2
 HANGS = 3  # the exit status of a process that a hung kernel holds
@@ -173,9 +171,9 @@ def draw(mesh: Mesh, shape: Shape, seed: int, dtype=jnp.bfloat16) -> tuple[tuple
 
 
 def compile_safely(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Returns the compiled program, without CUDA graphs where a kernel may write into peers' memory."""
+    """Returns the compiled program, with `xla.for_peers` where a kernel may write into peers' memory."""
     fused = "mosaic_gpu" in lowered.as_text()
-    return lowered.compile(compiler_options=xla.without_graphs(jax.default_backend()) if fused else None)
+    return lowered.compile(compiler_options=xla.for_peers(jax.default_backend()) if fused else None)
 
 
 def values_and_gradients(function):

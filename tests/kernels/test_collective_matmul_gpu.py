@@ -1,6 +1,7 @@
 """Collective matrix products fused on Hopper: what can be shown without a GPU, and the rest on 2 and 4."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from hopper_emulation import Shards
 from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxthru.runtime import aot, xla
 from pallas_kernels import collective_matmul
 from pallas_kernels.collective_matmul import hopper, mosaic_gpu, tile_table
 from pallas_kernels.collective_matmul import tiles as tiles_module
@@ -336,8 +338,8 @@ def test_a_problem_and_its_key():
     assert Problem.of_key(problem.key) == problem
 
 
-def test_compiled_without_graphs_where_a_kernel_writes_to_peers(bench, monkeypatch):
-    """A CUDA graph keeps a peer's address that may have gone stale."""
+def test_compiled_for_peers_where_a_kernel_writes_to_them(bench, monkeypatch):
+    """A CUDA graph keeps a peer's address that may have gone stale; a collective beside a kernel may hang."""
     check = bench("collective_matmul_check")
     seen = []
 
@@ -352,7 +354,33 @@ def test_compiled_without_graphs_where_a_kernel_writes_to_peers(bench, monkeypat
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for text in texts:
         check.compile_safely(Lowered(text))
-    assert seen == [{"xla_gpu_enable_command_buffer": ""}, None]
+    assert seen == [xla.for_peers("gpu"), None]
+
+
+@pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin")
+def test_no_collective_runs_beside_a_kernel(monkeypatch):
+    """Compiled for a GPU, a sum over the kernel's own axis starts before the kernel and ends after it, unless
+    it is told not to: either may then hold what the other waits for."""
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+
+    def local(x, w, z):
+        (y,) = mosaic_gpu.all_gather_matmul(x, (w,), axis_name="tensor", always=True)
+        return y, jax.lax.psum(z, "tensor")
+
+    function = jax.shard_map(
+        local, mesh=mesh, in_specs=(rows, columns, rows), out_specs=(columns, PartitionSpec())
+    )
+    sizes = (8192, 4096), (4096, 6144), (4096, 4096)
+    lowered = aot.lower(jax.jit(function), *(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes))
+
+    def order() -> list[str]:
+        hlo = aot.compile_for(lowered, aot.TARGETS["h200"], devices=2).hlo
+        return re.findall(r" (all-reduce(?:-start|-done)?|custom-call)\(", hlo[hlo.index("\nENTRY ") :])
+
+    assert order() == ["all-reduce-start", "custom-call", "all-reduce-done"]
+    monkeypatch.setattr(aot, "OPTIONS", aot.OPTIONS | xla.for_peers("gpu"))
+    assert sorted(order()) == ["all-reduce", "custom-call"]
 
 
 # On GPUs.
