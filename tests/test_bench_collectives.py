@@ -46,26 +46,26 @@ def test_a_step_that_hides_everything_exposes_nothing(bench):
 @pytest.mark.parametrize("name", ["qkv_apart", "down"])
 def test_every_call_of_a_timed_program_is_made(name, backward, bench):
     """XLA drops calls whose results nothing reads; their time would still be divided by their number."""
-    module = bench("collective_matmul")
+    module, programs = bench("collective_matmul_contenders"), bench("collective_matmul_programs")
     case = module.Case(
         GPU[name].scaled(64), bench("collective_matmul_check").make_mesh({"tensor": 2}), backward
     )
     runs, _ = module.contenders(case)
     assert {"plain", "ring", "default", "product", "collective"} <= set(runs)
-    module.compile_in_a_row(runs)  # which counts
+    programs.compile_in_a_row(runs)  # which counts
 
     def dropping(*operands):
-        for _ in range(module.IN_A_ROW):
+        for _ in range(programs.IN_A_ROW):
             results = runs["plain"][0](*operands)
             operands, results = jax.lax.optimization_barrier((operands, results))
         return results
 
     dropped, single = (
-        module.work(lowered.compile())
-        for lowered in (jax.jit(dropping).lower(*case.operands()), module.program(*runs["plain"], calls=1))
+        programs.work(lowered.compile())
+        for lowered in (jax.jit(dropping).lower(*case.operands()), programs.program(*runs["plain"], calls=1))
     )
     with pytest.raises(RuntimeError, match="plain: 4 calls compile to"):
-        module.require_every_call(dropped, single, "plain")
+        programs.require_every_call(dropped, single, "plain")
 
 
 def test_a_script_that_hangs_is_killed_with_all_it_started(bench, tmp_path):
@@ -135,7 +135,7 @@ def test_a_case_that_hangs_ends_its_process(bench, tmp_path):
 
 def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
     """What is given to the child process is what the kernels take there, and other operations keep theirs."""
-    checks, module = bench("collective_matmul_check"), bench("collective_matmul")
+    checks, module = bench("collective_matmul_check"), bench("collective_matmul_contenders")
     monkeypatch.setattr(tile_table, "TABLE", {})
     mesh, kind = checks.make_mesh({"tensor": 2}), jax.local_devices()[0].device_kind
     given = []
@@ -165,11 +165,12 @@ def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
     ],
 )
 def test_the_ceiling_counts_every_transfer(name, backward, moved, bench):
-    module, checks = bench("collective_matmul"), bench("collective_matmul_check")
+    module, checks = bench("collective_matmul_contenders"), bench("collective_matmul_check")
+    programs = bench("collective_matmul_programs")
     for axes in ({"tensor": 2}, {"data": 2, "tensor": 2}):
         case = module.Case(GPU[name].scaled(64), checks.make_mesh(axes), backward)
         run, operands = case.collective()
-        assert module.work(module.program(run, operands, calls=1).compile()) == moved
+        assert programs.work(programs.program(run, operands, calls=1).compile()) == moved
         # Each device sends (t - 1) / t of a matrix [t·M, columns] in each; the kernel, no less.
         whole = case.shape.rows * (case.shape.contracted if name == "qkv" else case.shape.columns[0]) * 2
         assert len(moved) * whole / 2 == case.problem.bytes_sent
@@ -179,7 +180,7 @@ def test_the_ceiling_counts_every_transfer(name, backward, moved, bench):
 
 
 def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
-    module = bench("collective_matmul")
+    module = bench("collective_matmul_contenders")
     mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
     plain = lambda case: case.of(module.reference)  # noqa: E731
     monkeypatch.setattr(module, "jax_kernels", lambda case: {"jax_right": plain(case)})

@@ -268,7 +268,7 @@ def unequal_repeats(mesh: Mesh, shape: Shape, implementation: str | None, seed: 
     for _ in range(repeats):
         for of, first in zip(sets, firsts, strict=True):
             poison(compiled, mesh)
-            unequal += not bool(equal(compiled(*of), first))
+            unequal += not bool(equal(jax.block_until_ready(compiled(*of)), first))
     return unequal
 
 
