@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 import json
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -80,11 +83,32 @@ def test_a_script_that_hangs_is_killed_with_all_it_started(bench, tmp_path):
     )
     with pytest.raises(RuntimeError, match=r"not done in 3 s, so it may hang: (?s:.*)started\ncomplained"):
         bench("collective_matmul_check").run_script([str(script)], 3)
-    status = Path("/proc", pid.read_text(), "status")
-    deadline = time.monotonic() + 10
-    while status.exists() and "zombie" not in status.read_text() and time.monotonic() < deadline:
+    until(lambda: ended(pid))
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+def test_a_script_ends_with_the_process_that_started_it(bench, tmp_path):
+    pid, child = tmp_path / "pid", tmp_path / "child.py"
+    child.write_text(f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    folder = Path(bench("collective_matmul_check").__file__).parent
+    code = f"import collective_matmul_check; collective_matmul_check.run_script([{str(child)!r}], 600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=folder)
+    until(lambda: pid.exists() and pid.read_text())
+    parent.kill()
+    parent.wait()
+    until(lambda: ended(pid))
+
+
+def until(holds, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not status.exists() or "zombie" in status.read_text()
+
+
+def ended(pid: Path) -> bool:
+    status = Path("/proc", pid.read_text(), "status")
+    return not status.exists() or "zombie" in status.read_text()
 
 
 def test_a_script_that_fails_says_why(bench, tmp_path):

@@ -22,6 +22,7 @@ for the weights' gradients besides.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -123,6 +124,8 @@ def main() -> int:
     parser.add_argument(
         "--heat-seconds", type=float, default=5.0, help="of products, before anything is timed"
     )
+    done = "the first run that precedes all others has just passed, in a process of its own"
+    parser.add_argument("--first-run-done", action="store_true", help=done)
     parser.add_argument("--torch", action="store_true", help="time PyTorch's operations too")
     parser.add_argument(
         "--first-run-of-jax", action="store_true", help="only run JAX's own kernel once, at a tiny shape"
@@ -135,54 +138,49 @@ def main() -> int:
     axes = ({"data": options.data} if options.data > 1 else {}) | {"tensor": options.devices}
     harness.keep_stdout()
     xla.configure()
-    phase = harness.Phases()
-    if not (options.tiny or options.first_run_of_jax):
-        with phase("first run, in a child process"):
-            checks.in_child([axes], seconds=180)
     if options.first_run_of_jax:
         first_run_of_jax(checks.make_mesh(axes))
         return 0
-    without_jax = ""
-    if not options.tiny:
+    phase = harness.Phases()
+    without_jax, peer = "", None
+    if not (options.tiny or options.first_run_done):
+        with phase("first run, in a child process"):
+            checks.in_child([axes], seconds=180)
+    if not options.tiny and "forward" in options.directions:
         with phase("first run of JAX's kernel, in a child process"):
             same = ["--devices", str(options.devices), "--data", str(options.data)]
             try:
                 checks.run_script([__file__, "--first-run-of-jax", *same], 180)
             except RuntimeError as error:
                 without_jax = str(error)[-500:]
-    peer = None
     if options.torch:
         with phase("torch, in a child process"):
             peer = torch_peer(options.devices, list(options.shapes), shapes)
     mesh = checks.make_mesh(axes)
-    results = {}
+    line = {
+        "benchmark": "collective_matmul",
+        "axes": axes,
+        "dtype": "bfloat16",
+        "calls_in_a_program": programs.IN_A_ROW,
+        "cases": {},
+        **({"torch": peer} if peer else {}),
+        **harness.provenance(),
+    }
     with harness.Clocks(mesh.size) as clocks:
         with phase("heat"):
             run, operands = Case(shapes[options.shapes[0]], mesh, backward=True).products()
             hot, began = programs.program(run, operands).compile(), time.perf_counter()
             while time.perf_counter() - began < options.heat_seconds:
                 jax.block_until_ready(hot(*operands))
-        for name in options.shapes:
-            for direction in options.directions:
-                with phase(f"{name} {direction}"), checks.ends_within(180, f"{name} {direction}"):
-                    case = Case(shapes[name], mesh, direction == "backward")
-                    found = measure(
-                        case, options.warmup_turns, options.turns, options.turn_seconds, without_jax
-                    )
-                    results[f"{name}_{direction}"] = dataclasses.asdict(shapes[name]) | found
-                print(json.dumps({f"{name}_{direction}": found}), file=sys.stderr, flush=True)
-    line = {
-        "benchmark": "collective_matmul",
-        "axes": axes,
-        "dtype": "bfloat16",
-        "calls_in_a_program": programs.IN_A_ROW,
-        "cases": results,
-        **({"torch": peer} if peer else {}),
-        "sm_clock_mhz": clocks.mhz,
-        "power_watts": clocks.watts,
-        "seconds": phase.seconds,
-        **harness.provenance(),
-    }
+        for name, direction in itertools.product(options.shapes, options.directions):
+            named = f"{name}_{direction}"
+            with phase(named), checks.ends_within(180, named):
+                case = Case(shapes[name], mesh, direction == "backward")
+                found = measure(case, options.warmup_turns, options.turns, options.turn_seconds, without_jax)
+            line["cases"][named] = dataclasses.asdict(shapes[name]) | found
+            harness.write(line, options.output)
+            print(json.dumps({named: found}), file=sys.stderr, flush=True)
+    line |= {"sm_clock_mhz": clocks.mhz, "power_watts": clocks.watts, "seconds": phase.seconds}
     harness.emit(line, options.output)
     return 0
 

@@ -11,6 +11,7 @@ left out, so that what is chosen for an unknown shape is measured too.
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -105,24 +106,30 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=GPU, default=list(GPU))
     both = ("forward", "backward")
     parser.add_argument("--directions", nargs="+", choices=both, default=both)
+    done = "the first run that precedes all others has just passed, in a process of its own"
+    parser.add_argument("--first-run-done", action="store_true", help=done)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--turn-seconds", type=float, default=0.01)
     options = parser.parse_args()
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.6")  # the rest is for the processes that try tiles
+    harness.keep_stdout()
     xla.configure()
     phase, axes = harness.Phases(), {"tensor": options.devices}
-    with phase("first run, in a child process"):
-        checks.in_child([axes], seconds=180)
+    if not options.first_run_done:
+        with phase("first run, in a child process"):
+            checks.in_child([axes], seconds=180)
     mesh = checks.make_mesh(axes)
     kind = jax.local_devices()[0].device_kind
-    tried = set()
+    tried, entries = set(), {}
     for name in options.shapes:
         for direction in options.directions:
             with phase(f"{name} {direction}"), checks.ends_within(600, f"{name} {direction}"):
                 case = Case(GPU[name], mesh, direction == "backward")
                 entry = tune(case, options.turns, options.turn_seconds, tried)
-            print(case.problem.key, entry, flush=True)
-            tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry
+            print(case.problem.key, entry, file=sys.stderr, flush=True)
+            entries[case.problem.key] = tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry
             write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
+    harness.emit({"benchmark": "tune_collective_matmul", "entries": entries} | harness.provenance())
     return 0
 
 
