@@ -24,6 +24,7 @@ MESHES = ({"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2}, {"tensor": 4, 
 FORBIDDEN = ("multimem", "symmetric_memory_parameters")
 SMALL = Tiles(128, 128, stages=2, width=2)
 CTAS = 3  # with more tiles than these, and with fewer
+cuda = pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin")
 
 
 def draw(rng, *shape):
@@ -198,6 +199,36 @@ def test_shared_memory_as_counted(operation, shape):
         traced.lower(lowering_platforms=("cuda",))
 
 
+@cuda
+@pytest.mark.parametrize("shape", tiles_module.RATES, ids=str)
+def test_compiles_without_spilling_registers(shape, monkeypatch, capfd):
+    """All four kernels, down to a Hopper GPU's own code: a consumer has just the registers it needs."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    mocked = {name: value for name, value in aot.OPTIONS.items() if name != "xla_gpu_mock_custom_calls"}
+    monkeypatch.setattr(aot, "OPTIONS", mocked)
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+    m, n = shape
+    tiles = Tiles(m, n, stages=4 if m * n < 128 * 256 else 3)
+
+    def local(x, w, y):
+        options = {"axis_name": "tensor", "tiles": tiles}
+        (gathered,) = mosaic_gpu.all_gather_matmul(x, (w,), **options)
+        dx, _ = mosaic_gpu.all_gather_matmul_backward(x, (w,), (y,), **options)
+        out = mosaic_gpu.matmul_reduce_scatter(y, dx, **options)
+        return gathered, out, *mosaic_gpu.matmul_reduce_scatter_backward(y, dx, out, **options)
+
+    split = jax.shard_map(
+        local, mesh=mesh, in_specs=(rows, columns, columns), out_specs=(columns, rows, columns, rows)
+    )
+    sizes = (3072, 1536), (1536, 3072), (3072, 3072)
+    lowered = aot.lower(jax.jit(split), *(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes))
+    aot.compile_for(lowered, aot.TARGETS["h200"], devices=2)
+    said = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"] * 4
+    assert "wgmma" not in said, "products one after another, for want of registers or a fence"
+
+
 # What is refused, and what is chosen.
 
 
@@ -357,7 +388,7 @@ def test_compiled_for_peers_where_a_kernel_writes_to_them(bench, monkeypatch):
     assert seen == [xla.for_peers("gpu"), None]
 
 
-@pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin")
+@cuda
 def test_no_collective_runs_beside_a_kernel(monkeypatch):
     """Compiled for a GPU, a sum over the kernel's own axis starts before the kernel and ends after it, unless
     it is told not to: either may then hold what the other waits for."""
