@@ -55,7 +55,11 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
     )
     runs, _ = module.contenders(case)
     assert {"plain", "ring", "default", "product", "collective"} <= set(runs)
-    programs.compile_in_a_row(runs)  # which counts
+    refuse = lambda *operands: (_ for _ in ()).throw(ValueError("too large"))  # noqa: E731
+    compiled, failed = programs.compile_in_a_row(
+        runs | {"refuses": (refuse, case.operands())}
+    )  # which counts
+    assert set(compiled) == set(runs) and failed == {"refuses": "ValueError('too large')"}
 
     def dropping(*operands):
         for _ in range(programs.IN_A_ROW):

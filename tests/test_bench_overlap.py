@@ -17,12 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 def overlap(bench, monkeypatch):
     """Returns a function that runs the driver with some arguments and returns which rows ran."""
     module, blocks, rows_for = bench("overlap"), bench("blocks"), bench("overlap_rows").rows_for
-    real = module.run
+    real, limits = module.run, []
 
-    def drive(folder: Path, *arguments: str, fails=()) -> list[tuple[str, str]]:
+    def drive(folder: Path, *arguments: str, fails=(), ending=600) -> list[tuple[str, str]]:
         ran, rows = [], rows_for(2, False, "F", [], folder)
 
-        def run(row, devices, tiny):
+        def run(row, devices, tiny, limit):
+            limits.append(limit)
             (name,) = [name for name, of in rows.items() if of == row]
 
             def run_block(command, gpus, limit):
@@ -30,13 +31,14 @@ def overlap(bench, monkeypatch):
                 return {"error": "it hangs"} if name in fails else {"line": {}}
 
             monkeypatch.setattr(blocks, "run_block", run_block)
-            return real(row, devices, tiny)
+            return real(row, devices, tiny, limit)
 
         monkeypatch.setattr(module, "run", run)
         monkeypatch.setattr(module, "table", lambda said, devices: "")  # nothing is said here
         arguments = ["overlap.py", "--output", str(folder), "--config", "F", *arguments]
         monkeypatch.setattr(sys, "argv", arguments)
         assert module.main() == 0
+        assert max(limits, default=0) <= ending
         return ran
 
     return drive
@@ -77,7 +79,7 @@ def test_each_gpu_by_itself_or_all_together(overlap, tmp_path):
 
 
 def test_nothing_starts_that_would_end_too_late(overlap, tmp_path):
-    ran = {name for name, _ in overlap(tmp_path, "--stop-after", "100")}
+    ran = {name for name, _ in overlap(tmp_path, "--stop-after", "100", ending=100)}
     assert "check_first" in ran and "tensor" not in ran and "forward" not in ran
 
 

@@ -51,7 +51,8 @@ SHAPES = ("qkv", "gate", "gate_up", "scatter_6144", "down", *UNTUNED)
 def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float, without_jax: str = "") -> dict:
     """Returns the result of a case: each contender's times, errors and ratio over the plain form."""
     runs, missing = contenders(case, without_jax)
-    compiled = programs.compile_in_a_row(runs)
+    compiled, failed = programs.compile_in_a_row(runs)
+    missing |= failed
     others = case.operands(seed=1)
     errors, (plain, *_) = {}, compiled["plain"](*runs["plain"][1])
     for name in list(compiled):

@@ -57,18 +57,28 @@ def turn(run, operands, calls: int) -> float:
     return (time.perf_counter() - began) / (calls * IN_A_ROW)
 
 
-def compile_all(lowered: dict) -> dict:
+def compile_in_a_row(
+    runs: dict[str, tuple[Callable, tuple]],
+) -> tuple[dict[str, jax.stages.Compiled], dict[str, str]]:
+    """Returns the programs to be timed, each of which has been seen to make all of its calls, and why others
+    cannot be."""
+    compiled, failed = {}, {}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return dict(zip(lowered, pool.map(checks.compile_safely, lowered.values()), strict=True))
-
-
-def compile_in_a_row(runs: dict[str, tuple[Callable, tuple]]) -> dict[str, jax.stages.Compiled]:
-    """Returns the programs to be timed, each of which has been seen to make all of its calls."""
-    compiled = compile_all({name: program(*run) for name, run in runs.items()})
-    singles = compile_all({name: program(*run, calls=1) for name, run in runs.items()})
-    for name in compiled:
-        require_every_call(work(compiled[name]), work(singles[name]), name)
-    return compiled
+        pending = {}
+        for name, run in runs.items():
+            try:
+                both = [program(*run, calls=calls) for calls in (IN_A_ROW, 1)]
+                pending[name] = [pool.submit(checks.compile_safely, lowered) for lowered in both]
+            except Exception as error:  # a kernel that does not lower must not cost the others' results
+                failed[name] = repr(error)[:500]
+        for name, both in pending.items():
+            try:
+                every, single = (one.result() for one in both)
+                require_every_call(work(every), work(single), name)
+                compiled[name] = every
+            except Exception as error:
+                failed[name] = repr(error)[:500]
+    return compiled, failed
 
 
 @jax.jit

@@ -5,9 +5,9 @@
 
 Each row (overlap_rows.py) runs in a process of its own, which is killed with all that it started when its
 time is up, and is written to DIR/ROW.json when it ends. The same command goes on with rows that failed or
-have not run; none is started that is not expected to end before SECONDS. Where a safety row has not passed,
-those with kernels that wait for their peers are left out, and the others run. Prints what the issue's bars
-(overlap_bars.py) make of the finished rows.
+have not run; none is started that is not expected to end before SECONDS, and none goes on after. Where a
+safety row has not passed, those with kernels that wait for their peers are left out, and the others run.
+Prints what the bars (overlap_bars.py) make of the finished rows.
 """
 
 import argparse
@@ -32,6 +32,12 @@ def kept(folder: Path, name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def said(folder: Path, name: str) -> list[dict] | None:
+    """Returns what a row's processes printed; of one that did not end well, the cases measured."""
+    cases = folder / f"collective_matmul_{name}.json"
+    return kept(folder, name).get("said") or ([json.loads(cases.read_text())] if cases.exists() else None)
+
+
 def refuses(name: str, rows: dict[str, Row], folder: Path) -> str:
     """Returns why a row is not to run now, empty if it is."""
     row = rows[name]
@@ -43,17 +49,19 @@ def refuses(name: str, rows: dict[str, Row], folder: Path) -> str:
     return f"{', '.join(failed)} did not pass" if row.waits and failed else ""
 
 
-def run(row: Row, devices: int, tiny: bool) -> dict:
-    """Runs a row; returns {"said": what each of its processes printed last} or {"error": ...}."""
+def run(row: Row, devices: int, tiny: bool, limit: float) -> dict:
+    """Runs a row for so many seconds at most; returns {"said": what each of its processes printed last} or
+    {"error": ...}."""
     alone = row.alone or len(row.commands) > 1
     setup = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}'
+    setup += "; export XLA_CLIENT_MEM_FRACTION=0.9"  # where CUDA loads all code at its start, that takes more
     if tiny:
         forced = f"--xla_force_host_platform_device_count={1 if alone else devices}"
         setup += f"; export JAX_PLATFORMS=cpu XLA_FLAGS={forced}"
 
     def block(number: int) -> dict:
         gpus = str(number) if alone else ",".join(map(str, range(devices)))
-        return blocks.run_block(["bash", "-c", f"{setup}; {row.commands[number]}"], gpus, row.limit)
+        return blocks.run_block(["bash", "-c", f"{setup}; {row.commands[number]}"], gpus, limit)
 
     with concurrent.futures.ThreadPoolExecutor(len(row.commands)) as pool:
         outcomes = list(pool.map(block, range(len(row.commands))))
@@ -101,14 +109,14 @@ def main() -> int:
             print(f"{now:4.0f} s  {name}: not started, takes about {row.seconds:.0f} s", flush=True)
             continue
         print(f"{now:4.0f} s  {name} ...", flush=True)
-        outcome = run(row, devices, arguments.tiny)
+        outcome = run(row, devices, arguments.tiny, min(row.limit, arguments.stop_after - now))
         took = time.monotonic() - began - now
         outcome |= {"seconds": round(took, 1), "commands": row.commands, "commit": blocks.commit()}
         (folder / f"{name}.json").write_text(json.dumps(outcome, indent=2) + "\n")
         if name == "tune":  # also what an attempt that was cut short has found
             shutil.copy(tile_table.__file__, folder)
         print(f"        {name}, {took:.0f} s: {outcome.get('error', 'done')}", flush=True)
-    print(table({name: kept(folder, name).get("said") for name in rows}, devices))
+    print(table({name: said(folder, name) for name in rows}, devices))
     return 0
 
 

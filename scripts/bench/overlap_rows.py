@@ -43,7 +43,7 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         return [word for text in (*settings, *more) for word in ("--set", text)]
 
     def step(*more: str, words: Iterable[str]) -> tuple[str]:
-        return python("step", "--config", config, *sets(*more), *words)
+        return python("step", "--config", config, *sets(*more), "--keep-compiled", *words)
 
     axes = ["--axes", f"tensor={devices}", *(["data=2,tensor=2"] if devices == 4 else [])]
     without_kernels = ["--implementation", "ring", "--repeats", 1]

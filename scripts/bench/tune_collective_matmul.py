@@ -31,7 +31,9 @@ TABLE = Path(tile_table.__file__)
 
 def measure(runs: dict, operands, turns: int, turn_seconds: float) -> dict[str, float]:
     """Returns the median seconds of a call of each, after one turn to warm up."""
-    compiled = programs.compile_in_a_row({name: (run, operands) for name, run in runs.items()})
+    compiled, failed = programs.compile_in_a_row({name: (run, operands) for name, run in runs.items()})
+    for name, reason in failed.items():
+        print(f"{name}: {reason}", file=sys.stderr, flush=True)
     times = {name: [] for name in compiled}
     calls = {}
     for number in range(turns + 1):
