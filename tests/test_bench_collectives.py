@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -219,3 +220,25 @@ def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
         module.first_run_of_jax(mesh)
     found, missing = module.contenders(module.Case(GPU["qkv"].scaled(64), mesh, False), "it hangs")
     assert "jax_wrong" not in found and missing["jax"] == "it hangs"
+
+
+def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
+    """With the plain form in the kernels' place: sizes first, the best of them in other orders, one entry."""
+    module, contenders = bench("tune_collective_matmul"), bench("collective_matmul_contenders")
+    real = module.reference
+
+    def stand_in(name):
+        return lambda *operands, axis_name, tiles: getattr(real, name)(*operands, axis_name=axis_name)
+
+    functions = {name: stand_in(name) for name in ("all_gather_matmul", "all_gather_matmul_backward")}
+    monkeypatch.setattr(module, "mosaic_gpu", types.SimpleNamespace(**functions))
+    every = [tiles.Tiles(m, 128, minor=minor, width=8) for m in (128, 256) for minor in ("M", "N")]
+    monkeypatch.setattr(tiles, "candidates", lambda problem: every)
+    tried = []
+    monkeypatch.setattr(module.checks, "try_tiles", lambda axes, operation, new: tried.append(new))
+    mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
+    case = contenders.Case(GPU["qkv"].scaled(64), mesh, backward=False)
+    entry = module.tune(case, 1, 0.0, set())
+    assert [len(new) for new in tried] == [2, 1], "what has been tried is not tried again"
+    assert tiles.Tiles(**entry["tiles"]) in every and entry["faster"] in (False, True)
+    assert entry["faster"] == (entry["microseconds"] < entry["plain_microseconds"])
