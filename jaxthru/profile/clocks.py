@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxthru.profile.events import Trace
+from jaxthru.profile.events import Trace, natural
 from jaxthru.profile.ledger import Clock
 
 COUNTER = "gpc__cycles_elapsed.avg.per_second"
@@ -29,6 +29,10 @@ SAMPLING = {
     "gpu_pm_sample_buffer_size_per_gpu_mb": 64,
 }
 """Of `jax.profiler.ProfileOptions.advanced_configuration`."""
+
+RESTRICTED = Path("/proc/driver/nvidia/params")
+STATUS = Path("/proc/self/status")
+CAP_SYS_ADMIN = 21
 
 REFERENCE_MHZ = {
     r"h200 nvl": (1545, 1785),
@@ -48,6 +52,16 @@ REASONS = {
 
 INTERVAL = 0.02
 MOST = 500
+
+
+def sampling() -> dict[str, Any]:
+    """Returns the options for sampling the clock within a trace, none where the driver lets only an
+    administrator read counters: XLA then could not start its GPU tracer, would record no kernels either, and
+    none in later traces of the process."""
+    restricted = RESTRICTED.is_file() and "RmProfilingAdminOnly: 1" in RESTRICTED.read_text()
+    held = re.search(r"^CapEff:\s*(\w+)", STATUS.read_text(), re.M) if STATUS.is_file() else None
+    administrator = held is not None and int(held[1], 16) >> CAP_SYS_ADMIN & 1
+    return {} if restricted and not administrator else SAMPLING
 
 
 def reference(kind: str) -> tuple[float | None, float | None]:
@@ -157,7 +171,7 @@ def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple
     asked = {device: [row for row in rows if start <= row[0] <= end] for device, rows in asked.items()}
     source = "cupti" if traced else "nvml" if any(asked.values()) else "none"
     rows = traced or {device: [row[:2] for row in rows] for device, rows in asked.items()}
-    first = next(iter(rows), None)
+    first = min(rows, key=natural, default=None)  # as `busy` is: planes stand in any order
     if source == "none" or first is None:
         return Clock()
     shown = [(at, mhz) for at, mhz in rows[first] if start <= at <= end and mhz > 0]

@@ -102,6 +102,7 @@ def _table(data: ProfileData, process: int, prefix: str) -> Trace:
     trace = Trace([], [], {}, 0, {})
     launches: dict[int, int] = {}
     correlated: list[tuple[int, Event]] = []
+    on_host: list[Event] = []
     for plane in data.planes:
         if found := re.match(r"/device:GPU:(\d+)", plane.name):
             device = prefix + found[1]
@@ -119,9 +120,11 @@ def _table(data: ProfileData, process: int, prefix: str) -> Trace:
             for mark, event in begun:
                 event.end = max(event.end, ended.get(mark, 0))
             _number([event for _, event in begun], prefix)
-            trace.events += [event for _, event in begun]
+            on_host += [event for _, event in begun]
         elif plane.name == "Task Environment":
             trace.begun = int(dict(plane.stats).get("profile_start_time", 0))
+    # Beside a GPU the host may name an instruction too, as it launches it: that did not run there.
+    trace.events += [] if trace.events else on_host
     for correlation, event in correlated:
         event.launched = launches.get(correlation)
     trace.events.sort(key=lambda event: (event.start, event.end))
