@@ -161,7 +161,7 @@ def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple
     """Returns the clock between two moments of a trace. busy: when matrix products ran on the first device,
     in order; the mean is taken over it, where samples fall into it, for it is these that the clock slows."""
     traced = {
-        device: [(at, value / 1e6) for name, rows in by_name.items() if _is_clock(name) for at, value in rows]
+        device: [(at, value / 1e6) for name, rows in by_name.items() if is_clock(name) for at, value in rows]
         for device, by_name in trace.counters.items()
     }
     traced = {device: rows for device, rows in traced.items() if rows}
@@ -189,7 +189,7 @@ def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple
     )
 
 
-def _is_clock(name: str) -> bool:
+def is_clock(name: str) -> bool:
     """Says whether a counter is the SM clock in Hz; CUPTI shows it by a name of its own."""
     return name == COUNTER or name.startswith("GPC Clock Frequency")
 
