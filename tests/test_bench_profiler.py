@@ -10,9 +10,12 @@ import pytest
 
 from jaxthru import config as configuration
 from jaxthru import train
+from jaxthru.profile import clocks
 from jaxthru.profile.events import Event, Trace
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "profile"))
+import sample  # noqa: E402 - the ledger that the profiler's own tests share
 
 
 def test_each_row_has_a_configuration_that_is_possible(bench, tmp_path):
@@ -66,6 +69,54 @@ def test_clock_of_products_is_counted_within_them(bench):
     trace = Trace([product(10, 20), product(20, 30, "loop_add"), product(40, 50)], [], counters, 0, {})
     found = bench("profiler_measure").gemm_clock(trace)
     assert found == {"kernels": 2, "seconds": 20e-9, "span": 40e-9, "mhz": 1600.0}
+
+
+CLEAN = sample.ledger(noise=0.002)
+"""Of which the products took 330 ms at 1,540 MHz."""
+
+
+def run(measure, ledger, **notes):
+    """Returns a run of which all steps but the profiled ones took 10 ns, the clock 1,600 MHz in the last."""
+    found = measure.Run.__new__(measure.Run)
+    found.ledger, found.config, found.steps = ledger, sample.config(), [1, 2, 3]
+    found.notes = {"dispatched": [0, 10, 20, 30], "idle": [0.0, 0.1, 0.1, 9.0], "isolated": None} | notes
+    found.samples = clocks.Samples(
+        {"0": [(5, 1500.0, 700.0, 4), (25, 1700.0, 700.0, 4), (35, 100.0, 70.0, 0)]}
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cause", "changes", "met"),
+    [
+        ("loader", {"data_wait": 0.012 + 0.09}, True),
+        ("loader", {"data_wait": 0.012 + 0.13}, False),
+        ("loader", {"host_gap": 0.1}, False),
+        ("sync", {"host_gap": 0.004 + 0.1}, True),
+        ("gather", {"exposed_communication": 0.018 + 0.055}, True),
+        ("zeros", {"frequency": 0.048 - 0.0635}, True),
+    ],
+)
+def test_a_cause_is_met_if_it_is_named_with_its_size(bench, cause, changes, met):
+    measure = bench("profiler_measure")
+    clean, planted = run(measure, CLEAN), run(measure, sample.ledger(noise=0.002, **changes), isolated=0.06)
+    gemms = {"clean": {"mhz": 1540.0}, "planted": {"mhz": 1980.0}}
+    found = measure.cause(cause, clean, planted, gemms)
+    assert found["met"] is met and found["size"]["met"] is met
+    assert found["named"] is (cause != "loader" or "data_wait" in changes)
+    assert abs(found["planted_seconds"]) == pytest.approx(
+        {"gather": 0.06, "zeros": 0.0733}.get(cause, 0.1), rel=0.01
+    )
+
+
+def test_the_products_rate_is_its_factors(bench):
+    """The ledger's cycles at NVML's clock: 4 % more of it than the counters saw is 4 % more of the rate."""
+    measure = bench("profiler_measure")
+    found = measure.split(run(measure, CLEAN))
+    assert found["clock"] == {"mhz": 1600.0, "watts": 700.0, "cap_reasons": {"power cap": 1.0}}
+    of = CLEAN.window
+    assert found["factors"]["found"] == pytest.approx(1600 / 1540 * of.loop_seconds / of.step_seconds - 1)
+    assert found["seconds_lost"] == {"frequency": 0.048, "inefficiency": 0.042, "recomputation": 0.025}
 
 
 def test_samples_say_what_held_the_clock_down(bench):

@@ -18,7 +18,12 @@ from jax.profiler import ProfileData
 SPANS = ("data_wait", "dispatch", "checkpoint", "evaluate")
 """The loop's annotations: what the host does."""
 
-COPIES = {"MemcpyH2D": "to_device", "MemcpyD2H": "to_host", "MemcpyP2P": "to_peer", "MemcpyD2D": "on_device"}
+COPIES = {
+    "MemcpyH2D": "to_device",
+    "MemcpyD2H": "to_host",
+    "MemcpyP2P": "to_peer",
+    "Memcpy": "on_device",  # MemcpyD2D, and what CUPTI calls by no direction
+}
 
 
 @dataclasses.dataclass(slots=True)

@@ -133,7 +133,7 @@ class Bench:
 
     def environment(self, row: Row, gpus: list[str]) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(blocks.ROOT.resolve()), os.environ.get("PYTHONPATH", "")]))
-        kept = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str((self.work / "compiled").resolve())}
+        kept = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": f"{self.arguments.store}_compiled"}
         where = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if self.arguments.cpu or row.devices == 0:
             flags = f"--xla_force_host_platform_device_count={max(1, row.devices)}"
@@ -196,8 +196,11 @@ class Bench:
                 found[part] = of()
             except Exception as error:
                 found[part] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
-        for unneeded in ("production", "attribution", "dump"):
-            shutil.rmtree(run.folder / unneeded, ignore_errors=True)
+        if not self.arguments.keep_traces:
+            for unneeded in ("production", "attribution", "dump"):
+                shutil.rmtree(run.folder / unneeded, ignore_errors=True)
+            for text in run.folder.glob("*.hlo.txt"):
+                text.unlink()
         return found
 
     def opened(self, name: str) -> measured.Run:
@@ -282,6 +285,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--store", default="store", help="data.store: where prepared tokens are kept")
     add("--steps", type=int, nargs=3, metavar=("AT", "PROFILED", "ALL"), help="in place of each row's own")
     add("--sleep", type=float, default=1.0, help="how much of their seconds planted sleeps last")
+    add("--keep-traces", action="store_true", help="beside the ledgers made of them")
     add("--cpu", action="store_true", help="run all rows on CPU devices, to try the script")
     arguments = parser.parse_args(argv)
     arguments.rows = blocks.chosen(parser, "--rows", arguments.rows, list(ROWS))

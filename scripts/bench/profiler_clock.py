@@ -19,7 +19,7 @@ from pathlib import Path
 import harness
 import jax
 import jax.numpy as jnp
-from profiler_measure import capped, gemm_clock
+from profiler_measure import capped, gemm_clock, judged
 
 from jaxthru.profile import clocks, events
 from jaxthru.profile.trace import options
@@ -134,10 +134,12 @@ def measure(run: Callable, flops: float, speed: float, seconds: tuple[float, flo
         "cycles": ideal * reference / (call * (gemm["mhz"] or mhz)),  # needed by those counted in the trace
         "busy": gemm["seconds"] / gemm["span"],
     }
+    predicted = peak * speed * math.prod(factors.values())
     return found | {
         "cupti_mhz": gemm["mhz"],
         "factors": factors,
-        "predicted_tflops": peak * speed * math.prod(factors.values()) / 1e12,
+        "predicted_tflops": predicted / 1e12,
+        "product": judged("factors", predicted / observed - 1),
         "seconds_of_a_call": {
             "ideal": ideal,
             "frequency": call * (1 - mhz / reference),

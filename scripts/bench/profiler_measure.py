@@ -271,6 +271,6 @@ def cause(name: str, clean: Run, planted: Run, gemms: dict[str, dict]) -> dict[s
         "noise_seconds": found.noise,
         "others": {each.name: each.seconds for each in found.changes[1:5]},
         "clocks": {"clean": clean.clock(), "planted": planted.clock(), "of_products": gemms},
-        "size": judged("planted", error, "not named, or not measured"),
+        "size": judged("planted", error, "not named, or not measured") | ({} if right else {"met": False}),
         "met": bool(right and error is not None and abs(error) <= BARS["planted"]),
     }

@@ -38,6 +38,8 @@ def table(record: dict[str, Any]) -> str:
                 else "failed"
             )
             lines.append(f"| {name} | {lever}: {of['what']} | {rate} | | |")
+            if "product" in of:
+                add(name, f"{lever}: product of factors, less 1", of["product"])
         if "off" in row:
             add(name, "step with hooks, less 1", row["off"] | {"found": row["off"]["change"]})
     causes = record.get("causes", {})
