@@ -119,6 +119,18 @@ def test_the_products_rate_is_its_factors(bench):
     assert found["seconds_lost"] == {"frequency": 0.048, "inefficiency": 0.042, "recomputation": 0.025}
 
 
+def test_a_levers_rate_is_its_factors(bench):
+    """40 products of 2 ms each, at 1,464 MHz by both clocks, the device busy for half of the time."""
+    clock = bench("profiler_clock")
+    gemm = {"kernels": 80, "seconds": 0.16, "span": 0.32, "mhz": 1464.0}
+    flops = 0.4 * 989.5e12 * 0.080
+    found = clock.factored({"tflops": 0.2 * 989.5, "mhz": 1464.0}, gemm, flops, 1.0, "NVIDIA H200")
+    assert found["factors"] == pytest.approx({"frequency": 0.8, "cycles": 0.5, "busy": 0.5})
+    assert found["product"]["found"] == pytest.approx(0) and found["product"]["met"]
+    assert sum(found["seconds_of_a_call"].values()) == pytest.approx(0.080)
+    assert clock.factored({"tflops": 1.0, "mhz": None}, gemm | {"mhz": None}, flops, 1.0, "NVIDIA H200") == {}
+
+
 def test_samples_say_what_held_the_clock_down(bench):
     rows = [(0, 1500.0, 700.0, 0x4), (1, 1600.0, 690.0, 0)]
     found = bench("profiler_measure").capped(rows)

@@ -54,10 +54,22 @@ INTERVAL = 0.02
 MOST = 500
 
 
-def sampling() -> dict[str, Any]:
-    """Returns the options for sampling the clock within a trace, none where the driver lets only an
-    administrator read counters: XLA then could not start its GPU tracer, would record no kernels either, and
-    none in later traces of the process."""
+def sampling(local: int) -> dict[str, Any]:
+    """Returns the options for sampling the clock within a trace, none where it could not start: where the
+    driver lets only an administrator read counters, and where the process sees GPUs that other processes
+    sample, for XLA samples all that it sees. Its GPU tracer would then record no kernels either, and none in
+    later traces of the process.
+
+    local: the process's devices.
+    """
+    named, library = os.environ.get("CUDA_VISIBLE_DEVICES"), _library()
+    seen = ctypes.c_uint(local)
+    if named is not None:
+        seen = ctypes.c_uint(len([name for name in named.split(",") if name.strip()]))
+    elif library:
+        library.nvmlDeviceGetCount_v2(ctypes.byref(seen))
+    if seen.value != local:
+        return {}
     restricted = RESTRICTED.is_file() and "RmProfilingAdminOnly: 1" in RESTRICTED.read_text()
     held = re.search(r"^CapEff:\s*(\w+)", STATUS.read_text(), re.M) if STATUS.is_file() else None
     administrator = held is not None and int(held[1], 16) >> CAP_SYS_ADMIN & 1

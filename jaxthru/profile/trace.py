@@ -175,7 +175,7 @@ def options(clock: bool) -> jax.profiler.ProfileOptions:
     chosen = jax.profiler.ProfileOptions()
     chosen.host_tracer_level, chosen.python_tracer_level = 1, 0
     if clock and jax.default_backend() == "gpu":
-        chosen.advanced_configuration = clocks.sampling()
+        chosen.advanced_configuration = clocks.sampling(jax.local_device_count())
     return chosen
 
 

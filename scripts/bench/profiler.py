@@ -61,12 +61,12 @@ class Row:
     devices: int = 1
     closes: bool = False
     split: bool = False
-    steps: tuple[int, int, int] = (30, 3, 60)
+    steps: tuple[int, int, int] = (20, 3, 45)
     script: str = ""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-LONG = (30, 5, 65)
+LONG = (20, 5, 52)
 ROWS = {
     "8layer_fsdp2": Row(settings="mesh.fsdp=2 train.rows=4", devices=2, closes=True, split=True, steps=LONG),
     "extra_all_gather": Row(
@@ -88,7 +88,7 @@ ROWS = {
     ),
     "off": Row(settings=SMALL, script="profiler_off.py"),
     "fp8_step": Row(settings=f"{SMALL} precision.matmul=fp8", split=True),
-    "cpu_quickstart": Row("quickstart", devices=0, closes=True, one_batch=False, steps=(20, 5, 60)),
+    "cpu_quickstart": Row("quickstart", devices=0, closes=True, one_batch=False, steps=(20, 10, 80)),
 }
 
 

@@ -26,6 +26,7 @@ from jaxthru.profile.trace import options
 from jaxthru.runtime import hardware, xla
 
 REPEATS = 40  # products between two looks at the clock
+TRACED = 0.5  # seconds
 NARROW = jnp.float8_e4m3fn
 
 
@@ -106,40 +107,48 @@ LEVERS = ("bf16", "fp8", "signs", "zeros", "same_buffer", "bursts", "steady")
 
 def measure(run: Callable, flops: float, speed: float, seconds: tuple[float, float]) -> dict:
     """Returns one lever's rate and its factors. flops: of a call. speed: of its dtype against bfloat16."""
-    kind = jax.devices()[0].device_kind
     with clocks.sampled(clocks.visible(1)) as samples:
         timing = harness.timed(run, jax.block_until_ready, *seconds)
         ended = time.time_ns()
     taken = sum(timing.seconds)
     steady = [row for row in samples.devices.get("0", ()) if row[0] > ended - 1e9 * taken]
-    observed = flops * len(timing.seconds) / taken
-    found = {"tflops": observed / 1e12, "calls": len(timing.seconds), **capped(steady)}
+    rate = len(timing.seconds) / taken
+    found = {"tflops": flops * rate / 1e12, "calls": len(timing.seconds), **capped(steady)}
+    if jax.default_backend() != "gpu":
+        return found
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder, profiler_options=options(clock=True))
-        for _ in range(max(2, round(0.5 * len(timing.seconds) / taken))):
+        for _ in range(max(2, round(TRACED * rate))):
             last = run()
         jax.block_until_ready(last)
         jax.profiler.stop_trace()
-        trace = events.read(Path(folder)) if jax.default_backend() == "gpu" else None
+        gemm = gemm_clock(events.read(Path(folder)))
+    return found | factored(found, gemm, flops, speed, jax.devices()[0].device_kind)
+
+
+def factored(found: dict, gemm: dict, flops: float, speed: float, kind: str) -> dict:
+    """Returns the rate as the peak times factors, and a call's seconds lost to the clock and to the rest.
+
+    found: the rate as observed, and NVML's clock meanwhile. gemm: of the trace. kind: the device's.
+    """
     peak, (reference, _) = hardware.data_sheet_flops(kind), clocks.reference(kind)
-    if trace is None or not peak or not reference:
-        return found
-    gemm = gemm_clock(trace)
-    if not gemm["kernels"]:
-        return found
     mhz = found["mhz"] or gemm["mhz"]
+    if not (peak and reference and mhz and gemm["kernels"]):
+        return {}
     call, ideal = gemm["seconds"] / gemm["kernels"] * REPEATS, flops / (peak * speed)
     factors = {
         "frequency": mhz / reference,  # by NVML, over the timed part
-        "cycles": ideal * reference / (call * (gemm["mhz"] or mhz)),  # needed by those counted in the trace
+        "cycles": ideal
+        * reference
+        / (call * (gemm["mhz"] or mhz)),  # needed, over those counted in the trace
         "busy": gemm["seconds"] / gemm["span"],
     }
-    predicted = peak * speed * math.prod(factors.values())
-    return found | {
+    predicted = peak * speed * math.prod(factors.values()) / 1e12
+    return {
         "cupti_mhz": gemm["mhz"],
         "factors": factors,
-        "predicted_tflops": predicted / 1e12,
-        "product": judged("factors", predicted / observed - 1),
+        "predicted_tflops": predicted,
+        "product": judged("factors", predicted / found["tflops"] - 1),
         "seconds_of_a_call": {
             "ideal": ideal,
             "frequency": call * (1 - mhz / reference),
@@ -152,7 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=8192)
     parser.add_argument("--only", nargs="+", choices=LEVERS, default=LEVERS)
-    harness.add_seconds(parser, warmup=3.0, timed=4.0)
+    harness.add_seconds(parser, warmup=2.0, timed=3.0)
     arguments = parser.parse_args()
     xla.configure()
     levers, found = Levers(arguments.size), {}

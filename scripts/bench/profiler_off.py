@@ -86,7 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
-    parser.add_argument("--steps", type=int, default=30, help="of a turn")
+    parser.add_argument("--steps", type=int, default=15, help="of a turn")
     parser.add_argument("--rounds", type=int, default=2, help="of A-A-B-B")
     arguments = parser.parse_args()
     own = ["profile.at=0", f"train.steps={arguments.steps}", "metrics.tensorboard=false", "evaluate.rows=0"]

@@ -36,7 +36,25 @@ def test_counters_are_asked_for_where_the_driver_gives_them(tmp_path, monkeypatc
     status.write_text(f"CapPrm:\t1\nCapEff:\t{capabilities}\n")
     monkeypatch.setattr(clocks, "RESTRICTED", params)
     monkeypatch.setattr(clocks, "STATUS", status)
-    assert bool(clocks.sampling()) is may
+    monkeypatch.setattr(clocks, "_library", lambda: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert bool(clocks.sampling(2)) is may
+
+
+@pytest.mark.parametrize(
+    ("named", "local", "may"), [(None, 8, True), (None, 1, False), ("3", 1, True), ("0,1", 1, False)]
+)
+def test_gpus_of_other_processes_are_not_sampled(tmp_path, monkeypatch, named, local, may):
+    class Eight:
+        def nvmlDeviceGetCount_v2(self, count):
+            count._obj.value = 8
+
+    monkeypatch.setattr(clocks, "_library", Eight)
+    monkeypatch.setattr(clocks, "RESTRICTED", tmp_path / "none")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert bool(clocks.sampling(local)) is may
 
 
 def test_nvml_also_knows_power_and_reasons(tmp_path):
