@@ -187,7 +187,7 @@ def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple
     if source == "none" or first is None:
         return Clock()
     shown = [(at, mhz) for at, mhz in rows[first] if start <= at <= end and mhz > 0]
-    during = [mhz for at, mhz in shown if _inside(at, busy)] or [mhz for _, mhz in shown]
+    during = [mhz for at, mhz in shown if inside(at, busy)] or [mhz for _, mhz in shown]
     known = asked.get(first, [])
     reasons = {
         name: sum(bool(row[3] & bit) for row in known) / len(known) for bit, name in REASONS.items() if known
@@ -202,11 +202,12 @@ def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple
 
 
 def is_clock(name: str) -> bool:
-    """Says whether a counter is the SM clock in Hz; CUPTI shows it by a name of its own."""
+    """Says whether a counter of a trace is the SM clock in Hz; CUPTI shows it by a name of its own."""
     return name == COUNTER or name.startswith("GPC Clock Frequency")
 
 
-def _inside(at: int, spans: list[tuple[int, int]]) -> bool:
+def inside(at: int, spans: list[tuple[int, int]]) -> bool:
+    """Says whether a moment lies in one of these spans, which are in order."""
     place = bisect_right(spans, (at, at)) - 1
     return place >= 0 and at < spans[place][1]
 

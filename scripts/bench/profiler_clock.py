@@ -133,6 +133,8 @@ def factored(found: dict, gemm: dict, flops: float, speed: float, kind: str) -> 
     """
     peak, (reference, _) = hardware.data_sheet_flops(kind), clocks.reference(kind)
     mhz = found["mhz"] or gemm["mhz"]
+    if found["mhz"] and gemm["mhz"]:  # NVML's mean is also over what runs between products
+        mhz *= gemm["mhz"] / gemm["whole_mhz"]
     if not (peak and reference and mhz and gemm["kernels"]):
         return {}
     call, ideal = gemm["seconds"] / gemm["kernels"] * REPEATS, flops / (peak * speed)

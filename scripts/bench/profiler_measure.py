@@ -178,8 +178,9 @@ CPU = {"JAX_PLATFORMS": "cpu"}
 
 
 def split(run: Run) -> dict[str, Any]:
-    """Returns the rate of the step's needed matrix products as the peak times factors: by the ledger's
-    cycles, and by the clock that NVML shows in other steps."""
+    """Returns the rate of the step's needed matrix products as the peak times factors: by the cycles that the
+    ledger counts, and by the clock of other steps. That is NVML's, which knows no kernels, times the ledger's
+    of products over that of its whole steps."""
     ledger, clock = run.ledger, run.clock()
     matmul, step = ledger.matmul, ledger.window.step_seconds
     found = {
@@ -188,14 +189,14 @@ def split(run: Run) -> dict[str, Any]:
         "ledger_cap_reasons": ledger.clock.cap_reasons,
     }
     seconds = ledger.seconds("matmul")
-    mhz = clock["mhz"] or ledger.clock.mean_mhz
-    if not (matmul.ideal_seconds and ledger.clock.mean_mhz and ledger.window.loop_seconds and mhz):
+    mhz, whole = ledger.clock.mean_mhz, [value for _, value in ledger.clock.samples]
+    if not (matmul.ideal_seconds and mhz and ledger.window.loop_seconds):
         return found | {"factors": judged("factors", None, "no data sheet, or no clock")}
     at_peak = matmul.ideal_seconds + matmul.recomputation_seconds
     factors = {
         "needed": matmul.ideal_seconds / at_peak,
-        "frequency": mhz / matmul.reference_mhz,
-        "cycles": at_peak * matmul.reference_mhz / (seconds * ledger.clock.mean_mhz),
+        "frequency": (clock["mhz"] * mhz / fmean(whole) if clock["mhz"] else mhz) / matmul.reference_mhz,
+        "cycles": at_peak * matmul.reference_mhz / (seconds * mhz),
         "share_of_step": seconds / step,
     }
     observed = matmul.ideal_seconds / ledger.window.loop_seconds
@@ -211,30 +212,23 @@ def split(run: Run) -> dict[str, Any]:
 
 def gemm_clock(trace: events.Trace) -> dict[str, Any]:
     """Returns how many matrix products ran on a trace's first device, their seconds, those from the first to
-    the last, and the clock while they ran, by CUPTI; None without it. Products are told by kernels' names."""
-    parts = dict(BY_NAME)["matmul"]
-    first = trace.devices[0]
-    spans = [
-        (event.start, event.end)
-        for event in trace.events
-        if event.device == first and any(part in event.name for part in parts)
-    ]
-    samples = [
-        row for name, rows in trace.counters.get(first, {}).items() if clocks.is_clock(name) for row in rows
-    ]
-    samples.sort()
-    hertz, at = [], 0
-    for start, end in spans:
-        while at < len(samples) and samples[at][0] < start:
-            at += 1
-        while at < len(samples) and samples[at][0] < end:
-            hertz.append(samples[at][1])
-            at += 1
+    the last, and the clock while they ran and from the first to the last, by CUPTI; None without it. Products
+    are told by kernels' names."""
+    parts, first = dict(BY_NAME)["matmul"], trace.devices[0]
+    products = [event for event in trace.events if event.device == first]
+    products = [event for event in products if any(part in event.name for part in parts)]
+    spans = [(event.start, event.end) for event in products]
+    begun, ended = min((start for start, _ in spans), default=0), max((end for _, end in spans), default=0)
+    counters = trace.counters.get(first, {}).items()
+    samples = [row for name, rows in counters if clocks.is_clock(name) for row in rows]
+    samples = [(at, hertz / 1e6) for at, hertz in samples if begun <= at < ended and hertz > 0]
+    within = [mhz for at, mhz in samples if clocks.inside(at, spans)]
     return {
         "kernels": len(spans),
         "seconds": sum(end - start for start, end in spans) / 1e9,
-        "span": (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9 if spans else 0.0,
-        "mhz": fmean(hertz) / 1e6 if hertz else None,
+        "span": (ended - begun) / 1e9,
+        "mhz": fmean(within) if within else None,
+        "whole_mhz": fmean(mhz for _, mhz in samples) if samples else None,
     }
 
 
