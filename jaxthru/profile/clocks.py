@@ -103,11 +103,11 @@ def read(folder: Path) -> Samples:
     return Samples(devices)
 
 
-def visible(count: int) -> list[str]:
-    """Returns NVML's names of the first `count` devices of this process: NVML sees those too that
-    CUDA_VISIBLE_DEVICES hides, and numbers all."""
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return [named[index] if index < len(named) else str(index) for index in range(count)]
+def names(ordinals: Iterable[int]) -> list[str]:
+    """Returns NVML's names of devices, which CUDA numbers from 0 among those that it may see: NVML sees those
+    too that CUDA_VISIBLE_DEVICES hides, and numbers all."""
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return [seen[ordinal] if ordinal < len(seen) else str(ordinal) for ordinal in ordinals]
 
 
 @contextlib.contextmanager

@@ -89,8 +89,8 @@ class Profile:
         self.program = self._running.program
         folder = self.folder / self._running.name / str(jax.process_index())
         folder.mkdir(parents=True, exist_ok=True)
-        names = clocks.visible(jax.local_device_count())
-        self._samples = self._open.enter_context(clocks.sampled(names))
+        own = clocks.names(device.local_hardware_id for device in jax.local_devices())
+        self._samples = self._open.enter_context(clocks.sampled(own))
         chosen = options(clock=self._running is self._passes[0])
         jax.profiler.start_trace(str(folder), profiler_options=chosen)
 

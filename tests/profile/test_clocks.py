@@ -108,9 +108,9 @@ def test_nvml_is_asked_while_steps_run(monkeypatch):
 
 def test_devices_are_named_as_nvml_sees_them(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
-    assert clocks.visible(2) == ["3", "GPU-ab"]
+    assert clocks.names([0, 1]) == ["3", "GPU-ab"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert clocks.visible(2) == ["0", "1"]
+    assert clocks.names([1]) == ["1"]  # the second process of a host, which has the second GPU
 
 
 @pytest.mark.parametrize(
