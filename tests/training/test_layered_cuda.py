@@ -13,6 +13,8 @@ from jaxthru.training.layered import LayeredStep
 from jaxthru.training.offload import HOST, OffloadConfig, placed
 from jaxthru.training.parts import LAYERS
 from jaxthru.training.programs import lower
+from pallas_kernels import adamw_8bit
+from pallas_kernels.adamw_8bit import Adam, Quantised, Scalars, xla
 
 cuda = pytest.mark.skipif(
     not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
@@ -121,3 +123,31 @@ def test_programs_for_a_gpu(level, clip_rule, state):
     activations = 4 * tiny.ROWS * tiny.SEQUENCE * (2 * SHAPE["mlp"] + 8 * SHAPE["embed"])
     assert stats.temp_size_in_bytes < 2 * float32 + 4 * activations + (64 << 20)  # with cuBLAS's workspace
     assert stats.alias_size_in_bytes >= nbytes(dx)
+
+
+@cuda
+@pytest.mark.parametrize("master", ["split", "rounded"])
+def test_an_update_in_8_bits_needs_a_slab_of_float32_at_a_time(master, monkeypatch):
+    """In any order that XLA may choose: buffers are shared only where one has to be over before the other
+    begins. And in place."""
+    monkeypatch.setitem(aot.OPTIONS, "xla_gpu_command_buffer_scheduling_mode", "CONCURRENT")
+    shape, slabs = (4096, 14_336), 4
+    array = lambda dtype, shape=shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    moments = [
+        Quantised(array(codes), array("float32", (shape[0], shape[1] // 256))) for codes in ("int8", "uint8")
+    ]
+    remainder = array("int16") if master == "split" else None
+    state = array("bfloat16"), remainder, *moments
+    scalars = Scalars(*(array("float32", ()) for _ in range(4)), array("bool", ()))
+
+    def three(gradients, states, scalars):
+        key = jax.random.key(0) if master == "rounded" else None
+        adam = Adam(0.9, 0.95, 1e-8, 0.1)
+        pairs = zip(gradients, states, strict=True)
+        return [adamw_8bit.update(gradient, *state, key, scalars, adam) for gradient, state in pairs]
+
+    jitted = jax.jit(three, donate_argnums=1)
+    lowered = aot.lower(jitted, [array("bfloat16")] * 3, [state] * 3, scalars)
+    stats = aot.compile_for(lowered, aot.target("h200")).stats
+    assert stats.temp_size_in_bytes < 3 * slabs * 4 * xla.SLAB
+    assert stats.alias_size_in_bytes >= 3 * nbytes(state)
