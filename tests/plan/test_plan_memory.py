@@ -99,6 +99,27 @@ def test_a_step_is_taken_apart_for_a_gpu_that_is_not_here():
 
 
 @cuda
+def test_each_layer_more_takes_its_state_its_sums_and_its_input(monkeypatch):
+    """With micro-batches, in any order that XLA may choose: buffers are shared only where one has to be over
+    before the other begins. No layer's gradients, nor what they are products of, wait for other layers'."""
+    monkeypatch.setitem(aot.OPTIONS, "xla_gpu_command_buffer_scheduling_mode", "CONCURRENT")
+    shape = [*SMALL, "model.loop=unroll", "precision.compute=bfloat16", "remat.policy=full"]
+    split = ["train.rows=8", "train.microbatches=4", "data.sequence=1024", "optim.state=split_master"]
+
+    def planned(layers: int):
+        config = load("quickstart", *shape, *split, f"model.layers={layers}")
+        return config, memory.resident(config, aot.TARGETS["h200"], segments=1)
+
+    (config, few), (_, many) = planned(2), planned(6)
+    parameters = flops.parameters(config.model) // 2 - config.model.vocabulary * config.model.embed
+    inputs = 2 * config.data.sequence * config.model.embed * 2
+    state, sums = 8 * parameters, 4 * parameters
+    a_layer = (many.peak_device - few.peak_device) / 4
+    assert a_layer == pytest.approx(state + sums + inputs, rel=0.05)
+    assert many.device["gradients"] >= 6 * sums
+
+
+@cuda
 def test_state_on_the_host_is_found_there_and_its_copies_are_staging():
     mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,))
     device, host = (
