@@ -240,6 +240,16 @@ def test_the_arithmetic_of_a_resident_step_is_near_its_compile():
         assert abs(plan.peak_device / GIB / measured - 1) < 0.05, plan.peak_device / GIB
 
 
+@pytest.mark.parametrize(
+    ("shape", "compiled"),
+    [("unroll", 99.16), ("scan", 112.45), ("unroll model.layers=20", 68.40)],
+)
+def test_the_arithmetic_of_micro_batches_is_near_their_compile(shape, compiled):
+    settings = f"optim.clip_rule=exact offload.level=none model.loop={shape}".split()
+    plan, _ = arithmetic.estimate(load("llama3_8b", *settings), "none", "split_master")
+    assert abs(plan.peak_device / GIB / compiled - 1) < 0.02, plan.peak_device / GIB
+
+
 def test_what_fits_with_the_least_traffic_is_proposed():
     config = load("llama3_8b_one_gpu", "mesh.fsdp=1")
     wide = Room(134 * GIB, 500 * GIB)
