@@ -96,9 +96,7 @@ class Step:
         sums, gradients = self.gradients(state["params"], batch)
         learning_rate = self.schedule(state["opt_state"]["count"])
         with jax.named_scope("optimizer"):
-            # Not a copy: every reader converts for itself.
-            gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
-            norm = optax.tree.norm(gradients)
+            norm = optax.tree.norm(jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients))
             finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
             params, opt_state = self.update(gradients, state, norm, learning_rate, finite)
         counters, metrics = self.finish(state, batch, sums, norm, learning_rate, finite)

@@ -110,13 +110,13 @@ def test_each_layer_more_takes_its_state_its_sums_and_its_input(monkeypatch):
         config = load("quickstart", *shape, *split, f"model.layers={layers}")
         return config, memory.resident(config, aot.TARGETS["h200"], segments=1)
 
-    (config, few), (_, many) = planned(2), planned(6)
+    (config, few), (_, many) = planned(2), planned(4)
     parameters = flops.parameters(config.model) // 2 - config.model.vocabulary * config.model.embed
     inputs = 2 * config.data.sequence * config.model.embed * 2
     state, sums = 8 * parameters, 4 * parameters
-    a_layer = (many.peak_device - few.peak_device) / 4
+    a_layer = (many.peak_device - few.peak_device) / 2
     assert a_layer == pytest.approx(state + sums + inputs, rel=0.05)
-    assert many.device["gradients"] >= 6 * sums
+    assert many.device["gradients"] >= 4 * sums
 
 
 @cuda
