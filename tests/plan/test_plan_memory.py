@@ -324,6 +324,27 @@ def test_the_plan_of_a_layered_step_adds_up(offload, state):
     )  # scales of small blocks
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
+    """Over PCIe, both ways: what docs/memory.md says for a level."""
+    settings = "precision.compute=bfloat16", "optim.state=split_master"
+    config = load("quickstart", *TINY, *OFFLOADS[offload], *settings)
+    copied, put = [], rehearsal._Account.put
+
+    def counted(account, arrays, shardings):
+        copied.extend(array.size for array in arrays)
+        return put(account, arrays, shardings)
+
+    monkeypatch.setattr(rehearsal._Account, "put", counted)
+    rehearsal.rehearse(assembled(config), nothing, None)
+    level, state = config.offload.level, config.optim.state
+    plan, moved = arithmetic.estimate(config, level, state, config.offload.fraction)
+    wanted = rehearsal.STEPS * moved
+    if config.optim.clip_rule == "exact":
+        wanted += plan.host["parameters"]  # fetched once more, for the update that waits at the end
+    assert sum(copied) == pytest.approx(wanted, rel=0.03)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
