@@ -17,7 +17,7 @@ from jaxthru.plan.assemble import assemble
 from jaxthru.plan.fit import fit
 from jaxthru.plan.memory import MemoryPlan, Moment, Room
 from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
-from jaxthru.runtime import aot
+from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError
 from jaxthru.training.offload import HOST
 from jaxthru.training.parts import init_by_parts
@@ -98,25 +98,43 @@ def test_a_step_is_taken_apart_for_a_gpu_that_is_not_here():
     assert any("cudnn_packed_stand_in" in note for note in plan.notes)
 
 
+def in_micro_batches(layers: int):
+    """Returns the configuration of a small resident step, and the bytes of a layer's state, of its gradients'
+    sums in float32, and of its input."""
+    shape = [*SMALL, "model.loop=unroll", "precision.compute=bfloat16", "remat.policy=full"]
+    split = ["train.rows=8", "train.microbatches=4", "data.sequence=1024", "optim.state=split_master"]
+    config = load("quickstart", *shape, *split, f"model.layers={layers}")
+    tables = 2 * config.model.vocabulary * config.model.embed
+    parameters = (flops.parameters(config.model) - tables) // layers
+    return config, 8 * parameters, 4 * parameters, 2 * config.data.sequence * config.model.embed * 2
+
+
 @cuda
 def test_each_layer_more_takes_its_state_its_sums_and_its_input(monkeypatch):
     """With micro-batches, in any order that XLA may choose: buffers are shared only where one has to be over
     before the other begins. No layer's gradients, nor what they are products of, wait for other layers'."""
     monkeypatch.setitem(aot.OPTIONS, "xla_gpu_command_buffer_scheduling_mode", "CONCURRENT")
-    shape = [*SMALL, "model.loop=unroll", "precision.compute=bfloat16", "remat.policy=full"]
-    split = ["train.rows=8", "train.microbatches=4", "data.sequence=1024", "optim.state=split_master"]
-
-    def planned(layers: int):
-        config = load("quickstart", *shape, *split, f"model.layers={layers}")
-        return config, memory.resident(config, aot.TARGETS["h200"], segments=1)
-
-    (config, few), (_, many) = planned(2), planned(4)
-    parameters = flops.parameters(config.model) // 2 - config.model.vocabulary * config.model.embed
-    inputs = 2 * config.data.sequence * config.model.embed * 2
-    state, sums = 8 * parameters, 4 * parameters
-    a_layer = (many.peak_device - few.peak_device) / 2
-    assert a_layer == pytest.approx(state + sums + inputs, rel=0.05)
+    config, state, sums, inputs = in_micro_batches(2)
+    few, many = (
+        memory.resident(config, aot.TARGETS["h200"], segments=1)
+        for config in (config, in_micro_batches(4)[0])
+    )
+    assert (many.peak_device - few.peak_device) / 2 == pytest.approx(state + sums + inputs, rel=0.05)
     assert many.device["gradients"] >= 4 * sums
+
+
+@pytest.mark.gpu
+def test_each_layer_more_takes_no_more_on_a_gpu():
+    """Where Triton's products are compiled too. What waited would take twice as much and more."""
+    temporary = []
+    for layers in (2, 4):
+        config, _, sums, inputs = in_micro_batches(layers)
+        layout = fit(config, jax.devices()[:1])
+        made = assemble(config, layout, segments=1, sources=1, attention="auto")
+        options = xla.compiler_options(jax.default_backend(), 1, False)
+        stats = made.compile(options).program.memory_analysis()
+        temporary.append(stats.temp_size_in_bytes)
+    assert (temporary[1] - temporary[0]) / 2 < 1.5 * (sums + inputs)
 
 
 @cuda
