@@ -150,6 +150,12 @@ def test_offloading_is_judged_by_its_partners(bench):
     assert alone == {"bar": 2.4, "found": None, "met": None}
 
 
+def test_a_loss_falls_if_each_quarter_is_below_the_one_before(bench):
+    falls = bench("offload").falls
+    assert falls([9.0, 7.0, 5.0, 7.0, 4.0, 4.0, 3.0, 3.0]) == pytest.approx(0.75)  # in a quarter it may rise
+    assert falls([9.0, 7.0, 9.0, 8.0, 4.0, 4.0, 3.0, 3.0]) > 1
+
+
 def test_a_block_that_takes_too_long_is_ended_with_what_it_started(bench):
     command = ["bash", "-c", "sleep 60 & echo $! >&2; wait"]
     assert bench("blocks").run_block(command, "0", limit=0.5) == {"error": "took more than 0 s"}

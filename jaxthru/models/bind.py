@@ -88,6 +88,45 @@ def widened(tree: Tree, stand_ins: Tree) -> Tree:
     return jax.tree.map(wide, tree, stand_ins)
 
 
+class Summing(NamedTuple):
+    """A layer's parameters with stand-ins, and the sums to which the gradients of these are to be added."""
+
+    tree: Tree
+    stand_ins: Tree
+    sums: Tree
+
+
+@jax.custom_vjp
+def _summing(stand_ins: Tree, sums: Tree) -> Tree:
+    """Returns the stand-ins. The gradient of `sums` is `sums` with the gradients of the stand-ins added."""
+    return stand_ins
+
+
+def _added(sums: Tree, gradients: Tree) -> tuple[None, Tree]:
+    with jax.named_scope("gradients"):
+        return None, jax.tree.map(lambda sum_, term: sum_ + term.astype(sum_.dtype), sums, gradients)
+
+
+_summing.defvjp(lambda stand_ins, sums: (stand_ins, sums), _added)
+
+
+@jax.custom_vjp
+def _summing_in_turn(x_ND: jax.Array, stand_ins: Tree, sums: Tree) -> tuple[jax.Array, Tree]:
+    """Returns a layer's input and stand-ins, as `_summing` does. The backward pass goes on to the layer
+    before only when this one's gradients are added up: left to itself, XLA puts off products that nothing
+    waits for, and keeps their operands, or the gradients, of all layers."""
+    return x_ND, stand_ins
+
+
+def _added_in_turn(sums: Tree, gradients: tuple[jax.Array, Tree]) -> tuple[jax.Array, None, Tree]:
+    dx_ND, gradients = gradients
+    dx_ND, sums = jax.lax.optimization_barrier((dx_ND, _added(sums, gradients)[1]))
+    return dx_ND, None, sums
+
+
+_summing_in_turn.defvjp(lambda x_ND, stand_ins, sums: ((x_ND, stand_ins), sums), _added_in_turn)
+
+
 class Context(NamedTuple):
     """What every layer needs of a batch, in the order in which it takes them."""
 
@@ -156,6 +195,16 @@ class Model:
         rest = widened(params | {"layers": ()}, stand_ins | {"layers": ()})
         return rest | {"layers": layers}
 
+    def summing(self, params: Tree, sums: Tree) -> Tree:
+        """Returns parameters for `hidden`, `substituted`, so that the gradient of `sums`, float32 in the
+        structure of `params`, is `sums` with the parameters' gradients added."""
+        stand_ins = self.stand_ins(params)
+        if self.config.loop == "scan":
+            return self.substituted(params, _summing(stand_ins, sums))
+        layers = map(Summing, *(tree["layers"] for tree in (params, stand_ins, sums)))
+        rest, stand_ins, sums = (tree | {"layers": ()} for tree in (params, stand_ins, sums))
+        return widened(rest, _summing(stand_ins, sums)) | {"layers": tuple(layers)}
+
     def hidden(self, params: Tree, batch: dict[str, jax.Array], max_segments: int) -> jax.Array:
         """Returns the normed output of the last layer, [B·T, D] in the compute dtype, sharded over tokens.
 
@@ -169,6 +218,9 @@ class Model:
             x_ND, _ = jax.lax.scan(layer, x_ND, params["layers"])
         else:
             for tree in params["layers"]:
+                if isinstance(tree, Summing):
+                    x_ND, stand_ins = _summing_in_turn(x_ND, tree.stand_ins, tree.sums)
+                    tree = jax.tree.map(Substituted, tree.tree, stand_ins)
                 x_ND = self.one_layer(tree, x_ND, context)
         return self.head.apply(params["head"], x_ND)
 

@@ -129,7 +129,8 @@ def estimate(
     loss = {"activations": stack + inputs, "loss": 4 * LOSS_CHUNK * shape.vocabulary + table / 2}
     loss["gradients"] = table
     backward = {"activations": stack + work, "gradients": one + (table if exact else tied)}
-    update = 8 * largest * (format.moments == "int8")  # both moments in float32
+    # Both moments in float32, where XLA partitions the update; on one device it goes slab by slab.
+    update = 8 * largest * (format.moments == "int8" and devices > 1)
     moments = [loss, backward]  # that may be the fullest
     if exact:
         # The first parts' slots come before the head's program, while the last parts are stored, and stay.
@@ -187,11 +188,14 @@ def _transients(config: RunConfig, sizes: Sizes) -> dict[str, float]:
     loss = 2 * table + 4 * LOSS_CHUNK * shape.vocabulary
     tables = 4 * sum(sizes.tables) / sizes.shards
     gradients = 2 * sizes.layers * sizes.layer / sizes.shards + tables
-    work = 2 * sizes.part * (4 * D + 4 * M)
+    work = 2 * sizes.part * (8 * D + 6 * M)
     if config.train.microbatches > 1:
-        # Sums in float32, which XLA makes anew for each micro-batch beside those so far.
-        sums = 8 * sizes.matrices / sizes.shards
-        return {"activations": activations + work, "gradients": sums}
+        # Sums in float32, to which unrolled layers add one after another; of scanned ones all gradients come
+        # first.
+        sums, new = 4 * sizes.matrices / sizes.shards, 4 * table
+        if shape.loop == "scan":
+            new += 2 * sizes.layers * sizes.layer / sizes.shards
+        return {"activations": activations + work, "gradients": sums + new}
     if activations + loss + 4 * table >= gradients + work:
         return {"activations": activations, "loss": loss, "gradients": 4 * table}
     return {"activations": work, "gradients": gradients}

@@ -59,8 +59,8 @@ def assemble(
     """Returns the step of a configuration on a layout.
 
     segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`.
-    adamw_8bit: implementation on one device, None for the first that can run; on several it is XLA's, which
-    is partitioned.
+    adamw_8bit: implementation on one device, None for the first that can run; on several it is the reference,
+    which XLA partitions.
     """
     train, precision = config.train, config.precision
     ops = Ops(
@@ -72,7 +72,7 @@ def assemble(
     )
     model = bind(config.model, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)
-    adamw_8bit = "xla" if layout.mesh.size > 1 else adamw_8bit
+    adamw_8bit = "reference" if layout.mesh.size > 1 else adamw_8bit
     optimizer = Optimizer(config.optim, matrices(model), adamw_8bit)
     objective = Objective(model, train.z_loss, segments, sources)
     step = Step(objective, optimizer, schedule, train.microbatches, config.data.groups_of(train.rows))

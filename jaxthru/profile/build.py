@@ -115,13 +115,19 @@ def _speed(attribution: Attribution) -> float:
     return 1 / (1 - narrow / total / 2) if total else 1.0
 
 
-def _window(production: Measured, named: Measured, rows: list, taken: dict) -> ledger.Window:
-    """Returns the profiled steps beside the others, by the loop's own clock."""
+def unprofiled(rows: list[dict], taken: dict[str, dict]) -> list[dict]:
+    """Returns the rows of metrics.jsonl of steps that ran as if there were no profiler. taken: the passes of
+    collected.json."""
     traced = set()
     for one in taken.values():
         first, last = one["first_step"], one["first_step"] + one["steps"]
         traced |= set(range(first, last + 1 + WARM_UP))
-    own = [row["step_seconds"] for row in rows if row["step"] > WARM_UP and row["step"] not in traced]
+    return [row for row in rows if row["step"] > WARM_UP and row["step"] not in traced]
+
+
+def _window(production: Measured, named: Measured, rows: list, taken: dict) -> ledger.Window:
+    """Returns the profiled steps beside the others, by the loop's own clock."""
+    own = [row["step_seconds"] for row in unprofiled(rows, taken)]
     loop = statistics.median(own) if len(own) >= 3 else None
     quarters = statistics.quantiles(own, n=4) if loop else (0.0, 0.0, 0.0)
     return ledger.Window(

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxthru.profile.events import Trace
+from jaxthru.profile.events import Trace, natural
 from jaxthru.profile.ledger import Clock
 
 COUNTER = "gpc__cycles_elapsed.avg.per_second"
@@ -29,6 +29,10 @@ SAMPLING = {
     "gpu_pm_sample_buffer_size_per_gpu_mb": 64,
 }
 """Of `jax.profiler.ProfileOptions.advanced_configuration`."""
+
+RESTRICTED = Path("/proc/driver/nvidia/params")
+STATUS = Path("/proc/self/status")
+CAP_SYS_ADMIN = 21
 
 REFERENCE_MHZ = {
     r"h200 nvl": (1545, 1785),
@@ -48,6 +52,28 @@ REASONS = {
 
 INTERVAL = 0.02
 MOST = 500
+
+
+def sampling(local: int) -> dict[str, Any]:
+    """Returns the options for sampling the clock within a trace, none where it could not start: where the
+    driver lets only an administrator read counters, and where the process sees GPUs that other processes
+    sample, for XLA samples all that it sees. Its GPU tracer would then record no kernels either, and none in
+    later traces of the process.
+
+    local: the process's devices.
+    """
+    named, library = os.environ.get("CUDA_VISIBLE_DEVICES"), _library()
+    seen = ctypes.c_uint(local)
+    if named is not None:
+        seen = ctypes.c_uint(len([name for name in named.split(",") if name.strip()]))
+    elif library:
+        library.nvmlDeviceGetCount_v2(ctypes.byref(seen))
+    if seen.value != local:
+        return {}
+    restricted = RESTRICTED.is_file() and "RmProfilingAdminOnly: 1" in RESTRICTED.read_text()
+    held = re.search(r"^CapEff:\s*(\w+)", STATUS.read_text(), re.M) if STATUS.is_file() else None
+    administrator = held is not None and int(held[1], 16) >> CAP_SYS_ADMIN & 1
+    return {} if restricted and not administrator else SAMPLING
 
 
 def reference(kind: str) -> tuple[float | None, float | None]:
@@ -77,11 +103,11 @@ def read(folder: Path) -> Samples:
     return Samples(devices)
 
 
-def visible(count: int) -> list[str]:
-    """Returns NVML's names of the first `count` devices of this process: NVML sees those too that
-    CUDA_VISIBLE_DEVICES hides, and numbers all."""
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return [named[index] if index < len(named) else str(index) for index in range(count)]
+def names(ordinals: Iterable[int]) -> list[str]:
+    """Returns NVML's names of devices, which CUDA numbers from 0 among those that it may see: NVML sees those
+    too that CUDA_VISIBLE_DEVICES hides, and numbers all."""
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return [seen[ordinal] if ordinal < len(seen) else str(ordinal) for ordinal in ordinals]
 
 
 @contextlib.contextmanager
@@ -147,7 +173,7 @@ def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple
     """Returns the clock between two moments of a trace. busy: when matrix products ran on the first device,
     in order; the mean is taken over it, where samples fall into it, for it is these that the clock slows."""
     traced = {
-        device: [(at, value / 1e6) for name, rows in by_name.items() if _is_clock(name) for at, value in rows]
+        device: [(at, value / 1e6) for name, rows in by_name.items() if is_clock(name) for at, value in rows]
         for device, by_name in trace.counters.items()
     }
     traced = {device: rows for device, rows in traced.items() if rows}
@@ -157,11 +183,11 @@ def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple
     asked = {device: [row for row in rows if start <= row[0] <= end] for device, rows in asked.items()}
     source = "cupti" if traced else "nvml" if any(asked.values()) else "none"
     rows = traced or {device: [row[:2] for row in rows] for device, rows in asked.items()}
-    first = next(iter(rows), None)
+    first = min(rows, key=natural, default=None)  # as `busy` is: planes stand in any order
     if source == "none" or first is None:
         return Clock()
     shown = [(at, mhz) for at, mhz in rows[first] if start <= at <= end and mhz > 0]
-    during = [mhz for at, mhz in shown if _inside(at, busy)] or [mhz for _, mhz in shown]
+    during = [mhz for at, mhz in shown if inside(at, busy)] or [mhz for _, mhz in shown]
     known = asked.get(first, [])
     reasons = {
         name: sum(bool(row[3] & bit) for row in known) / len(known) for bit, name in REASONS.items() if known
@@ -175,12 +201,13 @@ def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple
     )
 
 
-def _is_clock(name: str) -> bool:
-    """Says whether a counter is the SM clock in Hz; CUPTI shows it by a name of its own."""
+def is_clock(name: str) -> bool:
+    """Says whether a counter of a trace is the SM clock in Hz; CUPTI shows it by a name of its own."""
     return name == COUNTER or name.startswith("GPC Clock Frequency")
 
 
-def _inside(at: int, spans: list[tuple[int, int]]) -> bool:
+def inside(at: int, spans: list[tuple[int, int]]) -> bool:
+    """Says whether a moment lies in one of these spans, which are in order."""
     place = bisect_right(spans, (at, at)) - 1
     return place >= 0 and at < spans[place][1]
 

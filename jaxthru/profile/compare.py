@@ -95,9 +95,10 @@ def compare(
     key = lambda entry: (entry.rule, entry.scope)  # noqa: E731 - instructions are numbered anew
     gone, new = _only(before.lint, after.lint, key), _only(after.lint, before.lint, key)
     merged = any(entry.rule == "float32_matmuls" for entry in (*gone, *new))
-    was, now = _parts(before, merged), _parts(after, merged)
+    common = min(each.matmul.recomputation_seconds or 0.0 for each in (before, after))
+    was, now = _parts(before, merged, common), _parts(after, merged, common)
     if was.keys() != now.keys():  # the peak of one of them is not known
-        was, now = _parts(before, True), _parts(after, True)
+        was, now = _parts(before, True, common), _parts(after, True, common)
 
     def changes(was: dict[str, float], now: dict[str, float]) -> list[Change]:
         names = dict.fromkeys([*was, *now])
@@ -128,8 +129,9 @@ def compare(
     )
 
 
-def _parts(ledger: Ledger, merged: bool) -> dict[str, float]:
-    """Returns the parts of the step, all that is computed again as one; `merged`: and all matmuls as one."""
+def _parts(ledger: Ledger, merged: bool, common: float) -> dict[str, float]:
+    """Returns the parts of the step, all that is computed again as one; `merged`: and all matmuls as one.
+    common: the recomputation of both runs' matmuls, in seconds at the peak."""
     found = parts(ledger)
     again = {scope.line: 0.0 for scope in ledger.scopes}
     for scope in ledger.scopes:
@@ -139,11 +141,31 @@ def _parts(ledger: Ledger, merged: bool) -> dict[str, float]:
     split = "recomputation" in found
     found.setdefault("recomputation", 0.0)
     for line, seconds in again.items():
-        if line in found and not (line == "matmul" and merged) and not (line == "matmul" and split):
+        if line in found and not (line == "matmul" and merged):
             moved = min(seconds, found[line])  # scopes may overlap where a line paints an instant once
             found[line] -= moved
             found["recomputation"] += moved
+    if split:
+        fresh = ledger.matmul.recomputation_seconds - common
+        _at_their_own_rate(found, again.get("matmul", 0.0), fresh, ledger)
     return found
+
+
+def _at_their_own_rate(found: dict[str, float], again: float, fresh: float, ledger: Ledger) -> None:
+    """Counts the products that this run alone computes again with all that they take, of which the ledger
+    has what they would take at the peak as recomputation, and the rest as the clock's and inefficiency.
+
+    again: seconds of all that are computed again. fresh: of this run's alone, at the peak.
+    """
+    at_peak = ledger.matmul.recomputation_seconds
+    if fresh <= 0 or again <= at_peak:  # it may hold padding too
+        return
+    own = again * fresh / at_peak
+    slowed = found.get("frequency", 0.0) * own / ledger.seconds("matmul")
+    if "frequency" in found:
+        found["frequency"] -= slowed
+    found["inefficiency"] -= own - fresh - slowed
+    found["recomputation"] += own - fresh
 
 
 def _scopes(ledger: Ledger) -> dict[str, float]:

@@ -18,7 +18,12 @@ from jax.profiler import ProfileData
 SPANS = ("data_wait", "dispatch", "checkpoint", "evaluate")
 """The loop's annotations: what the host does."""
 
-COPIES = {"MemcpyH2D": "to_device", "MemcpyD2H": "to_host", "MemcpyP2P": "to_peer", "MemcpyD2D": "on_device"}
+COPIES = {
+    "MemcpyH2D": "to_device",
+    "MemcpyD2H": "to_host",
+    "MemcpyP2P": "to_peer",
+    "Memcpy": "on_device",  # MemcpyD2D, and what CUPTI calls by no direction
+}
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,6 +107,7 @@ def _table(data: ProfileData, process: int, prefix: str) -> Trace:
     trace = Trace([], [], {}, 0, {})
     launches: dict[int, int] = {}
     correlated: list[tuple[int, Event]] = []
+    on_host: list[Event] = []
     for plane in data.planes:
         if found := re.match(r"/device:GPU:(\d+)", plane.name):
             device = prefix + found[1]
@@ -119,9 +125,11 @@ def _table(data: ProfileData, process: int, prefix: str) -> Trace:
             for mark, event in begun:
                 event.end = max(event.end, ended.get(mark, 0))
             _number([event for _, event in begun], prefix)
-            trace.events += [event for _, event in begun]
+            on_host += [event for _, event in begun]
         elif plane.name == "Task Environment":
             trace.begun = int(dict(plane.stats).get("profile_start_time", 0))
+    # Beside a GPU the host may name an instruction too, as it launches it: that did not run there.
+    trace.events += [] if trace.events else on_host
     for correlation, event in correlated:
         event.launched = launches.get(correlation)
     trace.events.sort(key=lambda event: (event.start, event.end))

@@ -99,13 +99,18 @@ def _is_wide_product(module: Module, instruction: Instruction) -> bool:
 def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
     """Says whether an array is made by a conversion from a narrower type, moved about since or not."""
     there = module.computations[module.where[instruction.name]]
-    if instruction.opcode == "convert" or (
-        instruction.opcode == "fusion"
-        and any(one.opcode == "convert" for one, _ in module.inner(instruction))
-    ):
+    if instruction.opcode == "convert":
         return True
     if depth == 0 or instruction.opcode not in ("bitcast", "copy", "transpose", "reshape", "fusion"):
         return False
+    if instruction.opcode == "fusion":  # what it does last counts: it may convert only to compute
+        inner = module.computations.get(instruction.calls[0], {}) if instruction.calls else {}
+        last = next((one for one in inner.values() if one.root), None)
+        if last and last.opcode != "parameter" and _widened(module, last):
+            return True
+        moved = last is None or _only_moves(module, instruction)
+        if not moved:
+            return False
     return any(_widened(module, there[name], depth - 1) for name in instruction.operands if name in there)
 
 

@@ -272,9 +272,11 @@ class Purpose:
         return any(self.reaches_optimizer(other, seen) for other in after if id(other) not in seen)
 
     def adds(self, instruction: str) -> bool:
-        """Says whether an instruction adds arrays up outside of the model, the loss and the optimizer."""
+        """Says whether an instruction adds to sums of gradients: in a scope of that name, or outside of the
+        model, the loss and the optimizer."""
         name = self.op_names.get(instruction, "")
-        return name.endswith("/add") and not any(_within(name, scope) for scope in SCOPES)
+        outside = not any(_within(name, scope) for scope in SCOPES)
+        return name.endswith("/add") and (outside or _within(name, "gradients"))
 
 
 PURPOSES = {"optimizer": "optimizer", "loss": "loss", "model": "activations"}

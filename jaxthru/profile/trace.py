@@ -89,9 +89,10 @@ class Profile:
         self.program = self._running.program
         folder = self.folder / self._running.name / str(jax.process_index())
         folder.mkdir(parents=True, exist_ok=True)
-        names = clocks.visible(jax.local_device_count())
-        self._samples = self._open.enter_context(clocks.sampled(names))
-        jax.profiler.start_trace(str(folder), profiler_options=options())
+        own = clocks.names(device.local_hardware_id for device in jax.local_devices())
+        self._samples = self._open.enter_context(clocks.sampled(own))
+        chosen = options(clock=self._running is self._passes[0])
+        jax.profiler.start_trace(str(folder), profiler_options=chosen)
 
     def _compile(self) -> None:
         """Compiles the step again, for the names of its kernels and for XLA's account of its buffers."""
@@ -169,12 +170,12 @@ class Profile:
         }
 
 
-def options() -> jax.profiler.ProfileOptions:
-    """Returns what the profiler records: no Python calls, which would slow the host; on a GPU its clock."""
+def options(clock: bool) -> jax.profiler.ProfileOptions:
+    """Returns what the profiler records: no Python calls, which would slow the host. clock: a GPU's too."""
     chosen = jax.profiler.ProfileOptions()
     chosen.host_tracer_level, chosen.python_tracer_level = 1, 0
-    if jax.default_backend() == "gpu":
-        chosen.advanced_configuration = clocks.SAMPLING
+    if clock and jax.default_backend() == "gpu":
+        chosen.advanced_configuration = clocks.sampling(jax.local_device_count())
     return chosen
 
 

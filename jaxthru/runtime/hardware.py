@@ -43,6 +43,14 @@ def peak_flops(devices: list[jax.Device]) -> float | None:
     return None if None in peaks else sum(peaks)
 
 
+GRACE = re.compile(r"\b(gh200|gb200|gb300|gb10)\b")
+
+
+def has_unified_memory(kind: str) -> bool:
+    """Says whether devices of this kind read their host's memory as their own: beside NVIDIA's Grace."""
+    return GRACE.search(kind.lower()) is not None
+
+
 def peak_bytes() -> int | None:
     """Returns the most bytes in use at once on this process's fullest device, None where not counted."""
     stats = [device.memory_stats() for device in jax.local_devices()]

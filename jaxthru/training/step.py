@@ -96,9 +96,7 @@ class Step:
         sums, gradients = self.gradients(state["params"], batch)
         learning_rate = self.schedule(state["opt_state"]["count"])
         with jax.named_scope("optimizer"):
-            # Not a copy: every reader converts for itself.
-            gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
-            norm = optax.tree.norm(gradients)
+            norm = optax.tree.norm(jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients))
             finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
             params, opt_state = self.update(gradients, state, norm, learning_rate, finite)
         counters, metrics = self.finish(state, batch, sums, norm, learning_rate, finite)
@@ -173,34 +171,30 @@ class Step:
         """
         weight = token_weight(batch)
         model = self.objective.model
-        value_and_grad = jax.value_and_grad(
-            lambda stand_ins, part: self.objective(model.substituted(params, stand_ins), part, weight),
-            has_aux=True,
-        )
-
-        def one(part):
-            (_, sums), gradients = value_and_grad(model.stand_ins(params), part)
-            return sums, gradients
-
         if self.microbatches == 1:
-            return one(batch)
+            return self._differentiated(model.substituted, params, model.stand_ins(params), batch, weight)
         parts = jax.tree.map(self.split, batch)
-        sums = jax.eval_shape(one, jax.tree.map(lambda part: part[0], parts))[0]
-        zero_sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
-        zero_gradients = jax.tree.map(
+        zeros = jax.tree.map(
             lambda axes, leaf: model.ops.layout.constrain(jnp.zeros(leaf.shape, jnp.float32), axes),
             *(model.axes, params),
             is_leaf=is_axes,
         )
-        total, _ = jax.lax.scan(
-            lambda total, part: (
-                jax.tree.map(lambda sum_, term: sum_ + term.astype(sum_.dtype), total, one(part)),
-                None,
-            ),
-            (zero_sums, zero_gradients),
-            parts,
-        )
-        return total
+
+        def add(total, part):
+            sums, gradients = total
+            terms, gradients = self._differentiated(model.summing, params, gradients, part, weight)
+            return (jax.tree.map(jnp.add, sums, terms), gradients), None
+
+        first = jax.tree.map(lambda part: part[0], parts)
+        shapes = jax.eval_shape(lambda: self.objective(params, first, weight)[1])
+        zero_sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return jax.lax.scan(add, (zero_sums, zeros), parts)[0]
+
+    def _differentiated(self, using, params: Any, by: Any, batch: Batch, weight: jax.Array):
+        """Returns the sums over a batch, and the gradients of `by`. using: makes parameters of both."""
+        loss = lambda by: self.objective(using(params, by), batch, weight)  # noqa: E731
+        (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(by)
+        return sums, gradients
 
     def split(self, array_RT: jax.Array) -> jax.Array:
         """Returns the micro-batches [microbatches, rows / microbatches, T].

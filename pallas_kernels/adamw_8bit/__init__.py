@@ -5,7 +5,7 @@ import functools
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.adamw_8bit import reference, stand_in, triton
+from pallas_kernels.adamw_8bit import reference, stand_in, triton, xla
 from pallas_kernels.adamw_8bit.masters import join, round_stochastically, split
 from pallas_kernels.adamw_8bit.reference import (
     Adam,
@@ -56,7 +56,8 @@ def update(
       mu, nu: first and second moment, `quantise`d as signed and unsigned.
       key: to round by, or None. Implementations draw other bits from it.
       scalars, adam: what is the same for all parameters.
-      implementation: "xla", which None takes, or "triton", which no GPU has run yet.
+      implementation: "xla", which None takes; "reference", which XLA can partition; or "triton", which no GPU
+        has run yet.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:
@@ -70,7 +71,8 @@ def update(
     platform = dispatch.resolve_platform(platform)
     implementations = {
         "triton": functools.partial(triton.update, platform=platform),
-        "xla": reference.update,
+        "xla": xla.update,
+        "reference": reference.update,
         STAND_IN: stand_in.update,
     }
     arguments = gradient, weight, remainder, mu, nu, key, scalars, adam

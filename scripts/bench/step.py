@@ -96,6 +96,8 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
         "skipped_updates": int(values[-1]["skipped"]),
         "peak_hbm_bytes": hardware.peak_bytes(),
     }
+    if arguments.steps:
+        line["losses"] = [float(step["loss"]) for step in values]
     if built.data.segments > 1:
         line["documents"] = documents(built, range(timing.first, timing.first + len(values)))
     return line
@@ -112,7 +114,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
     try:
-        config = configuration.load(arguments.config, [*arguments.overrides, "train.steps=1000000"])
+        config = configuration.load(arguments.config, ["train.steps=1000000", *arguments.overrides])
     except InputError as error:
         print(f"step.py: {error}", file=sys.stderr)
         return 2

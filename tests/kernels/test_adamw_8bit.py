@@ -17,8 +17,10 @@ from pallas_kernels.adamw_8bit import (
     dequantise,
     join,
     quantise,
+    reference,
     split,
     update,
+    xla,
 )
 from pallas_kernels.adamw_8bit.shapes import CPU, GPU
 from pallas_kernels.testing import assert_close, fresh_seed, has_gpu, normal
@@ -149,6 +151,35 @@ def test_the_update_is_adamw(shape, master):
         # Sums in another order may fall on the other side of half a code.
         assert np.abs(np.asarray(found.codes, int) - np.asarray(wanted.codes, int)).max() <= 1
         assert_close(found.scale, wanted.scale, 1e-6)
+
+
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("name, rows", [("blocks", 5), ("head_dim", 50), ("odd", 2), ("one_a_row", 3)])
+def test_slabs_are_updated_as_the_whole_is(name, rows, master):
+    """To the bit, whether slabs divide the rows or some are left; but for the bits that rounding draws.
+
+    With powers of two products and quotients are exact, so that it does not matter which of them a compiler
+    joins with a sum, or with each other, where one rounding takes the place of two.
+    """
+    shape, adam = CPU[name], Adam(0.5, 0.5, 1e-8, 0.125)
+    *given, scalars = arguments(np.random.default_rng(fresh_seed()), shape, master, dtype=jnp.bfloat16)
+    exact = (jnp.float32(x) for x in (2.0, 2.0**-7, 0.5, 0.25))
+    scalars = Scalars(*exact, scalars.finite)
+    by_slabs = jax.jit(lambda *given: xla.update(*given, adam, slab=rows * shape[-1]))
+    whole = jax.jit(lambda *given: reference.update(*given, adam))
+    found, expected = by_slabs(*given, scalars), whole(*given, scalars)
+    if master == "rounded":
+        assert_close(found[0].astype(jnp.float32), expected[0].astype(jnp.float32), 5e-3)
+        found, expected = found[1:], expected[1:]
+    assert_same(found, expected)
+
+
+def test_each_slab_is_rounded_by_other_bits():
+    shape = CPU["one_a_row"]
+    given = arguments(np.random.default_rng(0), shape, "rounded")
+    same = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), given[:5])
+    weight, *_ = xla.update(*same, *given[5:], ADAM, slab=shape[-1])
+    assert len({row.tobytes() for row in np.asarray(weight)}) > 1
 
 
 @pytest.mark.parametrize("master", MASTERS)

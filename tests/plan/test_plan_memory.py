@@ -17,7 +17,7 @@ from jaxthru.plan.assemble import assemble
 from jaxthru.plan.fit import fit
 from jaxthru.plan.memory import MemoryPlan, Moment, Room
 from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
-from jaxthru.runtime import aot
+from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError
 from jaxthru.training.offload import HOST
 from jaxthru.training.parts import init_by_parts
@@ -96,6 +96,45 @@ def test_a_step_is_taken_apart_for_a_gpu_that_is_not_here():
     assert sum(plan.device.values()) == plan.peak_device
     assert plan.peak_host == 0
     assert any("cudnn_packed_stand_in" in note for note in plan.notes)
+
+
+def in_micro_batches(layers: int):
+    """Returns the configuration of a small resident step, and the bytes of a layer's state, of its gradients'
+    sums in float32, and of its input."""
+    shape = [*SMALL, "model.loop=unroll", "precision.compute=bfloat16", "remat.policy=full"]
+    split = ["train.rows=8", "train.microbatches=4", "data.sequence=1024", "optim.state=split_master"]
+    config = load("quickstart", *shape, *split, f"model.layers={layers}")
+    tables = 2 * config.model.vocabulary * config.model.embed
+    parameters = (flops.parameters(config.model) - tables) // layers
+    return config, 8 * parameters, 4 * parameters, 2 * config.data.sequence * config.model.embed * 2
+
+
+@cuda
+def test_each_layer_more_takes_its_state_its_sums_and_its_input(monkeypatch):
+    """With micro-batches, in any order that XLA may choose: buffers are shared only where one has to be over
+    before the other begins. No layer's gradients, nor what they are products of, wait for other layers'."""
+    monkeypatch.setitem(aot.OPTIONS, "xla_gpu_command_buffer_scheduling_mode", "CONCURRENT")
+    config, state, sums, inputs = in_micro_batches(2)
+    few, many = (
+        memory.resident(config, aot.TARGETS["h200"], segments=1)
+        for config in (config, in_micro_batches(4)[0])
+    )
+    assert (many.peak_device - few.peak_device) / 2 == pytest.approx(state + sums + inputs, rel=0.05)
+    assert many.device["gradients"] >= 4 * sums
+
+
+@pytest.mark.gpu
+def test_each_layer_more_takes_no_more_on_a_gpu():
+    """Where Triton's products are compiled too. What waited would take twice as much and more."""
+    temporary = []
+    for layers in (2, 4):
+        config, _, sums, inputs = in_micro_batches(layers)
+        layout = fit(config, jax.devices()[:1])
+        made = assemble(config, layout, segments=1, sources=1, attention="auto")
+        options = xla.compiler_options(jax.default_backend(), 1, False)
+        stats = made.compile(options).program.memory_analysis()
+        temporary.append(stats.temp_size_in_bytes)
+    assert (temporary[1] - temporary[0]) / 2 < 1.5 * (sums + inputs)
 
 
 @cuda
@@ -219,6 +258,16 @@ def test_the_arithmetic_of_a_resident_step_is_near_its_compile():
         assert abs(plan.peak_device / GIB / measured - 1) < 0.05, plan.peak_device / GIB
 
 
+@pytest.mark.parametrize(
+    ("shape", "compiled"),
+    [("unroll", 99.16), ("scan", 112.45), ("unroll model.layers=20", 68.40)],
+)
+def test_the_arithmetic_of_micro_batches_is_near_their_compile(shape, compiled):
+    settings = f"optim.clip_rule=exact offload.level=none model.loop={shape}".split()
+    plan, _ = arithmetic.estimate(load("llama3_8b", *settings), "none", "split_master")
+    assert abs(plan.peak_device / GIB / compiled - 1) < 0.02, plan.peak_device / GIB
+
+
 def test_what_fits_with_the_least_traffic_is_proposed():
     config = load("llama3_8b_one_gpu", "mesh.fsdp=1")
     wide = Room(134 * GIB, 500 * GIB)
@@ -291,6 +340,27 @@ def test_the_plan_of_a_layered_step_adds_up(offload, state):
     assert estimate.host["optimizer"] + estimate.host["parameters"] == pytest.approx(
         at_rest, rel=0.02
     )  # scales of small blocks
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
+    """Over PCIe, both ways: what docs/memory.md says for a level."""
+    settings = "precision.compute=bfloat16", "optim.state=split_master"
+    config = load("quickstart", *TINY, *OFFLOADS[offload], *settings)
+    copied, put = [], rehearsal._Account.put
+
+    def counted(account, arrays, shardings):
+        copied.extend(array.size for array in arrays)
+        return put(account, arrays, shardings)
+
+    monkeypatch.setattr(rehearsal._Account, "put", counted)
+    rehearsal.rehearse(assembled(config), nothing, None)
+    level, state = config.offload.level, config.optim.state
+    plan, moved = arithmetic.estimate(config, level, state, config.offload.fraction)
+    wanted = rehearsal.STEPS * moved
+    if config.optim.clip_rule == "exact":
+        wanted += plan.host["parameters"]  # fetched once more, for the update that waits at the end
+    assert sum(copied) == pytest.approx(wanted, rel=0.03)
 
 
 @pytest.mark.slow

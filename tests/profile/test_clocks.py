@@ -25,6 +25,38 @@ def test_cupti_counts_where_products_run():
     assert found.samples == ((10e-9, 1400), (20e-9, 1600), (50e-9, 1900))
 
 
+@pytest.mark.parametrize(
+    ("only", "capabilities", "may"),
+    [(1, "0", False), (1, "1ffffffffff", True), (0, "0", True), (None, "0", True)],
+)
+def test_counters_are_asked_for_where_the_driver_gives_them(tmp_path, monkeypatch, only, capabilities, may):
+    params, status = tmp_path / "params", tmp_path / "status"
+    if only is not None:
+        params.write_text(f"EnableMSI: 1\nRmProfilingAdminOnly: {only}\n")
+    status.write_text(f"CapPrm:\t1\nCapEff:\t{capabilities}\n")
+    monkeypatch.setattr(clocks, "RESTRICTED", params)
+    monkeypatch.setattr(clocks, "STATUS", status)
+    monkeypatch.setattr(clocks, "_library", lambda: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert bool(clocks.sampling(2)) is may
+
+
+@pytest.mark.parametrize(
+    ("named", "local", "may"), [(None, 8, True), (None, 1, False), ("3", 1, True), ("0,1", 1, False)]
+)
+def test_gpus_of_other_processes_are_not_sampled(tmp_path, monkeypatch, named, local, may):
+    class Eight:
+        def nvmlDeviceGetCount_v2(self, count):
+            count._obj.value = 8
+
+    monkeypatch.setattr(clocks, "_library", Eight)
+    monkeypatch.setattr(clocks, "RESTRICTED", tmp_path / "none")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert bool(clocks.sampling(local)) is may
+
+
 def test_nvml_also_knows_power_and_reasons(tmp_path):
     rows = [(10_010, 1500.0, 690.0, 0x4), (10_050, 1700.0, 700.0, 0x4 | 0x20), (99_999, 1.0, 1.0, 0)]
     folder = tmp_path / "0"
@@ -76,9 +108,9 @@ def test_nvml_is_asked_while_steps_run(monkeypatch):
 
 def test_devices_are_named_as_nvml_sees_them(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
-    assert clocks.visible(2) == ["3", "GPU-ab"]
+    assert clocks.names([0, 1]) == ["3", "GPU-ab"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert clocks.visible(2) == ["0", "1"]
+    assert clocks.names([1]) == ["1"]  # the second process of a host, which has the second GPU
 
 
 @pytest.mark.parametrize(

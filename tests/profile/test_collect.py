@@ -10,7 +10,7 @@ import pytest
 from processes import finish, start_processes
 from runs import make_workplace
 
-from jaxthru.profile import ledger
+from jaxthru.profile import clocks, ledger
 from jaxthru.profile.build import build
 from jaxthru.profile.trace import NoProfile, Profile, ProfileConfig, open_profile
 from jaxthru.runtime.errors import InputError
@@ -199,10 +199,14 @@ def test_switched_off_it_is_nothing(tmp_path):
 def test_a_gpu_takes_a_second_pass_without_graphs(tmp_path, monkeypatch):
     """On a GPU, as far as a CPU can show it: which steps are traced, with which program, compiled how."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    calls = []
-    monkeypatch.setattr(
-        jax.profiler, "start_trace", lambda folder, **_: calls.append(Path(folder).parent.name)
-    )
+    calls, sampled = [], []
+
+    def start_trace(folder, profiler_options):
+        calls.append(Path(folder).parent.name)
+        sampled.append(bool(profiler_options.advanced_configuration))
+
+    monkeypatch.setattr(jax.profiler, "start_trace", start_trace)
+    monkeypatch.setattr(clocks, "sampling", lambda local: clocks.SAMPLING)
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
 
     class Program:
@@ -224,7 +228,7 @@ def test_a_gpu_takes_a_second_pass_without_graphs(tmp_path, monkeypatch):
         profile.after(step - 1)
     assert [step for step, program in programs.items() if program is named] == [7, 8, 9, 10]
     assert asked and all(options["xla_gpu_enable_command_buffer"] == "" for options in asked)
-    assert calls == ["production", "stop", "attribution", "stop"]
+    assert calls == ["production", "stop", "attribution", "stop"] and sampled == [True, False]
     taken = json.loads((tmp_path / "4" / "collected.json").read_text())
     assert taken["passes"] == {
         "production": {"first_step": 4, "steps": 2},

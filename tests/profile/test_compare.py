@@ -71,6 +71,20 @@ def test_repeated_attention_with_all_that_it_repeats():
     assert [change.name for change in found.changes] == ["recomputation"]
 
 
+def test_products_that_are_computed_again_count_with_all_they_take():
+    """At the peak they take 40 ms more; with what the clock and kernels add, as much in proportion."""
+    planted = sample.ledger(recomputation=0.065, frequency=0.054, inefficiency=0.0488)
+    longer = [
+        dataclasses.replace(scope, seconds=0.033 * 65 / 25) if scope.line == "matmul" else scope
+        for scope in planted.scopes
+        if scope.line != "matmul" or scope.phase == "recomputation"
+    ]
+    found = compared(dataclasses.replace(planted, scopes=tuple(longer)))
+    assert (found.top.name, found.top.seconds) == ("recomputation", pytest.approx(0.033 * 40 / 25))
+    total = sum(change.seconds for change in found.changes) + found.rest
+    assert total == pytest.approx(found.step_after - found.step_before)
+
+
 def test_repeated_attention_without_a_peak():
     """On a CPU matmuls are not taken apart, and what is recomputed shows in the scopes alone."""
 

@@ -45,6 +45,14 @@ def test_a_gpus_kernels_copies_and_counters():
     assert trace.begun == 10**15 and trace.devices == ["0"]
 
 
+def test_what_the_host_launches_on_a_gpu_did_not_run_on_the_host():
+    launch = Plane(
+        "/host:CPU", {"2": [("Thunk", 40, 60, {"hlo_op": "gemm.1", "hlo_module": "jit_train_step"})]}
+    )
+    found = [event.name for event in events.table(data(launch, gpu())).events]
+    assert found == ["nvjet_tst_128x128", "MemcpyH2D", "Memset"]
+
+
 def test_a_cpus_instruction_lasts_until_its_end_mark():
     """What an instruction started in other threads goes on after its own event."""
     stats = {"hlo_op": "dot.1", "hlo_module": "jit_f", "device_ordinal": 2048, "_p": 11}

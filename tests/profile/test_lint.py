@@ -59,6 +59,22 @@ def test_products_that_the_compiler_widens_are_its_own():
     assert " dot(" in text and not findings(text, "float32_matmuls")
 
 
+@pytest.mark.parametrize(("last", "wide"), [("multiply(%c, %c)", True), ("copy(%c)", False)])
+def test_what_is_computed_from_a_widened_array_is_not_the_compilers(last, wide):
+    """A fusion may convert to compute in float32, and leave that; or do no more than convert and copy."""
+    fused = (
+        "%fused (p: bf16[64,64]) -> f32[64,64] {\n  %p = bf16[64,64]{1,0} parameter(0)\n"
+        f"  %c = f32[64,64]{{1,0}} convert(%p)\n  ROOT %r = f32[64,64]{{1,0}} {last}\n}}\n\n"
+    )
+    text = program(
+        "%a = bf16[64,64]{1,0} parameter(0)",
+        "%f = f32[64,64]{1,0} fusion(%a), kind=kLoop, calls=%fused",
+        "ROOT %dot.1 = f32[64,64]{1,0} dot(%f, %f), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    )
+    header, _, entry = text.partition("\n\n")
+    assert bool(findings(f"{header}\n\n{fused}{entry}", "float32_matmuls")) is wide
+
+
 @pytest.mark.parametrize(
     ("opcode", "shape", "mesh", "why"),
     [

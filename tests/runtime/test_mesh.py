@@ -79,6 +79,12 @@ class Device:
         self.device_kind = kind
 
 
+def test_memory_is_unified_beside_grace():
+    shared = ("NVIDIA GH200 480GB", "NVIDIA GH200 144G HBM3e", "NVIDIA GB200", "NVIDIA GB300")
+    assert all(map(hardware.has_unified_memory, shared))
+    assert not any(map(hardware.has_unified_memory, ("NVIDIA H200", "NVIDIA B200", "cpu", "TPU v5p")))
+
+
 def test_peaks_by_data_sheet():
     assert hardware.peak_flops([Device("NVIDIA H200")] * 2) == 2 * 989.5e12
     assert hardware.peak_flops([Device("NVIDIA H100 PCIe")]) == 756e12

@@ -13,6 +13,8 @@ from jaxthru.training.layered import LayeredStep
 from jaxthru.training.offload import HOST, OffloadConfig, placed
 from jaxthru.training.parts import LAYERS
 from jaxthru.training.programs import lower
+from pallas_kernels import adamw_8bit
+from pallas_kernels.adamw_8bit import Adam, Quantised, Scalars, xla
 
 cuda = pytest.mark.skipif(
     not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
@@ -121,3 +123,49 @@ def test_programs_for_a_gpu(level, clip_rule, state):
     activations = 4 * tiny.ROWS * tiny.SEQUENCE * (2 * SHAPE["mlp"] + 8 * SHAPE["embed"])
     assert stats.temp_size_in_bytes < 2 * float32 + 4 * activations + (64 << 20)  # with cuBLAS's workspace
     assert stats.alias_size_in_bytes >= nbytes(dx)
+
+
+def three_updates(master: str) -> tuple:
+    """Returns a jitted update of three matrices with moments in 8 bits, its arguments, and the bytes of one
+    matrix's state."""
+    shape = (4096, 14_336)
+    array = lambda dtype, shape=shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    moments = [
+        Quantised(array(codes), array("float32", (shape[0], shape[1] // 256))) for codes in ("int8", "uint8")
+    ]
+    remainder = array("int16") if master == "split" else None
+    state = array("bfloat16"), remainder, *moments
+    scalars = Scalars(*(array("float32", ()) for _ in range(4)), array("bool", ()))
+
+    def three(gradients, states, scalars):
+        key = jax.random.key(0) if master == "rounded" else None
+        adam = Adam(0.9, 0.95, 1e-8, 0.1)
+        pairs = zip(gradients, states, strict=True)
+        return [adamw_8bit.update(gradient, *state, key, scalars, adam) for gradient, state in pairs]
+
+    arguments = [array("bfloat16")] * 3, [state] * 3, scalars
+    return jax.jit(three, donate_argnums=1), arguments, nbytes(state)
+
+
+SLABS = 3 * 4 * (4 * xla.SLAB)  # of three matrices; four of float32 each, were no two to share memory
+
+
+@cuda
+@pytest.mark.parametrize("master", ["split", "rounded"])
+def test_an_update_in_8_bits_needs_a_slab_of_float32_at_a_time(master, monkeypatch):
+    """In any order that XLA may choose: buffers are shared only where one has to be over before the other
+    begins. And in place."""
+    monkeypatch.setitem(aot.OPTIONS, "xla_gpu_command_buffer_scheduling_mode", "CONCURRENT")
+    jitted, arguments, state = three_updates(master)
+    stats = aot.compile_for(aot.lower(jitted, *arguments), aot.target("h200")).stats
+    assert stats.temp_size_in_bytes < SLABS
+    assert stats.alias_size_in_bytes >= 3 * state
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("master", ["split", "rounded"])
+def test_an_update_in_8_bits_needs_no_more_on_a_gpu(master):
+    jitted, arguments, state = three_updates(master)
+    stats = jitted.lower(*arguments).compile().memory_analysis()
+    assert stats.temp_size_in_bytes < SLABS
+    assert stats.alias_size_in_bytes >= 3 * state

@@ -90,9 +90,18 @@ def test_matrices_are_told_from_norms_and_linear_maps_have_two_sides(loop):
     assert layer["mlp"]["down"] == Linear((first,), (first + 1,))
 
 
-@pytest.mark.parametrize(("microbatches", "groups"), [(2, 4), (8, 2)])
-def test_micro_batches_add_up_to_the_batch(made, microbatches, groups):
-    parts = tiny.make(microbatches=microbatches, groups=groups)
+@pytest.mark.parametrize(
+    ("microbatches", "groups", "shape"),
+    [
+        (2, 4, {"loop": "scan"}),
+        (8, 2, {"loop": "scan"}),
+        (2, 4, {"loop": "unroll"}),
+        (2, 4, {"loop": "unroll", "tied_embeddings": True}),
+    ],
+    ids=str,
+)
+def test_micro_batches_add_up_to_the_batch(microbatches, groups, shape):
+    made, parts = tiny.make(**shape), tiny.make(microbatches=microbatches, groups=groups, **shape)
     params, batch = made.fresh()["params"], made.batch(0)
     counts = np.asarray(jnp.sum(parts.step.split(batch["loss_mask"]), axis=(1, 2)))
     assert counts.max() > 1.2 * counts.min(), "equal micro-batches prove nothing"

@@ -1,0 +1,314 @@
+"""Whether the profiler is right: its ledger and the loop's clock, planted causes, clocks, and its own cost.
+
+    python scripts/bench/profiler.py --output FILE [--rows a,b,...] [--gpus N] [--stop-after SECONDS]
+
+Each row runs in processes of its own. FILE is written after each; the same command continues with rows that
+are missing or failed. Beside it, in a folder of its name, lie logs and each run's ledger.json and
+report.html. Rows of two GPUs run first, alone; those of one then share the GPUs, one row on each; the CPU's
+runs last, alone. A row for which there are too few GPUs is skipped, and says so. `--cpu` runs all on CPU
+devices, to try the script. All steps of a run take one batch, but for the CPU's.
+
+Planted causes have the 8B shape with 2 layers; the clean run is theirs in common, but for the gather's, which
+is the 8-layer run on two GPUs.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import blocks
+import profiler_measure as measured
+from profiler_table import table
+
+from jaxthru import config as configuration
+from jaxthru.data.loader import open_data
+from jaxthru.profile import clocks, events
+from jaxthru.runtime.atomic import write_atomically
+from jaxthru.runtime.xla import NO_MULTICAST
+
+LIMIT = 400.0  # seconds of one process
+BIG = "llama3_8b_8layer"
+SMALL = "model.layers=2 model.vocabulary=32768 remat.policy=none"
+QUIET = "evaluate.rows=0 metrics.tensorboard=false checkpoint.every=0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """config: in configs/. settings: as `--set` takes them. cause: of profiler_causes.py, or `remat`, which
+    is a setting. seconds: that it sleeps. one_batch: for all steps. against: the clean run's row. devices:
+    GPUs, 0 is the CPU. closes: the ledger is held to its bars. split: and its products' rate taken apart.
+    steps: the first that is profiled, how many, and in all. script: runs in place of training.
+    """
+
+    config: str = BIG
+    settings: str = ""
+    cause: str = "clean"
+    seconds: float = 0.0
+    one_batch: bool = True
+    against: str = ""
+    devices: int = 1
+    closes: bool = False
+    split: bool = False
+    steps: tuple[int, int, int] = (20, 3, 45)
+    script: str = ""
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+LONG = (20, 5, 52)
+ROWS = {
+    "8layer_fsdp2": Row(settings="mesh.fsdp=2 train.rows=4", devices=2, closes=True, split=True, steps=LONG),
+    "extra_all_gather": Row(
+        settings="mesh.fsdp=2 train.rows=4", cause="gather", against="8layer_fsdp2", devices=2, steps=LONG
+    ),
+    "8layer": Row(settings="remat.policy=none", closes=True, split=True, steps=LONG),
+    "clean": Row(settings=SMALL, split=True),
+    "slow_loader": Row(settings=SMALL, cause="loader", seconds=0.4, against="clean", closes=True),
+    "host_sync": Row(settings=SMALL, cause="sync", seconds=0.1, against="clean"),
+    "float32_matmul": Row(settings=SMALL, cause="float32", against="clean"),
+    "repeated_attention": Row(settings=f"{SMALL} remat.policy=full", cause="remat", against="clean"),
+    "zero_operands": Row(settings=SMALL, cause="zeros", against="clean", split=True),
+    "8layer_offload": Row(
+        settings="offload.level=optimizer remat.policy=projections", closes=True, steps=(12, 5, 36)
+    ),
+    "clock": Row(script="profiler_clock.py"),
+    "clock_allocated_anew": Row(
+        script="profiler_clock.py --only bf16", environment={"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    ),
+    "off": Row(settings=SMALL, script="profiler_off.py"),
+    "fp8_step": Row(settings=f"{SMALL} precision.matmul=fp8", split=True),
+    "cpu_quickstart": Row("quickstart", devices=0, closes=True, one_batch=False, steps=(20, 10, 80)),
+}
+
+
+class Bench:
+    """Runs rows and keeps what they found."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments, self.output = arguments, arguments.output
+        self.work = arguments.output.with_suffix("")
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.record: dict[str, Any] = {"benchmark": "profiler", "rows": {}}
+        if self.output.exists():
+            self.record = json.loads(self.output.read_text())
+        self.began, self.writing = time.monotonic(), threading.Lock()
+        self.inherited = dict(os.environ)
+        os.environ["JAX_PLATFORMS"] = "cpu"  # of this process alone, which leaves the GPUs to its rows
+
+    def settings(self, row: Row) -> list[str]:
+        """Returns a row's settings as the command line takes them."""
+        at, steps, total = self.arguments.steps or row.steps
+        own = [*row.settings.split(), *QUIET.split(), f"data.store={self.arguments.store}"]
+        if not row.script:
+            own += [f"profile.at={at}", f"profile.steps={steps}", f"train.steps={total}"]
+        return [word for text in (*own, *self.arguments.overrides) for word in ("--set", text)]
+
+    def command(self, name: str) -> list[str]:
+        row = ROWS[name]
+        config = ["--config", str(blocks.ROOT / "configs" / f"{row.config}.py")]
+        if row.script:
+            script, *words = row.script.split()
+            more = [*config, *self.settings(row)] if script == "profiler_off.py" else []
+            more += self.arguments.quick if script == "profiler_clock.py" else []
+            more += self.arguments.short if script == "profiler_off.py" else []
+            return [sys.executable, str(blocks.HERE / script), *words, *more]
+        cause = "clean" if row.cause == "remat" else row.cause
+        seconds = row.seconds * self.arguments.sleep
+        words = [cause, str(self.work / name / "notes.json"), "--seconds", f"{seconds:g}"]
+        words += [*(["--one-batch"] if row.one_batch else []), "--"]
+        place = ["--run-dir", str(self.work / name), "--resume", "never"]
+        script = str(blocks.HERE / "profiler_causes.py")
+        return [sys.executable, script, *words, *config, *place, *self.settings(row)]
+
+    def environment(self, row: Row, gpus: list[str]) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, [str(blocks.ROOT.resolve()), os.environ.get("PYTHONPATH", "")]))
+        kept = {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": f"{self.arguments.store}_compiled"}
+        where = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        if self.arguments.cpu or row.devices == 0:
+            flags = f"--xla_force_host_platform_device_count={max(1, row.devices)}"
+            where = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        return self.inherited | NO_MULTICAST | kept | where | row.environment
+
+    def run(self, name: str, gpus: list[str]) -> None:
+        """Runs a row on these GPUs and writes what it found, or why it found nothing."""
+        row, command, started = ROWS[name], self.command(name), time.monotonic()
+        print(f"{name} ...", flush=True)
+        found: dict[str, Any] = {"command": shlex.join(["python", *command[1:]]), "settings": row.settings}
+        try:
+            shutil.rmtree(self.work / name, ignore_errors=True)
+            with clocks.sampled([] if self.arguments.cpu else gpus) as samples:
+                output = self.process(name, command, self.environment(row, gpus))
+            if row.script:
+                found |= json.loads(output.read_text().splitlines()[-1])
+            else:
+                found |= self.measure(name, samples)
+        except Exception as error:  # a row must not cost the others
+            found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+        found["seconds"] = round(time.monotonic() - started, 1)
+        print(f"{name}, {found['seconds']} s: {found.get('error') or 'done'}", flush=True)
+        with self.writing:
+            self.record["rows"][name] = found
+            self.write()
+
+    def process(self, name: str, command: list[str], environment: dict[str, str]) -> Path:
+        """Runs a command, with all that it starts; returns what it printed. Raises if it fails."""
+        printed, log = (self.work / f"{name}.{kind}" for kind in ("out", "log"))
+        with printed.open("w") as out, log.open("w") as errors:
+            streams = {"stdout": out, "stderr": errors, "start_new_session": True}
+            with subprocess.Popen(command, env=environment, **streams) as process:
+                try:
+                    code = process.wait(LIMIT)
+                finally:  # a session of its own: nothing else is in its group
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+        if code:
+            last = [line for line in log.read_text().splitlines() if line.strip()][-3:]
+            raise RuntimeError(f"exit code {code}: {' '.join(last)}")
+        return printed
+
+    def measure(self, name: str, samples: clocks.Samples) -> dict[str, Any]:
+        """Returns a training run's figures, each of which may fail alone, and deletes its traces."""
+        row, path = ROWS[name], self.work / name
+        notes = path / "notes.json"
+        kept = {"notes": json.loads(notes.read_text()), "samples": samples.devices}
+        environment = json.loads((path / "environment.json").read_text())
+        found = {key: environment[key] for key in ("devices", "versions", "commit")}
+        notes.write_text(json.dumps(kept))
+        run = self.opened(name)
+        parts = {"gemm": lambda: measured.gemm_clock(events.read(run.folder / "production"))}
+        if run.ledger.run.platform != "gpu":
+            parts = {}
+        parts |= {"closure": lambda: measured.closure(run)} if row.closes else {}
+        parts |= {"split": lambda: measured.split(run)} if row.split else {}
+        for part, of in parts.items():
+            try:
+                found[part] = of()
+            except Exception as error:
+                found[part] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+        if not self.arguments.keep_traces:
+            for unneeded in ("production", "attribution", "dump"):
+                shutil.rmtree(run.folder / unneeded, ignore_errors=True)
+            for text in run.folder.glob("*.hlo.txt"):
+                text.unlink()
+        return found
+
+    def opened(self, name: str) -> measured.Run:
+        """Returns a run that has ended, in this or an earlier call of the script."""
+        kept = json.loads((self.work / name / "notes.json").read_text())
+        samples = {device: [tuple(row) for row in rows] for device, rows in kept["samples"].items()}
+        return measured.Run(self.work / name, kept["notes"], clocks.Samples(samples))
+
+    def write(self) -> None:
+        """Writes the record, with the comparisons of those planted runs whose clean run is there too."""
+        rows = self.record["rows"]
+        for name, row in ROWS.items():
+            ended = [one for one in (name, row.against) if "error" not in rows.get(one, {"error": ""})]
+            if row.against and len(ended) == 2 and "compared" not in rows[name]:
+                gemms = {"planted": rows[name].get("gemm", {}), "clean": rows[row.against].get("gemm", {})}
+                gemms = {which: {"mhz": None} | of for which, of in gemms.items()}
+                try:
+                    clean, planted = self.opened(row.against), self.opened(name)
+                    rows[name]["compared"] = measured.cause(row.cause, clean, planted, gemms)
+                except Exception as error:
+                    rows[name]["compared"] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        named = {name: bool(rows.get(name, {}).get("compared", {}).get("met")) for name in CAUSES}
+        self.record["causes"] = {"met": sum(named.values()), "of": len(named), "by_row": named}
+        first = next((of for of in rows.values() if of.get("devices") or of.get("device")), {})
+        self.record |= {
+            "device": first.get("devices") or first.get("device"),
+            "versions": first.get("versions"),
+            "commit": first.get("commit"),
+            "command": shlex.join(["python", *sys.argv]),
+        }
+        write_atomically(self.output, json.dumps(self.record, indent=1) + "\n")
+
+    def left(self, names: list[str]) -> list[str]:
+        done = {name for name, of in self.record["rows"].items() if not {"error", "skipped"} & of.keys()}
+        return [name for name in names if name not in done]
+
+    def all(self, names: list[str]) -> None:
+        """Runs the rows that are missing: those of several GPUs, those of one side by side, the CPU's."""
+        gpus = [] if self.arguments.cpu else visible(self.arguments.gpus)
+        have = 2 if self.arguments.cpu else len(gpus)
+        left = self.left(names)
+        for name in left:
+            if ROWS[name].devices > have:
+                self.record["rows"][name] = {"skipped": f"needs {ROWS[name].devices} GPUs, found {have}"}
+        left = [name for name in left if ROWS[name].devices <= have]
+        by_devices = {count: [name for name in left if ROWS[name].devices == count] for count in (2, 1, 0)}
+
+        def take(queue: list[str], own: list[str]) -> None:
+            while queue and time.monotonic() - self.began < self.arguments.stop_after:
+                self.run(queue.pop(0), own)
+
+        take(by_devices[2], gpus[:2])
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(gpus))) as pool:
+            waiting = [pool.submit(take, by_devices[1], [gpu]) for gpu in gpus or [""]]
+            for one in waiting:
+                one.result()
+        take(by_devices[0], [])
+        self.write()
+
+
+CAUSES = [name for name, row in ROWS.items() if row.against]
+
+
+def visible(count: int | None) -> list[str]:
+    """Returns the names of the GPUs to use, by default of all of this host."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name][:count]
+    listed = blocks.ask("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+    return (listed.split() if listed else [str(index) for index in range(count or 0)])[:count]
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Returns the command line's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="JSON; rows in it are not run again")
+    add("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    add("--gpus", type=int, help="to use at most; default: all of this host")
+    add("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help="start no row after it")
+    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="of all rows")
+    add("--store", default="store", help="data.store: where prepared tokens are kept")
+    add("--steps", type=int, nargs=3, metavar=("AT", "PROFILED", "ALL"), help="in place of each row's own")
+    add("--sleep", type=float, default=1.0, help="how much of their seconds planted sleeps last")
+    add("--keep-traces", action="store_true", help="beside the ledgers made of them")
+    add("--cpu", action="store_true", help="run all rows on CPU devices, to try the script")
+    arguments = parser.parse_args(argv)
+    arguments.rows = blocks.chosen(parser, "--rows", arguments.rows, list(ROWS))
+    arguments.output = arguments.output.resolve()
+    arguments.store = str(Path(arguments.store).resolve())
+    tiny = ["--size", "256", "--warmup-seconds", "0", "--timed-seconds", "0.2"]
+    arguments.quick, arguments.short = (
+        (tiny, ["--steps", "6", "--rounds", "1"]) if arguments.cpu else ([], [])
+    )
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    bench = Bench(arguments)
+    for config in dict.fromkeys(ROWS[name].config for name in arguments.rows):  # before any step is timed
+        path = blocks.ROOT / "configs" / f"{config}.py"
+        more = [f"data.store={arguments.store}", *arguments.overrides]
+        open_data(configuration.load(path, more).data).close()
+    bench.all(arguments.rows)
+    print(table(bench.record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

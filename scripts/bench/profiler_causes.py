@@ -1,0 +1,182 @@
+"""`python -m jaxthru.train` with one thing wrong with it, on purpose; profiler.py starts it.
+
+    python scripts/bench/profiler_causes.py CAUSE NOTES [--seconds S] [--one-batch] -- ARGUMENTS
+
+ARGUMENTS are those of jaxthru.train. CAUSE is one of `clean` (nothing), `loader` (sleeps before each batch),
+`sync` (waits for each step, then works on the host), `float32` (one product of each layer), `gather` (all
+weights and moments, before each step) and `zeros` (for weights, and so for nearly all operands). With
+--one-batch batches are made as ever, but each step takes the first: documents differ in length, and so steps
+in attention's work, by more than some causes cost. No checkpoint is written: that takes longer than all else.
+
+NOTES is a JSON file: when each step was dispatched (ns since 1970), for how many seconds the device had
+nothing to do before it because of the cause, by the host's clock, and what a gather takes by itself.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxthru import train
+from jaxthru.models.layers import SwiGLU
+from jaxthru.models.ops import Ops, matrix_of
+from jaxthru.training.step import Step
+
+NOTES = {"dispatched": [], "idle": [], "isolated": None}
+LATEST = {"metrics": None, "finished": None}
+TICK = 0.0005  # how finely it is looked whether a step has finished
+
+
+def note_steps(after: Callable = lambda results: None) -> None:
+    """Notes each call of the step. after: what the planted host does once it is dispatched."""
+    for kind in (train.CompiledStep, train.LayeredStep):
+
+        def called(self, state, batch, plain=kind.__call__):
+            now = time.perf_counter()
+            NOTES["dispatched"].append(time.time_ns())
+            NOTES["idle"].append(now - LATEST["finished"] if LATEST["finished"] else 0.0)
+            results = plain(self, state, batch)
+            LATEST.update(metrics=results[1], finished=None)
+            after(results)
+            return results
+
+        kind.__call__ = called
+
+
+class Batches:
+    """Batches that each take so long to come, whatever the device does, and may all be the first."""
+
+    def __init__(self, batches, seconds: float, one: bool):
+        self.batches, self.seconds, self.one, self.first = batches, seconds, one, None
+
+    def __enter__(self):
+        self.iterator = self.batches.__enter__()
+        return self
+
+    def __exit__(self, *raised):
+        return self.batches.__exit__(*raised)
+
+    def __next__(self):
+        began = time.perf_counter()
+        while time.perf_counter() - began < self.seconds:
+            metrics = LATEST["metrics"]
+            if metrics and LATEST["finished"] is None and metrics["loss"].is_ready():
+                LATEST["finished"] = time.perf_counter()
+            time.sleep(TICK)
+        batch = next(self.iterator)
+        if self.one:
+            batch = self.first = self.first or batch
+        return batch
+
+
+def make_batches(seconds: float, one: bool) -> None:
+    """Has the loop take its batches from `Batches`."""
+    batches = train.Build.batches
+    train.Build.batches = lambda *arguments: Batches(batches(*arguments), seconds, one)
+
+
+def sync(seconds: float) -> None:
+    def wait(results) -> None:
+        jax.block_until_ready(results)
+        LATEST["finished"] = time.perf_counter()
+        time.sleep(seconds)
+
+    note_steps(wait)
+
+
+def float32(_: float) -> None:
+    """The feed-forward layer's last product: its operand stays in float32, and its weight is not cast."""
+    note_steps()
+
+    def forward(self, ops: Ops, x_ND):
+        gate_NM, up_NM = ops.column_parallel(x_ND, self.gate, self.up)
+        gate_NM, up_NM = checkpoint_name(gate_NM, "gate"), checkpoint_name(up_NM, "up")
+        y_NM = jax.nn.silu(gate_NM.astype(jnp.float32)) * up_NM.astype(jnp.float32)
+        matrix_MD, axes = matrix_of(self.down, 1)
+        x_ND = y_NM @ ops.layout.constrain(matrix_MD, axes, without=("fsdp",))
+        return ops.constrain(x_ND.astype(ops.compute), "tokens", None)
+
+    SwiGLU.__call__ = forward
+
+
+def usable(arrays: list[jax.Array], layout) -> jax.Array:
+    """Says whether arrays are finite, having gathered each of them whole on every device."""
+    whole = (layout.constrain(array, (None,) * array.ndim) for array in arrays)
+    return jnp.isfinite(jnp.stack([jnp.max(jnp.abs(array)) for array in whole])).all()
+
+
+def gather(_: float) -> None:
+    """A look at all of the state before each step, which has to wait for it."""
+    note_steps()
+    leaves = lambda state: jax.tree.leaves((state["params"], state["opt_state"]["slots"]))  # noqa: E731
+
+    def step(self, state, batch, plain=Step.__call__):
+        looked = usable(leaves(state), self.objective.model.ops.layout).astype(jnp.int32)
+        return plain(self, state, batch | {"tokens": batch["tokens"] * looked})
+
+    def first_state(self, plain=train.Build.first_state):
+        state = plain(self)
+        alone = jax.jit(lambda arrays: usable(arrays, self.layout))
+        jax.block_until_ready(alone(leaves(state)))
+        seconds = []
+        for _ in range(5):
+            began = time.perf_counter()
+            jax.block_until_ready(alone(leaves(state)))
+            seconds.append(time.perf_counter() - began)
+        NOTES["isolated"] = statistics.median(seconds)
+        return state
+
+    Step.__call__, train.Build.first_state = step, first_state
+
+
+def zeros(_: float) -> None:
+    """Weights of zero stay zero, for so are their gradients; the program is the same to the byte."""
+    note_steps()
+
+    def first_state(self, plain=train.Build.first_state):
+        state = plain(self)
+        shardings = jax.tree.map(lambda array: array.sharding, state["params"])
+        clear = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), out_shardings=shardings)
+        return state | {"params": clear(state["params"])}
+
+    train.Build.first_state = first_state
+
+
+CAUSES = {
+    "clean": lambda _: note_steps(),
+    "loader": lambda _: note_steps(),  # and see `make_batches`
+    "sync": sync,
+    "float32": float32,
+    "gather": gather,
+    "zeros": zeros,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cause", choices=CAUSES)
+    parser.add_argument("notes", type=Path)
+    parser.add_argument("--seconds", type=float, default=0.1, help="that `loader` and `sync` sleep")
+    parser.add_argument("--one-batch", action="store_true", help="each step takes the first batch")
+    own, rest = sys.argv[1:], []
+    if "--" in own:
+        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    arguments = parser.parse_args(own)
+    train.Checkpointer.should_save = lambda self, step, last: False
+    CAUSES[arguments.cause](arguments.seconds)
+    make_batches(arguments.seconds if arguments.cause == "loader" else 0.0, arguments.one_batch)
+    sys.argv = ["train", *rest]
+    code = train.main()
+    arguments.notes.write_text(json.dumps(NOTES))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

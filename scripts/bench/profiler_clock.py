@@ -1,0 +1,187 @@
+"""Where the rate of sustained matrix products goes, by clock and the rest, and which levers move the clock.
+
+    python scripts/bench/profiler_clock.py [--size N] [--only NAME ...]
+
+Each lever is one way to run the same products for a few seconds. Prints one JSON line: for each the rate that
+was observed by the host's clock, and the factors that a trace and two clocks say it is made of. profiler.py
+starts it, once more without memory that is kept.
+"""
+
+import argparse
+import functools
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import harness
+import jax
+import jax.numpy as jnp
+from profiler_measure import capped, gemm_clock, judged
+
+from jaxthru.profile import clocks, events
+from jaxthru.profile.trace import options
+from jaxthru.runtime import hardware, xla
+
+REPEATS = 40  # products between two looks at the clock
+TRACED = 0.5  # seconds
+NARROW = jnp.float8_e4m3fn
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def product(a, b, dtype=jnp.bfloat16):
+    """Both contracted along rows: the one layout that the float8 kernels take."""
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
+def product_into(a, b, out):
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out.dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def pass_over(x):
+    """Work for the memory alone."""
+    return x * jnp.asarray(1.0001, x.dtype)
+
+
+def many(operands: list[jax.Array]) -> jax.Array:
+    for _ in range(REPEATS):
+        last = product(*operands)
+    return last
+
+
+class Levers:
+    """Each method runs `REPEATS` products and returns the last result; its docstring says what it varies."""
+
+    def __init__(self, size: int):
+        keys = jax.random.split(jax.random.key(0), 2)
+        self.random = [jax.random.normal(key, (size, size)).astype(jnp.bfloat16) for key in keys]
+        self.narrow = [operand.astype(NARROW) for operand in self.random]
+        self.ones = [jnp.sign(operand) for operand in self.random]
+        self.none = [jnp.zeros_like(operand) for operand in self.random]
+        self.out = jnp.zeros_like(self.random[0])
+        self.long = jnp.ones((4 * size, size), jnp.bfloat16)
+
+    def bf16(self):
+        """bfloat16, random operands: what the others are compared with"""
+        return many(self.random)
+
+    def fp8(self):
+        """float8 operands, as with precision.matmul=fp8"""
+        return many(self.narrow)
+
+    def signs(self):
+        """operands of 1 and -1: structured data, of which few bits change"""
+        return many(self.ones)
+
+    def zeros(self):
+        """operands of zero: what data can do at the most"""
+        return many(self.none)
+
+    def same_buffer(self):
+        """each result in the memory of the last: memory that does not move"""
+        for _ in range(REPEATS):
+            self.out = product_into(*self.random, self.out)
+        return self.out[0, 0]  # the buffer is the next product's before it is waited for
+
+    def bursts(self):
+        """all products, then as many passes over memory"""
+        many(self.random)
+        for _ in range(REPEATS):
+            self.long = pass_over(self.long)
+        return self.long[0, 0]
+
+    def steady(self):
+        """the same work as bursts, products and passes in turn"""
+        for _ in range(REPEATS):
+            last = product(*self.random)
+            self.long = pass_over(self.long)
+        return last
+
+
+LEVERS = ("bf16", "fp8", "signs", "zeros", "same_buffer", "bursts", "steady")
+
+
+def measure(run: Callable, flops: float, speed: float, seconds: tuple[float, float]) -> dict:
+    """Returns one lever's rate and its factors. flops: of a call. speed: of its dtype against bfloat16."""
+    with clocks.sampled(clocks.visible(1)) as samples:
+        timing = harness.timed(run, jax.block_until_ready, *seconds)
+        ended = time.time_ns()
+    taken = sum(timing.seconds)
+    steady = [row for row in samples.devices.get("0", ()) if row[0] > ended - 1e9 * taken]
+    rate = len(timing.seconds) / taken
+    found = {"tflops": flops * rate / 1e12, "calls": len(timing.seconds), **capped(steady)}
+    if jax.default_backend() != "gpu":
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options(clock=True))
+        for _ in range(max(2, round(TRACED * rate))):
+            last = run()
+        jax.block_until_ready(last)
+        jax.profiler.stop_trace()
+        gemm = gemm_clock(events.read(Path(folder)))
+    return found | factored(found, gemm, flops, speed, jax.devices()[0].device_kind)
+
+
+def factored(found: dict, gemm: dict, flops: float, speed: float, kind: str) -> dict:
+    """Returns the rate as the peak times factors, and a call's seconds lost to the clock and to the rest.
+
+    found: the rate as observed, and NVML's clock meanwhile. gemm: of the trace. kind: the device's.
+    """
+    peak, (reference, _) = hardware.data_sheet_flops(kind), clocks.reference(kind)
+    mhz = found["mhz"] or gemm["mhz"]
+    if found["mhz"] and gemm["mhz"]:  # NVML's mean is also over what runs between products
+        mhz *= gemm["mhz"] / gemm["whole_mhz"]
+    if not (peak and reference and mhz and gemm["kernels"]):
+        return {}
+    call, ideal = gemm["seconds"] / gemm["kernels"] * REPEATS, flops / (peak * speed)
+    factors = {
+        "frequency": mhz / reference,  # by NVML, over the timed part
+        "cycles": ideal
+        * reference
+        / (call * (gemm["mhz"] or mhz)),  # needed, over those counted in the trace
+        "busy": gemm["seconds"] / gemm["span"],
+    }
+    predicted = peak * speed * math.prod(factors.values()) / 1e12
+    return {
+        "cupti_mhz": gemm["mhz"],
+        "factors": factors,
+        "predicted_tflops": predicted,
+        "product": judged("factors", predicted / found["tflops"] - 1),
+        "seconds_of_a_call": {
+            "ideal": ideal,
+            "frequency": call * (1 - mhz / reference),
+            "rest": call * mhz / reference - ideal,
+        },
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=8192)
+    parser.add_argument("--only", nargs="+", choices=LEVERS, default=LEVERS)
+    harness.add_seconds(parser, warmup=2.0, timed=3.0)
+    arguments = parser.parse_args()
+    xla.configure()
+    levers, found = Levers(arguments.size), {}
+    for name in arguments.only:
+        run = getattr(levers, name)
+        seconds = arguments.warmup_seconds, arguments.timed_seconds
+        speed = 2.0 if name == "fp8" else 1.0
+        try:
+            found[name] = {
+                "what": run.__doc__,
+                **measure(run, 2.0 * arguments.size**3 * REPEATS, speed, seconds),
+            }
+        except Exception as error:  # one lever must not cost the others
+            found[name] = {"what": run.__doc__, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        print(name, found[name], file=sys.stderr, flush=True)
+    harness.emit({"levers": found, **harness.provenance()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""From a profiled run to the figures that its bars are about; profiler.py writes them down.
+
+Each planted cause's size is measured beside the ledger: by the host's clock within the run (what the device
+waited), by the loop's clock in the steps of both runs that were not profiled, by the planted operation alone,
+or from counted cycles.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from jaxthru.models import flops
+from jaxthru.models.llama import ModelConfig
+from jaxthru.profile import clocks, compare, events, hlo, publish
+from jaxthru.profile.attribution import Attribution
+from jaxthru.profile.build import unprofiled
+from jaxthru.profile.ledger import Ledger
+from jaxthru.profile.windows import BY_NAME
+
+BARS = {
+    "unclassified": 0.01,
+    "other_idle": 0.02,
+    "closure": 0.02,
+    "matmul_flops": 0.01,
+    "attention_flops": 0.01,
+    "peak_memory": 0.03,
+    "parse_seconds": 20.0,
+    "parse_gib": 2.0,
+    "factors": 0.03,
+    "planted": 0.20,
+}
+"""The most of each: shares, but for the parser's."""
+
+EXPECTED = {
+    "loader": ("data_wait", None),
+    "sync": ("host_gap", None),
+    "float32": ("matmul", "float32_matmuls"),
+    "gather": ("exposed_communication", None),
+    "remat": ("recomputation", "attention_again"),
+    "zeros": ("frequency", None),
+}
+"""Cause -> the part of the step that must have changed most, and the lint rule that must say so."""
+
+NOT_MULTIPLIED_AGAIN = ("none", "projections")
+"""Policies of remat under which no matrix product is computed twice."""
+
+
+def judged(name: str, found: float | None, why: str = "") -> dict[str, Any]:
+    """Returns a figure beside its bar; met is None where it could not be measured, which `why` explains."""
+    line = {"bar": BARS[name], "found": found, "met": None if found is None else abs(found) <= BARS[name]}
+    return line | ({"why": why} if found is None else {})
+
+
+@dataclasses.dataclass
+class Run:
+    """A run that has ended. notes: of profiler_causes.py. samples: NVML's while it ran, by device."""
+
+    path: Path
+    notes: dict[str, Any]
+    samples: clocks.Samples
+
+    def __post_init__(self):
+        self.folder = publish.profiled(self.path)
+        self.config = publish.config(self.path)
+        self.ledger: Ledger = publish.opened(self.path)
+        rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        taken = json.loads((self.folder / "collected.json").read_text())["passes"]
+        self.steps = [row["step"] for row in unprofiled(rows, taken)]
+
+    def idle(self) -> float:
+        """Returns the median seconds that the cause kept the device idle for, in a step not profiled."""
+        return median(self.notes["idle"][step - 1] for step in self.steps)
+
+    def clock(self) -> dict[str, Any]:
+        """Returns NVML's clock and power in the steps that were not profiled, and what held the clock."""
+        begun = self.notes["dispatched"]
+        spans = [(begun[step - 1], begun[step]) for step in self.steps if step < len(begun)]
+        rows = next(iter(self.samples.devices.values()), [])
+        return capped([row for row in rows if any(start <= row[0] < end for start, end in spans)])
+
+
+def capped(rows: list[tuple[int, float, float, int]]) -> dict[str, Any]:
+    """Returns the means of NVML's samples, and for which share of them each reason held the clock down."""
+    if not rows:
+        return {"mhz": None, "watts": None, "cap_reasons": {}}
+    shares = {name: fmean(bool(row[3] & bit) for row in rows) for bit, name in clocks.REASONS.items()}
+    return {
+        "mhz": fmean(row[1] for row in rows),
+        "watts": fmean(row[2] for row in rows),
+        "cap_reasons": {name: share for name, share in shares.items() if share},
+    }
+
+
+def closure(run: Run) -> dict[str, Any]:
+    """Returns whether the ledger accounts for the run's step, and what reading its traces cost."""
+    ledger = run.ledger
+    step, window = ledger.window.step_seconds, ledger.window
+    return {
+        "step_seconds": step,
+        "loop_seconds": window.loop_seconds,
+        "noise": window.noise,
+        "attribution_seconds": window.attribution_seconds,
+        "lines": {line.name: line.share for line in ledger.lines},
+        "clock_source": ledger.clock.source,
+        "bars": {
+            "unclassified": judged("unclassified", ledger.seconds("unclassified") / step),
+            "other_idle": judged("other_idle", ledger.seconds("dependency") / step),
+            "closure": judged("closure", window.closure, "fewer than three steps were not profiled"),
+            **counted(run),
+            "peak_memory": peak_memory(run),
+            **parse_cost(run.path, window.steps),
+        },
+    }
+
+
+def counted(run: Run) -> dict[str, Any]:
+    """Returns the FLOPs counted in the HLO over those needed, less one."""
+    ledger, config = run.ledger, run.config
+    again = f"remat.policy = {config['remat']['policy']} multiplies again"
+    once = config["remat"]["policy"] in NOT_MULTIPLIED_AGAIN
+    share = ledger.matmul.flops / ledger.matmul.model_flops - 1 if once else None
+    named = run.folder / "attribution.hlo.txt"
+    modules = hlo.modules((named if named.is_file() else run.folder / "step.hlo.txt").read_text())
+    attention, why = None, "only kernels say what they need, and this attention is none"
+    if len(modules) > 1:
+        why = "the step is several programs"
+    elif ledger.run.platform == "gpu" and once:
+        model = ModelConfig(**config["model"] | {"rope_scaling": None})
+        tokens = config["train"]["rows"] * config["data"]["sequence"]
+        needed = flops.train_flops(model, 0, tokens * config["data"]["sequence"])  # of one document a row
+        attention = Attribution(modules).flops("attention") * ledger.run.devices / needed - 1
+    return {
+        "matmul_flops": judged("matmul_flops", share, again),
+        "attention_flops": judged("attention_flops", attention, why),
+    }
+
+
+def peak_memory(run: Run) -> dict[str, Any]:
+    """Returns what the categories lack of the runtime's own peak, or have beyond it, as a share of it."""
+    memory = run.ledger.memory
+    if memory is None or not memory.peak_bytes:
+        return judged("peak_memory", None, "the runtime counts no peak here")
+    if "beside" in memory.categories:
+        return judged("peak_memory", None, "the dump knows one of the step's programs at a time")
+    own = sum(size for name, size in memory.categories.items() if name != "fragmentation")
+    return judged("peak_memory", own / memory.peak_bytes - 1)
+
+
+def parse_cost(path: Path, steps: int) -> dict[str, Any]:
+    """Returns what `python -m jaxthru.profile` takes on two cores: seconds, and GiB of memory."""
+    cores = os.sched_getaffinity(0)
+    command = [sys.executable, "-m", "jaxthru.profile", str(path)]
+    began = time.perf_counter()
+    os.sched_setaffinity(0, sorted(cores)[:2])  # of this thread; a process inherits it
+    try:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | CPU) as process:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+    finally:
+        os.sched_setaffinity(0, cores)
+    if process.returncode:
+        why = f"exit code {process.returncode}"
+        return {name: judged(name, None, why) for name in ("parse_seconds", "parse_gib")}
+    return {
+        "parse_seconds": judged("parse_seconds", time.perf_counter() - began) | {"steps": steps},
+        "parse_gib": judged("parse_gib", usage.ru_maxrss / 2**20),
+    }
+
+
+CPU = {"JAX_PLATFORMS": "cpu"}
+
+
+def split(run: Run) -> dict[str, Any]:
+    """Returns the rate of the step's needed matrix products as the peak times factors: by the cycles that the
+    ledger counts, and by the clock of other steps. That is NVML's, which knows no kernels, times the ledger's
+    of products over that of its whole steps."""
+    ledger, clock = run.ledger, run.clock()
+    matmul, step = ledger.matmul, ledger.window.step_seconds
+    found = {
+        "clock": clock,
+        "ledger_mhz": ledger.clock.mean_mhz,
+        "ledger_cap_reasons": ledger.clock.cap_reasons,
+    }
+    seconds = ledger.seconds("matmul")
+    mhz, whole = ledger.clock.mean_mhz, [value for _, value in ledger.clock.samples]
+    if not (matmul.ideal_seconds and mhz and ledger.window.loop_seconds):
+        return found | {"factors": judged("factors", None, "no data sheet, or no clock")}
+    at_peak = matmul.ideal_seconds + matmul.recomputation_seconds
+    factors = {
+        "needed": matmul.ideal_seconds / at_peak,
+        "frequency": (clock["mhz"] * mhz / fmean(whole) if clock["mhz"] else mhz) / matmul.reference_mhz,
+        "cycles": at_peak * matmul.reference_mhz / (seconds * mhz),
+        "share_of_step": seconds / step,
+    }
+    observed = matmul.ideal_seconds / ledger.window.loop_seconds
+    lost = {
+        name: getattr(matmul, f"{name}_seconds") for name in ("frequency", "inefficiency", "recomputation")
+    }
+    return found | {
+        "share_of_peak": {"observed": observed, "of_factors": factors},
+        "seconds_lost": lost,
+        "factors": judged("factors", math.prod(factors.values()) / observed - 1),
+    }
+
+
+def gemm_clock(trace: events.Trace) -> dict[str, Any]:
+    """Returns how many matrix products ran on a trace's first device, their seconds, those from the first to
+    the last, and the clock while they ran and from the first to the last, by CUPTI; None without it. Products
+    are told by kernels' names."""
+    parts, first = dict(BY_NAME)["matmul"], trace.devices[0]
+    products = [event for event in trace.events if event.device == first]
+    products = [event for event in products if any(part in event.name for part in parts)]
+    spans = [(event.start, event.end) for event in products]
+    begun, ended = min((start for start, _ in spans), default=0), max((end for _, end in spans), default=0)
+    counters = trace.counters.get(first, {}).items()
+    samples = [row for name, rows in counters if clocks.is_clock(name) for row in rows]
+    samples = [(at, hertz / 1e6) for at, hertz in samples if begun <= at < ended and hertz > 0]
+    within = [mhz for at, mhz in samples if clocks.inside(at, spans)]
+    return {
+        "kernels": len(spans),
+        "seconds": sum(end - start for start, end in spans) / 1e9,
+        "span": (ended - begun) / 1e9,
+        "mhz": fmean(within) if within else None,
+        "whole_mhz": fmean(mhz for _, mhz in samples) if samples else None,
+    }
+
+
+def cause(name: str, clean: Run, planted: Run, gemms: dict[str, dict]) -> dict[str, Any]:
+    """Returns what the comparison names, and its size beside the planted one's.
+
+    gemms: `gemm_clock` of the two runs, "clean" and "planted".
+    """
+    found = compare.compare(clean.ledger, planted.ledger, clean.config, planted.config)
+    part, rule = EXPECTED[name]
+    top = found.top
+    loops = planted.ledger.window.loop_seconds, clean.ledger.window.loop_seconds
+    by_loop = loops[0] - loops[1] if None not in loops else None
+    size, how = by_loop, "the loop's clock in unprofiled steps, planted less clean"
+    if name in ("loader", "sync"):
+        size, how = planted.idle(), "the device's wait in unprofiled steps, by the host's clock"
+    elif name == "gather":
+        size, how = planted.notes["isolated"], "the same gather alone, by the host's clock"
+    elif name == "zeros":
+        before, after = gemms["clean"]["mhz"], gemms["planted"]["mhz"]
+        seconds = clean.ledger.seconds("matmul")
+        size = seconds * (before / after - 1) if before and after else None
+        how = "the clean run's products at the planted run's clock, cycles counted by CUPTI"
+    right = top is not None and top.name == part and (rule is None or top.rule == rule)
+    error = top.seconds / size - 1 if right and size else None
+    return {
+        "top": None if top is None else {"name": top.name, "seconds": top.seconds, "cause": top.cause},
+        "rule": top.rule if top else None,
+        "expected": part,
+        "named": right,
+        "planted_seconds": size,
+        "planted_by": how,
+        "loop_seconds": by_loop,
+        "noise_seconds": found.noise,
+        "others": {each.name: each.seconds for each in found.changes[1:5]},
+        "clocks": {"clean": clean.clock(), "planted": planted.clock(), "of_products": gemms},
+        "size": judged("planted", error, "not named, or not measured") | ({} if right else {"met": False}),
+        "met": bool(right and error is not None and abs(error) <= BARS["planted"]),
+    }

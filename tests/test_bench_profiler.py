@@ -1,0 +1,201 @@
+"""The profiler's own benchmark: that its rows can run, and what it makes of what it measures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from jaxthru import config as configuration
+from jaxthru import train
+from jaxthru.profile import clocks
+from jaxthru.profile.events import Event, Trace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "profile"))
+import sample  # noqa: E402 - the ledger that the profiler's own tests share
+
+
+def test_each_row_has_a_configuration_that_is_possible(bench, tmp_path):
+    profiler, causes, measure = map(bench, ("profiler", "profiler_causes", "profiler_measure"))
+    arguments = profiler.parse(["--output", str(tmp_path / "found.json")])
+    run = profiler.Bench.__new__(profiler.Bench)
+    run.arguments, run.work = arguments, tmp_path
+    for name, row in profiler.ROWS.items():
+        words = run.command(name)
+        assert Path(words[1]).is_file()
+        settings = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+        config = configuration.load(ROOT / "configs" / f"{row.config}.py", settings)
+        if row.script:
+            continue
+        at, steps, total = row.steps
+        assert config.profile.at == at and config.train.steps == total
+        # Two passes, each with the step that ends it, and the steps behind a trace that do not count.
+        assert total > at + 2 * (steps + 1) + 3 + 3
+        assert row.cause in (*causes.CAUSES, "remat")
+        if row.against:
+            assert row.cause in measure.EXPECTED
+            clean = profiler.ROWS[row.against]
+            assert (row.devices, row.steps[0], row.steps[2]) == (
+                clean.devices,
+                clean.steps[0],
+                clean.steps[2],
+            )
+    assert {row.cause for row in profiler.ROWS.values() if row.against} == set(measure.EXPECTED)
+    assert len(profiler.CAUSES) == 6
+
+
+def test_a_loop_without_hooks_calls_no_profiler(bench):
+    off = bench("profiler_off")
+    loop = off.without_hooks(train.train)
+    with_, without = train.train.__code__, loop.__code__
+    assert "profile" in with_.co_cellvars
+    assert "profile" not in (*without.co_varnames, *without.co_cellvars)
+    assert {"compiled", "dispatched", "waiting"} <= set(without.co_names)
+    assert set(with_.co_names) - set(without.co_names) <= {
+        *("open_profile", "profile", "program", "recompile", "begins", "begin", "span", "after", "finish"),
+        "apart",
+    }
+
+
+def product(start: int, end: int, name: str = "nvjet_tst_128x128") -> Event:
+    return Event("0", "Stream #1", name, start, end)
+
+
+def test_clock_of_products_is_counted_within_them(bench):
+    counters = {
+        "0": {"GPC Clock Frequency (Hz)": [(5, 1e9), (15, 1.5e9), (25, 1.9e9), (45, 1.7e9), (60, 1e9)]}
+    }
+    trace = Trace([product(10, 20), product(20, 30, "loop_add"), product(40, 50)], [], counters, 0, {})
+    found = bench("profiler_measure").gemm_clock(trace)
+    assert found == {"kernels": 2, "seconds": 20e-9, "span": 40e-9, "mhz": 1600.0, "whole_mhz": 1700.0}
+
+
+CLEAN = sample.ledger(noise=0.002)
+"""Of which the products took 330 ms at 1,540 MHz."""
+
+
+def run(measure, ledger, **notes):
+    """Returns a run of which all steps but the profiled ones took 10 ns, the clock 1,600 MHz in the last."""
+    found = measure.Run.__new__(measure.Run)
+    found.ledger, found.config, found.steps = ledger, sample.config(), [1, 2, 3]
+    found.notes = {"dispatched": [0, 10, 20, 30], "idle": [0.0, 0.1, 0.1, 9.0], "isolated": None} | notes
+    found.samples = clocks.Samples(
+        {"0": [(5, 1500.0, 700.0, 4), (25, 1700.0, 700.0, 4), (35, 100.0, 70.0, 0)]}
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cause", "changes", "met"),
+    [
+        ("loader", {"data_wait": 0.012 + 0.09}, True),
+        ("loader", {"data_wait": 0.012 + 0.13}, False),
+        ("loader", {"host_gap": 0.1}, False),
+        ("sync", {"host_gap": 0.004 + 0.1}, True),
+        ("gather", {"exposed_communication": 0.018 + 0.055}, True),
+        ("zeros", {"frequency": 0.048 - 0.0635}, True),
+    ],
+)
+def test_a_cause_is_met_if_it_is_named_with_its_size(bench, cause, changes, met):
+    measure = bench("profiler_measure")
+    clean, planted = run(measure, CLEAN), run(measure, sample.ledger(noise=0.002, **changes), isolated=0.06)
+    gemms = {"clean": {"mhz": 1540.0}, "planted": {"mhz": 1980.0}}
+    found = measure.cause(cause, clean, planted, gemms)
+    assert found["met"] is met and found["size"]["met"] is met
+    assert found["named"] is (cause != "loader" or "data_wait" in changes)
+    assert abs(found["planted_seconds"]) == pytest.approx(
+        {"gather": 0.06, "zeros": 0.0733}.get(cause, 0.1), rel=0.01
+    )
+
+
+def test_the_products_rate_is_its_factors(bench):
+    """The ledger's cycles at NVML's clock: 4 % more of it than the ledger saw is 4 % more of the rate."""
+    measure = bench("profiler_measure")
+    found = measure.split(run(measure, CLEAN))
+    assert found["clock"] == {"mhz": 1600.0, "watts": 700.0, "cap_reasons": {"power cap": 1.0}}
+    of = CLEAN.window
+    whole = fmean(mhz for _, mhz in CLEAN.clock.samples)
+    assert found["factors"]["found"] == pytest.approx(1600 / whole * of.loop_seconds / of.step_seconds - 1)
+    assert found["seconds_lost"] == {"frequency": 0.048, "inefficiency": 0.042, "recomputation": 0.025}
+
+
+def test_a_levers_rate_is_its_factors(bench):
+    """40 products of 2 ms each, at 1,464 MHz by both clocks, the device busy for half of the time."""
+    clock = bench("profiler_clock")
+    gemm = {"kernels": 80, "seconds": 0.16, "span": 0.32, "mhz": 1464.0, "whole_mhz": 1464.0}
+    flops = 0.4 * 989.5e12 * 0.080
+    found = clock.factored({"tflops": 0.2 * 989.5, "mhz": 1464.0}, gemm, flops, 1.0, "NVIDIA H200")
+    assert found["factors"] == pytest.approx({"frequency": 0.8, "cycles": 0.5, "busy": 0.5})
+    assert found["product"]["found"] == pytest.approx(0) and found["product"]["met"]
+    assert sum(found["seconds_of_a_call"].values()) == pytest.approx(0.080)
+    assert clock.factored({"tflops": 1.0, "mhz": None}, gemm | {"mhz": None}, flops, 1.0, "NVIDIA H200") == {}
+
+
+def test_samples_say_what_held_the_clock_down(bench):
+    rows = [(0, 1500.0, 700.0, 0x4), (1, 1600.0, 690.0, 0)]
+    found = bench("profiler_measure").capped(rows)
+    assert found == {"mhz": 1550.0, "watts": 695.0, "cap_reasons": {"power cap": 0.5}}
+    assert bench("profiler_measure").capped([])["mhz"] is None
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed(bench):
+    judged = bench("profiler_measure").judged
+    assert judged("closure", -0.03)["met"] is False and judged("closure", -0.01)["met"] is True
+    assert judged("closure", None, "why")["met"] is None
+
+
+def test_the_table_has_all_that_has_a_bar(bench):
+    bar = {"found": 0.005, "bar": 0.01, "met": True}
+    record = {
+        "rows": {
+            "8layer": {"closure": {"bars": {"other_idle": bar}}},
+            "8layer_fsdp2": {"skipped": "needs 2 GPUs, found 1"},
+            "host_sync": {"compared": {"top": None, "expected": "host_gap", "size": bar | {"met": False}}},
+        },
+        "causes": {"met": 0, "of": 6},
+    }
+    text = bench("profiler_table").table(record)
+    assert "| 8layer | other idle | 0.005 | 0.01 | met |" in text
+    assert "needs 2 GPUs, found 1" in text and "nothing named for host_gap" in text
+    assert text.endswith("Planted causes: 0 of 6.")
+
+
+@pytest.mark.slow
+def test_rows_run_on_a_cpu(tmp_path):
+    shape = "embed=64 heads=4 kv_heads=2 head_dim=16 mlp=128 attention=xla vocabulary=8192 layers=1"
+    settings = [f"model.{pair}" for pair in shape.split()]
+    settings += ["data.sequence=64", "precision.compute=float32", "train.rows=4"]
+    words = [word for text in settings for word in ("--set", text)]
+    rows = "clean,slow_loader,8layer_fsdp2,extra_all_gather,8layer_offload,clock,off"
+    output = tmp_path / "found.json"
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "profiler.py"), "--cpu", "--rows", rows]
+    command += [
+        "--output",
+        str(output),
+        "--store",
+        str(tmp_path / "store"),
+        "--steps",
+        "5",
+        "2",
+        "16",
+        *words,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads(output.read_text())
+    assert record["device"]["kind"] == "cpu" and record["versions"] and record["command"]
+    errors = {name: row["error"] for name, row in record["rows"].items() if "error" in row}
+    assert not errors
+    rows = record["rows"]
+    assert rows["slow_loader"]["compared"]["named"] and rows["slow_loader"]["compared"]["met"]
+    assert rows["extra_all_gather"]["compared"]["planted_seconds"] > 0
+    assert rows["8layer_fsdp2"]["closure"]["bars"]["matmul_flops"]["met"]
+    assert all("error" not in lever for lever in rows["clock"]["levers"].values())
+    assert len(rows["off"]["off"]["step_seconds"]["none"]) == 2
+    assert (tmp_path / "found" / "clean" / "profile" / "5" / "report.html").is_file()
+    assert not list((tmp_path / "found").rglob("*.xplane.pb"))
