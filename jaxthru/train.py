@@ -117,7 +117,7 @@ class Build:
 
 def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None) -> Build:
     """Returns the compiled step for a configuration. Raises InputError if they do not fit each other."""
-    xla.configure()
+    xla.configure(config.mesh.writes_to_peers)
     config = levels.ready(config)
     train, shape = config.train, config.model
     layout = fit(config, devices)
@@ -129,7 +129,7 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
         log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
     segments, sources = data.segments, len(data.names)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
-    exact, fused = train.deterministic, config.mesh.collective_matmul == "mosaic_gpu"
+    exact, fused = train.deterministic, config.mesh.writes_to_peers
     options = xla.compiler_options(jax.default_backend(), layout.mesh.size, exact, writes_to_peers=fused)
     started = time.monotonic()
     try:
@@ -238,7 +238,7 @@ def run(
     Raises InputError, TrainingError or CheckpointError, each with a message of one line.
     """
     started = time.monotonic()
-    xla.configure()
+    xla.configure(config.mesh.writes_to_peers)
     distributed.initialize()
     config = levels.ready(config)
     if directory:

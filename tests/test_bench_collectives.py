@@ -3,7 +3,11 @@
 import dataclasses
 import itertools
 import json
+import shutil
+import subprocess
+import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -46,26 +50,30 @@ def test_a_step_that_hides_everything_exposes_nothing(bench):
 @pytest.mark.parametrize("name", ["qkv_apart", "down"])
 def test_every_call_of_a_timed_program_is_made(name, backward, bench):
     """XLA drops calls whose results nothing reads; their time would still be divided by their number."""
-    module = bench("collective_matmul")
+    module, programs = bench("collective_matmul_contenders"), bench("collective_matmul_programs")
     case = module.Case(
         GPU[name].scaled(64), bench("collective_matmul_check").make_mesh({"tensor": 2}), backward
     )
     runs, _ = module.contenders(case)
     assert {"plain", "ring", "default", "product", "collective"} <= set(runs)
-    module.compile_in_a_row(runs)  # which counts
+    refuse = lambda *operands: (_ for _ in ()).throw(ValueError("too large"))  # noqa: E731
+    compiled, failed = programs.compile_in_a_row(
+        runs | {"refuses": (refuse, case.operands())}
+    )  # which counts
+    assert set(compiled) == set(runs) and failed == {"refuses": "ValueError('too large')"}
 
     def dropping(*operands):
-        for _ in range(module.IN_A_ROW):
+        for _ in range(programs.IN_A_ROW):
             results = runs["plain"][0](*operands)
             operands, results = jax.lax.optimization_barrier((operands, results))
         return results
 
     dropped, single = (
-        module.work(lowered.compile())
-        for lowered in (jax.jit(dropping).lower(*case.operands()), module.program(*runs["plain"], calls=1))
+        programs.work(lowered.compile())
+        for lowered in (jax.jit(dropping).lower(*case.operands()), programs.program(*runs["plain"], calls=1))
     )
     with pytest.raises(RuntimeError, match="plain: 4 calls compile to"):
-        module.require_every_call(dropped, single, "plain")
+        programs.require_every_call(dropped, single, "plain")
 
 
 def test_a_script_that_hangs_is_killed_with_all_it_started(bench, tmp_path):
@@ -80,11 +88,32 @@ def test_a_script_that_hangs_is_killed_with_all_it_started(bench, tmp_path):
     )
     with pytest.raises(RuntimeError, match=r"not done in 3 s, so it may hang: (?s:.*)started\ncomplained"):
         bench("collective_matmul_check").run_script([str(script)], 3)
-    status = Path("/proc", pid.read_text(), "status")
-    deadline = time.monotonic() + 10
-    while status.exists() and "zombie" not in status.read_text() and time.monotonic() < deadline:
+    until(lambda: ended(pid))
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+def test_a_script_ends_with_the_process_that_started_it(bench, tmp_path):
+    pid, child = tmp_path / "pid", tmp_path / "child.py"
+    child.write_text(f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    folder = Path(bench("collective_matmul_check").__file__).parent
+    code = f"import collective_matmul_check; collective_matmul_check.run_script([{str(child)!r}], 600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=folder)
+    until(lambda: pid.exists() and pid.read_text())
+    parent.kill()
+    parent.wait()
+    until(lambda: ended(pid))
+
+
+def until(holds, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not status.exists() or "zombie" in status.read_text()
+
+
+def ended(pid: Path) -> bool:
+    status = Path("/proc", pid.read_text(), "status")
+    return not status.exists() or "zombie" in status.read_text()
 
 
 def test_a_script_that_fails_says_why(bench, tmp_path):
@@ -135,7 +164,7 @@ def test_a_case_that_hangs_ends_its_process(bench, tmp_path):
 
 def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
     """What is given to the child process is what the kernels take there, and other operations keep theirs."""
-    checks, module = bench("collective_matmul_check"), bench("collective_matmul")
+    checks, module = bench("collective_matmul_check"), bench("collective_matmul_contenders")
     monkeypatch.setattr(tile_table, "TABLE", {})
     mesh, kind = checks.make_mesh({"tensor": 2}), jax.local_devices()[0].device_kind
     given = []
@@ -165,11 +194,12 @@ def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
     ],
 )
 def test_the_ceiling_counts_every_transfer(name, backward, moved, bench):
-    module, checks = bench("collective_matmul"), bench("collective_matmul_check")
+    module, checks = bench("collective_matmul_contenders"), bench("collective_matmul_check")
+    programs = bench("collective_matmul_programs")
     for axes in ({"tensor": 2}, {"data": 2, "tensor": 2}):
         case = module.Case(GPU[name].scaled(64), checks.make_mesh(axes), backward)
         run, operands = case.collective()
-        assert module.work(module.program(run, operands, calls=1).compile()) == moved
+        assert programs.work(programs.program(run, operands, calls=1).compile()) == moved
         # Each device sends (t - 1) / t of a matrix [t·M, columns] in each; the kernel, no less.
         whole = case.shape.rows * (case.shape.contracted if name == "qkv" else case.shape.columns[0]) * 2
         assert len(moved) * whole / 2 == case.problem.bytes_sent
@@ -179,7 +209,7 @@ def test_the_ceiling_counts_every_transfer(name, backward, moved, bench):
 
 
 def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
-    module = bench("collective_matmul")
+    module = bench("collective_matmul_contenders")
     mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
     plain = lambda case: case.of(module.reference)  # noqa: E731
     monkeypatch.setattr(module, "jax_kernels", lambda case: {"jax_right": plain(case)})
@@ -190,3 +220,25 @@ def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
         module.first_run_of_jax(mesh)
     found, missing = module.contenders(module.Case(GPU["qkv"].scaled(64), mesh, False), "it hangs")
     assert "jax_wrong" not in found and missing["jax"] == "it hangs"
+
+
+def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
+    """With the plain form in the kernels' place: sizes first, the best of them in other orders, one entry."""
+    module, contenders = bench("tune_collective_matmul"), bench("collective_matmul_contenders")
+    real = module.reference
+
+    def stand_in(name):
+        return lambda *operands, axis_name, tiles: getattr(real, name)(*operands, axis_name=axis_name)
+
+    functions = {name: stand_in(name) for name in ("all_gather_matmul", "all_gather_matmul_backward")}
+    monkeypatch.setattr(module, "mosaic_gpu", types.SimpleNamespace(**functions))
+    every = [tiles.Tiles(m, 128, minor=minor, width=8) for m in (128, 256) for minor in ("M", "N")]
+    monkeypatch.setattr(tiles, "candidates", lambda problem: every)
+    tried = []
+    monkeypatch.setattr(module.checks, "try_tiles", lambda axes, operation, new: tried.append(new))
+    mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
+    case = contenders.Case(GPU["qkv"].scaled(64), mesh, backward=False)
+    entry = module.tune(case, 1, 0.0, set())
+    assert [len(new) for new in tried] == [2, 1], "what has been tried is not tried again"
+    assert tiles.Tiles(**entry["tiles"]) in every and entry["faster"] in (False, True)
+    assert entry["faster"] == (entry["microseconds"] < entry["plain_microseconds"])

@@ -37,6 +37,11 @@ class MeshConfig:
             require(size == -1 or size >= 1, f"mesh.{axis} = {size}: must be -1 (the rest) or at least 1")
         require(sizes.count(-1) <= 1, f"mesh = {sizes}: at most one axis may be -1")
 
+    @property
+    def writes_to_peers(self) -> bool:
+        """Whether kernels address the memory of other GPUs; see `runtime.xla.for_peers`."""
+        return self.collective_matmul == "mosaic_gpu"
+
     def shape(self, devices: int) -> tuple[int, int, int]:
         """Returns (data, fsdp, tensor) for this many devices. Raises InputError if they cannot fill it."""
         sizes = [getattr(self, axis) for axis in AXES]

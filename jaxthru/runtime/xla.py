@@ -41,8 +41,12 @@ PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PINNED_DEFAULT = 64  # GiB, where that is not set
 
 
-def configure() -> None:
+def configure(writes_to_peers: bool = False) -> None:
     """Sets up XLA for this process. Call it before the first device is touched.
+
+    writes_to_peers: kernels will address other GPUs' memory. CUDA then loads all code when it starts: at a
+    first launch, as it does otherwise, loading may wait for running kernels to end, and one that waits for a
+    peer whose kernel is yet to be loaded never does.
 
     Compiled programs and autotuning results are kept for the next start, in JAX_COMPILATION_CACHE_DIR or
     ~/.cache/jaxthru/xla. Raises InputError for a JAX that is not supported, and for a flag in XLA_FLAGS that
@@ -55,6 +59,8 @@ def configure() -> None:
         f"jax {jax.__version__}: supported is jax>={'.'.join(map(str, first))},<{end[0]}.{end[1]}",
     )
     os.environ.update(NO_MULTICAST)
+    if writes_to_peers:
+        os.environ["CUDA_MODULE_LOADING"] = "EAGER"
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both at once
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     check_flags(os.environ.get("XLA_FLAGS", ""))
@@ -172,13 +178,23 @@ def nothing_kept() -> Iterator[None]:
 
 
 def without_graphs(platform: str) -> dict[str, Any]:
-    """Returns the options for compiling a program without CUDA graphs.
-
-    A trace can then name its kernels, which all bear the graph's name within one. And a kernel that writes
-    into peers' memory gets their addresses anew at each call: XLA updates a graph where this device's buffers
-    have moved, not where only a peer's have, and a stale address corrupts memory in silence.
-    """
+    """Returns the options for compiling a program without CUDA graphs: a trace can then name its kernels,
+    which all bear the graph's name within one."""
     return {"xla_gpu_enable_command_buffer": ""} if platform in ("gpu", "cuda", "rocm") else {}
+
+
+def for_peers(platform: str) -> dict[str, Any]:
+    """Returns the options for compiling a program with kernels that write into peers' memory.
+
+    They get their peers' addresses anew at each call, so no CUDA graph: XLA updates one where this device's
+    buffers have moved, not where only a peer's have, and a stale address corrupts memory in silence. And they
+    wait for their peers, so nothing else that does may run beside them: a collective that holds streaming
+    multiprocessors of one device, while such a kernel holds all of another's, would hang both. Collectives
+    therefore run in line, each device's in the same order as its kernels.
+    """
+    if platform not in ("gpu", "cuda", "rocm"):
+        return {}
+    return without_graphs(platform) | {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 
 
 def check_flags(flags: str) -> None:
@@ -205,7 +221,7 @@ def compiler_options(
     """Returns the options for compiling the step on `platform`, each kept for a reason.
 
     devices: that share the step. deterministic: bit-exact repeats on a GPU; a CPU gives them always.
-    writes_to_peers: has kernels that address other GPUs' memory, for which see `without_graphs`.
+    writes_to_peers: has kernels that address other GPUs' memory, for which see `for_peers`.
     """
     options: dict[str, Any] = {}
     if platform not in ("gpu", "cuda", "rocm"):
@@ -217,5 +233,5 @@ def compiler_options(
     if deterministic:
         options["xla_gpu_deterministic_ops"] = True
     if writes_to_peers:
-        options |= without_graphs(platform)
+        options |= for_peers(platform)
     return options

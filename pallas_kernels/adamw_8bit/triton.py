@@ -28,23 +28,26 @@ def update(gradient, weight, remainder, mu, nu, key, scalars, adam, *, platform:
     if block < SMALLEST_BLOCK or block & (block - 1):
         raise Unsupported(f"needs a last dim that is a multiple of {SMALLEST_BLOCK}, got {weight.shape[-1]}")
     jax_triton, kernels = load_triton(__package__)
+    given = jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars])
     if remainder is not None:
-        kernel, masters = kernels.update_split, (weight, remainder)
+        kernel, masters, seed, how = kernels.update_split, (weight, remainder), (), {}
     else:
-        kernel, masters = kernels.update_whole if key is None else kernels.update_rounded, (weight,)
-    seed = () if key is None else (jax.random.bits(key, (1,), jnp.uint32).astype(jnp.int32),)
+        kernel, masters, how = kernels.update_alone, (weight,), {"rounded": key is not None}
+        # Where nothing is rounded nothing reads the seed.
+        seed = (given if key is None else jax.random.bits(key, (1,), jnp.uint32).astype(jnp.int32),)
     updated = (*masters, *mu, *nu)
     blocks, rows = math.prod(weight.shape) // block, ENTRIES // block
     *masters, codes_mu, scale_mu, codes_nu, scale_nu = jax_triton.triton_call(
         gradient,
         *updated,
-        jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars]),
+        given,
         *seed,
         blocks,
         kernel=kernel,
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in updated],
         input_output_aliases={1 + index: index for index in range(len(updated))},
         grid=-(-blocks // rows),
+        **how,
         **adam._asdict(),
         smallest_scale=SMALLEST_SCALE,
         R=rows,

@@ -55,41 +55,7 @@ def update_split(
 
 
 @triton.jit
-def update_whole(
-    gradient,
-    weight,
-    mu,
-    mu_scale,
-    nu,
-    nu_scale,
-    scalars,
-    blocks,
-    weight_out,
-    mu_out,
-    mu_scale_out,
-    nu_out,
-    nu_scale_out,
-    b1: tl.constexpr,
-    b2: tl.constexpr,
-    epsilon: tl.constexpr,
-    weight_decay: tl.constexpr,
-    smallest_scale: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-):
-    """The weight is the float32 master."""
-    if tl.load(scalars + 4) == 0:
-        return
-    at_RB, exists_RB = entries(blocks, R, B)
-    direction_RB = advance(gradient, mu, mu_scale, nu, nu_scale, scalars, blocks, mu_out, mu_scale_out,
-                           nu_out, nu_scale_out, b1, b2, epsilon, smallest_scale, R, B)  # fmt: skip
-    master_RB = tl.load(weight + at_RB, mask=exists_RB, other=0)
-    master_RB -= tl.load(scalars + 1) * (direction_RB + weight_decay * master_RB)
-    tl.store(weight_out + at_RB, master_RB, mask=exists_RB)
-
-
-@triton.jit
-def update_rounded(
+def update_alone(
     gradient,
     weight,
     mu,
@@ -104,6 +70,7 @@ def update_rounded(
     mu_scale_out,
     nu_out,
     nu_scale_out,
+    rounded: tl.constexpr,
     b1: tl.constexpr,
     b2: tl.constexpr,
     epsilon: tl.constexpr,
@@ -112,17 +79,21 @@ def update_rounded(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """The weight is bfloat16 and there is no master: it is rounded up or down by chance. seed: int32 [1]."""
+    """The weight is the float32 master or, if `rounded`, bfloat16 without one, rounded up or down by chance.
+    seed: int32 [1], which only chance reads."""
     if tl.load(scalars + 4) == 0:
         return
     at_RB, exists_RB = entries(blocks, R, B)
     direction_RB = advance(gradient, mu, mu_scale, nu, nu_scale, scalars, blocks, mu_out, mu_scale_out,
                            nu_out, nu_scale_out, b1, b2, epsilon, smallest_scale, R, B)  # fmt: skip
-    master_RB = tl.load(weight + at_RB, mask=exists_RB, other=0).to(tl.float32)
-    master_RB -= tl.load(scalars + 1) * (direction_RB + weight_decay * master_RB)
-    noise_RB = tl.randint(tl.load(seed), at_RB) & 0xFFFF
-    bits_RB = (master_RB.to(tl.int32, bitcast=True) + noise_RB) >> 16
-    tl.store(weight_out + at_RB, bits_RB.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=exists_RB)
+    new_RB = tl.load(weight + at_RB, mask=exists_RB, other=0).to(tl.float32)
+    new_RB -= tl.load(scalars + 1) * (direction_RB + weight_decay * new_RB)
+    if rounded:
+        noise_RB = tl.randint(tl.load(seed), at_RB) & 0xFFFF
+        bits_RB = (new_RB.to(tl.int32, bitcast=True) + noise_RB) >> 16
+        tl.store(weight_out + at_RB, bits_RB.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=exists_RB)
+    else:
+        tl.store(weight_out + at_RB, new_RB, mask=exists_RB)
 
 
 @triton.jit

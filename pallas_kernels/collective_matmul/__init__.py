@@ -72,9 +72,8 @@ def all_gather_matmul(
         )
     _check_dtypes("all_gather_matmul", x_MK, *weights)
     x_MK, *weights = vary_alike(x_MK, *weights)
-    return _all_gather_matmul(
-        x_MK, tuple(weights), axis_name, implementation, backward or implementation, platform
-    )
+    operands, backward = (x_MK, tuple(weights)), backward or implementation
+    return _differentiable("all_gather_matmul", operands, axis_name, implementation, backward, platform)
 
 
 def matmul_reduce_scatter(
@@ -115,8 +114,8 @@ def matmul_reduce_scatter(
         raise ValueError(
             f"matmul_reduce_scatter: {len(y_MK)} rows do not divide by the {t} shards of axis {axis_name!r}"
         )
-    y_MK, w_KN = vary_alike(y_MK, w_KN)
-    return _matmul_reduce_scatter(y_MK, w_KN, axis_name, implementation, backward or implementation, platform)
+    operands, backward = vary_alike(y_MK, w_KN), backward or implementation
+    return _differentiable("matmul_reduce_scatter", operands, axis_name, implementation, backward, platform)
 
 
 def automatic(platform: str | None = None) -> tuple[str, ...]:
@@ -150,38 +149,20 @@ def implementations(
     }
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _all_gather_matmul(x_MK, weights, axis_name, implementation, backward, platform):
-    return _run("all_gather_matmul", axis_name, implementation, platform, x_MK, weights)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4, 5))
+def _differentiable(operation: str, operands: tuple, axis_name, implementation, backward, platform):
+    return _run(operation, axis_name, implementation, platform, *operands)
 
 
-def _all_gather_matmul_forward(x_MK, weights, axis_name, implementation, backward, platform):
-    ys = _all_gather_matmul(x_MK, weights, axis_name, implementation, backward, platform)
-    return ys, (x_MK, weights)
+def _forward(operation, operands, axis_name, implementation, backward, platform):
+    return _differentiable(operation, operands, axis_name, implementation, backward, platform), operands
 
 
-def _all_gather_matmul_backward(axis_name, implementation, backward, platform, residuals, dys):
-    return _run("all_gather_matmul_backward", axis_name, backward, platform, *residuals, dys)
+def _backward(operation, axis_name, implementation, backward, platform, operands, cotangents):
+    return (_run(f"{operation}_backward", axis_name, backward, platform, *operands, cotangents),)
 
 
-_all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _matmul_reduce_scatter(y_AK, w_KN, axis_name, implementation, backward, platform):
-    return _run("matmul_reduce_scatter", axis_name, implementation, platform, y_AK, w_KN)
-
-
-def _matmul_reduce_scatter_forward(y_AK, w_KN, axis_name, implementation, backward, platform):
-    out_MN = _matmul_reduce_scatter(y_AK, w_KN, axis_name, implementation, backward, platform)
-    return out_MN, (y_AK, w_KN)
-
-
-def _matmul_reduce_scatter_backward(axis_name, implementation, backward, platform, residuals, dout_MN):
-    return _run("matmul_reduce_scatter_backward", axis_name, backward, platform, *residuals, dout_MN)
-
-
-_matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
+_differentiable.defvjp(_forward, _backward)
 
 
 def _run(function: str, axis_name: str, implementation: str | None, platform: str | None, *arguments):

@@ -27,8 +27,9 @@ Why this is correct, and ends:
     needs a peer's, and gives its last signal before it waits for its first. So no circle of waits can close
     while all CTAs run at once; there are no more of them than SMs, and one fits on each.
   * Another kernel that itself waits for peers, as NCCL's do, can break that: it holds SMs of one device while
-    CTAs here hold all of another's, and each waits for the other. Where collectives may run beside this
-    kernel, leave them SMs: `ctas` less than the SMs by as many as they take.
+    CTAs here hold all of another's, and each waits for the other; it may be one over the same axis. Compile
+    with xla_gpu_disable_async_collectives=ALLCOLLECTIVES, which runs them in line. Where they may run beside
+    this kernel still, leave them SMs: `ctas` less than the SMs by as many as they take.
   * A signal is given, with release at system scope, by the thread whose stores it announces and after they
     are complete. A wait acquires at system scope; the TMA loads behind it belong to another proxy, so a
     proxy fence stands between them.

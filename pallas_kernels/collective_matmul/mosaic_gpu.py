@@ -49,7 +49,8 @@ def all_gather_matmul(x_MK, weights, *, axis_name, platform="gpu", tiles=None, a
     platform: where it will run. tiles: a `Tiles`; None chooses them. always: run even where the plain form is
     expected to be faster, as with given tiles. spare_sms: SMs that are left to collectives which may run at
     the same time, 0 where none does; `hopper` says why. None leaves none, and refuses a mesh with another
-    axis of several devices, whose collectives may.
+    axis of several devices, whose collectives may. Those over the same axis may too: see `hopper` on how to
+    compile.
     """
     columns = tuple(w.shape[1] for w in weights)
     problem = _problem("gather", x_MK, axis_name, len(x_MK), (x_MK.shape[1],), columns)

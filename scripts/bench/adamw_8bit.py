@@ -13,12 +13,9 @@ launch for each of 14 slabs or 126: between the two. The Triton kernel's divisio
 instructions an entry at 132 x 128 a cycle, take 0.11 of the 0.197 ms and hide behind the loads.
 """
 
-import argparse
 import statistics
 import sys
-from pathlib import Path
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,36 +56,21 @@ def contender(implementation: str, shape: tuple[int, ...]):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     shapes = CPU | GPU
-    parser.add_argument("--shape", choices=shapes, default="up")
-    parser.add_argument("--warmup-seconds", type=float, default=5.0)
-    parser.add_argument("--timed-seconds", type=float, default=10.0, help="of each contender")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
-    options = parser.parse_args()
+    options = turns.parser(__doc__.splitlines()[0], shapes, "up").parse_args()
     xla.configure()
     shape = shapes[options.shape]
     names = ("triton", "xla", "reference") if jax.default_backend() == "gpu" else ("xla", "reference")
     made = {name: contender(name, shape) for name in names}
     runs = {name: run for name, (_, run) in made.items()}
-    turns.take(runs, (), options.warmup_seconds / len(runs), calls=CALLS)
-    with harness.Clocks() as clocks:
-        times = turns.take(runs, (), options.timed_seconds, turn_seconds=0.2, calls=CALLS)
+    times, clocks = turns.compare(runs, (), options, turn_seconds=0.2, calls=CALLS)
     least = float(np.prod(shape)) * (14 + 16 / 256)
     contended = {
         name: turns.told(times[name], compiled.memory_analysis(), CALLS)
         | {"needed_gb_per_second": round(least / statistics.median(times[name]) / 1e9, 1)}
         for name, (compiled, _) in made.items()
     }
-    line = {
-        "benchmark": "adamw_8bit",
-        "shape": options.shape,
-        "contenders": contended,
-        "sm_clock_mhz": clocks.mhz,
-        "power_watts": clocks.watts,
-        **harness.provenance(),
-    }
-    harness.emit(line, options.output)
+    turns.emit("adamw_8bit", options, contended, clocks)
     return 0
 
 

@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,9 +35,7 @@ from pallas_kernels.collective_matmul import tile_table, tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 
 os.environ.update(xla.NO_MULTICAST)  # whoever imports this is about to start collectives
-# CUDA loads a kernel's code at its first launch otherwise, and that may wait for running kernels to end:
-# one that waits for a peer whose kernel is yet to be loaded never does. Read when CUDA starts.
-os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # as `xla.configure` says; for pytest's process and children too
 
 BFLOAT16_TOLERANCE = 1e-2
 HANGS = 3  # the exit status of a process that a hung kernel holds
@@ -105,9 +104,12 @@ def run_script(arguments: list[str], seconds: float, **environment: str) -> str:
     """Returns what a Python script prints, run in a session of its own.
 
     Raises RuntimeError, with the ends of its output and of its errors, where it fails or is not done in time.
-    It and all processes that it started are then killed.
+    It and all processes that it started are then killed; and so is it with this process, where there is
+    `setpriv`: in a session of its own it would hold the GPUs.
     """
     command = [sys.executable, *arguments]
+    if setpriv := shutil.which("setpriv"):
+        command = [setpriv, "--pdeathsig", "KILL", *command]
     # This process may hold most of the GPUs' memory already.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # a pipe could stay open
@@ -173,9 +175,9 @@ def draw(mesh: Mesh, shape: Shape, seed: int, dtype=jnp.bfloat16) -> tuple[tuple
 
 
 def compile_safely(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Returns the compiled program, without CUDA graphs where a kernel may write into peers' memory."""
+    """Returns the compiled program, with `xla.for_peers` where a kernel may write into peers' memory."""
     fused = "mosaic_gpu" in lowered.as_text()
-    return lowered.compile(compiler_options=xla.without_graphs(jax.default_backend()) if fused else None)
+    return lowered.compile(compiler_options=xla.for_peers(jax.default_backend()) if fused else None)
 
 
 def values_and_gradients(function):
@@ -270,7 +272,7 @@ def unequal_repeats(mesh: Mesh, shape: Shape, implementation: str | None, seed: 
     for _ in range(repeats):
         for of, first in zip(sets, firsts, strict=True):
             poison(compiled, mesh)
-            unequal += not bool(equal(compiled(*of), first))
+            unequal += not bool(equal(jax.block_until_ready(compiled(*of)), first))
     return unequal
 
 

@@ -62,13 +62,18 @@ class Clocks:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """seconds, values: of each timed step. first: how many steps came before them."""
+    """seconds, values: of each timed step. before: the values of the steps that warmed up."""
 
     seconds: list[float]
     values: list[Any]
-    first: int
+    before: list[Any]
     mhz: float | None
     watts: float | None
+
+    @property
+    def first(self) -> int:
+        """How many steps came before the timed ones."""
+        return len(self.before)
 
     def line(self, tokens: float) -> dict[str, Any]:
         """Returns the part of a result that all benchmarks have; tokens: in a step."""
@@ -112,14 +117,14 @@ def timed(
         return done
 
     if steps:
-        first, timed_seconds = len(run_for(0.0, steps[0])), 0.0
+        before, timed_seconds = run_for(0.0, steps[0]), 0.0
     else:
-        first = len(run_for(0.0))  # whatever is compiled at the first call is no part of the warm-up
-        first += len(run_for(warmup_seconds))
+        before = run_for(0.0)  # whatever is compiled at the first call is no part of the warm-up
+        before += run_for(warmup_seconds)
     with Clocks() as clocks:
         done = run_for(timed_seconds, steps[1] if steps else 3)
     seconds, values = zip(*done, strict=True)
-    return Timing(list(seconds), list(values), first, clocks.mhz, clocks.watts)
+    return Timing(list(seconds), list(values), [value for _, value in before], clocks.mhz, clocks.watts)
 
 
 class Phases:
@@ -241,6 +246,11 @@ def provenance() -> dict[str, Any]:
 def emit(line: dict[str, Any], output: Path | None = None) -> None:
     """Prints a result as one line of JSON, and writes it to `output` if given."""
     print(json.dumps(line), flush=True)
+    write(line, output)
+
+
+def write(line: dict[str, Any], output: Path | None) -> None:
+    """Writes a result to `output` if given: of what may hang, whatever has been measured so far."""
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(line, indent=2) + "\n")

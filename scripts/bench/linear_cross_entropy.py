@@ -19,14 +19,11 @@ overwrites, hidden's gradient (0.13 GiB) and cuBLAS's workspace (0.03 GiB): 0.65
 without one. fused_xla has the logits' gradient beside the logits: 1.10 GiB.
 """
 
-import argparse
 import importlib.util
 import statistics
 import sys
 import types
-from pathlib import Path
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,12 +100,7 @@ def inputs(shape, dtype):
 
 def main() -> int:
     shapes = GPU | {"benchmark": CPU["benchmark"]}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=shapes, default="llama3_8b")
-    parser.add_argument("--warmup-seconds", type=float, default=20.0)
-    parser.add_argument("--timed-seconds", type=float, default=40.0, help="of each contender")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
-    options = parser.parse_args()
+    options = turns.parser(__doc__.splitlines()[0], shapes, "llama3_8b", 20.0, 40.0).parse_args()
     xla.configure()
     shape, on_cpu = shapes[options.shape], jax.default_backend() == "cpu"
     arguments = inputs(shape, jnp.float32 if on_cpu else jnp.bfloat16)
@@ -125,9 +117,7 @@ def main() -> int:
     }
     losses = {name: float(value) for name, (value, _) in results.items()}
     del results
-    turns.take(runs, arguments, options.warmup_seconds / len(runs))
-    with harness.Clocks() as clocks:
-        times = turns.take(runs, arguments, options.timed_seconds)
+    times, clocks = turns.compare(runs, arguments, options)
     flops = 6 * shape.rows * shape.sequence * shape.embed * shape.vocabulary
     copy = 0 if on_cpu else arguments[0].dtype.itemsize
     matrix_bytes = (4 + copy) * shape.embed * shape.vocabulary  # of the gradient and the cast matrix
@@ -142,17 +132,8 @@ def main() -> int:
             "gradients_apart_from_fused": apart[name],
             "loss": losses[name],
         }
-    line = {
-        "benchmark": "linear_cross_entropy",
-        "shape": options.shape,
-        "dtype": str(arguments[0].dtype),
-        "contenders": contended,
-        **({"tokamax_missing": missing} if missing else {}),
-        "sm_clock_mhz": clocks.mhz,
-        "power_watts": clocks.watts,
-        **harness.provenance(),
-    }
-    harness.emit(line, options.output)
+    more = {"dtype": str(arguments[0].dtype)} | ({"tokamax_missing": missing} if missing else {})
+    turns.emit("linear_cross_entropy", options, contended, clocks, **more)
     return 0
 
 

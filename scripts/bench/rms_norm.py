@@ -10,11 +10,8 @@ read and write, 0.064 ms. Backward: three arrays read and one written, 0.128 ms;
 for the scale's gradient, 0.192 ms. In all 0.19 against 0.26 ms, 1.33 times as fast.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,32 +37,17 @@ def contender(implementation: str):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     shapes = {f"cpu_{name}": shape for name, shape in CPU.items()} | GPU
-    parser.add_argument("--shape", choices=shapes, default="llama3_8b")
-    parser.add_argument("--warmup-seconds", type=float, default=5.0)
-    parser.add_argument("--timed-seconds", type=float, default=10.0, help="of each contender")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
-    options = parser.parse_args()
+    options = turns.parser(__doc__.splitlines()[0], shapes, "llama3_8b").parse_args()
     xla.configure()
     draw, (rows, D) = np.random.default_rng(0), shapes[options.shape]
     x, d_residual, dy = (normal(draw, (rows, D), jnp.bfloat16) for _ in range(3))
     arguments = x, jnp.ones(D, jnp.float32), (d_residual, dy)
     names = ("triton", "reference") if jax.default_backend() == "gpu" else ("reference",)
     runs = {name: jax.jit(contender(name)).lower(*arguments).compile() for name in names}
-    turns.take(runs, arguments, options.warmup_seconds / len(runs), calls=CALLS)
-    with harness.Clocks() as clocks:
-        times = turns.take(runs, arguments, options.timed_seconds, turn_seconds=0.2, calls=CALLS)
+    times, clocks = turns.compare(runs, arguments, options, turn_seconds=0.2, calls=CALLS)
     contended = {name: turns.told(times[name], run.memory_analysis(), CALLS) for name, run in runs.items()}
-    line = {
-        "benchmark": "rms_norm",
-        "shape": options.shape,
-        "contenders": contended,
-        "sm_clock_mhz": clocks.mhz,
-        "power_watts": clocks.watts,
-        **harness.provenance(),
-    }
-    harness.emit(line, options.output)
+    turns.emit("rms_norm", options, contended, clocks)
     return 0
 
 

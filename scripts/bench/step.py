@@ -92,6 +92,7 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
         "mfu_if_full_causal": round(causal / peak, 4) if peak else None,
         "attention_span_per_token": round(span / tokens, 1),
         "loss": [float(values[0]["loss"]), float(values[-1]["loss"])],
+        "losses": [float(step["loss"]) for step in (*timing.before, *values)],  # from the first step on
         "skipped_updates": int(values[-1]["skipped"]),
         "peak_hbm_bytes": hardware.peak_bytes(),
     }

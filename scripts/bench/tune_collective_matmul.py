@@ -11,14 +11,16 @@ left out, so that what is chosen for an unknown shape is measured too.
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
 
-import collective_matmul as bench
 import collective_matmul_check as checks
+import collective_matmul_programs as programs
 import harness
 import jax
+from collective_matmul_contenders import Case
 
 from jaxthru.runtime import xla
 from pallas_kernels.collective_matmul import mosaic_gpu, reference, tile_table, tiles
@@ -29,19 +31,21 @@ TABLE = Path(tile_table.__file__)
 
 def measure(runs: dict, operands, turns: int, turn_seconds: float) -> dict[str, float]:
     """Returns the median seconds of a call of each, after one turn to warm up."""
-    compiled = bench.compile_in_a_row({name: (run, operands) for name, run in runs.items()})
+    compiled, failed = programs.compile_in_a_row({name: (run, operands) for name, run in runs.items()})
+    for name, reason in failed.items():
+        print(f"{name}: {reason}", file=sys.stderr, flush=True)
     times = {name: [] for name in compiled}
     calls = {}
     for number in range(turns + 1):
         for name, run in compiled.items():
-            seconds = bench.turn(run, operands, calls.get(name, 1))
+            seconds = programs.turn(run, operands, calls.get(name, 1))
             if number:
                 times[name].append(seconds)
-            calls[name] = max(1, round(turn_seconds / (seconds * bench.IN_A_ROW)))
+            calls[name] = max(1, round(turn_seconds / (seconds * programs.IN_A_ROW)))
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def tune(case: bench.Case, turns: int, turn_seconds: float, tried: set) -> dict:
+def tune(case: Case, turns: int, turn_seconds: float, tried: set) -> dict:
     """Returns the table's entry for a case.
 
     tried: (operation, tiles) that have run at a tiny shape in a child process, where any other goes first.
@@ -65,8 +69,8 @@ def tune(case: bench.Case, turns: int, turn_seconds: float, tried: set) -> dict:
     final = {"plain": case.of(reference), "fused": case.of(mosaic_gpu, tiles=best)}
     fused = checks.compile_safely(jax.jit(final["fused"]).lower(*operands))
     jax.block_until_ready(fused(*case.operands(seed=1)))  # so that no buffer still holds the right result
-    found = fused(*operands)
-    if not max(map(float, bench.apart(found, wanted))) <= bench.TOLERANCE:
+    found = jax.block_until_ready(fused(*operands))  # nothing is loaded while it runs
+    if not max(map(float, programs.apart(found, wanted))) <= programs.TOLERANCE:
         sys.exit(f"{case.problem.key}: the result with {best} differs from the plain form's")
     compared = measure(final, operands, 2 * turns, turn_seconds)
     return {
@@ -104,24 +108,30 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=GPU, default=list(GPU))
     both = ("forward", "backward")
     parser.add_argument("--directions", nargs="+", choices=both, default=both)
+    done = "the first run that precedes all others has just passed, in a process of its own"
+    parser.add_argument("--first-run-done", action="store_true", help=done)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--turn-seconds", type=float, default=0.01)
     options = parser.parse_args()
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.6")  # the rest is for the processes that try tiles
+    harness.keep_stdout()
     xla.configure()
     phase, axes = harness.Phases(), {"tensor": options.devices}
-    with phase("first run, in a child process"):
-        checks.in_child([axes], seconds=180)
+    if not options.first_run_done:
+        with phase("first run, in a child process"):
+            checks.in_child([axes], seconds=180)
     mesh = checks.make_mesh(axes)
     kind = jax.local_devices()[0].device_kind
-    tried = set()
+    tried, entries = set(), {}
     for name in options.shapes:
         for direction in options.directions:
             with phase(f"{name} {direction}"), checks.ends_within(600, f"{name} {direction}"):
-                case = bench.Case(GPU[name], mesh, direction == "backward")
+                case = Case(GPU[name], mesh, direction == "backward")
                 entry = tune(case, options.turns, options.turn_seconds, tried)
-            print(case.problem.key, entry, flush=True)
-            tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry
+            print(case.problem.key, entry, file=sys.stderr, flush=True)
+            entries[case.problem.key] = tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry
             write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
+    harness.emit({"benchmark": "tune_collective_matmul", "entries": entries} | harness.provenance())
     return 0
 
 

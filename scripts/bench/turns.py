@@ -1,10 +1,46 @@
 """Contenders that take turns in one process, A-B-C-A-B-C, so that all see the same clocks."""
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 
+import harness
 import jax
+
+
+def parser(
+    description: str, shapes: Collection[str], shape: str, warmup: float = 5.0, timed: float = 10.0
+) -> argparse.ArgumentParser:
+    """Returns the arguments of a kernel's benchmark. shape: the default; warmup, timed: seconds."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--shape", choices=shapes, default=shape)
+    parser.add_argument("--warmup-seconds", type=float, default=warmup)
+    parser.add_argument("--timed-seconds", type=float, default=timed, help="of each contender")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    return parser
+
+
+def compare(
+    runs: dict[str, Callable], arguments: tuple, options: argparse.Namespace, **how
+) -> tuple[dict[str, list[float]], dict]:
+    """Returns each contender's times of a call, after a warm-up, and what a record says of the clocks.
+
+    options: of `parser`. how: as `take` has it.
+    """
+    take(runs, arguments, options.warmup_seconds / len(runs), calls=how.get("calls", 1))
+    with harness.Clocks() as clocks:
+        times = take(runs, arguments, options.timed_seconds, **how)
+    return times, {"sm_clock_mhz": clocks.mhz, "power_watts": clocks.watts}
+
+
+def emit(
+    benchmark: str, options: argparse.Namespace, contenders: dict[str, dict], clocks: dict, **more
+) -> None:
+    """Prints the record of a comparison, and writes it where it was asked to. more: of this benchmark."""
+    line = {"benchmark": benchmark, "shape": options.shape, "contenders": contenders} | more | clocks
+    harness.emit(line | harness.provenance(), options.output)
 
 
 def take(

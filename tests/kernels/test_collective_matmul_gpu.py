@@ -1,6 +1,7 @@
 """Collective matrix products fused on Hopper: what can be shown without a GPU, and the rest on 2 and 4."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from hopper_emulation import Shards
 from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxthru.runtime import aot, xla
 from pallas_kernels import collective_matmul
 from pallas_kernels.collective_matmul import hopper, mosaic_gpu, tile_table
 from pallas_kernels.collective_matmul import tiles as tiles_module
@@ -22,6 +24,7 @@ MESHES = ({"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2}, {"tensor": 4, 
 FORBIDDEN = ("multimem", "symmetric_memory_parameters")
 SMALL = Tiles(128, 128, stages=2, width=2)
 CTAS = 3  # with more tiles than these, and with fewer
+cuda = pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin")
 
 
 def draw(rng, *shape):
@@ -196,6 +199,36 @@ def test_shared_memory_as_counted(operation, shape):
         traced.lower(lowering_platforms=("cuda",))
 
 
+@cuda
+@pytest.mark.parametrize("shape", tiles_module.RATES, ids=str)
+def test_compiles_without_spilling_registers(shape, monkeypatch, capfd):
+    """All four kernels, down to a Hopper GPU's own code: a consumer has just the registers it needs."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    mocked = {name: value for name, value in aot.OPTIONS.items() if name != "xla_gpu_mock_custom_calls"}
+    monkeypatch.setattr(aot, "OPTIONS", mocked)
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+    m, n = shape
+    tiles = Tiles(m, n, stages=4 if m * n < 128 * 256 else 3)
+
+    def local(x, w, y):
+        options = {"axis_name": "tensor", "tiles": tiles}
+        (gathered,) = mosaic_gpu.all_gather_matmul(x, (w,), **options)
+        dx, _ = mosaic_gpu.all_gather_matmul_backward(x, (w,), (y,), **options)
+        out = mosaic_gpu.matmul_reduce_scatter(y, dx, **options)
+        return gathered, out, *mosaic_gpu.matmul_reduce_scatter_backward(y, dx, out, **options)
+
+    split = jax.shard_map(
+        local, mesh=mesh, in_specs=(rows, columns, columns), out_specs=(columns, rows, columns, rows)
+    )
+    sizes = (3072, 1536), (1536, 3072), (3072, 3072)
+    lowered = aot.lower(jax.jit(split), *(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes))
+    aot.compile_for(lowered, aot.TARGETS["h200"], devices=2)
+    said = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"] * 4
+    assert "wgmma" not in said, "products one after another, for want of registers or a fence"
+
+
 # What is refused, and what is chosen.
 
 
@@ -336,8 +369,8 @@ def test_a_problem_and_its_key():
     assert Problem.of_key(problem.key) == problem
 
 
-def test_compiled_without_graphs_where_a_kernel_writes_to_peers(bench, monkeypatch):
-    """A CUDA graph keeps a peer's address that may have gone stale."""
+def test_compiled_for_peers_where_a_kernel_writes_to_them(bench, monkeypatch):
+    """A CUDA graph keeps a peer's address that may have gone stale; a collective beside a kernel may hang."""
     check = bench("collective_matmul_check")
     seen = []
 
@@ -352,7 +385,33 @@ def test_compiled_without_graphs_where_a_kernel_writes_to_peers(bench, monkeypat
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for text in texts:
         check.compile_safely(Lowered(text))
-    assert seen == [{"xla_gpu_enable_command_buffer": ""}, None]
+    assert seen == [xla.for_peers("gpu"), None]
+
+
+@cuda
+def test_no_collective_runs_beside_a_kernel(monkeypatch):
+    """Compiled for a GPU, a sum over the kernel's own axis starts before the kernel and ends after it, unless
+    it is told not to: either may then hold what the other waits for."""
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+
+    def local(x, w, z):
+        (y,) = mosaic_gpu.all_gather_matmul(x, (w,), axis_name="tensor", always=True)
+        return y, jax.lax.psum(z, "tensor")
+
+    function = jax.shard_map(
+        local, mesh=mesh, in_specs=(rows, columns, rows), out_specs=(columns, PartitionSpec())
+    )
+    sizes = (8192, 4096), (4096, 6144), (4096, 4096)
+    lowered = aot.lower(jax.jit(function), *(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes))
+
+    def order() -> list[str]:
+        hlo = aot.compile_for(lowered, aot.TARGETS["h200"], devices=2).hlo
+        return re.findall(r" (all-reduce(?:-start|-done)?|custom-call)\(", hlo[hlo.index("\nENTRY ") :])
+
+    assert order() == ["all-reduce-start", "custom-call", "all-reduce-done"]
+    monkeypatch.setattr(aot, "OPTIONS", aot.OPTIONS | xla.for_peers("gpu"))
+    assert sorted(order()) == ["all-reduce", "custom-call"]
 
 
 # On GPUs.

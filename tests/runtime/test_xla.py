@@ -94,8 +94,18 @@ def test_options_are_for_gpus_alone_and_where_they_help():
     both = xla.compiler_options("gpu", devices=2, deterministic=True)
     assert both == {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_deterministic_ops": True}
     fused = xla.compiler_options("gpu", devices=1, deterministic=False, writes_to_peers=True)
-    assert fused == {"xla_gpu_enable_command_buffer": ""}
+    assert fused == {
+        "xla_gpu_enable_command_buffer": "",
+        "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES",
+    }
     assert xla.compiler_options("cpu", devices=2, deterministic=False, writes_to_peers=True) == {}
+
+
+@pytest.mark.parametrize("peers", [False, True])
+def test_code_is_loaded_before_kernels_wait_for_each_other(peers, monkeypatch):
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    xla.configure(writes_to_peers=peers)
+    assert os.environ.get("CUDA_MODULE_LOADING") == ("EAGER" if peers else None)
 
 
 def test_the_installed_jaxlib_knows_each_option():

@@ -1,0 +1,90 @@
+"""Programs of several calls in a row, seen to make all of them, and the time of a call."""
+
+import collections
+import concurrent.futures
+import re
+import time
+from collections.abc import Callable
+
+import collective_matmul_check as checks
+import jax
+import jax.numpy as jnp
+
+IN_A_ROW = 4  # calls in a program
+TOLERANCE = 1e-2
+
+
+def program(run: Callable, operands, calls: int = IN_A_ROW):
+    """Returns the lowered program of several calls, each of which has to wait for the one before.
+
+    All their results are returned: XLA drops a call whose results nothing reads, barrier or not.
+    """
+
+    def in_a_row(*operands):
+        every = []
+        for _ in range(calls):
+            results = run(*operands)
+            operands, results = jax.lax.optimization_barrier((operands, results))
+            every.append(results)
+        return every
+
+    return jax.jit(in_a_row).lower(*operands)
+
+
+WORK = re.compile(
+    r" (dot|all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+    r'|custom_call_target="([^"]*(?:gemm|matmul|mosaic)[^"]*)"'
+)
+
+
+def work(compiled: jax.stages.Compiled) -> collections.Counter:
+    """Returns how many products, collectives and kernels of each kind a compiled program has."""
+    return collections.Counter(a or b for a, b in WORK.findall(compiled.as_text()))
+
+
+def require_every_call(found: collections.Counter, single: collections.Counter, name: str) -> None:
+    """Raises RuntimeError unless a program does at least IN_A_ROW times the work of a single call."""
+    if not single or found.total() < IN_A_ROW * single.total():
+        raise RuntimeError(f"{name}: {IN_A_ROW} calls compile to {dict(found)}, one to {dict(single)}")
+
+
+def turn(run, operands, calls: int) -> float:
+    """Returns the seconds of a call, the mean over programs dispatched without waiting for each other."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        results = run(*operands)
+    jax.block_until_ready(results)
+    return (time.perf_counter() - began) / (calls * IN_A_ROW)
+
+
+def compile_in_a_row(
+    runs: dict[str, tuple[Callable, tuple]],
+) -> tuple[dict[str, jax.stages.Compiled], dict[str, str]]:
+    """Returns the programs to be timed, each of which has been seen to make all of its calls, and why others
+    cannot be."""
+    compiled, failed = {}, {}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        pending = {}
+        for name, run in runs.items():
+            try:
+                both = [program(*run, calls=calls) for calls in (IN_A_ROW, 1)]
+                pending[name] = [pool.submit(checks.compile_safely, lowered) for lowered in both]
+            except Exception as error:  # a kernel that does not lower must not cost the others' results
+                failed[name] = repr(error)[:500]
+        for name, both in pending.items():
+            try:
+                every, single = (one.result() for one in both)
+                require_every_call(work(every), work(single), name)
+                compiled[name] = every
+            except Exception as error:
+                failed[name] = repr(error)[:500]
+    return compiled, failed
+
+
+@jax.jit
+def apart(found, wanted):
+    def relative(a, b):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
+
+    return [relative(a, b) for a, b in zip(found, wanted, strict=True)]

@@ -1,0 +1,105 @@
+"""The rows of overlap.py, in the order of what matters most."""
+
+import dataclasses
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+import blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """commands: as one types them in bash; of several, each runs on a GPU of its own, all at the same time,
+    and so does a single one if `alone`. seconds: that they should take on H200s, start and compilation
+    included; limit: after which they are killed.
+    safety: has to pass before anything that `waits`: kernels that wait for their peers, and may hang.
+    instead_of: a row in whose place it runs, where that one failed or was left out.
+    """
+
+    commands: tuple[str, ...]
+    seconds: float
+    limit: float
+    safety: bool = False
+    waits: bool = False
+    alone: bool = False
+    instead_of: str = ""
+
+
+ISSUE = ("qkv", "gate", "gate_up", "scatter_6144", "down")
+UNTUNED = ("untuned_gather", "untuned_scatter")
+
+
+def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder: Path) -> dict[str, Row]:
+    """Returns the rows on so many devices.
+
+    tiny: on a CPU. settings: of the configuration, for all that trains. folder: of the results.
+    """
+
+    def python(script: str, *words: object) -> tuple[str]:
+        return (shlex.join(["python", f"{blocks.HERE / script}.py", *map(str, words)]),)
+
+    def sets(*more: str) -> list[str]:
+        return [word for text in (*settings, *more) for word in ("--set", text)]
+
+    def step(*more: str, words: Iterable[str]) -> tuple[str]:
+        return python("step", "--config", config, *sets(*more), "--keep-compiled", *words)
+
+    axes = ["--axes", f"tensor={devices}", *(["data=2,tensor=2"] if devices == 4 else [])]
+    without_kernels = ["--implementation", "ring", "--repeats", 1]
+
+    def check(*shapes: str, repeats: int = 3) -> tuple[str]:
+        words = without_kernels if tiny else ["--repeats", repeats]
+        return python("collective_matmul_check", *axes, "--shapes", *shapes, *words)
+
+    def bench(name: str, *directions: str, shapes: Iterable[str] = ISSUE) -> tuple[str]:
+        words = "--directions", *directions, "--output", folder / f"collective_matmul_{name}.json"
+        words += ("--devices", devices, "--first-run-done", *(["--tiny"] if tiny else []))
+        return python("collective_matmul", "--shapes", *shapes, *words)
+
+    quick = ["--warmup-seconds", "0.5", "--timed-seconds", "0.5"] if tiny else []
+    turn = ["--turn-seconds", "0.2"] if tiny else []
+
+    def turns(*names: str) -> tuple[str]:
+        named = [w for name in names for w in ("--contender", f"{name}=mesh.collective_matmul={name}")]
+        return python("steps_in_turns", "--config", config, *sets(*tensor), *named, *quick, *turn)
+
+    tensor = "mesh.fsdp=1", f"mesh.tensor={devices}"
+    fsdp, one = (f"mesh.fsdp={devices}", f"train.rows={2 * devices}"), ("mesh.fsdp=1",)
+    fifty = ["--steps", "3", "5" if tiny else "50"]
+
+    def losses(*more: str) -> tuple[str]:
+        return step(*more, words=fifty)
+
+    profiled = "train.steps=30", "profile.at=20", "profile.steps=3", "evaluate.rows=0", "checkpoint.every=0"
+    trace = shlex.join(["python", "-m", "jaxthru.train", "--config", config, *sets(*fsdp, *profiled)])
+    trace = f'D=$(mktemp -d) && {trace} --run-dir "$D/run" >&2'
+    read = " ".join(python("exposed_collectives"))
+    of_store = [text.partition("=")[2] for text in settings if text.startswith("data.store=")]
+    store = ["--store", of_store[-1]] if of_store else []
+    data = shlex.join(["python", "-m", "jaxthru.data", "prepare", "quickstart", *store])
+    tune = python("tune_collective_matmul", "--devices", devices, "--first-run-done", "--shapes", *ISSUE,
+                  "--directions", "forward")  # fmt: skip
+    many = ("all",) if not tiny else ("tiny_gather",)
+    small = ("tiny",) if not tiny else ("tiny_gather",)
+    return {
+        "data": Row((f"{data} >&2 && echo '{{}}'",), 15, 90),
+        "check_first": Row(check("tiny_gather"), 30, 90, safety=True, waits=True),
+        "check_tiny": Row(check(*small), 75, 240, safety=True, waits=True),
+        "forward": Row(bench("forward", "forward"), 150, 330, waits=True),
+        "tensor": Row(turns("none", "ring", "mosaic_gpu"), 220, 420, waits=True),
+        "tensor_ring": Row(turns("none", "ring"), 160, 330, instead_of="tensor"),
+        "one_gpu": Row(step(*one, words=quick) * devices, 95, 240, alone=True),
+        "fsdp": Row(step(*fsdp, words=quick), 95, 240),
+        "exposed": Row((f'{trace} && {read} "$D/run/profile/20"',), 90, 240),
+        "losses_tensor": Row(losses(*tensor, "mesh.collective_matmul=mosaic_gpu"), 55, 180, waits=True),
+        "losses_ring": Row(losses(*tensor, "mesh.collective_matmul=ring"), 55, 180),
+        # The second adds up gradients in another order, nothing else: how far apart that takes it is noise.
+        "losses_one": Row(losses(*one) + losses(*one, "train.microbatches=2"), 65, 180, alone=True),
+        "backward": Row(bench("backward", "backward"), 120, 330, waits=True),
+        "tune": Row(tune, 330, 560, waits=True),
+        "tuned": Row(bench("tuned", "forward", "backward", shapes=ISSUE + UNTUNED), 300, 560, waits=True),
+        "check_all": Row(check(*many, repeats=50), 150, 500, waits=True),
+        "fsdp_again": Row(step(*fsdp, words=quick), 90, 240),
+        "tensor_more": Row(turns("none", "reference", "ring_bidirectional"), 220, 420),
+    }

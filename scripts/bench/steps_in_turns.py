@@ -1,0 +1,166 @@
+"""Times steps of one configuration under several settings, in turns in one process, and prints one JSON line.
+
+    python scripts/bench/steps_in_turns.py --config configs/llama3_8b_8layer.py \\
+        --set mesh.fsdp=1 --set mesh.tensor=2 --contender none=mesh.collective_matmul=none \\
+        --contender ring=mesh.collective_matmul=ring [--output FILE]
+
+Contenders differ in how a step is computed, not in what its state is: one state and one run of batches go
+through all of their steps, A-B-C-A-B-C, so that they see the same clocks, and one warm-up is enough for all.
+Before, each takes the first batch from the first state; its loss and gradient norm are in the result. Ratios
+are to the first contender. A contender that cannot run here is left out, with the reason.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import collective_matmul_check as checks
+import comparison
+import harness
+import jax
+from step import packed_batches
+
+from jaxthru import config as configuration
+from jaxthru.data.loader import open_data
+from jaxthru.runtime import hardware, xla
+from jaxthru.runtime.errors import InputError
+from jaxthru.train import Build, build
+
+FIRST = ("loss", "grad_norm")
+COMPILES, RUNS = 240.0, 90.0  # seconds that a contender may take to compile, and to run its first step
+
+
+def contender(text: str) -> tuple[str, list[str]]:
+    """Returns the name and the settings in NAME=GROUP.KEY=VALUE,GROUP.KEY=VALUE."""
+    name, _, settings = text.partition("=")
+    return name, settings.split(",") if settings else []
+
+
+def build_all(config: str, common: list[str], wanted: dict[str, list[str]]) -> tuple[dict, dict[str, str]]:
+    """Returns {name: Build} and {name: why it cannot run}. Raises InputError if their states differ."""
+    built, missing = {}, {}
+    for name, settings in wanted.items():
+        print(f"{name}: compiles", file=sys.stderr, flush=True)
+        resolved = configuration.load(config, [*common, *settings, "train.steps=1000000"])
+        with checks.ends_within(COMPILES, f"{name} compiles"):
+            try:
+                made = build(resolved, open_data(resolved.data))
+            except InputError as refusal:
+                missing[name] = str(refusal)
+                continue
+        if built and made.abstract != next(iter(built.values())).abstract:
+            raise InputError(f"--contender {name}: its state is another than the first one's")
+        built[name] = made
+    return built, missing
+
+
+def first_metrics(of: Build, batch: Any) -> dict[str, float]:
+    """Returns what the first step of a run says."""
+    _, metrics = of.compiled(of.first_state(), batch)
+    metrics = jax.device_get(metrics)
+    return {name: float(metrics[name]) for name in FIRST if name in metrics}
+
+
+def turn(step: Callable, state: Any, batches: Iterator, seconds: float) -> tuple[Any, list[float], list]:
+    """Returns the state after a turn, and the seconds and metrics of each of its steps but the first.
+
+    As in training, a step is dispatched before the last one's metrics are read.
+    """
+    state, previous = step(state, next(batches))
+    began, clock, took, values = time.perf_counter(), None, [], []
+    while time.perf_counter() - began < seconds or len(took) < 2:
+        state, started = step(state, next(batches))
+        metrics, now = jax.device_get(previous), time.perf_counter()
+        if clock is not None:
+            took.append(now - clock)
+            values.append(metrics)
+        previous, clock = started, now
+    jax.block_until_ready(previous)
+    return state, took, values
+
+
+def told(took: list[list[float]], values: list[dict]) -> dict:
+    """Returns what the record says of one contender. took: of the steps of each of its turns."""
+    steps = [seconds for of_turn in took for seconds in of_turn]
+    median, tokens = statistics.median(steps), statistics.fmean(int(step["tokens"]) for step in values)
+    halves = [statistics.median(itertools.chain(*half)) for half in (took[::2], took[1::2] or took)]
+    return {
+        "tokens_per_second": round(tokens / median, 1),
+        "step_seconds": round(median, 6),
+        "step_seconds_quartiles": [round(q, 6) for q in statistics.quantiles(steps)],
+        "steps_timed": len(steps),
+        "spread": round(abs(halves[0] - halves[1]) / median, 5),
+        "skipped_updates": int(values[-1]["skipped"]),
+    }
+
+
+def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: float) -> dict:
+    """Returns each contender's result. warmup: seconds of all together; timed: of each."""
+    base = next(iter(built.values()))
+    batches = packed_batches(base)
+    batch = next(batches)
+    first = {}
+    for name, of in built.items():
+        with checks.ends_within(RUNS, f"{name}, the first step"):
+            first[name] = first_metrics(of, batch)
+    state = base.first_state()
+    took, values = ({name: [] for name in built} for _ in range(2))
+    began = time.perf_counter()
+    while min(sum(map(sum, turns)) for turns in took.values()) < timed:
+        warm = time.perf_counter() - began >= warmup
+        for name, of in built.items():
+            with checks.ends_within(60 + 2 * turn_seconds, name):
+                state, seconds, metrics = turn(of.compiled, state, batches, turn_seconds)
+            if warm:
+                took[name].append(seconds)
+                values[name] += metrics
+    rows = {name: told(took[name], values[name]) for name in built}
+    for name, of in built.items():
+        compared = comparison.ratio(rows[name], next(iter(rows.values())))
+        rows[name] |= {"first_step": first[name], "compile_seconds": round(of.compile_seconds, 1)}
+        rows[name] |= {"ratio": round(compared["ratio"], 4), "claimed": compared["claimed"]}
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--config", required=True)
+    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    add("--contender", action="append", required=True, type=contender, metavar="NAME=GROUP.KEY=VALUE,...")
+    harness.add_seconds(parser)
+    add("--turn-seconds", type=float, default=4.0)
+    add("--output", type=Path, help="also write the JSON to this file")
+    arguments = parser.parse_args()
+    wanted = dict(arguments.contender)
+    xla.configure(writes_to_peers=True)  # some may; CUDA starts once for all
+    try:
+        built, missing = build_all(arguments.config, arguments.overrides, wanted)
+    except InputError as error:
+        print(f"steps_in_turns.py: {error}", file=sys.stderr)
+        return 2
+    if not built:
+        sys.exit(f"steps_in_turns.py: none can run here: {missing}")
+    with harness.Clocks(jax.device_count()) as clocks:
+        rows = measure(built, arguments.warmup_seconds, arguments.timed_seconds, arguments.turn_seconds)
+    line = {
+        "benchmark": "steps_in_turns",
+        "config": Path(arguments.config).stem,
+        "set": arguments.overrides,
+        "contenders": {name: {"set": wanted[name]} | row for name, row in rows.items()},
+        "missing": missing,
+        "sm_clock_mhz": clocks.mhz,
+        "power_watts": clocks.watts,
+        "peak_hbm_bytes": hardware.peak_bytes(),
+    }
+    harness.emit(line | harness.provenance(), arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

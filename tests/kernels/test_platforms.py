@@ -1,0 +1,109 @@
+"""What runs on each platform where nothing is named: the choices in the table of docs/kernels.md."""
+
+import importlib
+import logging
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from pallas_kernels import dispatch
+from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
+from pallas_kernels.attention import attention, cudnn_packed, find_segments
+from pallas_kernels.collective_matmul import all_gather_matmul
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.rms_norm import rms_norm
+
+bf16, f32 = jnp.bfloat16, jnp.float32
+
+
+def run_attention(platform):
+    q, ids = jnp.zeros((1, 256, 2, 64), bf16), jnp.ones((1, 256), jnp.int32)
+    return attention(q, q, q, find_segments(ids, 1), platform=platform)
+
+
+def run_linear_cross_entropy(platform):
+    def loss(hidden, matrix):
+        targets, weights = jnp.zeros((1, 16), jnp.int32), jnp.ones((1, 16), f32)
+        return linear_cross_entropy(hidden, matrix, targets, weights, platform=platform)[0]
+
+    return jax.grad(loss)(jnp.zeros((1, 16, 32), bf16), jnp.zeros((32, 64), f32))
+
+
+def run_adamw_8bit(platform):
+    x = jnp.zeros((4, 256), f32)
+    moments = (quantise(x, kind) for kind in ("signed", "unsigned"))
+    scalars = Scalars(*(f32(1),) * 4, jnp.asarray(True))
+    return update(x, x, None, *moments, None, scalars, Adam(0.9, 0.95, 1e-8, 0.1), platform=platform)
+
+
+def run_rms_norm(platform):
+    return rms_norm(jnp.zeros((4, 256), bf16), jnp.ones(256, f32), epsilon=1e-5, platform=platform)
+
+
+def run_collective_matmul(platform):
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    specs = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+
+    def local(x, w):
+        return all_gather_matmul(x, (w,), axis_name="tensor", platform=platform)[0]
+
+    function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1])
+    return function(jnp.zeros((512, 256), bf16), jnp.zeros((256, 512), bf16))
+
+
+RUNS = {
+    "attention": run_attention,
+    "linear_cross_entropy": run_linear_cross_entropy,
+    "adamw_8bit": run_adamw_8bit,
+    "rms_norm": run_rms_norm,
+    "all_gather_matmul": run_collective_matmul,
+}
+HOPPER, AMPERE, AMD = (9, 0), (8, 0), None  # what a process with a GPU finds of NVIDIA's
+WHERE = {"cpu": ("cpu", None), "hopper": ("gpu", HOPPER), "ampere": ("gpu", AMPERE), "amd": ("gpu", AMD)}
+WHERE["tpu"] = "tpu", None
+CHOICE = {
+    "attention": {"cpu": "xla", "hopper": "cudnn_packed", "ampere": "triton", "amd": None, "tpu": "xla"},
+    "linear_cross_entropy": {
+        "hopper": "triton",
+        "ampere": "triton",
+        "cpu": "xla",
+        "amd": "xla",
+        "tpu": "xla",
+    },
+    "adamw_8bit": dict.fromkeys(WHERE, "xla"),
+    "rms_norm": dict.fromkeys(WHERE, "reference"),
+    "all_gather_matmul": dict.fromkeys(WHERE, "ring") | {"cpu": "reference"},
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("operation", RUNS)
+def test_what_runs_where_nothing_is_named(operation, where, monkeypatch, caplog):
+    platform, capability = WHERE[where]
+    wanted = CHOICE[operation][where]
+
+    def triton_call(*operands, out_shape, **how):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
+
+    for name in ("attention", "linear_cross_entropy"):
+        module = importlib.import_module(f"pallas_kernels.{name}.triton")
+        loaded = types.SimpleNamespace(triton_call=triton_call), mock.MagicMock()
+        monkeypatch.setattr(module, "load_triton", lambda package, loaded=loaded: loaded)
+    for module in (dispatch, cudnn_packed):
+        monkeypatch.setattr(module, "nvidia_compute_capability", lambda: capability)
+    monkeypatch.setattr(cudnn_packed, "_cudnn_version", lambda: cudnn_packed.MIN_CUDNN)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(dispatch, "_logged", set())
+    jax.clear_caches()
+    with caplog.at_level(logging.INFO, "jaxthru.kernels"):
+        if wanted is None:
+            with pytest.raises(dispatch.Unsupported, match="only when named"):
+                jax.eval_shape(lambda: RUNS[operation](platform))
+            return
+        jax.eval_shape(lambda: RUNS[operation](platform))
+    said = [record.getMessage() for record in caplog.records]
+    assert any(text.startswith(f"{operation}: {wanted} runs") for text in said), said

@@ -1,0 +1,140 @@
+"""The Triton kernels, as JAX calls them, compiled to the code of GPUs that are not here: NVIDIA's and AMD's.
+
+JAX lowers them only where one is. So what it would pass to jax-triton is caught, and given to Triton itself.
+"""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
+from pallas_kernels.attention import attention, find_segments
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.rms_norm import rms_norm
+
+triton = pytest.importorskip("triton", reason="needs Triton: pip install 'jaxthru[gpu]'")
+
+TYPES = {"bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8"}
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+OPTIONS = ("num_warps", "num_stages")
+bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+
+class Caught:
+    """Takes the place of jax-triton. calls: (kernel, operands and results in order, constants) of each."""
+
+    def __init__(self):
+        self.calls = []
+
+    def triton_call(
+        self, *operands, kernel, out_shape, grid, input_output_aliases=None, **constants
+    ) -> jax.Array:
+        results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
+        self.calls.append((kernel, (*operands, *jax.tree.leaves(results)), constants))
+        return results
+
+
+def calls(operation: str, function, arguments, monkeypatch) -> list[tuple]:
+    """Returns the calls of kernels that a function makes, of an operation's implementation in Triton."""
+    module = importlib.import_module(f"pallas_kernels.{operation}.triton")
+    kernels = importlib.import_module(f"pallas_kernels.{operation}.triton_kernels")
+    caught = Caught()
+    monkeypatch.setattr(module, "load_triton", lambda package: (caught, kernels))
+    jax.clear_caches()
+    jax.eval_shape(function, *arguments)
+    assert caught.calls
+    return caught.calls
+
+
+def compile_for(target: str, kernel, arrays, constants) -> str:
+    """Returns the assembly of a kernel."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: constants[name] for name in OPTIONS if name in constants}
+    constants = {name: value for name, value in constants.items() if name not in OPTIONS}
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {
+        name: "i32" if isinstance(x, int) else "*" + TYPES[str(x.dtype)]
+        for name, x in zip(names, arrays, strict=True)
+    }
+    signature |= dict.fromkeys(constants, "constexpr")
+    signature = {name: signature[name] for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, places), target=GPUTarget(*TARGETS[target]), options=options
+    )
+    return compiled.asm["amdgcn" if target.startswith("gfx") else "ptx"]
+
+
+def struct(*shape, dtype=bf16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def of_adamw(master: str):
+    def function(gradient, weight, remainder, key):
+        moments = (quantise(jnp.ones(weight.shape, f32), kind) for kind in ("signed", "unsigned"))
+        scalars = Scalars(*(f32(1),) * 4, jnp.asarray(True))
+        remainder, key = remainder if master == "split" else None, key if master == "rounded" else None
+        adam = Adam(0.9, 0.95, 1e-8, 0.1)
+        return update(
+            gradient, weight, remainder, *moments, key, scalars, adam, implementation="triton", platform="gpu"
+        )
+
+    weight = struct(64, 4096, dtype=f32 if master == "whole" else bf16)
+    return function, (struct(64, 4096), weight, struct(64, 4096, dtype=jnp.int16), jax.random.key(0))
+
+
+def of_rms_norm():
+    def function(x, scale, gradients):
+        norm = lambda *a: rms_norm(*a, epsilon=1e-5, implementation="triton", platform="gpu")  # noqa: E731
+        return jax.vjp(norm, x, scale)[1](gradients)
+
+    x = struct(256, 4096)
+    return function, (x, struct(4096, dtype=f32), (x, x))
+
+
+def of_linear_cross_entropy():
+    def function(hidden, matrix, targets, weights):
+        loss = lambda hidden, matrix: linear_cross_entropy(  # noqa: E731
+            hidden, matrix, targets, weights, implementation="triton", platform="gpu"
+        )[0]
+        return jax.grad(loss, (0, 1))(hidden, matrix)
+
+    shapes = struct(1, 256, 128), struct(128, 4096, dtype=f32), struct(1, 256, dtype=i32)
+    return function, (*shapes, struct(1, 256, dtype=f32))
+
+
+def of_attention():
+    def function(q, k, v, ids):
+        def summed(q, k, v):
+            segments = find_segments(ids, 8)
+            o = attention(q, k, v, segments, implementation="triton", platform="gpu")
+            return jnp.sum(o.astype(f32))
+
+        return jax.grad(summed, (0, 1, 2))(q, k, v)
+
+    q, k = struct(1, 512, 8, 128), struct(1, 512, 2, 128)
+    return function, (q, k, k, struct(1, 512, dtype=i32))
+
+
+CASES = {
+    "adamw_8bit split": of_adamw("split"),
+    "adamw_8bit whole": of_adamw("whole"),
+    "adamw_8bit rounded": of_adamw("rounded"),
+    "rms_norm": of_rms_norm(),
+    "linear_cross_entropy": of_linear_cross_entropy(),
+    "attention": of_attention(),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile(case, target, monkeypatch):
+    if case == "attention" and target.startswith("gfx"):
+        pytest.skip("its tiles are for NVIDIA's shared memory")
+    for kernel, arrays, constants in calls(case.split()[0], *CASES[case], monkeypatch):
+        text = compile_for(target, kernel, arrays, constants)
+        assert kernel.__name__ in text and "multimem" not in text
