@@ -27,6 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The fast tests share the cores. Slow ones measure time, those on a GPU take all of it, and a few named
+    ones are done before workers have started: they run in this process."""
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    fast = "not slow" in config.option.markexpr
+    return min(len(os.sched_getaffinity(0)), 4) if everything and fast else 0
+
+
 @pytest.fixture
 def bench(monkeypatch):
     """Returns a function that imports a module of scripts/bench, as a script there would."""

@@ -103,6 +103,29 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
     return line
 
 
+def run(arguments: argparse.Namespace) -> dict:
+    """Returns the result. Raises InputError as a run of this configuration would."""
+    config = configuration.load(arguments.config, ["train.steps=1000000", *arguments.overrides])
+    xla.configure(config.mesh.writes_to_peers)
+    # Without the cache, compile_seconds is that of a first start.
+    jax.config.update("jax_enable_compilation_cache", arguments.keep_compiled)
+    data = open_data(config.data)
+    if arguments.causal_rows:
+        data = copy.copy(data)
+        data.segments = 1
+    built = build(config, data)
+    rows = np.load(arguments.causal_rows) if arguments.causal_rows else None
+    batches = packed_batches(built) if rows is None else causal_batches(built, rows)
+    return {
+        "benchmark": "step",
+        "config": Path(arguments.config).stem,
+        "set": arguments.overrides,
+        **measure(built, batches, arguments),
+        "compile_seconds": round(built.compile_seconds, 2),
+        **harness.provenance(),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True)
@@ -114,29 +137,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
     try:
-        config = configuration.load(arguments.config, ["train.steps=1000000", *arguments.overrides])
+        harness.emit(run(arguments), arguments.output)
     except InputError as error:
         print(f"step.py: {error}", file=sys.stderr)
         return 2
-    xla.configure()
-    # Without the cache, compile_seconds is that of a first start.
-    jax.config.update("jax_enable_compilation_cache", arguments.keep_compiled)
-    data = open_data(config.data)
-    if arguments.causal_rows:
-        data = copy.copy(data)
-        data.segments = 1
-    built = build(config, data)
-    rows = np.load(arguments.causal_rows) if arguments.causal_rows else None
-    batches = packed_batches(built) if rows is None else causal_batches(built, rows)
-    line = {
-        "benchmark": "step",
-        "config": Path(arguments.config).stem,
-        "set": arguments.overrides,
-        **measure(built, batches, arguments),
-        "compile_seconds": round(built.compile_seconds, 2),
-        **harness.provenance(),
-    }
-    harness.emit(line, arguments.output)
     return 0
 
 

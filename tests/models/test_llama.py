@@ -142,13 +142,14 @@ def test_too_many_segments_come_out_as_nan():
 
 def test_no_module_graph_is_walked_once_compiled(monkeypatch):
     made = tiny.make()
+    losses = made.losses(2)
 
     def refuse(*_, **__):
         raise AssertionError("a module graph was walked")
 
     for name in ("merge", "split", "state"):
         monkeypatch.setattr(nnx, name, refuse)
-    assert np.isfinite(made.losses(2)).all()
+    assert made.losses(2) == losses
 
 
 def test_rotary_scores_depend_on_distance_alone():
