@@ -1,4 +1,4 @@
-"""`python -m jaxthru.train` with one thing wrong with it, on purpose; profiler.py starts it.
+"""`python -m jaxthru.train` with one thing wrong on purpose, or nothing; profiler.py and overlap.py start it.
 
     python scripts/bench/profiler_causes.py CAUSE NOTES [--seconds S] [--one-batch] -- ARGUMENTS
 
