@@ -71,7 +71,8 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
     def losses(*more: str) -> tuple[str]:
         return step(*more, words=fifty)
 
-    profiled = "train.steps=30", "profile.at=20", "profile.steps=3", "evaluate.rows=0", "checkpoint.every=0"
+    profiled = "train.steps=30", "profile.at=20", "profile.steps=3", "evaluate.rows=0"
+    profiled += "checkpoint.every=0", "checkpoint.last=false"
     trace = shlex.join(["python", "-m", "jaxthru.train", "--config", config, *sets(*fsdp, *profiled)])
     trace = f'D=$(mktemp -d) && {trace} --run-dir "$D/run" >&2'
     read = " ".join(python("exposed_collectives"))

@@ -41,7 +41,7 @@ from jaxthru.runtime.xla import NO_MULTICAST
 LIMIT = 400.0  # seconds of one process
 BIG = "llama3_8b_8layer"
 SMALL = "model.layers=2 model.vocabulary=32768 remat.policy=none"
-QUIET = "evaluate.rows=0 metrics.tensorboard=false checkpoint.every=0"
+QUIET = "evaluate.rows=0 metrics.tensorboard=false checkpoint.every=0 checkpoint.last=false"
 
 
 @dataclasses.dataclass(frozen=True)
