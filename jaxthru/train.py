@@ -142,7 +142,7 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
 
 
 def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float) -> State:
-    """Runs the loop from the newest checkpoint, or from the start; returns the last state, which is saved."""
+    """Runs the loop from the newest checkpoint, or from the start; returns the last state."""
     config, data, train = built.config, built.data, built.config.train
     state, data_state = restore_or_start(built, checkpointer)
     start = data_state.step
@@ -196,7 +196,7 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
         account.settle()
         profile.finish()
         state = built.compiled.settled(state)
-        if step < steps:
+        if step < steps and config.checkpoint.last:
             save(step)
             log.info("stopped after step %d; the state is saved", step)
         with watchdog.paused():

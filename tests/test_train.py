@@ -274,8 +274,10 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(place, whole):
     assert place.losses("damaged") == place.losses("whole")
 
 
-def test_a_trace_is_taken(place, whole):
-    place.run("traced", profile__at=3, profile__steps=2, train__steps=6)
+def test_a_trace_is_taken_and_where_so_told_nothing_saved(place, whole):
+    kept = {"checkpoint__every": 0, "checkpoint__last": "false"}
+    output = place.run("traced", profile__at=3, profile__steps=2, train__steps=6, **kept)
+    assert not list((place.folder / "traced" / "checkpoints").glob("*")) and "resume:" not in output
     taken = place.folder / "traced" / "profile" / "3"
     assert "train_step" in (taken / "step.hlo.txt").read_text()
     assert list(taken.rglob("*.xplane.pb"))

@@ -34,11 +34,13 @@ WRITE_TIMEOUT = 3600  # seconds that one background write may take
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """every: steps between checkpoints; the last step is always saved; 0 saves nothing but the last.
-    keep: how many of the newest to keep. keep_every: also keep each checkpoint at a multiple of this
-    many steps, for good; 0 keeps none so."""
+    """every: steps between checkpoints, 0 for none. last: also save after the last step, or the one at which
+    a signal ends the run; without both nothing is saved, as a measurement wants it, and a run that is
+    repeated starts anew. keep: how many of the newest to keep. keep_every: also keep each checkpoint at a
+    multiple of this many steps, for good; 0 keeps none so."""
 
     every: int = 100
+    last: bool = True
     keep: int = 2
     keep_every: int = 0
 
@@ -145,7 +147,7 @@ class Checkpointer:
 
     def should_save(self, step: int, last: bool) -> bool:
         """Says whether the state after `step` updates is to be saved. last: it is the run's last."""
-        return last or (self.config.every > 0 and step % self.config.every == 0)
+        return (last and self.config.last) or (self.config.every > 0 and step % self.config.every == 0)
 
     def save(self, step: int, state: PyTree, data_state: dict) -> None:
         """Starts to save; returns when `state` may be donated to the next step. The step that was saved or

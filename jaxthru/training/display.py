@@ -15,6 +15,7 @@ import rich.table
 import rich.text
 
 from jaxthru.runtime.distributed import is_primary
+from jaxthru.training.checkpoint import saved_steps
 from jaxthru.training.run_directory import RunDirectory
 
 Row = dict[str, Any]
@@ -184,7 +185,8 @@ def commands(run: RunDirectory) -> list[tuple[str, str]]:
             look = f"{python} -m pip install tensorboard && {look}"
         found.append(("look", look))
     config, directory = shlex.quote(str(run.config)), shlex.quote(str(run.path))
-    found.append(("resume", f"{python} -m jaxthru.train --config {config} --run-dir {directory}"))
+    if saved_steps(run.checkpoints):
+        found.append(("resume", f"{python} -m jaxthru.train --config {config} --run-dir {directory}"))
     return found
 
 

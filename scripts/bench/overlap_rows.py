@@ -73,10 +73,9 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
     def losses(*more: str) -> tuple[str]:
         return step(*more, words=fifty)
 
-    profiled = "train.steps=30", "profile.at=20", "profile.steps=3", "evaluate.rows=0", "checkpoint.every=0"
-    # Training as it is, but that no checkpoint is written at its end: that takes longer than all else.
-    trace = f"{python('profiler_causes', 'clean')[0]} $D/notes.json --"
-    trace += " " + shlex.join(["--config", config, *sets(*fsdp, *profiled)])
+    profiled = "train.steps=30", "profile.at=20", "profile.steps=3", "evaluate.rows=0"
+    profiled += "checkpoint.every=0", "checkpoint.last=false"
+    trace = shlex.join(["python", "-m", "jaxthru.train", "--config", config, *sets(*fsdp, *profiled)])
     trace = f"D=$(mktemp -d) && trap 'rm -rf $D' EXIT && {trace} --run-dir $D/run >&2"
     read = f"{python('exposed_collectives')[0]} $D/run/profile/20/production"
     of_store = [text.partition("=")[2] for text in settings if text.startswith("data.store=")]

@@ -44,7 +44,7 @@ LIMIT = 400.0  # seconds of one process
 MOST = 90.0  # seconds that a row takes, mostly; none starts that has less
 BIG = "llama3_8b_8layer"
 SMALL = "model.layers=2 model.vocabulary=32768 remat.policy=none"
-QUIET = "evaluate.rows=0 metrics.tensorboard=false checkpoint.every=0"
+QUIET = "evaluate.rows=0 metrics.tensorboard=false checkpoint.every=0 checkpoint.last=false"
 
 
 @dataclasses.dataclass(frozen=True)

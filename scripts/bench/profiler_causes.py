@@ -1,4 +1,4 @@
-"""`python -m jaxthru.train` with one thing wrong on purpose, or nothing; profiler.py and overlap.py start it.
+"""`python -m jaxthru.train` with one thing wrong with it, on purpose; profiler.py starts it.
 
     python scripts/bench/profiler_causes.py CAUSE NOTES [--seconds S] [--one-batch] -- ARGUMENTS
 
@@ -6,7 +6,7 @@ ARGUMENTS are those of jaxthru.train. CAUSE is one of `clean` (nothing), `loader
 `sync` (waits for each step, then works on the host), `float32` (one product of each layer), `gather` (all
 weights and moments, before each step) and `zeros` (for weights, and so for nearly all operands). With
 --one-batch batches are made as ever, but each step takes the first: documents differ in length, and so steps
-in attention's work, by more than some causes cost. No checkpoint is written: that takes longer than all else.
+in attention's work, by more than some causes cost.
 
 NOTES is a JSON file: when each step was dispatched (ns since 1970), for how many seconds the device had
 nothing to do before it because of the cause, by the host's clock, and what a gather takes by itself.
@@ -169,7 +169,6 @@ def main() -> int:
     if "--" in own:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     arguments = parser.parse_args(own)
-    train.Checkpointer.should_save = lambda self, step, last: False
     CAUSES[arguments.cause](arguments.seconds)
     make_batches(arguments.seconds if arguments.cause == "loader" else 0.0, arguments.one_batch)
     sys.argv = ["train", *rest]

@@ -267,6 +267,8 @@ def test_when_to_save():
 
     assert saved(every=3) == [3, 6, 7]
     assert saved(every=0) == [7]
+    assert saved(every=3, last=False) == [3, 6]
+    assert saved(every=0, last=False) == []
 
 
 def test_a_step_is_saved_once(tmp_path):
