@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 
+@pytest.hookimpl(optionalhook=True)  # `-o addopts=` runs tests without pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The fast tests share the cores. Slow ones measure time, those on a GPU take all of it, and a few named
     ones are done before workers have started: they run in this process."""

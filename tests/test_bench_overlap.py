@@ -89,7 +89,7 @@ def test_every_command_can_be_typed(devices, bench, tmp_path, capsys, monkeypatc
     for row in bench("overlap_rows").rows_for(devices, False, "F", ["a.b=c"], tmp_path).values():
         for command in row.commands:
             for words in re.findall(r"python (\S+\.py[^>&]*)", command):
-                script, *words = shlex.split(words.replace('"$D', '"D'))
+                script, *words = shlex.split(words)
                 monkeypatch.setattr(sys, "argv", [script, "--help"])
                 with pytest.raises(SystemExit):
                     bench(Path(script).stem).main()
@@ -133,6 +133,25 @@ def test_bars(bench):
     assert "| gate_forward, over plain | ≥ 1.2 |  | not measured |" in told
     # What has been measured before it was tuned counts until then.
     assert bars.kernel({"forward": [{"cases": before}]}, "qkv_forward", "plain") == pytest.approx(1.1)
+
+
+def test_every_shape_has_to_be_no_slower_by_default(bench):
+    bars, rows = bench("overlap_bars"), bench("overlap_rows")
+    both = ("forward", "backward")
+    assert {f"{n}_{way}" for n in rows.ISSUE + rows.UNTUNED + rows.OTHERS for way in both} == bars.EVERY
+
+    def said(microseconds: float, left_out: str = "") -> dict:
+        cases = {case: contenders(plain=100.0, default=microseconds) for case in bars.EVERY - {left_out}}
+        for of in cases.values():
+            for one in of["contenders"].values():
+                one["a_a_spread"] = 0.005
+        return {"tuned": [{"cases": cases}]}
+
+    assert bars.never_slower(said(100.5)) > 1
+    assert bars.never_slower(said(102.0)) < 1
+    assert bars.never_slower(said(90.0, "qkv_forward")) is None
+    assert bars.never_slower(said(102.0, "qkv_forward")) < 1
+    assert bars.never_slower({}) is None
 
 
 def test_one_state_goes_through_the_steps_of_all_contenders(bench):

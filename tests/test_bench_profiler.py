@@ -148,6 +148,28 @@ def test_what_was_not_measured_is_neither_met_nor_missed(bench):
     assert judged("closure", None, "why")["met"] is None
 
 
+def test_the_parsers_memory_is_not_the_benchmarks(bench):
+    """Which a process takes over from whoever starts it, as far as Linux counts."""
+    measure, own = bench("profiler_measure"), bytearray(512 << 20)
+    own[::4096] = bytes(len(own[::4096]))  # all of it is there
+    command = [sys.executable, "-c", measure.PEAK, sys.executable, "-c", "raise SystemExit(3)"]
+    code, kibibytes = map(int, subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split())
+    assert code == 3 and kibibytes < 200 << 10
+
+
+def test_what_failed_in_part_is_run_again_behind_what_never_ran(bench):
+    profiler = bench("profiler")
+    run = profiler.Bench.__new__(profiler.Bench)
+    failed = {"closure": {"bars": {}}, "gemm": {"error": "no trace"}}
+    levers = {"levers": {"bf16": {"tflops": 700.0}, "fp8": {"error": "no kernel"}}}
+    compared = {"gemm": {}, "compared": {"error": "no ledger"}}
+    skipped = {"skipped": "needs 2 GPUs"}
+    rows = {"8layer": failed, "clock": levers, "host_sync": compared, "8layer_fsdp2": skipped, "clean": {}}
+    run.record = {"rows": rows}
+    names = [*rows, "off"]
+    assert run.left(names) == ["8layer_fsdp2", "off", "8layer", "clock"]
+
+
 def test_the_table_has_all_that_has_a_bar(bench):
     bar = {"found": 0.005, "bar": 0.01, "met": True}
     record = {

@@ -111,20 +111,16 @@ _summing.defvjp(lambda stand_ins, sums: (stand_ins, sums), _added)
 
 
 @jax.custom_vjp
-def _summing_in_turn(x_ND: jax.Array, stand_ins: Tree, sums: Tree) -> tuple[jax.Array, Tree]:
-    """Returns a layer's input and stand-ins, as `_summing` does. The backward pass goes on to the layer
-    before only when this one's gradients are added up: left to itself, XLA puts off products that nothing
-    waits for, and keeps their operands, or the gradients, of all layers."""
-    return x_ND, stand_ins
+def _in_turn(x_ND: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
+    """Returns a layer's input, and sums for `_summing`. The backward pass goes on to the layer before only
+    when these are made: left to itself, XLA puts off products that nothing waits for, and keeps their
+    operands, or the gradients, of all layers."""
+    return x_ND, sums
 
 
-def _added_in_turn(sums: Tree, gradients: tuple[jax.Array, Tree]) -> tuple[jax.Array, None, Tree]:
-    dx_ND, gradients = gradients
-    dx_ND, sums = jax.lax.optimization_barrier((dx_ND, _added(sums, gradients)[1]))
-    return dx_ND, None, sums
-
-
-_summing_in_turn.defvjp(lambda x_ND, stand_ins, sums: ((x_ND, stand_ins), sums), _added_in_turn)
+_in_turn.defvjp(
+    lambda x_ND, sums: ((x_ND, sums), None), lambda _, made: tuple(jax.lax.optimization_barrier(made))
+)
 
 
 class Context(NamedTuple):
@@ -217,9 +213,16 @@ class Model:
             layer = lambda x_ND, tree: (self.one_layer(tree, x_ND, context), None)  # noqa: E731
             x_ND, _ = jax.lax.scan(layer, x_ND, params["layers"])
         else:
-            for tree in params["layers"]:
+            trees = list(params["layers"])
+            # On several devices a layer later: meanwhile gradients are on their way between them.
+            later = int(self.ops.layout.mesh.size > 1)
+            for index, tree in enumerate(trees):
                 if isinstance(tree, Summing):
-                    x_ND, stand_ins = _summing_in_turn(x_ND, tree.stand_ins, tree.sums)
+                    if index + later < len(trees):
+                        other = trees[index + later]
+                        x_ND, sums = _in_turn(x_ND, other.sums)
+                        trees[index + later] = other._replace(sums=sums)
+                    stand_ins = _summing(tree.stand_ins, trees[index].sums)
                     tree = jax.tree.map(Substituted, tree.tree, stand_ins)
                 x_ND = self.one_layer(tree, x_ND, context)
         return self.head.apply(params["head"], x_ND)

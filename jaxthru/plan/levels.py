@@ -148,8 +148,9 @@ def resolve(config: RunConfig, room: Room, devices: int = 1) -> RunConfig:
 
 
 CERTAIN = 0.90
-"""Share of the device that a plan by arithmetic may fill: it is up to 1 % below the compiled peak, what was
-measured up to 5 % above that, and this is not all either (first steps, evaluation, holes in the memory)."""
+"""Share of the device that a plan by arithmetic may fill: it is up to 1 % below the compiled peak (on several
+devices 6 %), what was measured up to 5 % above that, and this is not all either (first steps, evaluation,
+holes in the memory)."""
 
 
 PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)

@@ -76,20 +76,25 @@ def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
     environment = os.environ | NO_MULTICAST | one | {"PYTHONPATH": path}
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, start_new_session=True, **settings) as block:
+        output, errors, late = "", "", ""
         try:
             with HostMemory(block.pid) as host:
                 output, errors = block.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            return {"error": f"took more than {limit:.0f} s"}
+            late = f"took more than {limit:.0f} s"
         finally:  # a session of its own: nothing else is in its group
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(block.pid, signal.SIGKILL)
+        if late:  # what it said tells where it was
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, errors = block.communicate(timeout=10)
     lines = output.strip().splitlines()
-    if block.returncode == 0 and lines:
+    if not late and block.returncode == 0 and lines:
         return {"line": json.loads(lines[-1]), "host_gib": host.gib}
-    print("\n".join(errors.strip().splitlines()[-12:]), file=sys.stderr)
+    print("\n".join(errors.strip().splitlines()[-30:]), file=sys.stderr, flush=True)
     told = [line for line in errors.splitlines() if line.strip()] or ["no output"]
-    return {"error": f"exit code {block.returncode}: {told[-1].strip()[:300]}", "host_gib": host.gib}
+    ended = late or f"exit code {block.returncode}"
+    return {"error": f"{ended}: {told[-1].strip()[:300]}", "host_gib": host.gib}
 
 
 def brief(outcome: dict) -> str:
@@ -109,6 +114,14 @@ def ask(*command: str) -> str | None:
 
 def commit() -> str | None:
     return ask("git", "-C", str(HERE), "rev-parse", "HEAD")
+
+
+def visible(gpus: int) -> list[str]:
+    """Returns the names of this many GPUs, of those that this process may use. Exits if there are fewer."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    if len(names.split(",")) < gpus:
+        sys.exit(f"{gpus} GPUs: CUDA_VISIBLE_DEVICES shows {len(names.split(','))}")
+    return names.split(",")[:gpus]
 
 
 def write_tokens(config: RunConfig, path: Path, batches: int = BATCHES) -> None:
@@ -165,14 +178,12 @@ def run_missing(
     began = time.monotonic()
     left = comparison.missing(names, arguments.rounds, record["blocks"])
     gpus = arguments.gpus
-    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
-    if len(visible) < gpus:
-        sys.exit(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES shows {len(visible)}")
+    gpus_named = visible(gpus)
     writing = threading.Lock()
 
     def work(number: int) -> None:
         """Runs the blocks that are this GPU's."""
-        gpu = visible[number]
+        gpu = gpus_named[number]
         identity = ask("nvidia-smi", f"--id={gpu}", "--query-gpu=uuid", "--format=csv,noheader")
         for turn, name in comparison.share(left, names, number, gpus):
             if time.monotonic() - began > arguments.stop_after:

@@ -7,6 +7,8 @@ Each row (overlap_rows.py) runs in a process of its own, which is killed with al
 time is up, and is written to DIR/ROW.json when it ends. The same command goes on with rows that failed or
 have not run; none is started that is not expected to end before SECONDS, and none goes on after. Where a
 safety row has not passed, those with kernels that wait for their peers are left out, and the others run.
+Those of them that failed come last the next time. `tune` leaves its table in DIR as well, and until `tuned`
+has run a call puts it in place: it may be in another copy of the tree, on another machine.
 Prints what the bars (overlap_bars.py) make of the finished rows.
 """
 
@@ -54,13 +56,15 @@ def run(row: Row, devices: int, tiny: bool, limit: float) -> dict:
     {"error": ...}."""
     alone = row.alone or len(row.commands) > 1
     setup = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}'
-    setup += "; export XLA_CLIENT_MEM_FRACTION=0.9"  # where CUDA loads all code at its start, that takes more
+    # Where CUDA loads all code at its start, that takes more.
+    setup += "; export XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-0.9}"
     if tiny:
         forced = f"--xla_force_host_platform_device_count={1 if alone else devices}"
         setup += f"; export JAX_PLATFORMS=cpu XLA_FLAGS={forced}"
 
     def block(number: int) -> dict:
-        gpus = str(number) if alone else ",".join(map(str, range(devices)))
+        names = blocks.visible(devices)
+        gpus = names[number] if alone else ",".join(names)
         return blocks.run_block(["bash", "-c", f"{setup}; {row.commands[number]}"], gpus, limit)
 
     with concurrent.futures.ThreadPoolExecutor(len(row.commands)) as pool:
@@ -97,6 +101,11 @@ def main() -> int:
     rows = rows_for(devices, arguments.tiny, arguments.config, arguments.settings, folder)
     names = blocks.chosen(parser, "--rows", arguments.rows or ",".join(rows), list(rows))
     folder.mkdir(parents=True, exist_ok=True)
+    table_found = folder / Path(tile_table.__file__).name
+    if table_found.exists() and "said" not in kept(folder, "tuned"):
+        shutil.copy(table_found, tile_table.__file__)
+    # What hung may hang again.
+    names.sort(key=lambda name: rows[name].waits and not rows[name].safety and "error" in kept(folder, name))
     began = time.monotonic()
     for name in names:
         row, now = rows[name], time.monotonic() - began

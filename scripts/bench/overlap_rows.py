@@ -28,6 +28,7 @@ class Row:
 
 ISSUE = ("qkv", "gate", "gate_up", "scatter_6144", "down")
 UNTUNED = ("untuned_gather", "untuned_scatter")
+OTHERS = ("qkv_apart", "attention_output", "down_two_rows")
 
 
 def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder: Path) -> dict[str, Row]:
@@ -52,8 +53,9 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         words = without_kernels if tiny else ["--repeats", repeats]
         return python("collective_matmul_check", *axes, "--shapes", *shapes, *words)
 
-    def bench(name: str, *directions: str, shapes: Iterable[str] = ISSUE) -> tuple[str]:
-        words = "--directions", *directions, "--output", folder / f"collective_matmul_{name}.json"
+    def bench(name: str, *more: str, shapes: Iterable[str] = ISSUE) -> tuple[str]:
+        """more: directions, and options after them."""
+        words = "--directions", *more, "--output", folder / f"collective_matmul_{name}.json"
         words += ("--devices", devices, "--first-run-done", *(["--tiny"] if tiny else []))
         return python("collective_matmul", "--shapes", *shapes, *words)
 
@@ -74,8 +76,8 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
     profiled = "train.steps=30", "profile.at=20", "profile.steps=3", "evaluate.rows=0"
     profiled += "checkpoint.every=0", "checkpoint.last=false"
     trace = shlex.join(["python", "-m", "jaxthru.train", "--config", config, *sets(*fsdp, *profiled)])
-    trace = f'D=$(mktemp -d) && {trace} --run-dir "$D/run" >&2'
-    read = " ".join(python("exposed_collectives"))
+    trace = f"D=$(mktemp -d) && trap 'rm -rf $D' EXIT && {trace} --run-dir $D/run >&2"
+    read = f"{python('exposed_collectives')[0]} $D/run/profile/20/production"
     of_store = [text.partition("=")[2] for text in settings if text.startswith("data.store=")]
     store = ["--store", of_store[-1]] if of_store else []
     data = shlex.join(["python", "-m", "jaxthru.data", "prepare", "quickstart", *store])
@@ -92,7 +94,7 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "tensor_ring": Row(turns("none", "ring"), 160, 330, instead_of="tensor"),
         "one_gpu": Row(step(*one, words=quick) * devices, 95, 240, alone=True),
         "fsdp": Row(step(*fsdp, words=quick), 95, 240),
-        "exposed": Row((f'{trace} && {read} "$D/run/profile/20"',), 90, 240),
+        "exposed": Row((f"{trace} && {read}",), 90, 240),
         "losses_tensor": Row(losses(*tensor, "mesh.collective_matmul=mosaic_gpu"), 55, 180, waits=True),
         "losses_ring": Row(losses(*tensor, "mesh.collective_matmul=ring"), 55, 180),
         # The second adds up gradients in another order, nothing else: how far apart that takes it is noise.
@@ -102,5 +104,7 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "tuned": Row(bench("tuned", "forward", "backward", shapes=ISSUE + UNTUNED), 300, 560, waits=True),
         "check_all": Row(check(*many, repeats=50), 150, 500, waits=True),
         "fsdp_again": Row(step(*fsdp, words=quick), 90, 240),
+        "others": Row(bench("others", "forward", "backward", shapes=OTHERS), 150, 400, waits=True),
         "tensor_more": Row(turns("none", "reference", "ring_bidirectional"), 220, 420),
+        "torch": Row(bench("torch", "forward", *([] if tiny else ["--torch"])), 240, 520, waits=True),
     }

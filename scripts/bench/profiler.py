@@ -3,10 +3,11 @@
     python scripts/bench/profiler.py --output FILE [--rows a,b,...] [--gpus N] [--stop-after SECONDS]
 
 Each row runs in processes of its own. FILE is written after each; the same command continues with rows that
-are missing or failed. Beside it, in a folder of its name, lie logs and each run's ledger.json and
-report.html. Rows of two GPUs run first, alone; those of one then share the GPUs, one row on each; the CPU's
-runs last, alone. A row for which there are too few GPUs is skipped, and says so. `--cpu` runs all on CPU
-devices, to try the script. All steps of a run take one batch, but for the CPU's.
+are missing or failed, in whole or in part. With --stop-after none starts that would not end before, and none
+trains after; reading the last traces may take a minute more. Beside FILE, in a folder of its name, lie logs
+and each run's ledger.json and report.html. Rows of two GPUs run first, alone; those of one then share the
+GPUs, one row on each; the CPU's runs last, alone. A row for which there are too few GPUs is skipped, and says
+so. `--cpu` runs all on CPU devices, to try the script. All steps of a run take one batch, but for the CPU's.
 
 Planted causes have the 8B shape with 2 layers; the clean run is theirs in common, but for the gather's, which
 is the 8-layer run on two GPUs.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import blocks
+import jax
 import profiler_measure as measured
 from profiler_table import table
 
@@ -39,6 +41,7 @@ from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.xla import NO_MULTICAST
 
 LIMIT = 400.0  # seconds of one process
+MOST = 90.0  # seconds that a row takes, mostly; none starts that has less
 BIG = "llama3_8b_8layer"
 SMALL = "model.layers=2 model.vocabulary=32768 remat.policy=none"
 QUIET = "evaluate.rows=0 metrics.tensorboard=false checkpoint.every=0 checkpoint.last=false"
@@ -103,8 +106,10 @@ class Bench:
         if self.output.exists():
             self.record = json.loads(self.output.read_text())
         self.began, self.writing = time.monotonic(), threading.Lock()
-        self.inherited = dict(os.environ)
-        os.environ["JAX_PLATFORMS"] = "cpu"  # of this process alone, which leaves the GPUs to its rows
+
+    def time_left(self) -> float:
+        """Returns the seconds until --stop-after."""
+        return self.arguments.stop_after - (time.monotonic() - self.began)
 
     def settings(self, row: Row) -> list[str]:
         """Returns a row's settings as the command line takes them."""
@@ -138,7 +143,7 @@ class Bench:
         if self.arguments.cpu or row.devices == 0:
             flags = f"--xla_force_host_platform_device_count={max(1, row.devices)}"
             where = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-        return self.inherited | NO_MULTICAST | kept | where | row.environment
+        return os.environ | NO_MULTICAST | kept | where | row.environment
 
     def run(self, name: str, gpus: list[str]) -> None:
         """Runs a row on these GPUs and writes what it found, or why it found nothing."""
@@ -168,7 +173,7 @@ class Bench:
             streams = {"stdout": out, "stderr": errors, "start_new_session": True}
             with subprocess.Popen(command, env=environment, **streams) as process:
                 try:
-                    code = process.wait(LIMIT)
+                    code = process.wait(max(1.0, min(LIMIT, self.time_left())))
                 finally:  # a session of its own: nothing else is in its group
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
@@ -214,7 +219,8 @@ class Bench:
         rows = self.record["rows"]
         for name, row in ROWS.items():
             ended = [one for one in (name, row.against) if "error" not in rows.get(one, {"error": ""})]
-            if row.against and len(ended) == 2 and "compared" not in rows[name]:
+            missing = "error" in rows.get(name, {}).get("compared", {"error": ""})
+            if row.against and len(ended) == 2 and missing:
                 gemms = {"planted": rows[name].get("gemm", {}), "clean": rows[row.against].get("gemm", {})}
                 gemms = {which: {"mhz": None} | of for which, of in gemms.items()}
                 try:
@@ -234,8 +240,10 @@ class Bench:
         write_atomically(self.output, json.dumps(self.record, indent=1) + "\n")
 
     def left(self, names: list[str]) -> list[str]:
-        done = {name for name, of in self.record["rows"].items() if not {"error", "skipped"} & of.keys()}
-        return [name for name in names if name not in done]
+        """Returns the rows to run: those never started, then those that failed, in whole or part."""
+        rows = self.record["rows"]
+        left = [name for name in names if name not in rows or "skipped" in rows[name] or failed(rows[name])]
+        return sorted(left, key=lambda name: failed(rows.get(name, {})))
 
     def all(self, names: list[str]) -> None:
         """Runs the rows that are missing: those of several GPUs, those of one side by side, the CPU's."""
@@ -249,7 +257,7 @@ class Bench:
         by_devices = {count: [name for name in left if ROWS[name].devices == count] for count in (2, 1, 0)}
 
         def take(queue: list[str], own: list[str]) -> None:
-            while queue and time.monotonic() - self.began < self.arguments.stop_after:
+            while queue and self.time_left() > MOST:
                 self.run(queue.pop(0), own)
 
         take(by_devices[2], gpus[:2])
@@ -262,6 +270,13 @@ class Bench:
 
 
 CAUSES = [name for name, row in ROWS.items() if row.against]
+
+
+def failed(found: dict[str, Any]) -> bool:
+    """Says whether an error kept a row from what it was to find, or from part of it. Comparisons are no part:
+    they are made again without a run."""
+    parts = (part for name, part in found.items() if isinstance(part, dict) and name != "compared")
+    return "error" in found or any(map(failed, parts))
 
 
 def visible(count: int | None) -> list[str]:
@@ -280,7 +295,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, required=True, help="JSON; rows in it are not run again")
     add("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
     add("--gpus", type=int, help="to use at most; default: all of this host")
-    add("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help="start no row after it")
+    add("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help="end rows")
     add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="of all rows")
     add("--store", default="store", help="data.store: where prepared tokens are kept")
     add("--steps", type=int, nargs=3, metavar=("AT", "PROFILED", "ALL"), help="in place of each row's own")
@@ -289,6 +304,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cpu", action="store_true", help="run all rows on CPU devices, to try the script")
     arguments = parser.parse_args(argv)
     arguments.rows = blocks.chosen(parser, "--rows", arguments.rows, list(ROWS))
+    if not arguments.output.suffix:
+        parser.error(f"--output {arguments.output}: it has to end in .json, as a folder is to have its name")
     arguments.output = arguments.output.resolve()
     arguments.store = str(Path(arguments.store).resolve())
     tiny = ["--size", "256", "--warmup-seconds", "0", "--timed-seconds", "0.2"]
@@ -300,6 +317,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    jax.config.update("jax_platforms", "cpu")  # of this process alone, which leaves the GPUs to its rows
     bench = Bench(arguments)
     for config in dict.fromkeys(ROWS[name].config for name in arguments.rows):  # before any step is timed
         path = blocks.ROOT / "configs" / f"{config}.py"

@@ -107,7 +107,7 @@ LEVERS = ("bf16", "fp8", "signs", "zeros", "same_buffer", "bursts", "steady")
 
 def measure(run: Callable, flops: float, speed: float, seconds: tuple[float, float]) -> dict:
     """Returns one lever's rate and its factors. flops: of a call. speed: of its dtype against bfloat16."""
-    with clocks.sampled(clocks.visible(1)) as samples:
+    with clocks.sampled(clocks.names([0])) as samples:
         timing = harness.timed(run, jax.block_until_ready, *seconds)
         ended = time.time_ns()
     taken = sum(timing.seconds)

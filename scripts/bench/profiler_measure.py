@@ -156,25 +156,30 @@ def peak_memory(run: Run) -> dict[str, Any]:
 def parse_cost(path: Path, steps: int) -> dict[str, Any]:
     """Returns what `python -m jaxthru.profile` takes on two cores: seconds, and GiB of memory."""
     cores = os.sched_getaffinity(0)
-    command = [sys.executable, "-m", "jaxthru.profile", str(path)]
+    command = [sys.executable, "-c", PEAK, sys.executable, "-m", "jaxthru.profile", str(path)]
     began = time.perf_counter()
     os.sched_setaffinity(0, sorted(cores)[:2])  # of this thread; a process inherits it
     try:
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | CPU) as process:
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+        said = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | CPU, check=True).stdout
     finally:
         os.sched_setaffinity(0, cores)
-    if process.returncode:
-        why = f"exit code {process.returncode}"
-        return {name: judged(name, None, why) for name in ("parse_seconds", "parse_gib")}
+    took, (code, kibibytes) = time.perf_counter() - began, map(int, said.split())
+    if code:
+        return {name: judged(name, None, f"exit code {code}") for name in ("parse_seconds", "parse_gib")}
     return {
-        "parse_seconds": judged("parse_seconds", time.perf_counter() - began) | {"steps": steps},
-        "parse_gib": judged("parse_gib", usage.ru_maxrss / 2**20),
+        "parse_seconds": judged("parse_seconds", took) | {"steps": steps},
+        "parse_gib": judged("parse_gib", kibibytes / 2**20),
     }
 
 
 CPU = {"JAX_PLATFORMS": "cpu"}
+PEAK = """
+import resource, subprocess, sys
+code = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL)
+print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+"""Runs a command; prints its exit code and the most memory that it had, in KiB. In a process of its own: to
+Linux the peak of whoever starts a command is the command's too, and the benchmark itself reads traces."""
 
 
 def split(run: Run) -> dict[str, Any]:

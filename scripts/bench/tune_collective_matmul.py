@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--turn-seconds", type=float, default=0.01)
     options = parser.parse_args()
-    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.6")  # the rest is for the processes that try tiles
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.6"  # the rest is for the processes that try tiles
     harness.keep_stdout()
     xla.configure()
     phase, axes = harness.Phases(), {"tensor": options.devices}
