@@ -177,6 +177,8 @@ def table_of(run):
 def test_the_final_table_is_read_from_the_files(tmp_path):
     run = RunDirectory(tmp_path / "a run")
     write_run(run, range(1, 9))
+    assert "resume: " not in table_of(run)  # there is no checkpoint
+    (run.checkpoints / "8").mkdir(parents=True)
     table = table_of(run)
     assert table_of(RunDirectory(run.path)) == table
     lines = {
