@@ -18,12 +18,14 @@ from pathlib import Path
 from statistics import fmean, median
 
 import harness
+from profiler_rows import QUIET
 
 from jaxthru import config as configuration
 from jaxthru import train as training
 from jaxthru.data.loader import open_data
 from jaxthru.profile.build import WARM_UP
 from jaxthru.runtime import xla
+from jaxthru.training.checkpoint import Checkpointer
 from jaxthru.training.run_directory import RunDirectory
 
 HOOKS = "profile"
@@ -67,18 +69,11 @@ def without_hooks(function: Callable) -> Callable:
     return names[function.__name__]
 
 
-class NothingSaved:
-    """A checkpointer that keeps nothing: writing the state takes longer than all that is timed."""
-
-    restore = staticmethod(lambda abstract: None)
-    should_save = staticmethod(lambda step, last: False)
-    wait = staticmethod(lambda: None)
-
-
 def turn(loop: Callable, built, folder: Path) -> float:
     """Returns the median step of one run."""
     directory = RunDirectory(folder)
-    loop(built, directory, NothingSaved(), time.monotonic())
+    with Checkpointer(directory.checkpoints, built.config.checkpoint) as checkpointer:
+        loop(built, directory, checkpointer, time.monotonic())
     return median(row["step_seconds"] for row in directory.read_metrics() if row["step"] > WARM_UP)
 
 
@@ -89,7 +84,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=15, help="of a turn")
     parser.add_argument("--rounds", type=int, default=2, help="of A-A-B-B")
     arguments = parser.parse_args()
-    own = ["profile.at=0", f"train.steps={arguments.steps}", "metrics.tensorboard=false", "evaluate.rows=0"]
+    own = ["profile.at=0", f"train.steps={arguments.steps}", *QUIET.split()]
     config = configuration.load(arguments.config, [*arguments.overrides, *own])
     xla.configure()
     loops = {"hooks": training.train, "none": without_hooks(training.train)}

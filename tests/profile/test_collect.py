@@ -112,53 +112,22 @@ def test_a_layered_step(place):
     assert found.matmul.flops >= 0.99 * found.matmul.model_flops
 
 
-PLANTED = """
-import sys, time
-import jax
-from jaxthru import train
-
-class Slow:
-    def __init__(self, batches):
-        self.batches = batches
-    def __enter__(self):
-        self.iterator = self.batches.__enter__()
-        return self
-    def __exit__(self, *raised):
-        return self.batches.__exit__(*raised)
-    def __next__(self):
-        time.sleep(0.2)
-        return next(self.iterator)
-
-def synchronous(self, state, batch, call=train.CompiledStep.__call__):
-    results = jax.block_until_ready(call(self, state, batch))
-    time.sleep(0.1)
-    return results
-
-if __name__ == "__main__":
-    if sys.argv.pop(1) == "loader":
-        batches = train.Build.batches
-        train.Build.batches = lambda *arguments: Slow(batches(*arguments))
-    else:
-        train.CompiledStep.__call__ = synchronous
-    sys.exit(train.main())
-"""
+PLANTED = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "profiler_causes.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cause", "line"), [("loader", "data_wait"), ("synchronous", "host_gap")])
+@pytest.mark.parametrize(("cause", "line"), [("loader", "data_wait"), ("sync", "host_gap")])
 def test_planted_causes_have_their_line(place, tmp_path, cause, line):
-    script = tmp_path / "planted.py"
-    script.write_text(PLANTED)
+    seconds = {"loader": 0.2, "sync": 0.1}[cause]
+    planted = [sys.executable, PLANTED, cause, tmp_path / "notes.json", "--seconds", str(seconds)]
     arguments = place.command(cause, **PROFILED)[3:]
-    subprocess.run([sys.executable, script, cause, *arguments], env=place.environment(), check=True)
+    subprocess.run([*planted, "--", *arguments], env=place.environment(), check=True)
     found = ledger.read(place.folder / cause / "profile" / str(AT) / "ledger.json")
-    planted = (
-        0.1
-        if cause == "synchronous"
-        else 0.2
-        - sum(entry.seconds for entry in found.lines if entry.name not in (line, "host_gap", "dependency"))
-    )  # the loader sleeps while the device still runs
-    assert found.seconds(line) == pytest.approx(planted, rel=0.2)
+    if cause == "loader":  # which sleeps while the device still runs
+        seconds -= sum(
+            entry.seconds for entry in found.lines if entry.name not in (line, "host_gap", "dependency")
+        )
+    assert found.seconds(line) == pytest.approx(seconds, rel=0.2)
     others = [entry.seconds for entry in found.lines if entry.name != line]
     assert found.seconds(line) > sum(others)
 
