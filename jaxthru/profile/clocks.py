@@ -25,7 +25,7 @@ from jaxthru.profile.ledger import Clock
 COUNTER = "gpc__cycles_elapsed.avg.per_second"
 SAMPLING = {
     "gpu_pm_sample_counters": COUNTER,
-    "gpu_pm_sample_interval_us": 200,
+    "gpu_pm_sample_interval_us": 500,  # at 200 XLA's buffers of 0.1 s each do not hold all samples
     "gpu_pm_sample_buffer_size_per_gpu_mb": 64,
 }
 """Of `jax.profiler.ProfileOptions.advanced_configuration`."""

@@ -96,6 +96,20 @@ def read(folder: Path) -> Trace:
     return merge(parts)
 
 
+def stats(plane) -> dict[str, Any]:
+    """Returns what a plane says of itself, without what is no text: the profiler's own options are bytes, which
+    JAX 0.11.2 takes for UTF-8. They are unless an option is a number above 127."""
+    found, each = {}, iter(plane.stats)
+    while True:
+        try:
+            name, value = next(each)
+        except StopIteration:
+            return found
+        except UnicodeDecodeError:
+            continue
+        found[name] = value
+
+
 def table(data: ProfileData, process: int = 0, prefix: str = "") -> Trace:
     """Returns one process's trace. prefix: goes before the numbers of its devices."""
     with warnings.catch_warnings():  # the iterators' types name no module; as an error that ends the process
@@ -111,7 +125,7 @@ def _table(data: ProfileData, process: int, prefix: str) -> Trace:
     for plane in data.planes:
         if found := re.match(r"/device:GPU:(\d+)", plane.name):
             device = prefix + found[1]
-            trace.about[device] = dict(plane.stats)
+            trace.about[device] = stats(plane)
             for line in plane.lines:
                 if line.name.startswith("Stream"):
                     _stream(line, device, trace, correlated)
@@ -127,7 +141,7 @@ def _table(data: ProfileData, process: int, prefix: str) -> Trace:
             _number([event for _, event in begun], prefix)
             on_host += [event for _, event in begun]
         elif plane.name == "Task Environment":
-            trace.begun = int(dict(plane.stats).get("profile_start_time", 0))
+            trace.begun = int(stats(plane).get("profile_start_time", 0))
     # Beside a GPU the host may name an instruction too, as it launches it: that did not run there.
     trace.events += [] if trace.events else on_host
     for correlation, event in correlated:

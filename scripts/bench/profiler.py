@@ -4,7 +4,8 @@
 
 Each row runs in processes of its own. FILE is written after each; the same command continues with rows that
 are missing or failed, in whole or in part. With --stop-after none starts that would not end before, and none
-trains after; reading the last traces may take a minute more. Beside FILE, in a folder of its name, lie logs
+trains after; reading the last traces may take a minute more. With --keep-traces the rows can be measured once
+more, anywhere, by --read-again. Beside FILE, in a folder of its name, lie logs
 and each run's ledger.json and report.html. Rows of two GPUs run first, alone; those of one then share the
 GPUs, one row on each; the CPU's runs last, alone. A row for which there are too few GPUs is skipped, and says
 so. `--cpu` runs all on CPU devices, to try the script. All steps of a run take one batch, but for the CPU's.
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +101,32 @@ class Bench:
         row, command, started = ROWS[name], self.command(name), time.monotonic()
         print(f"{name} ...", flush=True)
         found: dict[str, Any] = {"command": shlex.join(["python", *command[1:]]), "settings": row.settings}
-        try:
+
+        def work() -> dict[str, Any]:
             shutil.rmtree(self.work / name, ignore_errors=True)
             with clocks.sampled([] if self.arguments.cpu else gpus) as samples:
                 output = self.process(name, command, self.environment(row, gpus))
             if row.script:
-                found |= json.loads(output.read_text().splitlines()[-1])
-            else:
-                found |= self.measure(name, samples)
-        except Exception as error:  # a row must not cost the others
-            found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+                return json.loads(output.read_text().splitlines()[-1])
+            notes = self.work / name / "notes.json"
+            kept = {"notes": json.loads(notes.read_text()), "samples": samples.devices}
+            notes.write_text(json.dumps(kept))
+            return self.measure(name)
+
+        found |= attempt(work, 600)
         found["seconds"] = round(time.monotonic() - started, 1)
-        print(f"{name}, {found['seconds']} s: {found.get('error') or 'done'}", flush=True)
+        self.keep(name, found)
+
+    def read_again(self, name: str) -> None:
+        """Measures a row once more, from the traces that an earlier call kept."""
+        before = self.record["rows"].get(name, {})
+        found = {key: before[key] for key in ("command", "settings", "seconds") if key in before}
+        for ledger in (self.work / name).glob("profile/*/ledger.json"):
+            ledger.unlink()
+        self.keep(name, found | attempt(lambda: self.measure(name), 600))
+
+    def keep(self, name: str, found: dict[str, Any]) -> None:
+        print(f"{name}, {found.get('seconds')} s: {found.get('error') or 'done'}", flush=True)
         with self.writing:
             self.record["rows"][name] = found
             self.write()
@@ -131,25 +147,19 @@ class Bench:
             raise RuntimeError(f"exit code {code}: {' '.join(last)}")
         return printed
 
-    def measure(self, name: str, samples: clocks.Samples) -> dict[str, Any]:
-        """Returns a training run's figures, each of which may fail alone, and deletes its traces."""
-        row, path = ROWS[name], self.work / name
-        notes = path / "notes.json"
-        kept = {"notes": json.loads(notes.read_text()), "samples": samples.devices}
-        environment = json.loads((path / "environment.json").read_text())
+    def measure(self, name: str) -> dict[str, Any]:
+        """Returns a training run's figures, each of which may fail alone; deletes its traces if none are to be
+        kept."""
+        row = ROWS[name]
+        environment = json.loads((self.work / name / "environment.json").read_text())
         found = {key: environment[key] for key in ("devices", "versions", "commit")}
-        notes.write_text(json.dumps(kept))
         run = self.opened(name)
         parts = {"gemm": lambda: measured.gemm_clock(events.read(run.folder / "production"))}
         if run.ledger.run.platform != "gpu":
             parts = {}
         parts |= {"closure": lambda: measured.closure(run)} if row.closes else {}
         parts |= {"split": lambda: measured.split(run)} if row.split else {}
-        for part, of in parts.items():
-            try:
-                found[part] = of()
-            except Exception as error:
-                found[part] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+        found |= {part: attempt(of, 400) for part, of in parts.items()}
         if not self.arguments.keep_traces:
             for unneeded in ("production", "attribution", "dump"):
                 shutil.rmtree(run.folder / unneeded, ignore_errors=True)
@@ -172,11 +182,11 @@ class Bench:
             if row.against and len(ended) == 2 and missing:
                 gemms = {"planted": rows[name].get("gemm", {}), "clean": rows[row.against].get("gemm", {})}
                 gemms = {which: {"mhz": None} | of for which, of in gemms.items()}
-                try:
-                    clean, planted = self.opened(row.against), self.opened(name)
-                    rows[name]["compared"] = measured.cause(row.cause, clean, planted, gemms)
-                except Exception as error:
-                    rows[name]["compared"] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+                def compared(name=name, row=row, gemms=gemms) -> dict[str, Any]:
+                    return measured.cause(row.cause, self.opened(row.against), self.opened(name), gemms)
+
+                rows[name]["compared"] = attempt(compared, 300)
         named = {name: bool(rows.get(name, {}).get("compared", {}).get("met")) for name in CAUSES}
         self.record["causes"] = {"met": sum(named.values()), "of": len(named), "by_row": named}
         first = next((of for of in rows.values() if of.get("devices") or of.get("device")), {})
@@ -218,6 +228,15 @@ class Bench:
         self.write()
 
 
+def attempt(work: Callable[[], dict[str, Any]], most: int) -> dict[str, Any]:
+    """Returns what `work` does, or as "error" at most so many letters of why it failed, which is not to cost
+    the others."""
+    try:
+        return work()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"}
+
+
 def failed(found: dict[str, Any]) -> bool:
     """Says whether an error kept a row from what it was to find, or from part of it. Comparisons are no part:
     they are made again without a run."""
@@ -247,6 +266,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, nargs=3, metavar=("AT", "PROFILED", "ALL"), help="in place of each row's own")
     add("--sleep", type=float, default=1.0, help="how much of their seconds planted sleeps last")
     add("--keep-traces", action="store_true", help="beside the ledgers made of them")
+    add("--read-again", action="store_true", help="run nothing: measure rows from the traces that were kept")
     add("--cpu", action="store_true", help="run all rows on CPU devices, to try the script")
     arguments = parser.parse_args(argv)
     arguments.rows = blocks.chosen(parser, "--rows", arguments.rows, list(ROWS))
@@ -265,6 +285,14 @@ def main() -> int:
     arguments = parse()
     jax.config.update("jax_platforms", "cpu")  # of this process alone, which leaves the GPUs to its rows
     bench = Bench(arguments)
+    if arguments.read_again:
+        arguments.keep_traces = True
+        for name in arguments.rows:
+            if any((bench.work / name).glob("profile/*/production")):
+                bench.read_again(name)
+        bench.write()
+        print(table(bench.record))
+        return 0
     for config in dict.fromkeys(ROWS[name].config for name in arguments.rows):  # before any step is timed
         path = blocks.ROOT / "configs" / f"{config}.py"
         more = [f"data.store={arguments.store}", *arguments.overrides]

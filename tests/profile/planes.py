@@ -45,6 +45,8 @@ class Plane:
 def _value(value) -> str:
     if isinstance(value, str):
         return f"str_value: {json.dumps(value)}"
+    if isinstance(value, bytes):
+        return 'bytes_value: "' + "".join(f"\\{byte:03o}" for byte in value) + '"'
     return f"double_value: {value}" if isinstance(value, float) else f"uint64_value: {value}"
 
 

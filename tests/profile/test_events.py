@@ -1,7 +1,10 @@
+import jax
+import jax.numpy as jnp
 import pytest
 from planes import Plane, copy, data, kernel, write
 
-from jaxthru.profile import events
+from jaxthru.profile import clocks, events
+from jaxthru.profile import trace as trace_module
 
 
 def gpu(number: int = 0) -> Plane:
@@ -43,6 +46,22 @@ def test_a_gpus_kernels_copies_and_counters():
     assert trace.about["0"]["gpu_device_name"] == "NVIDIA H200"
     assert [(span.name, span.step) for span in trace.host] == [("dispatch", 3), ("data_wait", None)]
     assert trace.begun == 10**15 and trace.devices == ["0"]
+
+
+def test_what_is_no_text_is_left_out():
+    """As the profiler's own options are, in its encoding of a number like 500."""
+    plane = gpu()
+    plane.stats = {"profile_options": b"\xf4\x03", **plane.stats}
+    assert events.table(data(plane)).about["0"] == gpu().stats
+
+
+def test_a_trace_taken_with_the_options_for_counters_is_read(tmp_path):
+    """XLA notes the options in the trace, on a CPU too."""
+    options = trace_module.options(clock=False)
+    options.advanced_configuration = clocks.SAMPLING
+    with jax.profiler.trace(str(tmp_path / "0"), profiler_options=options):
+        jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((64, 64))))
+    assert events.read(tmp_path).begun > 0
 
 
 def test_what_the_host_launches_on_a_gpu_did_not_run_on_the_host():
