@@ -221,7 +221,7 @@ def test_rows_run_on_a_cpu(tmp_path):
     assert len(rows["off"]["off"]["step_seconds"]["none"]) == 2
     assert (tmp_path / "found" / "clean" / "profile" / "5" / "report.html").is_file()
     assert not list((tmp_path / "found").rglob("*.xplane.pb"))
-    command = [word if word != rows else "clean" for word in command] + ["--keep-traces"]
-    for more in ([], ["--read-again"]):
-        ended = subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=600)
+    command = [word if word != rows else "clean" for word in command]
+    for more in ("--keep-traces", "--read-again"):
+        ended = subprocess.run([*command, more], env=environment, capture_output=True, text=True, timeout=600)
         assert ended.returncode == 0, ended.stderr

@@ -55,7 +55,6 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 i32 = jnp.int32
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "ctas", "axis_name", "transposed", "keep"))
 def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transposed=False, keep=False):
     """Returns a tuple of (x of all shards) @ w, and the gathered x.
 
@@ -138,7 +137,6 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
     return tuple(outs[: len(weights)]), outs[-1] if t > 1 else x_MK
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "ctas", "axis_name", "transposed"))
 def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=False, gather=None):
     """Returns this shard's rows of Σ a @ w over the pairs and the shards, and all shards' rows of `gather`.
 

@@ -42,6 +42,11 @@ from pallas_kernels.collective_matmul.tiles import SMS, Problem, Tiles, choose, 
 
 HOPPER = {"least": (9, 0), "below": (10, 0)}
 
+# Lowered once for all layers of a program that call them alike: Mosaic would compile the kernel for each.
+_static = "tiles", "ctas", "axis_name", "transposed"
+_gather_matmul = jax.jit(hopper.gather_matmul, static_argnames=(*_static, "keep"))
+_matmul_scatter = jax.jit(hopper.matmul_scatter, static_argnames=_static)
+
 
 def all_gather_matmul(x_MK, weights, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=None):
     """As `collective_matmul` describes it.
@@ -56,7 +61,7 @@ def all_gather_matmul(x_MK, weights, *, axis_name, platform="gpu", tiles=None, a
     problem = _problem("gather", x_MK, axis_name, len(x_MK), (x_MK.shape[1],), columns)
     plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
     x, *ws = _unmark(x_MK, *weights)
-    ys, _ = hopper.gather_matmul(x, ws, *plan, axis_name=axis_name)
+    ys, _ = _gather_matmul(x, ws, *plan, axis_name=axis_name)
     return _mark(ys, x_MK, *weights)
 
 
@@ -69,7 +74,7 @@ def all_gather_matmul_backward(
     plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
     pairs = list(zip(_unmark(*dys), _unmark(*weights), strict=True))
     (x,) = _unmark(x_MK)
-    results = hopper.matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x)
+    results = _matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x)
     dx_MK, x_AK = _mark(results, x_MK, *weights, *dys)
     return dx_MK, tuple(_rows_contracted(x_AK, dy_AN) for dy_AN in dys)
 
@@ -78,7 +83,7 @@ def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, platform="gpu", tiles=None, 
     M = len(y_AK) // jax.lax.axis_size(axis_name)
     problem = _problem("scatter", y_AK, axis_name, M, (y_AK.shape[1],), (w_KN.shape[1],))
     plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
-    out_MN, _ = hopper.matmul_scatter([_unmark(y_AK, w_KN)], *plan, axis_name=axis_name)
+    out_MN, _ = _matmul_scatter([_unmark(y_AK, w_KN)], *plan, axis_name=axis_name)
     return _mark((out_MN,), y_AK, w_KN)[0]
 
 
@@ -89,7 +94,7 @@ def matmul_reduce_scatter_backward(
     problem = _problem("gather_transposed", dout_MN, axis_name, M, (N,), (len(w_KN),))
     plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
     dout, w = _unmark(dout_MN, w_KN)
-    (dy_AK,), dout_AN = hopper.gather_matmul(
+    (dy_AK,), dout_AN = _gather_matmul(
         dout, (w,), *plan, axis_name=axis_name, transposed=True, keep=True
     )
     dy_AK, dout_AN = _mark((dy_AK, dout_AN), y_AK, w_KN, dout_MN)

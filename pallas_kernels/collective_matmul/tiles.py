@@ -179,17 +179,30 @@ def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
     return waves * of_wave / (PRODUCT_FLOPS * RATES.get((tiles.m, tiles.n), 1.0))
 
 
-def candidates(problem: Problem) -> list[Tiles]:
-    """Returns what to measure for a shape: all tiles that fit it, each in several orders."""
-    orders = [("M", 4), ("M", 8), ("M", 16), ("M", 32), ("N", 4), ("N", 8)]
-    found = [_deepest(problem, m, n, minor, width) for m, n in RATES for minor, width in orders]
-    return [tiles for tiles in found if tiles is not None]
+def sizes(problem: Problem) -> list[Tiles]:
+    """Returns the tiles to measure for a shape, all taken in the same order: large ones, if any fit, with as
+    many stages as there is room for, and with fewer where a second piece can then be on its way out."""
+    found = []
+    for m, n in RATES:
+        deepest = _deepest(problem, m, n)
+        found += [] if deepest is None else [deepest]
+        if deepest is not None and deepest.out_slots(problem.sends) == 1:
+            fewer = [dataclasses.replace(deepest, stages=s) for s in range(deepest.stages - 1, 2, -1)]
+            found += [tiles for tiles in fewer if tiles.out_slots(problem.sends) == 2][:1]
+    large = [tiles for tiles in found if RATES[tiles.m, tiles.n] > 0.9]
+    return large or found
 
 
-def _deepest(problem: Problem, m: int, n: int, minor: str = "M", width: int = 8) -> Tiles | None:
+def orders(tiles: Tiles) -> list[Tiles]:
+    """Returns the same tiles in the other orders to measure."""
+    others = ("M", 4), ("M", 16), ("N", 8)
+    return [dataclasses.replace(tiles, minor=minor, width=width) for minor, width in others]
+
+
+def _deepest(problem: Problem, m: int, n: int) -> Tiles | None:
     """Returns these tiles with as many stages as there is room for, up to 8; None if they do not fit."""
     for stages in range(8, 1, -1):
-        tiles = Tiles(m, n, stages, minor, width)
+        tiles = Tiles(m, n, stages)
         with contextlib.suppress(Unsupported):
             problem.check(tiles)
             return tiles

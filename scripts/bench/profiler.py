@@ -148,8 +148,7 @@ class Bench:
         return printed
 
     def measure(self, name: str) -> dict[str, Any]:
-        """Returns a training run's figures, each of which may fail alone; deletes its traces if none are to be
-        kept."""
+        """Returns a training run's figures, each of which may fail alone; deletes traces not to be kept."""
         row = ROWS[name]
         environment = json.loads((self.work / name / "environment.json").read_text())
         found = {key: environment[key] for key in ("devices", "versions", "commit")}

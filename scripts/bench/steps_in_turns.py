@@ -55,6 +55,7 @@ def build_all(config: str, common: list[str], wanted: dict[str, list[str]]) -> t
                 continue
         if built and made.abstract != next(iter(built.values())).abstract:
             raise InputError(f"--contender {name}: its state is another than the first one's")
+        print(f"{name}: compiled in {made.compile_seconds:.0f} s", file=sys.stderr, flush=True)
         built[name] = made
     return built, missing
 
@@ -108,6 +109,7 @@ def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: 
     for name, of in built.items():
         with checks.ends_within(RUNS, f"{name}, the first step"):
             first[name] = first_metrics(of, batch)
+        print(f"{name}: first step {first[name]}", file=sys.stderr, flush=True)
     state = base.first_state()
     took, values = ({name: [] for name in built} for _ in range(2))
     began = time.perf_counter()
@@ -116,6 +118,7 @@ def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: 
         for name, of in built.items():
             with checks.ends_within(60 + 2 * turn_seconds, name):
                 state, seconds, metrics = turn(of.compiled, state, batches, turn_seconds)
+            print(f"{name}: {statistics.median(seconds):.4f} s a step", file=sys.stderr, flush=True)
             if warm:
                 took[name].append(seconds)
                 values[name] += metrics

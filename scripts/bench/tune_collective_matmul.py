@@ -2,10 +2,11 @@
 
     python scripts/bench/tune_collective_matmul.py [--devices 2] [--shapes NAME ...] [--directions forward]
 
-First each size of tile in the order that `tiles.choose` takes, then the best size in the other orders. A call
-is timed whole, a backward pass with the products that give the weights' gradients, in turns with the plain
-form, and `faster` says whether it took less. Entries of other shapes and devices stay; UNTUNED shapes are
-left out, so that what is chosen for an unknown shape is measured too.
+First each size of tile in the order that `tiles.choose` takes, then the best size in the other orders. All
+have run before at a tiny shape, in a child process: sizes in one order, and orders of one size. A call is
+timed whole, a backward pass with the products that give the weights' gradients, in turns with the plain form,
+and `faster` says whether it took less. Entries of other shapes and devices stay; UNTUNED shapes are left out,
+so that what is chosen for an unknown shape is measured too.
 """
 
 import argparse
@@ -45,26 +46,31 @@ def measure(runs: dict, operands, turns: int, turn_seconds: float) -> dict[str, 
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def tune(case: Case, turns: int, turn_seconds: float, tried: set) -> dict:
-    """Returns the table's entry for a case.
+def try_all(cases: list[Case]) -> None:
+    """Runs what is to be measured at a tiny shape in child processes, one for each operation."""
+    wanted: dict[str, dict[tiles.Tiles, None]] = {}
+    for case in cases:
+        sizes = tiles.sizes(case.problem)
+        wanted.setdefault(case.problem.operation, {}).update(dict.fromkeys([*sizes, *tiles.orders(sizes[0])]))
+    for operation, every in wanted.items():
+        checks.try_tiles(dict(cases[0].mesh.shape), operation, list(every))
 
-    tried: (operation, tiles) that have run at a tiny shape in a child process, where any other goes first.
-    """
-    operands, every = case.operands(), tiles.candidates(case.problem)
+
+def tune(case: Case, turns: int, turn_seconds: float) -> dict:
+    """Returns the table's entry for a case."""
+    operands = case.operands()
     # The plain form runs before any kernel: what only it needs of XLA and NCCL is then loaded.
     wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
 
     def times_of(candidates: list[tiles.Tiles]) -> dict[tiles.Tiles, float]:
-        operation, axes = case.problem.operation, dict(case.mesh.shape)
-        if new := [shape for shape in candidates if (operation, shape) not in tried]:
-            checks.try_tiles(axes, operation, new)
-            tried.update((operation, shape) for shape in new)
         runs = {shape: case.of(mosaic_gpu, tiles=shape) for shape in candidates}
-        return measure(runs, operands, turns, turn_seconds)
+        times = measure(runs, operands, turns, turn_seconds)
+        for shape, seconds in times.items():
+            print(f"{case.problem.key} {shape}: {1e6 * seconds:.1f} µs", file=sys.stderr, flush=True)
+        return times
 
-    times = times_of([s for s in every if (s.minor, s.width) == (tiles.Tiles.minor, tiles.Tiles.width)])
-    size = min(times, key=times.get)
-    times |= times_of([s for s in every if (s.m, s.n) == (size.m, size.n)])
+    times = times_of(tiles.sizes(case.problem))
+    times |= times_of(tiles.orders(min(times, key=times.get)))
     best = min(times, key=times.get)
     final = {"plain": case.of(reference), "fused": case.of(mosaic_gpu, tiles=best)}
     fused = checks.compile_safely(jax.jit(final["fused"]).lower(*operands))
@@ -122,15 +128,17 @@ def main() -> int:
             checks.in_child([axes], seconds=180)
     mesh = checks.make_mesh(axes)
     kind = jax.local_devices()[0].device_kind
-    tried, entries = set(), {}
-    for name in options.shapes:
-        for direction in options.directions:
-            with phase(f"{name} {direction}"), checks.ends_within(600, f"{name} {direction}"):
-                case = Case(GPU[name], mesh, direction == "backward")
-                entry = tune(case, options.turns, options.turn_seconds, tried)
-            print(case.problem.key, entry, file=sys.stderr, flush=True)
-            entries[case.problem.key] = tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry
-            write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
+    named = [(name, direction) for name in options.shapes for direction in options.directions]
+    cases = {f"{name} {way}": Case(GPU[name], mesh, way == "backward") for name, way in named}
+    with phase("tiny shapes, in child processes"):
+        try_all(list(cases.values()))
+    entries = {}
+    for name, case in cases.items():
+        with phase(name), checks.ends_within(600, name):
+            entry = tune(case, options.turns, options.turn_seconds)
+        print(case.problem.key, entry, file=sys.stderr, flush=True)
+        entries[case.problem.key] = tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry
+        write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
     harness.emit({"benchmark": "tune_collective_matmul", "entries": entries} | harness.provenance())
     return 0
 

@@ -147,6 +147,23 @@ def lower(shape: Shape, axes: dict[str, int], dtype=jnp.bfloat16, tiles=None) ->
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_layers_share_a_kernel():
+    """Mosaic would compile it for each of them: of 8 layers 64 kernels."""
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+
+    def layers(x, w):
+        for _ in range(3):
+            (y,) = mosaic_gpu.all_gather_matmul(x, (w,), axis_name="tensor", always=True)
+            x = mosaic_gpu.matmul_reduce_scatter(y, w.T, axis_name="tensor", always=True)
+        return x
+
+    function = jax.shard_map(layers, mesh=mesh, in_specs=(rows, columns), out_specs=rows)
+    arguments = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((1024, 1024), (1024, 1024)))
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
 def assert_safe(text: str, kernels: int) -> None:
     assert text.count("@mosaic_gpu_v2") == kernels
     assert not [word for word in FORBIDDEN if word in text]
@@ -181,7 +198,7 @@ def test_shared_memory_as_counted(operation, shape):
     else:
         problem = Problem("scatter", 2, rows // 2, (K // 2,), (N,), "bfloat16")
         specs, out = (columns_split, rows_split), rows_split
-    deepest = next(tiles for tiles in tiles_module.candidates(problem) if (tiles.m, tiles.n) == shape)
+    deepest = tiles_module._deepest(problem, *shape)
     counted = deepest.smem_bytes(problem.sends)
     assert counted <= SMEM_BYTES
 
@@ -315,7 +332,7 @@ def test_choice_of_tiles(shape, t):
     assert fused > max(
         problem.flops / tiles_module.PRODUCT_FLOPS, problem.bytes_sent / tiles_module.LINK_BYTES
     )
-    for other in tiles_module.candidates(problem):
+    for other in tiles_module.sizes(problem):
         assert tiles_module.predict(problem, other, SMS)[0] >= fused
 
 
