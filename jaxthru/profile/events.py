@@ -97,8 +97,8 @@ def read(folder: Path) -> Trace:
 
 
 def stats(plane) -> dict[str, Any]:
-    """Returns what a plane says of itself, but for what is no text: the profiler's own options are bytes, which
-    JAX 0.11.2 takes for UTF-8. They are not where an option is a number above 127."""
+    """Returns what a plane says of itself, but for what is no text: the profiler's own options are bytes,
+    which JAX 0.11.2 takes for UTF-8. They are not where an option is a number above 127."""
     found, each = {}, iter(plane.stats)
     while True:
         try:

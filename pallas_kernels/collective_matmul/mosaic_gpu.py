@@ -94,9 +94,7 @@ def matmul_reduce_scatter_backward(
     problem = _problem("gather_transposed", dout_MN, axis_name, M, (N,), (len(w_KN),))
     plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
     dout, w = _unmark(dout_MN, w_KN)
-    (dy_AK,), dout_AN = _gather_matmul(
-        dout, (w,), *plan, axis_name=axis_name, transposed=True, keep=True
-    )
+    (dy_AK,), dout_AN = _gather_matmul(dout, (w,), *plan, axis_name=axis_name, transposed=True, keep=True)
     dy_AK, dout_AN = _mark((dy_AK, dout_AN), y_AK, w_KN, dout_MN)
     return dy_AK, _rows_contracted(y_AK, dout_AN)
 
