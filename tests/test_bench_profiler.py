@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 
@@ -96,7 +95,7 @@ def run(measure, ledger, **notes):
         ("loader", {"data_wait": 0.012 + 0.13}, False),
         ("loader", {"host_gap": 0.1}, False),
         ("sync", {"host_gap": 0.004 + 0.1}, True),
-        ("gather", {"exposed_communication": 0.018 + 0.055}, True),
+        ("gather", {"exposed_communication": 0.018 + 0.1}, True),
         ("zeros", {"frequency": 0.048 - 0.0635}, True),
     ],
 )
@@ -107,19 +106,16 @@ def test_a_cause_is_met_if_it_is_named_with_its_size(bench, cause, changes, met)
     found = measure.cause(cause, clean, planted, gemms)
     assert found["met"] is met and found["size"]["met"] is met
     assert found["named"] is (cause != "loader" or "data_wait" in changes)
-    assert abs(found["planted_seconds"]) == pytest.approx(
-        {"gather": 0.06, "zeros": 0.0733}.get(cause, 0.1), rel=0.01
-    )
+    assert abs(found["planted_seconds"]) == pytest.approx({"zeros": 0.0733}.get(cause, 0.1), rel=0.01)
 
 
 def test_the_products_rate_is_its_factors(bench):
-    """The ledger's cycles at NVML's clock: 4 % more of it than the ledger saw is 4 % more of the rate."""
+    """Counted in profiled steps, observed in others."""
     measure = bench("profiler_measure")
     found = measure.split(run(measure, CLEAN))
     assert found["clock"] == {"mhz": 1600.0, "watts": 700.0, "cap_reasons": {"power cap": 1.0}}
     of = CLEAN.window
-    whole = fmean(mhz for _, mhz in CLEAN.clock.samples)
-    assert found["factors"]["found"] == pytest.approx(1600 / whole * of.loop_seconds / of.step_seconds - 1)
+    assert found["factors"]["found"] == pytest.approx(of.loop_seconds / of.step_seconds - 1)
     assert found["seconds_lost"] == {"frequency": 0.048, "inefficiency": 0.042, "recomputation": 0.025}
 
 

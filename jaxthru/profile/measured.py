@@ -1,5 +1,6 @@
 """One pass over the steps that were profiled: what ran in them, by line, layer, kernel and collective."""
 
+import logging
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ from jaxthru.profile.ledger import LINES
 from jaxthru.profile.windows import Ran, Window, windows
 
 STRIP = 2000
+LEAST = 0.98
+"""Of the most kernels in a step, what another one has unless some are lost."""
+
+log = logging.getLogger("jaxthru")
 
 
 class Measured:
@@ -23,9 +28,10 @@ class Measured:
         self.attribution = Attribution(modules)
         self.trace = events.read(folder / name)
         self.first, self.steps = taken["first_step"], taken["steps"]
-        self.windows = windows(
-            self.trace, self.attribution, next(iter(modules)), self.first, self.steps, learned
-        )
+        found = windows(self.trace, self.attribution, next(iter(modules)), self.first, self.steps, learned)
+        self.windows = whole(found)
+        if lost := len(found) - len(self.windows):
+            log.warning("%s: %d of %d steps lack kernels, and are left out", folder / name, lost, len(found))
         self.count = len(self.windows)
         if not self.count:
             raise ValueError(f"{folder / name}: the trace has nothing that ran on a device")
@@ -164,6 +170,18 @@ class Measured:
             (piece.start, piece.end) for window in first for piece in window.painted if piece.line == "matmul"
         ]
         return clocks.clock(self.trace, samples, start, end, busy)
+
+
+def whole(found: list[Window]) -> list[Window]:
+    """Returns the windows in which as many kernels ran as in the others, of all devices: CUPTI can lose some.
+    All, on a CPU."""
+    counts = [sum(one.event.stream.startswith("Stream") for one in _kernels(window)) for window in found]
+    least = LEAST * max(counts, default=0)
+    return [window for window, count in zip(found, counts, strict=True) if count >= least]
+
+
+def _kernels(window: Window) -> Iterator[Ran]:
+    return (one for one in _inside(window) if one.event.kind == "kernel")
 
 
 def _inside(window: Window) -> Iterator[Ran]:

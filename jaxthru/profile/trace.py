@@ -1,9 +1,9 @@
 """Taking what a ledger is made of: traces of a few steps, with what the host did, HLO, buffers and clocks.
 
-<step>/production/<process>/   trace of the steps as they are trained, and NVML's samples
-<step>/attribution/<process>/  on a GPU, trace of as many steps without CUDA graphs, which hide names
+<step>/attribution/<process>/  on a GPU, trace of steps without CUDA graphs, which hide names
+<step>/production/<process>/   trace of as many steps as they are trained, and the clocks meanwhile
 <step>/step.hlo.txt            optimised HLO of what runs
-<step>/attribution.hlo.txt     the same of the second pass
+<step>/attribution.hlo.txt     the same of the pass without CUDA graphs
 <step>/dump/                   XLA's buffer assignment
 <step>/collected.json          what was taken
 """
@@ -29,7 +29,7 @@ log = logging.getLogger("jaxthru")
 
 @dataclasses.dataclass(frozen=True)
 class ProfileConfig:
-    """at: the first step to profile; 0 is off. steps: how many, and as many again on a GPU."""
+    """at: the first step to profile; 0 is off. steps: how many, and on a GPU as many before, for names."""
 
     at: int = 0
     steps: int = 3
@@ -53,18 +53,44 @@ class Pass:
         return self.first_step + self.steps
 
 
+def _passes(config: ProfileConfig, program: Callable, last: int) -> list[Pass]:
+    """Returns what is traced of a run with this last step.
+
+    The pass that samples the clock comes last: in later traces CUPTI dates most kernels wrong, and XLA leaves
+    those out (JAX 0.11.2, CUDA 13, driver 580).
+    """
+    production = Pass("production", config.at, config.steps, program)
+    if jax.default_backend() != "gpu":
+        return [production]
+    second = dataclasses.replace(production, first_step=production.last_step + 1)
+    if second.last_step - 1 <= last:
+        return [dataclasses.replace(production, name="attribution"), second]
+    if config.at <= last:
+        needed = second.last_step - 1
+        log.warning(
+            "profile.at = %d: the run ends before kernels can be named; train.steps >= %d names them",
+            config.at,
+            needed,
+        )
+    return [production]
+
+
 class Profile:
     """Profiles the steps of a run as it comes by them; called where the loop calls `NoProfile`."""
 
     def __init__(
-        self, config: ProfileConfig, directory: Path, program: Callable, recompile: Callable[[dict], Callable]
+        self,
+        config: ProfileConfig,
+        directory: Path,
+        program: Callable,
+        recompile: Callable[[dict], Callable],
+        last: int,
     ):
-        """program: the compiled step. recompile: compiles it with these options of XLA."""
+        """program: the compiled step. recompile: compiles it with these options of XLA. last: the run's last
+        step."""
         self.folder, self.program, self.compiled = directory / str(config.at), program, program
         self._recompile = recompile
-        self._passes = [Pass("production", config.at, config.steps, program)]
-        if jax.default_backend() == "gpu":
-            self._passes.append(Pass("attribution", config.at + config.steps + 1, config.steps, program))
+        self._passes = _passes(config, program, last)
         self._coming = list(self._passes)
         self._running: Pass | None = None
         self._open = contextlib.ExitStack()
@@ -91,7 +117,7 @@ class Profile:
         folder.mkdir(parents=True, exist_ok=True)
         own = clocks.names(device.local_hardware_id for device in jax.local_devices())
         self._samples = self._open.enter_context(clocks.sampled(own))
-        chosen = options(clock=self._running is self._passes[0])
+        chosen = options(clock=self._running is self._passes[-1])
         jax.profiler.start_trace(str(folder), profiler_options=chosen)
 
     def _compile(self) -> None:
@@ -107,7 +133,7 @@ class Profile:
             again_by = {"xla_dump_hlo_as_proto": False}  # JAX keeps what it has compiled by its options, too
             with xla.nothing_kept():
                 again = self._recompile(extra | again_by)
-        for one in self._passes[1:]:
+        for one in self._passes[:-1]:
             one.program = again
         for path in (self.folder / "dump").glob("*"):
             if path.suffix != ".txt":  # code, which nothing here reads
@@ -147,6 +173,9 @@ class Profile:
         self.close()
         distributed.gather_text("")  # every process has written its trace
         if not distributed.is_primary() or self._passes[0] in self._coming:
+            return
+        if self._passes[-1] in self._coming:
+            log.warning("%s: no ledger: the run ended before its steps were traced", self.folder)
             return
         try:
             show(self.folder, publish(self.folder))
@@ -208,7 +237,11 @@ class NoProfile:
 
 
 def open_profile(
-    config: ProfileConfig, directory: Path, program: Callable, recompile: Callable[[dict], Callable]
+    config: ProfileConfig,
+    directory: Path,
+    program: Callable,
+    recompile: Callable[[dict], Callable],
+    last: int,
 ) -> Profile | NoProfile:
     """Returns what the loop calls between its steps; see `Profile`."""
-    return Profile(config, directory, program, recompile) if config.at else NoProfile(program)
+    return Profile(config, directory, program, recompile, last) if config.at else NoProfile(program)

@@ -3,8 +3,9 @@
     python scripts/bench/profiler_clock.py [--size N] [--only NAME ...]
 
 Each lever is one way to run the same products for a few seconds. Prints one JSON line: for each the rate that
-was observed by the host's clock, and the factors that a trace and two clocks say it is made of. profiler.py
-starts it, once more without memory that is kept.
+was observed by the host's clock, and the factors that a trace of the same seconds says it is made of, by the
+cycles that CUPTI counts. NVML's clock stands beside them: under a power cap it is higher, for it does not see
+the cycles that are left out. profiler.py starts it, once more without memory that is kept.
 """
 
 import argparse
@@ -26,7 +27,6 @@ from jaxthru.profile.trace import options
 from jaxthru.runtime import hardware, xla
 
 REPEATS = 40  # products between two looks at the clock
-TRACED = 0.5  # seconds
 NARROW = jnp.float8_e4m3fn
 
 
@@ -105,44 +105,33 @@ class Levers:
 LEVERS = ("bf16", "fp8", "signs", "zeros", "same_buffer", "bursts", "steady")
 
 
-def measure(run: Callable, flops: float, speed: float, seconds: tuple[float, float]) -> dict:
-    """Returns one lever's rate and its factors. flops: of a call. speed: of its dtype against bfloat16."""
+def measure(run: Callable, flops: float, seconds: tuple[float, float]) -> dict:
+    """Returns one lever's rate by the host's clock, NVML's clock, and between which moments it was timed, ns
+    since 1970. flops: of a call."""
     with clocks.sampled(clocks.names([0])) as samples:
         timing = harness.timed(run, jax.block_until_ready, *seconds)
         ended = time.time_ns()
     taken = sum(timing.seconds)
-    steady = [row for row in samples.devices.get("0", ()) if row[0] > ended - 1e9 * taken]
+    begun = ended - round(1e9 * taken)
+    steady = [row for row in samples.devices.get("0", ()) if row[0] > begun]
     rate = len(timing.seconds) / taken
-    found = {"tflops": flops * rate / 1e12, "calls": len(timing.seconds), **capped(steady)}
-    if jax.default_backend() != "gpu":
-        return found
-    with tempfile.TemporaryDirectory() as folder:
-        jax.profiler.start_trace(folder, profiler_options=options(clock=True))
-        for _ in range(max(2, round(TRACED * rate))):
-            last = run()
-        jax.block_until_ready(last)
-        jax.profiler.stop_trace()
-        gemm = gemm_clock(events.read(Path(folder)))
-    return found | factored(found, gemm, flops, speed, jax.devices()[0].device_kind)
+    between = {"between": (begun, ended)}
+    return {"tflops": flops * rate / 1e12, "calls": len(timing.seconds), **capped(steady)} | between
 
 
 def factored(found: dict, gemm: dict, flops: float, speed: float, kind: str) -> dict:
     """Returns the rate as the peak times factors, and a call's seconds lost to the clock and to the rest.
 
-    found: the rate as observed, and NVML's clock meanwhile. gemm: of the trace. kind: the device's.
+    found: the rate as observed, and NVML's clock meanwhile. gemm: of the trace meanwhile. kind: the device's.
     """
     peak, (reference, _) = hardware.data_sheet_flops(kind), clocks.reference(kind)
-    mhz = found["mhz"] or gemm["mhz"]
-    if found["mhz"] and gemm["mhz"]:  # NVML's mean is also over what runs between products
-        mhz *= gemm["mhz"] / gemm["whole_mhz"]
+    mhz = gemm["mhz"] or found["mhz"]
     if not (peak and reference and mhz and gemm["kernels"]):
         return {}
     call, ideal = gemm["seconds"] / gemm["kernels"] * REPEATS, flops / (peak * speed)
     factors = {
-        "frequency": mhz / reference,  # by NVML, over the timed part
-        "cycles": ideal
-        * reference
-        / (call * (gemm["mhz"] or mhz)),  # needed, over those counted in the trace
+        "frequency": mhz / reference,
+        "cycles": ideal * reference / (call * mhz),  # needed, over those counted
         "busy": gemm["seconds"] / gemm["span"],
     }
     predicted = peak * speed * math.prod(factors.values()) / 1e12
@@ -166,19 +155,26 @@ def main() -> int:
     harness.add_seconds(parser, warmup=2.0, timed=3.0)
     arguments = parser.parse_args()
     xla.configure()
-    levers, found = Levers(arguments.size), {}
-    for name in arguments.only:
-        run = getattr(levers, name)
-        seconds = arguments.warmup_seconds, arguments.timed_seconds
-        speed = 2.0 if name == "fp8" else 1.0
-        try:
-            found[name] = {
-                "what": run.__doc__,
-                **measure(run, 2.0 * arguments.size**3 * REPEATS, speed, seconds),
-            }
-        except Exception as error:  # one lever must not cost the others
-            found[name] = {"what": run.__doc__, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-        print(name, found[name], file=sys.stderr, flush=True)
+    levers, found, flops = Levers(arguments.size), {}, 2.0 * arguments.size**3 * REPEATS
+    seconds = arguments.warmup_seconds, arguments.timed_seconds
+    with tempfile.TemporaryDirectory() as folder:
+        # One trace for all: those after one that samples the clock lack kernels, see `profile.trace`.
+        jax.profiler.start_trace(folder, profiler_options=options(clock=True))
+        for name in arguments.only:
+            found[name] = {"what": getattr(levers, name).__doc__}
+            try:
+                found[name] |= measure(getattr(levers, name), flops, seconds)
+            except Exception as error:  # one lever must not cost the others
+                found[name] |= {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        jax.profiler.stop_trace()
+        trace = events.read(Path(folder))
+    for name, of in found.items():
+        between = of.pop("between", None)
+        if between and jax.default_backend() == "gpu":
+            gemm = gemm_clock(trace, tuple(moment - trace.begun for moment in between))
+            kind = jax.devices()[0].device_kind
+            of |= factored(of, gemm, flops, 2.0 if name == "fp8" else 1.0, kind)
+        print(name, of, file=sys.stderr, flush=True)
     harness.emit({"levers": found, **harness.provenance()})
     return 0
 

@@ -1,8 +1,7 @@
 """From a profiled run to the figures that its bars are about; profiler.py writes them down.
 
 Each planted cause's size is measured beside the ledger: by the host's clock within the run (what the device
-waited), by the loop's clock in the steps of both runs that were not profiled, by the planted operation alone,
-or from counted cycles.
+waited), by the loop's clock in the steps of both runs that were not profiled, or from counted cycles.
 """
 
 import dataclasses
@@ -183,9 +182,9 @@ Linux the peak of whoever starts a command is the command's too, and the benchma
 
 
 def split(run: Run) -> dict[str, Any]:
-    """Returns the rate of the step's needed matrix products as the peak times factors: by the cycles that the
-    ledger counts, and by the clock of other steps. That is NVML's, which knows no kernels, times the ledger's
-    of products over that of its whole steps."""
+    """Returns the rate of the step's needed matrix products, in steps that were not profiled, and as the peak
+    times factors that the ledger counts in others. NVML's clock stands beside them: it does not see the cycles
+    that a power cap takes."""
     ledger, clock = run.ledger, run.clock()
     matmul, step = ledger.matmul, ledger.window.step_seconds
     found = {
@@ -194,13 +193,13 @@ def split(run: Run) -> dict[str, Any]:
         "ledger_cap_reasons": ledger.clock.cap_reasons,
     }
     seconds = ledger.seconds("matmul")
-    mhz, whole = ledger.clock.mean_mhz, [value for _, value in ledger.clock.samples]
+    mhz = ledger.clock.mean_mhz
     if not (matmul.ideal_seconds and mhz and ledger.window.loop_seconds):
         return found | {"factors": judged("factors", None, "no data sheet, or no clock")}
     at_peak = matmul.ideal_seconds + matmul.recomputation_seconds
     factors = {
         "needed": matmul.ideal_seconds / at_peak,
-        "frequency": (clock["mhz"] * mhz / fmean(whole) if clock["mhz"] else mhz) / matmul.reference_mhz,
+        "frequency": mhz / matmul.reference_mhz,
         "cycles": at_peak * matmul.reference_mhz / (seconds * mhz),
         "share_of_step": seconds / step,
     }
@@ -215,12 +214,14 @@ def split(run: Run) -> dict[str, Any]:
     }
 
 
-def gemm_clock(trace: events.Trace) -> dict[str, Any]:
+def gemm_clock(trace: events.Trace, between: tuple[int, int] | None = None) -> dict[str, Any]:
     """Returns how many matrix products ran on a trace's first device, their seconds, those from the first to
     the last, and the clock while they ran and from the first to the last, by CUPTI; None without it. Products
-    are told by kernels' names."""
+    are told by kernels' names. between: two moments of the trace, in place of all of it."""
     parts, first = dict(BY_NAME)["matmul"], trace.devices[0]
     products = [event for event in trace.events if event.device == first]
+    if between:
+        products = [event for event in products if between[0] <= event.start and event.end <= between[1]]
     products = [event for event in products if any(part in event.name for part in parts)]
     spans = [(event.start, event.end) for event in products]
     begun, ended = min((start for start, _ in spans), default=0), max((end for _, end in spans), default=0)
@@ -250,8 +251,6 @@ def cause(name: str, clean: Run, planted: Run, gemms: dict[str, dict]) -> dict[s
     size, how = by_loop, "the loop's clock in unprofiled steps, planted less clean"
     if name in ("loader", "sync"):
         size, how = planted.idle(), "the device's wait in unprofiled steps, by the host's clock"
-    elif name == "gather":
-        size, how = planted.notes["isolated"], "the same gather alone, by the host's clock"
     elif name == "zeros":
         before, after = gemms["clean"]["mhz"], gemms["planted"]["mhz"]
         seconds = clean.ledger.seconds("matmul")
@@ -266,6 +265,7 @@ def cause(name: str, clean: Run, planted: Run, gemms: dict[str, dict]) -> dict[s
         "named": right,
         "planted_seconds": size,
         "planted_by": how,
+        "alone_seconds": planted.notes["isolated"],
         "loop_seconds": by_loop,
         "noise_seconds": found.noise,
         "others": {each.name: each.seconds for each in found.changes[1:5]},

@@ -156,7 +156,7 @@ def test_a_run_that_ends_with_the_last_step_profiled(place):
 
 def test_switched_off_it_is_nothing(tmp_path):
     program = lambda state, batch: None  # noqa: E731
-    off = open_profile(ProfileConfig(), tmp_path, program, None)
+    off = open_profile(ProfileConfig(), tmp_path, program, None, last=20)
     assert isinstance(off, NoProfile) and off.program is program
     assert not any(map(off.begins, range(10)))
     with off.span("dispatch", 3):
@@ -165,7 +165,7 @@ def test_switched_off_it_is_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_gpu_takes_a_second_pass_without_graphs(tmp_path, monkeypatch):
+def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
     """On a GPU, as far as a CPU can show it: which steps are traced, with which program, compiled how."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     calls, sampled = [], []
@@ -188,22 +188,25 @@ def test_a_gpu_takes_a_second_pass_without_graphs(tmp_path, monkeypatch):
         asked.append(options)
         return named
 
-    profile = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile)
+    profile = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, last=8)
     programs = {}
     for step in range(1, 14):
         if profile.begins(step):
             profile.begin()
         programs[step] = profile.program
         profile.after(step - 1)
-    assert [step for step, program in programs.items() if program is named] == [7, 8, 9, 10]
+    assert [step for step, program in programs.items() if program is named] == [4, 5, 6]
     assert asked and all(options["xla_gpu_enable_command_buffer"] == "" for options in asked)
-    assert calls == ["production", "stop", "attribution", "stop"] and sampled == [True, False]
+    assert calls == ["attribution", "stop", "production", "stop"] and sampled == [False, True]
     taken = json.loads((tmp_path / "4" / "collected.json").read_text())
     assert taken["passes"] == {
-        "production": {"first_step": 4, "steps": 2},
-        "attribution": {"first_step": 7, "steps": 2},
+        "attribution": {"first_step": 4, "steps": 2},
+        "production": {"first_step": 7, "steps": 2},
     }
     assert (tmp_path / "4" / "attribution.hlo.txt").read_text() == "named"
+    # Of a run that is too short for both, the one without which there is no ledger.
+    short = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, last=7)
+    assert [(one.name, one.first_step) for one in short._passes] == [("production", 4)]
 
 
 @pytest.mark.parametrize("settings", [{"at": -1}, {"steps": 0}])

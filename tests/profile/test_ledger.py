@@ -7,6 +7,9 @@ import pytest
 
 from jaxthru.profile import ledger
 from jaxthru.profile.build import build
+from jaxthru.profile.events import Event
+from jaxthru.profile.measured import whole
+from jaxthru.profile.windows import Ran, Window
 
 
 def small() -> ledger.Ledger:
@@ -152,3 +155,17 @@ def test_the_benchmark_of_exposed_copies_reads_a_profile(tmp_path, bench):
     assert found["idle_without_copies"] == 0.1 and found["copying"] == 0.15
     assert found["gb_per_second_while_copying"]["to_host"] is None
     assert found["gb_per_second_while_copying"]["to_device"] == pytest.approx((1 << 20) / 150, rel=0.01)
+
+
+def test_steps_that_lack_kernels_are_left_out():
+    """CUPTI may lose those at a trace's start, on one device or all; how many copies run in a step varies."""
+
+    def window(device: str, kernels: int, stream: str = "Stream #1", copies: int = 0) -> Window:
+        ran = [Event(device, stream, "k", at, at + 1) for at in range(kernels)]
+        ran += [Event(device, "Stream #2", "c", at, at + 1, kind="to_host") for at in range(copies)]
+        return Window(device, 1, 0, 1000, [], [Ran(event, "matmul", None) for event in ran])
+
+    found = [window("0", 100), window("1", 40, copies=60), window("0", 0), window("1", 100, copies=9)]
+    assert whole(found) == [found[0], found[3]]
+    on_cpu = [window("0", 10, "tf_pool"), window("0", 7, "tf_pool")]
+    assert whole(on_cpu) == on_cpu
