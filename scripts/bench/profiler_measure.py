@@ -183,8 +183,8 @@ Linux the peak of whoever starts a command is the command's too, and the benchma
 
 def split(run: Run) -> dict[str, Any]:
     """Returns the rate of the step's needed matrix products, in steps that were not profiled, and as the peak
-    times factors that the ledger counts in others. NVML's clock stands beside them: it does not see the cycles
-    that a power cap takes."""
+    times factors that the ledger counts in others. NVML's clock stands beside them: it does not see what a
+    power cap takes."""
     ledger, clock = run.ledger, run.clock()
     matmul, step = ledger.matmul, ledger.window.step_seconds
     found = {
