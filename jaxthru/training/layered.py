@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxthru.models.bind import from_parts, parts
+from jaxthru.runtime.first_run import FirstAlone
 from jaxthru.training.loss import Batch, Metrics
 from jaxthru.training.offload import HOST, Fetched, OffloadConfig, Pace, Stores, hosted, move, on_device
 from jaxthru.training.parts import (
@@ -151,8 +152,9 @@ class LayeredStep:
         if config.level in ("gradients", "parameters"):
             self.gradients_home = shardings(hosted(weights, config))
 
-        self._eval_embed, self._eval_layer, self._eval_head = map(
-            jax.jit, (programs.eval_embed, programs.eval_layer, programs.eval_head)
+        self._eval_embed, self._eval_layer, self._eval_head = (
+            FirstAlone(jax.jit(function))
+            for function in (programs.eval_embed, programs.eval_layer, programs.eval_head)
         )
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -280,7 +282,7 @@ class LayeredStep:
     def loss_sums(self, params: Tree, batch: Batch, weight: jax.Array) -> Metrics:
         """Returns the sums of cross-entropy of a batch of one micro-batch, see `Objective`.
 
-        Compiled at its first use, for the shape of its batch.
+        Compiled at its first use, for the shape of its batch, which all batches share.
         """
         weights = parts(params)
         trees = self._fetched_weights(weights, self.order)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxthru.models.bind import Substituted, wide_stand_in, widened
 from jaxthru.optim.formats import rounding_key
+from jaxthru.runtime.first_run import FirstAlone
 from jaxthru.training.loss import Batch, Metrics
 from jaxthru.training.state import State
 from jaxthru.training.step import Step, token_weight
@@ -193,12 +194,13 @@ class Programs:
 
 def compiler_with(options: dict[str, Any]) -> Callable:
     """Returns the function that LayeredStep compiles its programs with: (name, function, arguments, donate,
-    out_shardings, statics) -> (compiled, what it returns: shapes, dtypes and shardings)."""
+    out_shardings, statics) -> (compiled, what it returns: shapes, dtypes and shardings). Of a layered step
+    copies are nearly always under way, so the first run of each program waits for them."""
 
     def compile_(name, function, arguments, donate=(), out_shardings=None, **statics):
         lowered = lower(name, function, arguments, donate, out_shardings, **statics)
         compiled = lowered.compile(compiler_options=options)
-        return compiled, placed(lowered.out_info, compiled.output_shardings)
+        return FirstAlone(compiled), placed(lowered.out_info, compiled.output_shardings)
 
     return compile_
 

@@ -92,10 +92,15 @@ def test_options_are_for_gpus_alone_and_where_they_help():
     assert xla.compiler_options("cpu", devices=8, deterministic=True) == {}
     assert xla.compiler_options("gpu", devices=1, deterministic=False) == {}
     both = xla.compiler_options("gpu", devices=2, deterministic=True)
-    assert both == {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_deterministic_ops": True}
+    assert both == {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_deterministic_ops": True,
+    }
     fused = xla.compiler_options("gpu", devices=1, deterministic=False, writes_to_peers=True)
     assert fused == {
-        "xla_gpu_enable_command_buffer": "",
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN",  # no custom calls
+        "xla_gpu_graph_min_graph_size": 1,
         "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES",
     }
     assert xla.compiler_options("cpu", devices=2, deterministic=False, writes_to_peers=True) == {}

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxthru.training.offload import OffloadConfig
+from jaxthru.runtime import first_run
+from jaxthru.training.layered import LayeredStep
+from jaxthru.training.offload import OffloadConfig, placed
+from jaxthru.training.programs import compiler_with
 
 
 def optim(**settings):
@@ -92,6 +95,56 @@ def test_evaluation_reads_weights_from_where_they_live():
         assert found.keys() == wanted.keys()
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("level", ["optimizer, exact", "parameters, previous, names"])
+def test_the_first_run_of_each_program_is_alone(level, monkeypatch):
+    """All that was started before has ended, and it ends before anything else is started."""
+    config, settings = LEVELS[level]
+    whole = tiny.make(loop="unroll", remat="attention", optim=optim(**settings))
+    log = []
+
+    class Spied:
+        live_arrays = staticmethod(jax.live_arrays)
+
+        @staticmethod
+        def block_until_ready(tree):
+            log.append("waited")
+            return jax.block_until_ready(tree)
+
+    monkeypatch.setattr(first_run, "jax", Spied)
+
+    def compiler(name, *arguments, **settings):
+        alone, results = compiler_with({})(name, *arguments, **settings)
+        compiled = alone.program
+
+        def run(*arguments):
+            if name not in log:
+                assert all(array.is_ready() for array in jax.live_arrays()), name
+            log.append(name)
+            return compiled(*arguments)
+
+        alone.program = run
+        names.append(name)
+        return alone, results
+
+    def put(arrays, shardings):
+        log.append("copies")
+        return jax.device_put(arrays, shardings)
+
+    names = []
+    abstract = placed(whole.abstract, config)
+    compiled = LayeredStep(whole.step, config, abstract, whole.inputs, compiler, put)
+    state = jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))
+    for index in range(2):  # under exact clipping, the second makes the update of the first
+        state, _ = compiled(state, whole.batch(index))
+    for name in names:
+        first = log.index(name)
+        assert log[first - 1] == log[first + 1] == "waited", name
+    assert log.count("waited") == 2 * len(names)
+    before = len(log)
+    compiled(state, whole.batch(2))
+    assert set(log[before:]) == {*names, "copies"}  # and nothing more is waited for
 
 
 def as_the_whole(config: OffloadConfig, *, mesh=(1, 1, 1), steps: int = 3, **settings) -> None:
