@@ -188,9 +188,10 @@ def for_peers(platform: str) -> dict[str, Any]:
 
     They get their peers' addresses anew at each call, so they, custom calls, are no part of a CUDA graph: XLA
     updates one where this device's buffers have moved, not where only a peer's have, and a stale address
-    corrupts memory in silence. And they wait for their peers, so nothing else that does may run beside them: a
-    collective that holds streaming multiprocessors of one device, while such a kernel holds all of another's,
-    would hang both. Collectives therefore run in line, each device's in the same order as its kernels.
+    corrupts memory in silence. And they wait for their peers, so nothing else that does may run beside them:
+    a collective that holds streaming multiprocessors of one device, while such a kernel holds all of
+    another's, would hang both. Collectives therefore run in line, each device's in the same order as its
+    kernels.
     """
     if platform not in ("gpu", "cuda", "rocm"):
         return {}
