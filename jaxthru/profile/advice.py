@@ -15,7 +15,6 @@ from jaxthru.profile.evidence import Evidence
 from jaxthru.profile.ledger import Advice, Ledger, Lint
 from jaxthru.profile.waterfall import floor
 
-PREFETCH_FLAG = "--xla_gpu_enable_latency_hiding_scheduler"
 """XLA's scheduler that starts a gather ahead of its use; off by default on GPUs."""
 
 FLOAT8 = re.compile(r"\b(h100|h200|gh200|b200|gb200|b300|l4|l40s?|ada)\b", re.I)
@@ -30,12 +29,12 @@ FEW_TOKENS = 1024
 """Fewer tokens at once on a device than this read the weights too often for the FLOPs they bring."""
 
 
-def advise(ledger: Ledger, config: dict[str, Any], flags: str = "") -> tuple[Advice, ...]:
+def advise(ledger: Ledger, config: dict[str, Any]) -> tuple[Advice, ...]:
     """Returns what to change, the largest gain first; what saves memory alone, whose gain is None, last.
 
-    config: nested plain values of the run's config.json. flags: its XLA_FLAGS.
+    config: nested plain values of the run's config.json.
     """
-    seen, least = Evidence(ledger, config, flags), floor(ledger)
+    seen, least = Evidence(ledger, config), floor(ledger)
     found = (advice for rule in RULES for advice in rule(seen))
     named = [each for each in found if each.gain_seconds is None or each.gain_seconds >= least]
     return tuple(sorted(named, key=lambda each: -(each.gain_seconds or 0.0)))
@@ -71,14 +70,10 @@ def _communication(seen: Evidence) -> Iterator[Advice]:
     exposed, collectives = seen.line("exposed_communication"), seen.ledger.collectives
     if not collectives:
         return
-    worst = max(collectives, key=lambda each: each.exposed_seconds).kind
     waited = sum(min(each.wait_seconds, each.exposed_seconds) for each in collectives)
     if not seen["data.balance"]:
         text = "Devices waited for the slowest: even out what each has to do. At most all of that wait."
         yield _advice(seen, "exposed_communication", "data.balance", True, min(waited, exposed), text)
-    if seen.gpu and PREFETCH_FLAG not in seen.flags:
-        text = f"Most is {worst}. XLA can start gathers ahead of their use. At most all that is exposed."
-        yield _advice(seen, "exposed_communication", "XLA_FLAGS", f"{PREFETCH_FLAG}=true", exposed, text)
     if seen.tensor > 1:
         text = "Sums over mesh.tensor are on the critical path: half as many devices, half of them."
         reduced = min(exposed, seen.exposed("all-reduce")) / 2

@@ -13,11 +13,10 @@ MEMORY_SPARED = 0.05  # of a device's memory, kept free for what is not predicte
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """A ledger and what it was run with. config: nested plain values of config.json. flags: XLA_FLAGS."""
+    """A ledger and what it was run with. config: nested plain values of config.json."""
 
     ledger: Ledger
     config: dict[str, Any]
-    flags: str = ""
 
     def __getitem__(self, key: str) -> Any:
         """Returns the value of `group.key`."""

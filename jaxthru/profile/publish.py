@@ -33,13 +33,11 @@ def publish(folder: Path) -> Ledger:
     """
     run = folder.parent.parent
     configuration = config(run)
-    environment = run / "environment.json"
-    flags = _json(environment).get("flags", {}).get("XLA_FLAGS", "") if environment.is_file() else ""
     try:
         found = build(folder) if (folder / "collected.json").is_file() else read(folder)
     except (ValueError, LookupError, TypeError, OSError) as error:  # as of files cut short
         raise InputError(f"{folder}: {_one_line(error)}") from error
-    found = advised(found, advise(found, configuration, flags))
+    found = advised(found, advise(found, configuration))
     found.write(folder / "ledger.json")
     write_atomically(folder / "report.html", report(found, configuration))
     return found

@@ -10,12 +10,12 @@ from jaxthru.profile import lint
 from jaxthru.profile.advice import REMEDIES, advise
 from jaxthru.profile.waterfall import floor, parts
 
-SETTINGS = {"XLA_FLAGS", "host synchronisation", *(key for _, key, _, _ in REMEDIES.values())}
+SETTINGS = {"host synchronisation", *(key for _, key, _, _ in REMEDIES.values())}
 OFFLOAD = {"offload__level": "optimizer", "offload__fraction": 1.0}
 
 
-def by_key(ledger, config=None, flags=""):
-    return {each.key: each for each in advise(ledger, config or sample.config(), flags)}
+def by_key(ledger, config=None):
+    return {each.key: each for each in advise(ledger, config or sample.config())}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,6 @@ def by_key(ledger, config=None, flags=""):
         ({"host_gap": 0.05}, {}, "host synchronisation", "one step late"),
         ({"host_gap": 0.05}, {"train__microbatches": 4, **OFFLOAD}, "train.microbatches", "2"),
         ({"host_gap": 0.05}, OFFLOAD, "train.rows", "8"),
-        ({"exposed_communication": 0.1}, {}, "XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=true"),
         ({"exposed_communication": 0.1}, {}, "train.rows", "8"),
         ({"exposed_communication": 0.1}, {"train__microbatches": 2}, "train.microbatches", "1"),
         ({"exposed_communication": 0.1}, {"data__balance": False}, "data.balance", "True"),
@@ -176,12 +175,7 @@ def test_copies_of_stacks_are_the_loops():
     assert found["model.loop"].gain_seconds == pytest.approx(0.0157)
 
 
-def test_a_flag_that_is_set_is_not_advised():
-    flag = "--xla_gpu_enable_latency_hiding_scheduler=true"
-    assert "XLA_FLAGS" not in by_key(sample.ledger(), flags=flag)
-
-
 def test_a_cpu_is_not_told_about_gpus():
     run = dataclasses.replace(sample.ledger().run, platform="cpu", device_kind="cpu")
     found = advise(dataclasses.replace(sample.ledger(noise=0.0), run=run), sample.config())
-    assert not {"XLA_FLAGS", "precision.matmul", "precision.compute"} & {each.key for each in found}
+    assert not {"precision.matmul", "precision.compute"} & {each.key for each in found}

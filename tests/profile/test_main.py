@@ -8,7 +8,7 @@ import pytest
 import rich.console
 import sample
 
-from jaxthru.profile import ledger, publish
+from jaxthru.profile import ledger
 from jaxthru.profile.__main__ import main
 from jaxthru.profile.summary import summary
 
@@ -41,13 +41,6 @@ def test_writes_report_and_ledger_and_says_the_most(tmp_path, capsys):
     written = ledger.read(folder / "ledger.json")
     assert written.advice[0].key == "precision.matmul"
     assert written.lines == sample.ledger().lines
-
-
-def test_flags_of_the_run_are_not_advised_again(tmp_path):
-    path = run(tmp_path / "run")
-    flags = {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}
-    (path / "environment.json").write_text(json.dumps({"flags": flags}))
-    assert "XLA_FLAGS" not in {each.key for each in publish.publish(path / "profile" / "20").advice}
 
 
 def test_step_chooses_the_profile(tmp_path, capsys):
