@@ -4,9 +4,9 @@
 
 First each size of tile in the order that `tiles.choose` takes, then the best size in the other orders. All
 sizes have run before at a tiny shape, in a child process; whom a kernel waits for does not depend on the
-order. A call is timed whole, a backward pass with the products that give the weights' gradients, in turns with the plain form,
-and `faster` says whether it took less. Entries of other shapes and devices stay; UNTUNED shapes are left out,
-so that what is chosen for an unknown shape is measured too.
+order. A call is timed whole, a backward pass with the products that give the weights' gradients, in turns
+with the plain form, and `faster` says whether it took less. Entries of other shapes and devices stay; UNTUNED
+shapes are left out, so that what is chosen for an unknown shape is measured too.
 """
 
 import argparse
