@@ -52,9 +52,11 @@ class Tiles:
         ]  # fmt: skip
 
     def out_slots(self, sends: bool) -> int:
-        """Returns how many pieces of each consumer can be on their way out: 2 where there is room."""
-        fits = self._smem_bytes(sends, 2) <= SMEM_BYTES
-        return 2 if fits and len(self.pieces) % 2 == 0 else 1
+        """Returns how many pieces of each consumer can be on their way out: as many as there is room for, as
+        long as they divide a tile's. With room for all, no product waits for a store."""
+        count = len(self.pieces)
+        fitting = (n for n in range(count, 1, -1) if self._smem_bytes(sends, n) <= SMEM_BYTES)
+        return next((n for n in fitting if count % n == 0), 1)
 
     def smem_bytes(self, sends: bool) -> int:
         """Returns the shared memory of a thread block; `sends`: whether it also sends rows of its own."""
@@ -181,14 +183,12 @@ def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
 
 def sizes(problem: Problem) -> list[Tiles]:
     """Returns the tiles to measure for a shape, all taken in the same order: large ones, if any fit, with as
-    many stages as there is room for, and with fewer where a second piece can then be on its way out."""
+    many stages as there is room for, and with fewer where more pieces can then be on their way out."""
     found = []
-    for m, n in RATES:
-        deepest = _deepest(problem, m, n)
-        found += [] if deepest is None else [deepest]
-        if deepest is not None and deepest.out_slots(problem.sends) == 1:
-            fewer = [dataclasses.replace(deepest, stages=s) for s in range(deepest.stages - 1, 2, -1)]
-            found += [tiles for tiles in fewer if tiles.out_slots(problem.sends) == 2][:1]
+    for deepest in filter(None, (_deepest(problem, m, n) for m, n in RATES)):
+        shallower = [dataclasses.replace(deepest, stages=stages) for stages in range(deepest.stages, 2, -1)]
+        by_slots = {tiles.out_slots(problem.sends): tiles for tiles in reversed(shallower)}
+        found += by_slots.values() or [deepest]
     large = [tiles for tiles in found if RATES[tiles.m, tiles.n] > 0.9]
     return large or found
 
