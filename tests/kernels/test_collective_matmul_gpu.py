@@ -431,6 +431,33 @@ def test_no_collective_runs_beside_a_kernel(monkeypatch):
     assert sorted(order()) == ["all-reduce", "custom-call"]
 
 
+@cuda
+def test_no_kernel_is_in_a_graph(monkeypatch):
+    """XLA takes what stands around it into CUDA graphs; by default custom calls, and so kernels, too."""
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+
+    def local(x, w):
+        (y,) = mosaic_gpu.all_gather_matmul(jnp.sin(x) * 2, (w,), axis_name="tensor", always=True)
+        return jnp.cos(y) @ y[:4096].T
+
+    function = jax.shard_map(local, mesh=mesh, in_specs=(rows, columns), out_specs=columns)
+    sizes = (8192, 4096), (4096, 6144)
+    lowered = aot.lower(jax.jit(function), *(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes))
+    monkeypatch.setattr(aot, "DUMPED", {"thunks": "*after_thunk_passes.txt"})
+
+    def found() -> tuple[list[str], list[str]]:
+        """Returns the kinds of thunks outside of graphs, and within one."""
+        lines = aot.compile_for(lowered, aot.TARGETS["h200"], devices=2).dump["thunks"].splitlines()
+        kinds = [re.match(r"( *)\d+: (k\w+)", line) for line in lines]
+        return tuple([kind[2] for kind in kinds if kind and bool(kind[1]) is inner] for inner in (False, True))
+
+    monkeypatch.setattr(aot, "OPTIONS", aot.OPTIONS | xla.for_peers("gpu"))
+    outside, inside = found()
+    assert outside.count("kCustomCall") == 1 and "kCommandBuffer" in outside
+    assert inside and "kCustomCall" not in inside
+
+
 # On GPUs.
 
 GPU_AXES = ({"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2})
