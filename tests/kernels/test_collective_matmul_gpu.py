@@ -449,8 +449,8 @@ def test_no_kernel_is_in_a_graph(monkeypatch):
     def found() -> tuple[list[str], list[str]]:
         """Returns the kinds of thunks outside of graphs, and within one."""
         lines = aot.compile_for(lowered, aot.TARGETS["h200"], devices=2).dump["thunks"].splitlines()
-        kinds = [re.match(r"( *)\d+: (k\w+)", line) for line in lines]
-        return tuple([kind[2] for kind in kinds if kind and bool(kind[1]) is inner] for inner in (False, True))
+        kinds = [kind for line in lines if (kind := re.match(r"( *)\d+: (k\w+)", line))]
+        return tuple([kind[2] for kind in kinds if bool(kind[1]) is inner] for inner in (False, True))
 
     monkeypatch.setattr(aot, "OPTIONS", aot.OPTIONS | xla.for_peers("gpu"))
     outside, inside = found()
