@@ -15,8 +15,6 @@ from jaxthru.profile.evidence import Evidence
 from jaxthru.profile.ledger import Advice, Ledger, Lint
 from jaxthru.profile.waterfall import floor
 
-"""XLA's scheduler that starts a gather ahead of its use; off by default on GPUs."""
-
 FLOAT8 = re.compile(r"\b(h100|h200|gh200|b200|gb200|b300|l4|l40s?|ada)\b", re.I)
 FLOAT8_SPEED = 1.6
 """A matrix product in float8 against bfloat16, measured on H200 in bursts (docs/results.md)."""

@@ -30,10 +30,14 @@ def build(folder: Path) -> Ledger:
     config["mesh"] = dict(zip(AXES, sizes, strict=True))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.strip()]
     taken = collected["passes"]
+    if "production" not in taken:
+        raise ValueError("the run ended before its steps were traced as they are trained")
     production = Measured(folder, "production", "step.hlo.txt", taken["production"])
     named = production
     if "attribution" in taken:
-        named = Measured(folder, "attribution", "attribution.hlo.txt", taken["attribution"])
+        # The first run of a program is alone, see `runtime.first_run`.
+        skip = int(taken["attribution"]["steps"] > 1)
+        named = Measured(folder, "attribution", "attribution.hlo.txt", taken["attribution"], skip=skip)
         learned = {one.event.name: one.line for window in named.windows for one in window.ran if one.work}
         production = Measured(folder, "production", "step.hlo.txt", taken["production"], learned)
     # A line's seconds are those of the steps as they are trained; what it is made of, of those with names.
@@ -41,8 +45,7 @@ def build(folder: Path) -> Ledger:
         line: production.seconds[line] / named.seconds[line] if named.seconds[line] else 0.0 for line in LINES
     }
     clock = production.clock(clocks.read(folder / "production"))
-    steps = range(production.first, production.first + production.steps)
-    tokens, span = _tokens(rows, steps, ModelConfig(**_shape(config["model"])))
+    tokens, span = _tokens(rows, production.kept, ModelConfig(**_shape(config["model"])))
     needed = 6.0 * flops.matmul_parameters(ModelConfig(**_shape(config["model"]))) * tokens
     about = ledger.Run(
         config=run.parent.name if run.name.isdecimal() else run.name,
@@ -131,8 +134,8 @@ def _window(production: Measured, named: Measured, rows: list, taken: dict) -> l
     loop = statistics.median(own) if len(own) >= 3 else None
     quarters = statistics.quantiles(own, n=4) if loop else (0.0, 0.0, 0.0)
     return ledger.Window(
-        first_step=production.first,
-        steps=production.steps,
+        first_step=production.kept[0],
+        steps=len(production.kept),
         step_seconds=production.step_seconds,
         loop_seconds=loop,
         closure=production.step_seconds / loop - 1 if loop else None,
@@ -141,7 +144,7 @@ def _window(production: Measured, named: Measured, rows: list, taken: dict) -> l
     )
 
 
-def _tokens(rows: list, steps: range, shape: ModelConfig) -> tuple[float, float]:
+def _tokens(rows: list, steps: list[int], shape: ModelConfig) -> tuple[float, float]:
     """Returns a step's mean tokens and Σ document length². The second follows from the FLOPs recorded."""
     own = [row for row in rows if row["step"] in steps]
     if not own:

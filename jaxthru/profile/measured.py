@@ -3,7 +3,7 @@
 import logging
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from jaxthru.profile import clocks, events, hlo, ledger, paint
@@ -22,15 +22,23 @@ class Measured:
     """One pass: its trace, its HLO, and its steps on every device. Seconds are means per step and device."""
 
     def __init__(
-        self, folder: Path, name: str, text: str, taken: dict[str, int], learned: dict[str, str] | None = None
+        self,
+        folder: Path,
+        name: str,
+        text: str,
+        taken: dict[str, int],
+        learned: dict[str, str] | None = None,
+        skip: int = 0,
     ):
+        """text: the file of the HLO. learned: as for `windows`. skip: steps to leave out at the start."""
         modules = hlo.modules((folder / text).read_text())
         self.attribution = Attribution(modules)
         self.trace = events.read(folder / name)
         self.first, self.steps = taken["first_step"], taken["steps"]
         found = windows(self.trace, self.attribution, next(iter(modules)), self.first, self.steps, learned)
-        self.windows = whole(found)
-        if lost := len(found) - len(self.windows):
+        self.windows = whole([one for one in found if one.step >= self.first + skip], modules)
+        self.kept = sorted({window.step for window in self.windows})
+        if lost := len(found) - len(self.windows) - skip * len(self.trace.devices):
             log.warning("%s: %d of %d steps lack kernels, and are left out", folder / name, lost, len(found))
         self.count = len(self.windows)
         if not self.count:
@@ -147,7 +155,7 @@ class Measured:
         """Returns each device's steps, and the timeline of the one in the middle."""
         begun = min(window.start for window in self.windows)
         found = []
-        for device in self.trace.devices:
+        for device in dict.fromkeys(window.device for window in self.windows):
             own = [window for window in self.windows if window.device == device]
             shown = own[len(own) // 2]
             steps = tuple(
@@ -172,16 +180,22 @@ class Measured:
         return clocks.clock(self.trace, samples, start, end, busy)
 
 
-def whole(found: list[Window]) -> list[Window]:
-    """Returns the windows in which as many kernels ran as in the others, of all devices: CUPTI can lose some.
-    All, on a CPU."""
-    counts = [sum(one.event.stream.startswith("Stream") for one in _kernels(window)) for window in found]
-    least = LEAST * max(counts, default=0)
-    return [window for window, count in zip(found, counts, strict=True) if count >= least]
+def whole(found: list[Window], modules: Container[str]) -> list[Window]:
+    """Returns the windows of the steps in which as many kernels of the step's programs ran as in others, on
+    all devices that have such steps: CUPTI can lose some. All, on a CPU. Raises ValueError where none is."""
 
+    def kernels(window: Window) -> int:
+        own = (one.event for one in _inside(window) if one.event.module in modules)
+        return sum(event.kind == "kernel" and event.stream.startswith("Stream") for event in own)
 
-def _kernels(window: Window) -> Iterator[Ran]:
-    return (one for one in _inside(window) if one.event.kind == "kernel")
+    counts = [(window, kernels(window)) for window in found]
+    least = LEAST * max((count for _, count in counts), default=0)
+    devices = {window.device for window, count in counts if count >= least}
+    lost = {window.step for window, count in counts if window.device in devices and count < least}
+    kept = [window for window in found if window.device in devices and window.step not in lost]
+    if found and not kept:
+        raise ValueError("each step lacks kernels on some device")
+    return kept
 
 
 def _inside(window: Window) -> Iterator[Ran]:

@@ -53,8 +53,8 @@ class Pass:
         return self.first_step + self.steps
 
 
-def _passes(config: ProfileConfig, program: Callable, last: int) -> list[Pass]:
-    """Returns what is traced of a run with this last step.
+def _passes(config: ProfileConfig, program: Callable, steps: range) -> list[Pass]:
+    """Returns what is traced of a run of these steps.
 
     The pass that samples the clock comes last: in later traces CUPTI dates most kernels wrong, and XLA leaves
     those out (JAX 0.11.2, CUDA 13, driver 580).
@@ -63,15 +63,10 @@ def _passes(config: ProfileConfig, program: Callable, last: int) -> list[Pass]:
     if jax.default_backend() != "gpu":
         return [production]
     second = dataclasses.replace(production, first_step=production.last_step + 1)
-    if second.last_step - 1 <= last:
+    if (needed := second.last_step - 1) < steps.stop:
         return [dataclasses.replace(production, name="attribution"), second]
-    if config.at <= last:
-        needed = second.last_step - 1
-        log.warning(
-            "profile.at = %d: the run ends before kernels can be named; train.steps >= %d names them",
-            config.at,
-            needed,
-        )
+    if config.at in steps and distributed.is_primary():
+        log.warning("profile.at = %d: kernels are not named, as that takes until step %d", config.at, needed)
     return [production]
 
 
@@ -84,13 +79,12 @@ class Profile:
         directory: Path,
         program: Callable,
         recompile: Callable[[dict], Callable],
-        last: int,
+        steps: range,
     ):
-        """program: the compiled step. recompile: compiles it with these options of XLA. last: the run's last
-        step."""
+        """program: the compiled step. recompile: compiles it with these options of XLA. steps: of the run."""
         self.folder, self.program, self.compiled = directory / str(config.at), program, program
         self._recompile = recompile
-        self._passes = _passes(config, program, last)
+        self._passes = _passes(config, program, steps)
         self._coming = list(self._passes)
         self._running: Pass | None = None
         self._open = contextlib.ExitStack()
@@ -241,7 +235,7 @@ def open_profile(
     directory: Path,
     program: Callable,
     recompile: Callable[[dict], Callable],
-    last: int,
+    steps: range,
 ) -> Profile | NoProfile:
     """Returns what the loop calls between its steps; see `Profile`."""
-    return Profile(config, directory, program, recompile, last) if config.at else NoProfile(program)
+    return Profile(config, directory, program, recompile, steps) if config.at else NoProfile(program)

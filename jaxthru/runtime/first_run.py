@@ -29,7 +29,8 @@ class FirstAlone:
 
     def _first(self, *arguments: Any) -> Any:
         with COPIES:
-            # A copy has ended when what it makes is there; who started it need not be known.
+            # A copy has ended when what it makes is there; who started it need not be known. (Nobody starts
+            # one to the host's own memory without waiting for it.)
             jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
             results = jax.block_until_ready(self.program(*arguments))
         self._run = self.program

@@ -111,9 +111,9 @@ class Step:
         """
         sums, gradients = self.gradients(state["params"], batch)
         learning_rate = self.schedule(state["opt_state"]["count"])
-        if self.objective.model.ops.layout.mesh.size > 1:
-            gradients = stored_order(gradients)
         with jax.named_scope("optimizer"):
+            if self.objective.model.ops.layout.mesh.size > 1:
+                gradients = stored_order(gradients)
             norm = optax.tree.norm(jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients))
             finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
             params, opt_state = self.update(gradients, state, norm, learning_rate, finite)

@@ -120,6 +120,9 @@ class Bench:
     def read_again(self, name: str) -> None:
         """Measures a row once more, from the traces that an earlier call kept."""
         before = self.record["rows"].get(name, {})
+        for other, row in ROWS.items():
+            if row.against == name:
+                self.record["rows"].get(other, {}).pop("compared", None)
         found = {key: before[key] for key in ("command", "settings", "seconds") if key in before}
         for ledger in (self.work / name).glob("profile/*/ledger.json"):
             ledger.unlink()
@@ -193,7 +196,7 @@ class Bench:
             "device": first.get("devices") or first.get("device"),
             "versions": first.get("versions"),
             "commit": first.get("commit"),
-            "command": shlex.join(["python", *sys.argv]),
+            "command": self.record.get("command") or shlex.join(["python", *sys.argv]),
         }
         write_atomically(self.output, json.dumps(self.record, indent=1) + "\n")
 
@@ -286,7 +289,7 @@ def main() -> int:
     bench = Bench(arguments)
     if arguments.read_again:
         arguments.keep_traces = True
-        for name in arguments.rows:
+        for name in (name for name in ROWS if name in arguments.rows):
             if any((bench.work / name).glob("profile/*/production")):
                 bench.read_again(name)
         bench.write()

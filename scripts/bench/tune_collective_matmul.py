@@ -133,7 +133,7 @@ def main() -> int:
         try_all(list(cases.values()))
     entries = {}
     for name, case in cases.items():
-        with phase(name), checks.ends_within(120, name):
+        with phase(name), checks.ends_within(300, name):
             entry = tune(case, options.turns, options.turn_seconds)
         print(case.problem.key, entry, file=sys.stderr, flush=True)
         entries[case.problem.key] = tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry

@@ -160,12 +160,27 @@ def test_the_benchmark_of_exposed_copies_reads_a_profile(tmp_path, bench):
 def test_steps_that_lack_kernels_are_left_out():
     """CUPTI may lose those at a trace's start, on one device or all; how many copies run in a step varies."""
 
-    def window(device: str, kernels: int, stream: str = "Stream #1", copies: int = 0) -> Window:
-        ran = [Event(device, stream, "k", at, at + 1) for at in range(kernels)]
-        ran += [Event(device, "Stream #2", "c", at, at + 1, kind="to_host") for at in range(copies)]
-        return Window(device, 1, 0, 1000, [], [Ran(event, "matmul", None) for event in ran])
+    def window(device: str, step: int, kernels: int, others: int = 0, stream: str = "Stream #1") -> Window:
+        ran = [Event(device, stream, "k", at, at + 1, "jit_train_step") for at in range(kernels)]
+        ran += [Event(device, "Stream #2", "c", at, at + 1, kind="to_host") for at in range(others)]
+        ran += [Event(device, stream, "e", at, at + 1, "jit_evaluate") for at in range(others)]
+        return Window(device, step, 0, 1000, [], [Ran(event, "matmul", None) for event in ran])
 
-    found = [window("0", 100), window("1", 40, copies=60), window("0", 0), window("1", 100, copies=9)]
-    assert whole(found) == [found[0], found[3]]
-    on_cpu = [window("0", 10, "tf_pool"), window("0", 7, "tf_pool")]
-    assert whole(on_cpu) == on_cpu
+    modules = {"jit_train_step"}
+    first = [window("0", 1, 100), window("0", 2, 99), window("0", 3, 100, others=50)]
+    second = [window("1", 1, 40, others=60), window("1", 2, 100), window("1", 3, 100)]
+    assert whole([*first, *second], modules) == [*first[1:], *second[1:]]
+    assert whole([*first, window("1", 1, 3), window("1", 2, 0)], modules) == first
+    on_cpu = [window("0", 1, 10, stream="tf_pool"), window("0", 2, 7, stream="tf_pool")]
+    assert whole(on_cpu, modules) == on_cpu
+    with pytest.raises(ValueError, match="each step lacks kernels"):
+        whole([window("0", 1, 9), window("0", 2, 1), window("1", 1, 1), window("1", 2, 9)], modules)
+
+
+def test_a_run_that_was_stopped_between_the_passes(tmp_path):
+    folder = collected(tmp_path / "runs" / "small" / "1", graphs=True)
+    about = json.loads((folder / "collected.json").read_text())
+    del about["passes"]["production"]
+    (folder / "collected.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="ended before its steps were traced"):
+        build(folder)
