@@ -149,9 +149,8 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
-    profile = open_profile(
-        config.profile, directory.profile, built.compiled, built.recompile, range(start + 1, steps + 1)
-    )
+    ahead = range(start + 1, steps + 1)
+    profile = open_profile(config.profile, directory.profile, built.compiled, built.recompile, ahead)
     with (
         built.batches(data_state) as batches,
         open_record(config.metrics, directory, start) as record,

@@ -188,28 +188,23 @@ def test_rows_run_on_a_cpu(tmp_path):
     settings = [f"model.{pair}" for pair in shape.split()]
     settings += ["data.sequence=64", "precision.compute=float32", "train.rows=4"]
     words = [word for text in settings for word in ("--set", text)]
-    rows = "clean,slow_loader,8layer_fsdp2,extra_all_gather,8layer_offload,clock,off"
-    output = tmp_path / "found.json"
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "profiler.py"), "--cpu", "--rows", rows]
-    command += [
-        "--output",
-        str(output),
-        "--store",
-        str(tmp_path / "store"),
-        "--steps",
-        "5",
-        "2",
-        "16",
-        *words,
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr
-    record = json.loads(output.read_text())
-    assert record["device"]["kind"] == "cpu" and record["versions"] and record["command"]
-    errors = {name: row["error"] for name, row in record["rows"].items() if "error" in row}
+    words += ["--steps", "5", "2", "16", "--store", str(tmp_path / "store")]
+
+    def measured(name: str, rows: str, *more: str) -> dict:
+        """Returns the rows of the record with this name, once the script has run."""
+        output = tmp_path / f"{name}.json"
+        command = [sys.executable, str(ROOT / "scripts" / "bench" / "profiler.py"), "--cpu", *words]
+        command += ["--output", str(output), "--rows", rows, *more]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert ended.returncode == 0, ended.stderr
+        record = json.loads(output.read_text())
+        assert record["device"]["kind"] == "cpu" and record["versions"] and record["command"]
+        return record["rows"]
+
+    rows = measured("found", "clean,slow_loader,8layer_fsdp2,extra_all_gather,8layer_offload,clock,off")
+    errors = {name: row["error"] for name, row in rows.items() if "error" in row}
     assert not errors
-    rows = record["rows"]
     assert rows["slow_loader"]["compared"]["named"] and rows["slow_loader"]["compared"]["met"]
     assert rows["extra_all_gather"]["compared"]["planted_seconds"] > 0
     assert rows["8layer_fsdp2"]["closure"]["bars"]["matmul_flops"]["met"]
@@ -217,7 +212,17 @@ def test_rows_run_on_a_cpu(tmp_path):
     assert len(rows["off"]["off"]["step_seconds"]["none"]) == 2
     assert (tmp_path / "found" / "clean" / "profile" / "5" / "report.html").is_file()
     assert not list((tmp_path / "found").rglob("*.xplane.pb"))
-    command = [word if word != rows else "clean" for word in command]
-    for more in ("--keep-traces", "--read-again"):
-        ended = subprocess.run([*command, more], env=environment, capture_output=True, text=True, timeout=600)
-        assert ended.returncode == 0, ended.stderr
+
+    # Read again, a row is what it was, whatever became of the record and the ledger.
+    before = measured("kept", "clean", "--keep-traces")["clean"]
+    folder, record = tmp_path / "kept" / "clean" / "profile" / "5", tmp_path / "kept.json"
+    assert "split" in before and list(folder.rglob("*.xplane.pb"))
+    changed = json.loads(record.read_text())
+    del changed["rows"]["clean"]["split"]
+    changed["rows"]["clean"]["error"] = "no ledger"
+    record.write_text(json.dumps(changed))
+    ledger = json.loads((folder / "ledger.json").read_text())
+    (folder / "ledger.json").write_text("{}")
+    assert measured("kept", "clean", "--read-again")["clean"] == before
+    assert json.loads((folder / "ledger.json").read_text()) == ledger
+    assert list(folder.rglob("*.xplane.pb"))

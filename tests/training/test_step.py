@@ -1,5 +1,8 @@
 """One update: the right loss, the right gradients, and none from what is not finite."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ import tiny
 from jaxthru.models.bind import bind
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import Linear, OptimConfig, make_schedule
+from jaxthru.runtime import aot
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
@@ -150,6 +154,38 @@ def test_micro_batch_k_takes_the_kth_slice_of_every_group():
     rows = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32)[:, None], (8, 3))
     # Two groups of four rows: 0-3 and 4-7.
     np.testing.assert_array_equal(step.split(rows)[:, :, 0], [[0, 1, 4, 5], [2, 3, 6, 7]])
+
+
+def jitted(made):
+    """Returns the step as it is compiled: the state is taken over."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, made.abstract)
+    return jax.jit(made.step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_on_several_devices_gradients_are_put_in_order_before_the_update(loop):
+    made, alone = tiny.make(mesh=(1, 2, 1), loop=loop), tiny.make(loop=loop)
+    text = jitted(made).lower(made.abstract, made.inputs).as_text()
+    ordered = re.findall(r"(%\w+) = stablehlo.custom_call @LayoutConstraint\(", text)
+    assert len(ordered) == len(jax.tree.leaves(made.abstract["params"]))
+    assert f"stablehlo.optimization_barrier {', '.join(ordered)} :" in text
+    assert "LayoutConstraint" not in jitted(alone).lower(alone.abstract, alone.inputs).as_text()
+
+
+@pytest.mark.skipif(
+    not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
+)
+def test_the_update_on_several_gpus_copies_no_state():
+    """Weights and moments, all in float32, are updated where they lie."""
+    made = tiny.make(mesh=(1, 2, 1), loop="unroll", compute="bfloat16")
+    lowered = aot.lower(jitted(made), made.abstract, made.inputs)
+    hlo = aot.compile_for(lowered, aot.TARGETS["h200"], 2).hlo
+    entry = hlo[hlo.index("\nENTRY ") :]
+    entry = entry[: entry.index("\n}")]
+    leaves = [leaf for leaf in jax.tree.leaves(made.abstract) if leaf.ndim > 1]
+    least = min(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+    copies = re.findall(r" = f32\[([\d,]+)\]\S* copy\(", entry)
+    assert not [shape for shape in copies if math.prod(map(int, shape.split(","))) >= least]
 
 
 def test_groups_must_fit_the_mesh():
