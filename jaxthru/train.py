@@ -149,8 +149,7 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
-    ahead = range(start + 1, steps + 1)
-    profile = open_profile(config.profile, directory.profile, built.compiled, built.recompile, ahead)
+    profile = open_profile(config.profile, directory.profile, built.compiled, built.recompile, start, steps)
     with (
         built.batches(data_state) as batches,
         open_record(config.metrics, directory, start) as record,

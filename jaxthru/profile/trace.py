@@ -53,8 +53,8 @@ class Pass:
         return self.first_step + self.steps
 
 
-def _passes(config: ProfileConfig, program: Callable, steps: range) -> list[Pass]:
-    """Returns what is traced of a run of these steps.
+def _passes(config: ProfileConfig, program: Callable, start: int, last: int) -> list[Pass]:
+    """Returns what is traced of a run that goes from one step to another.
 
     The pass that samples the clock comes last: in later traces CUPTI dates most kernels wrong, and XLA leaves
     those out (JAX 0.11.2, CUDA 13, driver 580).
@@ -63,9 +63,9 @@ def _passes(config: ProfileConfig, program: Callable, steps: range) -> list[Pass
     if jax.default_backend() != "gpu":
         return [production]
     second = dataclasses.replace(production, first_step=production.last_step + 1)
-    if (needed := second.last_step - 1) < steps.stop:
+    if (needed := second.last_step - 1) <= last:
         return [dataclasses.replace(production, name="attribution"), second]
-    if config.at in steps and distributed.is_primary():
+    if start < config.at <= last and distributed.is_primary():
         log.warning("profile.at = %d: kernels are not named, as that takes until step %d", config.at, needed)
     return [production]
 
@@ -79,12 +79,14 @@ class Profile:
         directory: Path,
         program: Callable,
         recompile: Callable[[dict], Callable],
-        steps: range,
+        start: int,
+        last: int,
     ):
-        """program: the compiled step. recompile: compiles it with these options of XLA. steps: of the run."""
+        """program: the compiled step. recompile: compiles it with these options of XLA. start: the step that
+        the run goes on from. last: its last."""
         self.folder, self.program, self.compiled = directory / str(config.at), program, program
         self._recompile = recompile
-        self._passes = _passes(config, program, steps)
+        self._passes = _passes(config, program, start, last)
         self._coming = list(self._passes)
         self._running: Pass | None = None
         self._open = contextlib.ExitStack()
@@ -235,7 +237,8 @@ def open_profile(
     directory: Path,
     program: Callable,
     recompile: Callable[[dict], Callable],
-    steps: range,
+    start: int,
+    last: int,
 ) -> Profile | NoProfile:
     """Returns what the loop calls between its steps; see `Profile`."""
-    return Profile(config, directory, program, recompile, steps) if config.at else NoProfile(program)
+    return Profile(config, directory, program, recompile, start, last) if config.at else NoProfile(program)

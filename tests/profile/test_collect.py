@@ -156,7 +156,7 @@ def test_a_run_that_ends_with_the_last_step_profiled(place):
 
 def test_switched_off_it_is_nothing(tmp_path):
     program = lambda state, batch: None  # noqa: E731
-    off = open_profile(ProfileConfig(), tmp_path, program, None, range(1, 21))
+    off = open_profile(ProfileConfig(), tmp_path, program, None, 0, 20)
     assert isinstance(off, NoProfile) and off.program is program
     assert not any(map(off.begins, range(10)))
     with off.span("dispatch", 3):
@@ -188,7 +188,7 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
         asked.append(options)
         return named
 
-    profile = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, range(1, 9))
+    profile = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 8)
     programs = {}
     for step in range(1, 14):
         if profile.begins(step):
@@ -205,7 +205,7 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
     }
     assert (tmp_path / "4" / "attribution.hlo.txt").read_text() == "named"
     # Of a run that is too short for both, the one without which there is no ledger.
-    short = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, range(1, 8))
+    short = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 7)
     assert [(one.name, one.first_step) for one in short._passes] == [("production", 4)]
 
 
