@@ -16,6 +16,7 @@ BY_NAME = (
 )
 """Line -> parts of names of kernels that libraries bring."""
 
+HOST_COPIES = "to_device", "to_host"
 COPIES = {
     "to_device": "exposed_host_copies",
     "to_host": "exposed_host_copies",
@@ -123,14 +124,18 @@ def _firsts(first: list[Ran], steps: int, device: str) -> list[Event]:
 def _called(ran: list[Ran], firsts: list[Event], host: list[Span], first_step: int) -> list[int | None]:
     """Returns when the host called for each event. Where the trace does not say, the first program of a step
     was called for when the step was dispatched. (Which of its kernels comes first may differ from step to
-    step on a CPU.)"""
+    step on a CPU.) A copy from or to the host, of which it never says, counts as called for with what runs
+    next."""
     dispatched = {span.step: span.start for span in host if span.name == "dispatch"}
     steps = [(event, dispatched.get(first_step + index)) for index, event in enumerate(firsts)]
     by_run = {event.run: at for event, at in steps if event.run is not None}
     by_event = {id(event): at for event, at in steps}
-    return [
-        one.event.launched
-        if one.event.launched is not None
-        else by_run.get(one.event.run, by_event.get(id(one.event)))
-        for one in ran
-    ]
+    called: list[int | None] = []
+    for one in reversed(ran):
+        at = one.event.launched
+        if at is None:
+            at = by_run.get(one.event.run, by_event.get(id(one.event)))
+        if at is None and one.event.kind in HOST_COPIES and called:
+            at = called[-1]
+        called.append(at)
+    return called[::-1]

@@ -73,6 +73,11 @@ class Run:
         taken = json.loads((self.folder / "collected.json").read_text())["passes"]
         self.steps = [row["step"] for row in unprofiled(rows, taken)]
 
+    def loop_seconds(self, first: int, steps: int) -> float:
+        """Returns the mean of these steps by the loop's own clock, traced or not."""
+        rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        return fmean(row["step_seconds"] for row in rows if first <= row["step"] < first + steps)
+
     def idle(self) -> float:
         """Returns the median seconds that the cause kept the device idle for, in a step not profiled."""
         return median(self.notes["idle"][step - 1] for step in self.steps)
@@ -105,6 +110,7 @@ def closure(run: Run) -> dict[str, Any]:
         "step_seconds": step,
         "loop_seconds": window.loop_seconds,
         "noise": window.noise,
+        "beside_the_same_steps": step / run.loop_seconds(window.first_step, window.steps) - 1,
         "attribution_seconds": window.attribution_seconds,
         "lines": {line.name: line.share for line in ledger.lines},
         "clock_source": ledger.clock.source,

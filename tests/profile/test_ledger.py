@@ -9,7 +9,7 @@ from jaxthru.profile import ledger
 from jaxthru.profile.build import build
 from jaxthru.profile.events import Event
 from jaxthru.profile.measured import whole
-from jaxthru.profile.windows import Ran, Window
+from jaxthru.profile.windows import Ran, Window, _called
 
 
 def small() -> ledger.Ledger:
@@ -175,6 +175,23 @@ def test_steps_that_lack_kernels_are_left_out():
     assert whole(on_cpu, modules) == on_cpu
     with pytest.raises(ValueError, match="each step lacks kernels"):
         whole([window("0", 1, 9), window("0", 2, 1), window("1", 1, 1), window("1", 2, 9)], modules)
+
+
+def test_a_copy_to_the_host_was_called_for_with_what_runs_next():
+    """CUPTI does not say when the host called for it; without that a late host looks like a late kernel."""
+
+    def ran(kind: str, launched: int | None = None) -> Ran:
+        return Ran(Event("0", "Stream #1", "k", 0, 1, kind=kind, launched=launched), "matmul", None)
+
+    all_of = [
+        ran("kernel", 5),
+        ran("to_host"),
+        ran("to_device"),
+        ran("kernel", 90),
+        ran("kernel"),
+        ran("to_host"),
+    ]
+    assert _called(all_of, [], [], 1) == [5, 90, 90, 90, None, None]
 
 
 def test_a_run_that_was_stopped_between_the_passes(tmp_path):
