@@ -74,9 +74,9 @@ class Run:
         self.steps = [row["step"] for row in unprofiled(rows, taken)]
 
     def loop_seconds(self, first: int, steps: int) -> float:
-        """Returns the mean of these steps by the loop's own clock, traced or not."""
+        """Returns the median of these steps by the loop's clock; the first has the trace's start in it."""
         rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
-        return fmean(row["step_seconds"] for row in rows if first <= row["step"] < first + steps)
+        return median(row["step_seconds"] for row in rows if first <= row["step"] < first + steps)
 
     def idle(self) -> float:
         """Returns the median seconds that the cause kept the device idle for, in a step not profiled."""
