@@ -167,10 +167,10 @@ def stand_in(config: RunConfig, layout, segments: int) -> str:
 
 
 def as_traced(config: RunConfig) -> RunConfig:
-    """Returns a configuration whose step for a GPU can be traced on a CPU: there `auto` would not choose what
-    a GPU takes, nor can kernels that address other GPUs be compiled. The ring moves the same tokens."""
+    """Returns a configuration whose step for a GPU can be traced on a CPU, where kernels that address other
+    GPUs cannot be compiled. The ring moves the same tokens."""
     mesh = config.mesh
-    if mesh.collective_matmul in ("auto", "mosaic_gpu"):
+    if mesh.collective_matmul == "mosaic_gpu":
         mesh = dataclasses.replace(mesh, collective_matmul="ring")
     return dataclasses.replace(config, mesh=mesh)
 

@@ -121,11 +121,12 @@ def matmul_reduce_scatter(
 def automatic(platform: str | None = None) -> tuple[str, ...]:
     """Returns the implementations that are tried where none is named, the first first.
 
-    A CPU has no transfers to hide behind products, and the plain form is the shortest program there. The
-    fused kernels run only when named: none has run on its hardware yet, and one that waits for a signal that
-    never comes holds all devices.
+    A CPU has no transfers to hide behind products. On 2 H200s the ring took longer than the plain form in
+    most shapes (docs/results.md): the products of its parts are slower than the whole one. The fused kernels
+    are faster there but run only when named: in a whole step they have not won yet, and one that waits for a
+    signal that never comes holds all devices.
     """
-    return ("reference",) if dispatch.resolve_platform(platform) == "cpu" else ("ring", "reference")
+    return ("ring", "reference") if dispatch.resolve_platform(platform) == "tpu" else ("reference",)
 
 
 def implementations(

@@ -76,7 +76,7 @@ CHOICE = {
     },
     "adamw_8bit": dict.fromkeys(WHERE, "xla"),
     "rms_norm": dict.fromkeys(WHERE, "reference"),
-    "all_gather_matmul": dict.fromkeys(WHERE, "ring") | {"cpu": "reference"},
+    "all_gather_matmul": dict.fromkeys(WHERE, "reference") | {"tpu": "ring"},
 }
 
 
