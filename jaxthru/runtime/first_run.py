@@ -7,6 +7,7 @@ to wait for. If one is recorded during the capture, the other stream becomes par
 with "capturing stream has unjoined work". Nothing in XLA's options leaves the capture out (jaxlib 0.11.2).
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,14 @@ import jax
 
 COPIES = threading.Lock()
 """Held by a first run. A thread beside the one that runs programs holds it while it starts copies."""
+
+
+def wait_for_all() -> None:
+    """Waits until all arrays are there. A buffer given to a running program cannot be waited for, but what
+    that program makes can; and an array whose program failed says so to whoever reads it."""
+    for array in jax.live_arrays():
+        with contextlib.suppress(RuntimeError):
+            array.block_until_ready()
 
 
 class FirstAlone:
@@ -31,7 +40,7 @@ class FirstAlone:
         with COPIES:
             # A copy has ended when what it makes is there; who started it need not be known. (Nobody starts
             # one to the host's own memory without waiting for it.)
-            jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+            wait_for_all()
             results = jax.block_until_ready(self.program(*arguments))
         self._run = self.program
         return results
