@@ -74,19 +74,11 @@ class Profile:
     """Profiles the steps of a run as it comes by them; called where the loop calls `NoProfile`."""
 
     def __init__(
-        self,
-        config: ProfileConfig,
-        directory: Path,
-        program: Callable,
-        recompile: Callable[[dict], Callable],
-        start: int,
-        last: int,
+        self, folder: Path, program: Callable, recompile: Callable[[dict], Callable], passes: list[Pass]
     ):
-        """program: the compiled step. recompile: compiles it with these options of XLA. start: the step that
-        the run goes on from. last: its last."""
-        self.folder, self.program, self.compiled = directory / str(config.at), program, program
-        self._recompile = recompile
-        self._passes = _passes(config, program, start, last)
+        """program: the compiled step. recompile: compiles it with these options of XLA. passes: in order."""
+        self.folder, self.program, self.compiled = folder, program, program
+        self._recompile, self._passes = recompile, passes
         self._coming = list(self._passes)
         self._running: Pass | None = None
         self._open = contextlib.ExitStack()
@@ -240,5 +232,10 @@ def open_profile(
     start: int,
     last: int,
 ) -> Profile | NoProfile:
-    """Returns what the loop calls between its steps; see `Profile`."""
-    return Profile(config, directory, program, recompile, start, last) if config.at else NoProfile(program)
+    """Returns what the loop calls between its steps; see `Profile`.
+
+    start: the step that the run goes on from. last: its last.
+    """
+    if not config.at:
+        return NoProfile(program)
+    return Profile(directory / str(config.at), program, recompile, _passes(config, program, start, last))

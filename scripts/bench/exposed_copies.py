@@ -18,9 +18,9 @@ import harness
 from jaxthru.profile.events import Event
 from jaxthru.profile.measured import Measured
 from jaxthru.profile.paint import paint
+from jaxthru.profile.windows import HOST_COPIES
 
 IDLE = ("data_wait", "host_gap", "dependency")
-DIRECTIONS = ("to_device", "to_host")
 
 
 def running(events: list[Event], start: int, end: int) -> int:
@@ -42,7 +42,7 @@ def measure(folder: Path) -> dict:
     exposed, idle = lines.get("exposed_host_copies", 0), sum(lines.get(line, 0) for line in IDLE)
     own = [event for event in measured.trace.events if event.device == windows[0].device]
     own = [event for event in own if start <= event.start < end]
-    copies = {name: [event for event in own if event.kind == name] for name in DIRECTIONS}
+    copies = {name: [event for event in own if event.kind == name] for name in HOST_COPIES}
     moving = sorted((event for of in copies.values() for event in of), key=lambda event: event.start)
     span = end - start
     return {

@@ -115,8 +115,8 @@ def measure(run: Callable, flops: float, seconds: tuple[float, float]) -> dict:
     begun = ended - round(1e9 * taken)
     steady = [row for row in samples.devices.get("0", ()) if row[0] > begun]
     rate = len(timing.seconds) / taken
-    between = {"between": (begun, ended)}
-    return {"tflops": flops * rate / 1e12, "calls": len(timing.seconds), **capped(steady)} | between
+    found = {"tflops": flops * rate / 1e12, "calls": len(timing.seconds), "between": (begun, ended)}
+    return found | capped(steady)
 
 
 def factored(found: dict, gemm: dict, flops: float, speed: float, kind: str) -> dict:

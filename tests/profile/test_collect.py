@@ -12,7 +12,7 @@ from runs import make_workplace
 
 from jaxthru.profile import clocks, ledger
 from jaxthru.profile.build import build
-from jaxthru.profile.trace import NoProfile, Profile, ProfileConfig, open_profile
+from jaxthru.profile.trace import NoProfile, ProfileConfig, open_profile
 from jaxthru.runtime.errors import InputError
 
 AT, STEPS = 6, 5
@@ -188,7 +188,7 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
         asked.append(options)
         return named
 
-    profile = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 8)
+    profile = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 8)
     programs = {}
     for step in range(1, 14):
         if profile.begins(step):
@@ -205,7 +205,7 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
     }
     assert (tmp_path / "4" / "attribution.hlo.txt").read_text() == "named"
     # Of a run that is too short for both, the one without which there is no ledger.
-    short = Profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 7)
+    short = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 7)
     assert [(one.name, one.first_step) for one in short._passes] == [("production", 4)]
 
 
