@@ -123,10 +123,10 @@ class Profile:
                 again = self._recompile(extra | again_by)
         for one in self._passes[:-1]:
             one.program = again
-        for path in (self.folder / "dump").glob("*"):
-            if path.suffix != ".txt":  # code, which nothing here reads
-                path.unlink()
         if distributed.is_primary():
+            for path in (self.folder / "dump").glob("*"):
+                if path.suffix != ".txt":  # code, which nothing here reads
+                    path.unlink()
             (self.folder / "step.hlo.txt").write_text(self.compiled.as_text())
             if len(self._passes) > 1:
                 (self.folder / "attribution.hlo.txt").write_text(again.as_text())
