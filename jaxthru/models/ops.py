@@ -134,17 +134,18 @@ class Ops:
         return sharded(x_NI, tuple(matrix.astype(self.compute) for matrix in matrices))
 
     def _whole(self, shard: jax.Array, axes: Axes) -> jax.Array:
-        """Returns a shard of a matrix, within a shard_map, gathered along `embed`.
-
-        Where rows are split over other axes too, it is first marked as a copy that each of their devices has:
-        its gradient then is reduced to the stored shards before it is summed over them.
-        """
+        """Returns a shard of a matrix, within a shard_map, gathered along `embed`."""
         dim = axes.index("embed")
         over = self.layout.spec(axes)[dim]
-        copies = tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
-        if copies:
-            shard = jax.lax.pcast(shard, copies, to="varying")
+        shard = self._copies(shard, over)
         return shard if over is None else jax.lax.all_gather(shard, over, axis=dim, tiled=True)
+
+    def _copies(self, shard: jax.Array, over: str | None) -> jax.Array:
+        """Returns a shard, within a shard_map, marked as a copy that each device has of the axes that rows
+        are split over, other than `over`, along which it is split: its gradient then is reduced to the
+        stored shards before it is summed over copies."""
+        copies = tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
+        return jax.lax.pcast(shard, copies, to="varying") if copies else shard
 
     def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments) -> jax.Array:
         """Returns attention within documents; each shard sees its own rows and heads."""
@@ -166,21 +167,31 @@ class Ops:
     def embed(self, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         """Returns the rows of the table at `tokens_BT`, [N, D] in the compute dtype, sharded over tokens.
 
-        Each `tensor` shard looks up the part of the vocabulary that it holds; of the sum of the parts it
-        keeps its own tokens. The collectives are written out because the partitioner turns the gradient's
-        scatter into an all-to-all.
+        Each device looks up what it holds, a part of the vocabulary over `tensor` and of `embed` over `fsdp`,
+        for the tokens of all devices that hold other parts; then tokens and parts change places. That moves
+        D numbers a token, where gathering the table would move V·D, and as many for its gradient. Each
+        device's sums over tokens are float32. The collectives are written out because the partitioner turns
+        the gradient's scatter into an all-to-all.
         """
         axes = ("vocab", "embed")
-        vocab_axis, _ = stored = self.layout.spec(axes)
+        vocab_axis, embed_axis = stored = self.layout.spec(axes)
 
         def local(table_VD, tokens_BT):
-            tokens_N, table_VD = tokens_BT.reshape(-1), self._whole(table_VD.astype(self.compute), axes)
+            # Rounded first, so that gradients are when they are summed over axes that hold copies.
+            table_VD = self._copies(table_VD.astype(self.compute), embed_axis).astype(jnp.float32)
+            tokens_N = tokens_BT.reshape(-1)
+            if embed_axis is not None:
+                tokens_N = jax.lax.all_gather(tokens_N, embed_axis, tiled=True)
             if vocab_axis is None:
-                return table_VD[tokens_N]
-            first = jax.lax.axis_index(vocab_axis) * table_VD.shape[0]
-            inside = (tokens_N >= first) & (tokens_N < first + table_VD.shape[0])
-            x_ND = jnp.where(inside[:, None], table_VD[jnp.where(inside, tokens_N - first, 0)], 0)
-            return jax.lax.psum_scatter(x_ND, vocab_axis, tiled=True)
+                x_ND = table_VD[tokens_N]
+            else:
+                first = jax.lax.axis_index(vocab_axis) * table_VD.shape[0]
+                inside = (tokens_N >= first) & (tokens_N < first + table_VD.shape[0])
+                x_ND = jnp.where(inside[:, None], table_VD[jnp.where(inside, tokens_N - first, 0)], 0)
+            x_ND = x_ND.astype(self.compute)
+            if embed_axis is not None:
+                x_ND = jax.lax.all_to_all(x_ND, embed_axis, split_axis=0, concat_axis=1, tiled=True)
+            return x_ND if vocab_axis is None else jax.lax.psum_scatter(x_ND, vocab_axis, tiled=True)
 
         if self.layout.mesh.size == 1:
             return local(table_VD, tokens_BT)

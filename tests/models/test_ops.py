@@ -1,5 +1,7 @@
 """Operations over a mesh equal those on one device, values and gradients."""
 
+import math
+import re
 import typing
 
 import jax
@@ -61,3 +63,40 @@ def test_linear_cross_entropy(mesh, axes):
     # are split further than rows; and nowhere else.
     moved = (mesh[1] > 1) + (mesh[2] > 1)
     assert text.count("stablehlo.all_gather") == text.count("stablehlo.reduce_scatter") == moved
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 4), (2, 2, 2)], ids=str)
+def test_embed(mesh):
+    rng = np.random.default_rng(fresh_seed())
+    table, cotangent = normal(rng, (V, D), jnp.float32), normal(rng, (B * T, D), jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
+
+    def run(mesh):
+        layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
+        stored, rows = layout.sharding(("vocab", "embed")), layout.sharding(("batch", "sequence"))
+        arguments = jax.device_put(table, stored), jax.device_put(tokens, rows)
+
+        def both(table, tokens):
+            x_ND, pull = jax.vjp(
+                lambda table: Ops(layout, jnp.dtype(jnp.float32)).embed(table, tokens), table
+            )
+            return x_ND, layout.constrain(pull(cotangent)[0], ("vocab", "embed"))
+
+        jitted = jax.jit(both)
+        return jitted(*arguments), jitted.lower(*arguments).compile().as_text()
+
+    (found, text), (alone, _) = run(mesh), run((1, 1, 1))
+    assert_close(found, alone, CPU_TOLERANCE)
+    # Neither the table nor its gradient moves, but for the sum over copies.
+    moved = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:all-gather|reduce-scatter|all-to-all)", text)
+    assert all(math.prod(map(int, size.split(","))) <= B * T * D for size in moved)
+    assert text.count(" all-reduce(") == (mesh[0] > 1)
+
+
+def test_embed_sums_in_float32():
+    """A bfloat16 sum of ones ends at 256."""
+    ops = Ops(Layout(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])), jnp.dtype(jnp.bfloat16))
+    tokens = jnp.zeros((1, 1000), jnp.int32)
+    gradient = jax.grad(lambda table: ops.embed(table, tokens).sum())(jnp.ones((V, D)))
+    assert (gradient[0] == 1000).all()

@@ -87,11 +87,16 @@ def test_only_the_collectives_that_the_mesh_needs(sharded):
     if "fsdp" in name or "tensor" in name:
         allowed |= {"all-gather", "reduce-scatter"}
         assert "all-gather" in kinds
+    if "fsdp" in name:
+        allowed |= {"all-to-all"}
     assert kinds <= allowed, f"{name}: {kinds - allowed} in {found}"
-    # Only tensor parallelism moves activations, and nothing ever gathers what indexes them.
+    # Only tensor parallelism moves activations, beside the embedding's to and fro; and for that alone what
+    # indexes them is gathered, the tokens' numbers.
+    indices = [shape for kind, shape, _ in found if kind == "all-gather" and shape[0] == "s"]
+    assert len(indices) == ("fsdp" in name), f"{name}: gathers the indices {indices}"
+    assert [kind for kind, *_ in found].count("all-to-all") == 2 * ("fsdp" in name)
     tokens = tiny.ROWS * tiny.SEQUENCE // made.layout.size("batch")
     for kind, shape, groups in found:
-        assert kind != "all-gather" or shape[0] != "s", f"{name}: gathers the indices {shape}"
         for dims in re.findall(r"\[([\d,]*)\]", shape):
             assert not is_activation(dims, made), f"{name}: {kind} of the activation {shape}"
             # The loss adds up two numbers of each token, and nothing more is ever added up whole.
@@ -104,7 +109,8 @@ def test_what_moves_over_tensor_and_over_fsdp():
     those weights' gradients are made, and gathers the gradients of what the output and the down projection
     gave; each of these four maps sums up its parts one way, forward or backward. Beside the layers, the
     embedding scatters its sums and the loss gathers its tokens, and the reverse. Each matrix is gathered for
-    either pass, the embedding for the first alone, and its gradient scattered."""
+    either pass, the output matrix for the first alone, and its gradient scattered; of the embedding only the
+    tokens' numbers are gathered, and what was looked up, and its gradient, changes places."""
     layers, matrices = tiny.SHAPE.layers, 7
     made = tiny.make((2, 2, 2), loop="unroll", remat="projections", collective_matmul=PLAIN)
     found = collections.Counter(
@@ -116,7 +122,8 @@ def test_what_moves_over_tensor_and_over_fsdp():
         ("all-gather", "tensor"): 6 * layers + 2,
         ("reduce-scatter", "tensor"): 4 * layers + 2,
         ("all-gather", "fsdp"): 2 * matrices * layers + 2,
-        ("reduce-scatter", "fsdp"): matrices * layers + 2,
+        ("reduce-scatter", "fsdp"): matrices * layers + 1,
+        ("all-to-all", "fsdp"): 2,
     }
 
 
@@ -151,7 +158,7 @@ def test_tied_embeddings_shard_over_tensor():
     tied = tiny.make((1, 4, 2), tied_embeddings=True)
     np.testing.assert_allclose(tied.losses(5), tiny.make(tied_embeddings=True).losses(5), atol=1e-4, rtol=0)
     assert {kind for kind, _, _ in collectives(tied.compiled.as_text())} <= {
-        *("all-reduce", "all-gather", "reduce-scatter")
+        *("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
     }
 
 
