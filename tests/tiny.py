@@ -91,12 +91,14 @@ def make(
     z_loss: float = 0.0,
     float8: bool = False,
     collective_matmul: str = "auto",
+    copies: bool = False,
     compute: str = "float32",
     optim: OptimConfig = OPTIM,
     **shape,
 ) -> Tiny:
     layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
-    ops = Ops(layout, jnp.dtype(compute), float8=float8, collective_matmul_by=collective_matmul)
+    dtype = jnp.dtype(compute)
+    ops = Ops(layout, dtype, float8=float8, collective_matmul_by=collective_matmul, copies=copies)
     model = bind(dataclasses.replace(SHAPE, **shape), ops, remat)
     schedule = make_schedule(optim, 20)
     optimizer = Optimizer(optim, matrices(model))

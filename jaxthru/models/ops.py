@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxthru.models import fp8
+from jaxthru.runtime import copies
 from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
 from pallas_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -30,13 +31,15 @@ from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 class Ops:
     """compute: the dtype of activations and matmul operands. attention_by: an implementation of
     `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8. collective_matmul_by: an
-    implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`."""
+    implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`. copies: gather
+    parameters over `fsdp`, and scatter their gradients, by `runtime.copies`."""
 
     layout: Layout
     compute: jnp.dtype
     attention_by: str = "auto"
     float8: bool = False
     collective_matmul_by: str = "auto"
+    copies: bool = False
 
     @property
     def collective(self) -> bool:
@@ -77,7 +80,7 @@ class Ops:
         1.9 % of a step slower on an H200, and query, key and value 0.4 %.
         """
         matrices, axes = zip(*(matrix_of(weight, 1) for weight in weights), strict=True)
-        if self.collective:
+        if self.collective or self.copies:
             ys = self._by_shard(all_gather_matmul, x_ND, matrices, axes, ("tokens", "batch"))
         else:
             ys = self._products(x_ND, matrices, axes)
@@ -91,7 +94,7 @@ class Ops:
         compute dtype, accumulated in float32, sharded over tokens."""
         matrix_ID, axes = matrix_of(weight, y.ndim - 1)
         y_NI = y.reshape(-1, len(matrix_ID))
-        if self.collective:
+        if self.collective or self.copies:
             (x_ND,) = self._by_shard(_matmul_reduce_scatter, y_NI, (matrix_ID,), (axes,), ("batch", "tokens"))
         else:
             (x_ND,) = self._products(y_NI, (matrix_ID,), (axes,))
@@ -112,9 +115,10 @@ class Ops:
         axes: Sequence[Axes],
         tokens: tuple[str, str],
     ) -> tuple[jax.Array, ...]:
-        """Returns `x_NI` times each matrix [I, O], by an operation of `pallas_kernels.collective_matmul`.
+        """Returns `x_NI` times each matrix [I, O].
 
-        axes: of each matrix. tokens: the logical axis of N before and after.
+        product: an operation of `pallas_kernels.collective_matmul`, for where tokens are split further than
+        rows are. axes: of each matrix. tokens: the logical axis of N before and after.
 
         The matrices are gathered over `fsdp` within, where the transpose of a gather is a reduce-scatter.
         """
@@ -126,7 +130,10 @@ class Ops:
         }
 
         def local(x_NI, matrices):
-            return product(x_NI, tuple(map(self._whole, matrices, axes)), **how)
+            whole = tuple(map(self._whole, matrices, axes))
+            return (
+                product(x_NI, whole, **how) if self.collective else tuple(x_NI @ matrix for matrix in whole)
+            )
 
         in_specs = self.layout.spec((before, axes[0][0])), stored
         out_specs = tuple(self.layout.spec((after, of[1])) for of in axes)
@@ -137,15 +144,19 @@ class Ops:
         """Returns a shard of a matrix, within a shard_map, gathered along `embed`."""
         dim = axes.index("embed")
         over = self.layout.spec(axes)[dim]
-        shard = self._copies(shard, over)
-        return shard if over is None else jax.lax.all_gather(shard, over, axis=dim, tiled=True)
+        shard = self._replicated(shard, over)
+        if over is None:
+            return shard
+        if self.copies:
+            return copies.all_gather(shard, over, dim)
+        return jax.lax.all_gather(shard, over, axis=dim, tiled=True)
 
-    def _copies(self, shard: jax.Array, over: str | None) -> jax.Array:
+    def _replicated(self, shard: jax.Array, over: str | None) -> jax.Array:
         """Returns a shard, within a shard_map, marked as a copy that each device has of the axes that rows
         are split over, other than `over`, along which it is split: its gradient then is reduced to the
         stored shards before it is summed over copies."""
-        copies = tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
-        return jax.lax.pcast(shard, copies, to="varying") if copies else shard
+        others = tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
+        return jax.lax.pcast(shard, others, to="varying") if others else shard
 
     def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments) -> jax.Array:
         """Returns attention within documents; each shard sees its own rows and heads."""
@@ -178,7 +189,7 @@ class Ops:
 
         def local(table_VD, tokens_BT):
             # Rounded first, so that gradients are when they are summed over axes that hold copies.
-            table_VD = self._copies(table_VD.astype(self.compute), embed_axis).astype(jnp.float32)
+            table_VD = self._replicated(table_VD.astype(self.compute), embed_axis).astype(jnp.float32)
             tokens_N = tokens_BT.reshape(-1)
             if embed_axis is not None:
                 tokens_N = jax.lax.all_gather(tokens_N, embed_axis, tiled=True)

@@ -69,6 +69,7 @@ def assemble(
         attention,
         float8=precision.matmul == "fp8",
         collective_matmul_by=config.mesh.collective_matmul,
+        copies=config.mesh.fsdp_transfers == "copies",
     )
     model = bind(config.model, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)

@@ -48,6 +48,8 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
             f"mesh.collective_matmul = {config.mesh.collective_matmul!r}: with precision.matmul = 'fp8' "
             "products and collectives are apart; choose 'auto'",
         )
+    if config.mesh.fsdp_transfers == "copies":
+        check_copies(config, layout, platform or device.platform)
     if config.offload.layered:
         which = f"offload.level = {config.offload.level!r}, activations = {config.offload.activations!r}"
         require(
@@ -60,6 +62,24 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
             "'projections', which recomputes the least, or another",
         )
     return layout
+
+
+def check_copies(config: RunConfig, layout: Layout, platform: str) -> None:
+    """Raises InputError where parameters cannot be moved by copies, or would not be."""
+    asked = "mesh.fsdp_transfers = 'copies'"
+    processes = jax.process_count()
+    require(
+        platform != "gpu" or processes == 1,
+        f"{asked}: GPUs of one process copy to each other, found {processes} processes; choose 'collectives'",
+    )
+    require(
+        config.precision.matmul != "fp8",
+        f"{asked}: with precision.matmul = 'fp8' parameters are gathered in float8; choose 'collectives'",
+    )
+    require(
+        config.mesh.collective_matmul != "none" or layout.size("heads") == 1,
+        f"{asked}: with mesh.collective_matmul = 'none' XLA places what moves; choose 'collectives'",
+    )
 
 
 def attention_by(config: RunConfig, platform: str | None = None) -> str:

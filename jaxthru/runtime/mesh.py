@@ -22,6 +22,8 @@ class MeshConfig:
     tensor: heads, MLP width and vocabulary are sharded, and between blocks the tokens of each row.
     collective_matmul: what moves tokens over `tensor`: an implementation of
     `pallas_kernels.collective_matmul`, `auto`, or `none`, collectives that XLA's partitioner puts in.
+    fsdp_transfers: what moves parameters and their gradients over `fsdp`: `collectives`, or `copies`, which
+    GPUs of one process make with their copy engines (`runtime.copies`). `auto` takes collectives.
     """
 
     data: int = 1
@@ -30,6 +32,7 @@ class MeshConfig:
     collective_matmul: Literal[
         "auto", "none", "reference", "ring", "ring_bidirectional", "mosaic_gpu", "mosaic_tpu"
     ] = "auto"
+    fsdp_transfers: Literal["auto", "collectives", "copies"] = "auto"
 
     def __post_init__(self):
         sizes = [getattr(self, axis) for axis in AXES]

@@ -29,7 +29,9 @@ NO_MULTICAST = {
 }
 """NVLink multicast can take a host's GPUs out of service; these keep every library here from using it."""
 
-MULTICAST_FLAGS = re.compile(r"user_buffers|symmetric")
+MULTICAST_FLAGS = re.compile(r"user_buffers|symmetric|collective_kernels|one_shot_kernel")
+"""Options of XLA that may lead to it: memory that is registered with NCCL's multicast, and XLA's own kernels,
+which take multimem instructions where there are. A mode may be `symmetric`, too."""
 
 MEMORY_FRACTION = 0.96
 """A training job owns its GPU; JAX's default leaves a quarter of the memory unused. What is left here, 5.6
@@ -207,11 +209,17 @@ Outside of one it fills what cuDNN's attention backward writes to, and its works
 call: 17 GB and 4 ms for two rows of 8,192 tokens with up to 32 documents each."""
 
 
+COPIED_PERMUTES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+"""Permutes between GPUs of one process are copies by their copy engines, and take no multiprocessors from
+what runs beside them; NCCL's kernels do. Between processes they stay NCCL's."""
+
+
 def check_flags(flags: str) -> None:
     """Raises InputError for the first flag of `flags` that is unknown here or forbidden."""
     names = re.findall(r"--(xla_\w+)(?:=(\S*))?", flags)
     for name, value in names:
-        if MULTICAST_FLAGS.search(name) and value.lower() not in ("false", "0"):
+        on = MULTICAST_FLAGS.search(name) and value.lower() not in ("false", "0")
+        if on or "symmetric" in value.lower():
             raise InputError(f"XLA_FLAGS has --{name}: it may use NVLink multicast; take it out")
     if not names:
         return
@@ -240,7 +248,7 @@ def compiler_options(
         # Starts collectives early and awaits them late. XLA does so by itself where it knows their cost, on
         # Hopper (the same program with and without), and nowhere else: see docs/parallelism.md.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
-        options |= SHORT_GRAPHS
+        options |= SHORT_GRAPHS | COPIED_PERMUTES
     if deterministic:
         options["xla_gpu_deterministic_ops"] = True
     if writes_to_peers:

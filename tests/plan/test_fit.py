@@ -26,3 +26,23 @@ def test_tokens_that_do_not_divide_over_tensor_are_refused():
     )
     even = configuration.load("configs/quickstart.py", [*settings, "data.sequence=256"])
     fit(even, jax.devices()[:2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "message"),
+    [
+        ([], 2, "GPUs of one process copy to each other, found 2 processes; choose 'collectives'"),
+        (["precision.matmul=fp8"], 1, "parameters are gathered in float8"),
+        (["mesh.collective_matmul=none", "mesh.tensor=2", "mesh.fsdp=1"], 1, "XLA places what moves"),
+    ],
+    ids=["processes", "fp8", "none"],
+)
+def test_copies_where_none_would_be_made_are_refused(settings, processes, message, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    config = configuration.load(
+        "configs/quickstart.py", ["mesh.fsdp_transfers=copies", "train.rows=8", *settings]
+    )
+    with pytest.raises(InputError, match=f"mesh.fsdp_transfers = 'copies': .*{message}"):
+        fit(config, jax.devices()[:2], "gpu")
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    fit(configuration.load("configs/quickstart.py", ["mesh.fsdp_transfers=copies", "train.rows=8"]))

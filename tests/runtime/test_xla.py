@@ -17,7 +17,12 @@ from jaxthru.runtime.errors import InputError
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--xla_force_host_platform_device_count=8", "--xla_gpu_enable_nccl_user_buffers=false"],
+    [
+        "",
+        "--xla_force_host_platform_device_count=8",
+        "--xla_gpu_enable_nccl_user_buffers=false",
+        "--xla_gpu_collective_permute_mode=peer",
+    ],
 )
 def test_takes(flags):
     xla.check_flags(flags)
@@ -32,6 +37,8 @@ def test_takes(flags):
         ("--xla_gpu_enable_nccl_user_buffers", "may use NVLink multicast"),
         ("--xla_gpu_experimental_enable_nccl_symmetric_buffers=True", "may use NVLink multicast"),
         ("--xla_gpu_enable_persistent_symmetric_memory=1", "may use NVLink multicast"),
+        ("--xla_gpu_all_gather_mode=symmetric", "may use NVLink multicast"),
+        ("--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE", "may use NVLink multicast"),
     ],
 )
 def test_refuses(flags, message):
@@ -95,6 +102,7 @@ def test_options_are_for_gpus_alone_and_where_they_help():
     assert both == {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY",
         "xla_gpu_deterministic_ops": True,
     }
     fused = xla.compiler_options("gpu", devices=1, deterministic=False, writes_to_peers=True)

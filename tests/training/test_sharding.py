@@ -127,6 +127,20 @@ def test_what_moves_over_tensor_and_over_fsdp():
     }
 
 
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_parameters_that_are_copied(mesh, single_device):
+    made = tiny.make(mesh, copies=True, collective_matmul=PLAIN, loop="unroll", remat="projections")
+    np.testing.assert_allclose(made.losses(5), single_device[:5], atol=1e-4, rtol=0)
+    found = collections.Counter(
+        (kind, *axes_of(groups)) for kind, _, groups in collectives(made.compiled.as_text())
+    )
+    matrices = 7 * tiny.SHAPE.layers
+    # Forward and backward, and the gradients of each; the output matrix forward alone.
+    assert found[("collective-permute",)] == (mesh[1] - 1) * (3 * matrices + 2)
+    assert found[("all-gather", "fsdp")] == 1, "what the embedding is asked for"
+    assert found[("reduce-scatter", "fsdp")] == 0
+
+
 def axes_of(groups: str) -> set[str]:
     """Returns the mesh axes that a collective goes over, where its groups name them."""
     return set(re.findall(r"'(\w+)'", groups.split("]")[-1]))
