@@ -91,15 +91,17 @@ def make(
     z_loss: float = 0.0,
     float8: bool = False,
     collective_matmul: str = "auto",
-    copies: bool = False,
     compute: str = "float32",
     optim: OptimConfig = OPTIM,
+    ops: tuple[str, ...] = (),
     **shape,
 ) -> Tiny:
+    """Returns the step. ops: fields of `Ops` that are to be True."""
     layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
     dtype = jnp.dtype(compute)
-    ops = Ops(layout, dtype, float8=float8, collective_matmul_by=collective_matmul, copies=copies)
-    model = bind(dataclasses.replace(SHAPE, **shape), ops, remat)
+    using = Ops(layout, dtype, float8=float8, collective_matmul_by=collective_matmul)
+    using = dataclasses.replace(using, **dict.fromkeys(ops, True))
+    model = bind(dataclasses.replace(SHAPE, **shape), using, remat)
     schedule = make_schedule(optim, 20)
     optimizer = Optimizer(optim, matrices(model))
     step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups)

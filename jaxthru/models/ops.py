@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxthru.models import fp8
+from jaxthru.models.remat import PARAMETERS
 from jaxthru.runtime import copies
 from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
@@ -32,7 +34,8 @@ class Ops:
     """compute: the dtype of activations and matmul operands. attention_by: an implementation of
     `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8. collective_matmul_by: an
     implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`. copies: gather
-    parameters over `fsdp`, and scatter their gradients, by `runtime.copies`."""
+    parameters over `fsdp`, and scatter their gradients, by `runtime.copies`. keep_parameters: have them kept
+    for the backward pass, see `RematConfig`."""
 
     layout: Layout
     compute: jnp.dtype
@@ -40,6 +43,7 @@ class Ops:
     float8: bool = False
     collective_matmul_by: str = "auto"
     copies: bool = False
+    keep_parameters: bool = False
 
     @property
     def collective(self) -> bool:
@@ -70,7 +74,10 @@ class Ops:
             return (layout.constrain(gradient, axes).astype(stored),)
 
         gathered.defvjp(lambda parameter: (gathered(parameter), None), backward)
-        return gathered(parameter)
+        return self._kept(gathered(parameter))
+
+    def _kept(self, parameter: jax.Array) -> jax.Array:
+        return checkpoint_name(parameter, PARAMETERS) if self.keep_parameters else parameter
 
     def column_parallel(self, x_ND: jax.Array, *weights) -> list[jax.Array]:
         """Returns `x_ND` times each weight [D, *out]: [N, *out] each, in the compute dtype, accumulated in
@@ -130,7 +137,7 @@ class Ops:
         }
 
         def local(x_NI, matrices):
-            whole = tuple(map(self._whole, matrices, axes))
+            whole = tuple(self._kept(self._whole(*pair)) for pair in zip(matrices, axes, strict=True))
             return (
                 product(x_NI, whole, **how) if self.collective else tuple(x_NI @ matrix for matrix in whole)
             )

@@ -6,29 +6,34 @@ from typing import Literal
 
 import jax
 
+PARAMETERS = "parameters"
 _ATTENTION = ("query", "key", "value", "attention", "attention_statistics", "attention_out")
 KEPT = {
+    "full": (),
     "attention": _ATTENTION,
     "gate": (*_ATTENTION, "gate"),
     "projections": (*_ATTENTION, "gate", "up", "float8"),
 }
-"""Policy -> the names (`jax.ad_checkpoint.checkpoint_name`) whose values are kept."""
+"""Policy -> the names (`jax.ad_checkpoint.checkpoint_name`) whose values are kept. So are PARAMETERS, a name
+that `Ops` gives where they are to be."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RematConfig:
     """policy: `none` keeps everything; `projections` recomputes norms and activations only; `gate` also
     recomputes the up projection, `attention` the gate projection too; `full` keeps each layer's input alone.
+    keep_parameters: keep each layer's matrices as its products take them, in the compute dtype and gathered
+    over `fsdp`, for the backward pass too, as `none` does. It then casts none and gathers none again, at the
+    price of their bytes (the opposite of FSDP2's `reshard_after_forward`).
     """
 
     policy: Literal["none", "projections", "gate", "attention", "full"] = "none"
+    keep_parameters: bool = False
 
 
 def remat(function: Callable, policy: str) -> Callable:
     """Returns `function` under the named policy. `function` is one layer of the model."""
     if policy == "none":
         return function
-    if policy == "full":
-        return jax.checkpoint(function)
-    keep = jax.checkpoint_policies.save_only_these_names(*KEPT[policy])
+    keep = jax.checkpoint_policies.save_only_these_names(PARAMETERS, *KEPT[policy])
     return jax.checkpoint(function, policy=keep)

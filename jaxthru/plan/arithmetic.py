@@ -21,7 +21,7 @@ LOSS_CHUNK = 2048  # tokens whose logits exist at once in linear_cross_entropy
 class Sizes:
     """Parameters of a layer's matrices, of each table (embedding, output matrix), and of what is no matrix;
     tokens of a step and of a micro-batch on one device, which along `tensor` has all tokens of a part of the
-    heads and of mlp. shards: devices that the state is split over."""
+    heads and of mlp. shards: devices that the state is split over; tensor: that a gathered layer is."""
 
     layers: int
     layer: int
@@ -30,6 +30,7 @@ class Sizes:
     tokens: int
     part: int
     shards: int = 1
+    tensor: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, devices: int = 1) -> "Sizes":
@@ -41,7 +42,8 @@ class Sizes:
         data, fsdp, tensor = config.mesh.shape(devices)
         tokens = train.rows * config.data.sequence // (data * fsdp * tensor)
         small = flops.parameters(shape) - matrices
-        return cls(shape.layers, layer, tables, small, tokens, tokens // train.microbatches, fsdp * tensor)
+        part = tokens // train.microbatches
+        return cls(shape.layers, layer, tables, small, tokens, part, fsdp * tensor, tensor)
 
     @property
     def matrices(self) -> int:
@@ -184,6 +186,8 @@ def _transients(config: RunConfig, sizes: Sizes) -> dict[str, float]:
     shape = config.model
     D, M = shape.embed, shape.mlp
     activations = (2 * D + _kept(config)) * sizes.layers * sizes.part
+    if config.remat.keep_parameters:
+        activations += 2 * sizes.layers * sizes.layer / sizes.tensor
     table = sizes.tables[-1] / sizes.shards
     loss = 2 * table + 4 * LOSS_CHUNK * shape.vocabulary
     tables = 4 * sum(sizes.tables) / sizes.shards

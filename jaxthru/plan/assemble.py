@@ -70,6 +70,7 @@ def assemble(
         float8=precision.matmul == "fp8",
         collective_matmul_by=config.mesh.collective_matmul,
         copies=config.mesh.fsdp_transfers == "copies",
+        keep_parameters=config.remat.keep_parameters,
     )
     model = bind(config.model, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)

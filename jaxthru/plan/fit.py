@@ -51,7 +51,7 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
     if config.mesh.fsdp_transfers == "copies":
         check_copies(config, layout, platform or device.platform)
     if config.offload.layered:
-        which = f"offload.level = {config.offload.level!r}, activations = {config.offload.activations!r}"
+        which = offloaded(config)
         require(
             shape.loop == "unroll",
             f"model.loop = {shape.loop!r}: with {which} the host runs layer after layer; choose 'unroll'",
@@ -61,7 +61,21 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
             f"remat.policy = 'none': with {which} a layer keeps no more than what has a name; choose "
             "'projections', which recomputes the least, or another",
         )
+    kept = "remat.keep_parameters = True"
+    require(
+        not (config.remat.keep_parameters and config.offload.layered),
+        f"{kept}: with {offloaded(config)} a layer's come and go with its programs; choose False",
+    )
+    require(
+        not (config.remat.keep_parameters and config.precision.matmul == "fp8"),
+        f"{kept}: with precision.matmul = 'fp8' products take them in float8; choose False",
+    )
     return layout
+
+
+def offloaded(config: RunConfig) -> str:
+    """Returns the settings that make the step several programs."""
+    return f"offload.level = {config.offload.level!r}, activations = {config.offload.activations!r}"
 
 
 def check_copies(config: RunConfig, layout: Layout, platform: str) -> None:

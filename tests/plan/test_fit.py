@@ -46,3 +46,16 @@ def test_copies_where_none_would_be_made_are_refused(settings, processes, messag
         fit(config, jax.devices()[:2], "gpu")
     monkeypatch.setattr(jax, "process_count", lambda: 1)
     fit(configuration.load("configs/quickstart.py", ["mesh.fsdp_transfers=copies", "train.rows=8"]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("offload.level=optimizer", "with offload.level = 'optimizer', .* come and go with its programs"),
+        ("precision.matmul=fp8", "with precision.matmul = 'fp8' products take them in float8"),
+    ],
+)
+def test_parameters_that_cannot_be_kept_are_refused(setting, message):
+    settings = ["remat.keep_parameters=true", "remat.policy=full", "model.loop=unroll", setting]
+    with pytest.raises(InputError, match=f"remat.keep_parameters = True: {message}"):
+        fit(configuration.load("configs/quickstart.py", settings), jax.devices()[:1])

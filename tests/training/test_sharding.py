@@ -129,7 +129,7 @@ def test_what_moves_over_tensor_and_over_fsdp():
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_parameters_that_are_copied(mesh, single_device):
-    made = tiny.make(mesh, copies=True, collective_matmul=PLAIN, loop="unroll", remat="projections")
+    made = tiny.make(mesh, ops=("copies",), collective_matmul=PLAIN, loop="unroll", remat="projections")
     np.testing.assert_allclose(made.losses(5), single_device[:5], atol=1e-4, rtol=0)
     found = collections.Counter(
         (kind, *axes_of(groups)) for kind, _, groups in collectives(made.compiled.as_text())
@@ -139,6 +139,22 @@ def test_parameters_that_are_copied(mesh, single_device):
     assert found[("collective-permute",)] == (mesh[1] - 1) * (3 * matrices + 2)
     assert found[("all-gather", "fsdp")] == 1, "what the embedding is asked for"
     assert found[("reduce-scatter", "fsdp")] == 0
+
+
+@pytest.mark.parametrize("ops", [("keep_parameters",), ("keep_parameters", "copies")], ids="-".join)
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_parameters_that_are_kept(mesh, loop, ops, single_device):
+    """They are gathered once; what each policy computes again, it computes from them."""
+    made = tiny.make(mesh, ops=ops, collective_matmul=PLAIN, loop=loop, remat="full")
+    np.testing.assert_allclose(made.losses(5), single_device[:5], atol=1e-4, rtol=0)
+    found = collectives(made.compiled.as_text())
+    kinds = collections.Counter((kind, *axes_of(groups)) for kind, _, groups in found)
+    matrices = 7 * (tiny.SHAPE.layers if loop == "unroll" else 1)
+    if "copies" in ops:
+        assert kinds[("collective-permute",)] == (mesh[1] - 1) * (2 * matrices + 2)
+    else:
+        assert kinds[("all-gather", "fsdp")] == matrices + 2
 
 
 def axes_of(groups: str) -> set[str]:
