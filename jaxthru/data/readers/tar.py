@@ -8,7 +8,6 @@ a member that could not be unpacked safely is refused all the same, for its arch
 import tarfile
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import BinaryIO
 
 from jaxthru.data.files import File
 from jaxthru.data.mix import Recipe
@@ -39,7 +38,7 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
                                 yield sample.item()
                             sample = _Sample(key, Place(path, f"sample {key!r} at byte {end}"), recipe)
                         sample.add(archive, member, extension)
-                    _check_end(stream)
+                    _check_end(archive)
             if sample is not None:
                 yield sample.item()
         except (tarfile.TarError, ValueError, RecursionError, *READ_ERRORS) as error:
@@ -48,9 +47,9 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
             yield Place(path, f"after byte {end}").damage(cannot_be_read(error))
 
 
-def _check_end(stream: BinaryIO) -> None:
+def _check_end(archive: tarfile.TarFile) -> None:
     """Reads on to the end of the file, where compressed ones have their checksum."""
-    while rest := stream.read1(1 << 20):
+    while rest := archive.fileobj.read(1 << 20):  # by way of what the archive has read ahead
         if rest.strip(b"\0"):
             raise tarfile.ReadError("has content after its end mark, as archives have that were joined")
 
