@@ -1,6 +1,7 @@
 """A mix: which sources, by which recipes, in which shares. Read from data/mixes/<name>.toml."""
 
 import dataclasses
+import glob
 import math
 import tomllib
 from pathlib import Path
@@ -136,7 +137,9 @@ def _recipe(path: Path, name: str, table: dict[str, Any]) -> Recipe:
             if field.name in keys:
                 value = _typed(file, prefix + field.name, keys[field.name], field.type)
                 if field.name == "paths":
-                    value = tuple(str(file.parent / Path(item).expanduser()) for item in value)
+                    # The folder's own name is no pattern, whatever it holds.
+                    folder = Path(glob.escape(str(file.parent)))
+                    value = tuple(str(folder / Path(item).expanduser()) for item in value)
                 values[field.name] = value
     built = Recipe(**values)
     require(

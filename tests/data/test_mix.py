@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from jaxthru.data.files import HashCache, collect
 from jaxthru.data.mix import FORMATS, REPOSITORY, Recipe, load_mix
 from jaxthru.data.schedule import Mixing
 from jaxthru.runtime.errors import InputError
@@ -25,6 +26,16 @@ def test_every_recipe_is_complete(tmp_path):
     mix = load_mix(str(tmp_path / "all.toml"))
     assert all(recipe.description for recipe in mix.recipes.values())
     assert mix.recipes["local_text"].paths == (str(tmp_path / "x"),)
+
+
+def test_the_folder_of_a_mix_is_no_pattern(tmp_path):
+    folder = tmp_path / "corpus [2024] *"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    (folder / "m.toml").write_text('[sources.local_text]\npaths = ["*.txt"]\nweight = 1\n')
+    recipe = load_mix(str(folder / "m.toml")).recipes["local_text"]
+    [file] = collect("local_text", recipe, HashCache(tmp_path / "none.json"), frozenset())
+    assert file.path == folder / "a.txt"
 
 
 def test_the_page_of_instructions_is_true(tmp_path):
