@@ -8,6 +8,8 @@ from jaxthru.runtime.errors import InputError
 
 MESSAGE = 200
 """Characters of an exception's message that are told: some hold the whole text."""
+FAILURES = (Exception, SystemExit)
+"""What a user's code may raise. A script that is imported may exit: no command is to end so."""
 
 
 @functools.cache
@@ -21,8 +23,9 @@ def find_transform(name: str) -> Callable[[str], str]:
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"transform = {name!r}: cannot be imported as module:function ({error})") from error
+    except FAILURES as error:
+        why = _one_line(error)
+        raise InputError(f"transform = {name!r}: cannot be imported as module:function ({why})") from error
     if not callable(found):
         raise InputError(f"transform = {name!r}: is not a function")
     return found
@@ -32,9 +35,8 @@ def apply(transform: Callable[[str], str], text: str) -> str:
     """Returns what a transform makes of a text. Raises InputError, of one line, when that is no text."""
     try:
         result = transform(text)
-    except Exception as error:  # whatever it is, this one text is what it could not be done for
-        what = f"{type(error).__name__}: {error}".partition("\n")[0][:MESSAGE]
-        raise InputError(f"the transform raised {what}") from error
+    except FAILURES as error:  # whatever it is, this one text is what it could not be done for
+        raise InputError(f"the transform raised {_one_line(error)}") from error
     if not isinstance(result, str):
         raise InputError(f"the transform returned {type(result).__name__}, not str")
     try:
@@ -42,3 +44,7 @@ def apply(transform: Callable[[str], str], text: str) -> str:
     except UnicodeEncodeError as error:
         raise InputError("the transform returned what is not valid Unicode") from error
     return result
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:MESSAGE]
