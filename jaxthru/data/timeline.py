@@ -162,6 +162,8 @@ class Timeline:
         owed = np.zeros(len(self.names), np.int64)
         at = start
         for _, last, weights in mixing.stairs(start, self.tokens_per_step):
+            if last is not None and last * self.rows > UNLIMITED // 2:  # further than counts reach, or a run
+                last = None
             wanted = np.array([weights.get(name, 0.0) for name in self.names]) / scale
             while last is None or at < last:
                 left = limit - given

@@ -118,6 +118,17 @@ def test_a_capped_source_gives_exactly_its_cap_and_leaves_its_share(heavy, cap):
     assert gained / gained.sum() == pytest.approx([0.6, 0.4], abs=1e-3)
 
 
+@pytest.mark.parametrize("far", [1e12, 1e18, 1e300])
+@pytest.mark.parametrize("interpolate", ["staged", "linear"])
+def test_a_point_that_no_run_reaches_changes_nothing_before_it(far, interpolate):
+    made = timeline(
+        one({"a": {"weight": [[0, 1], [far, 0]]}, "b": {"weight": 1}}, interpolate=interpolate),
+        {"a": 100, "b": 100},
+    )
+    assert made.end is None
+    assert made.taken(256 * 10**6) == pytest.approx([1024 * 10**6] * 2, rel=1e-3)
+
+
 def test_stop_ends_the_run_when_the_source_has_given_all():
     sources = {"a": {"weight": 1, "exhausted": "stop"}, "b": {"weight": 3}}
     made = timeline(one(sources), {"a": 1000, "b": 10})
