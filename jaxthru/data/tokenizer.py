@@ -35,15 +35,18 @@ class Tokenizer:
         # A document that spells out a special token must not thereby end itself.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocabulary = max(ids.values()) + 1
+        self.vocabulary = max(ids.values(), default=0) + 1
         known = [ids[name] for name in END_OF_TEXT if name in ids]
         require(bool(known), f"{path}: has no end-of-text token; looked for {', '.join(END_OF_TEXT)}")
         self.end_of_text = known[0]
         self.dtype = np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, the end-of-text token last. Uses all cores."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        """Returns the ids of each text, the end-of-text token last. Uses all cores. Raises InputError."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # as above
+            raise InputError(f"{self.path}: cannot tokenise what the sources hold ({error})") from error
         return [np.array([*encoding.ids, self.end_of_text], self.dtype) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:

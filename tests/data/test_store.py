@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from corpus import write_corpus
 
 from jaxthru.data import store, writer
@@ -201,6 +202,21 @@ def test_a_named_tokenizer(mix, tmp_path):
         open_stores(load_mix(str(mix)), tmp_path / "store")
     (tmp_path / "named.json").write_text("{}")
     with pytest.raises(InputError, match=r"not a tokenizer\.json"):
+        open_stores(load_mix(str(mix)), tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (tokenizers.models.BPE(), "has no end-of-text token"),
+        (tokenizers.models.WordLevel({"</s>": 0}), "cannot tokenise what the sources hold .*UNK"),
+    ],
+)
+def test_a_tokenizer_that_cannot_tokenise_is_one_line(mix, tmp_path, model, message):
+    tokenizers.Tokenizer(model).save(str(tmp_path / "named.json"))
+    text = mix.read_text().replace("[tokenizer]\nvocabulary = 300\n", "")
+    mix.write_text(f'tokenizer = "named.json"\n{text}')
+    with pytest.raises(InputError, match=rf"named\.json: {message}"):
         open_stores(load_mix(str(mix)), tmp_path / "store")
 
 
