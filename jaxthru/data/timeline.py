@@ -167,7 +167,7 @@ class Timeline:
             wanted = np.array([weights.get(name, 0.0) for name in self.names]) / scale
             while last is None or at < last:
                 left = limit - given
-                over = np.flatnonzero(stops & (left == 0) & (wanted > 0))
+                over = np.flatnonzero(stops & (left <= 0) & (wanted > 0))
                 units = _units(np.where(left > 0, wanted, 0.0))
                 if len(over) or not units.any():
                     self._end(at, over[0] if len(over) else int((wanted > 0).argmax()))

@@ -138,6 +138,13 @@ def test_stop_ends_the_run_when_the_source_has_given_all():
     assert timeline(one({"a": {"weight": 1}, "b": {"weight": 3}}), {"a": 1000, "b": 10}).end is None
 
 
+def test_stop_ends_a_run_that_is_resumed_with_less_than_the_source_has_given():
+    before = {"sources": {name: {"weight": 1} for name in "ab"}}
+    less = {"sources": {"a": {"weight": 1, "max_epochs": 2, "exhausted": "stop"}, "b": {"weight": 1}}}
+    made = timeline([(0, before), (300, less)], {"a": 100, "b": 100})
+    assert made.taken(300)[0] > 200 and (made.end, made.ended_by) == (300, "a")
+
+
 def test_the_run_ends_when_every_source_is_dropped():
     sources = {name: {"weight": 1, "exhausted": "drop"} for name in "ab"}
     made = timeline(one(sources), {"a": 1000, "b": 100})
