@@ -103,7 +103,7 @@ def _package(name: str) -> dict[str, str]:
     """Returns {path: its part below the folder on sys.path} of all files of an installed distribution."""
     try:
         distribution = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # that is no name
         return {}
     if distribution.files is not None:
         return {str(file.locate()): f"/{file}" for file in distribution.files if file.suffix != ".pyc"}

@@ -225,6 +225,8 @@ def test_exclude_does_not_see_the_folders_above_an_installation(tmp_path, monkey
 
 
 def test_packages_are_found_by_their_names_and_absent_ones_skipped(tmp_path):
-    recipe = Recipe(packages=("numpy", "no-such-package"), suffixes=("/__init__.py",), exclude=("*/tests/*",))
+    recipe = Recipe(
+        packages=("numpy", "no-such-package", ""), suffixes=("/__init__.py",), exclude=("*/tests/*",)
+    )
     found = collect("test", recipe, HashCache(tmp_path / "none.json"), frozenset())
     assert Path(np.__file__) in {file.path for file in found}
