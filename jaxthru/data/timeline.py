@@ -162,8 +162,6 @@ class Timeline:
         owed = np.zeros(len(self.names), np.int64)
         at = start
         for _, last, weights in mixing.stairs(start, self.tokens_per_step):
-            if last is not None and last * self.rows > UNLIMITED // 2:  # further than counts reach, or a run
-                last = None
             wanted = np.array([weights.get(name, 0.0) for name in self.names]) / scale
             while last is None or at < last:
                 left = limit - given
@@ -182,6 +180,8 @@ class Timeline:
                         return
                 elif (safe < UNLIMITED).any():
                     steps = min(int(safe.min()), steps or UNLIMITED)
+                if steps is not None and (at + steps) * self.rows > UNLIMITED // 2:
+                    steps = None  # further than counts reach, or a run
                 # What is owed to sources that give no more goes to the others.
                 rest = owed[units == 0].sum() / UNIT
                 owed = np.where(units > 0, owed + (units * rest).astype(np.int64), 0)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxthru.data.schedule import Mixing
-from jaxthru.data.timeline import Supply, Timeline
+from jaxthru.data.timeline import UNIT, Supply, Timeline
 from jaxthru.runtime.errors import InputError
 
 
@@ -127,6 +127,12 @@ def test_a_point_that_no_run_reaches_changes_nothing_before_it(far, interpolate)
     )
     assert made.end is None
     assert made.taken(256 * 10**6) == pytest.approx([1024 * 10**6] * 2, rel=1e-3)
+
+
+def test_a_cap_that_no_run_reaches_changes_nothing_before_it():
+    rare = {"weight": 6, "max_epochs": 2.5}
+    made = timeline(one({"a": rare, "b": {"weight": UNIT - 6}}), {"a": 50_000, "b": 9})
+    assert made.end is None and made.taken(10**9)[0] == round(8e9 * 6 / UNIT)
 
 
 def test_stop_ends_the_run_when_the_source_has_given_all():
