@@ -170,6 +170,9 @@ class Timeline:
                 if len(over) or not units.any():
                     self._end(at, over[0] if len(over) else int((wanted > 0).argmax()))
                     return
+                # What is owed to sources that give no more goes to the others.
+                rest = owed[units == 0].sum() / UNIT
+                owed = np.where(units > 0, owed + (units * rest).astype(np.int64), 0)
                 steps = None if last is None else last - at
                 safe = self._safe_steps(units, left, owed, len(mixing.shares))
                 ending = safe < 1
@@ -182,9 +185,6 @@ class Timeline:
                     steps = min(int(safe.min()), steps or UNLIMITED)
                 if steps is not None and (at + steps) * self.rows > UNLIMITED // 2:
                     steps = None  # further than counts reach, or a run
-                # What is owed to sources that give no more goes to the others.
-                rest = owed[units == 0].sum() / UNIT
-                owed = np.where(units > 0, owed + (units * rest).astype(np.int64), 0)
                 phase, owed = self._phase(at, steps, units, given, owed, left, ending, block)
                 yield phase
                 if steps is None:
@@ -223,6 +223,7 @@ class Timeline:
         slack[units.argmax()] += sources  # `_balanced` gives it what rounding leaves
         limited = (units > 0) & (left < UNLIMITED // 2)
         steps = np.full(len(units), UNLIMITED)
+        owed = np.maximum(owed, 0)  # one that has had too much has its share of whole blocks all the same
         steps[limited] = ((left - slack) * UNIT - owed)[limited] // (units * self.rows)[limited]
         return steps
 
@@ -253,7 +254,13 @@ class Timeline:
         given = _balanced(units, total // block * block)
         wanted = owed + units * total - given * UNIT
         most = np.where(units > 0, left - given, 0)
-        tail = _apportioned(np.where(ending, most * UNIT, wanted), total % block, most)
+        least, others = np.where(ending, most, 0), np.where(ending, 0, units)
+        if least.sum() > total or not others.any():
+            least = np.zeros_like(most)
+        elif ending.any():  # they give all, and the others what is missing or too much, by their weights
+            rest = (wanted - least * UNIT)[ending].sum() / others.sum()
+            wanted = np.where(ending, least * UNIT, wanted + (others * rest).astype(np.int64))
+        tail = _apportioned(wanted, total % block, least, most)
         return Phase(start, start + steps, units, block, before, tail), wanted - tail * UNIT
 
     def _end(self, step: int, source: int) -> None:
@@ -282,16 +289,16 @@ def _balanced(units: np.ndarray, total: int) -> np.ndarray:
     return counts
 
 
-def _apportioned(wanted: np.ndarray, rows: int, most: np.ndarray) -> np.ndarray:
+def _apportioned(wanted: np.ndarray, rows: int, least: np.ndarray, most: np.ndarray) -> np.ndarray:
     """Returns int64 [sources] that sum to `rows`: what is wanted (rows × UNIT), by largest remainders.
 
-    most: int64 [sources], which no count exceeds; together they suffice.
+    least, most: int64 [sources], the bounds of each count; together they leave room for `rows`.
     """
-    wanted = np.minimum(np.maximum(wanted, 0), most * UNIT)
+    wanted = np.clip(wanted, least * UNIT, most * UNIT)
     counts = wanted // UNIT
     while missing := rows - int(counts.sum()):
         sign = 1 if missing > 0 else -1
-        able = np.flatnonzero(counts < most if sign > 0 else counts > 0)
+        able = np.flatnonzero(counts < most if sign > 0 else counts > least)
         owed = sign * (wanted - counts * UNIT)[able]
         counts[able[np.argsort(-owed, kind="stable")[: abs(missing)]]] += sign
     return counts

@@ -2,7 +2,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxthru.data.schedule import Mixing
@@ -133,6 +133,35 @@ def test_a_cap_that_no_run_reaches_changes_nothing_before_it():
     rare = {"weight": 6, "max_epochs": 2.5}
     made = timeline(one({"a": rare, "b": {"weight": UNIT - 6}}), {"a": 50_000, "b": 9})
     assert made.end is None and made.taken(10**9)[0] == round(8e9 * 6 / UNIT)
+
+
+def test_what_a_source_leaves_at_its_end_goes_to_the_others_by_their_weights():
+    sources = {"a": {"weight": 0.9, "max_epochs": 1}, "b": {"weight": 0.0999}, "c": {"weight": 0.0001}}
+    made = timeline(one(sources), {"a": 1000, "b": 500, "c": 100}, rows=512)
+    assert made.taken(3)[0] == 1000 and made.taken(3)[2] <= 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    sources=st.lists(
+        st.tuples(
+            st.sampled_from([1e-5, 0.01, 0.3, 1, 5]),
+            st.sampled_from([0.3, 1, 2.5]),
+            st.sampled_from([4, 7, 100, 1000]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    rows=st.sampled_from([1, 8, 64]),
+)
+def test_sources_that_all_end_give_all_but_the_rows_of_a_last_step(sources, rows):
+    shares = {f"s{at}": {"weight": each, "max_epochs": cap} for at, (each, cap, _) in enumerate(sources)}
+    supplies = {f"s{at}": supply for at, (_, _, supply) in enumerate(sources)}
+    caps = np.array([int(cap * supply) for _, cap, supply in sources])
+    assume(caps.sum() >= rows)
+    made = timeline(one(shares), supplies, rows=rows)
+    assert made.end == caps.sum() // rows and (made.taken(made.end) <= caps).all()
+    assert (counts_of(made, 0, made.end, len(caps)) == made.taken(made.end)).all()
 
 
 def test_stop_ends_the_run_when_the_source_has_given_all():
