@@ -79,20 +79,6 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
-class TokenStore:
-    """An opened store. manifest: what was written. train, held_out: its splits."""
-
-    def __init__(self, folder: Path):
-        self.manifest = read_manifest(folder)
-        self.folder = folder
-        self.train, self.held_out = (Split(folder, split, self.manifest) for split in SPLITS)
-
-    def verify(self) -> None:
-        """Reads everything. Raises InputError that names the first damaged block."""
-        for split in (self.train, self.held_out):
-            split.verify()
-
-
 class Split:
     """One split of a store: a stream of tokens, numbered through all its shards.
 
@@ -106,10 +92,8 @@ class Split:
         starts, ends = [0], [np.zeros(0, np.int64)]
         for number, shard in enumerate(manifest["shards"]):
             record, path = shard["splits"][split], folder / f"{split}-{number:05d}.tokens"
-            offsets = map_array(path.with_suffix(".offsets"), "<i8", record["documents"] + 1)
-            crc32 = zlib.crc32(offsets)
-            where = f"{path.with_suffix('.offsets')}: block 0 (bytes 0 to {offsets.nbytes - 1})"
-            require(crc32 == record["offsets_crc32"], f"{where} is damaged; {REMEDY}")
+            count, crc32 = record["documents"] + 1, record["offsets_crc32"]
+            offsets = map_array(path.with_suffix(".offsets"), "<i8", count, crc32)
             self._shards.append(map_array(path, manifest["dtype"], record["tokens"]))
             self._paths.append(path)
             self._checksums.append(record["tokens_crc32"])
@@ -156,6 +140,23 @@ class Split:
         self._unverified[number][block] = 0
 
 
+class TokenStore:
+    """An opened store. manifest: what was written. train, held_out: its splits."""
+
+    KIND, SPLIT = None, Split
+
+    def __init__(self, folder: Path):
+        self.manifest = read_manifest(folder)
+        require(self.manifest.get("kind") == self.KIND, f"{folder}: not a {self.KIND or 'token'} store")
+        self.folder = folder
+        self.train, self.held_out = (self.SPLIT(folder, split, self.manifest) for split in SPLITS)
+
+    def verify(self) -> None:
+        """Reads everything. Raises InputError that names the first damaged block."""
+        for split in (self.train, self.held_out):
+            split.verify()
+
+
 def ranges(counts: np.ndarray) -> np.ndarray:
     """Returns 0, 1, ... n-1 for each n of `counts`, one after the other."""
     ends = np.cumsum(counts)
@@ -165,8 +166,9 @@ def ranges(counts: np.ndarray) -> np.ndarray:
 REMEDY = "remove its folder and prepare again"
 
 
-def map_array(path: Path, dtype: str, count: int) -> np.ndarray:
-    """Maps a flat array of known length. Raises InputError when the file is missing or of another size."""
+def map_array(path: Path, dtype: str, count: int, crc32: int | None = None) -> np.ndarray:
+    """Maps a flat array of known length. Raises InputError when the file is missing or of another size, or
+    has another checksum than `crc32`."""
     size = path.stat().st_size if path.is_file() else None
     expected = count * np.dtype(dtype).itemsize
     require(size == expected, f"{path}: {size} bytes, expected {expected}; {REMEDY}")
@@ -178,6 +180,8 @@ def map_array(path: Path, dtype: str, count: int) -> np.ndarray:
         hints = {errno.EMFILE: "open files, `ulimit -n`", errno.ENOMEM: "memory maps, vm.max_map_count"}
         hint = f"; raise the limit of {hints[error.errno]}" if error.errno in hints else ""
         raise InputError(f"{path}: cannot be opened ({error.strerror}){hint}") from error
+    damaged = crc32 is not None and crc32 != zlib.crc32(mapped)
+    require(not damaged, f"{path}: block 0 (bytes 0 to {mapped.nbytes - 1}) is damaged; {REMEDY}")
     return mapped.view(np.ndarray)  # which spares each access the subclass's bookkeeping
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxthru.data import store
 from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError
 
 FRAME_BYTES = 1 << 16
 """Text in a frame: what is decompressed to get at one document, unless that is longer."""
@@ -116,21 +116,6 @@ def _compress(parts: list[Stretch]) -> tuple[list[bytes], np.ndarray]:
     return frames, index
 
 
-class TextStore:
-    """An opened store. manifest: what was written. train, held_out: its splits."""
-
-    def __init__(self, folder: Path):
-        self.manifest = store.read_manifest(folder)
-        require(self.manifest.get("kind") == KIND, f"{folder}: not a text store")
-        self.folder = folder
-        self.train, self.held_out = (TextSplit(folder, split, self.manifest) for split in store.SPLITS)
-
-    def verify(self) -> None:
-        """Reads everything. Raises InputError that names the first damaged frame."""
-        for split in (self.train, self.held_out):
-            split.verify()
-
-
 class TextSplit:
     """One split: stretches, numbered through all its shards, one after the other in one stream of tokens.
 
@@ -142,12 +127,11 @@ class TextSplit:
         self._paths, self._text, self._frames, self._index = [], [], [], []
         for number, shard in enumerate(manifest["shards"]):
             record, path = shard["splits"][split], folder / f"{split}-{number:05d}.text"
-            frames = store.map_array(path.with_suffix(".frames"), "<i8", record["frames"] + 1)
-            index = store.map_array(path.with_suffix(".stretches"), "<i4", 5 * record["stretches"])
-            for name, array in (("frames", frames), ("stretches", index)):
-                damaged = zlib.crc32(array) != record[f"{name}_crc32"]
-                where = f"{path.with_suffix('.' + name)}: block 0 (bytes 0 to {array.nbytes - 1})"
-                require(not damaged, f"{where} is damaged; {store.REMEDY}")
+            counted = (("frames", "<i8", record["frames"] + 1), ("stretches", "<i4", 5 * record["stretches"]))
+            frames, index = (
+                store.map_array(path.with_suffix(f".{name}"), dtype, count, record[f"{name}_crc32"])
+                for name, dtype, count in counted
+            )
             self._paths.append(path)
             self._text.append(store.map_array(path, "u1", int(frames[-1])))
             self._frames.append(frames)
@@ -194,3 +178,9 @@ class TextSplit:
         except zlib.error as error:
             where = f"{self._paths[shard]}: frame {frame} (bytes {first} to {end - 1})"
             raise InputError(f"{where} is damaged; {store.REMEDY}") from error
+
+
+class TextStore(store.TokenStore):
+    """An opened store of text."""
+
+    KIND, SPLIT = KIND, TextSplit
