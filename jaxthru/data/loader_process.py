@@ -55,9 +55,9 @@ class LoaderProcess:
     """The process, the socket to it, and the memory that it writes tokens to.
 
     tokenizer: the path of its tokenizer.json. hear: is called with this in a thread of its own, to receive
-    answers and to start the process anew. in_flight: {number of a task: (the task, its region)}, those that
-    the process has, in the order in which it has got them. free: regions of no task. deaths: since it last
-    answered.
+    answers and to start the process anew. regions: int32, each the memory for the tokens of one task.
+    in_flight: {number of a task: (the task, its region)}, those that the process has, in the order in which
+    it has got them. free: regions of no task. deaths: since it last answered.
     """
 
     def __init__(self, number: int, tokenizer: Path, hear: Callable[["LoaderProcess"], None]):
@@ -72,7 +72,7 @@ class LoaderProcess:
             undo.callback(os.close, self._file)
             os.ftruncate(self._file, size)
             memory = mmap.mmap(self._file, size)
-            self._memory = np.frombuffer(memory, np.int32).reshape(DEPTH, REGION_TOKENS)
+            self.regions = np.frombuffer(memory, np.int32).reshape(DEPTH, REGION_TOKENS)
             self.start()
             undo.callback(self._end)
             threading.Thread(target=hear, args=(self,), daemon=True).start()
@@ -95,10 +95,6 @@ class LoaderProcess:
                 env=os.environ | {"PYTHONPATH": paths},
             )
 
-    def region(self, number: int) -> np.ndarray:
-        """Returns the memory that a task's tokens are written to, int32."""
-        return self._memory[number]
-
     def give(self, task: Task) -> None:
         """Sends a task to the process.
 
@@ -108,7 +104,7 @@ class LoaderProcess:
         region = self.free.pop()
         self.in_flight[task.number] = task, region
         split, count = task.split, len(task.stretches)
-        self.region(region).view(np.int64)[:count] = task.stretches
+        self.regions[region].view(np.int64)[:count] = task.stretches
         message = (task.number, str(split.folder), split.split, count, region * REGION_TOKENS)
         with contextlib.suppress(OSError):  # it has died: the thread that hears of it sees to the task
             self._socket.send(message)

@@ -120,7 +120,7 @@ class Loaders:
             if self._ended:
                 return
             task, region = loader.in_flight[number]
-            tokens = loader.region(region)[: task.tokens].copy()
+            tokens = loader.regions[region, : task.tokens].copy()
             del loader.in_flight[number]  # not before its tokens are here: who waits is told if that fails
             loader.deaths = 0
             if error is None:

@@ -2,12 +2,11 @@
 
 import dataclasses
 import glob
-import math
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from jaxthru.data.schedule import MIXING_KEYS, SHARE_KEYS, Mixing
+from jaxthru.data.schedule import MIXING_KEYS, SHARE_KEYS, Mixing, is_number
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "data"
@@ -191,8 +190,7 @@ def _check_keys(path: Path, table: dict[str, Any], valid: list[str] | tuple[str,
 
 
 def _number(path: Path, key: str, value: Any) -> float:
-    valid = isinstance(value, int | float) and not isinstance(value, bool)
-    require(valid and math.isfinite(value) and value >= 0, f"{path}: {key} = {value}: must be a number >= 0")
+    require(is_number(value), f"{path}: {key} = {value}: must be a number >= 0")
     return float(value)
 
 

@@ -93,11 +93,9 @@ def pack(ends: np.ndarray, sequence: int, packing: Literal["split", "best_fit"])
 
 def _cut(ends: np.ndarray, cuts: np.ndarray) -> Packing:
     """Returns the documents cut at the positions `cuts`, in the order of the stream, as one row."""
-    borders = np.union1d(ends, cuts).astype(np.int64)
-    borders = borders if len(borders) and borders[0] == 0 else np.concatenate([[0], borders])
+    borders = np.unique(np.concatenate([[0], ends, cuts]))
     start, end = borders[:-1], borders[1:]
-    last = ends[np.searchsorted(ends, end)] == end if len(end) else np.zeros(0, bool)
-    return Packing(np.array([0, len(start)]), start, end - start, last)
+    return Packing(np.array([0, len(start)]), start, end - start, ends[np.searchsorted(ends, end)] == end)
 
 
 def _best_fit(lengths: np.ndarray, sequence: int) -> np.ndarray:

@@ -163,10 +163,10 @@ def _share(table: dict[str, Any], key: str) -> Share:
 
 def _points(value: Any, key: str) -> Points:
     if not isinstance(value, list):
-        require(_is_number(value), f"{key} = {value}: must be a number >= 0, or a list of [when, weight]")
+        require(is_number(value), f"{key} = {value}: must be a number >= 0, or a list of [when, weight]")
         return ((0.0, float(value)),)
     valid = bool(value) and all(
-        isinstance(point, list) and len(point) == 2 and all(map(_is_number, point)) for point in value
+        isinstance(point, list) and len(point) == 2 and all(map(is_number, point)) for point in value
     )
     require(valid, f"{key} = {value}: must be a list of [when, weight], each a number >= 0")
     where = [point[0] for point in value]
@@ -175,11 +175,12 @@ def _points(value: Any, key: str) -> Points:
 
 
 def _cap(value: Any, key: str) -> float | None:
-    require(value is None or (_is_number(value) and value > 0), f"{key} = {value}: must be a number > 0")
+    require(value is None or (is_number(value) and value > 0), f"{key} = {value}: must be a number > 0")
     return None if value is None else float(value)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Says whether a value that TOML or JSON has is a finite number >= 0."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and math.isfinite(value) and value >= 0
 

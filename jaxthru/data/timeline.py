@@ -119,7 +119,8 @@ class Timeline:
     def _taken(self, step: int) -> np.ndarray:
         at = self._at(step)
         phase = self._phases[at]
-        block, rest = divmod((self._clipped(phase, step) - phase.start) * self.rows, phase.block)
+        step = step if phase.stop is None else min(step, phase.stop)
+        block, rest = divmod((step - phase.start) * self.rows, phase.block)
         counts = phase.before + _balanced(phase.units, block * phase.block)
         if rest:
             source = self._rows_of_block(at, block)[0, :rest]
@@ -128,9 +129,6 @@ class Timeline:
 
     def _at(self, step: int) -> int:
         return bisect.bisect_right(self._starts, step) - 1
-
-    def _clipped(self, phase: Phase, step: int) -> int:
-        return step if phase.stop is None else min(step, phase.stop)
 
     def _mixed_block(self, at: int, block: int) -> np.ndarray:
         """Returns int64 [2, rows], of each row of one block of a phase its source, and which row of it."""
