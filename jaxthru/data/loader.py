@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -61,7 +62,8 @@ class DataConfig:
 
         costs = self.linear_cost, self.attention_cost
         require(
-            costs == (None, None) or (None not in costs and costs[0] > 0 and costs[1] >= 0),
+            costs == (None, None)
+            or (None not in costs and 0 < costs[0] < math.inf and 0 <= costs[1] < math.inf),
             f"data.linear_cost = {costs[0]}, data.attention_cost = {costs[1]}: must both be given, the first "
             "above 0 and the second at least 0, or neither",
         )

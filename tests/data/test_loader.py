@@ -183,3 +183,9 @@ def test_a_store_that_cannot_be_made(mix, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"data\.store = .*file"):
         open_data(DataConfig(str(mix), store=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize("costs", [(np.inf, 1.0), (1.0, np.inf), (np.nan, 1.0), (1.0, -1.0), (1.0, None)])
+def test_costs_by_which_nothing_can_be_balanced(costs):
+    with pytest.raises(InputError, match=r"data\.linear_cost = .* data\.attention_cost = "):
+        DataConfig(linear_cost=costs[0], attention_cost=costs[1])
