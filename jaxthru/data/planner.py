@@ -52,10 +52,9 @@ class Planner:
         require(rows % groups == 0, f"data.groups = {groups}: must divide train.rows = {rows}")
         self.timeline = Timeline(supplies, schedule, seed=seed, rows=rows, sequence=sequence)
         self.end, self.ended_by = self.timeline.end, self.timeline.ended_by
-        self.names = tuple(supplies)
         self.available = np.array([supply.rows for supply in supplies.values()], np.int64)
         self._first = np.cumsum(self.available) - self.available
-        self.seed, self.rows, self.groups = seed, rows, groups
+        self.rows, self.groups = rows, groups
         # By name: a source keeps its order when the mix names others before it.
         self._keys = np.array([key_of(seed, "rows", name) for name in supplies], np.uint64)
         self._costs = costs
@@ -83,8 +82,3 @@ class Planner:
     def of_rows(self, plan: StepPlan, values: np.ndarray) -> np.ndarray:
         """Returns the values of a plan's rows. values: of each row of all sources, source after source."""
         return values[self._first[plan.source] + plan.row]
-
-    def epochs(self, step: int) -> dict[str, float]:
-        """Returns how often each source has been gone through after `step` updates."""
-        taken = self.timeline.taken(step) / np.maximum(self.available, 1)
-        return dict(zip(self.names, taken.tolist(), strict=True))

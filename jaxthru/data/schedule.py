@@ -54,9 +54,9 @@ class Mixing:
     count: Count = "tokens"
 
     @classmethod
-    def plain(cls, weights: dict[str, float], count: Count = "tokens") -> "Mixing":
+    def plain(cls, weights: dict[str, float]) -> "Mixing":
         """Returns constant weights without caps."""
-        return cls({name: Share(((0.0, float(value)),)) for name, value in weights.items()}, count=count)
+        return cls({name: Share(((0.0, float(value)),)) for name, value in weights.items()})
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any], where: str = "") -> "Mixing":

@@ -32,9 +32,8 @@ def same(left, right):
 
 
 def test_what_it_says_of_itself(data):
-    assert data.names == ("books", "notes") and data.mixing == Mixing.plain(
-        {"books": 0.75, "notes": 0.25}, "tokens"
-    )
+    assert data.names == ("books", "notes")
+    assert data.mixing == Mixing.plain({"books": 0.75, "notes": 0.25})
     assert data.vocabulary == 300 and data.keys.keys() == data.tokens.keys() == set(data.names)
     most = max(int(batch["segment_ids"].max()) for batch in batches(data, steps=200))
     assert most < data.segments and data.segments % 8 == 0

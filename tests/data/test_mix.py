@@ -52,7 +52,7 @@ def test_the_nearest_folder_wins(tmp_path, monkeypatch):
     (tmp_path / "data" / "mixes").mkdir(parents=True)
     (tmp_path / "data" / "mixes" / "quickstart.toml").write_text("[sources.prose]\nweight = 2\n")
     monkeypatch.chdir(tmp_path)
-    assert load_mix("quickstart").mixing == Mixing.plain({"prose": 1.0}, "tokens")
+    assert load_mix("quickstart").mixing == Mixing.plain({"prose": 1.0})
 
 
 @pytest.mark.parametrize(
