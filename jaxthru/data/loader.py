@@ -1,5 +1,6 @@
 """From a mix to batches on the devices."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -101,7 +102,7 @@ def prepare_data(config: DataConfig, begun: Mapping[str, str] | None = None) -> 
     return make_stores(load_mix(config.mix), Path(config.store), begun)
 
 
-class Data:
+class Data(contextlib.AbstractContextManager):
     """Opened token stores and their packing. Close it, or use it as a context manager: else a Source Loader
     that hangs keeps threads that wait for it, and these keep the process.
 
@@ -133,9 +134,6 @@ class Data:
         self.train, self.held_out = self.constructor.splits, opened_splits("held_out")
         most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
         self.segments = -(-(most + 1) // 8) * 8
-
-    def __enter__(self) -> "Data":
-        return self
 
     def __exit__(self, *exception) -> None:
         self.close()
@@ -263,7 +261,7 @@ class PlannedBatches:
         self._data.loaders.expect(dict(zip(self._data.names, counts.tolist(), strict=True)))
 
 
-class Batches:
+class Batches(contextlib.AbstractContextManager):
     """An iterator that builds a few batches ahead. Use it as a context manager, or close it."""
 
     def __init__(self, planned: PlannedBatches):
@@ -282,9 +280,6 @@ class Batches:
         if self._iterator is None:
             raise StopIteration
         return next(self._iterator)
-
-    def __enter__(self) -> "Batches":
-        return self
 
     def __exit__(self, *exception) -> None:
         self.close()

@@ -7,6 +7,7 @@ follows what each source costs, measured, and what the coming steps want of it.
 
 import collections
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import threading
@@ -27,7 +28,7 @@ FIRST_GUESS = 1e-6
 """Seconds a token takes, until it is measured."""
 
 
-class Loaders:
+class Loaders(contextlib.AbstractContextManager):
     """A pool of `processes` Source Loaders for these sources. Close it, or use it as a context manager.
 
     tokenizer: the path of its tokenizer.json.
@@ -80,9 +81,6 @@ class Loaders:
             loaders, self._loaders = self._loaders, []
         for loader in loaders:
             loader.close()
-
-    def __enter__(self) -> "Loaders":
-        return self
 
     def __exit__(self, *exception) -> None:
         self.close()

@@ -1,5 +1,6 @@
 """Progress of a preparation: a bar on a terminal, a plain line every few seconds elsewhere."""
 
+import contextlib
 import sys
 import time
 
@@ -10,7 +11,7 @@ INTERVAL = 5.0
 """Seconds between plain lines."""
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager):
     """Use as a context manager; everything goes to stderr, so that a command's output stays clean."""
 
     def __init__(self):
@@ -26,9 +27,6 @@ class Progress:
         self._started = False
         self._task = None
         self._name, self._total, self._done = "", 0, 0
-
-    def __enter__(self) -> "Progress":
-        return self
 
     def __exit__(self, *exception) -> None:
         if self._bar is not None and self._started:
