@@ -68,15 +68,19 @@ def paint(spans: Sequence[tuple[int, int, str]], start: int, end: int) -> tuple[
 def split_idle(
     idle: Iterable[Idle], waits: list[tuple[int, int]], launched: Sequence[int | None]
 ) -> list[Painted]:
-    """Returns whose fault idle time is: `data_wait` while the loop waits for data; else `host_gap` where the
-    host called for what runs next only after the device had run out; else `dependency`.
+    """Returns whose fault idle time is: `dependency` where the host had called for what runs next before the
+    device ran out; else `data_wait` while the loop waits for data; else `host_gap`, or `dependency` where the
+    trace does not say when the host called.
 
     waits: spans without overlap, in order. launched: when the host called for each thing that runs.
     """
     painted = []
     for gap in idle:
-        late = gap.next is not None and (called := launched[gap.next]) is not None and called > gap.start
-        rest = "host_gap" if late else "dependency"
+        called = None if gap.next is None else launched[gap.next]
+        if called is not None and called <= gap.start:  # the batch that the loop waits for is a later step's
+            painted.append(Painted(gap.start, gap.end, "dependency", None))
+            continue
+        rest = "dependency" if called is None else "host_gap"
         at = gap.start
         first = max(bisect_right(waits, (at, at)) - 1, 0)
         for begun, over in waits[first:]:

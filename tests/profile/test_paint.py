@@ -44,14 +44,14 @@ def test_lines_add_up_to_the_window(spans, edges, called):
 
 
 def test_idle_time_has_a_cause():
-    waits = [(5, 8), (30, 40)]
+    waits = [(5, 8), (21, 23), (30, 40)]
     gaps = [Idle(4, 10, 0), Idle(20, 24, 1), Idle(28, 50, 2), Idle(60, 61, None)]
     found = paint.split_idle(gaps, waits, [9, 19, 45])
     assert found == [
         Painted(4, 5, "host_gap", None),
         Painted(5, 8, "data_wait", None),
         Painted(8, 10, "host_gap", None),
-        Painted(20, 24, "dependency", None),  # the host had called before the device ran out
+        Painted(20, 24, "dependency", None),  # the host had called before: it waits for a later batch
         Painted(28, 30, "host_gap", None),
         Painted(30, 40, "data_wait", None),
         Painted(40, 50, "host_gap", None),
