@@ -38,6 +38,9 @@ PROGRAMS = {
 }
 """Layer and phase of what no scope names, in the programs of a layered step."""
 
+COLLECTIVE_MATMULS = re.compile(r"/jit\((gather_matmul|matmul_scatter)\)/")
+"""In op_names: the functions of `pallas_kernels.collective_matmul` whose kernels communicate and multiply."""
+
 GEMMS = re.compile(r"__cublas|__triton_gemm|__onednn\$matmul|__cudnn\$(?:conv|gemm)|\bgemm\b")
 
 
@@ -122,7 +125,7 @@ def line(module: Module, instruction: Instruction, op_name: str, kind: str | Non
     """Returns the ledger's line for what an instruction launches."""
     if kind:
         return "exposed_communication"
-    if "collective_matmul" in op_name or "collective_matmul" in instruction.target:
+    if instruction.opcode == "custom-call" and COLLECTIVE_MATMULS.search(op_name):
         return "collective_matmul"
     if _within(op_name, ATTENTION):
         return "attention"
@@ -159,6 +162,8 @@ def flops(module: Module, instruction: Instruction, phase: str, op_name: str) ->
     """Returns the floating-point operations of the matrix products in one run of an instruction."""
     if instruction.opcode == "custom-call" and _within(op_name, ATTENTION):
         return _attention(module, instruction, phase)
+    if instruction.opcode == "custom-call" and (found := COLLECTIVE_MATMULS.search(op_name)):
+        return _collective_matmul(module, instruction, gathers=found[1] == "gather_matmul")
     return sum(times * _product(module, found) for found, times in module.inner(instruction))
 
 
@@ -192,6 +197,16 @@ def _attention(module: Module, instruction: Instruction, phase: str) -> float:
         return 0.0
     product = float(queries[1]) * math.prod(queries)
     return product * (4 / 3 * results if phase == "backward" else 2.0)
+
+
+def _collective_matmul(module: Module, instruction: Instruction, gathers: bool) -> float:
+    """Returns the FLOPs of a kernel that gathers the rows of its first operand and multiplies them by each
+    other matrix, or that sums the products of pairs over devices; an odd matrix is only gathered."""
+    matrices = [math.prod(dims) for _, dims in module.operand_shapes(instruction) if len(dims) == 2]
+    rows, columns = instruction.shapes[0][1]
+    if gathers:
+        return 2.0 * rows * sum(matrices[1:])
+    return 2.0 * columns * sum(matrices[0 : len(matrices) // 2 * 2 : 2])
 
 
 def layer_and_phase(op_name: str, module: str) -> tuple[str, str]:

@@ -82,12 +82,13 @@ def matmul(
 ) -> ledger.Matmul:
     """Returns the line "matmul" taken apart. seconds: the line. needed: FLOPs of a step over all devices."""
     devices, peak = collected["devices"], collected["peak_flops"]
-    done = measured.attribution.flops("matmul", measured.runs) * devices
+    elsewhere = measured.attribution.flops("collective_matmul", measured.runs) * devices
+    done = measured.attribution.flops("matmul", measured.runs) * devices + elsewhere
     reference, most = clocks.reference(collected["device_kind"])
     if peak is None:
         return ledger.Matmul(done, needed, reference_mhz=reference, maximum_mhz=most)
     speed = _speed(measured.attribution)
-    ideal = needed / devices / (peak * speed)
+    ideal = (needed - elsewhere) / devices / (peak * speed)
     recomputation = (done - needed) / devices / (peak * speed)
     frequency = None
     if clock.mean_mhz and reference:

@@ -72,8 +72,9 @@ class Matmul:
     """The line "matmul" taken apart: the four seconds from ideal to inefficiency add up to it.
 
     flops: of one step over all devices, counted in the HLO with trip counts, without attention's.
-    model_flops: those that the model needs. ideal_seconds: model_flops at the reference clock. headroom:
-    what ideal_seconds would fall by at the maximum clock. peak_flops: of one device, at the reference clock.
+    model_flops: those that the model needs. ideal_seconds: model_flops at the reference clock, but for those
+    of the line "collective_matmul". headroom: what ideal_seconds would fall by at the maximum clock.
+    peak_flops: of one device, at the reference clock.
     frequency_seconds is None without a clock, and then lies within the inefficiency.
     """
 

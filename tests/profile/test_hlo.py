@@ -1,9 +1,15 @@
+import re
+from types import SimpleNamespace
+
 import pytest
 import tiny
 
 from jaxthru.models import flops
 from jaxthru.profile import hlo
 from jaxthru.profile.attribution import Attribution, layer_and_phase
+from jaxthru.profile.build import matmul
+from jaxthru.profile.ledger import Clock
+from pallas_kernels.collective_matmul import hopper
 
 TOKENS = tiny.ROWS * tiny.SEQUENCE
 ATTENTION = 6 * tiny.SHAPE.layers * tiny.SHAPE.heads * tiny.SHAPE.head_dim * tiny.ROWS * tiny.SEQUENCE**2
@@ -168,6 +174,46 @@ def test_what_a_gpus_hlo_writes():
     assert work("a").op_name == "state['params']" and work("nothing") is None
     assert found.flops("matmul") == 5 * work("gemm.1").flops + work("gemm_fusion.1").flops
     assert hlo.size(("s4", (6,))) == 3 and hlo.size(("f8e4m3fn", (6,))) == 6
+
+
+FUSED = """HloModule jit_train_step, is_scheduled=true
+
+ENTRY %main (x: bf16[2048,4096], y: bf16[4096,8192]) -> bf16[2048,512] {
+  %x = bf16[2048,4096]{1,0} parameter(0)
+  %w = bf16[4096,1024]{1,0} parameter(1)
+  %y = bf16[4096,8192]{1,0} parameter(2)
+  %v = bf16[8192,512]{1,0} parameter(3)
+  %f = s32[16]{0} parameter(4)
+  %a.1 = (bf16[4096,1024]{1,0}, bf16[4096,1024]{1,0}, bf16[4096,4096]{1,0}, s32[16]{0}) \
+    custom-call(%x, %w, %w, %f), custom_call_target="mosaic_gpu_v2", \
+    metadata={op_name="jit(train_step)/jvp(model)/mlp/shard_map/jit(GATHER)/body/mpmd_map"}
+  ROOT %b.1 = (bf16[2048,512]{1,0}, bf16[1,2048,512]{2,1,0}, bf16[4096,4096]{1,0}, s32[257]{0}) \
+    custom-call(%y, %v, %x, %f), custom_call_target="mosaic_gpu_v2", \
+    metadata={op_name="jit(train_step)/transpose(jvp(model))/mlp/shard_map/jit(SCATTER)/body/mpmd_map"}
+}
+""".replace("\\\n   ", "")
+
+
+def test_kernels_that_communicate_and_multiply():
+    """As XLA writes them for two H200s. The second gathers its odd operand beside the product."""
+    names = {"GATHER": hopper.gather_matmul.__name__, "SCATTER": hopper.matmul_scatter.__name__}
+    module = hlo.module(re.sub("GATHER|SCATTER", lambda found: names[found[0]], FUSED))
+    found = Attribution({module.name: module})
+    gather, scatter = (found.find("jit_train_step", name) for name in ("a.1", "b.1"))
+    assert gather.line == scatter.line == "collective_matmul"
+    assert gather.flops == 2 * 2 * 4096 * 4096 * 1024 and scatter.flops == 2 * 4096 * 8192 * 512
+    assert (gather.phase, scatter.phase, gather.layer) == ("forward", "backward", "mlp")
+    assert found.flops("matmul") == 0
+    # What the model needs and these kernels multiply takes no part of the line "matmul".
+    collected = {"devices": 2, "peak_flops": 1e12, "device_kind": "NVIDIA H200"}
+    done = 2 * (gather.flops + scatter.flops)
+    split = matmul(SimpleNamespace(attribution=found, runs=None), 0.0, done, collected, Clock())
+    assert (split.flops, split.model_flops, split.ideal_seconds, split.recomputation_seconds) == (
+        done,
+        done,
+        0,
+        0,
+    )
 
 
 def test_text_that_is_no_module():
