@@ -1,6 +1,5 @@
 """From what was collected of a few steps to their ledger."""
 
-import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -165,8 +164,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path}: not there; was the run profiled (profile.at) and did it come so far?")
     return json.loads(path.read_text())
-
-
-def advised(found: Ledger, advice: tuple[ledger.Advice, ...]) -> Ledger:
-    """Returns the ledger with advice."""
-    return dataclasses.replace(found, advice=advice)

@@ -238,8 +238,9 @@ class Ledger:
 
 def from_json(data: dict[str, Any]) -> Ledger:
     """Returns the ledger of parsed JSON. Raises ValueError for another version of the schema."""
-    if data.get("version") != VERSION:
-        raise ValueError(f"ledger version {data.get('version')!r}: this jaxthru reads version {VERSION}")
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != VERSION:
+        raise ValueError(f"ledger version {version!r}: this jaxthru reads version {VERSION}")
     return _read(Ledger, data)
 
 

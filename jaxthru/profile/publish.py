@@ -1,5 +1,6 @@
 """From a profiled run to its ledger.json and report.html."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import rich.console
 
 from jaxthru.profile import ledger
 from jaxthru.profile.advice import advise
-from jaxthru.profile.build import advised, build
+from jaxthru.profile.build import build
 from jaxthru.profile.ledger import Ledger
 from jaxthru.profile.report import report
 from jaxthru.profile.summary import summary
@@ -34,12 +35,15 @@ def publish(folder: Path) -> Ledger:
     run = folder.parent.parent
     configuration = config(run)
     try:
-        found = build(folder) if (folder / "collected.json").is_file() else read(folder)
-    except (ValueError, LookupError, TypeError, OSError) as error:  # as of files cut short
+        found = build(folder) if any(folder.rglob("*.xplane.pb")) else read(folder)
+        found = dataclasses.replace(found, advice=advise(found, configuration))
+        page = report(found, configuration)
+    except InputError:
+        raise
+    except (ValueError, LookupError, TypeError, OSError) as error:  # as of files cut short, or an older run's
         raise InputError(f"{folder}: {_one_line(error)}") from error
-    found = advised(found, advise(found, configuration))
     found.write(folder / "ledger.json")
-    write_atomically(folder / "report.html", report(found, configuration))
+    write_atomically(folder / "report.html", page)
     return found
 
 
@@ -68,16 +72,16 @@ def read(folder: Path) -> Ledger:
 
 def config(run: Path) -> dict[str, Any]:
     """Returns the configuration of a run as nested plain values. Raises InputError."""
-    return _json(run / "config.json")
-
-
-def _json(path: Path) -> dict[str, Any]:
+    path = run / "config.json"
     require(path.is_file(), f"{path}: no such file")
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error})") from error
+    require(isinstance(found, dict), f"{path}: holds no configuration")
+    return found
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())
+    return text if text and not isinstance(error, KeyError) else f"{type(error).__name__} {text}"

@@ -43,6 +43,13 @@ def test_writes_report_and_ledger_and_says_the_most(tmp_path, capsys):
     assert written.lines == sample.ledger().lines
 
 
+def test_a_ledger_whose_trace_was_deleted_is_read_as_it_is(tmp_path):
+    path = run(tmp_path / "run")
+    (path / "profile/20/collected.json").write_text("{}")
+    assert main([str(path)]) == 0
+    assert ledger.read(path / "profile/20/ledger.json").lines == sample.ledger().lines
+
+
 def test_step_chooses_the_profile(tmp_path, capsys):
     path = run(run(tmp_path / "run"), sample.ledger(data_wait=0.2), step=40)
     assert main([str(path)]) == 0
@@ -91,6 +98,8 @@ def _other_version(path):
 
 def _cut_short(path):
     """A run that ended while it was profiled."""
+    (path / "profile/20/ledger.json").unlink()
+    (path / "profile/20/host.xplane.pb").touch()
     (path / "profile/20/collected.json").write_text("{}")
     (path / "environment.json").write_text("{}")
     (path / "metrics.jsonl").touch()
@@ -104,10 +113,12 @@ def _cut_short(path):
         (lambda path: None, ["run", "--step", "21"], "was not profiled there, but at 20"),
         (lambda path: (path / "config.json").unlink(), ["run"], "config.json: no such file"),
         (lambda path: (path / "config.json").write_text("{"), ["run"], "config.json: not valid JSON"),
+        (lambda path: (path / "config.json").write_text("[]"), ["run"], "holds no configuration"),
+        (lambda path: (path / "config.json").write_text("{}"), ["run"], "profile/20: KeyError 'data'"),
+        (lambda path: (path / "profile/20/ledger.json").write_text("[]"), ["run"], "ledger version None"),
         (lambda path: (path / "profile/20/ledger.json").unlink(), ["run"], "neither a whole profile nor"),
         (lambda path: (path / "profile/20/ledger.json").write_text("{}"), ["run"], "ledger version None"),
         (_other_version, ["compare", "run", "run"], "ledger version 99"),
-        (lambda path: (path / "profile/20/collected.json").write_text("{}"), ["run"], "profile/20"),
         (_cut_short, ["run"], "profile/20"),
         (lambda path: (path / "profile").rename(path / "other"), ["run"], "profile.at=20"),
     ],
