@@ -27,7 +27,7 @@ from jaxthru.training.offload import HOST
 from jaxthru.training.programs import lower
 
 Tree = Any
-NOTHING = Breakdown(dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0), 0, 0, 0, "")
+NOTHING = Breakdown(dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0), 0, 0, "")
 STEPS = 2  # the second begins while the last copies of the first are under way
 
 RESULTS = {

@@ -33,13 +33,21 @@ def footprint(
         categories[rest] = max(peak_bytes - parts[name].peak_device, 0)
     allocations, values = memory.parse(programs[name])
     purpose = memory.Purpose(values, "other")
-    for layer, size in _activations(allocations, purpose, name, attribution).items():
-        categories[f"activations of {layer}"] = size
-        categories["activations"] -= size
+    buffers = [
+        (size, category, value)
+        for found, value, size, category in memory.held(allocations, purpose)
+        if value and found.space != memory.HOST
+    ]
+    for size, category, value in buffers:
+        layer = _layer(value, name, attribution) if category == "activations" else "other"
+        if layer != "other":
+            of = f"activations of {layer}"
+            categories[of] = categories.get(of, 0) + size
+            categories[category] -= size
     return Memory(
         peak_bytes=peak_bytes,
         categories=categories,
-        buffers=_largest(allocations, purpose, name, attribution),
+        buffers=_largest(buffers, name, attribution),
         curve=_curve(allocations),
         host_pinned_bytes=host_pinned_bytes,
     )
@@ -54,22 +62,6 @@ def _dumps(folder: Path) -> dict[str, dict[str, str]]:
             if module:
                 found.setdefault(module[1], {})[kind] = path.read_text()
     return found
-
-
-def _activations(
-    allocations: list[memory.Allocation], purpose: memory.Purpose, module: str, attribution: Attribution
-) -> dict[str, int]:
-    """Returns the bytes of activations at the peak by the kind of layer that makes them, where a scope
-    says."""
-    moment = _fullest(allocations)
-    sums: dict[str, int] = {}
-    for found in allocations:
-        if found.kind == "temporary" and found.space != memory.HOST:
-            for value in memory.alive(found.values, moment):
-                layer = _layer(value, module, attribution)
-                if layer != "other" and purpose(value) == "activations":
-                    sums[layer] = sums.get(layer, 0) + value.size
-    return sums
 
 
 def _layer(value: memory.Value, module: str, attribution: Attribution) -> str:
@@ -90,35 +82,14 @@ def _layer(value: memory.Value, module: str, attribution: Attribution) -> str:
     return next((work.layer for work in works if work and work.layer != "other"), "other")
 
 
-def _fullest(allocations: list[memory.Allocation]) -> int:
-    return max(memory.curve(allocations), key=lambda point: point[1], default=(0, 0))[0]
-
-
 def _largest(
-    allocations: list[memory.Allocation], purpose: memory.Purpose, module: str, attribution: Attribution
+    buffers: list[tuple[int, str, memory.Value]], module: str, attribution: Attribution
 ) -> tuple[Buffer, ...]:
-    """Returns the largest arrays on the device at the peak."""
-    moment = _fullest(allocations)
-    rows = []
-    for found in allocations:
-        if found.space == memory.HOST or not found.values or found.kind in ("constant", "local"):
-            continue
-        if found.kind == "temporary":
-            rows += [(value.size, purpose(value), value) for value in memory.alive(found.values, moment)]
-        else:
-            argument = found.kind == "argument"
-            value = found.argument if argument else max(found.values, key=lambda value: value.size)
-            rows.append((found.size, memory.by_path(value.made) if argument else purpose(value), value))
-    rows.sort(key=lambda row: -row[0])
-    return tuple(
-        Buffer(size, value.made, _source(attribution, module, value.instruction), category)
-        for size, category, value in rows[:BUFFERS]
-    )
-
-
-def _source(attribution: Attribution, module: str, instruction: str) -> str | None:
-    work = attribution.find(module, instruction)
-    return work.source if work else None
+    found = []
+    for size, category, value in sorted(buffers, key=lambda row: -row[0])[:BUFFERS]:
+        work = attribution.find(module, value.instruction)
+        found.append(Buffer(size, value.made, work.source if work else None, category))
+    return tuple(found)
 
 
 def _curve(allocations: list[memory.Allocation]) -> tuple[tuple[float, float], ...]:

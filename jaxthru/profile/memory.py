@@ -9,7 +9,7 @@ fusion.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "staging", "other")
 """gradients: temporaries from the model or the loss that the optimizer, or a result, reads. activations: the
@@ -29,7 +29,6 @@ class Breakdown:
     host: dict[str, int]
     peak_device: int
     peak_host: int
-    temporary: int
     at: str
 
 
@@ -45,7 +44,6 @@ class Value:
     """One array. offset, size: in its allocation, bytes. made: op_name of the instruction that makes it."""
 
     name: str
-    space: int
     phi: bool = False
     allocation: int = -1
     offset: int = 0
@@ -88,33 +86,49 @@ def breakdown(
     allocations, values = parse(dump)
     purpose = Purpose(values, unnamed)
     spaces = {space: dict.fromkeys(CATEGORIES, 0) for space in (0, HOST)}
-    temporary = [found for found in allocations if found.kind == "temporary"]
-    moment = max(curve(allocations), key=lambda point: point[1], default=(0, 0))[0]
-    for found in allocations:
-        into = spaces[HOST if found.space == HOST else 0]
-        if found.kind == "argument":
-            category = argument(found.argument.made)
-            if category is not None:
-                into[category] += found.size
-        elif found.kind == "output":
-            live = max(found.values, key=lambda value: value.size)
-            into[(output or purpose(live)) if live.size >= 1024 else "other"] += found.size
-        elif found.kind == "temporary":
-            covered = 0
-            for value in alive(found.values, moment):
-                into[purpose(value)] += value.size
-                covered += value.size
-            into["other"] += found.size - covered
-        elif found.kind == "constant":
-            into["other"] += found.size
+    for found, _, size, category in held(allocations, purpose, argument, output):
+        spaces[HOST if found.space == HOST else 0][category] += size
+    moment = fullest(allocations)
     return Breakdown(
         spaces[0],
         spaces[HOST],
         sum(spaces[0].values()),
         sum(spaces[HOST].values()),
-        sum(found.size for found in temporary if found.space != HOST),
         next((value.made for value in values if value.first == moment and value.made), ""),
     )
+
+
+def held(
+    allocations: list[Allocation],
+    purpose: "Purpose",
+    argument: Callable[[str], str | None] = by_path,
+    output: str | None = None,
+) -> Iterator[tuple[Allocation, Value | None, int, str]]:
+    """Yields what is in memory when temporaries take the most: the allocation, the array, its bytes, and its
+    category. Constants, and what of an allocation no temporary takes, have no array. argument, output: as of
+    `breakdown`."""
+    moment = fullest(allocations)
+    for found in allocations:
+        if found.kind == "argument":
+            category = argument(found.argument.made)
+            if category is not None:
+                yield found, found.argument, found.size, category
+        elif found.kind == "output":
+            live = max(found.values, key=lambda value: value.size)
+            yield found, live, found.size, (output or purpose(live)) if live.size >= 1024 else "other"
+        elif found.kind == "temporary":
+            rest = found.size
+            for value in alive(found.values, moment):
+                yield found, value, value.size, purpose(value)
+                rest -= value.size
+            yield found, None, rest, "other"
+        elif found.kind == "constant":
+            yield found, None, found.size, "other"
+
+
+def fullest(allocations: list[Allocation]) -> int:
+    """Returns the moment at which temporaries on the device take the most."""
+    return max(curve(allocations), key=lambda point: point[1], default=(0, 0))[0]
 
 
 def parse(dump: Mapping[str, str]) -> tuple[list[Allocation], list[Value]]:
@@ -125,7 +139,7 @@ def parse(dump: Mapping[str, str]) -> tuple[list[Allocation], list[Value]]:
     return allocations, list(values.values())
 
 
-_HEADER = re.compile(r"^<(\d+) (.+?)( \(phi\))? @(\d+)>$")
+_HEADER = re.compile(r"^<(\d+) (.+?)( \(phi\))? @\d+>$")
 _IN_ALLOCATION = re.compile(r"^ value: <(\d+) .*? @(\d+)> \(size=(\d+),offset=(\d+)\)")
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(?: color (\d+),)?(.*)$")
 _MADE_BY = re.compile(r'^ from instruction:\s+%?(\S+) = .*?(?:op_name="((?:[^"\\]|\\.)*)"|$)')
@@ -138,8 +152,8 @@ def _values(text: str) -> dict[str, Value]:
     section = ""
     for line in text.splitlines():
         if header := _HEADER.match(line):
-            number, name, phi, space = header.groups()
-            value = values[number] = Value(name, int(space), bool(phi))
+            number, name, phi = header.groups()
+            value = values[number] = Value(name, bool(phi))
             section = ""
         elif line in (" positions:", " uses:"):
             section = line.strip()

@@ -221,7 +221,7 @@ def test_bad_arguments_are_one_line(arguments, message, capsys):
 def test_the_fullest_moment_of_several_programs_counts():
     def program(**sizes):
         device = dict.fromkeys(CATEGORIES, 0) | sizes
-        return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, 0, "")
+        return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")
 
     forward = Moment("forward", program(activations=7), {"parameters": 10}, {"optimizer": 30})
     backward = Moment("backward", program(activations=5, gradients=4), {"parameters": 10}, {"optimizer": 30})
