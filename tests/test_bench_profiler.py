@@ -68,7 +68,7 @@ def test_clock_of_products_is_counted_within_them(bench):
     counters = {
         "0": {"GPC Clock Frequency (Hz)": [(5, 1e9), (15, 1.5e9), (25, 1.9e9), (45, 1.7e9), (60, 1e9)]}
     }
-    trace = Trace([product(10, 20), product(20, 30, "loop_add"), product(40, 50)], [], counters, 0, {})
+    trace = Trace([product(10, 20), product(20, 30, "loop_add"), product(40, 50)], [], counters, 0)
     found = bench("profiler_measure").gemm_clock(trace)
     assert found == {"kernels": 2, "seconds": 20e-9, "span": 40e-9, "mhz": 1600.0, "whole_mhz": 1700.0}
 

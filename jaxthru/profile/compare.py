@@ -7,10 +7,10 @@ matrix products where some are newly in float32.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from jaxthru.profile.ledger import Ledger, Lint
+from jaxthru.profile.ledger import Collective, Ledger, Lint
 from jaxthru.profile.waterfall import MATMUL_PARTS, TITLES, floor, parts
 
 KEYS = {
@@ -92,8 +92,7 @@ def compare(
     noise = math.hypot(floor(before), floor(after) * scale)
     step = before.window.step_seconds
     config = _config_changes(config_before, config_after)
-    key = lambda entry: (entry.rule, entry.scope)  # noqa: E731 - instructions are numbered anew
-    gone, new = _only(before.lint, after.lint, key), _only(after.lint, before.lint, key)
+    gone, new = _only(before.lint, after.lint), _only(after.lint, before.lint)
     merged = any(entry.rule == "float32_matmuls" for entry in (*gone, *new))
     common = min(each.matmul.recomputation_seconds or 0.0 for each in (before, after))
     was, now = _parts(before, merged, common), _parts(after, merged, common)
@@ -169,34 +168,33 @@ def _at_their_own_rate(found: dict[str, float], again: float, fresh: float, ledg
 
 
 def _scopes(ledger: Ledger) -> dict[str, float]:
-    names: dict[str, float] = {}
-    for scope in ledger.scopes:
-        name = f"{scope.layer}, {scope.phase} ({scope.line})"
-        names[name] = names.get(name, 0.0) + scope.seconds
-    return names
+    return _sums((f"{each.layer}, {each.phase} ({each.line})", each.seconds) for each in ledger.scopes)
 
 
 def _kernels(ledger: Ledger) -> dict[str, float]:
     """Returns the seconds of kernels by scope and line: their own names change with every compilation."""
-    names: dict[str, float] = {}
-    for kernel in ledger.kernels:
-        name = f"{kernel.scope or kernel.name} ({kernel.line})"
-        names[name] = names.get(name, 0.0) + kernel.seconds
-    return names
+    return _sums((f"{each.scope or each.name} ({each.line})", each.seconds) for each in ledger.kernels)
 
 
 def _collectives(ledger: Ledger) -> dict[str, float]:
     """Returns the exposed seconds of collectives by kind and size."""
-    names: dict[str, float] = {}
-    for each in ledger.collectives:
-        name = each.kind if each.bytes is None else f"{each.kind} of {each.bytes / 1e6:,.3g} MB"
-        names[name] = names.get(name, 0.0) + each.exposed_seconds
-    return names
+
+    def name(each: Collective) -> str:
+        return each.kind if each.bytes is None else f"{each.kind} of {each.bytes / 1e6:,.3g} MB"
+
+    return _sums((name(each), each.exposed_seconds) for each in ledger.collectives)
 
 
-def _only(these: Iterable[Lint], others: Iterable[Lint], key: Callable[[Lint], Any]) -> tuple[Lint, ...]:
-    known = {key(entry) for entry in others}
-    return tuple(entry for entry in these if key(entry) not in known)
+def _sums(named: Iterable[tuple[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for name, seconds in named:
+        sums[name] = sums.get(name, 0.0) + seconds
+    return sums
+
+
+def _only(these: Iterable[Lint], others: Iterable[Lint]) -> tuple[Lint, ...]:
+    known = {(entry.rule, entry.scope) for entry in others}  # instructions are numbered anew
+    return tuple(entry for entry in these if (entry.rule, entry.scope) not in known)
 
 
 def _config_changes(before: dict[str, Any], after: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:

@@ -58,14 +58,12 @@ class Span:
 
 @dataclasses.dataclass
 class Trace:
-    """counters: {device: {name: [(ns, value)]}}. begun: wall time in ns of the moment that times count from.
-    about: what a device says of itself."""
+    """counters: {device: {name: [(ns, value)]}}. begun: wall time in ns that times count from."""
 
     events: list[Event]
     host: list[Span]
     counters: dict[str, dict[str, list[tuple[int, float]]]]
     begun: int
-    about: dict[str, dict[str, Any]]
 
     @property
     def devices(self) -> list[str]:
@@ -118,14 +116,13 @@ def table(data: ProfileData, process: int = 0, prefix: str = "") -> Trace:
 
 
 def _table(data: ProfileData, process: int, prefix: str) -> Trace:
-    trace = Trace([], [], {}, 0, {})
+    trace = Trace([], [], {}, 0)
     launches: dict[int, int] = {}
     correlated: list[tuple[int, Event]] = []
     on_host: list[Event] = []
     for plane in data.planes:
         if found := re.match(r"/device:GPU:(\d+)", plane.name):
             device = prefix + found[1]
-            trace.about[device] = stats(plane)
             for line in plane.lines:
                 if line.name.startswith("Stream"):
                     _stream(line, device, trace, correlated)
@@ -246,7 +243,6 @@ def merge(parts: list[Trace]) -> Trace:
         first.events += part.events
         first.host += part.host
         first.counters |= part.counters
-        first.about |= part.about
     first.events.sort(key=lambda event: (event.start, event.end))
     first.host.sort(key=lambda span: span.start)
     return first

@@ -1,12 +1,12 @@
 """What advice goes by: a ledger, the configuration that it was run with, and what follows from both."""
 
 import dataclasses
-import math
 import re
 from typing import Any
 
 from jaxthru.profile.ledger import Ledger
 from jaxthru.runtime.aot import TARGETS
+from jaxthru.runtime.mesh import MeshConfig
 
 MEMORY_SPARED = 0.05  # of a device's memory, kept free for what is not predicted
 
@@ -52,9 +52,7 @@ class Evidence:
     @property
     def tensor(self) -> int:
         """The devices that a layer's matrices are split over."""
-        sizes = {axis: self[f"mesh.{axis}"] for axis in ("data", "fsdp", "tensor")}
-        fixed = math.prod(size for size in sizes.values() if size > 0)
-        return sizes["tensor"] if sizes["tensor"] > 0 else max(1, self.ledger.run.devices // fixed)
+        return MeshConfig(**self.config["mesh"]).shape(self.ledger.run.devices)[2]
 
     @property
     def tokens_at_once(self) -> float:

@@ -115,10 +115,6 @@ class Module:
         there = self.computations[self.where[instruction.name]]
         return [shape for name in instruction.operands if name in there for shape in there[name].shapes]
 
-    def source(self, instruction: Instruction) -> str | None:
-        """Returns the "file:line" that made an instruction, outside of libraries where one is."""
-        return self.frames.get(instruction.frame)
-
 
 CONTROL = ("while", "conditional", "call")
 """Instructions that run others, each of which is a kernel of its own."""

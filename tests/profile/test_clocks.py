@@ -7,7 +7,7 @@ from jaxthru.profile.events import Trace
 
 
 def trace(counters: dict | None = None) -> Trace:
-    return Trace([], [], counters or {}, 10_000, {})
+    return Trace([], [], counters or {}, 10_000)
 
 
 def test_without_a_gpu_there_is_no_clock():
