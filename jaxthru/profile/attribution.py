@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from jaxthru.profile import hlo
-from jaxthru.profile.hlo import Instruction, Module, size
+from jaxthru.profile.hlo import Instruction, Module, size, within
 
 COLLECTIVES = (
     "all-gather",
@@ -127,7 +127,7 @@ def line(module: Module, instruction: Instruction, op_name: str, kind: str | Non
         return "exposed_communication"
     if instruction.opcode == "custom-call" and COLLECTIVE_MATMULS.search(op_name):
         return "collective_matmul"
-    if _within(op_name, ATTENTION):
+    if within(op_name, ATTENTION):
         return "attention"
     if instruction.opcode in ("copy-start", "copy-done"):
         return "exposed_host_copies"
@@ -160,7 +160,7 @@ def _is_gemm(instruction: Instruction) -> bool:
 
 def flops(module: Module, instruction: Instruction, phase: str, op_name: str) -> float:
     """Returns the floating-point operations of the matrix products in one run of an instruction."""
-    if instruction.opcode == "custom-call" and _within(op_name, ATTENTION):
+    if instruction.opcode == "custom-call" and within(op_name, ATTENTION):
         return _attention(module, instruction, phase)
     if instruction.opcode == "custom-call" and (found := COLLECTIVE_MATMULS.search(op_name)):
         return _collective_matmul(module, instruction, gathers=found[1] == "gather_matmul")
@@ -242,7 +242,7 @@ def _named(module: Module, instruction: Instruction) -> tuple[str, int]:
             return found.op_name, found.frame or instruction.frame
     near = [found for found in _near(module, instruction) if "/" in found.op_name]
     if any(found.dims("lhs_batch_dims") for found in products):  # of which only attention has some
-        near.sort(key=lambda found: not _within(found.op_name, ATTENTION))
+        near.sort(key=lambda found: not within(found.op_name, ATTENTION))
     return (near[0].op_name, near[0].frame) if near else (instruction.op_name, instruction.frame)
 
 
@@ -259,7 +259,3 @@ def _near(module: Module, instruction: Instruction) -> list[Instruction]:
         around = (*module.readers.get(name, ()), *there[name].operands)
         names += [other for other in dict.fromkeys(around) if other in there and other not in names]
     return [there[name] for name in names]
-
-
-def _within(op_name: str, scope: str) -> bool:
-    return re.search(rf"[/(:]{scope}[/):]", op_name) is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthru.models import flops
-from jaxthru.models.llama import ModelConfig, RopeScaling
+from jaxthru.models.llama import ModelConfig
 from jaxthru.profile import clocks, ledger, lint
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.footprint import footprint
@@ -44,8 +44,9 @@ def build(folder: Path) -> Ledger:
         line: production.seconds[line] / named.seconds[line] if named.seconds[line] else 0.0 for line in LINES
     }
     clock = production.clock(clocks.read(folder / "production"))
-    tokens, span = _tokens(rows, production.kept, ModelConfig(**_shape(config["model"])))
-    needed = 6.0 * flops.matmul_parameters(ModelConfig(**_shape(config["model"]))) * tokens
+    shape = ModelConfig(**config["model"] | {"rope_scaling": None})  # which needs no FLOPs
+    tokens, span = _tokens(rows, production.kept, shape)
+    needed = 6.0 * flops.matmul_parameters(shape) * tokens
     about = ledger.Run(
         config=run.parent.name if run.name.isdecimal() else run.name,
         device_kind=collected["device_kind"],
@@ -153,11 +154,6 @@ def _tokens(rows: list, steps: list[int], shape: ModelConfig) -> tuple[float, fl
     done = statistics.fmean((row["model_tflops"] or 0.0) * 1e12 * row["step_seconds"] for row in own)
     by_span = flops.train_flops(shape, 0, 1)
     return tokens, max(done - flops.train_flops(shape, tokens, 0), 0.0) / by_span
-
-
-def _shape(model: dict[str, Any]) -> dict[str, Any]:
-    scaling = model.get("rope_scaling")
-    return model | {"rope_scaling": RopeScaling(**scaling) if scaling else None}
 
 
 def _json(path: Path) -> dict[str, Any]:

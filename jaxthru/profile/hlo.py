@@ -128,6 +128,11 @@ def size(shape: Shape) -> int:
     return math.prod(dims) * width // 8
 
 
+def within(op_name: str, scope: str) -> bool:
+    """Says whether an op_name ("jit(train_step)/transpose(jvp(model))/mlp/mul") lies within a scope."""
+    return re.search(rf"[/(:]{scope}[/):]", op_name) is not None
+
+
 def modules(text: str) -> dict[str, Module]:
     """Returns the modules of an HLO text, which may hold several one after the other, by name."""
     found = (module(part) for part in re.split(r"^(?=HloModule )", text, flags=re.M) if part.strip())

@@ -11,6 +11,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from jaxthru.profile.hlo import within
+
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "staging", "other")
 """gradients: temporaries from the model or the loss that the optimizer, or a result, reads. activations: the
 rest of the model's, with its copies of weights in the compute dtype. loss: the rest of the loss's. optimizer:
@@ -244,7 +246,7 @@ class Purpose:
     def __call__(self, value: Value) -> str:
         if value.instruction.startswith("copy-start") and not value.phi:
             return "staging"
-        if _within(value.made, "optimizer"):
+        if within(value.made, "optimizer"):
             return "optimizer"
         if self.reaches_optimizer(value, set()):
             return "gradients"
@@ -257,7 +259,7 @@ class Purpose:
         for array in after:  # grows
             for name in (array.made, *(self.op_names.get(name, "") for name in array.readers)):
                 for scope in SCOPES:
-                    if _within(name, scope):
+                    if within(name, scope):
                         return scope
             fresh = [other for other in self.handed_on(array) if id(other) not in seen]
             seen |= {id(other) for other in fresh}
@@ -279,7 +281,7 @@ class Purpose:
         """Says whether the optimizer reads this array's memory before it is used for anything else, or a sum
         over micro-batches to which it is added."""
         seen.add(id(value))
-        if any(_within(self.op_names.get(name, ""), "optimizer") for name in value.readers):
+        if any(within(self.op_names.get(name, ""), "optimizer") for name in value.readers):
             return True
         sums = (name for name in value.readers if self.adds(name))
         after = [*self.handed_on(value), *(made for name in sums for made in self.made_by.get(name, ()))]
@@ -289,14 +291,9 @@ class Purpose:
         """Says whether an instruction adds to sums of gradients: in a scope of that name, or outside of the
         model, the loss and the optimizer."""
         name = self.op_names.get(instruction, "")
-        outside = not any(_within(name, scope) for scope in SCOPES)
-        return name.endswith("/add") and (outside or _within(name, "gradients"))
+        outside = not any(within(name, scope) for scope in SCOPES)
+        return name.endswith("/add") and (outside or within(name, "gradients"))
 
 
 PURPOSES = {"optimizer": "optimizer", "loss": "loss", "model": "activations"}
 SCOPES = tuple(PURPOSES)
-
-
-def _within(op_name: str, scope: str) -> bool:
-    """Says whether an op_name ("jit(train_step)/transpose(jvp(model))/mlp/mul") lies within a scope."""
-    return re.search(rf"[/(]{scope}[/)]", op_name) is not None
