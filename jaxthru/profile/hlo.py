@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
+import numpy as np
+
 Shape = tuple[str, tuple[int, ...]]
 """An array's dtype, as HLO names it, and dims."""
 
@@ -40,6 +42,25 @@ class Instruction:
         """How often a loop runs, None if the compiler does not know."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         return int(found[1]) if found else None
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The devices that exchange data in a collective, by their places; none where it does not say."""
+        text = self.attributes
+        if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}:]*)\}", text):
+            axes = re.findall(r"'([^']*)'=(\d+)", found[1])
+            joined = [f"'{name}'" in found[2].split(",") for name, _ in axes]
+            sizes, order = [int(size) for _, size in axes], np.argsort(joined, kind="stable")
+            together = math.prod(size for size, one in zip(sizes, joined, strict=True) if one)
+        elif found := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+            together, sizes = int(found[1]), _numbers(found[2])
+            order = _numbers(found[3]) if found[3] else range(len(sizes))
+        else:
+            listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)+)\}", text)
+            return (
+                [list(_numbers(group)) for group in re.findall(r"\{([\d,]*)\}", listed[1])] if listed else []
+            )
+        return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, together).tolist()
 
     def dims(self, attribute: str) -> tuple[int, ...]:
         """Returns the numbers of `attribute={0,1}`."""

@@ -1,5 +1,6 @@
 """One pass over the steps that were profiled: what ran in them, by line, layer, kernel and collective."""
 
+import itertools
 import logging
 import statistics
 from collections import Counter, defaultdict
@@ -7,7 +8,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 from jaxthru.profile import clocks, events, hlo, ledger, paint
-from jaxthru.profile.attribution import Attribution
+from jaxthru.profile.attribution import Attribution, Work
 from jaxthru.profile.ledger import LINES
 from jaxthru.profile.windows import Ran, Window, windows
 
@@ -130,13 +131,14 @@ class Measured:
         found = []
         for (name, _, kind), by_device in runs.items():
             of = [one for ones in by_device.values() for one in ones]
+            work = of[0].work
             waits, last = 0, Counter()
             if len({len(ones) for ones in by_device.values()}) == 1:
-                for together in zip(*by_device.values(), strict=True):
-                    spent = [one.event.end - one.event.start for one in together]
-                    waits += sum(spent) - min(spent) * len(spent)
-                    last[max(together, key=lambda one: one.event.start).event.device] += 1
-            work = of[0].work
+                for group in self._groups(work, by_device):
+                    for together in zip(*(by_device[device] for device in group), strict=True):
+                        spent = [one.event.end - one.event.start for one in together]
+                        waits += sum(spent) - min(spent) * len(spent)
+                        last[max(together, key=lambda one: one.event.start).event.device] += 1
             found.append(
                 ledger.Collective(
                     name=name,
@@ -146,10 +148,20 @@ class Measured:
                     seconds=sum(one.event.end - one.event.start for one in of) / 1e9 / self.count,
                     exposed_seconds=sum(exposed[id(one)] for one in of) / 1e9 / self.count,
                     wait_seconds=waits / 1e9 / self.count,
-                    last=last.most_common(1)[0][0] if last and len(by_device) > 1 else None,
+                    last=last.most_common(1)[0][0] if last else None,
                 )
             )
         return tuple(sorted(found, key=lambda collective: -collective.exposed_seconds))
+
+    def _groups(self, work: Work | None, devices: Container[str]) -> list[list[str]]:
+        """Returns the devices that wait for one another in a collective: all, where its HLO does not say."""
+        names = self.trace.devices
+        inner = self.attribution.modules[work.module].inner(work.instruction) if work else ()
+        places = next((found.groups for found, _ in inner if found.groups), [])
+        if sorted(itertools.chain(*places)) != list(range(len(names))):
+            places = [range(len(names))]
+        groups = ([names[place] for place in group if names[place] in devices] for group in places)
+        return [group for group in groups if len(group) > 1]
 
     def devices(self) -> tuple[ledger.Device, ...]:
         """Returns each device's steps, and the timeline of the one in the middle."""

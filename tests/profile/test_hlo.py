@@ -216,6 +216,26 @@ def test_kernels_that_communicate_and_multiply():
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups=mesh['data'=1,'fsdp'=2,'tensor'=2] {'tensor'}, dimensions={0}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['data'=1,'fsdp'=2,'tensor'=2] {'fsdp'}, dimensions={0}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+        ("replica_groups=[2,2]<=[4], to_apply=%sum", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%sum", [[0, 2], [1, 3]]),
+        ("replica_groups={{0,1},{2,3}}, dimensions={0}", [[0, 1], [2, 3]]),
+        ("replica_groups={{0},{1}}, dimensions={0}", [[0], [1]]),
+        ('replica_groups={}, to_apply=%sum, backend_config={"a":{"n":2}}', []),
+        ("dimensions={0}", []),
+    ],
+)
+def test_which_devices_exchange_data(text, groups):
+    line = f"%c.1 = f32[8]{{0}} all-reduce(%a), channel_id=1, {text}"
+    module = hlo.module(f"HloModule m\n\nENTRY %main (a: f32[8]) -> f32[8] {{\n  {line}\n}}\n")
+    assert module.find("c.1").groups == groups
+
+
 def test_text_that_is_no_module():
     with pytest.raises(ValueError, match="not an HLO module"):
         hlo.module("ENTRY main")

@@ -5,10 +5,11 @@ from pathlib import Path
 import planes
 import pytest
 
-from jaxthru.profile import ledger
+from jaxthru.profile import hlo, ledger
+from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import build
-from jaxthru.profile.events import Event
-from jaxthru.profile.measured import whole
+from jaxthru.profile.events import Event, Trace
+from jaxthru.profile.measured import Measured, whole
 from jaxthru.profile.windows import Ran, Window, _called
 
 
@@ -109,6 +110,27 @@ def test_who_came_last_made_the_others_wait(tmp_path):
     assert found.seconds == pytest.approx(300e-9)  # 400 on device 0, 200 on device 1
     assert found.wait_seconds == pytest.approx(100e-9)  # 200 on device 0
     assert found.exposed_seconds == pytest.approx(250e-9)  # 300 on device 0, 200 on device 1
+
+
+def test_devices_wait_only_for_those_that_they_exchange_data_with():
+    """Two pairs, of which the second is later and slower: device 1 waits for 0 there, and 3 for 2."""
+    groups = "replica_groups=mesh['fsdp'=2,'tensor'=2] {'tensor'}"
+    text = planes.STEP.replace("to_apply=%sum", f"{groups}, to_apply=%sum")
+    begun = {"0": 60, "1": 0, "2": 570, "3": 500}, {"0": 100, "1": 100, "2": 700, "3": 700}
+    ran = {
+        device: Event(device, "", "all-reduce.1", start, begun[1][device], "jit_train_step", "all-reduce.1")
+        for device, start in begun[0].items()
+    }
+    measured = Measured.__new__(Measured)
+    measured.attribution = Attribution(hlo.modules(text))
+    measured.trace, measured.count = Trace(list(ran.values()), [], {}, 0), 4
+    work = measured.attribution.find("jit_train_step", "all-reduce.1")
+    of = {device: [Ran(event, "exposed_communication", work)] for device, event in ran.items()}
+    measured.windows = [Window(device, 1, 0, 1000, [], ones) for device, ones in of.items()]
+    measured.inside = list(of.values())
+    (found,) = measured.collectives()
+    assert found.wait_seconds == pytest.approx((60 + 70) / 4 * 1e-9)
+    assert found.last in ("0", "2")
 
 
 def test_the_products_are_taken_apart(tmp_path):
