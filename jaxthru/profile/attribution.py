@@ -210,7 +210,7 @@ def _collective_matmul(module: Module, instruction: Instruction, gathers: bool) 
 
 
 def layer_and_phase(op_name: str, module: str) -> tuple[str, str]:
-    """Returns the kind of layer, and the phase (`ledger.PHASES`), of an op_name such as
+    """Returns the kind of layer, and the phase (`ledger.Scope`), of an op_name such as
     "jit(train_step)/transpose(jvp(model))/while/body/mlp/mul"."""
     program = module.removeprefix("jit_").partition(".")[0]
     layer, phase = PROGRAMS.get(program, ("other", "other"))

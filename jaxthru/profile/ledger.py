@@ -27,8 +27,6 @@ LINES = (
 )
 """Of what runs at a moment, the first of these counts."""
 
-PHASES = ("forward", "backward", "recomputation", "optimizer", "loss", "other")
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -92,6 +90,8 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
+    """phase: "forward", "backward", "recomputation", "optimizer", "loss" or "other"."""
+
     layer: str
     phase: str
     line: str

@@ -1,5 +1,6 @@
 """What a terminal shows of a ledger, and of two compared: tables for `rich`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import rich.box
@@ -62,23 +63,13 @@ def comparison(found: Comparison, names: tuple[str, str]) -> rich.console.Group:
         for key, before, after in found.config:
             _row(table, key, str(before), str(after))
         shown.append(table)
-    table = _table(
-        "part of the step", f">{names[0]}, {unit.name}", f">{names[1]}, {unit.name}", ">change", ">share"
-    )
-    for change in found.changes:
-        _row(table, title(change.name), *_cells(change, unit))
-    step = Change("step", found.step_before, found.step_after, found.step_after - found.step_before, 0.0)
-    _row(
-        table,
-        "the rest, under the noise",
-        "",
-        "",
-        _signed(found.rest, unit),
-        f"{found.rest / step.before:+.1%}",
-    )
+    table = _changes("part of the step", names, unit, found.changes)
+    share = f"{found.rest / found.step_before:+.1%}"
+    _row(table, "the rest, under the noise", "", "", _signed(found.rest, unit), share)
     table.add_section()
-    share = f"{step.seconds / step.before:+.1%}"
-    _row(table, "step", unit.bare(step.before), unit.bare(step.after), _signed(step.seconds, unit), share)
+    moved = found.step_after - found.step_before
+    step = Change("step", found.step_before, found.step_after, moved, moved / found.step_before)
+    _row(table, "step", *_cells(step, unit))
     shown.append(table)
     shown += [_line(f"{title(change.name)}: {change.cause}.") for change in found.changes[1:] if change.cause]
     for name, changes in (
@@ -87,10 +78,7 @@ def comparison(found: Comparison, names: tuple[str, str]) -> rich.console.Group:
         ("exposed collectives", found.collectives),
     ):
         if changes:
-            table = _table(name, *(f">{each}, {unit.name}" for each in names), ">change", ">share")
-            for change in changes[:CHANGES]:
-                _row(table, change.name, *_cells(change, unit))
-            shown.append(table)
+            shown.append(_changes(name, names, unit, changes[:CHANGES]))
     if found.lint_gone or found.lint_new:
         table = _table("found in the program", "where", "what")
         for verb, entries in (("new", found.lint_new), ("gone", found.lint_gone)):
@@ -118,6 +106,13 @@ def _headline(found: Comparison, unit: Unit) -> str:
     cause = f": {top.cause}" if top.cause else ""
     size = f"{_signed(top.seconds, unit)} {unit.name}, {top.share:+.1%}"
     return f"Most changed: {title(top.name).lower()} ({size}){cause}."
+
+
+def _changes(name: str, names: tuple[str, str], unit: Unit, changes: Iterable[Change]) -> rich.table.Table:
+    table = _table(name, *(f">{each}, {unit.name}" for each in names), ">change", ">share")
+    for change in changes:
+        _row(table, title(change.name), *_cells(change, unit))
+    return table
 
 
 def _cells(change: Change, unit: Unit) -> tuple[str, str, str, str]:
