@@ -131,7 +131,8 @@ def _memory(ledger: Ledger, unit: Unit) -> str:
         for category, count in sorted(memory.categories.items(), key=lambda item: -item[1])
         if count
     ]
-    rows.append(("program's peak", size(total), "100.0%"))
+    program = total - sum(memory.categories.get(rest, 0) for rest in ("fragmentation", "beside"))
+    rows.append(("program's peak", size(program), f"{program / total:.1%}"))
     if memory.peak_bytes is not None:
         rows.append(("the runtime's own peak", size(memory.peak_bytes), ""))
     if memory.host_pinned_bytes:

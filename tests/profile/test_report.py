@@ -135,6 +135,16 @@ def test_figures_are_those_of_the_definition():
     assert figures(bare(), config).mfu is None
 
 
+def test_what_is_beyond_the_program_is_not_its_peak():
+    memory = sample.ledger().memory
+    beyond = memory.categories | {"fragmentation": 3.9e9}
+    found = dataclasses.replace(sample.ledger(), memory=dataclasses.replace(memory, categories=beyond))
+    text = Text()
+    text.feed(report(found, sample.config()))
+    at = text.words.index("program's peak")
+    assert text.words[at + 1 : at + 3] == ["57.30\N{NO-BREAK SPACE}GB", "93.6%"]
+
+
 def test_names_cannot_break_the_page():
     ledger = full()
     run = dataclasses.replace(ledger.run, config='<script>alert("x")</script>$title')
