@@ -16,15 +16,12 @@ def waterfall(parts: dict[str, float], step: float, numbers: dict[str, tuple[str
 
     numbers: part -> (seconds, share) as they are to be read. total: the last bar's name.
     """
-    rows, at = [], 0.0
+    rows, whole, at = [], [], 0.0
     for name, seconds in parts.items():
         title, said = TITLES[name]
         rows.append(_bar(title, said, [(name, at / step, seconds / step)], numbers[name]))
+        whole.append((name, at / step, max(0.0, seconds) / step))
         at += seconds
-    whole, start = [], 0.0
-    for name, seconds in parts.items():
-        whole.append((name, start / step, max(0.0, seconds) / step))
-        start += seconds
     rows.append(_bar(total, "", whole, numbers["total"], "total"))
     return f'<div class="fall">{"".join(rows)}</div>'
 

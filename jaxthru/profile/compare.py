@@ -199,16 +199,12 @@ def _only(these: Iterable[Lint], others: Iterable[Lint]) -> tuple[Lint, ...]:
 
 def _config_changes(before: dict[str, Any], after: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
     """Returns the keys that differ; what a profile does to itself is no difference."""
-    missing = object()
-    keys = [f"{group}.{name}" for tree in (before, after) for group in tree for name in tree[group]]
-
-    def value(tree: dict[str, Any], key: str) -> Any:
-        group, _, name = key.partition(".")
-        return tree.get(group, {}).get(name, missing)
-
-    pairs = ((key, value(before, key), value(after, key)) for key in sorted(set(keys)))
-    differ = ((key, a, b) for key, a, b in pairs if a != b and not key.startswith("profile."))
-    return tuple((key, None if a is missing else a, None if b is missing else b) for key, a, b in differ)
+    was, now = (
+        {f"{group}.{name}": value for group in tree for name, value in tree[group].items()}
+        for tree in (before, after)
+    )
+    keys = sorted(key for key in was.keys() | now.keys() if not key.startswith("profile."))
+    return tuple((key, was.get(key), now.get(key)) for key in keys if was.get(key) != now.get(key))
 
 
 def _figures(before: Ledger, after: Ledger) -> tuple[tuple[str, float | None, float | None], ...]:
@@ -252,14 +248,10 @@ class Clues:
         lint.sort(key=lambda entry: -(entry.seconds or 0.0))
         said = []
         if lint:
-            verb = "new" if change.seconds > 0 else "gone"
-            said.append(
-                f"{verb}: {lint[0].text.rstrip('.')}" + (f" in {lint[0].scope}" if lint[0].scope else "")
-            )
-        moved = [
-            f"{key} {a!r} → {b!r}" for key, a, b in self.config if key.startswith(KEYS.get(change.name, ()))
-        ]
-        said += moved[:3]
+            where = f" in {lint[0].scope}" if lint[0].scope else ""
+            said.append(f"{'new' if change.seconds > 0 else 'gone'}: {lint[0].text.rstrip('.')}{where}")
+        keys = KEYS.get(change.name, ())
+        said += [f"{key} {a!r} → {b!r}" for key, a, b in self.config if key.startswith(keys)][:3]
         said += self.seen(change)
         return dataclasses.replace(change, cause="; ".join(said), rule=lint[0].rule if lint else None)
 

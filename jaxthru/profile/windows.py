@@ -1,8 +1,7 @@
 """Steps in a trace: when each began on each device, and what ran in them, by line."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from jaxthru.profile import hlo, paint
 from jaxthru.profile.attribution import Attribution, Work
@@ -108,14 +107,15 @@ def _process(device: str) -> int:
 def _firsts(first: list[Ran], steps: int, device: str) -> list[Event]:
     """Returns what each step began with, and one more if the trace holds it: the first of those kernels that
     a step runs once. first: what ran of a step's first program."""
-    identity: Callable[[Ran], tuple] = lambda one: (one.event.hlo, one.event.name)  # noqa: E731
-    counts = Counter(map(identity, first))
+    runs: dict[tuple[str, str], list[Event]] = {}
+    for one in first:
+        runs.setdefault((one.event.hlo, one.event.name), []).append(one.event)
     once = [one for one in first if one.work and one.work.runs == 1] or first
     # The step with which the last one ends is in the trace, as a rule, and some of another one.
     for one in once:
-        if steps <= counts[identity(one)] <= steps + 2:
-            anchor = identity(one)
-            return [one.event for one in first if identity(one) == anchor][: steps + 1]
+        found = runs[one.event.hlo, one.event.name]
+        if steps <= len(found) <= steps + 2:
+            return found[: steps + 1]
     raise ValueError(
         f"device {device}: {steps} steps cannot be told apart in its trace of {len(first)} kernels"
     )
