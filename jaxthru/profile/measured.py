@@ -35,9 +35,9 @@ class Measured:
         modules = hlo.modules((folder / text).read_text())
         self.attribution = Attribution(modules)
         self.trace = events.read(folder / name)
-        self.first, self.steps = taken["first_step"], taken["steps"]
-        found = windows(self.trace, self.attribution, next(iter(modules)), self.first, self.steps, learned)
-        self.windows = whole([one for one in found if one.step >= self.first + skip], modules)
+        first, steps = taken["first_step"], taken["steps"]
+        found = windows(self.trace, self.attribution, next(iter(modules)), first, steps, learned)
+        self.windows = whole([one for one in found if one.step >= first + skip], modules)
         self.kept = sorted({window.step for window in self.windows})
         if lost := len(found) - len(self.windows) - skip * len(self.trace.devices):
             log.warning("%s: %d of %d steps lack kernels, and are left out", folder / name, lost, len(found))
@@ -184,12 +184,14 @@ class Measured:
 
     def clock(self, samples: clocks.Samples) -> ledger.Clock:
         """Returns the clock while the steps ran."""
-        start, end = self.windows[0].start, self.windows[-1].end
-        first = [window for window in self.windows if window.device == self.windows[0].device]
+        first = self.windows[0]
         busy = [
-            (piece.start, piece.end) for window in first for piece in window.painted if piece.line == "matmul"
+            (piece.start, piece.end)
+            for window in self.windows
+            for piece in window.painted
+            if window.device == first.device and piece.line == "matmul"
         ]
-        return clocks.clock(self.trace, samples, start, end, busy)
+        return clocks.clock(self.trace, samples, first.start, self.windows[-1].end, busy)
 
 
 def whole(found: list[Window], modules: Container[str]) -> list[Window]:

@@ -5,7 +5,6 @@ the instant, and of those of one line the one that began first.
 """
 
 import heapq
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -82,17 +81,13 @@ def split_idle(
             continue
         rest = "dependency" if called is None else "host_gap"
         at = gap.start
-        first = max(bisect_right(waits, (at, at)) - 1, 0)
-        for begun, over in waits[first:]:
-            if begun >= gap.end:
-                break
+        for begun, over in waits:
             begun, over = max(begun, at), min(over, gap.end)
-            if over <= begun:
-                continue
-            if begun > at:
-                painted.append(Painted(at, begun, rest, None))
-            painted.append(Painted(begun, over, "data_wait", None))
-            at = over
+            if begun < over:
+                if at < begun:
+                    painted.append(Painted(at, begun, rest, None))
+                painted.append(Painted(begun, over, "data_wait", None))
+                at = over
         if at < gap.end:
             painted.append(Painted(at, gap.end, rest, None))
     return painted
