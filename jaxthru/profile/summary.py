@@ -6,7 +6,7 @@ from typing import Any
 import rich.box
 import rich.console
 import rich.table
-import rich.text
+from rich.text import Text
 
 from jaxthru.profile.compare import Change, Comparison, title
 from jaxthru.profile.ledger import Ledger
@@ -17,12 +17,12 @@ ADVICE = 3
 CHANGES = 8
 
 
-def summary(ledger: Ledger, config: dict[str, Any] | None = None) -> rich.console.Group:
+def summary(ledger: Ledger, config: dict[str, Any]) -> rich.console.Group:
     """Returns the parts of the step, which add up to it, and the first few pieces of advice.
 
     config: nested plain values of the run's config.json, for the MFU.
     """
-    window, found = ledger.window, figures(ledger, config or {})
+    window, found = ledger.window, figures(ledger, config)
     unit = Unit.of(window.step_seconds)
     said = [f"{found.tokens_per_second:,.0f} tokens/s"]
     if found.mfu is not None:
@@ -37,13 +37,13 @@ def summary(ledger: Ledger, config: dict[str, Any] | None = None) -> rich.consol
             _row(table, title(name), unit.bare(seconds), f"{seconds / window.step_seconds:.1%}")
     table.add_section()
     _row(table, "step", unit.bare(window.step_seconds), "100.0%")
-    return rich.console.Group(_line(", ".join(said)), table, *_advice(ledger, unit))
+    return rich.console.Group(Text(", ".join(said)), table, *_advice(ledger, unit))
 
 
 def _advice(ledger: Ledger, unit: Unit) -> list[rich.console.RenderableType]:
     known = [each for each in ledger.advice if each.gain_seconds is not None]
     if not known:
-        return [_line(f"Nothing to win above the noise, {unit(floor(ledger))} a step.")]
+        return [Text(f"Nothing to win above the noise, {unit(floor(ledger))} a step.")]
     table = _table("what to change next", ">up to", ">share")
     for each in known[:ADVICE]:
         _row(table, f"{each.key} = {each.value}", unit(each.gain_seconds), f"{each.gain_share:.1%}")
@@ -53,10 +53,10 @@ def _advice(ledger: Ledger, unit: Unit) -> list[rich.console.RenderableType]:
 def comparison(found: Comparison, names: tuple[str, str]) -> rich.console.Group:
     """Returns what changed, the largest first, each with its likely cause. names: of the two runs."""
     unit = Unit.of(max(found.step_before, found.step_after))
-    shown: list[rich.console.RenderableType] = [_line(_headline(found, unit))]
+    shown: list[rich.console.RenderableType] = [Text(_headline(found, unit))]
     if abs(found.tokens - 1) >= 0.01:
         shown.append(
-            _line(f"{names[1]} has {found.tokens:.3g} times the tokens: its seconds are for as many.")
+            Text(f"{names[1]} has {found.tokens:.3g} times the tokens: its seconds are for as many.")
         )
     if found.config:
         table = _table("configuration", names[0], names[1])
@@ -71,7 +71,7 @@ def comparison(found: Comparison, names: tuple[str, str]) -> rich.console.Group:
     step = Change("step", found.step_before, found.step_after, moved, moved / found.step_before)
     _row(table, "step", *_cells(step, unit))
     shown.append(table)
-    shown += [_line(f"{title(change.name)}: {change.cause}.") for change in found.changes[1:] if change.cause]
+    shown += [Text(f"{title(change.name)}: {change.cause}.") for change in found.changes[1:] if change.cause]
     for name, changes in (
         ("layer, phase (line)", found.scopes),
         ("kernels by scope", found.kernels),
@@ -130,7 +130,7 @@ def _table(*columns: str) -> rich.table.Table:
     for column in columns:
         right = column.startswith(">")
         table.add_column(
-            rich.text.Text(column.lstrip(">")),
+            Text(column.lstrip(">")),
             justify="right" if right else "left",
             no_wrap=right,
             overflow="fold",
@@ -140,8 +140,4 @@ def _table(*columns: str) -> rich.table.Table:
 
 def _row(table: rich.table.Table, *cells: str) -> None:
     """Adds a row of plain text: brackets in names are no markup."""
-    table.add_row(*map(rich.text.Text, cells))
-
-
-def _line(text: str) -> rich.text.Text:
-    return rich.text.Text(text)
+    table.add_row(*map(Text, cells))
