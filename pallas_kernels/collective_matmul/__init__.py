@@ -142,7 +142,7 @@ def implementations(
     platform = dispatch.resolve_platform(platform)
     return {
         "mosaic_gpu": (mosaic_gpu, {"platform": platform, "always": named}),
-        "mosaic_gpu_alone": (mosaic_gpu, {"platform": platform, "always": named, "spare_sms": 0}),
+        "mosaic_gpu_alone": (mosaic_gpu, {"platform": platform, "always": named, "alone": True}),
         "mosaic_tpu": (mosaic_tpu, {"platform": platform}),
         "ring": (ring, {}),
         "ring_bidirectional": (ring, {"directions": 2}),

@@ -1,8 +1,8 @@
 """Fused on one host's Hopper GPUs: transfers by TMA over NVLink, hidden behind the product's tiles.
 
 `hopper.py` has the two kernels and why they are correct. Here is what each of the four operations makes of
-them, and where they refuse: any GPU but Hopper, several processes, dtypes but bfloat16 and float16, shapes
-that no tile divides, meshes with another axis, and where the plain form is faster, measured or predicted.
+them, and where they refuse: any GPU but Hopper, several processes, dtypes but bfloat16, shapes that no tile
+divides, meshes with another axis, and where the plain form is faster, measured or predicted.
 
     forward of all_gather_matmul       gather_matmul, all weights in one kernel
     backward                           matmul_scatter over all (dy, w.T), gathering x beside it; then each dw
@@ -48,30 +48,21 @@ _gather_matmul = jax.jit(hopper.gather_matmul, static_argnames=(*_static, "keep"
 _matmul_scatter = jax.jit(hopper.matmul_scatter, static_argnames=_static)
 
 
-def all_gather_matmul(x_MK, weights, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=None):
-    """As `collective_matmul` describes it.
-
-    platform: where it will run. tiles: a `Tiles`; None chooses them. always: run even where the plain form is
-    expected to be faster, as with given tiles. spare_sms: SMs that are left to collectives which may run at
-    the same time, 0 where none does; `hopper` says why. None leaves none, and refuses a mesh with another
-    axis of several devices, whose collectives may. Those over the same axis may too: see `hopper` on how to
-    compile.
-    """
+def all_gather_matmul(x_MK, weights, *, axis_name, **options):
+    """As `collective_matmul` describes it. options: of all four, see `_plan`."""
     columns = tuple(w.shape[1] for w in weights)
     problem = _problem("gather", x_MK, axis_name, len(x_MK), (x_MK.shape[1],), columns)
-    plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
+    plan = _plan(problem, axis_name, **options)
     x, *ws = _unmark(x_MK, *weights)
     ys, _ = _gather_matmul(x, ws, *plan, axis_name=axis_name)
     return _mark(ys, x_MK, *weights)
 
 
-def all_gather_matmul_backward(
-    x_MK, weights, dys, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=None
-):
+def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, **options):
     contracted = tuple(dy.shape[1] for dy in dys)
     M, K = x_MK.shape
     problem = _problem("scatter_transposed", x_MK, axis_name, M, contracted, (K,), gathers=K)
-    plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
+    plan = _plan(problem, axis_name, **options)
     pairs = list(zip(_unmark(*dys), _unmark(*weights), strict=True))
     (x,) = _unmark(x_MK)
     results = _matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x)
@@ -79,20 +70,18 @@ def all_gather_matmul_backward(
     return dx_MK, tuple(_rows_contracted(x_AK, dy_AN) for dy_AN in dys)
 
 
-def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=None):
+def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, **options):
     M = len(y_AK) // jax.lax.axis_size(axis_name)
     problem = _problem("scatter", y_AK, axis_name, M, (y_AK.shape[1],), (w_KN.shape[1],))
-    plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
+    plan = _plan(problem, axis_name, **options)
     out_MN, _ = _matmul_scatter([_unmark(y_AK, w_KN)], *plan, axis_name=axis_name)
     return _mark((out_MN,), y_AK, w_KN)[0]
 
 
-def matmul_reduce_scatter_backward(
-    y_AK, w_KN, dout_MN, *, axis_name, platform="gpu", tiles=None, always=False, spare_sms=None
-):
+def matmul_reduce_scatter_backward(y_AK, w_KN, dout_MN, *, axis_name, **options):
     M, N = dout_MN.shape
     problem = _problem("gather_transposed", dout_MN, axis_name, M, (N,), (len(w_KN),))
-    plan = _plan(problem, axis_name, platform, tiles, always, spare_sms)
+    plan = _plan(problem, axis_name, **options)
     dout, w = _unmark(dout_MN, w_KN)
     (dy_AK,), dout_AN = _gather_matmul(dout, (w,), *plan, axis_name=axis_name, transposed=True, keep=True)
     dy_AK, dout_AN = _mark((dy_AK, dout_AN), y_AK, w_KN, dout_MN)
@@ -112,12 +101,18 @@ def _problem(operation: str, like, axis_name, rows, contracted, columns, gathers
 def _plan(
     problem: Problem,
     axis_name: str,
-    platform: str,
-    tiles: Tiles | None,
-    always: bool,
-    spare_sms: int | None,
+    *,
+    platform: str = "gpu",
+    tiles: Tiles | None = None,
+    always: bool = False,
+    alone: bool = False,
 ) -> tuple[Tiles, int]:
-    """Returns the tiles and the number of thread blocks.
+    """Returns the tiles and the number of thread blocks: one on each SM.
+
+    platform: where it will run. tiles: None chooses them. always: run even where the plain form is expected
+    to be faster, as with given tiles. alone: nothing else runs at the same time; otherwise a mesh with
+    another axis of several devices is refused, whose collectives may. Those over the same axis may too: see
+    `hopper` on how to compile.
 
     Raises:
       Unsupported: the kernel cannot run, or is not expected to pay.
@@ -125,27 +120,25 @@ def _plan(
     dispatch.require_nvidia(platform, **HOPPER)
     dispatch.require_one_process()
     _require_every_axis()
-    if problem.shards > 1 and spare_sms is None:
+    if problem.shards > 1 and not alone:
         _require_one_axis(axis_name)
-    spare_sms = spare_sms or 0
-    if problem.dtype not in ("bfloat16", "float16"):
-        raise dispatch.Unsupported(f"multiplies bfloat16 or float16, found {problem.dtype}")
+    if problem.dtype != "bfloat16":
+        raise dispatch.Unsupported(f"multiplies bfloat16, found {problem.dtype}")
     if problem.shards > 8:
         raise dispatch.Unsupported(f"has at most 8 shards on an axis, found {problem.shards}")
     if tiles is not None:
         problem.check(tiles)
-        return tiles, _device()[1] - spare_sms
-    return tiles_for(problem, always, spare_sms)
+        return tiles, _device()[1]
+    return tiles_for(problem, always)
 
 
-def tiles_for(problem: Problem, always: bool, spare_sms: int = 0) -> tuple[Tiles, int]:
+def tiles_for(problem: Problem, always: bool) -> tuple[Tiles, int]:
     """Returns the tiles and the number of thread blocks.
 
     Raises:
       Unsupported: no tiles divide the shape or, unless `always`, the plain form is faster.
     """
     kind, sms = _device()
-    sms -= spare_sms
     tiles, faster = choose(problem, kind, sms)
     fused, plain = predict(problem, tiles, sms)
     if not always and faster is False:
