@@ -39,6 +39,7 @@ from jax.interpreters import mlir
 from pallas_kernels import dispatch
 from pallas_kernels.collective_matmul import hopper
 from pallas_kernels.collective_matmul.tiles import SMS, Problem, Tiles, choose, predict
+from pallas_kernels.dot import dot
 
 HOPPER = {"least": (9, 0), "below": (10, 0)}
 
@@ -67,7 +68,7 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, **options):
     (x,) = _unmark(x_MK)
     results = _matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x)
     dx_MK, x_AK = _mark(results, x_MK, *weights, *dys)
-    return dx_MK, tuple(_rows_contracted(x_AK, dy_AN) for dy_AN in dys)
+    return dx_MK, tuple(dot(x_AK, dy_AN, 0, 0) for dy_AN in dys)
 
 
 def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, **options):
@@ -85,11 +86,7 @@ def matmul_reduce_scatter_backward(y_AK, w_KN, dout_MN, *, axis_name, **options)
     dout, w = _unmark(dout_MN, w_KN)
     (dy_AK,), dout_AN = _gather_matmul(dout, (w,), *plan, axis_name=axis_name, transposed=True, keep=True)
     dy_AK, dout_AN = _mark((dy_AK, dout_AN), y_AK, w_KN, dout_MN)
-    return dy_AK, _rows_contracted(y_AK, dout_AN)
-
-
-def _rows_contracted(a, b):
-    return jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())))
+    return dy_AK, dot(y_AK, dout_AN, 0, 0)
 
 
 def _problem(operation: str, like, axis_name, rows, contracted, columns, gathers=0) -> Problem:

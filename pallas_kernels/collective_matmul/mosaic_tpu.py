@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch
 from pallas_kernels.collective_matmul import schedule
+from pallas_kernels.dot import dot
 
 LANES = 128  # a multiple of this is what the last dim of every operand has to be
 BLOCK = 512  # at most so many rows or columns of an operand are in VMEM at once, twice
@@ -35,7 +36,7 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, platform):
     _check(platform, axis_name, len(x_MK), x_MK, *weights)
     dy_AN, w_KN = jnp.concatenate(dys, 1), jnp.concatenate(weights, 1)
     dx_MK, x_AK = _reduce_pass(dy_AN, w_KN, axis_name, w_dim=1, beside=(x_MK,))
-    return dx_MK, tuple(_transposed_dot(x_AK, dy_AN) for dy_AN in dys)
+    return dx_MK, tuple(dot(x_AK, dy_AN, 0, 0) for dy_AN in dys)
 
 
 def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, platform):
@@ -47,7 +48,7 @@ def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, platform):
 def matmul_reduce_scatter_backward(y_AK, w_KN, dout_MN, *, axis_name, platform):
     _check(platform, axis_name, len(dout_MN), y_AK, w_KN)
     dout_AN, dy_AK = _gather_pass(dout_MN, (w_KN,), axis_name, w_dim=1)
-    return dy_AK, _transposed_dot(y_AK, dout_AN)
+    return dy_AK, dot(y_AK, dout_AN, 0, 0)
 
 
 def _check(platform: str, axis_name: str, rows: int, *arrays) -> None:
@@ -286,7 +287,3 @@ def _tile(dtype) -> int:
 def _block(size: int, multiple: int) -> int:
     """Returns the largest divisor of the size, up to BLOCK, that is such a multiple."""
     return max(n for n in range(multiple, min(size, BLOCK) + 1, multiple) if size % n == 0)
-
-
-def _transposed_dot(a_AM, b_AN):
-    return jax.lax.dot_general(a_AM, b_AN, (((0,), (0,)), ((), ())))

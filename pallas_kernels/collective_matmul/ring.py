@@ -10,12 +10,14 @@ times beyond the products' own rounding. The gradients of weights, which do not 
 Shapes: M rows of a shard, P of them in one lane, A = t·M rows of all shards, K contracted, N columns.
 """
 
+import itertools
 from collections.abc import Callable, Generator, Iterator
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.collective_matmul import schedule
+from pallas_kernels.dot import dot
 from pallas_kernels.varying import vary_alike
 
 
@@ -45,10 +47,8 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, directions=1):
         parts = gathered.send(sums)
         sums = next(reduced)  # both in one pass: two products for each two transfers
         for row, x_PK in parts:
-            dw_KN = _add(dw_KN, _dot(x_PK, dy_PN(row, len(x_PK)), 0, 0, jnp.float32))
-    ends, end = [], 0
-    for w in weights[:-1]:
-        ends.append(end := end + w.shape[1])
+            dw_KN = _add(dw_KN, dot(x_PK, dy_PN(row, len(x_PK)), 0, 0, jnp.float32))
+    ends = list(itertools.accumulate(w.shape[1] for w in weights[:-1]))
     return jnp.concatenate(sums), tuple(jnp.split(dw_KN.astype(x_MK.dtype), ends, 1))
 
 
@@ -67,7 +67,7 @@ def matmul_reduce_scatter_backward(y_AK, w_KN, dout_MN, *, axis_name, directions
         for row, dout_PN in gathered.send(done):
             done = _product(row, dout_PN, w_KN, 1)
             dy_AK = _write(dy_AK, row, done)
-            dw_KN = _add(dw_KN, _dot(_read(y_AK, row, len(dout_PN)), dout_PN, 0, 0, jnp.float32))
+            dw_KN = _add(dw_KN, dot(_read(y_AK, row, len(dout_PN)), dout_PN, 0, 0, jnp.float32))
     return dy_AK, dw_KN.astype(w_KN.dtype)
 
 
@@ -141,9 +141,4 @@ def _product(row, x, w, w_dim: int):
     still on its way. The barrier makes another matrix of it for each row, and x itself stays free of it.
     """
     w, _ = jax.lax.optimization_barrier((w, row))
-    return _dot(x, w, 1, w_dim)
-
-
-def _dot(a, b, a_dim: int, b_dim: int, dtype=None):
-    """Returns the product of two matrices over one dim of each, of the given dtype or else of theirs."""
-    return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=dtype)
+    return dot(x, w, 1, w_dim)

@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dot import dot
 from pallas_kernels.varying import vary_alike
 
 # A chunk's logits take at most this much. Each chunk reads and writes the matrix's whole float32 gradient,
@@ -102,10 +103,10 @@ def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, 
         # The losses come first: the logits may be gone once their gradient is there.
         losses_C, log_z_C = jax.lax.optimization_barrier((losses_C, log_z_C))
         d_logits_CV = logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss)
-        d_hidden_CD = _dot(d_logits_CV, matrix, 1, 1 - d_dim)
+        d_hidden_CD = dot(d_logits_CV, matrix, 1, 1 - d_dim)
         pair = (hidden_CD, d_logits_CV) if d_dim == 0 else (d_logits_CV, hidden_CD)
         # The sum in float32, in the form of a matrix product that adds to its output in place.
-        d_matrix = d_matrix + _dot(*pair, 0, 0, jnp.float32)
+        d_matrix = d_matrix + dot(*pair, 0, 0, jnp.float32)
         return d_matrix, (losses_C, log_z_C, d_hidden_CD)
 
     C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
@@ -127,7 +128,7 @@ _losses.defvjp(_forward, _backward)
 
 def _chunk_losses(hidden_CD, matrix, targets_C, d_dim, axis_name):
     """Returns each token's cross-entropy and log(Z), the logits, and the targets in this device's columns."""
-    logits_CV = _dot(hidden_CD, matrix, 1, d_dim)
+    logits_CV = dot(hidden_CD, matrix, 1, d_dim)
     logits32_CV = logits_CV.astype(jnp.float32)
     if axis_name is not None:
         targets_C = targets_C - jax.lax.axis_index(axis_name) * logits_CV.shape[1]
@@ -148,11 +149,6 @@ def _chosen(logits_CV, targets_C):
 
 def _objective(losses_N, log_z_N, weights_N, z_loss):
     return jnp.sum(weights_N * (losses_N + z_loss * jnp.square(log_z_N)))
-
-
-def _dot(a, b, a_dim: int, b_dim: int, dtype=None):
-    """Returns the product of two matrices over one dim of each. Written so, no transpose is ever needed."""
-    return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=dtype)
 
 
 def _split(C: int, *arrays):
