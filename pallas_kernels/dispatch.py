@@ -47,10 +47,11 @@ def require_nvidia(platform: str, least: tuple[int, int], below: tuple[int, int]
     """
     found = platform
     if platform == "gpu":
-        found = nvidia_compute_capability()
-        fits = found is not None and found >= least and (below is None or found < below)
+        capability = nvidia_compute_capability()
+        fits = capability is not None and capability >= least and (below is None or capability < below)
         if fits or jax.default_backend() != "gpu":
             return
+        found = f"{capability[0]}.{capability[1]}" if capability else "another maker's"
     limit = f" and < {below[0]}.{below[1]}" if below else ""
     raise Unsupported(
         f"needs an NVIDIA GPU of compute capability >= {least[0]}.{least[1]}{limit}, found {found}"
@@ -107,12 +108,12 @@ def run[Result](
       ValueError: no implementation has the name.
       Unsupported: the named one refuses, or all of `automatic` do; gives each reason.
     """
-    if implementation is not None and implementation not in implementations:
-        raise ValueError(
-            f"{operation}: no implementation {implementation!r}; there are {', '.join(implementations)}"
-        )
     refusals = []
     for name in automatic if implementation is None else (implementation,):
+        if name not in implementations:
+            raise ValueError(
+                f"{operation}: no implementation {name!r}; there are {', '.join(implementations)}"
+            )
         try:
             result = implementations[name](*arguments)
         except Unsupported as refusal:

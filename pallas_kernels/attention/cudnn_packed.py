@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.segments import Segments
-from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
+from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability, require_nvidia
 from pallas_kernels.varying import vary_alike
 
 SUPPORTED_JAX = ">=0.11.2,<0.13"
@@ -57,17 +57,9 @@ def attention(
 
 
 def _check_device(platform: str) -> None:
-    if platform != "gpu":
-        raise Unsupported(f"needs an NVIDIA GPU of compute capability >= 9.0, found {platform}")
-    capability = nvidia_compute_capability()
-    if capability is None and jax.default_backend() != "gpu":
+    require_nvidia(platform, (9, 0))
+    if nvidia_compute_capability() is None:
         return  # lowered for a GPU on a machine without one: what it will run on cannot be asked
-    if capability is None:
-        raise Unsupported("needs an NVIDIA GPU of compute capability >= 9.0, found another maker's")
-    if capability < (9, 0):
-        raise Unsupported(
-            f"needs an NVIDIA GPU of compute capability >= 9.0, found {capability[0]}.{capability[1]}"
-        )
     version = _cudnn_version()
     if version is None or version < MIN_CUDNN:
         raise Unsupported(f"needs cuDNN >= {MIN_CUDNN}, found {version}")

@@ -264,6 +264,8 @@ def test_named_runs_or_raises():
         ValueError, match=r"no implementation 'xal'; there are cudnn_packed, triton, xla, reference"
     ):
         attention(*small(), implementation="xal")
+    with pytest.raises(ValueError, match=r"no implementation 'xal'; there are"):
+        attention(*small(), implementation=("xal", "xla"))
 
 
 def test_gpu_refuses_the_quadratic_ones_unless_named():
@@ -277,7 +279,8 @@ def test_gpu_refuses_the_quadratic_ones_unless_named():
 @pytest.mark.parametrize(
     "capability, cudnn, head_dim, reason",
     [
-        ((8, 0), 91900, 16, "found 8.0"),
+        ((8, 0), 91900, 16, r"compute capability >= 9\.0, found 8\.0"),
+        (None, None, 16, "found another maker's"),
         ((9, 0), 90700, 16, "needs cuDNN >= 90800, found 90700"),
         ((9, 0), None, 16, "found None"),
         ((9, 0), 91900, 136, "head dim .* got 136"),
@@ -285,7 +288,9 @@ def test_gpu_refuses_the_quadratic_ones_unless_named():
     ],
 )
 def test_cudnn_refuses_what_it_cannot_run(monkeypatch, capability, cudnn, head_dim, reason):
-    monkeypatch.setattr(cudnn_packed, "nvidia_compute_capability", lambda: capability)
+    for module in (dispatch, cudnn_packed):
+        monkeypatch.setattr(module, "nvidia_compute_capability", lambda: capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(cudnn_packed, "_cudnn_version", lambda: cudnn)
     q = jnp.zeros((1, 8, 2, head_dim), jnp.bfloat16)
     segments = find_segments(jnp.ones((1, 8), jnp.int32), 4)
@@ -304,7 +309,7 @@ def test_cudnn_refuses_offsets_beyond_32_bits():
 @pytest.mark.parametrize(
     ("capability", "shape", "dtype", "reason"),
     [
-        ((7, 5), (1, 8, 2, 16), jnp.bfloat16, "needs an NVIDIA GPU .* found .7, 5."),
+        ((7, 5), (1, 8, 2, 16), jnp.bfloat16, r"needs an NVIDIA GPU .* found 7\.5"),
         ((9, 0), (1, 8, 2, 16), jnp.float32, "got float32"),
         ((9, 0), (1, 8, 2, 48), jnp.bfloat16, "head dim of 16, 32, 64, 128, got 48"),
         ((9, 0), (1, 2**17, 128, 128), jnp.bfloat16, "fewer than 2..31 elements"),
