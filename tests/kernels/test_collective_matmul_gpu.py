@@ -10,6 +10,7 @@ import pytest
 from hopper_emulation import Shards
 from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
 from jax.sharding import AxisType, PartitionSpec
+from test_no_multicast import FORBIDDEN, lower_collective_matmul
 
 from jaxthru.runtime import aot, xla
 from pallas_kernels import collective_matmul
@@ -20,8 +21,6 @@ from pallas_kernels.collective_matmul.tiles import SMEM_BYTES, SMS, Problem, Til
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.testing import GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
 
-MESHES = ({"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2}, {"tensor": 4, "data": 2})
-FORBIDDEN = ("multimem", "symmetric_memory_parameters")
 SMALL = Tiles(128, 128, stages=2, width=2)
 CTAS = 3  # with more tiles than these, and with fewer
 cuda = pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin")
@@ -112,41 +111,6 @@ def test_no_races_within_a_device(monkeypatch):
 # What they lower to.
 
 
-def lower(shape: Shape, axes: dict[str, int]) -> str:
-    """Returns one operation's four functions, forward and backward, lowered for CUDA on a mesh."""
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
-    others = tuple(name for name in axes if name != "tensor") or None
-    split_rows, split_columns = PartitionSpec((*(others or ()), "tensor")), PartitionSpec(others, "tensor")
-    options = {"axis_name": "tensor", "always": True, "alone": True}
-
-    def gather(x, weights, dys):
-        forward = mosaic_gpu.all_gather_matmul(x, weights, **options)
-        return forward, mosaic_gpu.all_gather_matmul_backward(x, weights, dys, **options)
-
-    def scatter(y, weights, douts):
-        forward = mosaic_gpu.matmul_reduce_scatter(y, *weights, **options)
-        return forward, mosaic_gpu.matmul_reduce_scatter_backward(y, *weights, *douts, **options)
-
-    # The weights' gradients differ along the other axes: their sum is the caller's.
-    weights_spec = PartitionSpec(None, "tensor")
-    gradient_spec = PartitionSpec(others, "tensor")
-    if shape.operation == "all_gather_matmul":
-        local, specs = gather, (split_rows, weights_spec, split_columns)
-        out = split_columns, (split_rows, gradient_spec)
-    else:
-        local, specs = scatter, (split_columns, PartitionSpec("tensor"), split_rows)
-        out = split_rows, (split_columns, split_rows)
-    rows = shape.rows * axes.get("data", 1)
-    struct = lambda *size: jax.ShapeDtypeStruct(size, jnp.bfloat16)  # noqa: E731
-    arguments = (
-        struct(rows, shape.contracted),
-        tuple(struct(shape.contracted, n) for n in shape.columns),
-        tuple(struct(rows, n) for n in shape.columns),
-    )
-    function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out)  # with check_vma=True
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def test_layers_share_a_kernel():
     """Mosaic would compile it for each of them: of 8 layers 64 kernels."""
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
@@ -164,21 +128,12 @@ def test_layers_share_a_kernel():
     assert text.count("custom_call @mosaic_gpu") == 2
 
 
-def assert_safe(text: str, kernels: int) -> None:
-    assert text.count("@mosaic_gpu_v2") == kernels
-    assert not [word for word in FORBIDDEN if word in text]
-
-
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("shape", (GPU | UNTUNED).values(), ids=GPU | UNTUNED)
-def test_lowers_without_multicast(shape, axes):
-    assert_safe(lower(shape, axes), kernels=2)
-
-
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2, "tensor": 4}, {"tensor": 1}], ids=str)
 def test_lowers_every_first_run(axes, bench):
     for shape in bench("collective_matmul_check").TINY.values():
-        assert_safe(lower(shape, axes), kernels=2)
+        text = lower_collective_matmul(shape, axes, "mosaic_gpu_alone", "cuda")
+        assert text.count("@mosaic_gpu_v2") == 2
+        assert not [word for word in FORBIDDEN if word in text]
 
 
 @pytest.mark.parametrize("shape", tiles_module.RATES, ids=str)
@@ -387,7 +342,8 @@ def test_compiled_for_peers_where_a_kernel_writes_to_them(bench, monkeypatch):
         def compile(self, compiler_options):
             seen.append(compiler_options)
 
-    texts = lower(GPU["qkv"], {"tensor": 2}), jax.jit(jnp.sin).lower(1.0).as_text()
+    of_kernels = lower_collective_matmul(GPU["qkv"], {"tensor": 2}, "mosaic_gpu_alone", "cuda")
+    texts = of_kernels, jax.jit(jnp.sin).lower(1.0).as_text()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for text in texts:
         check.compile_safely(Lowered(text))
