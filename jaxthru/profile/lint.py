@@ -115,15 +115,17 @@ def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
 
 
 def collectives(attribution: Attribution, config: Mapping[str, Any]) -> Found:
-    """Collectives that the mesh does not explain: FSDP gathers parameters and scatters gradients, tensor
-    parallelism also sums activations, data parallelism only sums gradients."""
+    """Collectives that the mesh does not explain: FSDP gathers parameters, scatters gradients and exchanges
+    columns of embedded tokens, tensor parallelism also sums activations, data parallelism only sums
+    gradients."""
     split = {axis: config["mesh"][axis] != 1 for axis in ("data", "fsdp", "tensor")}
     for work in attribution.all():
         kind = work.collective
         if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:
             continue
         why = None
-        if kind in ("all-to-all", "ragged-all-to-all"):
+        embeds = split["fsdp"] and "/embedding/" in work.instruction.op_name
+        if kind in ("all-to-all", "ragged-all-to-all") and not embeds:
             why = "no axis of the mesh needs it: an array is laid out in two ways"
         elif kind in ("all-gather", "reduce-scatter") and not (split["fsdp"] or split["tensor"]):
             why = "nothing is split over fsdp or tensor"

@@ -28,7 +28,8 @@ LAUNCH = 15e-6  # seconds until a collective moves anything
 ATTENTION = 1e-3  # seconds of a kernel behind a stand-in, at least
 BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "pred": 1, "s8": 1, "u8": 1}
 LINE = re.compile(r"\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<shape>.*?) (?P<operation>[\w-]+)\((?P<rest>.*)")
-STARTS = ("all-gather-start", "reduce-scatter-start", "all-reduce-start", "collective-permute-start")
+MOVING = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+STARTS = tuple(f"{name}-start" for name in MOVING)
 
 
 @dataclasses.dataclass(frozen=True)
