@@ -138,6 +138,36 @@ def test_a_missing_package_is_one_line(bench):
         bench("harness").need("json", "no_such_package")
 
 
+def test_a_commit_is_that_of_the_tree_that_runs_or_unknown(tmp_path):
+    def git(folder: Path, *words: str) -> str:
+        known = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.check_output(["git", "-C", str(folder), *known, *words], text=True).strip()
+
+    def told(tree: Path, package: Path) -> str:
+        path = os.pathsep.join([str(tree / "scripts" / "bench"), str(package)])
+        command = [sys.executable, "-c", "import harness; print(harness.commit())"]
+        keys = {"env": os.environ | {"PYTHONPATH": path}, "cwd": tmp_path, "text": True}
+        return subprocess.check_output(command, **keys).strip()
+
+    outer = tmp_path / "outer"
+    tree, script = outer / "copy", outer / "copy" / "scripts" / "bench" / "harness.py"
+    (tree / "jaxthru").mkdir(parents=True)
+    (tree / "jaxthru" / "__init__.py").touch()
+    script.parent.mkdir(parents=True)
+    script.write_text((ROOT / "scripts" / "bench" / "harness.py").read_text())
+    git(tmp_path, "init", str(outer))
+    git(outer, "commit", "--allow-empty", "--message", "another project")
+    assert told(tree, tree) == "None", "the commit of what a copy lies in"
+    git(tree, "init")
+    git(tree, "add", ".")
+    git(tree, "commit", "--message", "this one")
+    head = git(tree, "rev-parse", "HEAD")
+    assert told(tree, tree) == head
+    assert told(tree, ROOT) == "None", "another tree's jaxthru"
+    script.write_text(script.read_text() + "# changed\n")
+    assert told(tree, tree) == f"{head}-dirty"
+
+
 def test_offloading_is_judged_by_its_partners(bench):
     offload = bench("offload")
     row = {"ratios": {"a": {"ratio": 2.5}, "b": {"ratio": 2.0}}, "mfu": 0.5, "peak_hbm_gib": 66.0}

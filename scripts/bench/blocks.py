@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import comparison
+import harness
 import numpy as np
 
 from jaxthru.config import RunConfig
@@ -104,18 +105,6 @@ def brief(outcome: dict) -> str:
     return outcome.get("error") or ", ".join(f"{key} {line[key]}" for key in shown if line.get(key))
 
 
-def ask(*command: str) -> str | None:
-    """Returns what a command prints, None if it fails or is not there."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def commit() -> str | None:
-    return ask("git", "-C", str(HERE), "rev-parse", "HEAD")
-
-
 def visible(gpus: int) -> list[str]:
     """Returns the names of this many GPUs, of those that this process may use. Exits if there are fewer."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
@@ -184,7 +173,7 @@ def run_missing(
     def work(number: int) -> None:
         """Runs the blocks that are this GPU's."""
         gpu = gpus_named[number]
-        identity = ask("nvidia-smi", f"--id={gpu}", "--query-gpu=uuid", "--format=csv,noheader")
+        identity = harness.ask("nvidia-smi", f"--id={gpu}", "--query-gpu=uuid", "--format=csv,noheader")
         for turn, name in comparison.share(left, names, number, gpus):
             if time.monotonic() - began > arguments.stop_after:
                 return

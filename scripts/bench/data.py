@@ -234,9 +234,7 @@ def run(arguments: argparse.Namespace) -> int:
             "rounds": arguments.rounds,
             "device": f"{processor()}, {os.cpu_count()} cores",
             "versions": harness.versions("jaxthru", "grain", "numpy", "tokenizers"),
-            "commit": subprocess.run(
-                ["git", "rev-parse", "HEAD"], capture_output=True, text=True
-            ).stdout.strip(),
+            "commit": harness.commit(),
             "command": " ".join(["python", *sys.argv]),
         },
         arguments.output,

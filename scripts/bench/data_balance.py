@@ -130,7 +130,7 @@ def main() -> int:
         "embed": arguments.embed,
         "rows": table,
         "versions": where["versions"] | {"python": where["python"]},
-        "commit": where["commit"],
+        "commit": harness.commit(),
         "command": " ".join(["python", *sys.argv]),
     }
     harness.emit(line, arguments.output)

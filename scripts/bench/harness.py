@@ -230,6 +230,30 @@ def versions(*packages: str) -> dict[str, str]:
     return {package: importlib.metadata.version(package) for package in packages}
 
 
+def ask(*command: str) -> str | None:
+    """Returns what a command prints, None if it fails or is not there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def commit() -> str | None:
+    """Returns the commit of the tree that is measured, with "-dirty" behind it if files differ from it.
+
+    None if that cannot be known: of a copy without history, whatever checkout it lies in, and where the
+    jaxthru that is imported belongs to another tree. Results do not count as files.
+    """
+    tree = Path(__file__).resolve().parents[2]
+    git = ("git", "-C", str(tree))
+    package = importlib.util.find_spec("jaxthru")
+    own = package and Path(package.origin).resolve().parents[1] == tree
+    if not own or ask(*git, "rev-parse", "--show-toplevel") != str(tree):
+        return None
+    changed = ask(*git, "status", "--porcelain", "--untracked-files=no", ":/", ":!/scripts/bench/results")
+    return f"{ask(*git, 'rev-parse', 'HEAD')}{'-dirty' if changed else ''}"
+
+
 def provenance() -> dict[str, Any]:
     """Returns where a result of jaxthru's own comes from: device, versions, commit and command."""
     from jaxthru.training.run_directory import environment  # here, for it loads JAX
@@ -238,7 +262,7 @@ def provenance() -> dict[str, Any]:
     return {
         "device": where["devices"],
         "versions": where["versions"] | {"python": where["python"], "backend": where["backend"]},
-        "commit": where["commit"],
+        "commit": commit(),
         "command": " ".join(["python", *sys.argv]),
     }
 

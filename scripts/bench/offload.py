@@ -289,7 +289,7 @@ def main() -> int:
         "set": arguments.overrides,
         "warmup_seconds": arguments.warmup_seconds,
         "timed_seconds": arguments.timed_seconds,
-        "commit": blocks.commit(),
+        "commit": harness.commit(),
     }
     record = blocks.record_of(arguments.output, settings)
     record["settings"] = {name: row.settings for name, row in ROWS.items()}

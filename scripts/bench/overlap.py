@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import blocks
+import harness
 from overlap_bars import table
 from overlap_rows import Row, rows_for
 
@@ -120,7 +121,7 @@ def main() -> int:
         print(f"{now:4.0f} s  {name} ...", flush=True)
         outcome = run(row, devices, arguments.tiny, min(row.limit, arguments.stop_after - now))
         took = time.monotonic() - began - now
-        outcome |= {"seconds": round(took, 1), "commands": row.commands, "commit": blocks.commit()}
+        outcome |= {"seconds": round(took, 1), "commands": row.commands, "commit": harness.commit()}
         (folder / f"{name}.json").write_text(json.dumps(outcome, indent=2) + "\n")
         if name == "tune":  # also what an attempt that was cut short has found
             shutil.copy(tile_table.__file__, folder)

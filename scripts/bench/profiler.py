@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import blocks
+import harness
 import jax
 import profiler_measure as measured
 from profiler_rows import CAUSES, QUIET, ROWS, Row
@@ -251,7 +252,7 @@ def visible(count: int | None) -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name][:count]
-    listed = blocks.ask("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+    listed = harness.ask("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
     return (listed.split() if listed else [str(index) for index in range(count or 0)])[:count]
 
 
