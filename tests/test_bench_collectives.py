@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.collective_matmul import tile_table, tiles
@@ -74,6 +75,12 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
     )
     with pytest.raises(RuntimeError, match="plain: 4 calls compile to"):
         programs.require_every_call(dropped, single, "plain")
+
+
+def test_a_nan_behind_a_good_result_is_seen(bench):
+    good = jnp.ones((2, 2), jnp.bfloat16)
+    found = bench("collective_matmul_programs").apart([good, good.at[1, 1].set(jnp.nan)], [good, good])
+    assert max(map(float, found)) == float("inf")
 
 
 def test_a_script_that_hangs_is_killed_with_all_it_started(bench, tmp_path):

@@ -83,8 +83,12 @@ def compile_in_a_row(
 
 @jax.jit
 def apart(found, wanted):
+    """Returns how far each result is from what is wanted, by norm; infinitely where one of them has a NaN,
+    which the largest of several numbers may hide."""
+
     def relative(a, b):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
+        error = jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
+        return jnp.where(jnp.isnan(error), jnp.inf, error)
 
     return [relative(a, b) for a, b in zip(found, wanted, strict=True)]
