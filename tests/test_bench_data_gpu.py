@@ -115,6 +115,8 @@ def test_a_ratio_is_claimed_above_twice_the_spread(bench):
     assert rows["jaxthru"]["data_wait"] == 0.001 and rows["grain"]["data_wait"] == 0.5
     ratios = starved.ratios(rows)
     assert ratios["grain"]["claimed"] and not ratios["grain-mp"]["claimed"]
+    alone = {name: starved.row(found[:1]) for name, found in blocks.items()}
+    assert not starved.ratios(alone)["grain"]["claimed"], "one turn says nothing of its spread"
 
 
 def test_one_device_has_nothing_to_balance(tmp_path):

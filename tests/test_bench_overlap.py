@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -170,6 +171,21 @@ def test_one_state_goes_through_the_steps_of_all_contenders(bench):
     line = module.told([[0.5, 0.7], [0.6], [0.5]], values)
     assert (line["tokens_per_second"], line["steps_timed"]) == (pytest.approx(7 / 0.55, abs=0.1), 4)
     assert line["spread"] == pytest.approx(0.1 / 0.55, abs=1e-4)
+
+
+def test_a_spread_takes_two_turns_however_long_one_is(bench, monkeypatch):
+    module = bench("steps_in_turns")
+    metrics = {"tokens": jnp.int32(7), "skipped": jnp.int32(0), "loss": jnp.float32(1)}
+    of = types.SimpleNamespace(
+        compiled=lambda state, batch: (state, metrics), first_state=lambda: 0, compile_seconds=0.0
+    )
+    monkeypatch.setattr(module, "packed_batches", lambda built: iter(int, 1))
+    turns = []
+    monkeypatch.setattr(
+        module, "turn", lambda *_: (0, [1.0 + 0.1 * len(turns)] * 2, [turns.append(1) or metrics])
+    )
+    rows = module.measure({"none": of, "ring": of}, 0.0, 0.5, 0.1)
+    assert len(turns) == 4 and rows["ring"]["spread"] > 0 and not rows["ring"]["claimed"]
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ if "--tiny" in sys.argv:  # before JAX starts
 
 import collective_matmul_check as checks
 import collective_matmul_programs as programs
+import comparison
 import harness
 import jax
 from collective_matmul_contenders import Case, contenders, first_run_of_jax, torch_peer
@@ -81,12 +82,11 @@ def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float, with
     for name, seconds in times.items():
         if name.startswith("jax_") and name != best_jax:
             continue
-        halves = [statistics.median(half) for half in (seconds[::2], seconds[1::2] or seconds)]
         median = statistics.median(seconds)
         rows["jax" if name == best_jax else name] = {
             "microseconds": round(1e6 * median, 1),
             "microseconds_least_and_most": [round(1e6 * x, 1) for x in (min(seconds), max(seconds))],
-            "a_a_spread": round(abs(halves[0] - halves[1]) / median, 4),
+            "a_a_spread": comparison.halves_apart([[each] for each in seconds]),
             "over_plain": round(base / median, 3),
             "tflops": round(case.flops / median / 1e12, 1),
             **({"apart_from_plain": float(f"{errors[name]:.2g}")} if name in errors else {}),
@@ -134,6 +134,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes on CPU devices, to try the script")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     options = parser.parse_args()
+    if options.turns < 2:
+        parser.error(f"--turns {options.turns}: one turn says nothing of its spread")
     if options.tiny:
         options.shapes, options.heat_seconds, options.turns = ("tiny_gather", "tiny_scatter"), 0.1, 3
     axes = ({"data": options.data} if options.data > 1 else {}) | {"tensor": options.devices}

@@ -1,5 +1,6 @@
 """From the blocks of a comparison to its table: medians, spreads, shares, and which ratios may be claimed."""
 
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +31,7 @@ def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: 
     """Returns {contender: row}, averaged over its blocks.
 
     precision: bf16 or fp8 of each contender. flops: (tokens, attention span) -> needed in a step. peak: the
-    data sheet's dense bf16 FLOP/s. A row's `spread` is the largest difference between two of its blocks,
-    over their mean: the A-A spread. None if there is but one block.
+    data sheet's dense bf16 FLOP/s.
     """
     lines: dict[str, list[dict]] = {}
     for block in blocks:
@@ -44,7 +44,7 @@ def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: 
         row: Row = {
             "precision": precision.get(name),
             "blocks": len(of_blocks),
-            "spread": (max(rates) - min(rates)) / _mean(rates) if len(rates) > 1 and _mean(rates) else None,
+            "spread": spread(rates),
             "step_milliseconds": 1e3 * _mean(_values(of_blocks, "step_seconds")),
             "steps_timed": sum(line["steps_timed"] for line in of_blocks),
             "sm_clock_mhz": _mean(_values(of_blocks, "sm_clock_mhz")),
@@ -62,6 +62,19 @@ def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: 
         ceiling = found.get(f"gemm_{row['precision']}", {}).get("tflops")
         row["share_of_gemm"] = row["tflops"] / ceiling if ceiling and "mfu" in row else None
     return found
+
+
+def spread(rates: list[float]) -> float | None:
+    """Returns the largest difference between two rates of one contender, over their mean: the A-A spread.
+    None of one rate alone."""
+    return (max(rates) - min(rates)) / _mean(rates) if len(rates) > 1 and _mean(rates) else None
+
+
+def halves_apart(turns: list[list[float]]) -> float:
+    """Returns how far the medians of every other turn are apart, over the median of all: the A-A spread where
+    contenders take many short turns. turns: the seconds of each, two turns at least."""
+    first, second, both = (statistics.median(itertools.chain(*of)) for of in (turns[::2], turns[1::2], turns))
+    return round(abs(first - second) / both, 5)
 
 
 def _tflops(line: dict, flops: Callable) -> float:

@@ -53,6 +53,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import comparison
 import harness
 import jax
 import numpy as np
@@ -154,11 +155,11 @@ def place(batch: dict[str, np.ndarray], built: Build) -> Batch:
 
 
 def row(blocks: list[Block]) -> dict:
-    """Returns a contender's row. spread: the largest difference of two turns, over their mean."""
+    """Returns a contender's row."""
     rates = [block.tokens / sum(block.seconds) for block in blocks]
     seconds = [second for block in blocks for second in block.seconds]
     waits = [wait for block in blocks for wait in block.waits]
-    rate = sum(block.tokens for block in blocks) / sum(seconds)
+    rate, spread = sum(block.tokens for block in blocks) / sum(seconds), comparison.spread(rates)
     return {
         "tokens_per_second": round(rate, 1),
         "step_seconds_median": round(statistics.median(seconds), 6),
@@ -167,22 +168,17 @@ def row(blocks: list[Block]) -> dict:
         "data_wait": round(sum(waits) / sum(seconds), 6),
         "data_wait_seconds_median": round(statistics.median(waits), 6),
         "turns": [round(rate, 1) for rate in rates],
-        "spread": round((max(rates) - min(rates)) / statistics.fmean(rates), 4),
+        "spread": spread and round(spread, 4),
         "sm_clock_mhz": [block.mhz for block in blocks],
         "power_watts": [block.watts for block in blocks],
     }
 
 
 def ratios(rows: dict[str, dict]) -> dict[str, dict]:
-    """Returns {peer: jaxthru's rate over its}, claimed only above twice the larger spread of the two."""
-    own = rows.get("jaxthru")
-    found = {}
-    for name, peer in rows.items():
-        if own and peer is not own:
-            ratio = own["tokens_per_second"] / peer["tokens_per_second"]
-            needed = 2 * max(own["spread"], peer["spread"])
-            found[name] = {"ratio": round(ratio, 3), "needed": needed, "claimed": ratio - 1 > needed}
-    return found
+    """Returns {peer: jaxthru's rate over its, and whether that may be claimed}."""
+    own, peers = rows.get("jaxthru"), [name for name in rows if name != "jaxthru"]
+    found = {name: comparison.ratio(own, rows[name]) for name in peers} if own else {}
+    return {name: one | {"ratio": round(one["ratio"], 3)} for name, one in found.items()}
 
 
 def table(line: dict) -> str:

@@ -11,7 +11,6 @@ are to the first contender. A contender that cannot run here is left out, with t
 """
 
 import argparse
-import itertools
 import statistics
 import sys
 import time
@@ -89,19 +88,19 @@ def told(took: list[list[float]], values: list[dict]) -> dict:
     """Returns what the record says of one contender. took: of the steps of each of its turns."""
     steps = [seconds for of_turn in took for seconds in of_turn]
     median, tokens = statistics.median(steps), statistics.fmean(int(step["tokens"]) for step in values)
-    halves = [statistics.median(itertools.chain(*half)) for half in (took[::2], took[1::2] or took)]
     return {
         "tokens_per_second": round(tokens / median, 1),
         "step_seconds": round(median, 6),
         "step_seconds_quartiles": [round(q, 6) for q in statistics.quantiles(steps)],
         "steps_timed": len(steps),
-        "spread": round(abs(halves[0] - halves[1]) / median, 5),
+        "spread": comparison.halves_apart(took),
         "skipped_updates": int(values[-1]["skipped"]),
     }
 
 
 def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: float) -> dict:
-    """Returns each contender's result. warmup: seconds of all together; timed: of each."""
+    """Returns each contender's result. warmup: seconds of all together; timed: of each, in two turns at
+    least, for a single one says nothing of its spread."""
     base = next(iter(built.values()))
     batches = packed_batches(base)
     batch = next(batches)
@@ -113,7 +112,7 @@ def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: 
     state = base.first_state()
     took, values = ({name: [] for name in built} for _ in range(2))
     began = time.perf_counter()
-    while min(sum(map(sum, turns)) for turns in took.values()) < timed:
+    while any(len(turns) < 2 or sum(map(sum, turns)) < timed for turns in took.values()):
         warm = time.perf_counter() - began >= warmup
         for name, of in built.items():
             with checks.ends_within(60 + 2 * turn_seconds, name):
