@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -75,20 +74,16 @@ def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
     path = os.pathsep.join(filter(None, [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     one = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
     environment = os.environ | NO_MULTICAST | one | {"PYTHONPATH": path}
-    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, start_new_session=True, **settings) as block:
-        output, errors, late = "", "", ""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    output, errors, late = "", "", ""
+    with harness.session(command, env=environment, **pipes) as block, HostMemory(block.pid) as host:
         try:
-            with HostMemory(block.pid) as host:
-                output, errors = block.communicate(timeout=limit)
+            output, errors = block.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             late = f"took more than {limit:.0f} s"
-        finally:  # a session of its own: nothing else is in its group
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(block.pid, signal.SIGKILL)
-        if late:  # what it said tells where it was
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                output, errors = block.communicate(timeout=10)
+    if late:  # what it said tells where it was
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            output, errors = block.communicate(timeout=10)
     lines = output.strip().splitlines()
     if not late and block.returncode == 0 and lines:
         return {"line": json.loads(lines[-1]), "host_gib": host.gib}

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,18 +113,11 @@ def run_script(arguments: list[str], seconds: float, **environment: str) -> str:
     # This process may hold most of the GPUs' memory already.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # a pipe could stay open
-        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
-        try:
-            child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            failed = f"not done in {seconds} s, so it may hang"
-        else:
-            failed = f"ended with status {child.returncode}" if child.returncode else ""
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may hold on to it
-                child.wait(10)
+        with harness.session(command, stdout=out, stderr=err, env=environment) as child:
+            try:
+                failed = f"ended with status {child.returncode}" if child.wait(seconds) else ""
+            except subprocess.TimeoutExpired:
+                failed = f"not done in {seconds} s, so it may hang"
         said, complained = (file.seek(0) or file.read() for file in (out, err))
     if failed:
         raise RuntimeError(f"{failed}: {' '.join(command)}: {said[-2000:]}{complained[-3000:]}")

@@ -153,14 +153,11 @@ def start(name: str, arguments: argparse.Namespace) -> dict:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+    with harness.session(command, env=environment, **pipes) as process:
         try:
             output, errors = process.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             return {"error": "took over ten minutes"}
-        finally:  # whatever it has started is to be gone before the next
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
     lines = [line for line in output.splitlines() if line.startswith('{"first_batch')]
     return json.loads(lines[-1]) if lines else {"error": errors.strip().splitlines()[-1:]}
 

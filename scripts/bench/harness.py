@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -228,6 +229,22 @@ def causal_batches(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, n
 def versions(*packages: str) -> dict[str, str]:
     """Returns the installed versions."""
     return {package: importlib.metadata.version(package) for package in packages}
+
+
+@contextlib.contextmanager
+def session(command: list[str], **settings) -> Iterator[subprocess.Popen]:
+    """Runs a command in a session of its own; at the block's end it is killed with all that it started.
+
+    settings: of `subprocess.Popen`.
+    """
+    process = subprocess.Popen(command, start_new_session=True, **settings)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nothing else is in its group
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may hold on to it
+            process.wait(10)
 
 
 def ask(*command: str) -> str | None:

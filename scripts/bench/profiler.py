@@ -16,13 +16,10 @@ is the 8-layer run on two GPUs.
 
 import argparse
 import concurrent.futures
-import contextlib
 import json
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -139,13 +136,9 @@ class Bench:
         """Runs a command, with all that it starts; returns what it printed. Raises if it fails."""
         printed, log = (self.work / f"{name}.{kind}" for kind in ("out", "log"))
         with printed.open("w") as out, log.open("w") as errors:
-            streams = {"stdout": out, "stderr": errors, "start_new_session": True}
-            with subprocess.Popen(command, env=environment, **streams) as process:
-                try:
-                    code = process.wait(max(1.0, min(LIMIT, self.time_left())))
-                finally:  # a session of its own: nothing else is in its group
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
+            streams = {"stdout": out, "stderr": errors}
+            with harness.session(command, env=environment, **streams) as process:
+                code = process.wait(max(1.0, min(LIMIT, self.time_left())))
         if code:
             last = [line for line in log.read_text().splitlines() if line.strip()][-3:]
             raise RuntimeError(f"exit code {code}: {' '.join(last)}")

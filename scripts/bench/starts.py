@@ -9,38 +9,20 @@ long the loop stood in the loader. Both runs are killed, which saves writing a c
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import harness
 
 SETTLED = 10
 """Steps of the second start that do not count: the first ones fill queues."""
-
-
-@contextlib.contextmanager
-def started(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen]:
-    """Runs a command in a process group of its own, which is killed at the end."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -57,7 +39,10 @@ def start(
     command = [sys.executable, "-m", "jaxthru.train", *words, "--run-dir", str(run_dir)]
     metrics, log, first = run_dir / "metrics.jsonl", run_dir.with_suffix(".log"), None
     began = time.monotonic()
-    with started(command, environment, log) as process:
+    with (
+        log.open("w") as output,
+        harness.session(command, env=environment, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
         while len(rows := rows_of(metrics)) < steps:
             if rows and first is None:
                 first = time.monotonic() - began
