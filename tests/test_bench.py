@@ -192,6 +192,11 @@ def test_a_block_that_takes_too_long_is_ended_with_what_it_started(bench):
     assert found["error"] == "took more than 0 s: waits", "what it said last tells where it was"
 
 
+def test_a_block_whose_last_line_is_no_result_is_one_that_failed(bench):
+    found = bench("blocks").run_block(["echo", "Goodbye!"], "0")
+    assert found["error"] == "exit code 0: its last line is not JSON: Goodbye!"
+
+
 def test_rows_of_the_offload_benchmark_are_what_their_partners_are(bench):
     offload = bench("offload")
     for row in offload.ROWS.values():

@@ -86,7 +86,10 @@ def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
             output, errors = block.communicate(timeout=10)
     lines = output.strip().splitlines()
     if not late and block.returncode == 0 and lines:
-        return {"line": json.loads(lines[-1]), "host_gib": host.gib}
+        try:
+            return {"line": json.loads(lines[-1]), "host_gib": host.gib}
+        except ValueError:
+            errors += f"\nits last line is not JSON: {lines[-1]}"
     print("\n".join(errors.strip().splitlines()[-30:]), file=sys.stderr, flush=True)
     told = [line for line in errors.splitlines() if line.strip()] or ["no output"]
     ended = late or f"exit code {block.returncode}"
