@@ -21,7 +21,6 @@ import numpy as np
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
 from jaxthru.data.state import DataState
-from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.xla import NO_MULTICAST
 
 # Relative, so that commands are recorded as one types them.
@@ -187,8 +186,7 @@ def run_missing(
                 record["blocks"] = [*kept, block]
                 record["command"] = shlex.join(["python", *sys.argv])
                 summarise()
-                arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(arguments.output, json.dumps(record, indent=2) + "\n")
+                harness.write(record, arguments.output)
 
     if left:
         with concurrent.futures.ThreadPoolExecutor(gpus) as pool:

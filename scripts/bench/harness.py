@@ -291,7 +291,9 @@ def emit(line: dict[str, Any], output: Path | None = None) -> None:
 
 
 def write(line: dict[str, Any], output: Path | None) -> None:
-    """Writes a result to `output` if given: of what may hang, whatever has been measured so far."""
+    """Writes a result to `output` if given: of what may hang or be killed, whatever has been measured so far,
+    and never a part of a file."""
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(line, indent=2) + "\n")
+        from jaxthru.runtime.atomic import write_atomically  # here, for not all peers have jaxthru
+
+        write_atomically(output, json.dumps(line, indent=2) + "\n")

@@ -122,7 +122,7 @@ def main() -> int:
         outcome = run(row, devices, arguments.tiny, min(row.limit, arguments.stop_after - now))
         took = time.monotonic() - began - now
         outcome |= {"seconds": round(took, 1), "commands": row.commands, "commit": harness.commit()}
-        (folder / f"{name}.json").write_text(json.dumps(outcome, indent=2) + "\n")
+        harness.write(outcome, folder / f"{name}.json")
         if name == "tune":  # also what an attempt that was cut short has found
             shutil.copy(tile_table.__file__, folder)
         print(f"        {name}, {took:.0f} s: {outcome.get('error', 'done')}", flush=True)
