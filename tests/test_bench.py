@@ -168,6 +168,13 @@ def test_a_commit_is_that_of_the_tree_that_runs_or_unknown(tmp_path):
     assert told(tree, tree) == f"{head}-dirty"
 
 
+def test_a_recorded_command_can_be_typed_again(bench, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_b=2")
+    monkeypatch.setattr(sys, "argv", ["step.py", "--set", "data.mix=my mix.toml"])
+    told = "XLA_FLAGS='--xla_a=1 --xla_b=2' python step.py --set 'data.mix=my mix.toml'"
+    assert bench("harness").command() == told
+
+
 def test_offloading_is_judged_by_its_partners(bench):
     offload = bench("offload")
     row = {"ratios": {"a": {"ratio": 2.5}, "b": {"ratio": 2.0}}, "mfu": 0.5, "peak_hbm_gib": 66.0}

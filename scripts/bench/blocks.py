@@ -184,7 +184,7 @@ def run_missing(
             with writing:
                 kept = [b for b in record["blocks"] if (b["contender"], b["round"]) != (name, turn)]
                 record["blocks"] = [*kept, block]
-                record["command"] = shlex.join(["python", *sys.argv])
+                record["command"] = harness.command()
                 summarise()
                 harness.write(record, arguments.output)
 

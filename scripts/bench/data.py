@@ -232,7 +232,7 @@ def run(arguments: argparse.Namespace) -> int:
             "device": f"{processor()}, {os.cpu_count()} cores",
             "versions": harness.versions("jaxthru", "grain", "numpy", "tokenizers"),
             "commit": harness.commit(),
-            "command": " ".join(["python", *sys.argv]),
+            "command": harness.command(),
         },
         arguments.output,
     )

@@ -131,7 +131,7 @@ def main() -> int:
         "rows": table,
         "versions": where["versions"] | {"python": where["python"]},
         "commit": harness.commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": harness.command(),
     }
     harness.emit(line, arguments.output)
     return 0

@@ -109,7 +109,7 @@ def main() -> int:
     if not devices:
         sys.exit(f"exposed_collectives.py: {path}: no GPU there ran both collectives and kernels")
     line = {"benchmark": "exposed_collectives", "trace": path.name, "devices": devices}
-    harness.emit(line | {"command": " ".join(["python", *sys.argv])}, arguments.output)
+    harness.emit(line | {"command": harness.command()}, arguments.output)
     return 0
 
 

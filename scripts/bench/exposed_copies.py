@@ -69,7 +69,7 @@ def main() -> int:
     if not (arguments.profile / "collected.json").is_file():
         parser.error(f"{arguments.profile}: no profile there")
     line = {"benchmark": "exposed_copies", "trace": arguments.profile.name, **measure(arguments.profile)}
-    harness.emit(line | {"command": " ".join(["python", *sys.argv])}, arguments.output)
+    harness.emit(line | {"command": harness.command()}, arguments.output)
     return 0
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -271,6 +272,12 @@ def commit() -> str | None:
     return f"{ask(*git, 'rev-parse', 'HEAD')}{'-dirty' if changed else ''}"
 
 
+def command() -> str:
+    """Returns what to type to run this again, with the XLA_FLAGS that it had."""
+    flags = os.environ.get("XLA_FLAGS")
+    return (f"XLA_FLAGS={shlex.quote(flags)} " if flags else "") + shlex.join(["python", *sys.argv])
+
+
 def provenance() -> dict[str, Any]:
     """Returns where a result of jaxthru's own comes from: device, versions, commit and command."""
     from jaxthru.training.run_directory import environment  # here, for it loads JAX
@@ -280,7 +287,7 @@ def provenance() -> dict[str, Any]:
         "device": where["devices"],
         "versions": where["versions"] | {"python": where["python"], "backend": where["backend"]},
         "commit": commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
     }
 
 

@@ -190,7 +190,7 @@ class Bench:
             "device": first.get("devices") or first.get("device"),
             "versions": first.get("versions"),
             "commit": first.get("commit"),
-            "command": self.record.get("command") or shlex.join(["python", *sys.argv]),
+            "command": self.record.get("command") or harness.command(),
         }
         write_atomically(self.output, json.dumps(self.record, indent=1) + "\n")
 

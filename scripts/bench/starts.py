@@ -90,7 +90,7 @@ def main() -> int:
         "host_gap": share(counted, "host_gap_seconds"),
         "data_wait": share(counted, "data_wait_seconds"),
         "environment": written,
-        "command": " ".join(["python", *sys.argv]),
+        "command": harness.command(),
     }
     harness.emit(line, arguments.output)
     return 0
