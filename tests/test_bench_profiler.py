@@ -1,9 +1,12 @@
 """The profiler's own benchmark: that its rows can run, and what it makes of what it measures."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -164,6 +167,36 @@ def test_what_failed_in_part_is_run_again_behind_what_never_ran(bench):
     run.record = {"rows": rows}
     names = [*rows, "off"]
     assert run.left(names) == ["8layer_fsdp2", "off", "8layer", "clock"]
+
+
+def test_gpus_take_each_row_once(bench, monkeypatch):
+    """Also where two have looked for another row before either takes it."""
+    profiler, both = bench("profiler"), threading.Barrier(2)
+    run, ran = profiler.Bench.__new__(profiler.Bench), []
+    run.arguments, run.record = types.SimpleNamespace(cpu=False, gpus=2), {"rows": {}}
+
+    def time_left() -> float:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1)
+        return 1000.0
+
+    monkeypatch.setattr(profiler, "visible", lambda count: ["0", "1"])
+    monkeypatch.setattr(run, "time_left", time_left)
+    monkeypatch.setattr(run, "run", lambda name, gpus: ran.append(name))
+    monkeypatch.setattr(run, "write", lambda: None)
+    run.all(["clean", "host_sync", "off"])
+    assert sorted(ran) == ["clean", "host_sync", "off"]
+
+
+def test_rows_of_several_commits_have_none_in_common(bench, tmp_path):
+    profiler = bench("profiler")
+    run = profiler.Bench.__new__(profiler.Bench)
+    run.output = tmp_path / "found.json"
+    for commits, common in ((("a", "a"), "a"), (("a", "b"), None)):
+        rows = dict(zip(("clock", "off"), ({"commit": one} for one in commits), strict=True))
+        run.record = {"rows": rows}
+        run.write()
+        assert json.loads(run.output.read_text())["commit"] == common
 
 
 def test_the_table_has_all_that_has_a_bar(bench):

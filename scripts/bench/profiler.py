@@ -23,7 +23,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +186,11 @@ class Bench:
         named = {name: bool(rows.get(name, {}).get("compared", {}).get("met")) for name in CAUSES}
         self.record["causes"] = {"met": sum(named.values()), "of": len(named), "by_row": named}
         first = next((of for of in rows.values() if of.get("devices") or of.get("device")), {})
+        commits = {of["commit"] for of in rows.values() if "commit" in of}
         self.record |= {
             "device": first.get("devices") or first.get("device"),
             "versions": first.get("versions"),
-            "commit": first.get("commit"),
+            "commit": commits.pop() if len(commits) == 1 else None,  # each row has its own
             "command": self.record.get("command") or harness.command(),
         }
         write_atomically(self.output, json.dumps(self.record, indent=1) + "\n")
@@ -209,11 +210,13 @@ class Bench:
             if ROWS[name].devices > have:
                 self.record["rows"][name] = {"skipped": f"needs {ROWS[name].devices} GPUs, found {have}"}
         left = [name for name in left if ROWS[name].devices <= have]
-        by_devices = {count: [name for name in left if ROWS[name].devices == count] for count in (2, 1, 0)}
+        by_devices = {of: iter([name for name in left if ROWS[name].devices == of]) for of in (2, 1, 0)}
 
-        def take(queue: list[str], own: list[str]) -> None:
-            while queue and self.time_left() > MOST:
-                self.run(queue.pop(0), own)
+        def take(queue: Iterator[str], own: list[str]) -> None:
+            for name in queue:  # which GPUs share
+                if self.time_left() <= MOST:
+                    return
+                self.run(name, own)
 
         take(by_devices[2], gpus[:2])
         with concurrent.futures.ThreadPoolExecutor(max(1, len(gpus))) as pool:
