@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,19 @@ def test_fp8_is_judged_by_pairs_of_the_same_seed(bench):
 def test_steps_may_be_counted_in_place_of_seconds(bench):
     timing = bench("harness").timed(lambda: 0, lambda value: value, 60.0, 60.0, (2, 5))
     assert (timing.first, len(timing.seconds)) == (2, 5)
+
+
+def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch, tmp_path):
+    fake = tmp_path / "nvidia-smi"
+    lines = ('echo "$@" >asked', "echo '1500, [N/A]'", "echo '1700, [N/A]'", "exec sleep 60")
+    fake.write_text("\n".join(("#!/bin/bash", *lines)))
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.chdir(tmp_path)
+    timing = bench("harness").timed(lambda: 0, lambda _: time.sleep(0.2), 0.0, 0.0, (1, 5), gpus=2)
+    assert (timing.mhz, timing.watts) == (1600.0, None)
+    assert "--id=0,1" in (tmp_path / "asked").read_text()
 
 
 def test_a_missing_package_is_one_line(bench):

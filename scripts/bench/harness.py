@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,17 @@ class Clocks:
             return
         self.process.terminate()
         lines = [line.split(",") for line in self.process.communicate()[0].splitlines()]
-        samples = [
-            (float(clock), float(power)) for clock, power in (line for line in lines if len(line) == 2)
-        ]
-        if samples:
-            self.mhz, self.watts = (
-                round(statistics.fmean(values), 1) for values in zip(*samples, strict=True)
-            )
+        lines = [line for line in lines if len(line) == 2]
+        self.mhz, self.watts = (mean(line[column] for line in lines) for column in (0, 1))
+
+
+def mean(samples: Iterable[str]) -> float | None:
+    """Returns the mean of those that are numbers: not all GPUs tell their power."""
+    numbers = []
+    for sample in samples:
+        with contextlib.suppress(ValueError):
+            numbers.append(float(sample))
+    return round(statistics.fmean(numbers), 1) if numbers else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +101,13 @@ def timed(
     warmup_seconds: float,
     timed_seconds: float,
     steps: tuple[int, int] | None = None,
+    gpus: int = 1,
 ) -> Timing:
     """Times steps under load, the next one dispatched before the last one is waited for.
 
     dispatch: starts a step and returns what `finish` waits for; `finish` returns the step's values.
     steps: how many to warm up with and to time, where seconds would ask for too many of a large model's.
+    gpus: that the steps run on, for the clocks.
     """
     previous = None
 
@@ -123,7 +129,7 @@ def timed(
     else:
         before = run_for(0.0)  # whatever is compiled at the first call is no part of the warm-up
         before += run_for(warmup_seconds)
-    with Clocks() as clocks:
+    with Clocks(gpus) as clocks:
         done = run_for(timed_seconds, steps[1] if steps else 3)
     seconds, values = zip(*done, strict=True)
     return Timing(list(seconds), list(values), [value for _, value in before], clocks.mhz, clocks.watts)

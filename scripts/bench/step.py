@@ -76,7 +76,12 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
         return metrics
 
     timing = harness.timed(
-        dispatch, jax.device_get, arguments.warmup_seconds, arguments.timed_seconds, arguments.steps
+        dispatch,
+        jax.device_get,
+        arguments.warmup_seconds,
+        arguments.timed_seconds,
+        arguments.steps,
+        built.layout.mesh.size,
     )
     shape, values = built.config.model, timing.values
     tokens = statistics.fmean(int(step["tokens"]) for step in values)
