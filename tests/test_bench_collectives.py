@@ -77,6 +77,37 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
         programs.require_every_call(dropped, single, "plain")
 
 
+def test_a_slow_first_run_makes_no_short_turns(bench, monkeypatch):
+    """Of one program each, in which the wait for it would be a large part."""
+    module, contenders = bench("collective_matmul"), bench("collective_matmul_contenders")
+    case = contenders.Case(
+        GPU["qkv"].scaled(64), bench("collective_matmul_check").make_mesh({"tensor": 2}), False
+    )
+    plain = case.of(contenders.reference), case.operands()
+    runs = {"plain": plain, "product": case.products(), "collective": case.collective()}
+    monkeypatch.setattr(module, "contenders", lambda case, without_jax: (runs, {}))
+    compile_in_a_row, turns, cold = module.programs.compile_in_a_row, [], set(runs)
+
+    def slow_at_first(runs):
+        compiled, failed = compile_in_a_row(runs)
+
+        def run(name, program):
+            def call(*operands):
+                time.sleep(0.2 if name in cold else 0.0)
+                cold.discard(name)
+                return program(*operands)
+
+            return call
+
+        return {name: run(name, program) for name, program in compiled.items()}, failed
+
+    monkeypatch.setattr(module.programs, "compile_in_a_row", slow_at_first)
+    turn = module.programs.turn
+    monkeypatch.setattr(module.programs, "turn", lambda *words: turns.append(words[2]) or turn(*words))
+    module.measure(case, 0, 2, 0.2)
+    assert min(turns[len(runs) :]) > 1
+
+
 def test_a_nan_behind_a_good_result_is_seen(bench):
     good = jnp.ones((2, 2), jnp.bfloat16)
     found = bench("collective_matmul_programs").apart([good, good.at[1, 1].set(jnp.nan)], [good, good])

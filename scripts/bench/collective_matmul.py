@@ -67,6 +67,8 @@ def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float, with
             missing[name] = f"{errors[name]:.2g} apart from the plain form"
             del compiled[name]
     del plain, others
+    for name, run in compiled.items():  # the bounds have not run yet, and a first run loads what it needs
+        jax.block_until_ready(run(*runs[name][1]))
     rough = {name: programs.turn(run, runs[name][1], 1) for name, run in compiled.items()}
     calls = {name: max(1, round(turn_seconds / (rough[name] * programs.IN_A_ROW))) for name in compiled}
     times = {name: [] for name in compiled}
