@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,21 @@ def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch, tmp_p
     timing = bench("harness").timed(lambda: 0, lambda _: time.sleep(0.2), 0.0, 0.0, (1, 5), gpus=2)
     assert (timing.mhz, timing.watts) == (1600.0, None)
     assert "--id=0,1" in (tmp_path / "asked").read_text()
+
+
+def test_one_timed_step_is_too_few(bench, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["step.py", "--config", "F", "--steps", "2", "1"])
+    with pytest.raises(SystemExit):
+        bench("step").main()
+    assert "--steps 2 1: of one timed step there is no spread" in capsys.readouterr().err
+
+
+def test_a_contender_has_two_calls_however_slow_it_is(bench):
+    turns = bench("turns")
+    times = turns.take({"slow": lambda: time.sleep(0.02), "quick": lambda: 0}, (), 0.01, turn_seconds=0.01)
+    assert min(map(len, times.values())) >= 2
+    memory = types.SimpleNamespace(temp_size_in_bytes=0)
+    assert all(turns.told(of, memory)["milliseconds"] >= 0 for of in times.values())
 
 
 def test_a_missing_package_is_one_line(bench):

@@ -141,6 +141,10 @@ def main() -> int:
     parser.add_argument("--keep-compiled", action="store_true", help="start from a compiled step if kept")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
+    if arguments.steps and arguments.steps[1] < 2:
+        parser.error(
+            f"--steps {arguments.steps[0]} {arguments.steps[1]}: of one timed step there is no spread"
+        )
     try:
         harness.emit(run(arguments), arguments.output)
     except InputError as error:

@@ -51,12 +51,13 @@ def take(
     turn_seconds: float = 1.0,
     calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Returns each contender's times of a call, in seconds; each has `seconds` in turns of `turn_seconds`.
+    """Returns each contender's times of a call, two at least, in seconds; each has `seconds` in turns of
+    `turn_seconds`.
 
     calls: of a contender to one wait; several where one is shorter than the host's way there and back.
     """
     times = {name: [] for name in runs}
-    while calls * sum(map(sum, times.values())) < seconds * len(runs):
+    while calls * sum(map(sum, times.values())) < seconds * len(runs) or min(map(len, times.values())) < 2:
         for name, run in runs.items():
             turn = time.perf_counter()
             while time.perf_counter() - turn < turn_seconds:
