@@ -119,21 +119,33 @@ def write_tokens(config: RunConfig, path: Path, batches: int = BATCHES) -> None:
         np.save(path, np.stack([batch["tokens"] for batch in steps]))
 
 
-def record_of(output: Path, settings: dict) -> dict:
-    """Returns the record in `output`, or a new one. Exits if that one is of another comparison."""
-    if not output.exists():
+def record_of(benchmark: str, arguments: argparse.Namespace, **more) -> dict:
+    """Returns the record in arguments.output, or a new one. Exits if that one is of another comparison.
+
+    more: settings of this benchmark, beside those that all have.
+    """
+    settings = {
+        "benchmark": benchmark,
+        **more,
+        "set": arguments.overrides,
+        "warmup_seconds": arguments.warmup_seconds,
+        "timed_seconds": arguments.timed_seconds,
+        "commit": harness.commit(),
+    }
+    if not arguments.output.exists():
         return settings | {"blocks": []}
-    record = json.loads(output.read_text())
+    record = json.loads(arguments.output.read_text())
     changed = [key for key, value in settings.items() if record.get(key) != value]
     if changed:
-        name = f"{settings['benchmark']}.py"
-        sys.exit(f"{name}: {output} holds another comparison: {', '.join(changed)} differ")
+        sys.exit(f"{benchmark}.py: {arguments.output} holds another comparison: {', '.join(changed)} differ")
     return record
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `run_missing` needs to know."""
+def add_arguments(parser: argparse.ArgumentParser, warmup: float = 20.0, timed: float = 40.0) -> None:
+    """Adds what `record_of` and `run_missing` need to know. warmup, timed: seconds of a block."""
     add = parser.add_argument
+    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    harness.add_seconds(parser, warmup, timed)
     add("--output", type=Path, required=True, help="JSON; finished blocks are kept and not run again")
     add("--rounds", type=int, default=2)
     add("--gpus", type=int, default=1, help="of this host to use at once, one block each")
@@ -156,10 +168,11 @@ def run_missing(
     command_of: Callable[[str], list[str]],
     summarise: Callable[[], str],
     limit: float | None = None,
-) -> int:
-    """Runs the blocks that the record lacks and writes it after each; returns how many are missing still.
+) -> None:
+    """Runs the blocks that the record lacks and writes it after each; prints the summary.
 
-    command_of: contender -> its command line; summarise: completes the record. limit: seconds of a block.
+    command_of: contender -> its command line; summarise: completes the record and returns what is printed of
+    it. limit: seconds of a block.
     """
     began = time.monotonic()
     left = comparison.missing(names, arguments.rounds, record["blocks"])
@@ -192,4 +205,6 @@ def run_missing(
         with concurrent.futures.ThreadPoolExecutor(gpus) as pool:
             for ended in [pool.submit(work, number) for number in range(gpus)]:
                 ended.result()
-    return len(comparison.missing(names, arguments.rounds, record["blocks"]))
+    print(summarise())
+    if left := comparison.missing(names, arguments.rounds, record["blocks"]):
+        print(f"\n{len(left)} blocks are missing: run the same command again.")

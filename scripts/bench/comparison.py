@@ -128,6 +128,17 @@ def packed_saving(found: dict[str, Row], blocks: list[Block], layers: int) -> di
     }
 
 
+def remarks(blocks: list[Block]) -> list[str]:
+    """Returns what there is to say of blocks beside their rates: on which GPUs they ran, what went wrong."""
+    told, machines = [], sorted({str(block["gpu"]) for block in blocks if "line" in block})
+    if len(machines) > 1:
+        told.append(f"These blocks ran on {len(machines)} different GPUs: {', '.join(machines)}.")
+    errors = {block["contender"]: block["error"] for block in blocks if "error" in block}
+    told += [f"{name} failed: {error}" for name, error in errors.items()]
+    skipped = sorted({one["contender"] for one in blocks if one.get("line", {}).get("skipped_updates")})
+    return told + [f"{name} skipped updates: a loss or a gradient was not finite." for name in skipped]
+
+
 def table(found: dict[str, Row], order: list[str], base: str, peers: list[str]) -> str:
     """Returns the comparison in Markdown. A ratio in bold is claimed; others are within the spread."""
     head = ("contender", "tok/s", "step ms", "TFLOP/s", "MFU", "of GEMM", "MHz", "W", "GiB", "A-A")

@@ -268,30 +268,16 @@ def table(found: dict[str, comparison.Row]) -> str:
 def summarise(record: dict, overrides: list[str]) -> str:
     """Adds the summary to the record and returns what is printed of it."""
     record["summary"] = found_in(record, overrides)
-    told = [table(record["summary"]), NOTES]
-    errors = {block["contender"]: block["error"] for block in record["blocks"] if "error" in block}
-    told += [f"{name} failed: {error}" for name, error in errors.items()]
-    skipped = {b["contender"] for b in record["blocks"] if b.get("line", {}).get("skipped_updates")}
-    told += [f"{name} skipped updates: a loss or a gradient was not finite." for name in sorted(skipped)]
-    return "\n\n".join(told)
+    return "\n\n".join([table(record["summary"]), NOTES, *comparison.remarks(record["blocks"])])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default=",".join(DEFAULT), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     blocks.add_arguments(parser)
-    harness.add_seconds(parser)
     arguments = parser.parse_args()
     names = blocks.chosen(parser, "--rows", arguments.rows, list(ROWS))
-    settings = {
-        "benchmark": "offload",
-        "set": arguments.overrides,
-        "warmup_seconds": arguments.warmup_seconds,
-        "timed_seconds": arguments.timed_seconds,
-        "commit": harness.commit(),
-    }
-    record = blocks.record_of(arguments.output, settings)
+    record = blocks.record_of("offload", arguments)
     record["settings"] = {name: row.settings for name, row in ROWS.items()}
     left = comparison.missing(names, arguments.rounds, record["blocks"])
     with tempfile.TemporaryDirectory() as folder:
@@ -302,7 +288,7 @@ def main() -> int:
             tokens[name] = Path(folder) / f"{rows}_rows_of_{sequence}.npy"
             if not tokens[name].exists():
                 blocks.write_tokens(config, tokens[name], max(128 * 8192 // (rows * sequence), 8))
-        missing = blocks.run_missing(
+        blocks.run_missing(
             record,
             names,
             arguments,
@@ -310,9 +296,6 @@ def main() -> int:
             lambda: summarise(record, arguments.overrides),
             LIMIT,
         )
-    print(summarise(record, arguments.overrides))
-    if missing:
-        print(f"\n{missing} blocks are missing: run the same command again.")
     return 0
 
 

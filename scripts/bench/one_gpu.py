@@ -124,51 +124,30 @@ def summarise(record: dict, config: configuration.RunConfig) -> str:
             "packed rows: {rate_over_causal:.3f} of the causal rate; {measured_milliseconds:.1f} ms saved of "
             "{predicted_milliseconds:.1f} ms predicted ({measured_over_predicted:.0%})".format(**saving)
         )
-    machines = sorted({str(block["gpu"]) for block in done if "line" in block})
-    if len(machines) > 1:
-        told.append(f"These blocks ran on {len(machines)} different GPUs: {', '.join(machines)}.")
-    errors = {block["contender"]: block["error"] for block in done if "error" in block}
-    told += [f"{name} failed: {error}" for name, error in errors.items()]
-    skipped = sorted({block["contender"] for block in done if block.get("line", {}).get("skipped_updates")})
-    told += [f"{name} skipped updates: a loss or a gradient was not finite." for name in skipped]
-    return "\n\n".join(told)
+    return "\n\n".join(told + comparison.remarks(done))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--config", default=str(blocks.ROOT / "configs" / "llama3_8b_8layer.py"))
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--contenders", default=",".join(DEFAULT), help=f"of {', '.join(CONTENDERS)}")
-    blocks.add_arguments(parser)
-    harness.add_seconds(parser, 20.0, 20.0)
+    blocks.add_arguments(parser, 20.0, 20.0)
     arguments = parser.parse_args()
     names = blocks.chosen(parser, "--contenders", arguments.contenders, list(CONTENDERS))
     arguments.resolved = configuration.load(arguments.config, arguments.overrides)
-    settings = {
-        "benchmark": "one_gpu",
-        "config": Path(arguments.config).stem,
-        "set": arguments.overrides,
-        "warmup_seconds": arguments.warmup_seconds,
-        "timed_seconds": arguments.timed_seconds,
-        "commit": harness.commit(),
-    }
-    record = blocks.record_of(arguments.output, settings)
-    left = len(comparison.missing(names, arguments.rounds, record["blocks"]))
-    if left:
-        with tempfile.TemporaryDirectory() as folder:
-            tokens = Path(folder) / "tokens.npy"
+    record = blocks.record_of("one_gpu", arguments, config=Path(arguments.config).stem)
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = Path(folder) / "tokens.npy"
+        if comparison.missing(names, arguments.rounds, record["blocks"]):
             blocks.write_tokens(arguments.resolved, tokens)
-            left = blocks.run_missing(
-                record,
-                names,
-                arguments,
-                lambda name: command_of(CONTENDERS[name], arguments, tokens),
-                lambda: summarise(record, arguments.resolved),
-            )
-    print(summarise(record, arguments.resolved))
-    if left:
-        print(f"\n{left} blocks are missing: run the same command again.")
+        blocks.run_missing(
+            record,
+            names,
+            arguments,
+            lambda name: command_of(CONTENDERS[name], arguments, tokens),
+            lambda: summarise(record, arguments.resolved),
+        )
     return 0
 
 
