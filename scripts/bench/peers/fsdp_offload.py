@@ -44,14 +44,7 @@ def main() -> int:
     # The same memory as plain tensors: with one process there is nothing to gather, and a step costs no
     # dispatch of distributed tensors.
     local = [parameter.to_local().detach().requires_grad_() for parameter in parameters]
-    optimizer = torch.optim.AdamW(
-        local,
-        lr=harness.LEARNING_RATE,
-        betas=harness.BETAS,
-        eps=harness.EPSILON,
-        weight_decay=harness.WEIGHT_DECAY,
-        fused=True,
-    )
+    optimizer = torch_step.adamw(local)
     skipped = 0.0
 
     def update(parts):

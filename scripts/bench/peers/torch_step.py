@@ -56,10 +56,8 @@ def round_embedding(embedding: nn.Module, residual: str) -> None:
         embedding.register_forward_hook(lambda _module, _inputs, output: output.to(torch.bfloat16))
 
 
-def measure(loss_of, model: nn.Module, arguments: argparse.Namespace, **packages: str) -> dict:
-    """Returns the line of a peer. loss_of: (tokens, targets) -> mean loss, with -100 for masked targets."""
-    where, parameters = device(), list(model.parameters())
-    optimizer = torch.optim.AdamW(
+def adamw(parameters: list[torch.Tensor]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
         parameters,
         lr=harness.LEARNING_RATE,
         betas=harness.BETAS,
@@ -67,6 +65,12 @@ def measure(loss_of, model: nn.Module, arguments: argparse.Namespace, **packages
         weight_decay=harness.WEIGHT_DECAY,
         fused=True,
     )
+
+
+def measure(loss_of, model: nn.Module, arguments: argparse.Namespace, **packages: str) -> dict:
+    """Returns the line of a peer. loss_of: (tokens, targets) -> mean loss, with -100 for masked targets."""
+    where, parameters = device(), list(model.parameters())
+    optimizer = adamw(parameters)
     rows = harness.rows_of(arguments)
     batches = causal_batches(rows)
     skipped = torch.zeros((), device=where)
