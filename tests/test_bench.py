@@ -163,6 +163,19 @@ def test_a_contender_has_two_calls_however_slow_it_is(bench):
     assert all(turns.told(of, memory)["milliseconds"] >= 0 for of in times.values())
 
 
+@pytest.mark.parametrize(
+    "script", ["one_gpu", "offload", "profiler", "profiler_off", "attention_saving", "step"]
+)
+def test_bad_settings_are_one_line(bench, script, monkeypatch, capsys, tmp_path):
+    config = ["--config", str(ROOT / "configs" / "quickstart.py")]
+    config = [] if script in ("offload", "profiler") else config
+    output = ["--output", str(tmp_path / "x.json")] if script in ("one_gpu", "offload", "profiler") else []
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *config, *output, "--set", "model.layrs=1"])
+    assert bench("harness").run(bench(script).main) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith(f"{script}.py: ") and "model.layrs" in said[0]
+
+
 def test_a_missing_package_is_one_line(bench):
     with pytest.raises(SystemExit, match=r"^\S+: not installed: no_such_package$"):
         bench("harness").need("json", "no_such_package")

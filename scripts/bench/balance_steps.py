@@ -55,7 +55,7 @@ from jaxthru.data.loader import Data, open_data
 from jaxthru.models import flops
 from jaxthru.plan.cost import row_cost
 from jaxthru.runtime import hardware, xla
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import require
 from jaxthru.train import Build, build
 from jaxthru.training.step import Batch
 
@@ -293,15 +293,11 @@ def main() -> int:
     harness.add_seconds(parser)
     arguments = parser.parse_args()
     xla.configure()
-    try:
-        line = measure(arguments, harness.Phases())
-    except InputError as error:
-        print(f"balance_steps.py: {error}", file=sys.stderr)
-        return 2
+    line = measure(arguments, harness.Phases())
     print(table(line), file=sys.stderr)
     harness.emit(line, arguments.output)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.run(main))

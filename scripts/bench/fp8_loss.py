@@ -30,7 +30,6 @@ from jaxthru.data.loader import DataConfig, open_data
 from jaxthru.data.state import DataState
 from jaxthru.models.llama import ModelConfig
 from jaxthru.optim.optimizer import OptimConfig
-from jaxthru.runtime.errors import InputError
 from jaxthru.train import Build, build
 from jaxthru.training.evaluate import EvaluateConfig, Evaluation
 from jaxthru.training.step import TrainConfig
@@ -123,19 +122,15 @@ def main() -> int:
     arguments = parser.parse_args()
     overrides = [*arguments.overrides, f"train.steps={arguments.steps}"]
     results = {}
-    try:
-        for matmul in ("compute", "fp8"):
-            config = configuration.load(arguments.config, [*overrides, f"precision.matmul={matmul}"])
-            with open_data(config.data) as data:
-                built = build(config, data)
-                evaluation = built.evaluation()
-                results[matmul] = []
-                for seed in range(arguments.seeds):
-                    print(f"{matmul}, seed {seed}", file=sys.stderr)
-                    results[matmul].append(run(built, evaluation, seed))
-    except InputError as error:
-        print(f"fp8_loss: {error}", file=sys.stderr)
-        return 2
+    for matmul in ("compute", "fp8"):
+        config = configuration.load(arguments.config, [*overrides, f"precision.matmul={matmul}"])
+        with open_data(config.data) as data:
+            built = build(config, data)
+            evaluation = built.evaluation()
+            results[matmul] = []
+            for seed in range(arguments.seeds):
+                print(f"{matmul}, seed {seed}", file=sys.stderr)
+                results[matmul].append(run(built, evaluation, seed))
     line = {
         "benchmark": "fp8_loss",
         "config": Path(arguments.config).stem,
@@ -155,4 +150,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.run(main))

@@ -297,6 +297,17 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def run(main: Callable[[], int]) -> int:
+    """Returns the exit code of a script's `main`: 2, and one line, for input that cannot work."""
+    from jaxthru.runtime.errors import InputError  # here, for not all peers have jaxthru
+
+    try:
+        return main()
+    except InputError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        return 2
+
+
 def emit(line: dict[str, Any], output: Path | None = None) -> None:
     """Prints a result as one line of JSON, and writes it to `output` if given."""
     print(json.dumps(line), flush=True)

@@ -64,7 +64,7 @@ from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
 from jaxthru.models import flops
 from jaxthru.runtime import hardware, xla
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import require
 from jaxthru.train import Build, build
 from jaxthru.training.step import Batch
 
@@ -279,17 +279,13 @@ def main() -> int:
 
     flags.FLAGS.mark_as_parsed()  # Grain's worker processes ask for it
     xla.configure()
-    try:
-        line = measure(arguments, harness.Phases())
-    except InputError as error:
-        print(f"starved.py: {error}", file=sys.stderr)
-        return 2
+    line = measure(arguments, harness.Phases())
     print(table(line), file=sys.stderr)
     harness.emit(line, arguments.output)
     return 0
 
 
 if __name__ == "__main__":
-    code = main()
+    code = harness.run(main)
     sys.stdout.flush()
     os._exit(code)  # threads that read ahead for a contender would keep the process

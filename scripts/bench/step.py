@@ -23,7 +23,6 @@ from jaxthru.data.loader import open_data
 from jaxthru.data.state import DataState
 from jaxthru.models import flops
 from jaxthru.runtime import hardware, xla
-from jaxthru.runtime.errors import InputError
 from jaxthru.train import Build, build
 from jaxthru.training.step import Batch
 
@@ -145,13 +144,9 @@ def main() -> int:
         parser.error(
             f"--steps {arguments.steps[0]} {arguments.steps[1]}: of one timed step there is no spread"
         )
-    try:
-        harness.emit(run(arguments), arguments.output)
-    except InputError as error:
-        print(f"step.py: {error}", file=sys.stderr)
-        return 2
+    harness.emit(run(arguments), arguments.output)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.run(main))

@@ -141,11 +141,7 @@ def main() -> int:
     arguments = parser.parse_args()
     wanted = dict(arguments.contender)
     xla.configure(writes_to_peers=True)  # some may; CUDA starts once for all
-    try:
-        built, missing = build_all(arguments.config, arguments.overrides, wanted)
-    except InputError as error:
-        print(f"steps_in_turns.py: {error}", file=sys.stderr)
-        return 2
+    built, missing = build_all(arguments.config, arguments.overrides, wanted)
     if not built:
         sys.exit(f"steps_in_turns.py: none can run here: {missing}")
     with harness.Clocks(jax.device_count()) as clocks:
@@ -165,4 +161,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.run(main))
