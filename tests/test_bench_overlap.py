@@ -188,6 +188,17 @@ def test_a_spread_takes_two_turns_however_long_one_is(bench, monkeypatch):
     assert len(turns) == 4 and rows["ring"]["spread"] > 0 and not rows["ring"]["claimed"]
 
 
+def test_ratios_are_to_the_first_contender_or_to_none(bench, monkeypatch, capsys):
+    module = bench("steps_in_turns")
+    words = ["--config", "F", "--contender", "none", "--contender", "ring=a.b=c"]
+    monkeypatch.setattr(sys, "argv", ["steps_in_turns.py", *words])
+    monkeypatch.setattr(module.xla, "configure", lambda **_: None)
+    monkeypatch.setattr(module, "build_all", lambda *_: ({"ring": None}, {"none": "no memory"}))
+    monkeypatch.setattr(module, "measure", lambda built, *_: {name: {"ratio": 1.0} for name in built})
+    assert bench("harness").run(module.main) == 2
+    assert "--contender none: all ratios are to it, and it cannot run: no memory" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_rows_run_on_a_cpu(tmp_path):
     command = [sys.executable, "scripts/bench/overlap.py", "--output", str(tmp_path), "--tiny"]

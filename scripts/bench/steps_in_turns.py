@@ -142,8 +142,9 @@ def main() -> int:
     wanted = dict(arguments.contender)
     xla.configure(writes_to_peers=True)  # some may; CUDA starts once for all
     built, missing = build_all(arguments.config, arguments.overrides, wanted)
-    if not built:
-        sys.exit(f"steps_in_turns.py: none can run here: {missing}")
+    first = next(iter(wanted))
+    if first in missing:
+        raise InputError(f"--contender {first}: all ratios are to it, and it cannot run: {missing[first]}")
     with harness.Clocks(jax.device_count()) as clocks:
         rows = measure(built, arguments.warmup_seconds, arguments.timed_seconds, arguments.turn_seconds)
     line = {
