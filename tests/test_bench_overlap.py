@@ -108,13 +108,15 @@ def test_bars(bench):
     after["qkv_forward"] = contenders(plain=440.0, fused=300.0, jax=310.0)
     after["down_backward"] = contenders(plain=100.0, fused=100.0)
     turns = {"none": {"ratio": 1.0}, "ring": {"ratio": 1.05}, "mosaic_gpu": {"ratio": 1.1}}
+    rates = {"collectives": 180.0, "copies": 200.0}
     exposed = {"GPU:0": {"exposed_collectives": 0.02}, "GPU:1": {"exposed_collectives": 0.04}}
     said = {
         "forward": [{"cases": before}],
         "tuned": [{"cases": after}],
         "tensor": [{"contenders": turns}],
         "one_gpu": [{"tokens_per_second": 100.0}, {"tokens_per_second": 102.0}],
-        "fsdp": [{"tokens_per_second": 200.0}],
+        "fsdp": [{"contenders": {way: {"tokens_per_second": rate} for way, rate in rates.items()}}],
+        "fsdp_few": [{"tokens_per_second": 190.0}],
         "exposed": [{"devices": exposed}],
         "losses_one": [{"losses": [3.0, 2.0]}, {"losses": [3.0, 2.1]}],
         "losses_tensor": [{"losses": [3.0, 1.95]}],

@@ -204,8 +204,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """Returns the commit of jaxthru's own checkout; None without one, be it within another project's."""
+    tree = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(tree), "rev-parse", "--show-toplevel", "HEAD"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return None
+    return said[1] if said[0] == str(tree) else None

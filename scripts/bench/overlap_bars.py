@@ -62,10 +62,11 @@ def tensor(said: Said) -> float | None:
 
 
 def fsdp(said: Said, devices: int) -> float | None:
-    """Returns tokens per second and GPU over those of one GPU."""
+    """Returns tokens per second and GPU, of the fastest way to move parameters, over those of one GPU."""
     alone = [line["tokens_per_second"] for line in said.get("one_gpu") or []]
-    rates = [line["tokens_per_second"] for row in ("fsdp", "fsdp_again") for line in said.get(row) or []]
-    return statistics.fmean(rates) / devices / statistics.fmean(alone) if alone and rates else None
+    ways = [way for line in said.get("fsdp") or [] for way in line["contenders"].values()]
+    rates = [line["tokens_per_second"] for line in (*ways, *(said.get("fsdp_few") or []))]
+    return max(rates) / devices / statistics.fmean(alone) if alone and rates else None
 
 
 def exposed(said: Said) -> float | None:

@@ -62,12 +62,17 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
     quick = ["--warmup-seconds", "0.5", "--timed-seconds", "0.5"] if tiny else []
     turn = ["--turn-seconds", "0.2"] if tiny else []
 
-    def turns(*names: str) -> tuple[str]:
-        named = [w for name in names for w in ("--contender", f"{name}=mesh.collective_matmul={name}")]
-        return python("steps_in_turns", "--config", config, *sets(*tensor), *named, *quick, *turn)
+    def turns(key: str, *names: str, common: Iterable[str]) -> tuple[str]:
+        """names: values of a configuration key."""
+        named = [word for name in names for word in ("--contender", f"{name}={key}={name}")]
+        return python("steps_in_turns", "--config", config, *sets(*common), *named, *quick, *turn)
 
     tensor = "mesh.fsdp=1", f"mesh.tensor={devices}"
-    fsdp, one = (f"mesh.fsdp={devices}", f"train.rows={2 * devices}"), ("mesh.fsdp=1",)
+    moves, over_fsdp = "mesh.collective_matmul", "mesh.fsdp_transfers"
+    kept = "remat.keep_parameters=true"  # gathered once a step
+    fsdp, one = (f"mesh.fsdp={devices}", f"train.rows={2 * devices}", kept), ("mesh.fsdp=1", kept)
+    # As few blocks as NCCL needs for what is to be hidden.
+    few = f"NCCL_MAX_CTAS=8 {step(*fsdp, words=quick)[0]}"
     fifty = ["--steps", "3", "5" if tiny else "50"]
 
     def losses(*more: str) -> tuple[str]:
@@ -90,10 +95,11 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "check_first": Row(check("tiny_gather"), 30, 90, safety=True, waits=True),
         "check_tiny": Row(check(*small), 75, 240, safety=True, waits=True),
         "forward": Row(bench("forward", "forward"), 150, 330, waits=True),
-        "tensor": Row(turns("none", "mosaic_gpu"), 200, 400, waits=True),
-        "tensor_ring": Row(turns("none", "ring"), 180, 330, instead_of="tensor"),
+        "tensor": Row(turns(moves, "none", "mosaic_gpu", "ring", common=tensor), 280, 480, waits=True),
+        "tensor_ring": Row(turns(moves, "none", "ring", common=tensor), 180, 330, instead_of="tensor"),
         "one_gpu": Row(step(*one, words=quick) * devices, 95, 240, alone=True),
-        "fsdp": Row(step(*fsdp, words=quick), 95, 240),
+        "fsdp": Row(turns(over_fsdp, "collectives", "copies", common=fsdp), 200, 400),
+        "fsdp_few": Row((few,), 95, 240),
         "exposed": Row((f"{trace} && {read}",), 90, 240),
         "losses_tensor": Row(losses(*tensor, "mesh.collective_matmul=mosaic_gpu"), 55, 180, waits=True),
         "losses_ring": Row(losses(*tensor, "mesh.collective_matmul=ring"), 55, 180),
@@ -103,8 +109,7 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "tune": Row(tune, 180, 480, waits=True),
         "tuned": Row(bench("tuned", "forward", "backward", shapes=ISSUE + UNTUNED), 300, 560, waits=True),
         "check_all": Row(check(*many, repeats=50), 150, 500, waits=True),
-        "fsdp_again": Row(step(*fsdp, words=quick), 90, 240),
         "others": Row(bench("others", "forward", "backward", shapes=OTHERS), 150, 400, waits=True),
-        "tensor_more": Row(turns("none", "ring", "ring_bidirectional"), 250, 420),
+        "tensor_more": Row(turns(moves, "none", "reference", "ring_bidirectional", common=tensor), 250, 420),
         "torch": Row(bench("torch", "forward", *([] if tiny else ["--torch"])), 240, 520, waits=True),
     }

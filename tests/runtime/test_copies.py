@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.profiler import ProfileData
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxthru.runtime import copies
+from jaxthru.runtime import copies, xla
+from pallas_kernels.testing import has_gpu
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -45,3 +47,41 @@ def test_sums_are_rounded_once():
 
     summed = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split))
     assert (summed(jnp.zeros(8, jnp.bfloat16)) == jnp.bfloat16(1 + 7 * 2.0**-9)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu() or jax.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_on_gpus_copy_engines_move_them(tmp_path):
+    """Other numbers each time, in other memory; beside products, as in training."""
+    mesh, split = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]), PartitionSpec("x")
+    options = xla.compiler_options("gpu", devices=2, deterministic=False)
+
+    def program(gather):
+        def local(shard, rows):
+            whole, pull = jax.vjp(gather, shard)
+            return rows @ whole, pull(jnp.sin(whole))[0]
+
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
+        return jax.jit(sharded, compiler_options=options)
+
+    copied = program(lambda shard: copies.all_gather(shard, "x", 0))
+    collected = program(lambda shard: jax.lax.all_gather(shard, "x", axis=0, tiled=True))
+
+    def inputs(index):
+        keys = jax.random.split(jax.random.key(index))
+        sharding = jax.sharding.NamedSharding(mesh, split)
+        return [jax.device_put(jax.random.normal(key, (4096, 4096), jnp.bfloat16), sharding) for key in keys]
+
+    kept = []
+    for index in range(20):
+        found, expected = (run(*inputs(index)) for run in (copied, collected))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        kept += found[: index % 2]  # the next finds its memory elsewhere
+    arguments = inputs(0)
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(copied(*arguments))
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    planes = [plane for plane in ProfileData.from_file(str(path)).planes if "/device:GPU:" in plane.name]
+    names = {event.name for plane in planes for line in plane.lines for event in line.events}
+    assert any(name.startswith("MemcpyP2P") for name in names), sorted(names)
+    assert not any("nccl" in name for name in names), sorted(names)
