@@ -259,8 +259,9 @@ def run(
     describe(built)
     rows = config.train.rows // config.train.microbatches
     check_attention(built.step.objective.model, rows, config.data.sequence, data.segments)
-    checkpoints = Checkpointer(directory.checkpoints, config.checkpoint, in_place(built.abstract))
-    with data, directory.locked(), checkpoints as checkpointer:
+    saved = directory.checkpoints, config.checkpoint, in_place(built.abstract)
+    # Only who holds the lock may clear away what looks like the rest of a killed save.
+    with data, directory.locked(), Checkpointer(*saved) as checkpointer:
         if distributed.is_primary():
             configuration.dump(config, directory.config)
             directory.write_environment()
