@@ -262,9 +262,8 @@ def run(
     saved = directory.checkpoints, config.checkpoint, in_place(built.abstract)
     # Only who holds the lock may clear away what looks like the rest of a killed save.
     with data, directory.locked(), Checkpointer(*saved) as checkpointer:
-        if distributed.is_primary():
-            configuration.dump(config, directory.config)
-            directory.write_environment()
+        distributed.from_first(lambda: configuration.dump(config, directory.config))
+        directory.write_environment()
         train(built, directory, checkpointer, started)
     log.info("%d programs compiled, %d found compiled", *xla.compilations())
     if distributed.is_primary():

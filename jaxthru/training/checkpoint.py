@@ -21,7 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
-from jaxthru.runtime.distributed import gather_text, is_primary
+from jaxthru.runtime.distributed import from_first, gather_text, is_primary
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.training import layout
 from jaxthru.training.seal import broken, write_seal
@@ -71,8 +71,7 @@ def saved_steps(directory: Path) -> list[int]:
 
 def newest_step(directory: Path) -> int | None:
     """Returns the newest committed step as process 0 sees it: a file system may be slow to show it to all."""
-    newest = gather_text(str(max(saved_steps(directory), default="")))[0]
-    return int(newest) if newest else None
+    return from_first(lambda: max(saved_steps(directory), default=None))
 
 
 def newest_data_state(directory: Path) -> dict:
@@ -200,9 +199,9 @@ class Checkpointer:
                 state, data_state = self._read(step, abstract_state)
                 self._newest = step
                 return step, state, data_state
-            self._move_aside(step, reason)
+            from_first(functools.partial(self._move_aside, step, reason))
         damaged = self.directory.parent / "damaged"
-        if gather_text("damaged" if damaged.is_dir() else "")[0]:
+        if from_first(damaged.is_dir):
             reason = f"all were damaged and lie in {damaged}"
             raise CheckpointError(
                 f"{self.directory}: no checkpoint can be restored: {reason}; "
@@ -231,15 +230,13 @@ class Checkpointer:
 
     def _move_aside(self, step: int, reason: str) -> None:
         """Moves a damaged checkpoint out of the way of one that may be saved at the same step."""
-        if is_primary():
-            damaged = self.directory.parent / "damaged"
-            damaged.mkdir(exist_ok=True)
-            target = damaged / str(step)
-            while target.exists():
-                target = target.with_name(f"{target.name}_")
-            (self.directory / str(step)).rename(target)
-            log.warning("checkpoint %d is damaged and passed over: %s; moved to %s", step, reason, target)
-        gather_text("moved")  # nobody looks for the newest before it is gone
+        damaged = self.directory.parent / "damaged"
+        damaged.mkdir(exist_ok=True)
+        target = damaged / str(step)
+        while target.exists():
+            target = target.with_name(f"{target.name}_")
+        (self.directory / str(step)).rename(target)
+        log.warning("checkpoint %d is damaged and passed over: %s; moved to %s", step, reason, target)
 
     def _prune(self) -> None:
         """Deletes what `keep` and `keep_every` do not keep. Runs in process 0 after each commit."""

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.distributed import gather_text, is_primary
+from jaxthru.runtime.distributed import from_first
 from jaxthru.runtime.errors import InputError
 
 METRICS_FIELDS = (
@@ -58,7 +58,8 @@ FLAG_PREFIXES = ("XLA_", "LIBTPU_", "JAX_", "NCCL_", "NVSHMEM_", "TORCH_SYMM_")
 class RunDirectory:
     """The files of one run; nothing is made before it is needed.
 
-    Only process 0 may append rows. In the others `write_environment` and `cut` do nothing.
+    Only process 0 may append rows. All call the other methods that write: process 0 does it, and what stops
+    it stops them all.
     """
 
     def __init__(self, path: Path | str):
@@ -74,19 +75,21 @@ class RunDirectory:
     @classmethod
     def fresh(cls, name: str, root: Path | str = "runs") -> "RunDirectory":
         """Makes and returns `root`/`name`/<n> with the next free n, the same in all processes."""
-        made = ""
-        if is_primary():
+
+        def make() -> str:
             parent = Path(root) / name
-            parent.mkdir(parents=True, exist_ok=True)
+            try:
+                parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"{parent}: cannot be made ({error.strerror}); give a --run-dir") from error
             number = max((int(path.name) for path in parent.iterdir() if path.name.isdecimal()), default=0)
-            while not made:
+            while True:
                 number += 1
-                try:
-                    (parent / str(number)).mkdir()  # fails if another run was faster
-                    made = str(parent / str(number))
-                except FileExistsError:
-                    continue
-        return cls(gather_text(made)[0])
+                with contextlib.suppress(FileExistsError):  # if another run was faster
+                    (parent / str(number)).mkdir()
+                    return str(parent / str(number))
+
+        return cls(from_first(make))
 
     def holds_run(self) -> bool:
         """Says whether a run was started here."""
@@ -98,25 +101,25 @@ class RunDirectory:
 
         Raises InputError if one does, or if the directory cannot be made.
         """
-        if not is_primary():
-            yield
-            return
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("w")
-        except OSError as error:
-            raise InputError(f"--run-dir {self.path}: cannot be written ({error.strerror})") from error
-        with lock:
+
+        def lock() -> None:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.path.mkdir(parents=True, exist_ok=True)
+                file = held.enter_context((self.path / ".lock").open("w"))
+            except OSError as error:
+                raise InputError(f"--run-dir {self.path}: cannot be written ({error.strerror})") from error
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise InputError(f"--run-dir {self.path}: another process trains here now") from error
+
+        with contextlib.ExitStack() as held:
+            from_first(lock)
             yield
 
     def write_environment(self) -> None:
         """Writes environment.json: with what, on what and by which command the run was last started."""
-        if is_primary():
-            write_atomically(self.environment, json.dumps(environment(), indent=2) + "\n")
+        from_first(lambda: write_atomically(self.environment, json.dumps(environment(), indent=2) + "\n"))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Adds a line to metrics.jsonl. Raises ValueError unless the row's keys are METRICS_FIELDS."""
@@ -139,10 +142,13 @@ class RunDirectory:
 
         From step 0 the run starts anew: the evaluation before the first update will be made again too.
         """
-        for path in (self.metrics, self.eval):
-            if is_primary() and path.exists():
+
+        def keep() -> None:
+            for path in filter(Path.exists, (self.metrics, self.eval)):
                 kept = [row for row in _read(path) if step and row["step"] <= step]
                 write_atomically(path, "".join(map(_line, kept)))
+
+        from_first(keep)
 
 
 def environment() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from processes import finish, start_processes
 
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory
@@ -186,3 +187,35 @@ def test_atomic_writing_leaves_the_old_text_or_the_new(tmp_path, monkeypatch):
     write_atomically(path, "new")
     assert path.read_text() == "new"
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+TWO_PROCESSES = """
+import sys
+import jax
+from jaxthru.runtime.distributed import initialize
+from jaxthru.runtime.errors import InputError
+from jaxthru.training.run_directory import RunDirectory
+
+initialize()
+run = RunDirectory(sys.argv[1])
+locked = run.locked()
+for refused in (locked.__enter__, lambda: run.cut(1), lambda: RunDirectory.fresh("x", run.metrics)):
+    try:
+        refused()
+    except InputError as error:
+        print(error, flush=True)
+print(RunDirectory.fresh("a" * 100, run.path / ("b" * 200) / ("c" * 200)).path.name, flush=True)
+jax.distributed.shutdown()
+"""
+
+
+def test_what_stops_the_first_process_stops_all(tmp_path):
+    """The others would wait for it in vain, for minutes, and then abort."""
+    (tmp_path / "two.py").write_text(TWO_PROCESSES)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{\n{}\n")
+    with RunDirectory(tmp_path / "run").locked():
+        for output in finish(start_processes(tmp_path / "two.py", str(tmp_path / "run"))):
+            assert "another process trains here now" in output and "line 1 is not JSON" in output
+            assert "metrics.jsonl/x: cannot be made (Not a directory)" in output
+            assert output.splitlines()[-1] == "1"
