@@ -10,6 +10,7 @@ number is one that was committed. All processes call the methods together and sh
 writes the shards that it holds.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -75,16 +76,18 @@ def newest_step(directory: Path) -> int | None:
 
 
 def newest_data_state(directory: Path) -> dict:
-    """Returns the data state of the newest checkpoint, {} if there is none or it cannot be read.
+    """Returns the data state of the newest checkpoint that it can be read from, {} if there is none.
 
     It is wanted before the parameters are restored, for it says which data to open.
     """
-    step = newest_step(directory)
-    path = epath.Path(directory).absolute() / str(step) / "data"
-    try:
-        return ocp.JsonCheckpointHandler().restore(path) if step is not None else {}
-    except (OSError, ValueError):  # damaged: restoring passes over it and says so
+
+    def read() -> dict:
+        for step in reversed(saved_steps(directory)):
+            with contextlib.suppress(OSError, ValueError):  # damaged: restoring passes over it and says so
+                return ocp.JsonCheckpointHandler().restore(epath.Path(directory).absolute() / f"{step}/data")
         return {}
+
+    return from_first(read)
 
 
 class Checkpointer:

@@ -37,6 +37,8 @@ def broken(directory: Path, part: int = 0, parts: int = 1) -> str | None:
         files = {name: tuple(found) for name, found in seal["files"].items()}
     except FileNotFoundError:
         return f"{SEAL} is missing"
+    except OSError as error:
+        return f"{SEAL} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{SEAL} cannot be read"
     if extra := sorted(set(sealed_names(directory)) - files.keys()):

@@ -25,7 +25,7 @@ from processes import finish, start_processes
 
 from jaxthru.runtime.errors import InputError
 from jaxthru.training import checkpoint, layout
-from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
+from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, newest_data_state
 from jaxthru.training.offload import in_place
 
 LAYERS = 3
@@ -311,6 +311,7 @@ DAMAGES = {
     "data state missing": (lambda directory: shutil.rmtree(directory / "data"), "is missing"),
     "no seal": (lambda directory: (directory / "seal.json").unlink(), "seal.json is missing"),
     "torn seal": (lambda directory: os.truncate(directory / "seal.json", 40), "seal.json cannot be read"),
+    "a file": (lambda directory: (shutil.rmtree(directory), directory.touch()), "cannot be read: Not a dir"),
     "empty": (lambda directory: (shutil.rmtree(directory), directory.mkdir()), "seal.json is missing"),
 }
 
@@ -328,13 +329,21 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, caplog, damage):
         assert len(caplog.records) == 1
         assert "checkpoint 20 is damaged" in caplog.text
         assert reason in caplog.text
-        assert (tmp_path / "damaged/20").is_dir()
+        assert (tmp_path / "damaged/20").exists()
         checkpointer.save(20, make_state("unroll", seed=20), {"step": 20})
         checkpointer.wait()
         assert checkpointer.steps() == [10, 20]
         flip(tmp_path / "checkpoints/20")
         assert checkpointer.restore(abstract(make_state("unroll")))[0] == 10
         assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["20", "20_"]
+
+
+def test_which_data_to_open_is_known_from_the_checkpoint_that_will_be_restored(tmp_path):
+    assert newest_data_state(tmp_path / "checkpoints") == {}
+    save_steps(tmp_path / "checkpoints", [10, 20])
+    assert newest_data_state(tmp_path / "checkpoints") == {"step": 20}
+    shutil.rmtree(tmp_path / "checkpoints/20/data")
+    assert newest_data_state(tmp_path / "checkpoints") == {"step": 10}
 
 
 def test_every_flipped_bit_is_noticed(tmp_path):
