@@ -171,9 +171,12 @@ def _append(path: Path, row: dict[str, Any], fields: tuple[str, ...]) -> None:
     if row.keys() != set(fields):
         unknown, missing = sorted(row.keys() - set(fields)), sorted(set(fields) - row.keys())
         raise ValueError(f"{path.name}: unknown fields {unknown}, missing fields {missing}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:  # closed, so flushed, at once: a kill loses at most this line
-        file.write(_line({field: row[field] for field in fields}))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:  # closed, so flushed, at once: a kill loses at most this line
+            file.write(_line({field: row[field] for field in fields}))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import pytest
 from processes import finish, start_processes
 
 from jaxthru.runtime.atomic import write_atomically
+from jaxthru.runtime.errors import InputError
 from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory
 
 
@@ -88,6 +89,13 @@ def test_unknown_and_missing_fields_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"missing fields \['tokens'\]"):
         run.append_eval({field: None for field in EVAL_FIELDS if field != "tokens"})
     assert not run.metrics.exists()
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.metrics.symlink_to("/dev/full")
+    with pytest.raises(InputError, match=r"metrics.jsonl: cannot be written \(No space left on device\)"):
+        run.append_metrics(metrics_row(1))
 
 
 def test_a_torn_line_is_forgotten(tmp_path):
