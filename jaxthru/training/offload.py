@@ -9,6 +9,7 @@ copies within one compiled program share 54 GB/s.
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -52,6 +53,8 @@ class OffloadConfig:
     def __post_init__(self):
         require(0 < self.fraction <= 1, f"offload.fraction = {self.fraction}: must be above 0, at most 1")
         require(self.staging_gib >= 0, f"offload.staging_gib = {self.staging_gib}: must be at least 0")
+        for name in ("staging_gib", "host_gib"):
+            require(getattr(self, name) != math.inf, f"offload.{name} = inf: must be finite")
         require(
             self.host_gib is None or self.host_gib > 0,
             f"offload.host_gib = {self.host_gib}: must be above 0",
