@@ -2,14 +2,12 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable
 
 import jax
 import rich.box
 import rich.table
 
 from jaxthru.config import RunConfig
-from jaxthru.optim.formats import FORMATS
 from jaxthru.plan.arithmetic import estimate
 from jaxthru.plan.memory import MemoryPlan, Room, gib, host_room
 from jaxthru.runtime import distributed, hardware, xla
@@ -79,21 +77,24 @@ def propose(
     config: RunConfig,
     room: Room,
     *,
-    formats: Iterable[str] = FORMATS,
     resident: MemoryPlan | None = None,
     devices: int = 1,
 ) -> list[Proposal]:
     """Returns for each format the level and fraction that fit and move the least, the cheapest format first.
 
-    formats: of those that `optim.state` may be. One that fits at no level is left out.
+    One that fits at no level is left out, or that the optimizer's other settings forbid.
     """
     found = []
-    for state in formats:
+    for state in BY_PRECISION:
+        try:
+            dataclasses.replace(config.optim, state=state)
+        except InputError:
+            continue
         fitting = [_least(config, level, state, room, resident, devices) for level in LEVELS]
         fitting = [proposal for proposal in fitting if proposal]
         if fitting:
-            found.append(min(fitting, key=lambda proposal: (proposal.moved, LEVELS.index(proposal.level))))
-    return sorted(found, key=lambda proposal: (proposal.moved, BY_PRECISION.index(proposal.state)))
+            found.append(min(fitting, key=lambda proposal: proposal.moved))
+    return sorted(found, key=lambda proposal: proposal.moved)
 
 
 def _least(config, level, state, room, resident=None, devices=1) -> Proposal | None:

@@ -278,6 +278,9 @@ def test_what_fits_with_the_least_traffic_is_proposed():
     assert found and all(narrow.holds(proposal.plan) for proposal in found)
     assert [proposal.moved for proposal in found] == sorted(proposal.moved for proposal in found)
     assert not levels.propose(config, Room(1 * GIB, 1 * GIB))
+    slow = load("llama3_8b_one_gpu", "mesh.fsdp=1", "optim.b2=0.999")
+    states = {proposal.state for proposal in levels.propose(slow, Room(134 * GIB, 500 * GIB))}
+    assert states == {"float32", "split_master_float32"}  # for optim.b2 is too slow for the others
 
 
 def test_what_lacks_names_the_setting():
