@@ -15,6 +15,7 @@ from jaxthru.runtime.sharding import Layout
 from jaxthru.training.layered import LayeredStep
 from jaxthru.training.loss import Batch, Objective
 from jaxthru.training.offload import OffloadConfig, placed
+from jaxthru.training.parts import shardings
 from jaxthru.training.programs import compiler_with
 from jaxthru.training.state import State, abstract_state, matrices
 from jaxthru.training.step import CompiledStep, Step, abstract_batch
@@ -32,8 +33,7 @@ class Assembled:
     @property
     def jitted(self) -> jax.stages.Wrapped:
         """The whole step, (state, batch) -> (state, metrics), which takes over the state."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        return jax.jit(self.step, donate_argnums=0, out_shardings=(shardings, None))
+        return jax.jit(self.step, donate_argnums=0, out_shardings=(shardings(self.abstract), None))
 
     def layered(self, compiler: Callable, put: Callable = jax.device_put) -> LayeredStep:
         """Returns the step as programs, compiled by `compiler`, with copies started by `put`."""
@@ -54,13 +54,10 @@ def assemble(
     segments: int,
     sources: int,
     attention: str,
-    adamw_8bit: str | None = None,
 ) -> Assembled:
     """Returns the step of a configuration on a layout.
 
     segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`.
-    adamw_8bit: implementation on one device, None for the first that can run; on several it is the reference,
-    which XLA partitions.
     """
     train, precision = config.train, config.precision
     ops = Ops(
@@ -74,7 +71,7 @@ def assemble(
     )
     model = bind(config.model, ops, config.remat.policy)
     schedule = make_schedule(config.optim, train.steps)
-    adamw_8bit = "reference" if layout.mesh.size > 1 else adamw_8bit
+    adamw_8bit = "reference" if layout.mesh.size > 1 else None  # the reference is what XLA can partition
     optimizer = Optimizer(config.optim, matrices(model), adamw_8bit)
     objective = Objective(model, train.z_loss, segments, sources)
     step = Step(objective, optimizer, schedule, train.microbatches, config.data.groups_of(train.rows))

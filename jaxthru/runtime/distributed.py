@@ -153,11 +153,6 @@ class StopSignal:
         """Asks for a stop, as the first signal does."""
         self._asked.set()
 
-    @property
-    def requested(self) -> bool:
-        """Whether a stop was asked for, here or in another process."""
-        return self._asked.is_set() or self._stop_at is not None
-
     def should_stop(self, step: int) -> bool:
         """Says whether to stop instead of dispatching `step`. Every process must ask before each step."""
         if jax.process_count() == 1:

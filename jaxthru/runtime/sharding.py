@@ -1,6 +1,7 @@
 """Layout is one table: logical axis -> mesh axes. Models and the step name logical axes alone."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,10 +61,7 @@ class Layout:
 
     def size(self, axis: str) -> int:
         """Returns over how many devices a logical axis is split when nothing else competes for them."""
-        size = 1
-        for mesh_axis in RULES[axis]:
-            size *= self.mesh.shape[mesh_axis]
-        return size
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in RULES[axis])
 
     def spec(self, axes: Axes, without: tuple[str, ...] = ()) -> PartitionSpec:
         """Returns the spec of an array whose dims carry these logical axes (None is unsharded).

@@ -100,10 +100,7 @@ def to_host(tree: Tree) -> Tree:
     """Returns an abstract tree with its matrices in host memory."""
 
     def move(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if leaf.ndim < 2:
-            return leaf
-        sharding = leaf.sharding.with_memory_kind(HOST)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return leaf if leaf.ndim < 2 else leaf.update(sharding=leaf.sharding.with_memory_kind(HOST))
 
     return jax.tree.map(move, tree)
 

@@ -16,6 +16,7 @@ from jaxthru.optim.optimizer import Optimizer
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.first_run import FirstAlone
 from jaxthru.training.loss import Batch, Metrics, Objective
+from jaxthru.training.parts import slots_by_name, slots_by_part
 from jaxthru.training.state import State
 
 
@@ -160,8 +161,8 @@ class Step:
         clip_scale, usable = optimizer.clipping(norm, state["grad_norm"])
         used = finite & usable
         count, slots = state["opt_state"]["count"], state["opt_state"]["slots"]
-        by_part = [dict(zip(slots, of, strict=True)) for of in zip(*map(parts, slots.values()), strict=True)]
-        columns = parts(gradients), parts(state["params"]), by_part, parts(optimizer.matrices)
+        weights, matrices = parts(state["params"]), parts(optimizer.matrices)
+        columns = parts(gradients), weights, slots_by_part(slots), matrices
         updated = [
             optimizer.update(
                 *part,
@@ -174,10 +175,9 @@ class Step:
             )
             for index, (*part, matrices) in enumerate(zip(*columns, strict=True))
         ]
-        weights, by_part = zip(*updated, strict=True)
+        weights, slots = zip(*updated, strict=True)
         params = from_parts(weights, state["params"])
-        slots = {name: from_parts([of[name] for of in by_part], params) for name in slots}
-        return params, {"count": count + used.astype(jnp.int32), "slots": slots}
+        return params, {"count": count + used.astype(jnp.int32), "slots": slots_by_name(slots, params)}
 
     def gradients(self, params: Any, batch: Batch) -> tuple[Metrics, Any]:
         """Returns the sums over the batch and the gradients, micro-batch after micro-batch.
@@ -205,8 +205,7 @@ class Step:
 
         first = jax.tree.map(lambda part: part[0], parts)
         shapes = jax.eval_shape(lambda: self.objective(params, first, weight)[1])
-        zero_sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return jax.lax.scan(add, (zero_sums, zeros), parts)[0]
+        return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, shapes), zeros), parts)[0]
 
     def _differentiated(self, using, params: Any, by: Any, batch: Batch, weight: jax.Array):
         """Returns the sums over a batch, and the gradients of `by`. using: makes parameters of both."""

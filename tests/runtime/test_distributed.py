@@ -89,7 +89,6 @@ def test_a_signal_stops_a_lone_process_after_the_step(capfd):
         with StopSignal() as stop:
             assert not stop.should_stop(1)
             os.kill(os.getpid(), number)
-            assert stop.requested
             assert stop.should_stop(2)
         assert "stopping after this step; again to exit at once" in capfd.readouterr().err
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
@@ -148,7 +147,6 @@ with StopSignal() as stop:
         if step == 20:
             print("running", flush=True)
         assert step < 3000
-assert stop.requested
 print("stopped before step", step, flush=True)
 jax.distributed.shutdown()
 """
