@@ -52,15 +52,7 @@ class CheckpointConfig:
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none of those that exist can be read.
-
-    step: the checkpoint in question, None if it is no single one. reason: one line.
-    """
-
-    def __init__(self, message: str, step: int | None, reason: str):
-        super().__init__(message)
-        self.step = step
-        self.reason = reason
+    """A checkpoint could not be written, or none of those that exist can be read."""
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -205,12 +197,9 @@ class Checkpointer:
             from_first(functools.partial(self._move_aside, step, reason))
         damaged = self.directory.parent / "damaged"
         if from_first(damaged.is_dir):
-            reason = f"all were damaged and lie in {damaged}"
             raise CheckpointError(
-                f"{self.directory}: no checkpoint can be restored: {reason}; "
-                "give another run directory to start from the beginning",
-                None,
-                reason,
+                f"{self.directory}: no checkpoint can be restored: all were damaged and lie in {damaged}; "
+                "give another run directory to start from the beginning"
             )
         return None
 
@@ -261,7 +250,7 @@ class Checkpointer:
         if is_primary():
             shutil.rmtree(self.directory / f"{step}{TEMPORARY}", ignore_errors=True)
         reason = " ".join(str(error).split()) or type(error).__name__
-        return CheckpointError(f"{self.directory}: checkpoint {step} was not saved: {reason}", step, reason)
+        return CheckpointError(f"{self.directory}: checkpoint {step} was not saved: {reason}")
 
 
 def _sealed_path(after_commit) -> type:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 Tree = Any
 LAYERS = "layers"
@@ -36,11 +36,10 @@ class Entry:
     def on_disk(self) -> jax.ShapeDtypeStruct:
         """Returns shape, dtype and sharding of each of this leaf's arrays on disk. What lives in host memory
         is read there, but for layers that are to be stacked, which is a device's work."""
-        if not self.stacked:
-            sharding = self.leaf.sharding or device_sharding(self.leaf)
-            return jax.ShapeDtypeStruct(self.leaf.shape, self.leaf.dtype, sharding=sharding)
-        sharding = device_sharding(self.leaf)
-        return jax.ShapeDtypeStruct(self.leaf.shape[1:], self.leaf.dtype, sharding=layer_sharding(sharding))
+        leaf, shape, sharding = self.leaf, self.leaf.shape, self.leaf.sharding
+        if self.stacked:
+            shape, sharding = shape[1:], layer_sharding(device_sharding(leaf))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
 def entries(state: Tree) -> Iterator[Entry]:
@@ -97,12 +96,8 @@ def from_disk(disk: Tree, abstract_state: Tree) -> Tree:
     leaves = []
     for entry in entries(abstract_state):
         arrays = [remove(disk, path) for path in entry.paths]
-        target = entry.leaf.sharding
-        if entry.stacked:
-            array = stack(arrays, device_sharding(entry.leaf))
-        else:
-            (array,) = arrays
-        leaves.append(array if target is None else jax.device_put(array, target))
+        array = stack(arrays, device_sharding(entry.leaf)) if entry.stacked else arrays.pop()
+        leaves.append(jax.device_put(array, entry.leaf.sharding))
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
@@ -140,11 +135,9 @@ def _stacker(sharding: Sharding) -> Callable[..., jax.Array]:
 
 
 def device_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
-    """Returns the leaf's sharding with its arrays in device memory; the first device if it has none."""
-    sharding = leaf.sharding
-    if sharding is None:
-        return SingleDeviceSharding(jax.local_devices()[0])
-    return sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
+    """Returns the leaf's sharding with its arrays in device memory."""
+    device = next(iter(leaf.sharding.device_set))
+    return leaf.sharding.with_memory_kind(device.default_memory().kind)
 
 
 def layer_sharding(sharding: Sharding) -> Sharding:

@@ -443,7 +443,6 @@ def test_a_failed_save_is_told_and_harms_nothing(tmp_path, monkeypatch):
                     CheckpointError, match=r"checkpoint 20 was not saved: .*No space"
                 ) as caught:
                     surface()
-            assert caught.value.step == 20
             assert str(tmp_path / "checkpoints") in str(caught.value)
             assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["10"]
         assert_same(checkpointer.restore(abstract(make_state("unroll")))[1], make_state("unroll", seed=10))
@@ -619,8 +618,8 @@ def test_two_processes_write_their_shards(tmp_path):
     assert sum("checkpoint 3 is damaged" in output for output in outputs) == 1
     # One process reads what two wrote, unrolled.
     full = np.arange(3 * 8 * 64, dtype=np.float32).reshape(3, 8, 64)
-    layer = {"w": jax.ShapeDtypeStruct((8, 64), np.float32)}
-    shapes = {"step": jax.ShapeDtypeStruct((), np.int32), "params": {"layers": (layer, layer, layer)}}
+    layer = {"w": jnp.zeros((8, 64))}
+    shapes = abstract({"step": jnp.int32(0), "params": {"layers": (layer, layer, layer)}})
     with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
         step, state, _ = checkpointer.restore(shapes)
     assert step == 2
