@@ -22,8 +22,21 @@ Row = dict[str, Any]
 INTERVAL = 5.0  # seconds between plain lines
 
 
-class Bar:
-    """A live bar on a terminal. A context manager; `update(row)` after each step."""
+class NoProgress:
+    """What processes other than the first show. A context manager; `update(row)` after each step."""
+
+    def __enter__(self) -> "NoProgress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def update(self, row: Row) -> None:
+        pass
+
+
+class Bar(NoProgress):
+    """A live bar on a terminal."""
 
     def __init__(self, console: rich.console.Console, steps: int, done: int = 0):
         self._left = TimeLeft(steps)
@@ -48,19 +61,13 @@ class Bar:
         )
 
 
-class Lines:
+class Lines(NoProgress):
     """A plain line every few seconds, and for the first and the last step."""
 
     def __init__(self, console: rich.console.Console, steps: int):
         self._console, self._steps = console, steps
         self._left = TimeLeft(steps)
         self._last: float | None = None
-
-    def __enter__(self) -> "Lines":
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
 
     def update(self, row: Row) -> None:
         now, left = time.monotonic(), self._left(row["step"])
@@ -70,20 +77,7 @@ class Lines:
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-class NoProgress:
-    """What processes other than the first show."""
-
-    def __enter__(self) -> "NoProgress":
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
-
-    def update(self, row: Row) -> None:
-        pass
-
-
-def open_progress(steps: int, done: int = 0) -> Bar | Lines | NoProgress:
+def open_progress(steps: int, done: int = 0) -> NoProgress:
     """Returns this process's progress display on stderr. steps: in the whole run; done: of them, so far."""
     if not is_primary():
         return NoProgress()
