@@ -31,8 +31,7 @@ class Account:
         self.record, self.progress, self.watchdog = record, progress, watchdog
         self._pending: tuple[int, Metrics] | None = None
         self._idle_since: float | None = None
-        self._waits = dict.fromkeys(WAITS, 0.0)
-        self._clock = time.monotonic()
+        self.restart_clock()
 
     def look(self) -> None:
         """Notes when the device is first seen without work."""
@@ -73,7 +72,8 @@ class Account:
 
     def restart_clock(self) -> None:
         """Begins the next step now: what came before belongs to no step."""
-        self._clock = time.monotonic()
+        self._clock, self._idle_since = time.monotonic(), None
+        self._waits = dict.fromkeys(WAITS, 0.0)
 
     def dispatching(self) -> None:
         """Books how long the device was seen without work, now that it is about to get some."""

@@ -1,5 +1,6 @@
 """Waits are booked to the step in whose time they fall."""
 
+import contextlib
 import time
 
 import jax.numpy as jnp
@@ -21,6 +22,9 @@ class Listener:
 
     def beat(self):
         pass
+
+    def paused(self):
+        return contextlib.nullcontext()
 
 
 def metrics(loss=1.0, in_a_row=0):
@@ -72,6 +76,24 @@ def test_an_idle_device_is_seen():
     made.settle()
     assert 0.05 <= listener.rows[0]["host_gap_seconds"] < 0.2
     assert listener.rows[1]["host_gap_seconds"] == 0
+
+
+def test_what_lies_between_two_steps_is_part_of_neither():
+    """As where a profile begins, which compiles."""
+    listener = Listener()
+    made = account(listener)
+    made.dispatched(1, metrics())
+    made._pending[1]["loss"].block_until_ready()
+    made.look()
+    made.settle()
+    made.saved(0.4)
+    with made.apart():
+        time.sleep(0.1)
+    made.dispatching()
+    made.dispatched(2, metrics())
+    made.settle()
+    step = listener.rows[1]
+    assert step["host_gap_seconds"] + step["checkpoint_seconds"] <= step["step_seconds"] < 0.1
 
 
 def test_the_skip_limit_ends_the_run_after_the_row_is_written():
