@@ -9,7 +9,7 @@ import rich.table
 
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
-from jaxthru.plan.assemble import assemble
+from jaxthru.plan.assemble import Assembled, assemble
 from jaxthru.plan.fit import attention_by, fit
 from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, hardware, xla
@@ -93,20 +93,12 @@ def host_room(config: RunConfig) -> int:
 def resident(
     config: RunConfig, target: aot.Target, devices: int = 1, segments: int | None = None
 ) -> MemoryPlan:
-    """Returns the memory of the step without offload, by compiling it for the device.
-
-    segments: most documents in a row; None asks the prepared corpus. Raises InputError.
-    """
-    config = as_traced(config)
-    layout = fit(config, jax.devices()[:devices], "gpu")
-    segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
-    attention = stand_in(config, layout, segments)
-    made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
+    """Returns the memory of the step without offload, by compiling it for the device. See `traced`."""
+    made, notes, how = traced(config, target, devices, segments)
     program = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target, devices)
     found = breakdown(program.dump)
     notes += (
-        f"compiled for {target.name} without autotuning; attention: {attention}, up to {segments} documents "
-        "a row",
+        how,
         f"the peak is in {found.at}",
         "parameters, optimizer and the total are exact; what lies in temporary memory is told apart by name "
         "scopes, and 'other' has the gaps between buffers",
@@ -143,6 +135,24 @@ def layered(moments: Iterable[Moment], notes: tuple[str, ...] = ()) -> MemoryPla
     return MemoryPlan(device, on_host, sum(device.values()), sum(on_host.values()), notes)
 
 
+def traced(
+    config: RunConfig, target: aot.Target, devices: int, segments: int | None
+) -> tuple[Assembled, tuple[str, ...], str]:
+    """Returns the step of a configuration for GPUs, on as many CPU devices, notes, and how it is compiled.
+
+    segments: most documents in a row; None asks the prepared corpus. Raises InputError.
+    """
+    mesh = config.mesh
+    if mesh.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
+        config = dataclasses.replace(config, mesh=dataclasses.replace(mesh, collective_matmul="ring"))
+    layout = fit(config, jax.devices()[:devices], "gpu")
+    segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
+    attention = stand_in(config, layout, segments)
+    made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
+    how = f"compiled for {target.name} without autotuning; attention: {attention}"
+    return made, notes, f"{how}, up to {segments} documents a row"
+
+
 def documents(config: RunConfig) -> tuple[int, int, tuple[str, ...]]:
     """Returns the most documents in a row and the sources of the mix, and a note where they are assumed."""
     try:
@@ -164,15 +174,6 @@ def stand_in(config: RunConfig, layout, segments: int) -> str:
     chosen = attention_by(config, "gpu")
     chosen = automatic(elements, segments, "gpu")[0] if chosen == "auto" else chosen
     return STAND_IN.get(chosen, chosen)
-
-
-def as_traced(config: RunConfig) -> RunConfig:
-    """Returns a configuration whose step for a GPU can be traced on a CPU, where kernels that address other
-    GPUs cannot be compiled. The ring moves the same tokens."""
-    mesh = config.mesh
-    if mesh.collective_matmul == "mosaic_gpu":
-        mesh = dataclasses.replace(mesh, collective_matmul="ring")
-    return dataclasses.replace(config, mesh=mesh)
 
 
 def gib(size: float) -> str:

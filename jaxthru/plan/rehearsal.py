@@ -17,9 +17,8 @@ from typing import Any
 import jax
 
 from jaxthru.config import RunConfig
-from jaxthru.plan.assemble import Assembled, assemble
-from jaxthru.plan.fit import fit
-from jaxthru.plan.memory import MemoryPlan, Moment, as_traced, documents, layered, stand_in
+from jaxthru.plan.assemble import Assembled
+from jaxthru.plan.memory import MemoryPlan, Moment, layered, traced
 from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot
 from jaxthru.runtime.sharding import Layout
@@ -43,8 +42,9 @@ RESULTS = {
 TEMPORARY = {"head": "loss", "update": "optimizer", "begin": "other", "finish": "other"}
 """Category of a program's temporaries; of others it is `activations`."""
 
-OUTPUT = {"head": "gradients", "backward": "gradients", "embed_backward": "gradients", "update": "optimizer"}
-"""Category of a program's large results."""
+OUTPUT = dict.fromkeys(("embed", "forward"), "activations") | {"update": "optimizer"}
+OUTPUT |= dict.fromkeys(("head", "backward", "embed_backward"), "gradients")
+"""Category of a program's large results; of others it is `other`."""
 
 
 def _kind(name: str) -> str:
@@ -59,11 +59,8 @@ def compiled_for(target: aot.Target, devices: int) -> Analysis:
     """Returns the analysis that compiles each program for a GPU."""
 
     def analyse(name: str, lowered: jax.stages.Lowered) -> Breakdown:
-        kind = _kind(name)
-        unnamed, output = TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, RESULTS.get(kind, "other"))
-        output = output if isinstance(output, str) else output[0]
-        dump = aot.compile_for(lowered, target, devices).dump
-        return breakdown(dump, lambda _: None, unnamed, output)
+        kind, dump = _kind(name), aot.compile_for(lowered, target, devices).dump
+        return breakdown(dump, lambda _: None, TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, "other"))
 
     return analyse
 
@@ -71,15 +68,10 @@ def compiled_for(target: aot.Target, devices: int) -> Analysis:
 def layered_step(
     config: RunConfig, target: aot.Target, devices: int = 1, segments: int | None = None
 ) -> MemoryPlan:
-    """Returns the memory of the layered step. segments: as of `memory.resident`. Raises InputError."""
-    config = as_traced(config)
-    layout = fit(config, jax.devices()[:devices], "gpu")
-    segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
-    attention = stand_in(config, layout, segments)
-    made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
+    """Returns the memory of the layered step, as `memory.resident` does of the other. Raises InputError."""
+    made, notes, how = traced(config, target, devices, segments)
     notes += (
-        f"each program compiled for {target.name} without autotuning; attention: {attention}, up to "
-        f"{segments} documents a row",
+        f"each program {how}",
         "arrays are those of the step's own schedule; a copy counts on both ends until the host has waited "
         "for it",
     )
