@@ -133,9 +133,7 @@ class _Array:
         self.account, self.shape, self.dtype, self.sharding = account, like.shape, like.dtype, sharding
         self.category, self.made, self.comes, self.gone = category, made, comes, False
         self.read: list[_Copy] = []
-        size = self.dtype.itemsize
-        for length in sharding.shard_shape(tuple(self.shape)):
-            size *= length
+        size = self.dtype.itemsize * math.prod(sharding.shard_shape(tuple(self.shape)))
         self.size = size * (len(sharding.device_set) if self.on_host else 1)
         account.add(self.on_host, category, self.size)
 

@@ -287,14 +287,14 @@ class LayeredStep:
         weights = parts(params)
         trees = self._fetched_weights(weights, self.order)
         embedding = next(trees)
-        x_BTD, context = self._eval_embed(embedding, batch)
+        x_ND, context = self._eval_embed(embedding, batch)
         table = embedding if self.tied else None
         del embedding
         pace = Pace()
         for _ in weights[LAYERS:]:
-            x_BTD, there = self._eval_layer(next(trees), x_BTD, context)
+            x_ND, there = self._eval_layer(next(trees), x_ND, context)
             pace(there)
-        return self._eval_head(next(trees), table, x_BTD, batch, weight)
+        return self._eval_head(next(trees), table, x_ND, batch, weight)
 
 
 def _free_host(tree: Tree) -> None:
