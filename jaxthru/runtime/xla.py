@@ -65,7 +65,7 @@ def configure(writes_to_peers: bool = False) -> None:
         os.environ["CUDA_MODULE_LOADING"] = "EAGER"
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both at once
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
-    check_flags(os.environ.get("XLA_FLAGS", ""))
+    check_flags(given_flags())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small ones add up to seconds too
     _count_compilations()
     if jax.config.jax_compilation_cache_dir is None:
@@ -212,6 +212,20 @@ call: 17 GB and 4 ms for two rows of 8,192 tokens with up to 32 documents each."
 COPIED_PERMUTES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 """Permutes between GPUs of one process are copies by their copy engines, and take no multiprocessors from
 what runs beside them; NCCL's kernels do. Between processes they stay NCCL's."""
+
+
+def given_flags() -> str:
+    """Returns the flags of XLA_FLAGS, or of the file that it names: for XLA, whatever begins with no dashes.
+    Raises InputError for a file that cannot be read, where XLA would abort the process."""
+    given = os.environ.get("XLA_FLAGS", "")
+    if not given or given.lstrip().startswith("--"):
+        return given
+    try:
+        return Path(given).read_text()
+    except OSError as error:
+        raise InputError(
+            f"XLA_FLAGS = {given}: no file of flags ({error.strerror}), and no flag, which begins with --"
+        ) from error
 
 
 def check_flags(flags: str) -> None:

@@ -46,6 +46,18 @@ def test_refuses(flags, message):
         xla.check_flags(f"--xla_force_host_platform_device_count=8 {flags}")
 
 
+def test_a_file_of_flags_is_read_as_xla_reads_it(monkeypatch, tmp_path):
+    file = tmp_path / "flags"
+    monkeypatch.setenv("XLA_FLAGS", str(file))
+    with pytest.raises(InputError, match=r"flags: no file of flags .No such file or directory., and no flag"):
+        xla.configure()
+    file.write_text("--xla_force_host_platform_device_count=8\n--xla_gpu_enable_nccl_user_buffers=true\n")
+    with pytest.raises(InputError, match="may use NVLink multicast"):
+        xla.configure()
+    file.write_text("--xla_force_host_platform_device_count=8\n")
+    xla.configure()
+
+
 @pytest.mark.parametrize(
     ("version", "fits"), [("0.11.2", True), ("0.12.9", True), ("0.11.0", False), ("0.13.0", False)]
 )
