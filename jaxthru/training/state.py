@@ -61,14 +61,10 @@ def abstract_state(model: Model, optimizer: Optimizer, layout: Layout) -> State:
     def like_params(tree: Any) -> Any:
         return jax.tree.map(placed, model.axes, tree, is_leaf=is_axes)
 
-    params, slots = shapes["params"], shapes["opt_state"]["slots"]
-    return placed((), shapes | {"params": {}, "opt_state": shapes["opt_state"] | {"slots": {}}}) | {
-        "params": like_params(params),
-        "opt_state": {
-            "count": placed((), shapes["opt_state"]["count"]),
-            "slots": {name: like_params(tree) for name, tree in slots.items()},
-        },
-    }
+    params, opt_state = shapes.pop("params"), shapes.pop("opt_state")
+    slots = {name: like_params(tree) for name, tree in opt_state["slots"].items()}
+    opt_state = {"count": placed((), opt_state["count"]), "slots": slots}
+    return placed((), shapes) | {"params": like_params(params), "opt_state": opt_state}
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, layout: Layout, axes: Axes) -> jax.ShapeDtypeStruct:
