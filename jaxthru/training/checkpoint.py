@@ -102,19 +102,17 @@ class Checkpointer:
         little = 1 + 2 * in_place // 10**9
         settings = {
             "save_device_host_concurrent_gb": little,
+            "restore_concurrent_gb": little,
             "is_prioritized_key_fn": lambda path: len(path) == 1,  # the counters; Orbax warns if it has none
         }
         self._arrays = functools.partial(
             ocp.PyTreeCheckpointHandler,
             # zstd takes a tenth off such floats and five times the CPU, which training needs.
             use_compression=False,
-            **(settings | {"restore_concurrent_gb": little} if self._in_place else {}),
+            **(settings if self._in_place else {}),
         )
         self._orbax = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(
-                state=self._arrays(),
-                data=ocp.JsonCheckpointHandler(),
-            ),
+            ocp.CompositeCheckpointHandler(state=self._arrays(), data=ocp.JsonCheckpointHandler()),
             async_options=ocp.options.AsyncOptions(timeout_secs=WRITE_TIMEOUT),
             temporary_path_class=_sealed_path(after_commit=self._prune),
         )
