@@ -1,5 +1,6 @@
 """The configuration of a run: composed of the parts' own dataclasses, loaded from a `.py` or `.json` file."""
 
+import argparse
 import dataclasses
 import json
 import runpy
@@ -62,6 +63,13 @@ CHANGEABLE = (
     *("mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives a command the arguments of `load`."""
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="a .py or a resolved .json")
+    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="repeatable")
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
@@ -237,8 +245,5 @@ def _describe(declared: Any) -> str:
 def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat

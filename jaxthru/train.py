@@ -287,12 +287,10 @@ def describe(built: Build) -> None:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Returns the command line's arguments."""
     parser = argparse.ArgumentParser(prog="python -m jaxthru.train", description=__doc__)
-    add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="a .py or a resolved .json")
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="repeatable")
-    add("--run-dir", metavar="DIR", help="default: a fresh runs/<config>/<n>")
+    configuration.add_arguments(parser)
+    parser.add_argument("--run-dir", metavar="DIR", help="default: a fresh runs/<config>/<n>")
     resume = "auto continues what DIR holds; never refuses a DIR that holds a run"
-    add("--resume", choices=("auto", "never"), default="auto", help=resume)
+    parser.add_argument("--resume", choices=("auto", "never"), default="auto", help=resume)
     return parser.parse_args(argv)
 
 

@@ -98,15 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     room = commands.add_parser("memory", help="bytes on a GPU and its host, and the offload level that fits")
     for command, run in ((data, _data), (room, _memory)):
         command.set_defaults(run=run)
-        command.add_argument("--config", required=True, metavar="FILE", help="a .py or a resolved .json")
-        command.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            dest="overrides",
-            metavar="GROUP.KEY=VALUE",
-            help="repeatable",
-        )
+        configuration.add_arguments(command)
     room.add_argument(
         "--device", default="h200", help=f"one of {', '.join(aot.TARGETS)}; default %(default)s"
     )
