@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     log.setLevel(logging.INFO)
     try:
         config = configuration.load(arguments.config, arguments.overrides)
-        directory = RunDirectory(arguments.run_dir) if arguments.run_dir else None
+        directory = None if arguments.run_dir is None else RunDirectory(arguments.run_dir)
         run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
     except (InputError, TrainingError, CheckpointError) as error:
         print(f"jaxthru: {error}", file=sys.stderr)

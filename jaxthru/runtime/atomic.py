@@ -1,5 +1,6 @@
 """Writing a file so that a kill leaves the old content or the new, never a part."""
 
+import contextlib
 import os
 import re
 import socket
@@ -29,7 +30,8 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only file system refuses that even of what is not there
+            partial.unlink(missing_ok=True)
 
 
 def remove_partials(folder: Path) -> None:

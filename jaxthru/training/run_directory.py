@@ -14,6 +14,7 @@ damaged/<step>/      checkpoints found broken
 import contextlib
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -28,7 +29,7 @@ import jax
 
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.distributed import from_first
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, require
 
 METRICS_FIELDS = (
     "step",
@@ -63,6 +64,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path | str):
+        require(path != "", "--run-dir: is empty; give a directory, or leave it out")
         self.path = Path(path)
         self.config = self.path / "config.json"
         self.environment = self.path / "environment.json"
@@ -74,20 +76,23 @@ class RunDirectory:
 
     @classmethod
     def fresh(cls, name: str, root: Path | str = "runs") -> "RunDirectory":
-        """Makes and returns `root`/`name`/<n> with the next free n, the same in all processes."""
+        """Makes and returns `root`/`name`/<n> with the next free n, the same in all processes.
+
+        Raises InputError, in all of them, if it cannot be made.
+        """
+        parent = Path(root) / name
 
         def make() -> str:
-            parent = Path(root) / name
             try:
                 parent.mkdir(parents=True, exist_ok=True)
+                taken = [int(path.name) for path in parent.iterdir() if path.name.isdecimal()]
+                for number in itertools.count(max(taken, default=0) + 1):
+                    with contextlib.suppress(FileExistsError):  # another run was faster
+                        (parent / str(number)).mkdir()
+                        return str(parent / str(number))
             except OSError as error:
-                raise InputError(f"{parent}: cannot be made ({error.strerror}); give a --run-dir") from error
-            number = max((int(path.name) for path in parent.iterdir() if path.name.isdecimal()), default=0)
-            while True:
-                number += 1
-                with contextlib.suppress(FileExistsError):  # if another run was faster
-                    (parent / str(number)).mkdir()
-                    return str(parent / str(number))
+                said = f"{parent}: no run directory can be made in it ({error.strerror}); give a --run-dir"
+                raise InputError(said) from error
 
         return cls(from_first(make))
 

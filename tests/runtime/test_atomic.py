@@ -2,8 +2,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from jaxthru.runtime import atomic
 from jaxthru.runtime.atomic import remove_partials, write_atomically
+from jaxthru.runtime.errors import InputError
 
 KILLED = """
 import os, pathlib, sys
@@ -29,3 +32,13 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path, monkeypa
     remove_partials(tmp_path)
     assert set(tmp_path.rglob("*.partial")) == {running}
     assert (tmp_path / "b" / "whole.txt").read_text() == "whole"
+
+
+def test_a_read_only_file_system_is_one_line(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise OSError(30, "Read-only file system")  # Linux says so of an unlink even where no file is
+
+    monkeypatch.setattr(atomic.Path, "open", refused)
+    monkeypatch.setattr(atomic.Path, "unlink", refused)
+    with pytest.raises(InputError, match=r"a.txt: cannot be written \(Read-only file system\)"):
+        write_atomically(tmp_path / "a.txt", "text")

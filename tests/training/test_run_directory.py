@@ -48,6 +48,17 @@ def test_fresh_directories_are_numbered(tmp_path):
     assert not RunDirectory(made[2]).holds_run()
 
 
+def test_a_fresh_directory_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(InputError, match="runs/tiny: no run directory can be made in it"):
+        RunDirectory.fresh("tiny", tmp_path / "runs")
+
+
+def test_an_unset_variable_is_no_run_directory():
+    with pytest.raises(InputError, match="--run-dir: is empty"):
+        RunDirectory("")
+
+
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "checkpoints"])
 def test_holds_a_run(tmp_path, name):
     run = RunDirectory(tmp_path)
@@ -225,5 +236,5 @@ def test_what_stops_the_first_process_stops_all(tmp_path):
     with RunDirectory(tmp_path / "run").locked():
         for output in finish(start_processes(tmp_path / "two.py", str(tmp_path / "run"))):
             assert "another process trains here now" in output and "line 1 is not JSON" in output
-            assert "metrics.jsonl/x: cannot be made (Not a directory)" in output
+            assert "metrics.jsonl/x: no run directory can be made in it (Not a directory)" in output
             assert output.splitlines()[-1] == "1"
