@@ -13,24 +13,26 @@ from jaxthru.data.loader import Data, DataConfig, open_data
 from jaxthru.data.mix import load_mix
 from jaxthru.data.prepare import open_stores
 from jaxthru.data.schedule import Mixing
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import exit_code, require
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code: 2 for bad input, 130 for Ctrl-C."""
     arguments = _parser().parse_args(argv)
-    try:
-        if arguments.command == "prepare":
-            for opened in open_stores(load_mix(arguments.mix), Path(arguments.store)).stores.values():
-                print(f"{opened.folder}: {opened.train.tokens} tokens, {opened.held_out.tokens} held out")
-        else:
-            require(arguments.rows >= 0, f"--rows {arguments.rows}: must not be negative")
-            config = DataConfig(arguments.mix, arguments.sequence, arguments.packing, arguments.store)
-            with open_data(config) as data:
-                _inspect(data, arguments.rows)
-    except InputError as error:
-        print(f"jaxthru: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: arguments.run(arguments))
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    for opened in open_stores(load_mix(arguments.mix), Path(arguments.store)).stores.values():
+        print(f"{opened.folder}: {opened.train.tokens} tokens, {opened.held_out.tokens} held out")
+    return 0
+
+
+def _look(arguments: argparse.Namespace) -> int:
+    require(arguments.rows >= 0, f"--rows {arguments.rows}: must not be negative")
+    config = DataConfig(arguments.mix, arguments.sequence, arguments.packing, arguments.store)
+    with open_data(config) as data:
+        _inspect(data, arguments.rows)
     return 0
 
 
@@ -39,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="make the token stores that are missing")
     inspect = commands.add_parser("inspect", help="prepare, verify, and show sizes and sample rows")
-    for command in (prepare, inspect):
+    for command, run in ((prepare, _prepare), (inspect, _look)):
+        command.set_defaults(run=run)
         command.add_argument("mix", help="a .toml path, or a name in data/mixes")
         command.add_argument("--store", default=DataConfig.store, metavar="DIR", help="default: %(default)s")
     inspect.add_argument("--sequence", type=int, default=DataConfig.sequence, help="tokens in a row")

@@ -16,18 +16,15 @@ from jaxthru.plan.fit import asked_for
 from jaxthru.plan.plot import svg
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError, exit_code, require
 from pallas_kernels.dispatch import Unsupported
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 2 for bad input, 1 for a configuration that does not fit."""
+    """Runs the command; returns its exit code: 1 for a configuration that does not fit, 2 for bad input,
+    130 for Ctrl-C."""
     arguments = _parser().parse_args(argv)
-    try:
-        return arguments.run(arguments)
-    except InputError as error:
-        print(f"jaxthru: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: arguments.run(arguments))
 
 
 def _data(arguments: argparse.Namespace) -> int:

@@ -10,18 +10,14 @@ import rich.console
 from jaxthru.profile.compare import compare
 from jaxthru.profile.publish import config, opened, profiled, publish, show
 from jaxthru.profile.summary import comparison
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 2 for bad input."""
+    """Runs the command; returns its exit code: 2 for bad input, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     comparing = argv[:1] == ["compare"]
-    try:
-        return _compare(argv[1:]) if comparing else _report(argv)
-    except InputError as error:
-        print(f"jaxthru: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: _compare(argv[1:]) if comparing else _report(argv))
 
 
 def _report(argv: list[str]) -> int:

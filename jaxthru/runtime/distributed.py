@@ -13,12 +13,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import INTERRUPTED, InputError, require
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 STDERR = 2
-INTERRUPTED = 130  # the exit code that shells give a process ended by SIGINT
 
 POLL_SECONDS = 2.0
 """The longest pause between two looks for what process 0 has to say."""

@@ -1,4 +1,9 @@
-"""The error that is the user's to mend."""
+"""The error that is the user's to mend, and how a command says it."""
+
+import sys
+from collections.abc import Callable
+
+INTERRUPTED = 130  # the exit code that shells give a process ended by SIGINT
 
 
 class InputError(ValueError):
@@ -21,3 +26,15 @@ def require(condition: bool, message: str) -> None:
     """Raises `InputError(message)` unless `condition` holds."""
     if not condition:
         raise InputError(message)
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Runs a command; returns its exit code: 2 for bad input, 130 for Ctrl-C, each said in one line."""
+    try:
+        return command()
+    except InputError as error:
+        print(f"jaxthru: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("jaxthru: interrupted", file=sys.stderr)
+        return INTERRUPTED

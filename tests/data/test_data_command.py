@@ -54,3 +54,12 @@ def test_no_files_is_one_line(mix, capsys):
     mix.write_text(mix.read_text().replace("text/*.txt", "none/*.txt"))
     assert main(["prepare", str(mix), "--store", str(mix.parent / "store")]) == 2
     assert "source books: no files found in" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_line(mix, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxthru.data.__main__.open_stores", interrupted)
+    assert main(["prepare", str(mix)]) == 130
+    assert capsys.readouterr().err == "jaxthru: interrupted\n"
