@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import runpy
 import types
 import typing
@@ -140,6 +141,8 @@ def check_types(config: RunConfig) -> None:
         for field in dataclasses.fields(part):
             key, value = f"{group.name}.{field.name}", getattr(part, field.name)
             require(_matches(value, field.type), f"{key} = {value!r}: must be {_describe(field.type)}")
+            finite = not isinstance(value, float) or math.isfinite(value)
+            require(finite, f"{key} = {value}: must be finite")
 
 
 def _run_config_file(path: Path) -> RunConfig:

@@ -40,7 +40,8 @@ class TrainConfig:
         for name in ("steps", "rows", "microbatches", "skip_limit"):
             value = getattr(self, name)
             require(value >= 1, f"train.{name} = {value}: must be at least 1")
-        require(self.seed >= 0, f"train.seed = {self.seed}: must be at least 0")
+        require(self.steps < 2**31, f"train.steps = {self.steps}: must be below 2**31")
+        require(0 <= self.seed < 2**63, f"train.seed = {self.seed}: must be at least 0, below 2**63")
         require(self.z_loss >= 0, f"train.z_loss = {self.z_loss}: must be at least 0")
         require(
             self.rows % self.microbatches == 0,
