@@ -90,6 +90,9 @@ def load_mix(mix: str) -> Mix:
     recipes, shares = {}, {}
     for name, table in sources.items():
         require(isinstance(table, dict), f"{path}: sources.{name} must be a table")
+        require(
+            bool(name) and "/" not in name, f"{path}: source {name!r}: its store needs a name, without '/'"
+        )
         table = dict(table)
         shares[name] = {key: table.pop(key) for key in SHARE_KEYS if key in table}
         recipes[name] = _recipe(path, name, table)
@@ -173,6 +176,10 @@ def _tokenizer(path: Path, value: Any) -> TokenizerSpec:
     require(
         spec.vocabulary > 257,
         f"{path}: tokenizer.vocabulary = {spec.vocabulary}: must exceed 257 (every byte and the end of text)",
+    )
+    require(
+        spec.vocabulary <= 2**20,  # the trainer takes memory for all of them at once, and aborts without it
+        f"{path}: tokenizer.vocabulary = {spec.vocabulary}: must be at most 2**20",
     )
     return spec
 

@@ -148,7 +148,8 @@ class Mixing:
 
 def _share(table: dict[str, Any], key: str) -> Share:
     """Returns the share that a source's table describes."""
-    points = _points(table.get("weight"), f"{key}weight")
+    require("weight" in table, f"{key}weight is missing: a number >= 0, or a list of [when, weight]")
+    points = _points(table["weight"], f"{key}weight")
     epochs, tokens = (_cap(table.get(name), key + name) for name in ("max_epochs", "max_tokens"))
     capped = epochs is not None or tokens is not None
     exhausted = _choice(f"{key}exhausted", table.get("exhausted", "drop" if capped else "repeat"), Exhausted)
