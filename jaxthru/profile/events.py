@@ -78,7 +78,7 @@ def natural(device: str) -> list[int]:
 def read(folder: Path) -> Trace:
     """Returns the trace of every process below a folder, `<process>/**/*.xplane.pb`, on one clock.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is none, or one that is damaged.
     """
     files = {}
     for path in sorted(folder.rglob("*.xplane.pb")):
@@ -88,10 +88,17 @@ def read(folder: Path) -> Trace:
         raise ValueError(f"{folder}: holds no trace (*.xplane.pb)")
     alone = len(files) == 1
     parts = [
-        table(ProfileData.from_file(str(path)), process, "" if alone else f"{process}/")
+        table(_opened(path), process, "" if alone else f"{process}/")
         for process, path in sorted(files.items())
     ]
     return merge(parts)
+
+
+def _opened(path: Path) -> ProfileData:
+    try:
+        return ProfileData.from_file(str(path))
+    except RuntimeError as error:
+        raise ValueError(f"{path}: a damaged trace ({error})") from error
 
 
 def stats(plane) -> dict[str, Any]:

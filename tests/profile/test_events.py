@@ -103,6 +103,9 @@ def test_hosts_are_put_on_one_clock_by_their_collectives(tmp_path):
     assert adds == [300, 300]
 
 
-def test_no_trace_is_an_error(tmp_path):
+def test_no_trace_or_a_damaged_one_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="holds no trace"):
+        events.read(tmp_path)
+    (tmp_path / "cut.xplane.pb").write_bytes(b"\x0a\xff\xff")
+    with pytest.raises(ValueError, match=r"cut\.xplane\.pb: a damaged trace"):
         events.read(tmp_path)
