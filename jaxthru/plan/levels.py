@@ -159,7 +159,7 @@ PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored 
 
 def table(proposals: list[Proposal]) -> rich.table.Table:
     """Returns what was proposed, the cheapest first."""
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns take it
     for column in ("optim.state", "offload.level"):
         table.add_column(column, no_wrap=True)
     for column in ("fraction", "device\nGiB", "host\nGiB", "moved\nGB", "PCIe\nseconds"):
