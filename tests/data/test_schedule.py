@@ -89,7 +89,7 @@ def test_defaults_of_a_cap():
     [
         ({"weight": -1}, r"mix: sources.a.weight = -1: must be a number >= 0, or a list"),
         ({"weight": True}, "weight = True"),
-        ({}, "weight = None"),
+        ({}, "weight is missing"),
         ({"weight": []}, r"weight = \[\]: must be a list of \[when, weight\]"),
         ({"weight": [[0, 1], [5]]}, r"must be a list of \[when, weight\]"),
         ({"weight": [[0, 1], [5, -1]]}, r"must be a list of \[when, weight\]"),
