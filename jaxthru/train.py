@@ -25,7 +25,7 @@ from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import asked_for, attention_by, fit
 from jaxthru.profile.trace import open_profile
 from jaxthru.runtime import distributed, hardware, xla
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError, exit_code, require
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.account import Account, TrainingError
 from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_data_state, newest_step
@@ -296,22 +296,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code: 2 for bad input, 1 for training that cannot go on."""
+
+    def command() -> None:
+        config = configuration.load(arguments.config, arguments.overrides)
+        directory = None if arguments.run_dir is None else RunDirectory(arguments.run_dir)
+        run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
+
     arguments = parse_arguments(argv)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
-    try:
-        config = configuration.load(arguments.config, arguments.overrides)
-        directory = None if arguments.run_dir is None else RunDirectory(arguments.run_dir)
-        run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
-    except (InputError, TrainingError, CheckpointError) as error:
-        print(f"jaxthru: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    except KeyboardInterrupt:
-        print("jaxthru: interrupted before training began; nothing is lost", file=sys.stderr)
-        return distributed.INTERRUPTED
-    return 0
+    failures = TrainingError, CheckpointError
+    return exit_code(command, failures, "interrupted before training began; nothing is lost")
 
 
 if __name__ == "__main__":

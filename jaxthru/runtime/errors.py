@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Callable
 
+import jax
+
 INTERRUPTED = 130  # the exit code that shells give a process ended by SIGINT
 
 
@@ -28,13 +30,33 @@ def require(condition: bool, message: str) -> None:
         raise InputError(message)
 
 
-def exit_code(command: Callable[[], int]) -> int:
-    """Runs a command; returns its exit code: 2 for bad input, 130 for Ctrl-C, each said in one line."""
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED:"
+
+
+def exit_code(
+    command: Callable[[], int | None],
+    failures: tuple[type[Exception], ...] = (),
+    interrupted: str = "interrupted",
+) -> int:
+    """Runs a command; returns its exit code, 0 unless it says another. What ends it is said in one line: 2
+    is for bad input, 1 for `failures` and where a device's memory is too small, 130 for Ctrl-C."""
     try:
-        return command()
+        return command() or 0
     except InputError as error:
-        print(f"jaxthru: {error}", file=sys.stderr)
-        return 2
+        return _said(error, 2)
+    except failures as error:
+        return _said(error, 1)
+    except jax.errors.JaxRuntimeError as error:
+        found = str(error).partition(OUT_OF_MEMORY)[2].strip()
+        if not found:
+            raise
+        less = "More train.microbatches, another remat.policy or offload.level make a step take less"
+        where = "`python -m jaxthru.plan memory` says what it takes"
+        return _said(f"{found.splitlines()[0]} {less}; {where}", 1)
     except KeyboardInterrupt:
-        print("jaxthru: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _said(interrupted, INTERRUPTED)
+
+
+def _said(line: object, code: int) -> int:
+    print(f"jaxthru: {line}", file=sys.stderr)
+    return code

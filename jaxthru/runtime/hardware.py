@@ -6,6 +6,8 @@ from pathlib import Path
 
 import jax
 
+from jaxthru.runtime.errors import InputError
+
 PEAK_BF16_FLOPS = {
     "h200 nvl": 835e12,
     "h200": 989.5e12,
@@ -41,6 +43,17 @@ def peak_flops(devices: list[jax.Device]) -> float | None:
     """Returns the dense bf16 FLOP/s of all devices together, None where a data sheet is not known."""
     peaks = [data_sheet_flops(device.device_kind) for device in devices]
     return None if None in peaks else sum(peaks)
+
+
+def devices() -> list[jax.Device]:
+    """Returns all devices. Raises InputError where the platform that is asked for has none here."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # which of them depends on what is missing
+        asked = f"JAX_PLATFORMS = {jax.config.jax_platforms}"
+        raise InputError(
+            f"{asked}: no such device can be used here; leave it unset, or install jaxthru[gpu] or [tpu]"
+        ) from error
 
 
 GRACE = re.compile(r"\b(gh200|gb200|gb300|gb10)\b")

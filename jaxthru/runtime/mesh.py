@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import require
 
 AXES = ("data", "fsdp", "tensor")
@@ -59,6 +60,6 @@ class MeshConfig:
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     """Returns a mesh with axes `AXES`; devices of one host are neighbours along `tensor`, then `fsdp`."""
-    devices = jax.devices() if devices is None else devices
+    devices = hardware.devices() if devices is None else devices
     shape = config.shape(len(devices))
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
