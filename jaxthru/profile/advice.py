@@ -72,6 +72,13 @@ def _communication(seen: Evidence) -> Iterator[Advice]:
     if not seen["data.balance"]:
         text = "Devices waited for the slowest: even out what each has to do. At most all of that wait."
         yield _advice(seen, "exposed_communication", "data.balance", True, min(waited, exposed), text)
+    again = seen.fsdp > 1 and seen["remat.policy"] != "none" and seen["precision.matmul"] != "fp8"
+    if again and not seen.layered and not seen.config["remat"].get("keep_parameters"):
+        need = seen.gathered_bytes()
+        if seen.unused_bytes is not None and need <= seen.unused_bytes:
+            text = f"Every other gather is for the backward pass; kept, matrices take {need / 1e9:.1f} GB."
+            half = min(exposed, seen.exposed("all-gather")) / 2
+            yield _advice(seen, "exposed_communication", "remat.keep_parameters", True, half, text)
     if seen.tensor > 1:
         text = "Sums over mesh.tensor are on the critical path: half as many devices, half of them."
         reduced = min(exposed, seen.exposed("all-reduce")) / 2

@@ -21,7 +21,7 @@ KEYS = {
     "matmul": ("precision.", "model.", "train.", "data.sequence", "mesh.", "remat."),
     "attention": ("model.attention", "remat.", "data."),
     "other_kernels": ("optim.", "remat.", "model.", "precision.", "train.microbatches"),
-    "exposed_communication": ("mesh.", "train.", "optim.clip_rule", "data.balance"),
+    "exposed_communication": ("mesh.", "train.", "optim.clip_rule", "data.balance", "remat.keep_parameters"),
     "exposed_host_copies": ("offload.", "optim.", "train.rows"),
     "data_wait": ("data.", "train.rows"),
     "host_gap": ("offload.", "train.", "metrics.", "model.loop"),

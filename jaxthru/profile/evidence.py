@@ -52,7 +52,16 @@ class Evidence:
     @property
     def tensor(self) -> int:
         """The devices that a layer's matrices are split over."""
-        return MeshConfig(**self.config["mesh"]).shape(self.ledger.run.devices)[2]
+        return self._mesh[2]
+
+    @property
+    def fsdp(self) -> int:
+        """The devices that a layer's matrices are gathered from."""
+        return self._mesh[1]
+
+    @property
+    def _mesh(self) -> tuple[int, int, int]:
+        return MeshConfig(**self.config["mesh"]).shape(self.ledger.run.devices)
 
     @property
     def tokens_at_once(self) -> float:
@@ -78,6 +87,17 @@ class Evidence:
             "key": shape["kv_heads"] * shape["head_dim"],
         }
 
+    def gathered_bytes(self) -> float:
+        """Returns the bytes of all layers' matrices on a device, once they are gathered."""
+        width = self.widths()
+        each = width["embed"] * (2 * width["query"] + 2 * width["key"] + 3 * width["mlp"])
+        return each * self.item * self["model.layers"] / self.tensor
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return 2 if self["precision.compute"] == "bfloat16" else 4
+
     def recomputed(self, policy: str) -> float:
         """Returns the matmul width that a layer's backward pass computes again for each of `embed` inputs."""
         width = self.widths()
@@ -87,10 +107,9 @@ class Evidence:
     def kept(self, policy: str) -> float:
         """Returns the bytes that a policy keeps on a device beyond those of the policy now."""
         width = self.widths()
-        item = 2 if self["precision.compute"] == "bfloat16" else 4
         attention = 2 * width["query"] + 2 * width["key"] + width["embed"]
         kept = {"full": 0.0, "attention": attention, "gate": attention + width["mlp"]}
         kept["projections"] = kept["gate"] + width["mlp"]
         kept["none"] = kept["projections"] + 3 * width["embed"] + 2 * width["mlp"]  # norms, products
         each = kept[policy] - kept[self["remat.policy"]]
-        return each * item * self["model.layers"] * self.tokens_at_once / self.tensor
+        return each * self.item * self["model.layers"] * self.tokens_at_once / self.tensor

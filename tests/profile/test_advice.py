@@ -29,6 +29,7 @@ def by_key(ledger, config=None):
         ({"exposed_communication": 0.1}, {}, "train.rows", "8"),
         ({"exposed_communication": 0.1}, {"train__microbatches": 2}, "train.microbatches", "1"),
         ({"exposed_communication": 0.1}, {"data__balance": False}, "data.balance", "True"),
+        ({"exposed_communication": 0.1}, {"remat__policy": "gate"}, "remat.keep_parameters", "True"),
         ({"exposed_host_copies": 0.1}, OFFLOAD, "optim.state", "int8"),
         ({"exposed_host_copies": 0.1}, OFFLOAD, "train.rows", "8"),
         ({"recomputation": 0.05}, {"remat__policy": "full"}, "remat.policy", "none"),
