@@ -129,8 +129,13 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
         log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
     segments, sources = data.segments, len(data.names)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
-    exact, fused = train.deterministic, config.mesh.writes_to_peers
-    options = xla.compiler_options(jax.default_backend(), layout.mesh.size, exact, writes_to_peers=fused)
+    options = xla.compiler_options(
+        jax.default_backend(),
+        layout.mesh.size,
+        train.deterministic,
+        writes_to_peers=config.mesh.writes_to_peers,
+        copies=config.mesh.copies,
+    )
     started = time.monotonic()
     try:
         compiled = made.compile(options)

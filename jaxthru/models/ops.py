@@ -137,10 +137,10 @@ class Ops:
         }
 
         def local(x_NI, matrices):
-            whole = tuple(self._kept(self._whole(*pair)) for pair in zip(matrices, axes, strict=True))
-            return (
-                product(x_NI, whole, **how) if self.collective else tuple(x_NI @ matrix for matrix in whole)
-            )
+            matrices = tuple(self._kept(self._whole(*pair)) for pair in zip(matrices, axes, strict=True))
+            if self.collective:
+                return product(x_NI, matrices, **how)
+            return tuple(x_NI @ matrix for matrix in matrices)
 
         in_specs = self.layout.spec((before, axes[0][0])), stored
         out_specs = tuple(self.layout.spec((after, of[1])) for of in axes)
@@ -158,12 +158,15 @@ class Ops:
             return copies.all_gather(shard, over, dim)
         return jax.lax.all_gather(shard, over, axis=dim, tiled=True)
 
+    def _replicas(self, over: str | None) -> tuple[str, ...]:
+        """Returns the axes that rows are split over but parameters are not; `over`: along which these are."""
+        return tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
+
     def _replicated(self, shard: jax.Array, over: str | None) -> jax.Array:
-        """Returns a shard, within a shard_map, marked as a copy that each device has of the axes that rows
-        are split over, other than `over`, along which it is split: its gradient then is reduced to the
-        stored shards before it is summed over copies."""
-        others = tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
-        return jax.lax.pcast(shard, others, to="varying") if others else shard
+        """Returns a shard, within a shard_map, marked as a copy that each device of `_replicas` has: its
+        gradient then is reduced to the stored shards before it is summed over them."""
+        replicas = self._replicas(over)
+        return jax.lax.pcast(shard, replicas, to="varying") if replicas else shard
 
     def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments) -> jax.Array:
         """Returns attention within documents; each shard sees its own rows and heads."""
@@ -195,8 +198,9 @@ class Ops:
         vocab_axis, embed_axis = stored = self.layout.spec(axes)
 
         def local(table_VD, tokens_BT):
-            # Rounded first, so that gradients are when they are summed over axes that hold copies.
-            table_VD = self._replicated(table_VD.astype(self.compute), embed_axis).astype(jnp.float32)
+            if self._replicas(embed_axis):  # over which gradients are summed in the compute dtype
+                table_VD = self._replicated(table_VD.astype(self.compute), embed_axis)
+            table_VD = table_VD.astype(jnp.float32)
             tokens_N = tokens_BT.reshape(-1)
             if embed_axis is not None:
                 tokens_N = jax.lax.all_gather(tokens_N, embed_axis, tiled=True)

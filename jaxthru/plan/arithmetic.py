@@ -186,7 +186,7 @@ def _transients(config: RunConfig, sizes: Sizes) -> dict[str, float]:
     shape = config.model
     D, M = shape.embed, shape.mlp
     activations = (2 * D + _kept(config)) * sizes.layers * sizes.part
-    if config.remat.keep_parameters:
+    if config.remat.keep_parameters or config.remat.policy == "none":
         activations += 2 * sizes.layers * sizes.layer / sizes.tensor
     table = sizes.tables[-1] / sizes.shards
     loss = 2 * table + 4 * LOSS_CHUNK * shape.vocabulary

@@ -66,7 +66,7 @@ def assemble(
         attention,
         float8=precision.matmul == "fp8",
         collective_matmul_by=config.mesh.collective_matmul,
-        copies=config.mesh.fsdp_transfers == "copies",
+        copies=config.mesh.copies,
         keep_parameters=config.remat.keep_parameters,
     )
     model = bind(config.model, ops, config.remat.policy)

@@ -48,7 +48,7 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
             f"mesh.collective_matmul = {config.mesh.collective_matmul!r}: with precision.matmul = 'fp8' "
             "products and collectives are apart; choose 'auto'",
         )
-    if config.mesh.fsdp_transfers == "copies":
+    if config.mesh.copies:
         check_copies(config, layout, platform or device.platform)
     if config.offload.layered:
         which = offloaded(config)
@@ -80,7 +80,7 @@ def offloaded(config: RunConfig) -> str:
 
 def check_copies(config: RunConfig, layout: Layout, platform: str) -> None:
     """Raises InputError where parameters cannot be moved by copies, or would not be."""
-    asked = "mesh.fsdp_transfers = 'copies'"
+    asked = "mesh.transfers = 'copies'"
     processes = jax.process_count()
     require(
         platform != "gpu" or processes == 1,

@@ -67,7 +67,7 @@ def ready(config: RunConfig) -> RunConfig:
         # offload.host_gib has to be the share of each.
         kept = pinned(config)
         xla.limit_pinned(kept and kept + saved_at_once(config), host_room(config))
-        kind = jax.local_devices()[0].device_kind
+        kind = hardware.devices()[0].device_kind
         if hardware.has_unified_memory(kind):
             log.info("%s reaches its host's memory over NVLink-C2C: docs/memory.md, Unified memory", kind)
     return resolve_here(config)
@@ -90,7 +90,8 @@ def propose(
             dataclasses.replace(config.optim, state=state)
         except InputError:
             continue
-        fitting = [_least(config, level, state, room, resident, devices) for level in LEVELS]
+        levels = ("none",) if config.remat.keep_parameters else LEVELS  # the others keep none
+        fitting = [_least(config, level, state, room, resident, devices) for level in levels]
         fitting = [proposal for proposal in fitting if proposal]
         if fitting:
             found.append(min(fitting, key=lambda proposal: proposal.moved))
@@ -113,6 +114,7 @@ def resolve_here(config: RunConfig) -> RunConfig:
     if config.offload.level != "auto":
         return config
     host = host_room(config)
+    hardware.devices()  # or it says why there are none
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", host)  # a CPU's is the host's
     # A plan's host bytes are those of all devices, a host's room is for its own.
     room = Room(memory, host * jax.device_count() // jax.local_device_count())

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
 import numpy as np
@@ -56,10 +56,8 @@ class Instruction:
             together, sizes = int(found[1]), _numbers(found[2])
             order = _numbers(found[3]) if found[3] else range(len(sizes))
         else:
-            listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)+)\}", text)
-            return (
-                [list(_numbers(group)) for group in re.findall(r"\{([\d,]*)\}", listed[1])] if listed else []
-            )
+            listed = re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", text)
+            return _joined(map(_numbers, re.findall(r"\{([\d,]*)\}", listed[1]))) if listed else []
         return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, together).tolist()
 
     def dims(self, attribute: str) -> tuple[int, ...]:
@@ -139,6 +137,15 @@ class Module:
 
 CONTROL = ("while", "conditional", "call")
 """Instructions that run others, each of which is a kernel of its own."""
+
+
+def _joined(groups: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Returns groups that have no member in common: of pairs, who is connected by some of them."""
+    found: list[set[int]] = []
+    for group in map(set, groups):
+        apart = [other for other in found if not other & group]
+        found = [*apart, group.union(*(other for other in found if other & group))]
+    return sorted(map(sorted, found))
 
 
 def size(shape: Shape) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxthru.profile.attribution import Attribution, Work
-from jaxthru.profile.hlo import Instruction, Module, size
+from jaxthru.profile.hlo import Instruction, Module, size, within
 from jaxthru.profile.ledger import Lint
 
 LARGE = 1 << 20
@@ -124,7 +124,7 @@ def collectives(attribution: Attribution, config: Mapping[str, Any]) -> Found:
         if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:
             continue
         why = None
-        embeds = split["fsdp"] and "/embedding/" in work.instruction.op_name
+        embeds = split["fsdp"] and within(work.instruction.op_name, "embedding")
         if kind in ("all-to-all", "ragged-all-to-all") and not embeds:
             why = "no axis of the mesh needs it: an array is laid out in two ways"
         elif kind in ("all-gather", "reduce-scatter") and not (split["fsdp"] or split["tensor"]):

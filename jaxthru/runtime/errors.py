@@ -1,5 +1,6 @@
 """The error that is the user's to mend, and how a command says it."""
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -30,7 +31,7 @@ def require(condition: bool, message: str) -> None:
         raise InputError(message)
 
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED:"
+OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: .*?\b(out of memory\b[^\n]*)", re.I)
 
 
 def exit_code(
@@ -47,12 +48,10 @@ def exit_code(
     except failures as error:
         return _said(error, 1)
     except jax.errors.JaxRuntimeError as error:
-        found = str(error).partition(OUT_OF_MEMORY)[2].strip()
-        if not found:
+        if not (found := OUT_OF_MEMORY.search(str(error))):
             raise
-        less = "More train.microbatches, another remat.policy or offload.level make a step take less"
-        where = "`python -m jaxthru.plan memory` says what it takes"
-        return _said(f"{found.splitlines()[0]} {less}; {where}", 1)
+        less = "more train.microbatches, another remat.policy or offload.level make a step take less, and"
+        return _said(f"{found[1].rstrip('. ')}; {less} `python -m jaxthru.plan memory` says how much", 1)
     except KeyboardInterrupt:
         return _said(interrupted, INTERRUPTED)
 

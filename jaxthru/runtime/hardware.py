@@ -46,14 +46,15 @@ def peak_flops(devices: list[jax.Device]) -> float | None:
 
 
 def devices() -> list[jax.Device]:
-    """Returns all devices. Raises InputError where the platform that is asked for has none here."""
+    """Returns all devices. Raises InputError, with the reason, where there is none that can be used."""
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # which of them depends on what is missing
-        asked = f"JAX_PLATFORMS = {jax.config.jax_platforms}"
-        raise InputError(
-            f"{asked}: no such device can be used here; leave it unset, or install jaxthru[gpu] or [tpu]"
-        ) from error
+    except (RuntimeError, AssertionError) as error:  # a bare assertion where a plugin finds no device
+        asked = jax.config.jax_platforms
+        why = (
+            str(error).partition("\n")[0] or "none is here; leave it unset, or install jaxthru[gpu] or [tpu]"
+        )
+        raise InputError((f"JAX_PLATFORMS = {asked}: " if asked else "") + f"no device: {why}") from error
 
 
 GRACE = re.compile(r"\b(gh200|gb200|gb300|gb10)\b")

@@ -23,8 +23,9 @@ class MeshConfig:
     tensor: heads, MLP width and vocabulary are sharded, and between blocks the tokens of each row.
     collective_matmul: what moves tokens over `tensor`: an implementation of
     `pallas_kernels.collective_matmul`, `auto`, or `none`, collectives that XLA's partitioner puts in.
-    fsdp_transfers: what moves parameters and their gradients over `fsdp`: `collectives`, or `copies`, which
-    GPUs of one process make with their copy engines (`runtime.copies`). `auto` takes collectives.
+    transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
+    process make with their copy engines (`runtime.copies`), as they then do for `ring`. `auto` takes
+    collectives.
     """
 
     data: int = 1
@@ -33,7 +34,7 @@ class MeshConfig:
     collective_matmul: Literal[
         "auto", "none", "reference", "ring", "ring_bidirectional", "mosaic_gpu", "mosaic_tpu"
     ] = "auto"
-    fsdp_transfers: Literal["auto", "collectives", "copies"] = "auto"
+    transfers: Literal["auto", "collectives", "copies"] = "auto"
 
     def __post_init__(self):
         sizes = [getattr(self, axis) for axis in AXES]
@@ -45,6 +46,11 @@ class MeshConfig:
     def writes_to_peers(self) -> bool:
         """Whether kernels address the memory of other GPUs; see `runtime.xla.for_peers`."""
         return self.collective_matmul == "mosaic_gpu"
+
+    @property
+    def copies(self) -> bool:
+        """Whether permutes between GPUs are to be copies."""
+        return self.transfers == "copies"
 
     def shape(self, devices: int) -> tuple[int, int, int]:
         """Returns (data, fsdp, tensor) for this many devices. Raises InputError if they cannot fill it."""

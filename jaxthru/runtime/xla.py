@@ -233,7 +233,7 @@ def check_flags(flags: str) -> None:
     names = re.findall(r"--(xla_\w+)(?:=(\S*))?", flags)
     for name, value in names:
         on = MULTICAST_FLAGS.search(name) and value.lower() not in ("false", "0")
-        if on or "symmetric" in value.lower():
+        if on or (name.endswith("_mode") and "symmetric" in value.lower()):
             raise InputError(f"XLA_FLAGS has --{name}: it may use NVLink multicast; take it out")
     if not names:
         return
@@ -248,12 +248,18 @@ def check_flags(flags: str) -> None:
 
 
 def compiler_options(
-    platform: str, devices: int, deterministic: bool, *, writes_to_peers: bool = False
+    platform: str,
+    devices: int,
+    deterministic: bool,
+    *,
+    writes_to_peers: bool = False,
+    copies: bool = False,
 ) -> dict[str, Any]:
     """Returns the options for compiling the step on `platform`, each kept for a reason.
 
     devices: that share the step. deterministic: bit-exact repeats on a GPU; a CPU gives them always.
-    writes_to_peers: has kernels that address other GPUs' memory, for which see `for_peers`.
+    writes_to_peers: has kernels that address other GPUs' memory, for which see `for_peers`. copies: permutes
+    are to be copies, see `COPIED_PERMUTES`.
     """
     options: dict[str, Any] = {}
     if platform not in ("gpu", "cuda", "rocm"):
@@ -262,7 +268,9 @@ def compiler_options(
         # Starts collectives early and awaits them late. XLA does so by itself where it knows their cost, on
         # Hopper (the same program with and without), and nowhere else: see docs/parallelism.md.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
-        options |= SHORT_GRAPHS | COPIED_PERMUTES
+        options |= SHORT_GRAPHS
+    if copies:
+        options |= COPIED_PERMUTES
     if deterministic:
         options["xla_gpu_deterministic_ops"] = True
     if writes_to_peers:

@@ -168,14 +168,9 @@ def draw(mesh: Mesh, shape: Shape, seed: int, dtype=jnp.bfloat16) -> tuple[tuple
 
 
 def compile_safely(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Returns the compiled program, with `xla.for_peers` where a kernel may write into peers' memory, and
-    permutes that are copies, as in training."""
-    text, options = lowered.as_text(), None
-    if jax.default_backend() == "gpu" and "collective_permute" in text:
-        options = xla.COPIED_PERMUTES
-    if "mosaic_gpu" in text:
-        options = xla.for_peers(jax.default_backend())
-    return lowered.compile(compiler_options=options)
+    """Returns the compiled program, with `xla.for_peers` where a kernel may write into peers' memory."""
+    fused = "mosaic_gpu" in lowered.as_text()
+    return lowered.compile(compiler_options=xla.for_peers(jax.default_backend()) if fused else None)
 
 
 def values_and_gradients(function):

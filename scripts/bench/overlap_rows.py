@@ -62,13 +62,17 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
     quick = ["--warmup-seconds", "0.5", "--timed-seconds", "0.5"] if tiny else []
     turn = ["--turn-seconds", "0.2"] if tiny else []
 
-    def turns(key: str, *names: str, common: Iterable[str]) -> tuple[str]:
-        """names: values of a configuration key."""
-        named = [word for name in names for word in ("--contender", f"{name}={key}={name}")]
+    def turns(common: Iterable[str], **contenders: str) -> tuple[str]:
+        """contenders: {name: settings, with commas between them}."""
+        named = [word for pair in contenders.items() for word in ("--contender", "=".join(pair))]
         return python("steps_in_turns", "--config", config, *sets(*common), *named, *quick, *turn)
 
+    def moved(*names: str) -> dict[str, str]:
+        return {name: f"mesh.collective_matmul={name}" for name in names}
+
     tensor = "mesh.fsdp=1", f"mesh.tensor={devices}"
-    moves, over_fsdp = "mesh.collective_matmul", "mesh.fsdp_transfers"
+    copied = {"ring_copied": "mesh.collective_matmul=ring,mesh.transfers=copies"}
+    over_fsdp = {way: f"mesh.transfers={way}" for way in ("collectives", "copies")}
     kept = "remat.keep_parameters=true"  # gathered once a step
     fsdp, one = (f"mesh.fsdp={devices}", f"train.rows={2 * devices}", kept), ("mesh.fsdp=1", kept)
     # As few blocks as NCCL needs for what is to be hidden.
@@ -95,10 +99,10 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "check_first": Row(check("tiny_gather"), 30, 90, safety=True, waits=True),
         "check_tiny": Row(check(*small), 75, 240, safety=True, waits=True),
         "forward": Row(bench("forward", "forward"), 150, 330, waits=True),
-        "tensor": Row(turns(moves, "none", "mosaic_gpu", "ring", common=tensor), 280, 480, waits=True),
-        "tensor_ring": Row(turns(moves, "none", "ring", common=tensor), 180, 330, instead_of="tensor"),
+        "tensor": Row(turns(tensor, **moved("none", "mosaic_gpu"), **copied), 280, 480, waits=True),
+        "tensor_ring": Row(turns(tensor, **moved("none", "ring")), 180, 330, instead_of="tensor"),
         "one_gpu": Row(step(*one, words=quick) * devices, 95, 240, alone=True),
-        "fsdp": Row(turns(over_fsdp, "collectives", "copies", common=fsdp), 200, 400),
+        "fsdp": Row(turns(fsdp, **over_fsdp), 200, 400),
         "fsdp_few": Row((few,), 95, 240),
         "exposed": Row((f"{trace} && {read}",), 90, 240),
         "losses_tensor": Row(losses(*tensor, "mesh.collective_matmul=mosaic_gpu"), 55, 180, waits=True),
@@ -110,6 +114,6 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "tuned": Row(bench("tuned", "forward", "backward", shapes=ISSUE + UNTUNED), 300, 560, waits=True),
         "check_all": Row(check(*many, repeats=50), 150, 500, waits=True),
         "others": Row(bench("others", "forward", "backward", shapes=OTHERS), 150, 400, waits=True),
-        "tensor_more": Row(turns(moves, "none", "reference", "ring_bidirectional", common=tensor), 250, 420),
+        "tensor_more": Row(turns(tensor, **moved("none", "reference", "ring_bidirectional")), 250, 420),
         "torch": Row(bench("torch", "forward", *([] if tiny else ["--torch"])), 240, 520, waits=True),
     }

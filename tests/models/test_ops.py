@@ -69,8 +69,9 @@ def test_linear_cross_entropy(mesh, axes):
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 4), (2, 2, 2)], ids=str)
 def test_embed(mesh):
     rng = np.random.default_rng(fresh_seed())
-    table, cotangent = normal(rng, (V, D), jnp.float32), normal(rng, (B * T, D), jnp.float32)
-    tokens = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
+    vocabulary = 8 * B * T  # so that the table is larger than all that is looked up
+    table, cotangent = normal(rng, (vocabulary, D), jnp.float32), normal(rng, (B * T, D), jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, vocabulary, (B, T)), jnp.int32)
 
     def run(mesh):
         layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
@@ -95,8 +96,8 @@ def test_embed(mesh):
 
 
 def test_embed_sums_in_float32():
-    """A bfloat16 sum of ones ends at 256."""
+    """A bfloat16 sum of ones ends at 256, and 1001 is none of its numbers."""
     ops = Ops(Layout(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])), jnp.dtype(jnp.bfloat16))
-    tokens = jnp.zeros((1, 1000), jnp.int32)
+    tokens = jnp.zeros((1, 1001), jnp.int32)
     gradient = jax.grad(lambda table: ops.embed(table, tokens).sum())(jnp.ones((V, D)))
-    assert (gradient[0] == 1000).all()
+    assert (gradient[0] == 1001).all()

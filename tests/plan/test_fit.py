@@ -39,13 +39,11 @@ def test_tokens_that_do_not_divide_over_tensor_are_refused():
 )
 def test_copies_where_none_would_be_made_are_refused(settings, processes, message, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    config = configuration.load(
-        "configs/quickstart.py", ["mesh.fsdp_transfers=copies", "train.rows=8", *settings]
-    )
-    with pytest.raises(InputError, match=f"mesh.fsdp_transfers = 'copies': .*{message}"):
+    config = configuration.load("configs/quickstart.py", ["mesh.transfers=copies", "train.rows=8", *settings])
+    with pytest.raises(InputError, match=f"mesh.transfers = 'copies': .*{message}"):
         fit(config, jax.devices()[:2], "gpu")
     monkeypatch.setattr(jax, "process_count", lambda: 1)
-    fit(configuration.load("configs/quickstart.py", ["mesh.fsdp_transfers=copies", "train.rows=8"]))
+    fit(configuration.load("configs/quickstart.py", ["mesh.transfers=copies", "train.rows=8"]))
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,8 @@ def test_what_fits_with_the_least_traffic_is_proposed():
     slow = load("llama3_8b_one_gpu", "mesh.fsdp=1", "optim.b2=0.999")
     states = {proposal.state for proposal in levels.propose(slow, Room(134 * GIB, 500 * GIB))}
     assert states == {"float32", "split_master_float32"}  # for optim.b2 is too slow for the others
+    kept = load("llama3_8b_one_gpu", "mesh.fsdp=1", "remat.keep_parameters=true")
+    assert {proposal.level for proposal in levels.propose(kept, Room(134 * GIB, 500 * GIB))} == {"none"}
 
 
 def test_what_lacks_names_the_setting():

@@ -227,6 +227,8 @@ def test_kernels_that_communicate_and_multiply():
         ("replica_groups={{0,1},{2,3}}, dimensions={0}", [[0, 1], [2, 3]]),
         ("replica_groups={{0},{1}}, dimensions={0}", [[0], [1]]),
         ('replica_groups={}, to_apply=%sum, backend_config={"a":{"n":2}}', []),
+        ("source_target_pairs={{0,2},{2,0},{1,3},{3,1}}", [[0, 2], [1, 3]]),
+        ("source_target_pairs={{0,1},{2,3},{1,2},{3,0}}", [[0, 1, 2, 3]]),
         ("dimensions={0}", []),
     ],
 )

@@ -54,7 +54,7 @@ def test_sums_are_rounded_once():
 def test_on_gpus_copy_engines_move_them(tmp_path):
     """Other numbers each time, in other memory; beside products, as in training."""
     mesh, split = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]), PartitionSpec("x")
-    options = xla.compiler_options("gpu", devices=2, deterministic=False)
+    options = xla.compiler_options("gpu", devices=2, deterministic=False, copies=True)
 
     def program(gather):
         def local(shard, rows):

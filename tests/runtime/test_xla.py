@@ -114,7 +114,6 @@ def test_options_are_for_gpus_alone_and_where_they_help():
     assert both == {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_graph_min_graph_size": 1,
-        "xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY",
         "xla_gpu_deterministic_ops": True,
     }
     fused = xla.compiler_options("gpu", devices=1, deterministic=False, writes_to_peers=True)
@@ -123,7 +122,11 @@ def test_options_are_for_gpus_alone_and_where_they_help():
         "xla_gpu_graph_min_graph_size": 1,
         "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES",
     }
-    assert xla.compiler_options("cpu", devices=2, deterministic=False, writes_to_peers=True) == {}
+    assert (
+        xla.compiler_options("cpu", devices=2, deterministic=False, writes_to_peers=True, copies=True) == {}
+    )
+    copied = xla.compiler_options("gpu", devices=2, deterministic=False, copies=True)
+    assert copied["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
 
 
 @pytest.mark.parametrize("peers", [False, True])
@@ -135,7 +138,7 @@ def test_code_is_loaded_before_kernels_wait_for_each_other(peers, monkeypatch):
 
 def test_the_installed_jaxlib_knows_each_option():
     """It refuses a program compiled with one that it does not know."""
-    options = xla.compiler_options("gpu", devices=2, deterministic=True, writes_to_peers=True)
+    options = xla.compiler_options("gpu", devices=2, deterministic=True, writes_to_peers=True, copies=True)
     for name in options:
         xla.check_flags(f"--{name}=true")
     compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "float32"))
