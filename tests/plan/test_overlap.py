@@ -146,6 +146,22 @@ def test_fsdp_hides_its_communication(monkeypatch):
 
 
 @cuda
+def test_kept_parameters_are_gathered_once_and_copies_are_hidden_too():
+    common = "mesh.fsdp=2", "train.rows=4"
+    again, kept, copied = (
+        simulate(compiled(*common, *more))
+        for more in (
+            (),
+            ("remat.keep_parameters=true",),
+            ("remat.keep_parameters=true", "mesh.transfers=copies"),
+        )
+    )
+    assert kept.communication < 0.75 * again.communication
+    assert copied.communication == pytest.approx(kept.communication, rel=0.05)
+    assert copied.exposed < 0.005 * copied.step
+
+
+@cuda
 def test_micro_batches_hide_their_communication():
     """Each adds up gradients, layer by layer in turn: while a layer's are scattered, another is computed."""
     hlo = compiled("mesh.fsdp=2", "train.rows=8", "train.microbatches=2")
