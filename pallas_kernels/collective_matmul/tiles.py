@@ -53,7 +53,7 @@ class Tiles:
 
     def out_slots(self, sends: bool) -> int:
         """Returns how many pieces of each consumer can be on their way out: as many as there is room for, as
-        long as they divide a tile's. With room for all, no product waits for a store."""
+        long as they divide a tile's."""
         count = len(self.pieces)
         fitting = (n for n in range(count, 1, -1) if self._smem_bytes(sends, n) <= SMEM_BYTES)
         return next((n for n in fitting if count % n == 0), 1)
@@ -151,7 +151,7 @@ def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | 
         tiles = Tiles(**entry["tiles"])
         problem.check(tiles)
         return tiles, entry["faster"]
-    fitting = [tiles for m, n in RATES if (tiles := _deepest(problem, m, n)) is not None]
+    fitting = _fitting(problem)
     if not fitting:
         problem.check(Tiles(*min(RATES, key=math.prod)))  # raises: what does not divide by the smallest tiles
     return min(fitting, key=lambda tiles: _product_seconds(problem, tiles, sms)), None
@@ -183,12 +183,8 @@ def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
 
 def sizes(problem: Problem) -> list[Tiles]:
     """Returns the tiles to measure for a shape, all taken in the same order: large ones, if any fit, with as
-    many stages as there is room for, and with fewer where more pieces can then be on their way out."""
-    found = []
-    for deepest in filter(None, (_deepest(problem, m, n) for m, n in RATES)):
-        shallower = [dataclasses.replace(deepest, stages=stages) for stages in range(deepest.stages, 2, -1)]
-        by_slots = {tiles.out_slots(problem.sends): tiles for tiles in reversed(shallower)}
-        found += by_slots.values() or [deepest]
+    many stages as there is room for."""
+    found = _fitting(problem)
     large = [tiles for tiles in found if RATES[tiles.m, tiles.n] > 0.9]
     return large or found
 
@@ -197,6 +193,10 @@ def orders(tiles: Tiles) -> list[Tiles]:
     """Returns the same tiles in the other orders to measure."""
     others = ("M", 4), ("M", 16), ("N", 8)
     return [dataclasses.replace(tiles, minor=minor, width=width) for minor, width in others]
+
+
+def _fitting(problem: Problem) -> list[Tiles]:
+    return [tiles for m, n in RATES if (tiles := _deepest(problem, m, n)) is not None]
 
 
 def _deepest(problem: Problem, m: int, n: int) -> Tiles | None:
