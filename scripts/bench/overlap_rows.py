@@ -60,12 +60,13 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         return python("collective_matmul", "--shapes", *shapes, *words)
 
     quick = ["--warmup-seconds", "0.5", "--timed-seconds", "0.5"] if tiny else []
-    turn = ["--turn-seconds", "0.2"] if tiny else []
+    # Contenders in turns see the same clocks after a short warm-up.
+    brief = [*quick, "--turn-seconds", "0.2"] if tiny else ["--warmup-seconds", "12", "--timed-seconds", "24"]
 
     def turns(common: Iterable[str], **contenders: str) -> tuple[str]:
         """contenders: {name: settings, with commas between them}."""
         named = [word for pair in contenders.items() for word in ("--contender", "=".join(pair))]
-        return python("steps_in_turns", "--config", config, *sets(*common), *named, *quick, *turn)
+        return python("steps_in_turns", "--config", config, *sets(*common), *named, *brief)
 
     def moved(*names: str) -> dict[str, str]:
         return {name: f"mesh.collective_matmul={name}" for name in names}
@@ -90,8 +91,7 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
     of_store = [text.partition("=")[2] for text in settings if text.startswith("data.store=")]
     store = ["--store", of_store[-1]] if of_store else []
     data = shlex.join(["python", "-m", "jaxthru.data", "prepare", "quickstart", *store])
-    tune = python("tune_collective_matmul", "--devices", devices, "--first-run-done", "--shapes", *ISSUE,
-                  "--directions", "forward")  # fmt: skip
+    tune = python("tune_collective_matmul", "--devices", devices, "--first-run-done", "--shapes", *ISSUE)
     many = ("all",) if not tiny else ("tiny_gather",)
     small = ("tiny",) if not tiny else ("tiny_gather",)
     return {
@@ -99,10 +99,10 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "check_first": Row(check("tiny_gather"), 30, 90, safety=True, waits=True),
         "check_tiny": Row(check(*small), 75, 240, safety=True, waits=True),
         "forward": Row(bench("forward", "forward"), 150, 330, waits=True),
-        "tensor": Row(turns(tensor, **moved("none", "mosaic_gpu"), **copied), 280, 480, waits=True),
-        "tensor_ring": Row(turns(tensor, **moved("none", "ring")), 180, 330, instead_of="tensor"),
+        "tensor": Row(turns(tensor, **moved("none", "mosaic_gpu")), 160, 400, waits=True),
+        "tensor_ring": Row(turns(tensor, **moved("none", "ring")), 160, 330, instead_of="tensor"),
         "one_gpu": Row(step(*one, words=quick) * devices, 95, 240, alone=True),
-        "fsdp": Row(turns(fsdp, **over_fsdp), 200, 400),
+        "fsdp": Row(turns(fsdp, **over_fsdp), 150, 400),
         "fsdp_few": Row((few,), 95, 240),
         "exposed": Row((f"{trace} && {read}",), 90, 240),
         "losses_tensor": Row(losses(*tensor, "mesh.collective_matmul=mosaic_gpu"), 55, 180, waits=True),
@@ -110,10 +110,12 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         # The second adds up gradients in another order, nothing else: how far apart that takes it is noise.
         "losses_one": Row(losses(*one) + losses(*one, "train.microbatches=2"), 65, 180, alone=True),
         "backward": Row(bench("backward", "backward"), 120, 330, waits=True),
-        "tune": Row(tune, 180, 480, waits=True),
+        "tune": Row(tune, 300, 520, waits=True),
         "tuned": Row(bench("tuned", "forward", "backward", shapes=ISSUE + UNTUNED), 300, 560, waits=True),
         "check_all": Row(check(*many, repeats=50), 150, 500, waits=True),
         "others": Row(bench("others", "forward", "backward", shapes=OTHERS), 150, 400, waits=True),
-        "tensor_more": Row(turns(tensor, **moved("none", "reference", "ring_bidirectional")), 250, 420),
+        "tensor_more": Row(
+            turns(tensor, **moved("none", "reference", "ring_bidirectional"), **copied), 300, 480
+        ),
         "torch": Row(bench("torch", "forward", *([] if tiny else ["--torch"])), 240, 520, waits=True),
     }
