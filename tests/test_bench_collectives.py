@@ -207,12 +207,14 @@ def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
     mesh, kind = checks.make_mesh({"tensor": 2}), jax.local_devices()[0].device_kind
     given = []
     monkeypatch.setattr(checks, "run_script", lambda arguments, seconds: given.append(arguments))
-    for name, backward in itertools.product(("qkv_apart", "down"), (False, True)):
+    for name, backward in itertools.product(("qkv", "qkv_apart", "down"), (False, True)):
         large = module.Case(GPU[name], mesh, backward).problem
         tiny = module.Case(checks.SHAPES[checks.TAKES[large.operation]], mesh, backward).problem
         assert tiny.operation == large.operation
         candidates = tiles.sizes(large)
         candidates += tiles.orders(candidates[0])
+        for one in candidates:
+            tiny.check(one)
         checks.try_tiles({"tensor": 2}, large.operation, candidates)
         told = json.loads(given[-1][given[-1].index("--tiles") + 1])
         assert [tiles.Tiles(**one) for one in told] == candidates

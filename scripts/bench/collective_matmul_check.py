@@ -45,9 +45,9 @@ HANGS = 3  # the exit status of a process that a hung kernel holds
 TINY = {
     "tiny_gather": Shape("all_gather_matmul", 1024, 256, (1024,)),
     "tiny_gather_three": Shape("all_gather_matmul", 2048, 512, (2048, 512, 256)),
-    "tiny_gather_many_tiles": Shape("all_gather_matmul", 8192, 256, (4096,)),
+    "tiny_gather_many_tiles": Shape("all_gather_matmul", 8192, 768, (3072,)),
     "tiny_scatter": Shape("matmul_reduce_scatter", 1024, 256, (256,)),
-    "tiny_scatter_many_tiles": Shape("matmul_reduce_scatter", 8192, 512, (2048,)),
+    "tiny_scatter_many_tiles": Shape("matmul_reduce_scatter", 8192, 3072, (768,)),
 }
 # The one at which tiles are tried, for each operation of the kernels.
 TAKES = {
