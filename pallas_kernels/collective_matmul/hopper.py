@@ -26,6 +26,9 @@ Why this is correct, and ends:
   * Senders wait for nothing but their own copies. A CTA computes all tiles that it sends before any that
     needs a peer's, and gives its last signal before it waits for its first. So no circle of waits can close
     while all CTAs run at once; there are no more of them than SMs, and one fits on each.
+  * The thread blocks of a cluster go through tiles of the same phase in step, and a step of one needs the
+    other's part of b, which no wait precedes that is not its own as well. All clusters of two run at once, as
+    Hopper's SMs come in pairs.
   * Another kernel that itself waits for peers, as NCCL's do, can break that: it holds SMs of one device while
     CTAs here hold all of another's, and each waits for the other; it may be one over the same axis. Compile
     with xla_gpu_disable_async_collectives=ALLCOLLECTIVES, which runs them in line. Where they may run beside
@@ -34,7 +37,8 @@ Why this is correct, and ends:
     are complete. A wait acquires at system scope; the TMA loads behind it belong to another proxy, so a
     proxy fence stands between them.
 
-Peers are addressed one by one, in plain peer memory; there is no multicast of any kind.
+Peers are addressed one by one, in plain peer memory; there is no NVLink multicast. What a cluster of thread
+blocks shares, TMA hands to both within their GPU.
 """
 
 import functools
@@ -68,6 +72,7 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
       keep: whether the gathered x is to have this shard's rows too; otherwise these are undefined.
     """
     t = lax.axis_size(axis_name)
+    ctas -= ctas % tiles.cluster
     M, K = x_MK.shape
     columns = [w.shape[0 if transposed else 1] for w in weights]
     blocks = [N // tiles.n for N in columns]
@@ -86,7 +91,7 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
         ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
         me = lax.axis_index(axis_name) if t > 1 else i32(0)
         if t > 1:
-            outbox = _Outbox(x_ref, gathered_ref, rest, axis_name, tiles.m, ctas)
+            outbox = _Outbox(x_ref, gathered_ref, rest, axis_name, tiles.m, _cta(tiles), ctas)
 
         def place(index):
             """Returns how far away the tile's shard is, its row block and column block, and its row of A."""
@@ -151,6 +156,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
       gather: None, or a matrix [M, G] to gather meanwhile.
     """
     t = lax.axis_size(axis_name)
+    ctas -= ctas % tiles.cluster
     A, N = pairs[0][0].shape[0], pairs[0][1].shape[0 if transposed else 1]
     M = A // t
     tiles_M, tiles_N = M // tiles.m, N // tiles.n
@@ -171,7 +177,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
         if t > 1:
             finished = pl.get_global(plgpu.SemaphoreType.REGULAR(((t - 1) * count,)))
         if sends:
-            outbox = _Outbox(gather_ref, gathered_ref, rest, axis_name, gather.shape[0], ctas)
+            outbox = _Outbox(gather_ref, gathered_ref, rest, axis_name, gather.shape[0], _cta(tiles), ctas)
 
         def place(index):
             """Returns the tile's phase, its number and place within the owner's rows, and the owner.
@@ -253,7 +259,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
         def send_gathered():
             outbox.send(keep=True)
 
-            @pl.when(lax.axis_index("sm") == 0)
+            @pl.when(_cta(tiles) == 0)
             def _():
                 for away in range(1, t):
                     outbox.wait_for(away, 0)
@@ -273,8 +279,18 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
 
 
 def _order(number, tiles_M: int, tiles_N: int, tiles: Tiles):
-    """Returns the tile's row block and column block: neighbours in time share operands in the L2 cache."""
-    return plgpu.planar_snake(number, (tiles_M, tiles_N), "MN".index(tiles.minor), tiles.width)
+    """Returns the tile's row block and column block: neighbours in time share operands in the L2 cache, those
+    of a cluster their columns of b."""
+    group, rank = lax.div(number, i32(tiles.cluster)), lax.rem(number, i32(tiles.cluster))
+    counts = tiles_M // tiles.cluster, tiles_N
+    m, n = plgpu.planar_snake(group, counts, "MN".index(tiles.minor), tiles.width)
+    return m * tiles.cluster + rank, n
+
+
+def _cta(tiles: Tiles):
+    """Returns this thread block's number, of all that run; those of a cluster are neighbours."""
+    cluster = lax.axis_index("sm")
+    return cluster * tiles.cluster + lax.axis_index("cluster") if tiles.cluster > 1 else cluster
 
 
 class _Ring:
@@ -302,7 +318,9 @@ class _Ring:
             b_window = (pl.ds(column, n), contracted) if self.transposed else (contracted, pl.ds(column, n))
             plgpu.barrier_wait(self.empty.at[slot])
             plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(row, m), contracted], self.a.at[slot], self.full.at[slot])
-            plgpu.copy_gmem_to_smem(b_ref.at[b_window], self.b.at[slot], self.full.at[slot])
+            # Each thread block of a cluster loads a part, for all of them.
+            shared = {"collective_axes": "cluster"} if self.tiles.cluster > 1 else {}
+            plgpu.copy_gmem_to_smem(b_ref.at[b_window], self.b.at[slot], self.full.at[slot], **shared)
 
     def load_staged(self, staged_ref, source: int, row, column, step):
         """Fills a slot's tile of a with PIECE columns of a staged tile, in the two copies `full` counts."""
@@ -344,6 +362,8 @@ class _Ring:
             (r, self.a[slot, pl.ds(self.first_row + r, PIECE)])
             for r in range(0, self.tiles.m_of_consumer, PIECE)
         ]
+        if self.tiles.cluster > 1:  # of a cluster's barrier one thread is told for all: let all have read
+            plgpu.commit_smem()
         self.release(step)
         return pieces
 
@@ -367,8 +387,9 @@ class _Outbox:
     is complete. The nearest shard before this one is served first: it is the one that waits first.
     """
 
-    def __init__(self, from_ref, to_ref, refs, axis_name, block_rows: int, ctas: int):
-        self.from_ref, self.to_ref, self.axis_name, self.ctas = from_ref, to_ref, axis_name, ctas
+    def __init__(self, from_ref, to_ref, refs, axis_name, block_rows: int, cta, ctas: int):
+        self.from_ref, self.to_ref, self.axis_name = from_ref, to_ref, axis_name
+        self.cta, self.ctas = cta, ctas
         self.smem, self.loaded = refs
         self.t, self.me = lax.axis_size(axis_name), lax.axis_index(axis_name)
         self.rows, columns = from_ref.shape
@@ -386,16 +407,15 @@ class _Outbox:
     def send(self, keep: bool):
         """Sends all rows; `keep` has them written to this shard's own buffer too."""
         groups = self.rows // PIECE * self.groups_in_band
-        cta = lax.axis_index("sm")
         for away in range(1, self.t):
             peer = {self.axis_name: lax.rem(self.me + (self.t - away), i32(self.t))}
             to_refs = [plgpu.remote_ref(self.to_ref, peer)]
             if keep and away == 1:
                 to_refs.append(self.to_ref)
 
-            @pl.loop(0, _turns(groups, cta, self.ctas))
+            @pl.loop(0, _turns(groups, self.cta, self.ctas))
             def _(turn, away=away, peer=peer, to_refs=to_refs):
-                group = turn * self.ctas + cta
+                group = turn * self.ctas + self.cta
                 band, within = (
                     lax.div(group, i32(self.groups_in_band)),
                     lax.rem(group, i32(self.groups_in_band)),
@@ -451,7 +471,7 @@ def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finis
     consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by the
     sender, a warp beside the producer's: a fourth warpgroup would leave the consumers too few registers.
     """
-    wg, cta = lax.axis_index("wg"), lax.axis_index("sm")
+    wg, cta = lax.axis_index("wg"), _cta(tiles)
     turns = _turns(total, cta, ctas)
 
     def each_tile(act):
@@ -499,12 +519,16 @@ def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, se
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     b_tile = (tiles.n, STEP) if transposed else (STEP, tiles.n)
+    empty, clusters = plgpu.Barrier, {}
+    if tiles.cluster > 1:  # a slot is empty once it is in all thread blocks to which its part of b goes
+        empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+        clusters = {"cluster": (tiles.cluster,), "cluster_names": ("cluster",)}
     scratch = [
         smem(tiles.stages, tiles.m, STEP),
         smem(tiles.stages, *b_tile),
         smem(CONSUMERS, tiles.out_slots(sends), PIECE, PIECE),
         plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
-        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tiles.stages),
+        empty(num_arrivals=CONSUMERS, num_barriers=tiles.stages),
     ]
     if sends:
         scratch += [smem(2, PIECE, PIECE), plgpu.Barrier(num_barriers=2)]
@@ -512,8 +536,9 @@ def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, se
         body,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(ctas,),
+        grid=(ctas // tiles.cluster,),
         grid_names=("sm",),
+        **clusters,
         num_threads=CONSUMERS + 1,
         thread_name="wg",
     )

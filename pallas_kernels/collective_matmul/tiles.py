@@ -31,7 +31,8 @@ class Tiles:
 
     stages: slots of the ring of shared memory. minor, width: tiles are taken in bands of `width` along this
     dim, so that those computed at one time share operands in the L2 cache. "M" takes the rows in order, as
-    they arrive.
+    they arrive. cluster: thread blocks, 1 or 2, that take tiles of the same columns at the same time: each
+    loads a part of these for both, and so reads less from the L2 cache.
     """
 
     m: int = 128
@@ -39,6 +40,7 @@ class Tiles:
     stages: int = 4
     minor: Literal["M", "N"] = "M"
     width: int = 8
+    cluster: int = 1
 
     @property
     def m_of_consumer(self) -> int:
@@ -122,7 +124,8 @@ class Problem:
 
     def check(self, tiles: Tiles) -> None:
         """Raises Unsupported, naming what does not divide or fit."""
-        wanted = [("rows of a shard", self.rows, tiles.m), *(("columns", N, tiles.n) for N in self.columns)]
+        wanted = [("rows of a shard", self.rows, tiles.m * tiles.cluster)]
+        wanted += [("columns", N, tiles.n) for N in self.columns]
         wanted += [("what is contracted", K, STEP) for K in self.contracted]
         wanted += [("columns to gather", self.gathers, PIECE)]
         for what, size, by in wanted:
@@ -183,10 +186,11 @@ def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
 
 def sizes(problem: Problem) -> list[Tiles]:
     """Returns the tiles to measure for a shape, all taken in the same order: large ones, if any fit, with as
-    many stages as there is room for."""
+    many stages as there is room for, by thread blocks alone and in clusters of two."""
     found = _fitting(problem)
-    large = [tiles for tiles in found if RATES[tiles.m, tiles.n] > 0.9]
-    return large or found
+    found = [tiles for tiles in found if RATES[tiles.m, tiles.n] > 0.9] or found
+    pairs = [dataclasses.replace(tiles, cluster=2) for tiles in found if problem.rows % (2 * tiles.m) == 0]
+    return found + pairs
 
 
 def orders(tiles: Tiles) -> list[Tiles]:

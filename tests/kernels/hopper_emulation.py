@@ -38,6 +38,8 @@ class Shards:
             (jax.lax, "axis_index", lambda name: jnp.int32(self.rank) if name == AXIS else axis_index(name)),
             (jax.lax, "axis_size", lambda name: t if name == AXIS else axis_size(name)),
             (plgpu, "warp_map", lambda act: [act(jnp.int32(warp)) for warp in range(2)] and None),
+            # Each thread block of a cluster loads for itself what one of them loads for all.
+            (plgpu, "copy_gmem_to_smem", functools.partial(_for_itself, plgpu.copy_gmem_to_smem)),
             (plgpu, "remote_ref", lambda ref, device_id: self._mailboxes[id(ref)].at[device_id[AXIS]]),
             (pl, "get_global", self._get_global),
             (pl, "semaphore_signal", self._signal),
@@ -135,6 +137,10 @@ class Shards:
     def _expect(self, shard, array, value, index):
         with self._lock:
             assert self.waits.setdefault((shard, array, int(index)), value) == value
+
+
+def _for_itself(copy, *arguments, collective_axes=None):
+    copy(*arguments)
 
 
 class _Semaphore:

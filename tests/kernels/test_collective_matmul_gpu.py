@@ -23,6 +23,7 @@ from pallas_kernels.testing import GPU_TOLERANCE, assert_close, fresh_seed, has_
 
 SMALL = Tiles(128, 128, stages=2, width=2)
 CTAS = 3  # with more tiles than these, and with fewer
+PAIRS = dataclasses.replace(SMALL, cluster=2)
 cuda = pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin")
 
 
@@ -37,9 +38,10 @@ def product(a, b):
 # The kernels' arithmetic, on an emulation of several shards.
 
 
+@pytest.mark.parametrize("shape, ctas", [(SMALL, CTAS), (PAIRS, 4)], ids=["alone", "clusters"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("t", [1, 2, 3])
-def test_gather_matmul(t, transposed, monkeypatch):
+def test_gather_matmul(t, transposed, shape, ctas, monkeypatch):
     rng = np.random.default_rng(fresh_seed())
     M, K, N = 256, 192, (256, 128)
     rows = [draw(rng, M, K) for _ in range(t)]
@@ -47,7 +49,7 @@ def test_gather_matmul(t, transposed, monkeypatch):
     shards = Shards(monkeypatch, t)
     found = shards.run(
         hopper.gather_matmul,
-        lambda rank: (rows[rank], weights[rank], SMALL, CTAS),
+        lambda rank: (rows[rank], weights[rank], shape, ctas),
         keep=True,
         transposed=transposed,
     )
@@ -57,14 +59,18 @@ def test_gather_matmul(t, transposed, monkeypatch):
         for y, w in zip(ys, of_shard, strict=True):
             assert_close(y, product(whole, w.T if transposed else w), GPU_TOLERANCE)
     # Rows are waited for by how far on their shard is.
-    blocks = M // SMALL.m
+    blocks = M // shape.m
     for (shard, _, index), sources in shards.sources.items():
         assert sources == {(shard + 1 + index // blocks) % t}
 
 
 @pytest.mark.parametrize("t, beside", [(1, True), (2, False), (3, True)])
-@pytest.mark.parametrize("shape", [SMALL, Tiles(256, 64, stages=3, minor="N", width=1)], ids=["128", "256"])
-def test_matmul_scatter(shape, t, beside, monkeypatch):
+@pytest.mark.parametrize(
+    "shape, ctas",
+    [(SMALL, CTAS), (Tiles(256, 64, stages=3, minor="N", width=1), CTAS), (PAIRS, 2)],
+    ids=["128", "256", "clusters"],
+)
+def test_matmul_scatter(shape, ctas, t, beside, monkeypatch):
     """Two products added up, and another matrix gathered beside them."""
     rng = np.random.default_rng(fresh_seed())
     M, N, contracted = 256, 128, (128, 64)
@@ -75,7 +81,7 @@ def test_matmul_scatter(shape, t, beside, monkeypatch):
         return hopper.matmul_scatter(pairs, *arguments, gather=gather, transposed=True, **options)
 
     shards = Shards(monkeypatch, t)
-    found = shards.run(kernel, lambda rank: (pairs[rank], extra[rank] if beside else None, shape, CTAS))
+    found = shards.run(kernel, lambda rank: (pairs[rank], extra[rank] if beside else None, shape, ctas))
     total = sum(product(a, w.T) for of_shard in pairs for a, w in of_shard)
     for rank, (out, gathered) in enumerate(found):
         assert_close(out, total[rank * M :][:M], GPU_TOLERANCE)
@@ -168,8 +174,9 @@ def test_shared_memory_as_counted(operation, shape):
 
 
 @cuda
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("shape", tiles_module.RATES, ids=str)
-def test_compiles_without_spilling_registers(shape, monkeypatch, capfd):
+def test_compiles_without_spilling_registers(shape, cluster, monkeypatch, capfd):
     """All four kernels, down to a Hopper GPU's own code: a consumer has just the registers it needs."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     mocked = {name: value for name, value in aot.OPTIONS.items() if name != "xla_gpu_mock_custom_calls"}
@@ -177,7 +184,7 @@ def test_compiles_without_spilling_registers(shape, monkeypatch, capfd):
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
     rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
     m, n = shape
-    tiles = Tiles(m, n)
+    tiles = Tiles(m, n, cluster=cluster)
 
     def local(x, w, y):
         options = {"axis_name": "tensor", "tiles": tiles}
