@@ -4,10 +4,6 @@ Shapes, all of one shard: t shards on the mesh axis, M rows, A = t·M rows of al
 columns. One thread block (CTA) runs on each SM. Two of its warpgroups multiply: the consumers. A warp of the
 third loads their tiles by TMA: the producer. Where rows are to be gathered, one more warp sends them.
 
-A consumer rounds a tile's sums, keeps them in registers and stores them piece by piece during the first steps
-of its next tile, each while the tensor cores are busy. Stored before it, they would stand still for 3 to 6 µs
-a tile, which takes 50.
-
 `gather_matmul`: the senders of all SMs copy this shard's rows to the `gathered` buffer of each peer, in
 pieces through shared memory, while the others multiply: first this shard's own rows, then those of the next
 shard, and so on. A producer waits for the row block that it is about to load. Nothing is forwarded from shard
@@ -56,7 +52,6 @@ from pallas_kernels.collective_matmul.tiles import CONSUMERS, PIECE, STEP, Tiles
 PRODUCER = CONSUMERS  # the warpgroup's index
 # Of 65,536, for 128 threads of each warpgroup; multiples of 8.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-STEPS_TO_STORE = 2  # of the ring, for a piece: it has left shared memory by the time the next one is written
 i32 = jnp.int32
 
 
@@ -119,20 +114,21 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
                     outbox.wait_for(away, m)
                     load(gathered_ref, row)
 
-        def pieces(index, base, acc):
-            return [acc[r : r + PIECE, c : c + PIECE].astype(dtype) for r, c in tiles.pieces]
-
-        def store(index, r, c, piece_ref):
+        def consume(index, base):
             _, _, n, row = place(index)
+            acc = ring.multiply(steps, base)
+            row += ring.first_row
+            for number, (r, c) in enumerate(tiles.pieces):
+                piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + PIECE].astype(dtype))
 
-            def to_result(i, n):
-                rows, columns = pl.ds(row + ring.first_row + r, PIECE), pl.ds(n * tiles.n + c, PIECE)
-                plgpu.copy_smem_to_gmem(piece_ref, y_refs[i].at[rows, columns])
+                def store(i, n, r=r, c=c, piece_ref=piece_ref):
+                    to = y_refs[i].at[pl.ds(row + r, PIECE), pl.ds(n * tiles.n + c, PIECE)]
+                    plgpu.copy_smem_to_gmem(piece_ref, to)
 
-            each_weight(n, to_result)
+                each_weight(n, store)
 
         send = (lambda: outbox.send(keep)) if t > 1 else None
-        _run(ring, ctas, t * count, steps, produce, pieces, store, send=send)
+        _run(tiles, ctas, t * count, lambda index: steps, ring, produce, consume, send=send)
 
     out_type = [jax.ShapeDtypeStruct((t * M, N), dtype) for N in columns]
     if t > 1:
@@ -161,6 +157,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
     count = tiles_M * tiles_N  # tiles of one shard's rows
     steps_of = [a.shape[1] // STEP for a, _ in pairs]
     steps, own_phase = sum(steps_of), t - 1
+    staged_steps = (t - 1) * (tiles.n // PIECE)
     dtype, sends = pairs[0][0].dtype, gather is not None and t > 1
 
     def body(*refs):
@@ -212,33 +209,46 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
                 plgpu.wait_smem_to_gmem(0)
                 pl.semaphore_signal(finished.at[phase * count + number], device_id={axis_name: owner})
 
-        def pieces(index, base, acc):
-            def of(sums):
-                return [sums[place].astype(dtype) for place in tiles.pieces]
-
-            def add_staged():
-                sums = dict(parts)
-                for c in range(0, tiles.n, PIECE):
-                    for source in range(t - 1):
-                        for r, staged in ring.staged(base + steps + c // PIECE * (t - 1) + source):
-                            sums[r, c] += staged.astype(jnp.float32)
-                return of(sums)
-
-            parts = {(r, c): acc[r : r + PIECE, c : c + PIECE] for r, c in tiles.pieces}
-            own = place(index)[0] == own_phase
-            return lax.cond(own, add_staged, lambda: of(parts)) if t > 1 else of(parts)
-
-        def store(index, r, c, piece_ref):
+        def consume(index, base):
             phase, _, m, n, _ = place(index)
-            window = pl.ds(m * tiles.m + ring.first_row + r, PIECE), pl.ds(n * tiles.n + c, PIECE)
-            pl.when(phase == own_phase)(lambda: plgpu.copy_smem_to_gmem(piece_ref, out_ref.at[window]))
-            for k in range(t - 1):  # a branch for each peer: the TMA descriptor of a peer is static
+            acc = ring.multiply(steps, base)
+            if t > 1:  # the tile before this one: its stores have had the time of a tile to complete
+                pl.when(index >= ctas)(lambda: announce(index - ctas))
 
-                @pl.when(phase == k)
-                def _(k=k):
-                    peer = lax.rem(me + (k + 1), i32(t))
-                    there = plgpu.remote_ref(staged_ref, {axis_name: peer})
-                    plgpu.copy_smem_to_gmem(piece_ref, there.at[k].at[window])
+            def window(ref, r, c):
+                row, column = m * tiles.m + ring.first_row + r, n * tiles.n + c
+                return ref.at[pl.ds(row, PIECE), pl.ds(column, PIECE)]
+
+            def add_and_store():
+                sums = {(r, c): acc[r : r + PIECE, c : c + PIECE] for r, c in tiles.pieces}
+                for number, (r, c) in enumerate(tiles.pieces):
+                    if r == 0:
+                        for source in range(t - 1):
+                            step = base + steps + c // PIECE * (t - 1) + source
+                            for below, staged in ring.staged(step):
+                                sums[below, c] += staged.astype(jnp.float32)
+                    piece_ref = ring.write_out(number, sums[r, c].astype(dtype))
+                    plgpu.copy_smem_to_gmem(piece_ref, window(out_ref, r, c))
+
+            def send():
+                for number, (r, c) in enumerate(tiles.pieces):
+                    piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + PIECE].astype(dtype))
+                    for k in range(t - 1):  # a branch for each peer: the TMA descriptor of a peer is static
+
+                        @pl.when(phase == k)
+                        def _(k=k, r=r, c=c, piece_ref=piece_ref):
+                            peer = lax.rem(me + (k + 1), i32(t))
+                            there = plgpu.remote_ref(staged_ref, {axis_name: peer})
+                            plgpu.copy_smem_to_gmem(piece_ref, window(there.at[k], r, c))
+
+            if t > 1:
+                pl.when(phase == own_phase)(add_and_store)
+                pl.when(phase != own_phase)(send)
+            else:
+                add_and_store()
+
+        def steps_of_tile(index):
+            return steps + jnp.where(index >= own_phase * count, i32(staged_steps), i32(0))
 
         def send_gathered():
             outbox.send(keep=True)
@@ -248,12 +258,9 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
                 for away in range(1, t):
                     outbox.wait_for(away, 0)
 
-        def staged_steps(index):
-            return jnp.where(index >= own_phase * count, i32((t - 1) * (tiles.n // PIECE)), i32(0))
-
-        between = {"staged_steps": staged_steps, "announce": announce} if t > 1 else {}
-        between |= {"send": send_gathered} if sends else {}
-        _run(ring, ctas, t * count, steps, produce, pieces, store, **between)
+        finish = announce if t > 1 else None
+        send = send_gathered if sends else None
+        _run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, finish, send)
 
     out_type = [jax.ShapeDtypeStruct((M, N), dtype)]
     if t > 1:
@@ -305,13 +312,13 @@ class _Ring:
             window = staged_ref.at[source, pl.ds(row + begin, half), pl.ds(column, PIECE)]
             plgpu.copy_gmem_to_smem(window, self.a.at[slot, pl.ds(begin, half)], self.full.at[slot])
 
-    def multiply(self, steps: int, base, meanwhile):
-        """Returns this consumer's part of a tile in float32. `meanwhile` are called one by one, each while
-        the tensor cores are at another of the first steps."""
+    def multiply(self, steps: int, base):
+        """Returns this consumer's part of a tile in float32."""
         rows = pl.ds(self.first_row, self.tiles.m_of_consumer)
 
         def run(acc_ref):
-            def multiply_step(step, calls=()):
+            @pl.loop(0, steps)
+            def _(step):
                 slot = self.slot(base + step)
                 plgpu.barrier_wait(self.full.at[slot])
                 b_ref = self.b.at[slot]
@@ -320,18 +327,9 @@ class _Ring:
                     "wgmma.fence.sync.aligned;"
                 )  # else ptxas adds its own, and at times serialises for it
                 plgpu.wgmma(acc_ref, self.a.at[slot, rows], b_ref)
-                for call in calls:
-                    call()
                 plgpu.wgmma_wait(1)  # the product before this one has read its slot
                 pl.when(step > 0)(lambda: self.release(base + step - 1))
 
-            calls = list(meanwhile)
-            first = min(steps, STEPS_TO_STORE * len(calls))
-            for step in range(first):
-                now = len(calls) if step == first - 1 else step % STEPS_TO_STORE == 0
-                multiply_step(step, calls[:now])
-                del calls[:now]
-            pl.loop(first, steps)(multiply_step)
             return acc_ref[...]
 
         acc = pl.run_scoped(run, plgpu.ACC((self.tiles.m_of_consumer, self.tiles.n), jnp.float32))
@@ -446,42 +444,30 @@ def _inline(ptx: str):
     insert()
 
 
-def _run(
-    ring: _Ring, ctas, total, steps, produce, pieces, store, staged_steps=None, announce=None, send=None
-):
+def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finish=None, send=None):
     """Has a CTA's producer and consumers go through its tiles: number cta, cta + ctas, ... of `total`.
 
-    Args:
-      steps: of the ring, for the product of a tile.
-      produce: called by the producer, with a tile's number and its first step.
-      pieces: called by the consumers, with these and the tile's sums; returns what is stored for each of
-        `tiles.pieces`.
-      store: called by the consumers, with a tile's number, the row and column of a piece in their part of it,
-        and where the piece is in shared memory.
-      staged_steps: returns how many steps more the tile of a number takes; None: none.
-      announce: called by the consumers, with a tile's number, some time after the tile has been stored.
-      send: called by the sender, a warp beside the producer's: a fourth warpgroup would leave the consumers
-        too few registers.
+    produce, consume: called with a tile's number and its first step of the ring. finish: called by the
+    consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by the
+    sender, a warp beside the producer's: a fourth warpgroup would leave the consumers too few registers.
     """
-    tiles = ring.tiles
     wg, cta = lax.axis_index("wg"), lax.axis_index("sm")
     turns = _turns(total, cta, ctas)
 
-    def each_tile(act, kept=()):
-        def turn(i, carry):
-            base, *kept = carry
+    def each_tile(act):
+        def turn(i, base):
             index = i * ctas + cta
-            kept = act(i, index, base, *kept) or ()
-            return base + steps + (staged_steps(index) if staged_steps else 0), *kept
+            act(index, base)
+            return base + steps_of_tile(index)
 
-        return lax.fori_loop(i32(0), turns, turn, (i32(0), *kept))[1:]
+        lax.fori_loop(i32(0), turns, turn, i32(0))
 
     @pl.when(wg == PRODUCER)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
         def produce_all():
-            each_tile(lambda i, index, base: produce(index, base))
+            each_tile(produce)
             for slot in range(tiles.stages):  # leave no arrival unseen
                 plgpu.barrier_wait(ring.empty.at[slot])
 
@@ -499,33 +485,9 @@ def _run(
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         for slot in range(tiles.stages):  # at first, all slots are empty
             plgpu.barrier_arrive(ring.empty.at[slot])
-
-        def stores(index, kept):
-            """Returns a function for each piece of a tile, which stores it."""
-
-            def store_piece(number, value):
-                store(index, *tiles.pieces[number], ring.write_out(number, value))
-
-            return [functools.partial(store_piece, *pair) for pair in enumerate(kept)]
-
-        def consume(i, index, base, *kept):
-            before = [functools.partial(pl.when(i > 0), act) for act in stores(index - ctas, kept)]
-            acc = ring.multiply(steps, base, before)
-            if announce:
-                pl.when(i > 0)(lambda: announce(index - ctas))
-            return pieces(index, base, acc)
-
-        empty = plgpu.layout_cast(jnp.zeros((PIECE, PIECE), ring.out.dtype), plgpu.Layout.WGMMA)
-        kept = each_tile(consume, [empty] * len(tiles.pieces))
-
-        @pl.when(turns > 0)
-        def _():
-            last = (turns - 1) * ctas + cta
-            for act in stores(last, kept):
-                act()
-            if announce:
-                announce(last)
-
+        each_tile(consume)
+        if finish is not None:
+            pl.when(turns > 0)(lambda: finish((turns - 1) * ctas + cta))
         plgpu.wait_smem_to_gmem(0)
 
 
