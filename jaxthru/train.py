@@ -24,7 +24,7 @@ from jaxthru.plan.assemble import assemble
 from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import asked_for, attention_by, fit
 from jaxthru.profile.trace import open_profile
-from jaxthru.runtime import distributed, hardware, xla
+from jaxthru.runtime import allocator, distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, exit_code, require
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.account import Account, TrainingError
@@ -308,9 +308,8 @@ def main(argv: list[str] | None = None) -> int:
         run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
 
     arguments = parse_arguments(argv)
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers, log.propagate = [handler], False
+    allocator.keep_freed()
+    log.handlers, log.propagate = [logging.StreamHandler()], False
     log.setLevel(logging.INFO)
     failures = TrainingError, CheckpointError
     return exit_code(command, failures, "interrupted before training began; nothing is lost")

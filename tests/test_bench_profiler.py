@@ -1,7 +1,9 @@
 """The profiler's own benchmark: that its rows can run, and what it makes of what it measures."""
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 
 from jaxthru import config as configuration
 from jaxthru import train
-from jaxthru.profile import clocks
+from jaxthru.profile import clocks, ledger
 from jaxthru.profile.events import Event, Trace
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +38,8 @@ def test_each_row_has_a_configuration_that_is_possible(bench, tmp_path):
         at, steps, total = row.steps
         assert config.profile.at == at and config.train.steps == total
         # Two passes, each with the step that ends it, and the steps behind a trace that do not count.
-        assert total > at + 2 * (steps + 1) + 3 + 3
+        others = (2 * row.turns + 1) * causes.Turns.STEPS if row.turns else 0
+        assert total - others > at + 2 * (steps + 1) + 3 + 3
         assert row.cause in (*causes.CAUSES, "remat")
         if row.against:
             assert row.cause in measure.EXPECTED
@@ -89,6 +92,70 @@ def run(measure, ledger, **notes):
         {"0": [(5, 1500.0, 700.0, 4), (25, 1700.0, 700.0, 4), (35, 100.0, 70.0, 0)]}
     )
     return found
+
+
+def drifting(steps: int) -> list[float]:
+    """Returns how long each step takes on a machine that slows by half and recovers."""
+    return [0.2 + 0.1 * math.sin(math.pi * step / steps) for step in range(steps + 1)]
+
+
+def closed(measure, monkeypatch, *, wrong: float, tracing: float, turns: int) -> dict:
+    """Returns the bars of a run whose steps 20 to 29 were profiled; one of those took three times as long.
+
+    wrong: by which factor the ledger's steps are too long. tracing: by which traced steps took longer.
+    """
+    taken = {"production": {"first_step": 20, "steps": 10}}
+    taken |= {f"turn_{turn}": {"first_step": 45 + 10 * turn, "steps": 5} for turn in range(turns)}
+    loop = dict(enumerate(drifting(254)))
+    for one in taken.values():
+        loop |= {step: loop[step] * tracing for step in range(one["first_step"], sum(one.values()))}
+    loop[24] *= 3
+    steps = tuple(ledger.DeviceStep(step, 0.0, loop[step] * wrong, {}) for step in range(20, 30))
+    found = run(measure, dataclasses.replace(CLEAN, devices=(ledger.Device("0", steps),)))
+    found.loop, found.taken, found.path = loop, taken, None
+    found.steps = [*range(10, 20), *range(34, 44)]
+    monkeypatch.setattr(measure, "counted", lambda run: {})
+    monkeypatch.setattr(measure, "parse_cost", lambda path, steps: {})
+    return measure.closure(found)["bars"]
+
+
+@pytest.mark.parametrize("turns", [0, 20])
+@pytest.mark.parametrize(("wrong", "tracing"), [(1, 1), (1.03, 1), (0.97, 1), (1, 1.03), (0.97, 1 / 0.97)])
+def test_a_ledger_closes_if_it_is_right(bench, monkeypatch, turns, wrong, tracing):
+    """However the machine's speed drifts, and one step is disturbed; and not because two errors cancel."""
+    bars = closed(bench("profiler_measure"), monkeypatch, wrong=wrong, tracing=tracing, turns=turns)
+    assert bars["same_steps"]["found"] == pytest.approx(wrong - 1)
+    assert bars["same_steps"]["met"] is (wrong == 1)
+    assert bars["closure"]["found"] == pytest.approx(wrong * tracing - 1, abs=0.005)
+    assert bars["closure"]["met"] is (round(wrong * tracing, 6) == 1)
+
+
+def test_turns_are_traced_behind_the_profile(bench, monkeypatch, tmp_path):
+    causes = bench("profiler_causes")
+    ran = []
+    monkeypatch.setattr(causes.jax.profiler, "start_trace", lambda *_, **__: ran.append("start"))
+    monkeypatch.setattr(causes.jax.profiler, "stop_trace", lambda: ran.append("stop"))
+    (tmp_path / "collected.json").write_text('{"passes": {"production": {"first_step": 3, "steps": 2}}}')
+    profile = types.SimpleNamespace(
+        folder=tmp_path,
+        begins=lambda step: step == 3,
+        begin=lambda: ran.append("own"),
+        finish=lambda: ran.append("finish"),
+    )
+    turns = causes.Turns(profile, 40, 2)  # from step 16: five not traced, five traced, and so on
+    began = []
+    for step in range(1, 41):
+        if turns.begins(step):
+            turns.begin()
+            began.append(step)
+    turns.finish()
+    assert began == [3, 16, 21, 26, 31, 36]
+    assert ran == ["own", "start", "stop", "start", "stop", "finish"]
+    assert json.loads((tmp_path / "collected.json").read_text())["passes"] == {
+        "production": {"first_step": 3, "steps": 2},
+        "turn_0": {"first_step": 21, "steps": 5},
+        "turn_1": {"first_step": 31, "steps": 5},
+    }
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ class Bench:
         cause = "clean" if row.cause == "remat" else row.cause
         seconds = row.seconds * self.arguments.sleep
         words = [cause, str(self.work / name / "notes.json"), "--seconds", f"{seconds:g}"]
-        words += [*(["--one-batch"] if row.one_batch else []), "--"]
+        words += ["--one-batch"] if row.one_batch else []
+        words += [*(["--turns", str(row.turns)] if row.turns and not self.arguments.steps else []), "--"]
         place = ["--run-dir", str(self.work / name), "--resume", "never"]
         script = str(blocks.HERE / "profiler_causes.py")
         return [sys.executable, script, *words, *config, *place, *self.settings(row)]

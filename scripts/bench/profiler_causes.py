@@ -1,12 +1,12 @@
 """`python -m jaxthru.train` with one thing wrong with it, on purpose; profiler.py starts it.
 
-    python scripts/bench/profiler_causes.py CAUSE NOTES [--seconds S] [--one-batch] -- ARGUMENTS
+    python scripts/bench/profiler_causes.py CAUSE NOTES [--seconds S] [--one-batch] [--turns N] -- ARGUMENTS
 
 ARGUMENTS are those of jaxthru.train. CAUSE is one of `clean` (nothing), `loader` (sleeps before each batch),
 `sync` (waits for each step, then works on the host), `float32` (one product of each layer), `gather` (all
 weights and moments, before each step) and `zeros` (for weights, and so for nearly all operands). With
 --one-batch batches are made as ever, but each step takes the first: documents differ in length, and so steps
-in attention's work, by more than some causes cost.
+in attention's work, by more than some causes cost. With --turns the run is traced N times more, see `Turns`.
 
 NOTES is a JSON file: when each step was dispatched (ns since 1970), for how many seconds the device had
 nothing to do before it because of the cause, by the host's clock, and what a gather takes by itself.
@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxthru import train
 from jaxthru.models.layers import SwiGLU
 from jaxthru.models.ops import Ops, matrix_of
+from jaxthru.profile import trace
 from jaxthru.training.step import Step
 
 NOTES = {"dispatched": [], "idle": [], "isolated": None}
@@ -149,6 +151,54 @@ def zeros(_: float) -> None:
     train.Build.first_state = first_state
 
 
+class Turns:
+    """A run's profile, and after it more traces, of every other five steps, which nobody reads.
+
+    A machine's speed may drift by more than tracing costs, for longer than a profile lasts. By the loop's
+    clock of steps that were traced and of others, in turns, the cost can be told from that. So the traces are
+    like the profile's own on a CPU; those steps are noted beside its passes.
+    """
+
+    STEPS = 5
+
+    def __init__(self, profile: trace.Profile, last: int, count: int):
+        """last: the run's last step. count: of turns."""
+        self.profile, self.step, self.turns = profile, 0, {}
+        self.begun = last + 1 - (2 * count + 1) * self.STEPS  # they begin and end with steps not traced
+        self.folder = tempfile.TemporaryDirectory()
+
+    def __getattr__(self, name: str):
+        return getattr(self.profile, name)
+
+    def begins(self, step: int) -> bool:
+        self.step = step
+        return self.profile.begins(step) or (step >= self.begun and (step - self.begun) % self.STEPS == 0)
+
+    def begin(self) -> None:
+        """Begins the profile's own trace, or begins or ends one of the others."""
+        if self.step < self.begun:
+            self.profile.begin()
+        elif (self.step - self.begun) // self.STEPS % 2:
+            self.turns[f"turn_{len(self.turns)}"] = {"first_step": self.step, "steps": self.STEPS}
+            jax.profiler.start_trace(self.folder.name, profiler_options=trace.options(clock=False))
+        elif self.turns:
+            jax.profiler.stop_trace()
+
+    def finish(self) -> None:
+        path = self.profile.folder / "collected.json"
+        collected = json.loads(path.read_text())
+        collected["passes"] |= self.turns
+        path.write_text(json.dumps(collected, indent=1) + "\n")
+        self.folder.cleanup()
+        self.profile.finish()
+
+
+def take_turns(count: int) -> None:
+    """Has the loop trace so many turns behind its profile."""
+    opened = train.open_profile
+    train.open_profile = lambda *arguments: Turns(opened(*arguments), arguments[-1], count)
+
+
 CAUSES = {
     "clean": lambda _: note_steps(),
     "loader": lambda _: note_steps(),  # and see `make_batches`
@@ -168,9 +218,12 @@ def main() -> int:
     own, rest = sys.argv[1:], []
     if "--" in own:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser.add_argument("--turns", type=int, default=0, help="more traces, behind the profile")
     arguments = parser.parse_args(own)
     CAUSES[arguments.cause](arguments.seconds)
     make_batches(arguments.seconds if arguments.cause == "loader" else 0.0, arguments.one_batch)
+    if arguments.turns:
+        take_turns(arguments.turns)
     sys.argv = ["train", *rest]
     code = train.main()
     arguments.notes.write_text(json.dumps(NOTES))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from jaxthru.models import flops
@@ -26,6 +26,7 @@ from jaxthru.profile.windows import BY_NAME
 BARS = {
     "unclassified": 0.01,
     "other_idle": 0.02,
+    "same_steps": 0.02,
     "closure": 0.02,
     "matmul_flops": 0.01,
     "attention_flops": 0.01,
@@ -51,6 +52,10 @@ NOT_MULTIPLIED_AGAIN = ("none", "projections")
 """Policies of remat under which no matrix product is computed twice."""
 
 
+MEDIAN_ERROR = 1.25
+"""Of normal values, the standard error of their median over that of their mean."""
+
+
 def judged(name: str, found: float | None, why: str = "") -> dict[str, Any]:
     """Returns a figure beside its bar; met is None where it could not be measured, which `why` explains."""
     line = {"bar": BARS[name], "found": found, "met": None if found is None else abs(found) <= BARS[name]}
@@ -70,13 +75,33 @@ class Run:
         self.config = publish.config(self.path)
         self.ledger: Ledger = publish.opened(self.path)
         rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
-        taken = json.loads((self.folder / "collected.json").read_text())["passes"]
-        self.steps = [row["step"] for row in unprofiled(rows, taken)]
+        self.loop = {row["step"]: row["step_seconds"] for row in rows}
+        self.taken = json.loads((self.folder / "collected.json").read_text())["passes"]
+        self.steps = [row["step"] for row in unprofiled(rows, self.taken)]
 
-    def loop_seconds(self, first: int, steps: int) -> float:
-        """Returns the median of these steps by the loop's clock; the first has the trace's start in it."""
-        rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
-        return median(row["step_seconds"] for row in rows if first <= row["step"] < first + steps)
+    def both_clocks(self) -> list[tuple[float, float]]:
+        """Returns the profiled steps' seconds by the ledger and by the loop's clock, but for the first's: the
+        start of the trace is in that one."""
+        by_device = [{one.step: one.seconds for one in device.steps} for device in self.ledger.devices]
+        steps = sorted(set.intersection(*map(set, by_device)) - {self.taken["production"]["first_step"]})
+        return [(fmean(of[step] for of in by_device), self.loop[step]) for step in steps]
+
+    def slowed(self) -> list[float]:
+        """Returns by which share traced steps were longer than others, by the loop's clock: of each turn, its
+        median beside its neighbors' (see `profiler_causes.Turns`); without turns, the profile's median beside
+        that of all steps that were not profiled."""
+        turns = [one for name, one in self.taken.items() if name.startswith("turn")]
+        pairs = [(self._turn(one), self._turn(one, -1) + self._turn(one, 1)) for one in turns]
+        profile = [loop for _, loop in self.both_clocks()]
+        return [median(of) / median(others) - 1 for of, others in pairs or [(profile, self._unprofiled())]]
+
+    def _turn(self, of: dict[str, int], beside: int = 0) -> list[float]:
+        """Returns a turn's steps, or those of the next one or the one before, but for the first."""
+        first = of["first_step"] + beside * of["steps"]
+        return [self.loop[step] for step in range(first + 1, first + of["steps"])]
+
+    def _unprofiled(self) -> list[float]:
+        return [self.loop[step] for step in self.steps]
 
     def idle(self) -> float:
         """Returns the median seconds that the cause kept the device idle for, in a step not profiled."""
@@ -103,21 +128,33 @@ def capped(rows: list[tuple[int, float, float, int]]) -> dict[str, Any]:
 
 
 def closure(run: Run) -> dict[str, Any]:
-    """Returns whether the ledger accounts for the run's step, and what reading its traces cost."""
+    """Returns whether the ledger accounts for the run's step, and what reading its traces cost.
+
+    The ledger's wall time is held against the loop's clock in the same steps, where both see whatever
+    disturbs the machine, and traced steps against others by that one clock. The product compares the ledger
+    with steps that were not profiled. It and the first factor both have a bar, lest one error hide another.
+    """
     ledger = run.ledger
     step, window = ledger.window.step_seconds, ledger.window
+    ledgers, loops = zip(*run.both_clocks(), strict=True)
+    same = sum(ledgers) / sum(loops)
+    slowed = run.slowed() if window.loop_seconds else []
+    against = same * (1 + median(slowed)) - 1 if slowed else None
     return {
         "step_seconds": step,
         "loop_seconds": window.loop_seconds,
         "noise": window.noise,
-        "beside_the_same_steps": step / run.loop_seconds(window.first_step, window.steps) - 1,
+        "as_reported": window.closure,
+        "slowed_by_tracing": slowed,
+        "standard_error": MEDIAN_ERROR * stdev(slowed) / math.sqrt(len(slowed)) if len(slowed) > 1 else None,
         "attribution_seconds": window.attribution_seconds,
         "lines": {line.name: line.share for line in ledger.lines},
         "clock_source": ledger.clock.source,
         "bars": {
             "unclassified": judged("unclassified", ledger.seconds("unclassified") / step),
             "other_idle": judged("other_idle", ledger.seconds("dependency") / step),
-            "closure": judged("closure", window.closure, "fewer than three steps were not profiled"),
+            "same_steps": judged("same_steps", same - 1),
+            "closure": judged("closure", against, "fewer than three steps were not profiled"),
             **counted(run),
             "peak_memory": peak_memory(run),
             **parse_cost(run.path, window.steps),
