@@ -201,7 +201,7 @@ def test_a_case_that_hangs_ends_its_process(bench, tmp_path):
 
 
 def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
-    """What is given to the child process is what the kernels take there, and other operations keep theirs."""
+    """What is given to the child process is what the kernels take there."""
     checks, module = bench("collective_matmul_check"), bench("collective_matmul_contenders")
     monkeypatch.setattr(tile_table, "TABLE", {})
     mesh, kind = checks.make_mesh({"tensor": 2}), jax.local_devices()[0].device_kind
@@ -209,20 +209,19 @@ def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
     monkeypatch.setattr(checks, "run_script", lambda arguments, seconds: given.append(arguments))
     for name, backward in itertools.product(("qkv", "qkv_apart", "down"), (False, True)):
         large = module.Case(GPU[name], mesh, backward).problem
-        tiny = module.Case(checks.SHAPES[checks.TAKES[large.operation]], mesh, backward).problem
-        assert tiny.operation == large.operation
-        candidates = tiles.sizes(large)
-        candidates += tiles.orders(candidates[0])
-        for one in candidates:
-            tiny.check(one)
-        checks.try_tiles({"tensor": 2}, large.operation, candidates)
+        tries = [module.Case(checks.SHAPES[shape], mesh, backward).problem for shape in checks.TRIES_TILES]
+        (tiny,) = [problem for problem in tries if problem.operation == large.operation]
+        sizes = tiles.sizes(large)
+        candidates = sizes + [pair for size in sizes for pair in tiles.clusters(large, size)]
+        assert len(candidates) == 2 * len(sizes)
+        checks.try_tiles({"tensor": 2}, candidates)
         told = json.loads(given[-1][given[-1].index("--tiles") + 1])
         assert [tiles.Tiles(**one) for one in told] == candidates
         for one in candidates:
-            checks.impose(large.operation, one)
+            checks.impose(one)
             assert tiles.choose(tiny, kind, tiles.SMS) == (one, None)
-            other = dataclasses.replace(tiny, operation="gather" if tiny.operation != "gather" else "scatter")
-            assert tile_table.TABLE[kind].get(other.key) is None
+            odd = dataclasses.replace(tiny, rows=tiny.rows + 64)
+            assert tile_table.TABLE[kind].get(odd.key) is None
 
 
 @pytest.mark.parametrize(
@@ -276,12 +275,16 @@ def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
     sizes = [tiles.Tiles(m, 128) for m in (128, 256)]
     monkeypatch.setattr(tiles, "sizes", lambda problem: sizes)
     tried = []
-    monkeypatch.setattr(module.checks, "try_tiles", lambda axes, operation, new: tried.append(new))
+    monkeypatch.setattr(module.checks, "try_tiles", lambda axes, new: tried.append(new))
+    pair = lambda problem, size: [dataclasses.replace(size, cluster=2)]  # noqa: E731
+    monkeypatch.setattr(tiles, "clusters", pair)
     mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
     case = contenders.Case(GPU["qkv"].scaled(64), mesh, backward=False)
     module.try_all([case, case])
-    assert tried == [sizes]
+    every = [of for size in sizes for of in (size, *pair(None, size))]
+    assert tried == [every]
     entry = module.tune(case, 1, 0.0)
-    assert tiles.Tiles(**entry["tiles"]) in [*sizes, *(of for size in sizes for of in tiles.orders(size))]
+    assert tiles.Tiles(**entry["tiles"]) in [*every, *(of for size in every for of in tiles.orders(size))]
+    assert len(entry["tried"]) == 2 + 1 + 3
     assert entry["faster"] in (False, True)
     assert entry["faster"] == (entry["microseconds"] < entry["plain_microseconds"])

@@ -186,11 +186,14 @@ def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
 
 def sizes(problem: Problem) -> list[Tiles]:
     """Returns the tiles to measure for a shape, all taken in the same order: large ones, if any fit, with as
-    many stages as there is room for, by thread blocks alone and in clusters of two."""
+    many stages as there is room for."""
     found = _fitting(problem)
-    found = [tiles for tiles in found if RATES[tiles.m, tiles.n] > 0.9] or found
-    pairs = [dataclasses.replace(tiles, cluster=2) for tiles in found if problem.rows % (2 * tiles.m) == 0]
-    return found + pairs
+    return [tiles for tiles in found if RATES[tiles.m, tiles.n] > 0.9] or found
+
+
+def clusters(problem: Problem, tiles: Tiles) -> list[Tiles]:
+    """Returns the same tiles in clusters of two, if the rows divide by them."""
+    return [dataclasses.replace(tiles, cluster=2)] if problem.rows % (2 * tiles.m) == 0 else []
 
 
 def orders(tiles: Tiles) -> list[Tiles]:

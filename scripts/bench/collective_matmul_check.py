@@ -12,6 +12,7 @@ equal bit for bit.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -33,6 +34,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxthru.runtime import xla
 from pallas_kernels.collective_matmul import tile_table, tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
+from pallas_kernels.dispatch import Unsupported
 
 os.environ.update(xla.NO_MULTICAST)  # whoever imports this is about to start collectives
 os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # as `xla.configure` says; for pytest's process and children too
@@ -49,13 +51,7 @@ TINY = {
     "tiny_scatter": Shape("matmul_reduce_scatter", 1024, 256, (256,)),
     "tiny_scatter_many_tiles": Shape("matmul_reduce_scatter", 8192, 3072, (768,)),
 }
-# The one at which tiles are tried, for each operation of the kernels.
-TAKES = {
-    "gather": "tiny_gather_many_tiles",
-    "scatter_transposed": "tiny_gather_many_tiles",
-    "scatter": "tiny_scatter_many_tiles",
-    "gather_transposed": "tiny_scatter_many_tiles",
-}
+TRIES_TILES = "tiny_gather_many_tiles", "tiny_scatter_many_tiles"  # which divide by all; forward and backward
 SHAPES = TINY | GPU | UNTUNED
 
 
@@ -65,35 +61,22 @@ def in_child(axes: list[dict[str, int]], seconds: float, shapes: str = "tiny") -
     run_script([__file__, "--axes", *named, "--shapes", shapes], seconds)
 
 
-def try_tiles(axes: dict[str, int], operation: str, candidates: list[tiles.Tiles]) -> None:
-    """Runs tiles at a tiny shape in a child process, and raises RuntimeError if any is wrong or hangs.
-
-    operation: of the kernel, as in `tiles.Problem`.
-    """
+def try_tiles(axes: dict[str, int], candidates: list[tiles.Tiles]) -> None:
+    """Runs tiles at tiny shapes in a child process, and raises RuntimeError if any is wrong or hangs."""
     named = ",".join(f"{name}={size}" for name, size in axes.items())
-    shape = TAKES[operation]
     given = json.dumps([dataclasses.asdict(of) for of in candidates])
-    arguments = [
-        "--axes",
-        named,
-        "--shapes",
-        shape,
-        "--repeats",
-        "1",
-        "--operation",
-        operation,
-        "--tiles",
-        given,
-    ]
+    arguments = ["--axes", named, "--shapes", *TRIES_TILES, "--repeats", "0", "--tiles", given]
     run_script([__file__, *arguments], 60 + 30 * len(candidates))
 
 
-def impose(operation: str, imposed: tiles.Tiles) -> None:
-    """Has every problem of a kernel's operation take these tiles, in this process."""
+def impose(imposed: tiles.Tiles) -> None:
+    """Has every problem that these tiles fit take them, in this process."""
 
     class Imposed(dict):
         def get(self, key, default=None):
-            if tiles.Problem.of_key(key).operation != operation:
+            try:
+                tiles.Problem.of_key(key).check(imposed)
+            except Unsupported:
                 return default
             return {"tiles": dataclasses.asdict(imposed), "faster": None}
 
@@ -229,15 +212,24 @@ def _error(found, products, a_dim: int, b_dim: int) -> float:
     return error if math.isfinite(error) else math.inf
 
 
+def compile_both(mesh: Mesh, shape: Shape, implementation: str | None) -> jax.stages.Compiled:
+    """Returns the (operands, cotangents) -> results, gradients of the operands."""
+    run = values_and_gradients(shape.on(mesh, implementation=implementation))
+    return compile_safely(run.lower(*shape.arrays(mesh, jnp.bfloat16)))
+
+
+@functools.cache  # many tiles are compared with it
+def compiled_reference(mesh: Mesh, shape: Shape) -> jax.stages.Compiled:
+    return compile_both(mesh, shape, "reference")
+
+
 def check(mesh: Mesh, shape: Shape, implementation: str | None, seed: int) -> dict:
     """Returns the relative errors of a run on random operands with NaN wherever nothing was written.
 
     The plain form runs first: what only it needs of XLA and NCCL is then loaded.
     """
     operands, cotangents = draw(mesh, shape, seed)
-    for name in ("reference", implementation):
-        run = values_and_gradients(shape.on(mesh, implementation=name))
-        compiled = compile_safely(run.lower(operands, cotangents))
+    for compiled in (compiled_reference(mesh, shape), compile_both(mesh, shape, implementation)):
         poison(compiled, mesh)
         began = time.perf_counter()
         found = jax.block_until_ready(compiled(operands, cotangents))
@@ -258,8 +250,7 @@ def unequal_repeats(mesh: Mesh, shape: Shape, implementation: str | None, seed: 
     Two sets of operands alternate, so that what a run leaves behind is never what the next should give.
     """
     sets = [draw(mesh, shape, 2 * seed + i) for i in range(2)]
-    run = values_and_gradients(shape.on(mesh, implementation=implementation))
-    compiled = compile_safely(run.lower(*sets[0]))
+    compiled = compile_both(mesh, shape, implementation)
     firsts = [jax.block_until_ready(compiled(*of)) for of in sets]
     unequal = 0
     for _ in range(repeats):
@@ -277,11 +268,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=90, help="that each shape may take")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31)
-    parser.add_argument("--operation", choices=TAKES, help="of the kernel that takes --tiles")
     parser.add_argument("--tiles", type=json.loads, help="JSON list of tiles, each of which is checked")
     options = parser.parse_args()
-    if bool(options.tiles) != bool(options.operation):
-        parser.error("--tiles and --operation go together")
     xla.configure()
     groups = {"tiny": list(TINY), "all": list(SHAPES)}
     names = [name for word in options.shapes for name in groups.get(word, [word])]
@@ -289,16 +277,17 @@ def main() -> int:
     every = itertools.product(options.tiles or [None], options.axes, names)
     for imposed, axes, name in every:
         if imposed:
-            impose(options.operation, tiles.Tiles(**imposed))
+            impose(tiles.Tiles(**imposed))
         mesh = make_mesh({name: int(size) for name, size in (part.split("=") for part in axes.split(","))})
-        case = {"shape": name, "axes": axes} | ({options.operation: imposed} if imposed else {})
+        case = {"shape": name, "axes": axes} | ({"tiles": imposed} if imposed else {})
         print(json.dumps({"starts": name, "seed": options.seed} | case), flush=True)
         with ends_within(options.seconds, f"{case}, seed {options.seed}"):
             line = check(mesh, SHAPES[name], options.implementation, options.seed)
-            line["unequal_repeats"] = unequal_repeats(
-                mesh, SHAPES[name], options.implementation, options.seed + 1, options.repeats
-            )
-        good = max(line["errors"]) <= BFLOAT16_TOLERANCE and not line["unequal_repeats"]
+            if options.repeats:
+                line["unequal_repeats"] = unequal_repeats(
+                    mesh, SHAPES[name], options.implementation, options.seed + 1, options.repeats
+                )
+        good = max(line["errors"]) <= BFLOAT16_TOLERANCE and not line.get("unequal_repeats")
         failed |= not good
         print(json.dumps(case | {"good": good} | line), flush=True)
     return int(failed)

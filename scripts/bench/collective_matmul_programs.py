@@ -58,23 +58,27 @@ def turn(run, operands, calls: int) -> float:
 
 
 def compile_in_a_row(
-    runs: dict[str, tuple[Callable, tuple]],
+    runs: dict[str, tuple[Callable, tuple]], alike: bool = False
 ) -> tuple[dict[str, jax.stages.Compiled], dict[str, str]]:
     """Returns the programs to be timed, each of which has been seen to make all of its calls, and why others
-    cannot be."""
+    cannot be. alike: a single call of any of them compiles to what one of the first does."""
     compiled, failed = {}, {}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         pending = {}
         for name, run in runs.items():
             try:
-                both = [program(*run, calls=calls) for calls in (IN_A_ROW, 1)]
-                pending[name] = [pool.submit(checks.compile_safely, lowered) for lowered in both]
+                lowered = [program(*run)]
+                if not (alike and pending):
+                    lowered.append(program(*run, calls=1))
+                pending[name] = [pool.submit(checks.compile_safely, each) for each in lowered]
             except Exception as error:  # a kernel that does not lower must not cost the others' results
                 failed[name] = repr(error)[:500]
-        for name, both in pending.items():
+        single = collections.Counter()
+        for name, futures in pending.items():
             try:
-                every, single = (one.result() for one in both)
-                require_every_call(work(every), work(single), name)
+                every, *apart_from_it = (future.result() for future in futures)
+                single = work(apart_from_it[0]) if apart_from_it else single
+                require_every_call(work(every), single, name)
                 compiled[name] = every
             except Exception as error:
                 failed[name] = repr(error)[:500]

@@ -2,11 +2,12 @@
 
     python scripts/bench/tune_collective_matmul.py [--devices 2] [--shapes NAME ...] [--directions forward]
 
-First each size of tile in the order that `tiles.choose` takes, then the best size in the other orders. All
-sizes have run before at a tiny shape, in a child process; whom a kernel waits for does not depend on the
-order. A call is timed whole, a backward pass with the products that give the weights' gradients, in turns
-with the plain form, and `faster` says whether it took less. Entries of other shapes and devices stay; UNTUNED
-shapes are left out, so that what is chosen for an unknown shape is measured too.
+First each size of tile in the order that `tiles.choose` takes, then the best size in clusters, then the
+better of these in the other orders. All but the orders have run before at tiny shapes, in a child process;
+whom a kernel waits for does not depend on the order. A call is timed whole, a backward pass with the products
+that give the weights' gradients, in turns with the plain form, and `faster` says whether it took less. Entries
+of other shapes and devices stay; UNTUNED shapes are left out, so that what is chosen for an unknown shape is
+measured too.
 """
 
 import argparse
@@ -30,9 +31,10 @@ from pallas_kernels.collective_matmul.shapes import GPU
 TABLE = Path(tile_table.__file__)
 
 
-def measure(runs: dict, operands, turns: int, turn_seconds: float) -> dict[str, float]:
+def measure(runs: dict, operands, turns: int, turn_seconds: float, alike: bool = False) -> dict[str, float]:
     """Returns the median seconds of a call of each, after one turn to warm up."""
-    compiled, failed = programs.compile_in_a_row({name: (run, operands) for name, run in runs.items()})
+    named = {name: (run, operands) for name, run in runs.items()}
+    compiled, failed = programs.compile_in_a_row(named, alike)
     for name, reason in failed.items():
         print(f"{name}: {reason}", file=sys.stderr, flush=True)
     times = {name: [] for name in compiled}
@@ -47,28 +49,29 @@ def measure(runs: dict, operands, turns: int, turn_seconds: float) -> dict[str, 
 
 
 def try_all(cases: list[Case]) -> None:
-    """Runs all sizes to be measured at a tiny shape in child processes, one for each operation."""
-    wanted: dict[str, dict[tiles.Tiles, None]] = {}
+    """Runs all sizes to be measured, and their clusters, at tiny shapes in a child process."""
+    wanted: dict[tiles.Tiles, None] = {}
     for case in cases:
-        wanted.setdefault(case.problem.operation, {}).update(dict.fromkeys(tiles.sizes(case.problem)))
-    for operation, every in wanted.items():
-        checks.try_tiles(dict(cases[0].mesh.shape), operation, list(every))
+        for size in tiles.sizes(case.problem):
+            wanted |= dict.fromkeys([size, *tiles.clusters(case.problem, size)])
+    checks.try_tiles(dict(cases[0].mesh.shape), list(wanted))
 
 
 def tune(case: Case, turns: int, turn_seconds: float) -> dict:
-    """Returns the table's entry for a case."""
+    """Returns the table's entry for a case, and under "tried" the microseconds of all tiles measured."""
     operands = case.operands()
     # The plain form runs before any kernel: what only it needs of XLA and NCCL is then loaded.
     wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
 
     def times_of(candidates: list[tiles.Tiles]) -> dict[tiles.Tiles, float]:
         runs = {shape: case.of(mosaic_gpu, tiles=shape) for shape in candidates}
-        times = measure(runs, operands, turns, turn_seconds)
+        times = measure(runs, operands, turns, turn_seconds, alike=True)
         for shape, seconds in times.items():
             print(f"{case.problem.key} {shape}: {1e6 * seconds:.1f} µs", file=sys.stderr, flush=True)
         return times
 
     times = times_of(tiles.sizes(case.problem))
+    times |= times_of(tiles.clusters(case.problem, min(times, key=times.get)))
     times |= times_of(tiles.orders(min(times, key=times.get)))
     best = min(times, key=times.get)
     final = {"plain": case.of(reference), "fused": case.of(mosaic_gpu, tiles=best)}
@@ -83,6 +86,7 @@ def tune(case: Case, turns: int, turn_seconds: float) -> dict:
         "microseconds": round(1e6 * compared["fused"], 1),
         "plain_microseconds": round(1e6 * compared["plain"], 1),
         "faster": compared["fused"] < compared["plain"],
+        "tried": [dataclasses.asdict(one) | {"microseconds": round(1e6 * t, 1)} for one, t in times.items()],
     }
 
 
@@ -129,14 +133,16 @@ def main() -> int:
     kind = jax.local_devices()[0].device_kind
     named = [(name, direction) for name in options.shapes for direction in options.directions]
     cases = {f"{name} {way}": Case(GPU[name], mesh, way == "backward") for name, way in named}
-    with phase("tiny shapes, in child processes"):
+    with phase("tiny shapes, in a child process"):
         try_all(list(cases.values()))
     entries = {}
     for name, case in cases.items():
         with phase(name), checks.ends_within(300, name):
             entry = tune(case, options.turns, options.turn_seconds)
         print(case.problem.key, entry, file=sys.stderr, flush=True)
-        entries[case.problem.key] = tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry
+        entries[case.problem.key] = dict(entry)
+        del entry["tried"]
+        tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry
         write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
     harness.emit({"benchmark": "tune_collective_matmul", "entries": entries} | harness.provenance())
     return 0
