@@ -5,9 +5,9 @@
 First each size of tile in the order that `tiles.choose` takes, then the best size in clusters, then the
 better of these in the other orders. All but the orders have run before at tiny shapes, in a child process;
 whom a kernel waits for does not depend on the order. A call is timed whole, a backward pass with the products
-that give the weights' gradients, in turns with the plain form, and `faster` says whether it took less. Entries
-of other shapes and devices stay; UNTUNED shapes are left out, so that what is chosen for an unknown shape is
-measured too.
+that give the weights' gradients, in turns with the plain form, and `faster` says whether it took less.
+Entries of other shapes and devices stay; UNTUNED shapes are left out, so that what is chosen for an unknown
+shape is measured too.
 """
 
 import argparse
