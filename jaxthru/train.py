@@ -308,7 +308,6 @@ def main(argv: list[str] | None = None) -> int:
         run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
 
     arguments = parse_arguments(argv)
-    allocator.keep_freed()
     log.handlers, log.propagate = [logging.StreamHandler()], False
     log.setLevel(logging.INFO)
     failures = TrainingError, CheckpointError
@@ -316,4 +315,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    allocator.keep_freed()  # not of a process that is another's
     sys.exit(main())
