@@ -85,12 +85,14 @@ CPU = {
     "scatter_odd_rows": _scatter(24, 8, 7),
 }
 
-# Of configs/llama3_8b.py: 8,192 and 16,384 tokens are one and two rows. "gate_up" is one matrix of both.
+# Of configs/llama3_8b.py: 8,192 and 16,384 tokens are one and two rows. "gate_up" is one matrix of both;
+# a model has them apart.
 GPU = {
     "qkv": _gather(8192, 4096, 6144),
     "gate": _gather(8192, 4096, 14_336),
     "gate_up": _gather(16_384, 4096, 28_672),
     "qkv_apart": _gather(16_384, 4096, 4096, 1024, 1024),
+    "gate_up_apart": _gather(16_384, 4096, 14_336, 14_336),
     "scatter_6144": _scatter(8192, 6144, 4096),
     "down": _scatter(8192, 14_336, 4096),
     "attention_output": _scatter(16_384, 4096, 4096),

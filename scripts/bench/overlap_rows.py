@@ -28,7 +28,7 @@ class Row:
 
 ISSUE = ("qkv", "gate", "gate_up", "scatter_6144", "down")
 UNTUNED = ("untuned_gather", "untuned_scatter")
-OTHERS = ("qkv_apart", "attention_output", "down_two_rows")
+MODEL = ("qkv_apart", "gate_up_apart", "attention_output", "down_two_rows")  # of two rows
 
 
 def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder: Path) -> dict[str, Row]:
@@ -85,13 +85,19 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
 
     profiled = "train.steps=30", "profile.at=20", "profile.steps=3", "evaluate.rows=0"
     profiled += "checkpoint.every=0", "checkpoint.last=false"
-    trace = shlex.join(["python", "-m", "jaxthru.train", "--config", config, *sets(*fsdp, *profiled)])
-    trace = f"D=$(mktemp -d) && trap 'rm -rf $D' EXIT && {trace} --run-dir $D/run >&2"
-    read = f"{python('exposed_collectives')[0]} $D/run/profile/20/production"
+
+    def traced(*more: str) -> tuple[str]:
+        words = "python", "-m", "jaxthru.train", "--config", config, *sets(*fsdp, *more, *profiled)
+        train = f"D=$(mktemp -d) && trap 'rm -rf $D' EXIT && {shlex.join(words)} --run-dir $D/run >&2"
+        return (f"{train} && {python('exposed_collectives')[0]} $D/run/profile/20/production",)
+
     of_store = [text.partition("=")[2] for text in settings if text.startswith("data.store=")]
     store = ["--store", of_store[-1]] if of_store else []
     data = shlex.join(["python", "-m", "jaxthru.data", "prepare", "quickstart", *store])
-    tune = python("tune_collective_matmul", "--devices", devices, "--first-run-done", "--shapes", *ISSUE)
+
+    def tune(shapes: Iterable[str]) -> tuple[str]:
+        return python("tune_collective_matmul", "--devices", devices, "--first-run-done", "--shapes", *shapes)
+
     many = ("all",) if not tiny else ("tiny_gather",)
     small = ("tiny",) if not tiny else ("tiny_gather",)
     return {
@@ -104,16 +110,18 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "one_gpu": Row(step(*one, words=quick) * devices, 95, 240, alone=True),
         "fsdp": Row(turns(fsdp, **over_fsdp), 150, 400),
         "fsdp_few": Row((few,), 95, 240),
-        "exposed": Row((f"{trace} && {read}",), 90, 240),
+        "exposed": Row(traced("mesh.transfers=copies"), 90, 240),
+        "exposed_collectives": Row(traced(), 90, 240),
         "losses_tensor": Row(losses(*tensor, "mesh.collective_matmul=mosaic_gpu"), 55, 180, waits=True),
         "losses_ring": Row(losses(*tensor, "mesh.collective_matmul=ring"), 55, 180),
         # The second adds up gradients in another order, nothing else: how far apart that takes it is noise.
         "losses_one": Row(losses(*one) + losses(*one, "train.microbatches=2"), 65, 180, alone=True),
         "backward": Row(bench("backward", "backward"), 120, 330, waits=True),
-        "tune": Row(tune, 300, 520, waits=True),
+        "tune": Row(tune(ISSUE), 240, 520, waits=True),
+        "tune_model": Row(tune(MODEL), 200, 520, waits=True),
         "tuned": Row(bench("tuned", "forward", "backward", shapes=ISSUE + UNTUNED), 300, 560, waits=True),
         "check_all": Row(check(*many, repeats=50), 150, 500, waits=True),
-        "others": Row(bench("others", "forward", "backward", shapes=OTHERS), 150, 400, waits=True),
+        "others": Row(bench("others", "forward", "backward", shapes=MODEL), 200, 450, waits=True),
         "tensor_more": Row(
             turns(tensor, **moved("none", "reference", "ring_bidirectional"), **copied), 300, 480
         ),
