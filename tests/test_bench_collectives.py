@@ -77,6 +77,27 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
         programs.require_every_call(dropped, single, "plain")
 
 
+def test_alike_programs_do_without_the_first(bench):
+    """Whose single call, with which all are compared, does not compile."""
+    programs = bench("collective_matmul_programs")
+    compile_safely, x = programs.checks.compile_safely, jax.numpy.ones((8, 8))
+    runs = {name: (lambda x, by=by: (by * (x @ x),), (x,)) for by, name in enumerate("abc", 2)}
+    tried = []
+
+    def fails_at_first(lowered):
+        tried.append(lowered)
+        if "constant dense<2.0" in lowered.as_text():
+            raise ValueError("too large")
+        return compile_safely(lowered)
+
+    programs.checks.compile_safely = fails_at_first
+    try:
+        compiled, failed = programs.compile_in_a_row(runs, alike=True)
+    finally:
+        programs.checks.compile_safely = compile_safely
+    assert set(compiled) == {"b", "c"} and failed == {"a": "ValueError('too large')"}
+
+
 def test_a_slow_first_run_makes_no_short_turns(bench, monkeypatch):
     """Of one program each, in which the wait for it would be a large part."""
     module, contenders = bench("collective_matmul"), bench("collective_matmul_contenders")
@@ -164,27 +185,26 @@ def test_a_script_that_fails_says_why(bench, tmp_path):
     assert run_script([str(script)], 30, GIVEN="1") == "1 EAGER\n"
 
 
-def test_results_left_from_before_are_seen(bench, monkeypatch):
+def test_results_left_from_before_are_seen(bench):
     """A run that gives what the one before it should have differs from the first on its own operands."""
     module = bench("collective_matmul_check")
     mesh, shape = module.make_mesh({"tensor": 2}), GPU["down"].scaled(64)
-    line = module.check(mesh, shape, "ring", seed=3)
+    compiled = module.compile_both(mesh, shape, "ring")
+    line = module.check(mesh, shape, compiled, seed=3)
     assert max(line["errors"]) <= module.BFLOAT16_TOLERANCE
-    assert module.unequal_repeats(mesh, shape, "ring", seed=3, repeats=2) == 0
-    compiled_by = module.compile_safely
+    assert module.unequal_repeats(mesh, shape, compiled, seed=3, repeats=2) == 0
 
     class Stale:
-        def __init__(self, lowered):
-            self.compiled, self.results = compiled_by(lowered), []
-            self.out_info, self.output_shardings = self.compiled.out_info, self.compiled.output_shardings
-            self.memory_analysis = self.compiled.memory_analysis
+        def __init__(self):
+            self.results = []
+            self.out_info, self.output_shardings = compiled.out_info, compiled.output_shardings
+            self.memory_analysis = compiled.memory_analysis
 
         def __call__(self, *operands):
-            self.results.append(self.compiled(*operands))
+            self.results.append(compiled(*operands))
             return self.results[-1 if len(self.results) <= 2 else -2]
 
-    monkeypatch.setattr(module, "compile_safely", Stale)
-    assert module.unequal_repeats(mesh, shape, "ring", seed=3, repeats=2) == 4
+    assert module.unequal_repeats(mesh, shape, Stale(), seed=3, repeats=2) == 4
 
 
 def test_a_case_that_hangs_ends_its_process(bench, tmp_path):
@@ -211,9 +231,8 @@ def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
         large = module.Case(GPU[name], mesh, backward).problem
         tries = [module.Case(checks.SHAPES[shape], mesh, backward).problem for shape in checks.TRIES_TILES]
         (tiny,) = [problem for problem in tries if problem.operation == large.operation]
-        sizes = tiles.sizes(large)
-        candidates = sizes + [pair for size in sizes for pair in tiles.clusters(large, size)]
-        assert len(candidates) == 2 * len(sizes)
+        candidates = tiles.candidates(large)
+        assert {one.cluster for one in candidates} == {1, 2}
         checks.try_tiles({"tensor": 2}, candidates)
         told = json.loads(given[-1][given[-1].index("--tiles") + 1])
         assert [tiles.Tiles(**one) for one in told] == candidates
@@ -263,7 +282,7 @@ def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
 
 
 def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
-    """With the plain form in the kernels' place: sizes first, the best of them in other orders, one entry."""
+    """With the plain form in the kernels' place: each size and cluster once, then all orders, one entry."""
     module, contenders = bench("tune_collective_matmul"), bench("collective_matmul_contenders")
     real = module.reference
 
@@ -273,18 +292,17 @@ def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
     functions = {name: stand_in(name) for name in ("all_gather_matmul", "all_gather_matmul_backward")}
     monkeypatch.setattr(module, "mosaic_gpu", types.SimpleNamespace(**functions))
     sizes = [tiles.Tiles(m, 128) for m in (128, 256)]
-    monkeypatch.setattr(tiles, "sizes", lambda problem: sizes)
+    orders = [dataclasses.replace(size, width=4) for size in sizes]
+    monkeypatch.setattr(tiles, "candidates", lambda problem: [*sizes, *orders])
     tried = []
     monkeypatch.setattr(module.checks, "try_tiles", lambda axes, new: tried.append(new))
-    pair = lambda problem, size: [dataclasses.replace(size, cluster=2)]  # noqa: E731
-    monkeypatch.setattr(tiles, "clusters", pair)
     mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
     case = contenders.Case(GPU["qkv"].scaled(64), mesh, backward=False)
     module.try_all([case, case])
-    every = [of for size in sizes for of in (size, *pair(None, size))]
-    assert tried == [every]
+    assert tried == [sizes]
     entry = module.tune(case, 1, 0.0)
-    assert tiles.Tiles(**entry["tiles"]) in [*every, *(of for size in every for of in tiles.orders(size))]
-    assert len(entry["tried"]) == 2 + 1 + 3
+    assert [one.pop("microseconds") >= entry["microseconds"] for one in entry["tried"]] == [True] * 4
+    assert [tiles.Tiles(**one) for one in entry["tried"]] == [*sizes, *orders]
+    assert entry["tiles"] in entry["tried"]
     assert entry["faster"] in (False, True)
     assert entry["faster"] == (entry["microseconds"] < entry["plain_microseconds"])

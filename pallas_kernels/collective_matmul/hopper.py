@@ -26,8 +26,10 @@ Why this is correct, and ends:
   * Senders wait for nothing but their own copies. A CTA computes all tiles that it sends before any that
     needs a peer's, and gives its last signal before it waits for its first. So no circle of waits can close
     while all CTAs run at once; there are no more of them than SMs, and one fits on each.
-  * The thread blocks of a cluster go through tiles of the same phase in step, and a step of one needs the
-    other's part of b, which no wait precedes that is not its own as well. All clusters of two run at once, as
+  * The thread blocks of a cluster go through as many tiles, always of the same phase, as two of their row
+    blocks divide a shard's rows; a step of one needs the other's part of b. In a gather each may wait for
+    a row block before it loads its part, which comes from senders that wait for nothing. In a scatter both
+    load all of b for an own tile before either waits for a peer's. All clusters of two run at once, as
     Hopper's SMs come in pairs.
   * Another kernel that itself waits for peers, as NCCL's do, can break that: it holds SMs of one device while
     CTAs here hold all of another's, and each waits for the other; it may be one over the same axis. Compile

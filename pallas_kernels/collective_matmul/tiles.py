@@ -24,6 +24,8 @@ SMS = 132  # of an H100 or H200 with NVLink, where there is no GPU to ask
 # The share of the best tile's rate that smaller ones reach; a guess, for shapes in no table.
 RATES = {(128, 256): 1.0, (256, 128): 0.98, (128, 192): 0.95, (128, 128): 0.85, (128, 64): 0.55}
 
+ORDERS = ("M", 8), ("M", 4), ("M", 16), ("N", 8)  # to measure: minor and width of Tiles
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
@@ -40,7 +42,7 @@ class Tiles:
     stages: int = 4
     minor: Literal["M", "N"] = "M"
     width: int = 8
-    cluster: int = 1
+    cluster: Literal[1, 2] = 1
 
     @property
     def m_of_consumer(self) -> int:
@@ -140,6 +142,8 @@ class Problem:
             raise Unsupported(
                 f"no tiles of {tiles.m} x {tiles.n}: at most 16,384 float32 sums to a warpgroup"
             )
+        if tiles.cluster not in (1, 2):
+            raise Unsupported(f"clusters of {tiles.cluster} thread blocks: 1 or 2 can be sure of SMs")
         if (found := tiles.smem_bytes(self.sends)) > SMEM_BYTES:
             raise Unsupported(f"tiles {tiles} take {found} bytes of shared memory, there are {SMEM_BYTES}")
 
@@ -184,22 +188,15 @@ def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
     return waves * of_wave / (PRODUCT_FLOPS * RATES.get((tiles.m, tiles.n), 1.0))
 
 
-def sizes(problem: Problem) -> list[Tiles]:
-    """Returns the tiles to measure for a shape, all taken in the same order: large ones, if any fit, with as
-    many stages as there is room for."""
-    found = _fitting(problem)
-    return [tiles for tiles in found if RATES[tiles.m, tiles.n] > 0.9] or found
-
-
-def clusters(problem: Problem, tiles: Tiles) -> list[Tiles]:
-    """Returns the same tiles in clusters of two, if the rows divide by them."""
-    return [dataclasses.replace(tiles, cluster=2)] if problem.rows % (2 * tiles.m) == 0 else []
-
-
-def orders(tiles: Tiles) -> list[Tiles]:
-    """Returns the same tiles in the other orders to measure."""
-    others = ("M", 4), ("M", 16), ("N", 8)
-    return [dataclasses.replace(tiles, minor=minor, width=width) for minor, width in others]
+def candidates(problem: Problem) -> list[Tiles]:
+    """Returns the tiles to measure for a shape: large ones, if any fit, with as many stages as there is room
+    for, alone and in clusters, each in a few orders."""
+    fitting = _fitting(problem)
+    sizes = [tiles for tiles in fitting if RATES[tiles.m, tiles.n] > 0.9] or fitting
+    sizes += [dataclasses.replace(tiles, cluster=2) for tiles in sizes if problem.rows % (2 * tiles.m) == 0]
+    return [
+        dataclasses.replace(tiles, minor=minor, width=width) for tiles in sizes for minor, width in ORDERS
+    ]
 
 
 def _fitting(problem: Problem) -> list[Tiles]:

@@ -65,7 +65,7 @@ def try_tiles(axes: dict[str, int], candidates: list[tiles.Tiles]) -> None:
     """Runs tiles at tiny shapes in a child process, and raises RuntimeError if any is wrong or hangs."""
     named = ",".join(f"{name}={size}" for name, size in axes.items())
     given = json.dumps([dataclasses.asdict(of) for of in candidates])
-    arguments = ["--axes", named, "--shapes", *TRIES_TILES, "--repeats", "0", "--tiles", given]
+    arguments = ["--axes", named, "--shapes", *TRIES_TILES, "--tiles", given]
     run_script([__file__, *arguments], 60 + 30 * len(candidates))
 
 
@@ -223,13 +223,13 @@ def compiled_reference(mesh: Mesh, shape: Shape) -> jax.stages.Compiled:
     return compile_both(mesh, shape, "reference")
 
 
-def check(mesh: Mesh, shape: Shape, implementation: str | None, seed: int) -> dict:
+def check(mesh: Mesh, shape: Shape, program: jax.stages.Compiled, seed: int) -> dict:
     """Returns the relative errors of a run on random operands with NaN wherever nothing was written.
 
     The plain form runs first: what only it needs of XLA and NCCL is then loaded.
     """
     operands, cotangents = draw(mesh, shape, seed)
-    for compiled in (compiled_reference(mesh, shape), compile_both(mesh, shape, implementation)):
+    for compiled in (compiled_reference(mesh, shape), program):
         poison(compiled, mesh)
         began = time.perf_counter()
         found = jax.block_until_ready(compiled(operands, cotangents))
@@ -244,13 +244,12 @@ def equal(found, first):
     return jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(bits(found), bits(first), strict=True)]))
 
 
-def unequal_repeats(mesh: Mesh, shape: Shape, implementation: str | None, seed: int, repeats: int) -> int:
+def unequal_repeats(mesh: Mesh, shape: Shape, compiled: jax.stages.Compiled, seed: int, repeats: int) -> int:
     """Returns how many of the repeats differ in any bit from the first run on the same operands.
 
     Two sets of operands alternate, so that what a run leaves behind is never what the next should give.
     """
     sets = [draw(mesh, shape, 2 * seed + i) for i in range(2)]
-    compiled = compile_both(mesh, shape, implementation)
     firsts = [jax.block_until_ready(compiled(*of)) for of in sets]
     unequal = 0
     for _ in range(repeats):
@@ -282,12 +281,13 @@ def main() -> int:
         case = {"shape": name, "axes": axes} | ({"tiles": imposed} if imposed else {})
         print(json.dumps({"starts": name, "seed": options.seed} | case), flush=True)
         with ends_within(options.seconds, f"{case}, seed {options.seed}"):
-            line = check(mesh, SHAPES[name], options.implementation, options.seed)
-            if options.repeats:
-                line["unequal_repeats"] = unequal_repeats(
-                    mesh, SHAPES[name], options.implementation, options.seed + 1, options.repeats
-                )
-        good = max(line["errors"]) <= BFLOAT16_TOLERANCE and not line.get("unequal_repeats")
+            shape = SHAPES[name]
+            compiled = compile_both(mesh, shape, options.implementation)
+            line = check(mesh, shape, compiled, options.seed)
+            line["unequal_repeats"] = unequal_repeats(
+                mesh, shape, compiled, options.seed + 1, options.repeats
+            )
+        good = max(line["errors"]) <= BFLOAT16_TOLERANCE and not line["unequal_repeats"]
         failed |= not good
         print(json.dumps(case | {"good": good} | line), flush=True)
     return int(failed)

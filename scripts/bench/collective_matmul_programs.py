@@ -61,25 +61,27 @@ def compile_in_a_row(
     runs: dict[str, tuple[Callable, tuple]], alike: bool = False
 ) -> tuple[dict[str, jax.stages.Compiled], dict[str, str]]:
     """Returns the programs to be timed, each of which has been seen to make all of its calls, and why others
-    cannot be. alike: a single call of any of them compiles to what one of the first does."""
+    cannot be. alike: a single call of any of them compiles to what one of another does."""
     compiled, failed = {}, {}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        pending = {}
-        for name, run in runs.items():
+
+        def started(name: str, calls: int) -> concurrent.futures.Future:
+            return pool.submit(checks.compile_safely, program(*runs[name], calls=calls))
+
+        pending, single = {}, None
+        for name in runs:
             try:
-                lowered = [program(*run)]
-                if not (alike and pending):
-                    lowered.append(program(*run, calls=1))
-                pending[name] = [pool.submit(checks.compile_safely, each) for each in lowered]
+                every = started(name, IN_A_ROW)
+                single = single if alike and single else started(name, 1)
+                pending[name] = every, single
             except Exception as error:  # a kernel that does not lower must not cost the others' results
                 failed[name] = repr(error)[:500]
-        single = collections.Counter()
-        for name, futures in pending.items():
+        for name, (every, single) in pending.items():
             try:
-                every, *apart_from_it = (future.result() for future in futures)
-                single = work(apart_from_it[0]) if apart_from_it else single
-                require_every_call(work(every), single, name)
-                compiled[name] = every
+                if alike and single.exception():  # that of the first one
+                    single = started(name, 1)
+                require_every_call(work(every.result()), work(single.result()), name)
+                compiled[name] = every.result()
             except Exception as error:
                 failed[name] = repr(error)[:500]
     return compiled, failed

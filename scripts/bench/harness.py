@@ -57,11 +57,11 @@ class Clocks:
         self.mhz, self.watts = (mean(line[column] for line in lines) for column in (0, 1))
 
 
-def mean(samples: Iterable[str]) -> float | None:
+def mean(samples: Iterable[str | float | None]) -> float | None:
     """Returns the mean of those that are numbers: not all GPUs tell their power."""
     numbers = []
     for sample in samples:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(TypeError, ValueError):
             numbers.append(float(sample))
     return round(statistics.fmean(numbers), 1) if numbers else None
 

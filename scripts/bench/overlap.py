@@ -123,7 +123,7 @@ def main() -> int:
         took = time.monotonic() - began - now
         outcome |= {"seconds": round(took, 1), "commands": row.commands, "commit": harness.commit()}
         harness.write(outcome, folder / f"{name}.json")
-        if name.startswith("tune_") or name == "tune":  # also what an attempt that was cut short has found
+        if name in ("tune", "tune_model"):  # also what an attempt that was cut short has found
             shutil.copy(tile_table.__file__, folder)
         print(f"        {name}, {took:.0f} s: {outcome.get('error', 'done')}", flush=True)
     print(table({name: said(folder, name) for name in rows}, devices))

@@ -84,7 +84,7 @@ def turn(step: Callable, state: Any, batches: Iterator, seconds: float) -> tuple
     return state, took, values
 
 
-def told(took: list[list[float]], values: list[dict]) -> dict:
+def told(took: list[list[float]], values: list[dict], clocks: list[harness.Clocks]) -> dict:
     """Returns what the record says of one contender. took: of the steps of each of its turns."""
     steps = [seconds for of_turn in took for seconds in of_turn]
     median, tokens = statistics.median(steps), statistics.fmean(int(step["tokens"]) for step in values)
@@ -93,6 +93,8 @@ def told(took: list[list[float]], values: list[dict]) -> dict:
         "step_seconds": round(median, 6),
         "step_seconds_quartiles": [round(q, 6) for q in statistics.quantiles(steps)],
         "steps_timed": len(steps),
+        "sm_clock_mhz": harness.mean(of_turn.mhz for of_turn in clocks),
+        "power_watts": harness.mean(of_turn.watts for of_turn in clocks),
         "spread": comparison.halves_apart(took),
         "skipped_updates": int(values[-1]["skipped"]),
     }
@@ -110,18 +112,19 @@ def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: 
             first[name] = first_metrics(of, batch)
         print(f"{name}: first step {first[name]}", file=sys.stderr, flush=True)
     state = base.first_state()
-    took, values = ({name: [] for name in built} for _ in range(2))
+    took, values, clocks = ({name: [] for name in built} for _ in range(3))
     began = time.perf_counter()
     while any(len(turns) < 2 or sum(map(sum, turns)) < timed for turns in took.values()):
         warm = time.perf_counter() - began >= warmup
         for name, of in built.items():
-            with checks.ends_within(60 + 2 * turn_seconds, name):
+            with checks.ends_within(60 + 2 * turn_seconds, name), harness.Clocks(jax.device_count()) as seen:
                 state, seconds, metrics = turn(of.compiled, state, batches, turn_seconds)
             print(f"{name}: {statistics.median(seconds):.4f} s a step", file=sys.stderr, flush=True)
             if warm:
                 took[name].append(seconds)
                 values[name] += metrics
-    rows = {name: told(took[name], values[name]) for name in built}
+                clocks[name].append(seen)
+    rows = {name: told(took[name], values[name], clocks[name]) for name in built}
     for name, of in built.items():
         compared = comparison.ratio(rows[name], next(iter(rows.values())))
         rows[name] |= {"first_step": first[name], "compile_seconds": round(of.compile_seconds, 1)}
@@ -145,16 +148,13 @@ def main() -> int:
     first = next(iter(wanted))
     if first in missing:
         raise InputError(f"--contender {first}: all ratios are to it, and it cannot run: {missing[first]}")
-    with harness.Clocks(jax.device_count()) as clocks:
-        rows = measure(built, arguments.warmup_seconds, arguments.timed_seconds, arguments.turn_seconds)
+    rows = measure(built, arguments.warmup_seconds, arguments.timed_seconds, arguments.turn_seconds)
     line = {
         "benchmark": "steps_in_turns",
         "config": Path(arguments.config).stem,
         "set": arguments.overrides,
         "contenders": {name: {"set": wanted[name]} | row for name, row in rows.items()},
         "missing": missing,
-        "sm_clock_mhz": clocks.mhz,
-        "power_watts": clocks.watts,
         "peak_hbm_bytes": hardware.peak_bytes(),
     }
     harness.emit(line | harness.provenance(), arguments.output)

@@ -2,10 +2,10 @@
 
     python scripts/bench/tune_collective_matmul.py [--devices 2] [--shapes NAME ...] [--directions forward]
 
-First each size of tile in the order that `tiles.choose` takes, then the best size in clusters, then the
-better of these in the other orders. All but the orders have run before at tiny shapes, in a child process;
+All of `tiles.candidates` take turns with the plain form, so that they see the same clocks: at its power cap a
+GPU is slower the longer it has worked. All but the orders have run before at tiny shapes, in a child process;
 whom a kernel waits for does not depend on the order. A call is timed whole, a backward pass with the products
-that give the weights' gradients, in turns with the plain form, and `faster` says whether it took less.
+that give the weights' gradients, and `faster` says whether it took less than the plain form.
 Entries of other shapes and devices stay; UNTUNED shapes are left out, so that what is chosen for an unknown
 shape is measured too.
 """
@@ -31,18 +31,24 @@ from pallas_kernels.collective_matmul.shapes import GPU
 TABLE = Path(tile_table.__file__)
 
 
-def measure(runs: dict, operands, turns: int, turn_seconds: float, alike: bool = False) -> dict[str, float]:
-    """Returns the median seconds of a call of each, after one turn to warm up."""
+PLAIN = "plain"
+WARMUP_TURNS = 3
+
+
+def measure(runs: dict, operands, turns: int, turn_seconds: float) -> dict[str, float]:
+    """Returns the median seconds of a call of each, after turns to warm up; all are alike but `PLAIN`."""
     named = {name: (run, operands) for name, run in runs.items()}
-    compiled, failed = programs.compile_in_a_row(named, alike)
+    plain = programs.compile_in_a_row({PLAIN: named.pop(PLAIN)})
+    kernels = programs.compile_in_a_row(named, alike=True)
+    compiled, failed = (a | b for a, b in zip(plain, kernels, strict=True))
     for name, reason in failed.items():
         print(f"{name}: {reason}", file=sys.stderr, flush=True)
     times = {name: [] for name in compiled}
     calls = {}
-    for number in range(turns + 1):
+    for number in range(WARMUP_TURNS + turns):
         for name, run in compiled.items():
             seconds = programs.turn(run, operands, calls.get(name, 1))
-            if number:
+            if number >= WARMUP_TURNS:
                 times[name].append(seconds)
             calls[name] = max(1, round(turn_seconds / (seconds * programs.IN_A_ROW)))
     return {name: statistics.median(seconds) for name, seconds in times.items()}
@@ -50,10 +56,9 @@ def measure(runs: dict, operands, turns: int, turn_seconds: float, alike: bool =
 
 def try_all(cases: list[Case]) -> None:
     """Runs all sizes to be measured, and their clusters, at tiny shapes in a child process."""
-    wanted: dict[tiles.Tiles, None] = {}
-    for case in cases:
-        for size in tiles.sizes(case.problem):
-            wanted |= dict.fromkeys([size, *tiles.clusters(case.problem, size)])
+    minor, width = tiles.ORDERS[0]
+    every = (one for case in cases for one in tiles.candidates(case.problem))
+    wanted = dict.fromkeys(dataclasses.replace(one, minor=minor, width=width) for one in every)
     checks.try_tiles(dict(cases[0].mesh.shape), list(wanted))
 
 
@@ -62,30 +67,20 @@ def tune(case: Case, turns: int, turn_seconds: float) -> dict:
     operands = case.operands()
     # The plain form runs before any kernel: what only it needs of XLA and NCCL is then loaded.
     wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
-
-    def times_of(candidates: list[tiles.Tiles]) -> dict[tiles.Tiles, float]:
-        runs = {shape: case.of(mosaic_gpu, tiles=shape) for shape in candidates}
-        times = measure(runs, operands, turns, turn_seconds, alike=True)
-        for shape, seconds in times.items():
-            print(f"{case.problem.key} {shape}: {1e6 * seconds:.1f} µs", file=sys.stderr, flush=True)
-        return times
-
-    times = times_of(tiles.sizes(case.problem))
-    times |= times_of(tiles.clusters(case.problem, min(times, key=times.get)))
-    times |= times_of(tiles.orders(min(times, key=times.get)))
+    runs = {one: case.of(mosaic_gpu, tiles=one) for one in tiles.candidates(case.problem)}
+    times = measure({PLAIN: case.of(reference)} | runs, operands, turns, turn_seconds)
+    plain = times.pop(PLAIN)
     best = min(times, key=times.get)
-    final = {"plain": case.of(reference), "fused": case.of(mosaic_gpu, tiles=best)}
-    fused = checks.compile_safely(jax.jit(final["fused"]).lower(*operands))
+    fused = checks.compile_safely(jax.jit(runs[best]).lower(*operands))
     jax.block_until_ready(fused(*case.operands(seed=1)))  # so that no buffer still holds the right result
     found = jax.block_until_ready(fused(*operands))  # nothing is loaded while it runs
     if not max(map(float, programs.apart(found, wanted))) <= programs.TOLERANCE:
         sys.exit(f"{case.problem.key}: the result with {best} differs from the plain form's")
-    compared = measure(final, operands, 2 * turns, turn_seconds)
     return {
         "tiles": dataclasses.asdict(best),
-        "microseconds": round(1e6 * compared["fused"], 1),
-        "plain_microseconds": round(1e6 * compared["plain"], 1),
-        "faster": compared["fused"] < compared["plain"],
+        "microseconds": round(1e6 * times[best], 1),
+        "plain_microseconds": round(1e6 * plain, 1),
+        "faster": times[best] < plain,
         "tried": [dataclasses.asdict(one) | {"microseconds": round(1e6 * t, 1)} for one, t in times.items()],
     }
 
@@ -119,7 +114,7 @@ def main() -> int:
     parser.add_argument("--directions", nargs="+", choices=both, default=both)
     done = "the first run that precedes all others has just passed, in a process of its own"
     parser.add_argument("--first-run-done", action="store_true", help=done)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--turn-seconds", type=float, default=0.01)
     options = parser.parse_args()
     os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.6"  # the rest is for the processes that try tiles

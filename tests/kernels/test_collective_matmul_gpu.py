@@ -290,7 +290,7 @@ def test_choice_of_tiles(shape, t):
     assert fused > max(
         problem.flops / tiles_module.PRODUCT_FLOPS, problem.bytes_sent / tiles_module.LINK_BYTES
     )
-    for other in tiles_module.sizes(problem):
+    for other in tiles_module.candidates(problem):
         assert tiles_module.predict(problem, other, SMS)[0] >= fused
 
 
@@ -445,7 +445,9 @@ def mesh_or_skip(check, axes):
 def test_values_and_gradients_on_gpus(name, axes, first_run):
     mesh = mesh_or_skip(first_run, axes)
     with first_run.ends_within(120, f"{name} on {axes}"):
-        line = first_run.check(mesh, (GPU | UNTUNED)[name], "mosaic_gpu_alone", fresh_seed())
+        shape = (GPU | UNTUNED)[name]
+        compiled = first_run.compile_both(mesh, shape, "mosaic_gpu_alone")
+        line = first_run.check(mesh, shape, compiled, fresh_seed())
     assert max(line["errors"]) <= first_run.BFLOAT16_TOLERANCE, line
 
 
@@ -455,5 +457,6 @@ def test_values_and_gradients_on_gpus(name, axes, first_run):
 def test_repeats_are_equal_bit_for_bit(name, axes, first_run):
     mesh = mesh_or_skip(first_run, axes)
     with first_run.ends_within(300, f"{name} on {axes}"):
-        unequal = first_run.unequal_repeats(mesh, GPU[name], "mosaic_gpu_alone", fresh_seed(), repeats=50)
+        compiled = first_run.compile_both(mesh, GPU[name], "mosaic_gpu_alone")
+        unequal = first_run.unequal_repeats(mesh, GPU[name], compiled, fresh_seed(), repeats=50)
     assert unequal == 0
