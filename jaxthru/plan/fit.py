@@ -48,6 +48,13 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
             f"mesh.collective_matmul = {config.mesh.collective_matmul!r}: with precision.matmul = 'fp8' "
             "products and collectives are apart; choose 'auto'",
         )
+    require(
+        config.mesh.collective_matmul != "mosaic_gpu_adds"
+        or not config.train.deterministic
+        or layout.size("heads") <= 2,
+        "mesh.collective_matmul = 'mosaic_gpu_adds': with train.deterministic = True, but more than 2 devices"
+        " add in whatever order they come; choose 'mosaic_gpu'",
+    )
     if config.mesh.copies:
         check_copies(config, layout, platform or device.platform)
     if config.offload.layered:

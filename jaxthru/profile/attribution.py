@@ -201,12 +201,17 @@ def _attention(module: Module, instruction: Instruction, phase: str) -> float:
 
 def _collective_matmul(module: Module, instruction: Instruction, gathers: bool) -> float:
     """Returns the FLOPs of a kernel that gathers the rows of its first operand and multiplies them by each
-    other matrix, or that sums the products of pairs over devices; an odd matrix is only gathered."""
-    matrices = [math.prod(dims) for _, dims in module.operand_shapes(instruction) if len(dims) == 2]
-    rows, columns = instruction.shapes[0][1]
+    other matrix, or that sums the products of pairs over devices; an odd matrix is only gathered, and one
+    that becomes a result is only added to."""
+    aliased = re.search(r"output_to_operand_aliasing=\{(.*?)\)\}", instruction.attributes)
+    become_results = {int(number) for number in re.findall(r"\((\d+),", aliased[1])} if aliased else ()
+    operands = [
+        dims for i, (_, dims) in enumerate(module.operand_shapes(instruction)) if i not in become_results
+    ]
+    matrices = [dims for dims in operands if len(dims) == 2]
     if gathers:
-        return 2.0 * rows * sum(matrices[1:])
-    return 2.0 * columns * sum(matrices[0 : len(matrices) // 2 * 2 : 2])
+        return 2.0 * instruction.shapes[0][1][0] * sum(map(math.prod, matrices[1:]))
+    return 2.0 * matrices[0][0] * sum(map(math.prod, matrices[1::2]))
 
 
 def layer_and_phase(op_name: str, module: str) -> tuple[str, str]:

@@ -32,7 +32,14 @@ class MeshConfig:
     fsdp: int = -1
     tensor: int = 1
     collective_matmul: Literal[
-        "auto", "none", "reference", "ring", "ring_bidirectional", "mosaic_gpu", "mosaic_tpu"
+        "auto",
+        "none",
+        "reference",
+        "ring",
+        "ring_bidirectional",
+        "mosaic_gpu",
+        "mosaic_gpu_adds",
+        "mosaic_tpu",
     ] = "auto"
     transfers: Literal["auto", "collectives", "copies"] = "auto"
 
@@ -45,7 +52,7 @@ class MeshConfig:
     @property
     def writes_to_peers(self) -> bool:
         """Whether kernels address the memory of other GPUs; see `runtime.xla.for_peers`."""
-        return self.collective_matmul == "mosaic_gpu"
+        return self.collective_matmul in ("mosaic_gpu", "mosaic_gpu_adds")
 
     @property
     def copies(self) -> bool:

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.collective_matmul import mosaic_gpu, mosaic_tpu, reference, ring
+from pallas_kernels.collective_matmul import mosaic_gpu, mosaic_gpu_adds, mosaic_tpu, reference, ring
 from pallas_kernels.varying import vary_alike
 
 __all__ = ["all_gather_matmul", "automatic", "implementations", "matmul_reduce_scatter"]
@@ -134,6 +134,9 @@ def implementations(
 ) -> dict[str, tuple[ModuleType, dict[str, object]]]:
     """Returns all implementations by name: the module, and what its functions take beside `axis_name`.
 
+    "mosaic_gpu_adds" adds up in the memory of the result: less exactly, and in an order that may differ from
+    run to run.
+
     "mosaic_gpu_alone" is for tests and benchmarks, where nothing else runs at the same time: it takes meshes
     of several axes, which "mosaic_gpu" refuses, as it may hang beside a collective over another of them.
 
@@ -143,6 +146,7 @@ def implementations(
     return {
         "mosaic_gpu": (mosaic_gpu, {"platform": platform, "always": named}),
         "mosaic_gpu_alone": (mosaic_gpu, {"platform": platform, "always": named, "alone": True}),
+        "mosaic_gpu_adds": (mosaic_gpu_adds, {"platform": platform, "always": named}),
         "mosaic_tpu": (mosaic_tpu, {"platform": platform}),
         "ring": (ring, {}),
         "ring_bidirectional": (ring, {"directions": 2}),

@@ -12,7 +12,8 @@ to shard, and no step waits for all SMs.
 `matmul_scatter`: the tiles of the peers' rows come first, each stored by TMA into its owner's `staged`
 buffer; then the own tiles, to which a consumer adds what the peers have sent, always in the same order. They
 come through the same ring of shared memory as the operands, so they are loaded ahead. Senders may gather
-another matrix meanwhile, which the gradient of the weights needs.
+another matrix meanwhile, which the gradient of the weights needs. With `adds`, nothing is staged: TMA adds
+every tile, the own ones last, to the owner's result, which begins as zeros.
 
 Why this is correct, and ends:
   * The runtime holds a launch back until the devices of the mesh have reached it (`skip_device_barrier` stays
@@ -23,6 +24,10 @@ Why this is correct, and ends:
     result, so each is waited for. No store and no signal is then under way to a buffer that a later operation
     may reuse, and no peer needs x or the operands of a kernel that has ended.
   * Each (source, row block) and each (source, tile) has a semaphore of its own, which only grows in a call.
+    With `adds` one counts all tiles, and one thread block waits for it before it ends.
+  * With `adds`, a result is zeros before its device comes to the kernel. PTX promises that an addition by TMA
+    is atomic among those of one GPU (`.relaxed.gpu`); for those of peers this relies on NVLink, which hands
+    them to the L2 cache that owns the memory, where all of them are made.
   * Senders wait for nothing but their own copies. A CTA computes all tiles that it sends before any that
     needs a peer's, and gives its last signal before it waits for its first. So no circle of waits can close
     while all CTAs run at once; there are no more of them than SMs, and one fits on each.
@@ -144,10 +149,10 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
     return tuple(outs[: len(weights)]), outs[-1] if t > 1 else x_MK
 
 
-def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=False, gather=None):
+def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=False, gather=None, adds=False):
     """Returns this shard's rows of Σ a @ w over the pairs and the shards, and all shards' rows of `gather`.
 
-    What a peer sends is rounded to the operands' dtype; it is summed in float32.
+    What a peer sends is rounded to the operands' dtype; it is summed in float32, with `adds` in that dtype.
 
     Args:
       pairs: of (a_AK, w_KN), or (a_AK, w_NK) if `transposed`; all have the same A and N.
@@ -156,8 +161,10 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
       axis_name: the mesh axis.
       transposed: how the weights lie.
       gather: None, or a matrix [M, G] to gather meanwhile.
+      adds: whether shards add to each other's results, in whatever order they come.
     """
     t = lax.axis_size(axis_name)
+    staged, adds = t > 1 and not adds, t > 1 and adds
     ctas -= ctas % tiles.cluster
     A, N = pairs[0][0].shape[0], pairs[0][1].shape[0 if transposed else 1]
     M = A // t
@@ -165,19 +172,19 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
     count = tiles_M * tiles_N  # tiles of one shard's rows
     steps_of = [a.shape[1] // STEP for a, _ in pairs]
     steps, own_phase = sum(steps_of), t - 1
-    staged_steps = (t - 1) * (tiles.n // PIECE)
+    staged_steps = (t - 1) * (tiles.n // PIECE) * staged
     dtype, sends = pairs[0][0].dtype, gather is not None and t > 1
 
     def body(*refs):
         operands, rest = refs[: 2 * len(pairs)], refs[2 * len(pairs) :]
         (gather_ref, *rest) = rest if sends else (None, *rest)
         (out_ref, *rest) = rest
-        (staged_ref, *rest) = rest if t > 1 else (None, *rest)
+        (staged_ref, *rest) = rest if staged else (None, *rest)
         (gathered_ref, *rest) = rest if sends else (None, *rest)
         ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
         me = lax.axis_index(axis_name) if t > 1 else i32(0)
         if t > 1:
-            finished = pl.get_global(plgpu.SemaphoreType.REGULAR(((t - 1) * count,)))
+            finished = pl.get_global(plgpu.SemaphoreType.REGULAR((1 if adds else (t - 1) * count,)))
         if sends:
             outbox = _Outbox(gather_ref, gathered_ref, rest, axis_name, gather.shape[0], _cta(tiles), ctas)
 
@@ -190,6 +197,13 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
             m, n = _order(number, tiles_M, tiles_N, tiles)
             return phase, number, m, n, lax.rem(me + phase + 1, i32(t))
 
+        def inbox(k):
+            """Returns where tiles of phase k are stored, or added with `adds`; the last phase only then."""
+            peer = {axis_name: lax.rem(me + (k + 1), i32(t))}
+            if staged:
+                return plgpu.remote_ref(staged_ref, peer).at[k]
+            return plgpu.remote_ref(out_ref, peer) if k < own_phase else out_ref
+
         def produce(index, base):
             phase, number, m, n, owner = place(index)
             begin = base
@@ -197,7 +211,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
                 a_ref, w_ref = operands[2 * pair : 2 * pair + 2]
                 ring.load(a_ref, owner * M + m * tiles.m, w_ref, n * tiles.n, steps_i, begin)
                 begin += steps_i
-            if t > 1:
+            if staged:
 
                 @pl.when(phase == own_phase)
                 def _():
@@ -215,7 +229,8 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
             @pl.when(phase < own_phase)
             def _():
                 plgpu.wait_smem_to_gmem(0)
-                pl.semaphore_signal(finished.at[phase * count + number], device_id={axis_name: owner})
+                semaphore = finished.at[0 if adds else phase * count + number]
+                pl.semaphore_signal(semaphore, device_id={axis_name: owner})
 
         def consume(index, base):
             phase, _, m, n, _ = place(index)
@@ -233,25 +248,26 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
                     if r == 0:
                         for source in range(t - 1):
                             step = base + steps + c // PIECE * (t - 1) + source
-                            for below, staged in ring.staged(step):
-                                sums[below, c] += staged.astype(jnp.float32)
+                            for below, piece in ring.staged(step):
+                                sums[below, c] += piece.astype(jnp.float32)
                     piece_ref = ring.write_out(number, sums[r, c].astype(dtype))
                     plgpu.copy_smem_to_gmem(piece_ref, window(out_ref, r, c))
 
             def send():
                 for number, (r, c) in enumerate(tiles.pieces):
                     piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + PIECE].astype(dtype))
-                    for k in range(t - 1):  # a branch for each peer: the TMA descriptor of a peer is static
+                    for k in range(t - staged):  # a branch for each: the TMA descriptor of a peer is static
 
                         @pl.when(phase == k)
                         def _(k=k, r=r, c=c, piece_ref=piece_ref):
-                            peer = lax.rem(me + (k + 1), i32(t))
-                            there = plgpu.remote_ref(staged_ref, {axis_name: peer})
-                            plgpu.copy_smem_to_gmem(piece_ref, window(there.at[k], r, c))
+                            how = {"reduction_op": "add"} if adds else {}
+                            plgpu.copy_smem_to_gmem(piece_ref, window(inbox(k), r, c), **how)
 
-            if t > 1:
+            if staged:
                 pl.when(phase == own_phase)(add_and_store)
                 pl.when(phase != own_phase)(send)
+            elif adds:
+                send()
             else:
                 add_and_store()
 
@@ -266,17 +282,24 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
                 for away in range(1, t):
                     outbox.wait_for(away, 0)
 
-        finish = announce if t > 1 else None
+        def finish(index):
+            announce(index)
+            if adds:  # else who adds up a tile has waited for it
+
+                @pl.when(_cta(tiles) == 0)
+                def _():
+                    _wait(finished.at[0], (t - 1) * count * CONSUMERS)
+
         send = send_gathered if sends else None
-        _run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, finish, send)
+        _run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, finish if t > 1 else None, send)
 
     out_type = [jax.ShapeDtypeStruct((M, N), dtype)]
-    if t > 1:
+    if staged:
         out_type.append(jax.ShapeDtypeStruct((t - 1, M, N), dtype))
     if sends:
         out_type.append(jax.ShapeDtypeStruct((t * gather.shape[0], gather.shape[1]), dtype))
     operands = [x for pair in pairs for x in pair] + ([gather] if sends else [])
-    outs = _kernel(body, out_type, tiles, ctas, dtype, transposed, sends)(*operands)
+    outs = _kernel(body, out_type, tiles, ctas, dtype, transposed, sends, adds)(*operands)
     return outs[0], outs[-1] if sends else gather
 
 
@@ -513,8 +536,11 @@ def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finis
         plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, sends: bool):
-    """Returns the kernel with its shared memory; `tiles.smem_bytes` counts the same."""
+def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, sends: bool, adds=False):
+    """Returns the kernel with its shared memory; `tiles.smem_bytes` counts the same.
+
+    adds: whether the first result begins as zeros.
+    """
 
     def smem(*shape):
         transforms = plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(PIECE * 2)
@@ -534,9 +560,9 @@ def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, se
     ]
     if sends:
         scratch += [smem(2, PIECE, PIECE), plgpu.Barrier(num_barriers=2)]
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
-        out_type=out_type,
+        out_type=out_type[adds:],
         scratch_types=scratch,
         grid=(ctas // tiles.cluster,),
         grid_names=("sm",),
@@ -544,3 +570,12 @@ def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, se
         num_threads=CONSUMERS + 1,
         thread_name="wg",
     )
+
+    def add_to_zeros(*operands):
+        # Tied to the operands, or JAX takes the zeros out of a scan that is differentiated, and copies them.
+        zero, *operands = lax.optimization_barrier((jnp.zeros((), dtype), *operands))
+        sums_ref = jax.new_ref(jnp.broadcast_to(zero, out_type[0].shape))  # an operand that is a result too
+        others = kernel(*operands, sums_ref)
+        return jax.freeze(sums_ref), *others
+
+    return add_to_zeros if adds else kernel

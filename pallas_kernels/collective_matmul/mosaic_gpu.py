@@ -9,6 +9,8 @@ divides, meshes with another axis, and where the plain form is faster, measured 
     forward of matmul_reduce_scatter   matmul_scatter
     backward                           gather_matmul of dout and w.T, keeping the gathered dout; then dw
 
+`mosaic_gpu_adds.py` makes them of the same kernels, with another way to add up in matmul_scatter.
+
 Weights are never transposed in memory, nor concatenated: the tensor cores read either layout, and a tile's
 columns are of one weight. The products that give dw take the gathered matrix and are XLA's.
 
@@ -46,7 +48,7 @@ HOPPER = {"least": (9, 0), "below": (10, 0)}
 # Lowered once for all layers of a program that call them alike: Mosaic would compile the kernel for each.
 _static = "tiles", "ctas", "axis_name", "transposed"
 _gather_matmul = jax.jit(hopper.gather_matmul, static_argnames=(*_static, "keep"))
-_matmul_scatter = jax.jit(hopper.matmul_scatter, static_argnames=_static)
+_matmul_scatter = jax.jit(hopper.matmul_scatter, static_argnames=(*_static, "adds"))
 
 
 def all_gather_matmul(x_MK, weights, *, axis_name, **options):
@@ -59,23 +61,23 @@ def all_gather_matmul(x_MK, weights, *, axis_name, **options):
     return _mark(ys, x_MK, *weights)
 
 
-def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, **options):
+def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, adds=False, **options):
     contracted = tuple(dy.shape[1] for dy in dys)
     M, K = x_MK.shape
     problem = _problem("scatter_transposed", x_MK, axis_name, M, contracted, (K,), gathers=K)
     plan = _plan(problem, axis_name, **options)
     pairs = list(zip(_unmark(*dys), _unmark(*weights), strict=True))
     (x,) = _unmark(x_MK)
-    results = _matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x)
+    results = _matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x, adds=adds)
     dx_MK, x_AK = _mark(results, x_MK, *weights, *dys)
     return dx_MK, tuple(dot(x_AK, dy_AN, 0, 0) for dy_AN in dys)
 
 
-def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, **options):
+def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, adds=False, **options):
     M = len(y_AK) // jax.lax.axis_size(axis_name)
     problem = _problem("scatter", y_AK, axis_name, M, (y_AK.shape[1],), (w_KN.shape[1],))
     plan = _plan(problem, axis_name, **options)
-    out_MN, _ = _matmul_scatter([_unmark(y_AK, w_KN)], *plan, axis_name=axis_name)
+    out_MN, _ = _matmul_scatter([_unmark(y_AK, w_KN)], *plan, axis_name=axis_name, adds=adds)
     return _mark((out_MN,), y_AK, w_KN)[0]
 
 

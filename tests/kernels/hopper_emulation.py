@@ -2,9 +2,10 @@
 
 JAX's interpreter of GPU kernels runs one device and knows neither semaphores nor peers' memory. So each shard
 runs twice. In the first run, what it stores in a peer's buffer goes to a mailbox. In the second, its buffers
-hold what the mailboxes of all shards have for it. Signals are counted, and so is what each wait expects. This
-shows that each tile is made of the right rows, sent to the right place of the right peer, and announced as
-often as it is waited for; not what happens at the same time.
+hold what the mailboxes of all shards have for it; a result that shards add to is the sum of those. Signals
+are counted, and so is what each wait expects. This shows that each tile is made of the right rows, sent to
+the right place of the right peer, and announced as often as it is waited for; not what happens at the same
+time.
 """
 
 import collections
@@ -29,6 +30,10 @@ class Shards:
         self.t, self.rank = t, None
         self.prefilled, self.mail, self.own = None, [], []
         self.interpret = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
+        self.adds, self._added_to = (
+            False,
+            (),
+        )  # the ids of the result that shards add to, and of its mailboxes
         self.signals = collections.Counter()  # {(shard, semaphores, index): signalled}
         self.sources = collections.defaultdict(set)  # who did
         self.waits = {}  # {(shard, semaphores, index): expected}
@@ -40,6 +45,7 @@ class Shards:
             (plgpu, "warp_map", lambda act: [act(jnp.int32(warp)) for warp in range(2)] and None),
             # Each thread block of a cluster loads for itself what one of them loads for all.
             (plgpu, "copy_gmem_to_smem", functools.partial(_for_itself, plgpu.copy_gmem_to_smem)),
+            (plgpu, "copy_smem_to_gmem", functools.partial(self._store, plgpu.copy_smem_to_gmem)),
             (plgpu, "remote_ref", lambda ref, device_id: self._mailboxes[id(ref)].at[device_id[AXIS]]),
             (pl, "get_global", self._get_global),
             (pl, "semaphore_signal", self._signal),
@@ -63,6 +69,8 @@ class Shards:
         jax.effects_barrier()
         assert self.signals and self.signals == self.waits
         received = [self._received(rank) for rank in range(self.t)]
+        if self.adds:  # no shard reads what another has added
+            return [(buffers[0], buffers[-1]) for buffers in received]
         results = []
         for rank in range(self.t):
             self.rank, self.prefilled = rank, received[rank]
@@ -76,18 +84,23 @@ class Shards:
         buffers = []
         for i, own in enumerate(self.own[rank]):
             whole = np.array(own.astype(jnp.float32))
-            for source in range(self.t):
-                sent = np.array(self.mail[source][i][rank].astype(jnp.float32))
+            all_sent = [np.array(mail[i][rank].astype(jnp.float32)) for mail in self.mail]
+            if self.adds and i == 0:
+                buffers.append(_sum([whole, *(all_sent[k] for k in range(self.t) if k != rank)], own.dtype))
+                continue
+            for sent in all_sent:
                 assert not (~np.isnan(sent) & ~np.isnan(whole)).any(), "written twice"
                 whole = np.where(np.isnan(sent), whole, sent)
             buffers.append(jnp.asarray(whole).astype(own.dtype))
         return buffers
 
-    def _kernel(self, body, out_type, tiles, ctas, dtype, transposed, sends):
+    def _kernel(self, body, out_type, tiles, ctas, dtype, transposed, sends, adds=False):
         arguments = tiles, ctas, dtype, transposed, sends
+        self.adds = adds
         if self.t == 1:
             return self._real_kernel(body, out_type, *arguments)
-        remote = [i for i, o in enumerate(out_type) if i == len(out_type) - 1 or len(o.shape) == 3]
+        last = len(out_type) - 1
+        remote = [i for i, o in enumerate(out_type) if i == last or len(o.shape) == 3 or adds]
         mail = [jax.ShapeDtypeStruct((self.t, *out_type[i].shape), dtype) for i in remote]
         scratch = 5 + 2 * sends
         prefilled = self.prefilled
@@ -101,6 +114,7 @@ class Shards:
                 for i, ref in zip(remote, filled, strict=True):
                     out_refs[i] = ref
             self._mailboxes = {id(out_refs[i]): m for i, m in zip(remote, mail_refs, strict=True)}
+            self._added_to = {id(out_refs[0]), id(mail_refs[0])} if adds else ()
             self._semaphores = 0
             body(*refs, *out_refs, *scratch_refs)
 
@@ -113,6 +127,10 @@ class Shards:
             return outs[: len(out_type)]
 
         return call
+
+    def _store(self, copy, source, to, reduction_op=None):
+        assert reduction_op == ("add" if id(to.ref) in self._added_to else None)
+        copy(source, to)
 
     def _get_global(self, semaphores):
         self._semaphores += 1
@@ -137,6 +155,14 @@ class Shards:
     def _expect(self, shard, array, value, index):
         with self._lock:
             assert self.waits.setdefault((shard, array, int(index)), value) == value
+
+
+def _sum(addends, dtype) -> jax.Array:
+    """Returns zeros with each added to them, rounded every time."""
+    assert not np.isnan(addends).any(), "a shard has not added to all of it"
+    return functools.reduce(
+        lambda total, x: total + jnp.asarray(x).astype(dtype), addends, jnp.zeros((), dtype)
+    )
 
 
 def _for_itself(copy, *arguments, collective_axes=None):

@@ -1,6 +1,7 @@
 """Collective matrix products fused on Hopper: what can be shown without a GPU, and the rest on 2 and 4."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -14,10 +15,10 @@ from test_no_multicast import FORBIDDEN, lower_collective_matmul
 
 from jaxthru.runtime import aot, xla
 from pallas_kernels import collective_matmul
-from pallas_kernels.collective_matmul import hopper, mosaic_gpu, tile_table
+from pallas_kernels.collective_matmul import hopper, mosaic_gpu, mosaic_gpu_adds, tile_table
 from pallas_kernels.collective_matmul import tiles as tiles_module
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
-from pallas_kernels.collective_matmul.tiles import SMEM_BYTES, SMS, Problem, Tiles
+from pallas_kernels.collective_matmul.tiles import CONSUMERS, SMEM_BYTES, SMS, Problem, Tiles
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.testing import GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
 
@@ -64,16 +65,10 @@ def test_gather_matmul(t, transposed, shape, ctas, monkeypatch):
         assert sources == {(shard + 1 + index // blocks) % t}
 
 
-@pytest.mark.parametrize("t, beside", [(1, True), (2, False), (3, True)])
-@pytest.mark.parametrize(
-    "shape, ctas",
-    [(SMALL, CTAS), (Tiles(256, 64, stages=3, minor="N", width=1), CTAS), (PAIRS, 2)],
-    ids=["128", "256", "clusters"],
-)
-def test_matmul_scatter(shape, ctas, t, beside, monkeypatch):
-    """Two products added up, and another matrix gathered beside them."""
+def scatter(monkeypatch, t, shape, ctas, beside: bool, contracted=(128, 64), **options) -> Shards:
+    """Checks products that are added up, and another matrix gathered beside them; returns the shards."""
     rng = np.random.default_rng(fresh_seed())
-    M, N, contracted = 256, 128, (128, 64)
+    M, N = 256, 128
     pairs = [[(draw(rng, t * M, K), draw(rng, N, K)) for K in contracted] for _ in range(t)]
     extra = [draw(rng, M, 128) for _ in range(t)]
 
@@ -81,17 +76,43 @@ def test_matmul_scatter(shape, ctas, t, beside, monkeypatch):
         return hopper.matmul_scatter(pairs, *arguments, gather=gather, transposed=True, **options)
 
     shards = Shards(monkeypatch, t)
-    found = shards.run(kernel, lambda rank: (pairs[rank], extra[rank] if beside else None, shape, ctas))
+    arguments = lambda rank: (pairs[rank], extra[rank] if beside else None, shape, ctas)  # noqa: E731
+    found = shards.run(kernel, arguments, **options)
     total = sum(product(a, w.T) for of_shard in pairs for a, w in of_shard)
     for rank, (out, gathered) in enumerate(found):
         assert_close(out, total[rank * M :][:M], GPU_TOLERANCE)
         if beside:
             np.testing.assert_array_equal(np.float32(gathered), np.float32(jnp.concatenate(extra)))
+    return shards
+
+
+shapes_of_scatter = pytest.mark.parametrize(
+    "shape, ctas",
+    [(SMALL, CTAS), (Tiles(256, 64, stages=3, minor="N", width=1), CTAS), (PAIRS, 2)],
+    ids=["128", "256", "clusters"],
+)
+
+
+@pytest.mark.parametrize("t, beside", [(1, True), (2, False), (3, True)])
+@shapes_of_scatter
+def test_matmul_scatter(shape, ctas, t, beside, monkeypatch):
+    shards = scatter(monkeypatch, t, shape, ctas, beside)
     # What a shard adds up as that of the k-th shard before it, and in that order, is that shard's.
-    count = (M // shape.m) * (N // shape.n)
+    count = (256 // shape.m) * (128 // shape.n)
     for (shard, array, index), sources in shards.sources.items():
         expected = shard - 1 - index // count if array == 1 else shard + 1 + index
         assert sources == {expected % t}
+
+
+@pytest.mark.parametrize("t, beside", [(1, True), (2, False), (2, True), (4, True)])
+@shapes_of_scatter
+def test_matmul_scatter_that_adds(shape, ctas, t, beside, monkeypatch):
+    """As the forward pass does, without another matrix beside, and as the backward pass does."""
+    contracted = (128, 64) if beside else (128,)
+    shards = scatter(monkeypatch, t, shape, ctas, beside, contracted, adds=True)
+    count = CONSUMERS * (256 // shape.m) * (128 // shape.n)
+    added = {shard: n for (shard, array, _), n in shards.waits.items() if array == 1}
+    assert added == ({shard: (t - 1) * count for shard in range(t)} if t > 1 else {})
 
 
 def test_fewer_tiles_than_thread_blocks(monkeypatch):
@@ -117,15 +138,17 @@ def test_no_races_within_a_device(monkeypatch):
 # What they lower to.
 
 
-def test_layers_share_a_kernel():
+@pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_gpu_adds"])
+def test_layers_share_a_kernel(name):
     """Mosaic would compile it for each of them: of 8 layers 64 kernels."""
+    module, _ = collective_matmul.implementations("gpu")[name]
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
     rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
 
     def layers(x, w):
         for _ in range(3):
-            (y,) = mosaic_gpu.all_gather_matmul(x, (w,), axis_name="tensor", always=True)
-            x = mosaic_gpu.matmul_reduce_scatter(y, w.T, axis_name="tensor", always=True)
+            (y,) = module.all_gather_matmul(x, (w,), axis_name="tensor", always=True)
+            x = module.matmul_reduce_scatter(y, w.T, axis_name="tensor", always=True)
         return x
 
     function = jax.shard_map(layers, mesh=mesh, in_specs=(rows, columns), out_specs=rows)
@@ -134,10 +157,21 @@ def test_layers_share_a_kernel():
     assert text.count("custom_call @mosaic_gpu") == 2
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2, "tensor": 4}, {"tensor": 1}], ids=str)
-def test_lowers_every_first_run(axes, bench):
+@pytest.mark.parametrize(
+    "name, axes",
+    [
+        ("mosaic_gpu_alone", {"tensor": 2}),
+        ("mosaic_gpu_alone", {"data": 2, "tensor": 4}),
+        ("mosaic_gpu_alone", {"tensor": 1}),
+        ("mosaic_gpu_adds", {"tensor": 2}),
+        ("mosaic_gpu_adds", {"tensor": 4}),
+        ("mosaic_gpu_adds", {"tensor": 1}),
+    ],
+    ids=str,
+)
+def test_lowers_every_first_run(name, axes, bench):
     for shape in bench("collective_matmul_check").TINY.values():
-        text = lower_collective_matmul(shape, axes, "mosaic_gpu_alone", "cuda")
+        text = lower_collective_matmul(shape, axes, name, "cuda")
         assert text.count("@mosaic_gpu_v2") == 2
         assert not [word for word in FORBIDDEN if word in text]
 
@@ -177,7 +211,7 @@ def test_shared_memory_as_counted(operation, shape):
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("shape", tiles_module.RATES, ids=str)
 def test_compiles_without_spilling_registers(shape, cluster, monkeypatch, capfd):
-    """All four kernels, down to a Hopper GPU's own code: a consumer has just the registers it needs."""
+    """All kernels, down to a Hopper GPU's own code: a consumer has just the registers it needs."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     mocked = {name: value for name, value in aot.OPTIONS.items() if name != "xla_gpu_mock_custom_calls"}
     monkeypatch.setattr(aot, "OPTIONS", mocked)
@@ -191,17 +225,47 @@ def test_compiles_without_spilling_registers(shape, cluster, monkeypatch, capfd)
         (gathered,) = mosaic_gpu.all_gather_matmul(x, (w,), **options)
         dx, _ = mosaic_gpu.all_gather_matmul_backward(x, (w,), (y,), **options)
         out = mosaic_gpu.matmul_reduce_scatter(y, dx, **options)
-        return gathered, out, *mosaic_gpu.matmul_reduce_scatter_backward(y, dx, out, **options)
+        dy, dw = mosaic_gpu.matmul_reduce_scatter_backward(y, dx, out, **options)
+        added, _ = mosaic_gpu_adds.all_gather_matmul_backward(x, (w,), (y,), **options)
+        return gathered, dy, dw, out, added, mosaic_gpu_adds.matmul_reduce_scatter(y, dx, **options)
 
     split = jax.shard_map(
-        local, mesh=mesh, in_specs=(rows, columns, columns), out_specs=(columns, rows, columns, rows)
+        local,
+        mesh=mesh,
+        in_specs=(rows, columns, columns),
+        out_specs=(columns, columns, rows, rows, rows, rows),
     )
     sizes = (3072, 1536), (1536, 3072), (3072, 3072)
     lowered = aot.lower(jax.jit(split), *(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes))
     aot.compile_for(lowered, aot.TARGETS["h200"], devices=2)
     said = "".join(capfd.readouterr())
-    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"] * 4
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"] * 6
     assert "wgmma" not in said, "products one after another, for want of registers or a fence"
+
+
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+@pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable", "dots_saveable"])
+def test_adds_where_layers_are_rematerialised(policy, loop):
+    """A result that is written in place must not be taken apart from its kernel."""
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    rows, columns = PartitionSpec("tensor"), PartitionSpec(None, None, "tensor")
+
+    @functools.partial(jax.checkpoint, policy=getattr(jax.checkpoint_policies, policy))
+    def layer(x, w):
+        options = {"axis_name": "tensor", "implementation": "mosaic_gpu_adds", "platform": "gpu"}
+        (y,) = collective_matmul.all_gather_matmul(x, (w,), **options)
+        return jnp.sin(collective_matmul.matmul_reduce_scatter(jnp.sin(y), w.T, **options)), None
+
+    def layers(x, ws):
+        if loop == "scan":
+            return jax.lax.scan(layer, x, ws)[0]
+        return functools.reduce(lambda x, w: layer(x, w)[0], ws, x)
+
+    function = jax.shard_map(layers, mesh=mesh, in_specs=(rows, columns), out_specs=rows)
+    gradients = jax.jit(jax.grad(lambda *a: jnp.sum(function(*a).astype(jnp.float32)), (0, 1)))
+    arguments = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((512, 256), (2, 256, 256)))
+    text = gradients.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") >= 4
 
 
 # What is refused, and what is chosen.
@@ -459,4 +523,33 @@ def test_repeats_are_equal_bit_for_bit(name, axes, first_run):
     with first_run.ends_within(300, f"{name} on {axes}"):
         compiled = first_run.compile_both(mesh, GPU[name], "mosaic_gpu_alone")
         unequal = first_run.unequal_repeats(mesh, GPU[name], compiled, fresh_seed(), repeats=50)
+    assert unequal == 0
+
+
+@pytest.fixture(scope="module")
+def first_adds(first_run):
+    """The same of kernels that add to each other's results: two shards repeat bit for bit, more need not."""
+    for t, repeats in ((2, "3"), (4, "0")):
+        if t <= jax.device_count():
+            arguments = ["--implementation", "mosaic_gpu_adds", "--axes", f"tensor={t}", "--repeats", repeats]
+            first_run.run_script([first_run.__file__, *arguments], 240)
+    return first_run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("name", GPU | UNTUNED)
+def test_values_and_gradients_where_shards_add(name, t, first_adds):
+    mesh = mesh_or_skip(first_adds, {"tensor": t})
+    with first_adds.ends_within(120, f"{name} on {t}"):
+        line = first_adds.check(mesh, (GPU | UNTUNED)[name], "mosaic_gpu_adds", fresh_seed())
+    assert max(line["errors"]) <= first_adds.BFLOAT16_TOLERANCE, line
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qkv", "down"])
+def test_what_two_shards_add_is_the_same_in_either_order(name, first_adds):
+    mesh = mesh_or_skip(first_adds, {"tensor": 2})
+    with first_adds.ends_within(300, name):
+        unequal = first_adds.unequal_repeats(mesh, GPU[name], "mosaic_gpu_adds", fresh_seed(), repeats=50)
     assert unequal == 0

@@ -28,6 +28,23 @@ def test_tokens_that_do_not_divide_over_tensor_are_refused():
     fit(even, jax.devices()[:2])
 
 
+def test_additions_in_any_order_are_refused_where_repeats_are_to_be_exact():
+    settings = [
+        "mesh.collective_matmul=mosaic_gpu_adds",
+        "mesh.fsdp=1",
+        "train.rows=8",
+        "train.deterministic=true",
+        "model.heads=8",
+        "model.kv_heads=4",
+    ]
+    two, four = (configuration.load("configs/quickstart.py", [*settings, f"mesh.tensor={t}"]) for t in (2, 4))
+    fit(two, jax.devices()[:2], "gpu")
+    with pytest.raises(
+        InputError, match=r"'mosaic_gpu_adds': with train.deterministic .* choose 'mosaic_gpu'"
+    ):
+        fit(four, jax.devices()[:4], "gpu")
+
+
 @pytest.mark.parametrize(
     ("settings", "processes", "message"),
     [

@@ -187,26 +187,34 @@ ENTRY %main (x: bf16[2048,4096], y: bf16[4096,8192]) -> bf16[2048,512] {
   %a.1 = (bf16[4096,1024]{1,0}, bf16[4096,1024]{1,0}, bf16[4096,4096]{1,0}, s32[16]{0}) \
     custom-call(%x, %w, %w, %f), custom_call_target="mosaic_gpu_v2", \
     metadata={op_name="jit(train_step)/jvp(model)/mlp/shard_map/jit(GATHER)/body/mpmd_map"}
+  %z = bf16[2048,512]{1,0} broadcast(%zero), dimensions={}
+  %c.1 = (bf16[4096,4096]{1,0}, bf16[2048,512]{1,0}, s32[65]{0}) \
+    custom-call(%y, %v, %x, %z, %f), custom_call_target="mosaic_gpu_v2", \
+    output_to_operand_aliasing={{1}: (3, {}), {2}: (4, {})}, \
+    metadata={op_name="jit(train_step)/transpose(jvp(model))/mlp/shard_map/jit(SCATTER)/body/mpmd_map"}
   ROOT %b.1 = (bf16[2048,512]{1,0}, bf16[1,2048,512]{2,1,0}, bf16[4096,4096]{1,0}, s32[257]{0}) \
     custom-call(%y, %v, %x, %f), custom_call_target="mosaic_gpu_v2", \
+    output_to_operand_aliasing={{3}: (3, {})}, \
     metadata={op_name="jit(train_step)/transpose(jvp(model))/mlp/shard_map/jit(SCATTER)/body/mpmd_map"}
 }
 """.replace("\\\n   ", "")
 
 
 def test_kernels_that_communicate_and_multiply():
-    """As XLA writes them for two H200s. The second gathers its odd operand beside the product."""
+    """As XLA writes them for two H200s. The scatters gather their odd operand beside the product; one adds to
+    zeros, which are an operand too."""
     names = {"GATHER": hopper.gather_matmul.__name__, "SCATTER": hopper.matmul_scatter.__name__}
     module = hlo.module(re.sub("GATHER|SCATTER", lambda found: names[found[0]], FUSED))
     found = Attribution({module.name: module})
-    gather, scatter = (found.find("jit_train_step", name) for name in ("a.1", "b.1"))
-    assert gather.line == scatter.line == "collective_matmul"
+    gather, scatter, adds = (found.find("jit_train_step", name) for name in ("a.1", "b.1", "c.1"))
+    assert gather.line == scatter.line == adds.line == "collective_matmul"
+    assert adds.flops == scatter.flops
     assert gather.flops == 2 * 2 * 4096 * 4096 * 1024 and scatter.flops == 2 * 4096 * 8192 * 512
     assert (gather.phase, scatter.phase, gather.layer) == ("forward", "backward", "mlp")
     assert found.flops("matmul") == 0
     # What the model needs and these kernels multiply takes no part of the line "matmul".
     collected = {"devices": 2, "peak_flops": 1e12, "device_kind": "NVIDIA H200"}
-    done = 2 * (gather.flops + scatter.flops)
+    done = 2 * (gather.flops + scatter.flops + adds.flops)
     split = matmul(SimpleNamespace(attribution=found, runs=None), 0.0, done, collected, Clock())
     assert (split.flops, split.model_flops, split.ideal_seconds, split.recomputation_seconds) == (
         done,

@@ -1,0 +1,25 @@
+"""`mosaic_gpu` with the sums of a scatter made in the result's memory: TMA adds each shard's tiles to it, in
+whatever order they come.
+
+No buffer holds what peers send, and nobody reads it again; the result begins as zeros instead. In return it
+is less exact: every shard's part is rounded to bfloat16, the owner's too, and each addition rounds again,
+where `mosaic_gpu` adds up in float32. With more than two shards results may differ from run to run in their
+last bits, as the order of additions does; two parts added to zeros give the same in either order.
+
+What gathers sums up nothing, and is that of `mosaic_gpu`.
+"""
+
+import functools
+
+from pallas_kernels.collective_matmul import mosaic_gpu
+from pallas_kernels.collective_matmul.mosaic_gpu import all_gather_matmul, matmul_reduce_scatter_backward
+
+__all__ = [
+    "all_gather_matmul",
+    "all_gather_matmul_backward",
+    "matmul_reduce_scatter",
+    "matmul_reduce_scatter_backward",
+]
+
+all_gather_matmul_backward = functools.partial(mosaic_gpu.all_gather_matmul_backward, adds=True)
+matmul_reduce_scatter = functools.partial(mosaic_gpu.matmul_reduce_scatter, adds=True)
