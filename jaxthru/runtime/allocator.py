@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 from importlib import metadata, util
 
 import jax
@@ -22,7 +23,7 @@ def keep_freed() -> bool:
     at most 64 MiB, and what is larger is mapped whatever MMAP_MAX says.
     """
     ours = not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    if not (ours and on_cpus_alone() and "CS_GNU_LIBC_VERSION" in os.confstr_names):
+    if not (ours and on_cpus_alone() and platform.libc_ver()[0] == "glibc"):
         return False
     options = {ARENA_MAX: 1, MMAP_MAX: 0, TRIM_THRESHOLD: NEVER}
     set_option = ctypes.CDLL(None).mallopt
