@@ -15,8 +15,8 @@ def keep_freed() -> bool:
     """Has glibc keep what this process frees, if its devices are CPUs alone; returns whether it does.
 
     XLA allocates a step's temporaries anew in each step. glibc maps and unmaps what is as large as those, and
-    the system clears each page of it when it is first touched: a quarter of the quickstart's step. In return
-    the process holds about twice the memory.
+    the system clears each page of it when it is first touched: nearly a third of the quickstart's step. In
+    return the process holds two and a half times the memory.
 
     Whatever the environment sets of glibc's allocator (GLIBC_TUNABLES, MALLOC_*) stays as it is. Call it
     before JAX looks for devices: XLA's threads would have areas ("arenas") of their own already, which hold
