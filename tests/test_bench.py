@@ -272,3 +272,38 @@ def test_two_starts_are_timed(tmp_path):
     line = json.loads(ended.stdout)
     assert 0 < line["seconds_to_first_step"]["second"] < line["seconds_to_first_step"]["first"]
     assert line["steps_counted"] == 2 and 0 <= line["host_gap"] < 1 and 0 <= line["data_wait"] < 1
+
+
+def test_a_turns_steps_count_once_warm(bench):
+    kept = bench("kept_memory")
+    steps = [9.0, 0.5, 0.5, 0.3, 0.2, 0.1]  # the first compiles
+    assert kept.warmed_up(steps, 1.0) == [0.3, 0.2, 0.1]
+    turns = [{"step_seconds": steps, "page_faults": 7, "peak_bytes": 11}] * 2
+    turns += [{"step_seconds": [9.0, 1.0, 0.3, 0.3, 0.4], "page_faults": 8, "peak_bytes": 12}]
+    found = kept.told(turns, 1.0)
+    assert found["step_seconds_by_turn"] == [0.2, 0.2, 0.3] and found["spread"] == pytest.approx(0.5)
+    assert found["page_faults"] == [7, 7, 8] and found["peak_bytes"] == [11, 11, 12]
+    with pytest.raises(SystemExit, match="too few"):
+        kept.told(turns, 1.5)
+
+
+@pytest.mark.slow
+def test_kept_memory_is_measured_in_turns(tmp_path):
+    settings = ("model.layers=1", f"data.store={tmp_path / 'store'}")
+    overrides = [word for text in settings for word in ("--set", text)]
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "kept_memory.py"), *overrides]
+    command += ["--config", str(ROOT / "configs" / "quickstart.py"), "--turns", "1", "--steps", "10"]
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    ended = subprocess.run(
+        [*command, "--warmup-seconds", "0"],
+        env=own | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+    line = json.loads(ended.stdout)
+    kept, given_back = (line["variants"][name] for name in ("kept", "given_back"))
+    assert kept["steps_timed"] == given_back["steps_timed"] == [9]
+    assert kept["peak_bytes"] > given_back["peak_bytes"] and line["device"]["kind"] == "cpu"

@@ -100,7 +100,7 @@ def drifting(steps: int) -> list[float]:
 
 
 def closed(measure, monkeypatch, *, wrong: float, tracing: float, turns: int) -> dict:
-    """Returns the bars of a run whose steps 20 to 29 were profiled; one of those took three times as long.
+    """Returns the closure of a run whose steps 20 to 29 were profiled; one of those took three times as long.
 
     wrong: by which factor the ledger's steps are too long. tracing: by which traced steps took longer.
     """
@@ -116,18 +116,42 @@ def closed(measure, monkeypatch, *, wrong: float, tracing: float, turns: int) ->
     found.steps = [*range(10, 20), *range(34, 44)]
     monkeypatch.setattr(measure, "counted", lambda run: {})
     monkeypatch.setattr(measure, "parse_cost", lambda path, steps: {})
-    return measure.closure(found)["bars"]
+    return measure.closure(found)
 
 
 @pytest.mark.parametrize("turns", [0, 20])
 @pytest.mark.parametrize(("wrong", "tracing"), [(1, 1), (1.03, 1), (0.97, 1), (1, 1.03), (0.97, 1 / 0.97)])
 def test_a_ledger_closes_if_it_is_right(bench, monkeypatch, turns, wrong, tracing):
     """However the machine's speed drifts, and one step is disturbed; and not because two errors cancel."""
-    bars = closed(bench("profiler_measure"), monkeypatch, wrong=wrong, tracing=tracing, turns=turns)
+    found = closed(bench("profiler_measure"), monkeypatch, wrong=wrong, tracing=tracing, turns=turns)
+    bars = found["bars"]
     assert bars["same_steps"]["found"] == pytest.approx(wrong - 1)
     assert bars["same_steps"]["met"] is (wrong == 1)
     assert bars["closure"]["found"] == pytest.approx(wrong * tracing - 1, abs=0.005)
     assert bars["closure"]["met"] is (round(wrong * tracing, 6) == 1)
+    assert found["profiled_loop_seconds"] == pytest.approx(drifting(254)[25] * tracing, rel=0.01)
+
+
+def test_turns_that_are_slow_together_count_as_one(bench, monkeypatch):
+    """Each half of a run agrees within itself; how far the halves are apart says how well both are known."""
+    measure = bench("profiler_measure")
+    monkeypatch.setattr(measure.Run, "slowed", lambda run: [0.01] * 10 + [0.05] * 10)
+    found = closed(measure, monkeypatch, wrong=1, tracing=1, turns=0)
+    assert found["standard_error"] == pytest.approx(0.02)
+    monkeypatch.setattr(measure.Run, "slowed", lambda run: [0.01] * 10)
+    assert closed(measure, monkeypatch, wrong=1, tracing=1, turns=0)["standard_error"] is None
+
+
+def test_a_planted_run_keeps_memory_as_any_other_does(bench, monkeypatch, tmp_path):
+    causes, ran = bench("profiler_causes"), []
+    for kind in (train.CompiledStep, train.LayeredStep):
+        monkeypatch.setattr(kind, "__call__", kind.__call__)  # which the script replaces
+    monkeypatch.setattr(train.Build, "batches", train.Build.batches)
+    monkeypatch.setattr(causes.allocator, "keep_freed", lambda: ran.append("keep_freed"))
+    monkeypatch.setattr(causes.train, "main", lambda: ran.append(sys.argv[1:]) or 0)
+    monkeypatch.setattr(sys, "argv", ["causes", "clean", str(tmp_path / "notes.json"), "--", "--config", "F"])
+    assert causes.main() == 0
+    assert ran == ["keep_freed", ["--config", "F"]]
 
 
 def test_turns_are_traced_behind_the_profile(bench, monkeypatch, tmp_path):
@@ -280,6 +304,18 @@ def test_the_table_has_all_that_has_a_bar(bench):
     assert "| 8layer | other idle | 0.005 | 0.01 | met |" in text
     assert "needs 2 GPUs, found 1" in text and "nothing named for host_gap" in text
     assert text.endswith("Planted causes: 0 of 6.")
+
+
+def test_causes_that_did_not_run_are_neither_met_nor_missed(bench, tmp_path):
+    profiler = bench("profiler")
+    run = profiler.Bench.__new__(profiler.Bench)
+    run.output = tmp_path / "found.json"
+    compared = {"host_sync": {"met": False}, "slow_loader": {"met": True}}
+    run.record = {"rows": {name: {"compared": of} for name, of in compared.items()}}
+    run.write()
+    found = json.loads(run.output.read_text())["causes"]
+    assert found["met"] == 1 and found["of"] == 6
+    assert found["by_row"] == dict.fromkeys(profiler.CAUSES) | {"host_sync": False, "slow_loader": True}
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@
 
 A moment is exposed if no kernel computes and a collective runs. Kernels beside a collective are compared with
 the median of those of the same name and launch that have none beside them. Prints one JSON line: shares of
-the time from the first kernel to the last, for each GPU of this host.
+the time from the first kernel to the last, for each GPU of this host. That is more than the profiled steps: a
+trace takes the next one too, and part of another that has been dispatched by then (4.8 steps for three).
 """
 
 import argparse

@@ -184,8 +184,8 @@ class Bench:
                     return measured.cause(row.cause, self.opened(row.against), self.opened(name), gemms)
 
                 rows[name]["compared"] = attempt(compared, 300)
-        named = {name: bool(rows.get(name, {}).get("compared", {}).get("met")) for name in CAUSES}
-        self.record["causes"] = {"met": sum(named.values()), "of": len(named), "by_row": named}
+        named = {name: rows.get(name, {}).get("compared", {}).get("met") for name in CAUSES}
+        self.record["causes"] = {"met": sum(map(bool, named.values())), "of": len(named), "by_row": named}
         first = next((of for of in rows.values() if of.get("devices") or of.get("device")), {})
         commits = {of["commit"] for of in rows.values() if "commit" in of}
         self.record |= {

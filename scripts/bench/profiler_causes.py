@@ -29,6 +29,7 @@ from jaxthru import train
 from jaxthru.models.layers import SwiGLU
 from jaxthru.models.ops import Ops, matrix_of
 from jaxthru.profile import trace
+from jaxthru.runtime import allocator
 from jaxthru.training.step import Step
 
 NOTES = {"dispatched": [], "idle": [], "isolated": None}
@@ -225,6 +226,7 @@ def main() -> int:
     if arguments.turns:
         take_turns(arguments.turns)
     sys.argv = ["train", *rest]
+    allocator.keep_freed()  # as `python -m jaxthru.train` does
     code = train.main()
     arguments.notes.write_text(json.dumps(NOTES))
     return code

@@ -51,9 +51,8 @@ EXPECTED = {
 NOT_MULTIPLIED_AGAIN = ("none", "projections")
 """Policies of remat under which no matrix product is computed twice."""
 
-
-MEDIAN_ERROR = 1.25
-"""Of normal values, the standard error of their median over that of their mean."""
+BLOCK = 10
+"""Turns whose median is one value of many: a turn shares neighbors with the next, and machines drift."""
 
 
 def judged(name: str, found: float | None, why: str = "") -> dict[str, Any]:
@@ -139,14 +138,16 @@ def closure(run: Run) -> dict[str, Any]:
     ledgers, loops = zip(*run.both_clocks(), strict=True)
     same = sum(ledgers) / sum(loops)
     slowed = run.slowed() if window.loop_seconds else []
+    blocks = [median(slowed[at : at + BLOCK]) for at in range(0, len(slowed), BLOCK)]
     against = same * (1 + median(slowed)) - 1 if slowed else None
     return {
         "step_seconds": step,
         "loop_seconds": window.loop_seconds,
+        "profiled_loop_seconds": median(loops),
         "noise": window.noise,
         "as_reported": window.closure,
         "slowed_by_tracing": slowed,
-        "standard_error": MEDIAN_ERROR * stdev(slowed) / math.sqrt(len(slowed)) if len(slowed) > 1 else None,
+        "standard_error": stdev(blocks) / math.sqrt(len(blocks)) if len(blocks) > 1 else None,
         "attribution_seconds": window.attribution_seconds,
         "lines": {line.name: line.share for line in ledger.lines},
         "clock_source": ledger.clock.source,
