@@ -99,7 +99,8 @@ def test_every_command_can_be_typed(devices, bench, tmp_path, capsys, monkeypatc
 
 
 def contenders(**microseconds: float) -> dict:
-    return {"contenders": {name: {"microseconds": value} for name, value in microseconds.items()}}
+    rows = {name: {"microseconds": value} for name, value in microseconds.items()}
+    return {"contenders": rows, "in_bursts": rows}
 
 
 def test_bars(bench):
@@ -123,8 +124,9 @@ def test_bars(bench):
         "losses_ring": None,
     }
     found = {what: value for what, _, _, value in bars.bars(said, 2)}
-    assert found["qkv_forward, over plain"] == pytest.approx(440 / 300)
-    assert found["qkv_forward, over JAX's kernel"] == pytest.approx(310 / 300)
+    for how in ("in bursts", "without a pause"):
+        assert found[f"qkv_forward, over plain, {how}"] == pytest.approx(440 / 300)
+        assert found[f"qkv_forward, over JAX's kernel, {how}"] == pytest.approx(310 / 300)
     assert found["step with tensor=2, over the unfused one"] == 1.1
     assert found["tokens/s per GPU with fsdp=2, over one GPU"] == pytest.approx(100 / 101)
     assert found["exposed communication with fsdp=2"] == 0.04
@@ -132,10 +134,11 @@ def test_bars(bench):
     assert found["losses with tensor=2, ring, over noise"] is None
     told = bars.table(said, 2)
     assert "| exposed communication with fsdp=2 | ≤ 0.03 | 0.040 | **missed** |" in told
-    assert "| down_backward, over plain | ≥ 1.15 | 1.000 | **missed** |" in told
-    assert "| gate_forward, over plain | ≥ 1.2 |  | not measured |" in told
+    assert "| down_backward, over plain, in bursts | ≥ 1.15 | 1.000 | **missed** |" in told
+    assert "| gate_forward, over plain, without a pause | ≥ 1.2 |  | not measured |" in told
     # What has been measured before it was tuned counts until then.
-    assert bars.kernel({"forward": [{"cases": before}]}, "qkv_forward", "plain") == pytest.approx(1.1)
+    untuned = {"forward": [{"cases": before}]}
+    assert bars.kernel(untuned, "qkv_forward", "plain", "in_bursts") == pytest.approx(1.1)
 
 
 def test_every_shape_has_to_be_no_slower_by_default(bench):

@@ -3,14 +3,19 @@
     python scripts/bench/collective_matmul.py [--devices 2] [--shapes NAME ...] [--torch] [--output FILE]
     python scripts/bench/collective_matmul.py --tiny    # on two forced CPU devices, without the GPU kernels
 
-Contenders take turns, A-B-C-A-B-C, and the median of the turns counts. A program makes several calls in a
-row, each after the one before, as a training step does. Before it is timed, a contender's result has to be
-within 1e-2 of the plain form's, by norm.
+Contenders take turns, each round in another order, and the median of the turns counts. A program makes
+several calls in a row, each after the one before, as a training step does. Before it is timed, a contender's
+result has to be within 1e-2 of the plain form's, by norm.
+
+An H200 that multiplies without a pause is at its power cap, and slows the more the less it waits; in a short
+burst after a rest it runs at its full clock. Both are timed: `contenders` one after another without a pause,
+`in_bursts` with a rest before each turn.
 
   plain: XLA's collective and then its product, or the other way round; all ratios are over it
   ring, ring_bidirectional: transfers beside products, in as many steps as there are devices
   jax: JAX's own kernel, the best of a few configurations; for forward gathers of one matrix on one axis
   fused: the kernels for Hopper
+  fused_adds: those whose scatters add to the result in place of staging
   default: whatever runs where nothing is named
   product: the matrix products alone, as if all rows were there; no form can be faster
   collective: the transfer alone, by XLA
@@ -49,8 +54,13 @@ from pallas_kernels.dispatch import Unsupported
 SHAPES = ("qkv", "gate", "gate_up", "scatter_6144", "down", *UNTUNED)
 
 
-def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float, without_jax: str = "") -> dict:
-    """Returns the result of a case: each contender's times, errors and ratio over the plain form."""
+def measure(
+    case: Case, warmup_turns: int, turns: int, turn_seconds: float, rest: float, without_jax: str = ""
+) -> dict:
+    """Returns the result of a case: each contender's times, errors and ratio over the plain form.
+
+    rest: seconds before each of the turns `in_bursts`.
+    """
     runs, missing = contenders(case, without_jax)
     compiled, failed = programs.compile_in_a_row(runs)
     missing |= failed
@@ -67,20 +77,31 @@ def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float, with
             missing[name] = f"{errors[name]:.2g} apart from the plain form"
             del compiled[name]
     del plain, others
-    for name, run in compiled.items():  # the bounds have not run yet, and a first run loads what it needs
-        jax.block_until_ready(run(*runs[name][1]))
-    rough = {name: programs.turn(run, runs[name][1], 1) for name, run in compiled.items()}
-    calls = {name: max(1, round(turn_seconds / (rough[name] * programs.IN_A_ROW))) for name in compiled}
-    times = {name: [] for name in compiled}
-    for number in range(warmup_turns + turns):
-        for name, run in compiled.items():
-            seconds = programs.turn(run, runs[name][1], calls[name])
-            if number >= warmup_turns:
-                times[name].append(seconds)
+    placed = {name: (run, runs[name][1]) for name, run in compiled.items()}
+    rows = told(case, programs.in_turns(placed, warmup_turns, turns, turn_seconds), errors)
+    shown = {rows[name].get("configuration", name) for name in rows}
+    placed = {name: run for name, run in placed.items() if name in shown}
+    bursts = told(case, programs.in_turns(placed, warmup_turns, turns, turn_seconds, rest), errors)
+    line = {"contenders": rows, "in_bursts": bursts, "missing": missing}
+    try:
+        chosen, _ = tiles.choose(case.problem, *_gpu())
+        fused, plain = tiles.predict(case.problem, chosen, _gpu()[1])
+        line["predicted_microseconds"] = {"fused": round(1e6 * fused, 1), "plain": round(1e6 * plain, 1)}
+        line["tiles"] = dataclasses.asdict(chosen)
+    except Unsupported as refusal:
+        line["tiles_missing"] = str(refusal)
+    product, transfer = (rows[name]["microseconds"] for name in ("product", "collective"))
+    line["ceiling_microseconds"] = max(product, transfer)
+    return line
+
+
+def told(case: Case, times: dict[str, list[float]], errors: dict[str, float]) -> dict[str, dict]:
+    """Returns what the record says of each contender; of JAX's configurations only the fastest."""
+    base = statistics.median(times["plain"])
     best_jax = min(
         (n for n in times if n.startswith("jax_")), key=lambda n: statistics.median(times[n]), default=None
     )
-    rows, base = {}, statistics.median(times["plain"])
+    rows = {}
     for name, seconds in times.items():
         if name.startswith("jax_") and name != best_jax:
             continue
@@ -94,17 +115,7 @@ def measure(case: Case, warmup_turns: int, turns: int, turn_seconds: float, with
             **({"apart_from_plain": float(f"{errors[name]:.2g}")} if name in errors else {}),
             **({"configuration": name} if name == best_jax else {}),
         }
-    line = {"contenders": rows, "missing": missing}
-    try:
-        chosen, _ = tiles.choose(case.problem, *_gpu())
-        fused, plain = tiles.predict(case.problem, chosen, _gpu()[1])
-        line["predicted_microseconds"] = {"fused": round(1e6 * fused, 1), "plain": round(1e6 * plain, 1)}
-        line["tiles"] = dataclasses.asdict(chosen)
-    except Unsupported as refusal:
-        line["tiles_missing"] = str(refusal)
-    product, transfer = (rows[name]["microseconds"] for name in ("product", "collective"))
-    line["ceiling_microseconds"] = max(product, transfer)
-    return line
+    return rows
 
 
 def _gpu() -> tuple[str, int]:
@@ -124,6 +135,7 @@ def main() -> int:
     parser.add_argument("--warmup-turns", type=int, default=3)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--turn-seconds", type=float, default=0.02, help="of one contender")
+    parser.add_argument("--rest-seconds", type=float, default=0.06, help="before each burst")
     parser.add_argument(
         "--heat-seconds", type=float, default=5.0, help="of products, before anything is timed"
     )
@@ -138,8 +150,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.turns < 2:
         parser.error(f"--turns {options.turns}: one turn says nothing of its spread")
+    if options.warmup_turns < 2:
+        parser.error(f"--warmup-turns {options.warmup_turns}: a program's first run loads what it needs")
     if options.tiny:
         options.shapes, options.heat_seconds, options.turns = ("tiny_gather", "tiny_scatter"), 0.1, 3
+        options.rest_seconds = 0.0
     axes = ({"data": options.data} if options.data > 1 else {}) | {"tensor": options.devices}
     harness.keep_stdout()
     xla.configure()
@@ -181,7 +196,8 @@ def main() -> int:
             named = f"{name}_{direction}"
             with phase(named), checks.ends_within(180, named):
                 case = Case(shapes[name], mesh, direction == "backward")
-                found = measure(case, options.warmup_turns, options.turns, options.turn_seconds, without_jax)
+                turns = options.warmup_turns, options.turns, options.turn_seconds, options.rest_seconds
+                found = measure(case, *turns, without_jax)
             line["cases"][named] = dataclasses.asdict(shapes[name]) | found
             harness.write(line, options.output)
             print(json.dumps({named: found}), file=sys.stderr, flush=True)

@@ -27,6 +27,7 @@ NAMED = {
     "ring": "ring",
     "ring_bidirectional": "ring_bidirectional",
     "fused": "mosaic_gpu_alone",
+    "fused_adds": "mosaic_gpu_adds",
 }
 
 
@@ -206,6 +207,8 @@ def contenders(case: Case, without_jax: str = "") -> tuple[dict[str, tuple[Calla
     operands, found, missing = case.operands(), {}, {}
     known = implementations(jax.default_backend())
     runs = {name: (lambda m=known[of][0], o=known[of][1]: case.of(m, **o)) for name, of in NAMED.items()}
+    if case.gathers != case.backward:  # what does not scatter is "fused" itself
+        del runs["fused_adds"]
     runs["default"] = case.default
     for name, make in runs.items():
         try:

@@ -2,9 +2,10 @@
 
 import collections
 import concurrent.futures
+import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import collective_matmul_check as checks
 import jax
@@ -55,6 +56,39 @@ def turn(run, operands, calls: int) -> float:
         results = run(*operands)
     jax.block_until_ready(results)
     return (time.perf_counter() - began) / (calls * IN_A_ROW)
+
+
+def in_turns(
+    runs: dict[Hashable, tuple[Callable, tuple]],
+    warmup: int,
+    turns: int,
+    turn_seconds: float,
+    rest: float = 0,
+) -> dict[Hashable, list[float]]:
+    """Returns the seconds of a call in each turn of each compiled program.
+
+    Each round takes all in an order drawn anew. A GPU at its power cap runs the faster the less the program
+    before has drawn, and in a fixed order that is always the same one: identical programs were 7 % apart.
+
+    Args:
+      runs: the compiled programs and their operands.
+      warmup: rounds before those that count, two at least: the first loads what a program needs, the second
+        says how many calls a turn has.
+      rest: seconds without work before each turn; the mean power then stays under the cap, and so the clock
+        near its maximum.
+    """
+    times, calls, order = {name: [] for name in runs}, dict.fromkeys(runs, 1), list(runs)
+    shuffle = random.Random(0).shuffle
+    for number in range(warmup + turns):
+        shuffle(order)
+        for name in order:
+            time.sleep(rest)
+            seconds = turn(*runs[name], calls[name])
+            if number < warmup:
+                calls[name] = max(1, round(turn_seconds / (seconds * IN_A_ROW)))
+            else:
+                times[name].append(seconds)
+    return times
 
 
 def compile_in_a_row(

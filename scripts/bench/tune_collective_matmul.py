@@ -43,14 +43,8 @@ def measure(runs: dict, operands, turns: int, turn_seconds: float) -> dict[str, 
     compiled, failed = (a | b for a, b in zip(plain, kernels, strict=True))
     for name, reason in failed.items():
         print(f"{name}: {reason}", file=sys.stderr, flush=True)
-    times = {name: [] for name in compiled}
-    calls = {}
-    for number in range(WARMUP_TURNS + turns):
-        for name, run in compiled.items():
-            seconds = programs.turn(run, operands, calls.get(name, 1))
-            if number >= WARMUP_TURNS:
-                times[name].append(seconds)
-            calls[name] = max(1, round(turn_seconds / (seconds * programs.IN_A_ROW)))
+    placed = {name: (run, operands) for name, run in compiled.items()}
+    times = programs.in_turns(placed, WARMUP_TURNS, turns, turn_seconds)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
