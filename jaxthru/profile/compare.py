@@ -13,21 +13,27 @@ from typing import Any
 from jaxthru.profile.ledger import Collective, Ledger, Lint
 from jaxthru.profile.waterfall import MATMUL_PARTS, TITLES, floor, parts
 
+BATCH = ("train.rows", "train.microbatches", "train.deterministic")
+UPDATE = ("optim.name", "optim.state", "optim.clip")
 KEYS = {
-    "ideal": ("model.", "train.rows", "train.microbatches", "data.sequence", "mesh."),
+    "ideal": ("model.", *BATCH, "data.sequence", "mesh."),
     "recomputation": ("remat.", "data.packing"),
     "frequency": ("precision.",),
-    "inefficiency": ("precision.", "model.", "train.", "data.sequence", "mesh."),
-    "matmul": ("precision.", "model.", "train.", "data.sequence", "mesh.", "remat."),
-    "attention": ("model.attention", "remat.", "data."),
-    "other_kernels": ("optim.", "remat.", "model.", "precision.", "train.microbatches"),
-    "exposed_communication": ("mesh.", "train.", "optim.clip_rule", "data.balance", "remat.keep_parameters"),
-    "exposed_host_copies": ("offload.", "optim.", "train.rows"),
+    "inefficiency": ("precision.", "model.", *BATCH, "data.sequence", "mesh."),
+    "matmul": ("precision.", "model.", *BATCH, "data.sequence", "mesh.", "remat."),
+    "attention": ("model.", "remat.", "data.sequence", "data.packing", "data.mix", *BATCH),
+    "collective_matmul": ("mesh.", "model.", *BATCH, "data.sequence"),
+    "other_kernels": (*UPDATE, "remat.", "model.", "precision.", *BATCH, "data.sequence"),
+    "exposed_communication": ("mesh.", *BATCH, "optim.clip_rule", "data.balance", "remat.keep_parameters"),
+    "exposed_host_copies": ("offload.", *UPDATE, "train.rows"),
     "data_wait": ("data.", "train.rows"),
-    "host_gap": ("offload.", "train.", "metrics.", "model.loop"),
-    "dependency": ("model.loop", "mesh.", "train."),
+    "host_gap": ("offload.", *BATCH, "checkpoint.", "evaluate.", "metrics.", "model.loop"),
+    "dependency": ("model.loop", "offload.", "mesh.", *BATCH),
 }
 """Part -> keys of the configuration, or groups of them, that move it."""
+
+MACHINE = ("devices", "jax", "jaxlib")
+"""What moves any part: not of the configuration, but of what it ran on."""
 
 RULES = {
     "float32_matmuls": ("matmul",),
@@ -57,8 +63,8 @@ class Change:
 class Comparison:
     """step_before, step_after: seconds of a profiled step, the second for as many tokens as the first has.
     noise: seconds; smaller changes are not named, and `rest` is their sum. tokens: a step's, after ÷ before.
-    config: (key, before, after). lint: entries in one run only. figures: (name, before, after) of clocks and
-    memory. changes, scopes, kernels, collectives: the largest first.
+    config: (key, before, after), of devices and versions too. lint: entries in one run only. figures: (name,
+    before, after) of clocks and memory. changes, scopes, kernels, collectives: the largest first.
     """
 
     step_before: float
@@ -91,7 +97,7 @@ def compare(
     scale = 1.0 if abs(tokens - 1) < 0.01 else 1 / tokens
     noise = math.hypot(floor(before), floor(after) * scale)
     step = before.window.step_seconds
-    config = _config_changes(config_before, config_after)
+    config = _machine_changes(before, after) + _config_changes(config_before, config_after)
     gone, new = _only(before.lint, after.lint), _only(after.lint, before.lint)
     merged = any(entry.rule == "float32_matmuls" for entry in (*gone, *new))
     common = min(each.matmul.recomputation_seconds or 0.0 for each in (before, after))
@@ -197,6 +203,15 @@ def _only(these: Iterable[Lint], others: Iterable[Lint]) -> tuple[Lint, ...]:
     return tuple(entry for entry in these if (entry.rule, entry.scope) not in known)
 
 
+def _machine_changes(before: Ledger, after: Ledger) -> tuple[tuple[str, Any, Any], ...]:
+    """Returns what differs of the devices and the installed packages."""
+    was, now = (
+        {"devices": f"{each.run.devices} × {each.run.device_kind}"} | each.run.versions
+        for each in (before, after)
+    )
+    return tuple((key, was.get(key), now.get(key)) for key in was | now if was.get(key) != now.get(key))
+
+
 def _config_changes(before: dict[str, Any], after: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
     """Returns the keys that differ; what a profile does to itself is no difference."""
     was, now = (
@@ -251,7 +266,9 @@ class Clues:
             where = f" in {lint[0].scope}" if lint[0].scope else ""
             said.append(f"{'new' if change.seconds > 0 else 'gone'}: {lint[0].text.rstrip('.')}{where}")
         keys = KEYS.get(change.name, ())
-        said += [f"{key} {a!r} → {b!r}" for key, a, b in self.config if key.startswith(keys)][:3]
+        said += [
+            f"{key} {a!r} → {b!r}" for key, a, b in self.config if key in MACHINE or key.startswith(keys)
+        ][:3]
         said += self.seen(change)
         return dataclasses.replace(change, cause="; ".join(said), rule=lint[0].rule if lint else None)
 

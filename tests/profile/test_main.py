@@ -141,6 +141,27 @@ def test_wrong_arguments_exit_with_2(arguments, capsys):
     assert "usage" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("window", "said"),
+    [
+        ({"closure": 1.48, "noise": 0.06}, "took 148% more time than the median of the others"),
+        ({"closure": -0.05, "noise": 0.01}, "took 5% less time than the median of the others"),
+        ({"closure": None, "loop_seconds": None, "noise": 0.0}, "Too few steps ran without the profiler"),
+        ({"closure": 0.05, "noise": 0.06}, None),
+        ({"closure": 0.015, "noise": 0.001}, None),
+    ],
+)
+def test_steps_unlike_the_others_are_said(tmp_path, capsys, window, said):
+    found = sample.ledger()
+    found = dataclasses.replace(found, window=dataclasses.replace(found.window, **window))
+    path = run(tmp_path / "run", found)
+    assert main([str(path)]) == 0
+    page, shown = (path / "profile/20/report.html").read_text(), capsys.readouterr().out
+    for text in (page, shown):
+        assert said in text if said else "of the others" not in text
+    assert ("Noise: not known" in page) == (found.window.loop_seconds is None)
+
+
 def test_summary_adds_up():
     console = rich.console.Console(width=100, record=True, file=io.StringIO())
     found = dataclasses.replace(sample.ledger(), advice=())
