@@ -21,6 +21,8 @@ def profiled(run: Path, step: int | None = None) -> Path:
     """Returns where a run was profiled. step: None is the last time. Raises InputError."""
     require(run.is_dir(), f"{run}: no such run directory")
     steps = sorted(int(path.name) for path in (run / "profile").glob("*") if path.name.isdecimal())
+    within = any((run / name).is_file() for name in ("collected.json", "ledger.json"))
+    require(not within, f"{run}: is a profile of a run; give the run, {run.absolute().parent.parent}")
     require(bool(steps), f"{run}: was not profiled; train with --set profile.at=20")
     said = ", ".join(map(str, steps))
     require(step is None or step in steps, f"--step {step}: {run} was not profiled there, but at {said}")

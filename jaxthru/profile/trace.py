@@ -238,4 +238,12 @@ def open_profile(
     """
     if not config.at:
         return NoProfile(program)
-    return Profile(directory / str(config.at), program, recompile, _passes(config, program, start, last))
+    folder, reached = directory / str(config.at), start < config.at <= last
+    if not reached and not (folder / "collected.json").is_file() and distributed.is_primary():
+        log.warning(
+            "profile.at = %d: nothing is profiled, as this run takes steps %d to %d",
+            config.at,
+            start + 1,
+            last,
+        )
+    return Profile(folder, program, recompile, _passes(config, program, start, last))

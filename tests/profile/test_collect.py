@@ -10,7 +10,7 @@ import pytest
 from processes import finish, start_processes
 from runs import make_workplace
 
-from jaxthru.profile import clocks, ledger
+from jaxthru.profile import clocks, ledger, trace
 from jaxthru.profile.build import build
 from jaxthru.profile.trace import NoProfile, ProfileConfig, open_profile
 from jaxthru.runtime.errors import InputError
@@ -207,6 +207,20 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
     # Of a run that is too short for both, the one without which there is no ledger.
     short = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 7)
     assert [(one.name, one.first_step) for one in short._passes] == [("production", 4)]
+
+
+@pytest.mark.parametrize(("start", "last", "said"), [(4, 9, True), (0, 3, True), (3, 9, False)])
+def test_a_step_that_a_run_does_not_take_is_said(tmp_path, monkeypatch, start, last, said):
+    """As where a run goes on behind it, or its data end before it."""
+    heard = []
+    monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
+    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last)
+    where = f"profile.at = 4: nothing is profiled, as this run takes steps {start + 1} to {last}"
+    assert heard == [where] * said
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / "collected.json").touch()  # it was profiled before the run was stopped
+    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last)
+    assert heard == [where] * said
 
 
 @pytest.mark.parametrize("settings", [{"at": -1}, {"steps": 0}])

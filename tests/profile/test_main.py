@@ -121,6 +121,7 @@ def _cut_short(path):
         (_other_version, ["compare", "run", "run"], "ledger version 99"),
         (_cut_short, ["run"], "profile/20"),
         (lambda path: (path / "profile").rename(path / "other"), ["run"], "profile.at=20"),
+        (lambda path: None, ["run/profile/20"], "is a profile of a run; give the run, "),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, spoil, arguments, said):
