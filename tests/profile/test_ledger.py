@@ -1,11 +1,14 @@
+import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
 import planes
 import pytest
 
-from jaxthru.profile import hlo, ledger
+from jaxthru import config as configuration
+from jaxthru.profile import hlo, ledger, lint, memory, waterfall
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import build
 from jaxthru.profile.events import Event, Trace
@@ -223,3 +226,45 @@ def test_a_run_that_was_stopped_between_the_passes(tmp_path):
     (folder / "collected.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="ended before its steps were traced"):
         build(folder)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.py"
+PAGE = (ROOT / "docs" / "ledger.md").read_text()
+
+
+def rows(title: str, following: str) -> dict[str, tuple[str, ...]]:
+    """Returns the cells of a section's table of the page, by what its first cell names."""
+    section = PAGE[PAGE.index(f"\n## {title}\n") : PAGE.index(f"\n## {following}\n") if following else None]
+    found = re.findall(r"^\| `(\w+)` \|(.*)\|$", section, re.MULTILINE)
+    assert found, title
+    return {name: tuple(cell.strip() for cell in cells.split(" | ")) for name, cells in found}
+
+
+def test_the_page_explains_each_line_and_part_of_a_ledger():
+    fields = {field.name for field in dataclasses.fields(ledger.Ledger)}
+    parts = {f"{name}_seconds" for name in waterfall.MATMUL_PARTS}
+    rules = (lint.copies, lint.float32_matmuls, lint.collectives, lint.loops, lint.not_donated)
+    tables = {
+        ("Lines", "matmul"): set(ledger.LINES),
+        ("matmul", "How it is measured"): parts,
+        ("Memory", "Lint"): {*memory.CATEGORIES, "fragmentation", "beside"},
+        ("Lint", "The rest of the file"): {rule.__name__ for rule in (*rules, lint.attention_again)},
+        ("The rest of the file", ""): fields - {"lines", "matmul", "memory", "lint"},
+    }
+    for (title, following), named in tables.items():
+        found = rows(title, following)
+        assert set(found) == named, title
+        assert all(len(cells) == 2 and all(cells) for cells in found.values()), title
+    assert {"lines", "matmul", "memory", "lint"} <= fields
+
+
+def test_the_page_names_settings_that_there_are_and_links_where_they_are_made():
+    tree = configuration.to_dict(configuration.load(QUICKSTART))
+    linked = re.findall(r"\[((?:`[a-z]+\.\w+`(?:, )?)+)\]\(\.\./([\w/.]+)\)", PAGE)
+    assert len(linked) > 30
+    for names, path in linked:
+        text = (ROOT / path).read_text()
+        for group, name in re.findall(r"`([a-z]+)\.(\w+)`", names):
+            assert name in tree.get(group, ()), f"{group}.{name}"
+            assert re.search(rf"^    {name}: ", text, re.MULTILINE), f"{group}.{name} is not made in {path}"
