@@ -169,6 +169,8 @@ class Profile:
             show(self.folder, publish(self.folder))
         except ValueError as error:  # a profile that cannot be read must not cost the run
             log.warning("%s: no ledger: %s", self.folder, error)
+        except Exception as error:  # nor must a fault of the profiler: the last state is not saved yet
+            log.warning("%s: no ledger: %s: %s", self.folder, type(error).__name__, error)
 
     def collected(self) -> dict[str, Any]:
         """Returns what the traces are of, for `profile.build`."""

@@ -223,6 +223,23 @@ def test_a_step_that_a_run_does_not_take_is_said(tmp_path, monkeypatch, start, l
     assert heard == [where] * said
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(InputError("cut short"), "cut short"), (AttributeError("None"), "AttributeError: None")],
+)
+def test_a_profile_that_cannot_be_read_does_not_cost_the_run(tmp_path, monkeypatch, error, said):
+    def publish(folder):
+        raise error
+
+    heard = []
+    monkeypatch.setattr(trace, "publish", publish)
+    monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
+    profile = open_profile(ProfileConfig(at=4), tmp_path, None, None, 0, 9)
+    profile._coming.clear()  # all was traced
+    profile.finish()
+    assert heard == [f"{tmp_path / '4'}: no ledger: {said}"]
+
+
 @pytest.mark.parametrize("settings", [{"at": -1}, {"steps": 0}])
 def test_impossible_settings(settings):
     with pytest.raises(InputError, match="profile"):
