@@ -80,7 +80,8 @@ def config(run: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error})") from error
-    require(isinstance(found, dict), f"{path}: holds no configuration")
+    groups = found.values() if isinstance(found, dict) else [None]
+    require(all(isinstance(group, dict) for group in groups), f"{path}: holds no configuration")
     return found
 
 

@@ -8,7 +8,8 @@ import rich.console
 import rich.table
 from rich.text import Text
 
-from jaxthru.profile.compare import Change, Comparison, title
+from jaxthru.profile.clues import Change
+from jaxthru.profile.compare import Comparison, title
 from jaxthru.profile.ledger import Ledger
 from jaxthru.profile.sections import Unit
 from jaxthru.profile.waterfall import doubts, figures, floor, parts

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import sample
 
-from jaxthru.profile.compare import KEYS, RULES, compare
+from jaxthru.profile.clues import KEYS, RULES
+from jaxthru.profile.compare import compare
 from jaxthru.profile.ledger import LINES, Collective, Scope
 from jaxthru.profile.waterfall import TITLES, parts
 

@@ -114,6 +114,7 @@ def _cut_short(path):
         (lambda path: (path / "config.json").unlink(), ["run"], "config.json: no such file"),
         (lambda path: (path / "config.json").write_text("{"), ["run"], "config.json: not valid JSON"),
         (lambda path: (path / "config.json").write_text("[]"), ["run"], "holds no configuration"),
+        (lambda path: (path / "config.json").write_text('{"train": 3}'), ["run"], "holds no configuration"),
         (lambda path: (path / "config.json").write_text("{}"), ["run"], "profile/20: KeyError 'data'"),
         (lambda path: (path / "profile/20/ledger.json").write_text("[]"), ["run"], "ledger version None"),
         (lambda path: (path / "profile/20/ledger.json").unlink(), ["run"], "neither a whole profile nor"),
