@@ -1,6 +1,7 @@
 """The command profiles itself: what is collected, and that the ledger agrees with the loop's clock."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,17 @@ def test_memory_is_told_apart(found):
     positions = [at for at, _ in found.memory.curve]
     assert positions == sorted(positions) and positions[0] >= 0 and positions[-1] <= 1
     assert max(size for _, size in found.memory.curve) <= sum(found.memory.categories.values())
+
+
+def test_the_runtimes_peak_has_what_the_program_does_not(tmp_path, run, found):
+    shutil.copytree(run, tmp_path / "run")
+    folder = tmp_path / "run" / "profile" / str(AT)
+    collected = json.loads((folder / "collected.json").read_text())
+    peak = sum(found.memory.categories.values()) + 12345
+    (folder / "collected.json").write_text(json.dumps(collected | {"peak_bytes": peak}))
+    memory = build(folder).memory
+    assert memory.categories == found.memory.categories | {"fragmentation": 12345}
+    assert memory.peak_bytes == peak
 
 
 def test_profiling_changes_no_loss(place, run):

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import re
 import shutil
+import statistics
 from pathlib import Path
 
 import planes
@@ -57,14 +58,14 @@ MATMUL_PARAMETERS = 10 * 10 * 4 + 3 * 10 * 10 + 10 * 100
 
 def collected(run: Path, *, graphs: bool) -> Path:
     """Writes what a run of two H200 leaves: steps 5 and 6 as trained, and, with graphs, 8 and 9 in 1,100 ns
-    each without them."""
+    each without them, of which the product has 40 more."""
     folder = run / "profile" / "5"
     passes = {"production": {"first_step": 5, "steps": 2}}
     planes.write(folder / "production" / "0", *planes.steps(5, 2, graph=graphs))
     folder.joinpath("step.hlo.txt").write_text(planes.STEP)
     if graphs:
         passes["attribution"] = {"first_step": 8, "steps": 2}
-        planes.write(folder / "attribution" / "0", *planes.steps(8, 2, length=1100))
+        planes.write(folder / "attribution" / "0", *planes.steps(8, 2, length=1100, product=440))
         folder.joinpath("attribution.hlo.txt").write_text(planes.STEP)
     about = {"platform": "gpu", "device_kind": "NVIDIA H200", "devices": 2, "processes": 1}
     about |= {"peak_flops": 989.5e12, "peak_bytes": None, "host_pinned_bytes": 7, "passes": passes}
@@ -156,8 +157,19 @@ def test_graphs_hide_names_and_a_second_pass_finds_them(tmp_path):
     )
     assert found.window.attribution_seconds == pytest.approx(1100e-9)
     kernels = {kernel.hlo: kernel for kernel in found.kernels}
+    # Named where it takes 440 ns, and scaled to what it takes as the steps are trained.
     assert kernels["gemm.1"].seconds == pytest.approx(400e-9) and kernels["gemm.1"].flops == 2e9
+    assert sum(each.seconds for each in found.scopes if each.line == "matmul") == pytest.approx(400e-9)
     assert {(scope.layer, scope.line) for scope in found.scopes} >= {("mlp", "matmul")}
+
+
+def test_noise_is_the_spread_of_steps_that_were_not_profiled(tmp_path):
+    window = build(collected(tmp_path / "runs" / "small" / "1", graphs=False)).window
+    others = [990e-9 + step * 1e-9 for step in (4, *range(11, 30))]
+    low, middle, high = statistics.quantiles(others, n=4)
+    assert window.loop_seconds == pytest.approx(middle)
+    assert window.noise == pytest.approx((high - low) / middle)
+    assert window.closure == pytest.approx(1000e-9 / middle - 1)
 
 
 def test_a_trace_without_a_device_is_said(tmp_path):
