@@ -282,6 +282,10 @@ def test_a_trace_is_taken_and_where_so_told_nothing_saved(place, whole):
     taken = place.folder / "traced" / "profile" / "3"
     assert "train_step" in (taken / "step.hlo.txt").read_text()
     assert list(taken.rglob("*.xplane.pb"))
+    # It ends with a summary, and says where the page is.
+    assert "part of the step" in output
+    assert f"report: {taken / 'report.html'}" in output
+    assert (taken / "ledger.json").is_file() and (taken / "report.html").is_file()
 
 
 def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:

@@ -10,55 +10,17 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from jaxthru.profile.clues import Change, Clues
 from jaxthru.profile.ledger import Collective, Ledger, Lint
 from jaxthru.profile.waterfall import MATMUL_PARTS, TITLES, floor, parts
-
-KEYS = {
-    "ideal": ("model.", "train.rows", "train.microbatches", "data.sequence", "mesh."),
-    "recomputation": ("remat.", "data.packing"),
-    "frequency": ("precision.",),
-    "inefficiency": ("precision.", "model.", "train.", "data.sequence", "mesh."),
-    "matmul": ("precision.", "model.", "train.", "data.sequence", "mesh.", "remat."),
-    "attention": ("model.attention", "remat.", "data."),
-    "other_kernels": ("optim.", "remat.", "model.", "precision.", "train.microbatches"),
-    "exposed_communication": ("mesh.", "train.", "optim.clip_rule", "data.balance", "remat.keep_parameters"),
-    "exposed_host_copies": ("offload.", "optim.", "train.rows"),
-    "data_wait": ("data.", "train.rows"),
-    "host_gap": ("offload.", "train.", "metrics.", "model.loop"),
-    "dependency": ("model.loop", "mesh.", "train."),
-}
-"""Part -> keys of the configuration, or groups of them, that move it."""
-
-RULES = {
-    "float32_matmuls": ("matmul",),
-    "attention_again": ("recomputation", "attention"),
-    "collectives": ("exposed_communication",),
-    "copies": ("other_kernels",),
-    "loops": ("dependency", "host_gap"),
-}
-"""Lint rule -> the parts that what it found moves."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """seconds: of a step, after - before. share: of the step before. cause: likely, in a sentence; "" where
-    nothing points to one. rule: the lint rule that points to it."""
-
-    name: str
-    before: float
-    after: float
-    seconds: float
-    share: float
-    cause: str = ""
-    rule: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """step_before, step_after: seconds of a profiled step, the second for as many tokens as the first has.
     noise: seconds; smaller changes are not named, and `rest` is their sum. tokens: a step's, after ÷ before.
-    config: (key, before, after). lint: entries in one run only. figures: (name, before, after) of clocks and
-    memory. changes, scopes, kernels, collectives: the largest first.
+    config: (key, before, after), of devices and versions too. lint: entries in one run only. figures: (name,
+    before, after) of clocks and memory. changes, scopes, kernels, collectives: the largest first.
     """
 
     step_before: float
@@ -91,7 +53,7 @@ def compare(
     scale = 1.0 if abs(tokens - 1) < 0.01 else 1 / tokens
     noise = math.hypot(floor(before), floor(after) * scale)
     step = before.window.step_seconds
-    config = _config_changes(config_before, config_after)
+    config = _machine_changes(before, after) + _config_changes(config_before, config_after)
     gone, new = _only(before.lint, after.lint), _only(after.lint, before.lint)
     merged = any(entry.rule == "float32_matmuls" for entry in (*gone, *new))
     common = min(each.matmul.recomputation_seconds or 0.0 for each in (before, after))
@@ -197,6 +159,15 @@ def _only(these: Iterable[Lint], others: Iterable[Lint]) -> tuple[Lint, ...]:
     return tuple(entry for entry in these if (entry.rule, entry.scope) not in known)
 
 
+def _machine_changes(before: Ledger, after: Ledger) -> tuple[tuple[str, Any, Any], ...]:
+    """Returns what differs of the devices and the installed packages."""
+    was, now = (
+        {"devices": f"{each.run.devices} × {each.run.device_kind}"} | each.run.versions
+        for each in (before, after)
+    )
+    return tuple((key, was.get(key), now.get(key)) for key in was | now if was.get(key) != now.get(key))
+
+
 def _config_changes(before: dict[str, Any], after: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
     """Returns the keys that differ; what a profile does to itself is no difference."""
     was, now = (
@@ -226,80 +197,6 @@ def _figures(before: Ledger, after: Ledger) -> tuple[tuple[str, float | None, fl
         *((f"  {name}", category(before, name), category(after, name)) for name in names),
     ]
     return tuple((name, a, b) for name, a, b in rows if a != b)
-
-
-@dataclasses.dataclass(frozen=True)
-class Clues:
-    """All that may say why a part changed."""
-
-    before: Ledger
-    after: Ledger
-    config: tuple[tuple[str, Any, Any], ...]
-    gone: tuple[Lint, ...]
-    new: tuple[Lint, ...]
-    scopes: list[Change]
-    kernels: list[Change]
-    collectives: list[Change]
-
-    def explained(self, change: Change) -> Change:
-        """Returns the change with its likely cause."""
-        entries = self.new if change.seconds > 0 else self.gone
-        lint = [entry for entry in entries if change.name in RULES.get(entry.rule, ())]
-        lint.sort(key=lambda entry: -(entry.seconds or 0.0))
-        said = []
-        if lint:
-            where = f" in {lint[0].scope}" if lint[0].scope else ""
-            said.append(f"{'new' if change.seconds > 0 else 'gone'}: {lint[0].text.rstrip('.')}{where}")
-        keys = KEYS.get(change.name, ())
-        said += [f"{key} {a!r} → {b!r}" for key, a, b in self.config if key.startswith(keys)][:3]
-        said += self.seen(change)
-        return dataclasses.replace(change, cause="; ".join(said), rule=lint[0].rule if lint else None)
-
-    def seen(self, change: Change) -> list[str]:
-        """Returns what the ledgers show of a part beside its seconds."""
-        match change.name:
-            case "data_wait":
-                return ["the loop waited for its batches: the source or its loader"]
-            case "host_gap":
-                return ["the devices waited for the host: a synchronisation, or work between two dispatches"]
-            case "frequency":
-                return [self.clock()]
-            case "exposed_communication":
-                return self.largest(self.collectives, change, "") + self.waited(change)
-            case "recomputation":
-                return self.largest(self.scopes, change, "recomputation")
-            case "exposed_host_copies" | "dependency":
-                return []
-        line = "matmul" if change.name in MATMUL_PARTS else change.name
-        return self.largest(self.kernels, change, f"({line})") or self.largest(
-            self.scopes, change, f"({line})"
-        )
-
-    def largest(self, entries: list[Change], change: Change, within: str) -> list[str]:
-        """Returns the entry that moved most in the direction of the change."""
-        alike = (each for each in entries if within in each.name and each.seconds * change.seconds > 0)
-        found = max(alike, key=lambda each: abs(each.seconds), default=None)
-        return [f"most in {found.name}: {1e3 * found.seconds:+.3g} ms"] if found else []
-
-    def clock(self) -> str:
-        a, b = self.before.clock, self.after.clock
-        if a.mean_mhz is None or b.mean_mhz is None:
-            return "the clock"
-        said = f"the clock went from {a.mean_mhz:,.0f} to {b.mean_mhz:,.0f} MHz"
-        reasons = b.cap_reasons if b.mean_mhz < a.mean_mhz else a.cap_reasons
-        said += f", held down by {max(reasons, key=reasons.__getitem__)}" if reasons else ""
-        same = abs(self.after.matmul.flops / max(1.0, self.before.matmul.flops) - 1) < 0.01
-        return said + (
-            ", with the same FLOPs: the operands, or the power and heat that the card has" if same else ""
-        )
-
-    def waited(self, change: Change) -> list[str]:
-        """Returns who came last, where waiting for it is most of the change."""
-        total = lambda ledger: sum(each.wait_seconds for each in ledger.collectives)  # noqa: E731
-        if total(self.after) - total(self.before) < abs(change.seconds) / 2:
-            return []
-        worst = max(self.after.collectives, key=lambda each: each.wait_seconds)
-        return [f"mostly waiting for {worst.last or 'a device'}, which comes last"]
 
 
 def title(name: str) -> str:

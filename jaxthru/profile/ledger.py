@@ -46,8 +46,9 @@ class Run:
 class Window:
     """The profiled steps. step_seconds: their mean. loop_seconds: the median of the steps that were not
     profiled, by the loop's own clock. closure: step_seconds / loop_seconds - 1. noise: the relative spread of
-    the steps that were not profiled; no cause below it is named. attribution_seconds: a step's mean where
-    kernels have names, if that took a pass of its own (without CUDA graphs)."""
+    the steps that were not profiled; no cause below it is named. Where fewer than three such steps ran, the
+    first two are None and noise is 0. attribution_seconds: a step's mean where kernels have names, if that
+    took a pass of its own (without CUDA graphs)."""
 
     first_step: int
     steps: int

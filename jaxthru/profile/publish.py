@@ -21,6 +21,8 @@ def profiled(run: Path, step: int | None = None) -> Path:
     """Returns where a run was profiled. step: None is the last time. Raises InputError."""
     require(run.is_dir(), f"{run}: no such run directory")
     steps = sorted(int(path.name) for path in (run / "profile").glob("*") if path.name.isdecimal())
+    within = any((run / name).is_file() for name in ("collected.json", "ledger.json"))
+    require(not within, f"{run}: is a profile of a run; give the run, {run.absolute().parent.parent}")
     require(bool(steps), f"{run}: was not profiled; train with --set profile.at=20")
     said = ", ".join(map(str, steps))
     require(step is None or step in steps, f"--step {step}: {run} was not profiled there, but at {said}")
@@ -78,7 +80,8 @@ def config(run: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error})") from error
-    require(isinstance(found, dict), f"{path}: holds no configuration")
+    groups = found.values() if isinstance(found, dict) else [None]
+    require(all(isinstance(group, dict) for group in groups), f"{path}: holds no configuration")
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxthru.profile.ledger import Ledger
 from jaxthru.profile.sections import SECTIONS, Unit
-from jaxthru.profile.waterfall import TITLES, figures, floor, parts
+from jaxthru.profile.waterfall import TITLES, doubts, figures, floor, parts
 
 TEMPLATE = Path(__file__).with_name("report.template.html")
 
@@ -25,7 +25,7 @@ def report(ledger: Ledger, config: dict[str, Any]) -> str:
         title=escape(f"{ledger.run.config}: where the step went"),
         heading=escape(f"Where the step of {ledger.run.config} went"),
         subtitle=escape(_subtitle(ledger)),
-        verdict=_verdict(ledger, unit),
+        verdict=f"{_verdict(ledger, unit)} {escape(doubts(ledger))}".strip(),
         figures="".join(_figures(ledger, config, unit)),
         sections="\n".join(sections),
         footer=escape(_footer(ledger, unit)),
@@ -80,9 +80,8 @@ def _figures(ledger: Ledger, config: dict[str, Any], unit: Unit) -> list[str]:
 
 def _footer(ledger: Ledger, unit: Unit) -> str:
     window, versions = ledger.window, ledger.run.versions
-    said = [
-        f"Noise: {window.noise:.1%} between unprofiled steps; no cause below {unit(floor(ledger))} is named."
-    ]
+    noise = f"{window.noise:.1%} between unprofiled steps" if window.loop_seconds else "not known"
+    said = [f"Noise: {noise}; no cause below {unit(floor(ledger))} is named."]
     if window.attribution_seconds:
         said.append(
             f"Kernels were named in a pass without CUDA graphs, {unit(window.attribution_seconds)} a step."

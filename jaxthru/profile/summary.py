@@ -8,10 +8,11 @@ import rich.console
 import rich.table
 from rich.text import Text
 
-from jaxthru.profile.compare import Change, Comparison, title
+from jaxthru.profile.clues import Change
+from jaxthru.profile.compare import Comparison, title
 from jaxthru.profile.ledger import Ledger
 from jaxthru.profile.sections import Unit
-from jaxthru.profile.waterfall import figures, floor, parts
+from jaxthru.profile.waterfall import doubts, figures, floor, parts
 
 ADVICE = 3
 CHANGES = 8
@@ -37,7 +38,8 @@ def summary(ledger: Ledger, config: dict[str, Any]) -> rich.console.Group:
             _row(table, title(name), unit.bare(seconds), f"{seconds / window.step_seconds:.1%}")
     table.add_section()
     _row(table, "step", unit.bare(window.step_seconds), "100.0%")
-    return rich.console.Group(Text(", ".join(said)), table, *_advice(ledger, unit))
+    doubt = [Text(doubts(ledger))] if doubts(ledger) else []
+    return rich.console.Group(Text(", ".join(said)), *doubt, table, *_advice(ledger, unit))
 
 
 def _advice(ledger: Ledger, unit: Unit) -> list[rich.console.RenderableType]:

@@ -169,6 +169,8 @@ class Profile:
             show(self.folder, publish(self.folder))
         except ValueError as error:  # a profile that cannot be read must not cost the run
             log.warning("%s: no ledger: %s", self.folder, error)
+        except Exception as error:  # nor must a fault of the profiler: the last state is not saved yet
+            log.warning("%s: no ledger: %s: %s", self.folder, type(error).__name__, error)
 
     def collected(self) -> dict[str, Any]:
         """Returns what the traces are of, for `profile.build`."""
@@ -238,4 +240,12 @@ def open_profile(
     """
     if not config.at:
         return NoProfile(program)
-    return Profile(directory / str(config.at), program, recompile, _passes(config, program, start, last))
+    folder, reached = directory / str(config.at), start < config.at <= last
+    if not reached and not (folder / "collected.json").is_file() and distributed.is_primary():
+        log.warning(
+            "profile.at = %d: nothing is profiled, as this run takes steps %d to %d",
+            config.at,
+            start + 1,
+            last,
+        )
+    return Profile(folder, program, recompile, _passes(config, program, start, last))

@@ -37,6 +37,9 @@ LEAST_NOISE = 0.002
 """A share of the step below which no cause is named, however quiet the other steps were: the parts of one
 window are no more certain than that."""
 
+USUAL = 0.02
+"""How far the profiled steps may be from others, however alike those are, before it is said."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
@@ -82,3 +85,17 @@ def figures(ledger: Ledger, config: dict[str, Any]) -> Figures:
         slower = ledger.clock.mean_mhz / matmul.reference_mhz
     sustained = mfu / slower if mfu is not None and slower else None
     return Figures(step, run.tokens_per_step / step, mfu, sustained)
+
+
+def doubts(ledger: Ledger) -> str:
+    """Returns in a sentence why the profiled steps may not be what a step usually is; "" if they are."""
+    window = ledger.window
+    if window.closure is None:
+        return "Too few steps ran without the profiler to say whether those profiled are like them."
+    if abs(window.closure) <= max(window.noise, USUAL):
+        return ""
+    more = "more" if window.closure > 0 else "less"
+    return (
+        f"The steps profiled took {abs(window.closure):.0%} {more} time than the median of the others: "
+        "this tells of them, and not of what a step usually takes."
+    )

@@ -88,13 +88,16 @@ ENTRY %main (a: bf16[1000,1000]) -> bf16[1000,1000] {
 """A step: a product of 2e9 FLOPs, a sum over devices, and an update."""
 
 
-def step(device: int, number: int, begun: int, graph: bool = False) -> dict[str, list[tuple]]:
+def step(
+    device: int, number: int, begun: int, graph: bool = False, product: int = 400
+) -> dict[str, list[tuple]]:
     """Returns what a GPU runs in a step of 1,000 ns, by stream. Device 1 comes to the all-reduce 200 ns after
-    device 0, and both end it at 700. graph: as a CUDA graph, in which nothing bears its own name."""
+    device 0, and both end it at 700. graph: as a CUDA graph, in which nothing bears its own name.
+    product: nanoseconds that the matrix product takes."""
     op = lambda name: "command_buffer_1" if graph else name  # noqa: E731
     late = 200 * device
     compute = [
-        kernel("nvjet_tst_128x128", begun, begun + 400, op("gemm.1"), correlation_id=10 * number + 1),
+        kernel("nvjet_tst_128x128", begun, begun + product, op("gemm.1"), correlation_id=10 * number + 1),
         kernel("add_1", begun + 900, begun + 1000, op("add.1"), correlation_id=10 * number + 2),
     ]
     sum_ = kernel("ncclDevKernel_AllReduce", begun + 300 + late, begun + 700, op("all-reduce.1"))
@@ -105,14 +108,14 @@ def step(device: int, number: int, begun: int, graph: bool = False) -> dict[str,
     }
 
 
-def steps(first: int, count: int, graph: bool = False, length: int = 1000) -> list[Plane]:
+def steps(first: int, count: int, graph: bool = False, length: int = 1000, product: int = 400) -> list[Plane]:
     """Returns two GPUs' planes and their host's, of so many steps and the one after. The loop waits for data
     from 800 to 850 of each step, and calls for its last kernel at 870, when the devices have run out."""
     planes = []
     for device in (0, 1):
         lines: dict[str, list] = {}
         for number in range(count + 1):
-            for line, events in step(device, number, number * length, graph).items():
+            for line, events in step(device, number, number * length, graph, product).items():
                 lines.setdefault(line, []).extend(events)
         lines["_counters_"] = [
             ("GPC Clock Frequency (Hz)", at, at, {"value": 1.464e9 if at % length < 400 else 1.98e9})

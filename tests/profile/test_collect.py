@@ -1,6 +1,7 @@
 """The command profiles itself: what is collected, and that the ledger agrees with the loop's clock."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from processes import finish, start_processes
 from runs import make_workplace
 
-from jaxthru.profile import clocks, ledger
+from jaxthru.profile import clocks, ledger, trace
 from jaxthru.profile.build import build
 from jaxthru.profile.trace import NoProfile, ProfileConfig, open_profile
 from jaxthru.runtime.errors import InputError
@@ -80,6 +81,17 @@ def test_memory_is_told_apart(found):
     positions = [at for at, _ in found.memory.curve]
     assert positions == sorted(positions) and positions[0] >= 0 and positions[-1] <= 1
     assert max(size for _, size in found.memory.curve) <= sum(found.memory.categories.values())
+
+
+def test_the_runtimes_peak_has_what_the_program_does_not(tmp_path, run, found):
+    shutil.copytree(run, tmp_path / "run")
+    folder = tmp_path / "run" / "profile" / str(AT)
+    collected = json.loads((folder / "collected.json").read_text())
+    peak = sum(found.memory.categories.values()) + 12345
+    (folder / "collected.json").write_text(json.dumps(collected | {"peak_bytes": peak}))
+    memory = build(folder).memory
+    assert memory.categories == found.memory.categories | {"fragmentation": 12345}
+    assert memory.peak_bytes == peak
 
 
 def test_profiling_changes_no_loss(place, run):
@@ -207,6 +219,37 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
     # Of a run that is too short for both, the one without which there is no ledger.
     short = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 7)
     assert [(one.name, one.first_step) for one in short._passes] == [("production", 4)]
+
+
+@pytest.mark.parametrize(("start", "last", "said"), [(4, 9, True), (0, 3, True), (3, 9, False)])
+def test_a_step_that_a_run_does_not_take_is_said(tmp_path, monkeypatch, start, last, said):
+    """As where a run goes on behind it, or its data end before it."""
+    heard = []
+    monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
+    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last)
+    where = f"profile.at = 4: nothing is profiled, as this run takes steps {start + 1} to {last}"
+    assert heard == [where] * said
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / "collected.json").touch()  # it was profiled before the run was stopped
+    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last)
+    assert heard == [where] * said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(InputError("cut short"), "cut short"), (AttributeError("None"), "AttributeError: None")],
+)
+def test_a_profile_that_cannot_be_read_does_not_cost_the_run(tmp_path, monkeypatch, error, said):
+    def publish(folder):
+        raise error
+
+    heard = []
+    monkeypatch.setattr(trace, "publish", publish)
+    monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
+    profile = open_profile(ProfileConfig(at=4), tmp_path, None, None, 0, 9)
+    profile._coming.clear()  # all was traced
+    profile.finish()
+    assert heard == [f"{tmp_path / '4'}: no ledger: {said}"]
 
 
 @pytest.mark.parametrize("settings", [{"at": -1}, {"steps": 0}])

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import sample
 
-from jaxthru.profile.compare import KEYS, RULES, compare
+from jaxthru.profile.clues import KEYS, RULES
+from jaxthru.profile.compare import compare
 from jaxthru.profile.ledger import LINES, Collective, Scope
 from jaxthru.profile.waterfall import TITLES, parts
 
@@ -141,6 +142,34 @@ def test_configuration_differences_leave_out_the_profile():
         ("optim.learning_rate", 0.0003, 1.0),
         ("remat.policy", "projections", "none"),
     )
+
+
+def test_other_devices_and_versions_are_said():
+    run = dataclasses.replace(CLEAN.run, devices=4, device_kind="NVIDIA H100", versions={"jax": "0.12.0"})
+    found = compared(dataclasses.replace(sample.ledger(attention=0.2), run=run))
+    assert found.config == (
+        ("devices", "2 × NVIDIA H200", "4 × NVIDIA H100"),
+        ("jax", "0.11.2", "0.12.0"),
+    )
+    assert "4 × NVIDIA H100" in found.top.cause
+    assert "0.12.0" in found.top.cause
+
+
+@pytest.mark.parametrize("part", ["attention", "other_kernels", "host_gap", "data_wait"])
+def test_settings_that_move_no_time_are_no_cause(part):
+    still = sample.config(train__steps=7, train__seed=5, train__skip_limit=3, optim__learning_rate=1.0)
+    found = compared(sample.ledger(**{part: 0.3}), still)
+    assert len(found.config) == 4
+    assert found.top.name == part
+    assert not any(key in found.top.cause for key, _, _ in found.config)
+
+
+def test_the_keys_of_causes_are_of_the_configuration():
+    keys = {f"{group}.{name}" for group, part in CONFIG.items() for name in part}
+    assert {
+        key for found in KEYS.values() for key in found if not any(of.startswith(key) for of in keys)
+    } == set()
+    assert set(LINES) - {"unclassified"} <= set(KEYS)
 
 
 def test_all_parts_have_names():

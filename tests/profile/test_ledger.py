@@ -1,11 +1,15 @@
+import dataclasses
 import json
+import re
 import shutil
+import statistics
 from pathlib import Path
 
 import planes
 import pytest
 
-from jaxthru.profile import hlo, ledger
+from jaxthru import config as configuration
+from jaxthru.profile import hlo, ledger, lint, memory, waterfall
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import build
 from jaxthru.profile.events import Event, Trace
@@ -54,14 +58,14 @@ MATMUL_PARAMETERS = 10 * 10 * 4 + 3 * 10 * 10 + 10 * 100
 
 def collected(run: Path, *, graphs: bool) -> Path:
     """Writes what a run of two H200 leaves: steps 5 and 6 as trained, and, with graphs, 8 and 9 in 1,100 ns
-    each without them."""
+    each without them, of which the product has 40 more."""
     folder = run / "profile" / "5"
     passes = {"production": {"first_step": 5, "steps": 2}}
     planes.write(folder / "production" / "0", *planes.steps(5, 2, graph=graphs))
     folder.joinpath("step.hlo.txt").write_text(planes.STEP)
     if graphs:
         passes["attribution"] = {"first_step": 8, "steps": 2}
-        planes.write(folder / "attribution" / "0", *planes.steps(8, 2, length=1100))
+        planes.write(folder / "attribution" / "0", *planes.steps(8, 2, length=1100, product=440))
         folder.joinpath("attribution.hlo.txt").write_text(planes.STEP)
     about = {"platform": "gpu", "device_kind": "NVIDIA H200", "devices": 2, "processes": 1}
     about |= {"peak_flops": 989.5e12, "peak_bytes": None, "host_pinned_bytes": 7, "passes": passes}
@@ -153,8 +157,19 @@ def test_graphs_hide_names_and_a_second_pass_finds_them(tmp_path):
     )
     assert found.window.attribution_seconds == pytest.approx(1100e-9)
     kernels = {kernel.hlo: kernel for kernel in found.kernels}
+    # Named where it takes 440 ns, and scaled to what it takes as the steps are trained.
     assert kernels["gemm.1"].seconds == pytest.approx(400e-9) and kernels["gemm.1"].flops == 2e9
+    assert sum(each.seconds for each in found.scopes if each.line == "matmul") == pytest.approx(400e-9)
     assert {(scope.layer, scope.line) for scope in found.scopes} >= {("mlp", "matmul")}
+
+
+def test_noise_is_the_spread_of_steps_that_were_not_profiled(tmp_path):
+    window = build(collected(tmp_path / "runs" / "small" / "1", graphs=False)).window
+    others = [990e-9 + step * 1e-9 for step in (4, *range(11, 30))]
+    low, middle, high = statistics.quantiles(others, n=4)
+    assert window.loop_seconds == pytest.approx(middle)
+    assert window.noise == pytest.approx((high - low) / middle)
+    assert window.closure == pytest.approx(1000e-9 / middle - 1)
 
 
 def test_a_trace_without_a_device_is_said(tmp_path):
@@ -223,3 +238,45 @@ def test_a_run_that_was_stopped_between_the_passes(tmp_path):
     (folder / "collected.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="ended before its steps were traced"):
         build(folder)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.py"
+PAGE = (ROOT / "docs" / "ledger.md").read_text()
+
+
+def rows(title: str, following: str) -> dict[str, tuple[str, ...]]:
+    """Returns the cells of a section's table of the page, by what its first cell names."""
+    section = PAGE[PAGE.index(f"\n## {title}\n") : PAGE.index(f"\n## {following}\n") if following else None]
+    found = re.findall(r"^\| `(\w+)` \|(.*)\|$", section, re.MULTILINE)
+    assert found, title
+    return {name: tuple(cell.strip() for cell in cells.split(" | ")) for name, cells in found}
+
+
+def test_the_page_explains_each_line_and_part_of_a_ledger():
+    fields = {field.name for field in dataclasses.fields(ledger.Ledger)}
+    parts = {f"{name}_seconds" for name in waterfall.MATMUL_PARTS}
+    rules = (lint.copies, lint.float32_matmuls, lint.collectives, lint.loops, lint.not_donated)
+    tables = {
+        ("Lines", "matmul"): set(ledger.LINES),
+        ("matmul", "How it is measured"): parts,
+        ("Memory", "Lint"): {*memory.CATEGORIES, "fragmentation", "beside"},
+        ("Lint", "The rest of the file"): {rule.__name__ for rule in (*rules, lint.attention_again)},
+        ("The rest of the file", ""): fields - {"lines", "matmul", "memory", "lint"},
+    }
+    for (title, following), named in tables.items():
+        found = rows(title, following)
+        assert set(found) == named, title
+        assert all(len(cells) == 2 and all(cells) for cells in found.values()), title
+    assert {"lines", "matmul", "memory", "lint"} <= fields
+
+
+def test_the_page_names_settings_that_there_are_and_links_where_they_are_made():
+    tree = configuration.to_dict(configuration.load(QUICKSTART))
+    linked = re.findall(r"\[((?:`[a-z]+\.\w+`(?:, )?)+)\]\(\.\./([\w/.]+)\)", PAGE)
+    assert len(linked) > 30
+    for names, path in linked:
+        text = (ROOT / path).read_text()
+        for group, name in re.findall(r"`([a-z]+)\.(\w+)`", names):
+            assert name in tree.get(group, ()), f"{group}.{name}"
+            assert re.search(rf"^    {name}: ", text, re.MULTILINE), f"{group}.{name} is not made in {path}"

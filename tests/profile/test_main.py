@@ -114,6 +114,7 @@ def _cut_short(path):
         (lambda path: (path / "config.json").unlink(), ["run"], "config.json: no such file"),
         (lambda path: (path / "config.json").write_text("{"), ["run"], "config.json: not valid JSON"),
         (lambda path: (path / "config.json").write_text("[]"), ["run"], "holds no configuration"),
+        (lambda path: (path / "config.json").write_text('{"train": 3}'), ["run"], "holds no configuration"),
         (lambda path: (path / "config.json").write_text("{}"), ["run"], "profile/20: KeyError 'data'"),
         (lambda path: (path / "profile/20/ledger.json").write_text("[]"), ["run"], "ledger version None"),
         (lambda path: (path / "profile/20/ledger.json").unlink(), ["run"], "neither a whole profile nor"),
@@ -121,6 +122,7 @@ def _cut_short(path):
         (_other_version, ["compare", "run", "run"], "ledger version 99"),
         (_cut_short, ["run"], "profile/20"),
         (lambda path: (path / "profile").rename(path / "other"), ["run"], "profile.at=20"),
+        (lambda path: None, ["run/profile/20"], "is a profile of a run; give the run, "),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, spoil, arguments, said):
@@ -139,6 +141,27 @@ def test_wrong_arguments_exit_with_2(arguments, capsys):
         main(arguments)
     assert stopped.value.code == 2
     assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("window", "said"),
+    [
+        ({"closure": 1.48, "noise": 0.06}, "took 148% more time than the median of the others"),
+        ({"closure": -0.05, "noise": 0.01}, "took 5% less time than the median of the others"),
+        ({"closure": None, "loop_seconds": None, "noise": 0.0}, "Too few steps ran without the profiler"),
+        ({"closure": 0.05, "noise": 0.06}, None),
+        ({"closure": 0.015, "noise": 0.001}, None),
+    ],
+)
+def test_steps_unlike_the_others_are_said(tmp_path, capsys, window, said):
+    found = sample.ledger()
+    found = dataclasses.replace(found, window=dataclasses.replace(found.window, **window))
+    path = run(tmp_path / "run", found)
+    assert main([str(path)]) == 0
+    page, shown = (path / "profile/20/report.html").read_text(), capsys.readouterr().out
+    for text in (page, shown):
+        assert said in text if said else "of the others" not in text
+    assert ("Noise: not known" in page) == (found.window.loop_seconds is None)
 
 
 def test_summary_adds_up():
