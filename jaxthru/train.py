@@ -199,13 +199,14 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
                 if checkpointer.should_save(step, last):
                     save(step)
         account.settle()
-        profile.finish()
+        profile.close()
         state = built.compiled.settled(state)
         if step < steps and config.checkpoint.last:
             save(step)
             log.info("stopped after step %d; the state is saved", step)
         with watchdog.paused():
             checkpointer.wait()
+            profile.finish()  # once nothing can be lost any more
     return state
 
 

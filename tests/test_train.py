@@ -288,6 +288,17 @@ def test_a_trace_is_taken_and_where_so_told_nothing_saved(place, whole):
     assert (taken / "ledger.json").is_file() and (taken / "report.html").is_file()
 
 
+def test_a_stopped_run_saves_its_state_before_it_reports(place, whole):
+    """Whoever stops it may not wait for the report."""
+    process = place.start("stopped_traced", profile__at=3, profile__steps=30, checkpoint__every=0)
+    place.wait_for_step(process, "stopped_traced", 7)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert 0 < output.index("the state is saved") < output.index("part of the step")
+    assert place.checkpoints("stopped_traced") == [place.metrics("stopped_traced")[-1]["step"]]
+
+
 def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
     """Returns the one line with which the command refuses, here with eight devices."""
     code = main(place.command(run_dir, *arguments, **settings)[3:])

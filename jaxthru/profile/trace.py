@@ -169,7 +169,7 @@ class Profile:
             show(self.folder, publish(self.folder))
         except ValueError as error:  # a profile that cannot be read must not cost the run
             log.warning("%s: no ledger: %s", self.folder, error)
-        except Exception as error:  # nor must a fault of the profiler: the last state is not saved yet
+        except Exception as error:  # nor must a fault of the profiler fail it
             log.warning("%s: no ledger: %s: %s", self.folder, type(error).__name__, error)
 
     def collected(self) -> dict[str, Any]:
@@ -220,6 +220,9 @@ class NoProfile:
         return contextlib.nullcontext()
 
     def after(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def finish(self) -> None:
