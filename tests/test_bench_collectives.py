@@ -106,7 +106,7 @@ def test_a_slow_first_run_makes_no_short_turns(bench, monkeypatch):
     )
     plain = case.of(contenders.reference), case.operands()
     runs = {"plain": plain, "product": case.products(), "collective": case.collective()}
-    monkeypatch.setattr(module, "contenders", lambda case, without_jax: (runs, {}))
+    monkeypatch.setattr(module, "contenders", lambda case, without_jax, adds: (runs, {}))
     compile_in_a_row, turns, cold = module.programs.compile_in_a_row, [], set(runs)
 
     def slow_at_first(runs):
@@ -302,7 +302,7 @@ def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
     module.try_all([case, case])
     assert tried == [sizes]
     entry = module.tune(case, 1, 0.0)
-    assert [one.pop("microseconds") >= entry["microseconds"] for one in entry["tried"]] == [True] * 4
+    assert all(one.pop("microseconds") > 0 for one in entry["tried"])
     assert [tiles.Tiles(**one) for one in entry["tried"]] == [*sizes, *orders]
     assert entry["tiles"] in entry["tried"]
     assert entry["faster"] in (False, True)

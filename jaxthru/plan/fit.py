@@ -52,8 +52,8 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
         config.mesh.collective_matmul != "mosaic_gpu_adds"
         or not config.train.deterministic
         or layout.size("heads") <= 2,
-        "mesh.collective_matmul = 'mosaic_gpu_adds': with train.deterministic = True, but more than 2 devices"
-        " add in whatever order they come; choose 'mosaic_gpu'",
+        "mesh.collective_matmul = 'mosaic_gpu_adds': more than 2 devices add in any order, which "
+        "train.deterministic = True rules out; choose 'mosaic_gpu'",
     )
     if config.mesh.copies:
         check_copies(config, layout, platform or device.platform)

@@ -76,9 +76,9 @@ class Clues:
             where = f" in {lint[0].scope}" if lint[0].scope else ""
             said.append(f"{'new' if change.seconds > 0 else 'gone'}: {lint[0].text.rstrip('.')}{where}")
         keys = KEYS.get(change.name, ())
-        said += [
-            f"{key} {a!r} → {b!r}" for key, a, b in self.config if key in MACHINE or key.startswith(keys)
-        ][:3]
+        changed = [entry for entry in self.config if entry[0] in MACHINE or entry[0].startswith(keys)]
+        changed.sort(key=lambda entry: entry[0] in MACHINE)
+        said += [f"{key} {a!r} → {b!r}" for key, a, b in changed[:3]]
         said += self.seen(change)
         return dataclasses.replace(change, cause="; ".join(said), rule=lint[0].rule if lint else None)
 

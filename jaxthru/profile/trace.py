@@ -146,15 +146,19 @@ class Profile:
         """Ends a trace that is still running; it is whole if the run ends with its last step."""
         if self._running is None:
             return
-        jax.profiler.stop_trace()
-        self._open.close()
-        folder = self.folder / self._running.name / str(jax.process_index())
-        self._samples.write(folder / "clocks.json")
+        ended, self.program, self._running = self._running, self.compiled, None
         # Of a run that ends early the steps count that were finished.
-        self._running.steps = min(self._running.steps, self._latest - self._running.first_step + 1)
-        self.program, self._running = self.compiled, None
-        if distributed.is_primary():
-            write_atomically(self.folder / "collected.json", json.dumps(self.collected(), indent=1) + "\n")
+        ended.steps = min(ended.steps, self._latest - ended.first_step + 1)
+        try:
+            with self._open:
+                jax.profiler.stop_trace()
+            self._samples.write(self.folder / ended.name / str(jax.process_index()) / "clocks.json")
+            if distributed.is_primary():
+                write_atomically(
+                    self.folder / "collected.json", json.dumps(self.collected(), indent=1) + "\n"
+                )
+        except Exception as error:  # a full disk must not cost the run a step, nor its last state
+            log.warning("%s: the trace is not whole: %s: %s", self.folder, type(error).__name__, error)
 
     def finish(self) -> None:
         """Ends profiling; writes ledger and report once the run's record is written, and shows them."""

@@ -15,7 +15,7 @@ burst after a rest it runs at its full clock. Both are timed: `contenders` one a
   ring, ring_bidirectional: transfers beside products, in as many steps as there are devices
   jax: JAX's own kernel, the best of a few configurations; for forward gathers of one matrix on one axis
   fused: the kernels for Hopper
-  fused_adds: those whose scatters add to the result in place of staging
+  fused_adds: with --adds, those whose scatters add to the result in place of staging
   default: whatever runs where nothing is named
   product: the matrix products alone, as if all rows were there; no form can be faster
   collective: the transfer alone, by XLA
@@ -55,13 +55,19 @@ SHAPES = ("qkv", "gate", "gate_up", "scatter_6144", "down", *UNTUNED)
 
 
 def measure(
-    case: Case, warmup_turns: int, turns: int, turn_seconds: float, rest: float, without_jax: str = ""
+    case: Case,
+    warmup_turns: int,
+    turns: int,
+    turn_seconds: float,
+    rest: float,
+    without_jax: str = "",
+    adds: bool = False,
 ) -> dict:
     """Returns the result of a case: each contender's times, errors and ratio over the plain form.
 
-    rest: seconds before each of the turns `in_bursts`.
+    rest: seconds before each of the turns `in_bursts`. without_jax, adds: as `contenders` has them.
     """
-    runs, missing = contenders(case, without_jax)
+    runs, missing = contenders(case, without_jax, adds)
     compiled, failed = programs.compile_in_a_row(runs)
     missing |= failed
     others = case.operands(seed=1)
@@ -141,6 +147,7 @@ def main() -> int:
     )
     done = "the first run that precedes all others has just passed, in a process of its own"
     parser.add_argument("--first-run-done", action="store_true", help=done)
+    parser.add_argument("--adds", action="store_true", help="time the kernels that add to the result too")
     parser.add_argument("--torch", action="store_true", help="time PyTorch's operations too")
     parser.add_argument(
         "--first-run-of-jax", action="store_true", help="only run JAX's own kernel once, at a tiny shape"
@@ -173,6 +180,12 @@ def main() -> int:
                 checks.run_script([__file__, "--first-run-of-jax", *same], 180)
             except RuntimeError as error:
                 without_jax = str(error)[-500:]
+    if options.adds:
+        with phase("first run of the kernels that add, in a child process"):
+            named = ",".join(f"{name}={size}" for name, size in axes.items())
+            # On more than two devices what they add up need not repeat.
+            words = ["--implementation", "mosaic_gpu_adds", "--repeats", "3" if options.devices == 2 else "0"]
+            checks.run_script([checks.__file__, "--axes", named, *words], 240)
     if options.torch:
         with phase("torch, in a child process"):
             peer = torch_peer(options.devices, list(options.shapes), shapes)
@@ -197,7 +210,7 @@ def main() -> int:
             with phase(named), checks.ends_within(180, named):
                 case = Case(shapes[name], mesh, direction == "backward")
                 turns = options.warmup_turns, options.turns, options.turn_seconds, options.rest_seconds
-                found = measure(case, *turns, without_jax)
+                found = measure(case, *turns, without_jax, options.adds)
             line["cases"][named] = dataclasses.asdict(shapes[name]) | found
             harness.write(line, options.output)
             print(json.dumps({named: found}), file=sys.stderr, flush=True)

@@ -27,7 +27,6 @@ NAMED = {
     "ring": "ring",
     "ring_bidirectional": "ring_bidirectional",
     "fused": "mosaic_gpu_alone",
-    "fused_adds": "mosaic_gpu_adds",
 }
 
 
@@ -199,16 +198,17 @@ def first_run_of_jax(mesh: Mesh) -> None:
             raise RuntimeError(f"{name}: {error:.2g} apart from the plain form")
 
 
-def contenders(case: Case, without_jax: str = "") -> tuple[dict[str, tuple[Callable, tuple]], dict[str, str]]:
+def contenders(
+    case: Case, without_jax: str = "", adds: bool = False
+) -> tuple[dict[str, tuple[Callable, tuple]], dict[str, str]]:
     """Returns {name: (function, operands)} and why others cannot run.
 
-    without_jax: why JAX's own kernel is not to run, if so.
+    without_jax: why JAX's own kernel is not to run, if so. adds: whether "fused_adds" is to.
     """
     operands, found, missing = case.operands(), {}, {}
     known = implementations(jax.default_backend())
-    runs = {name: (lambda m=known[of][0], o=known[of][1]: case.of(m, **o)) for name, of in NAMED.items()}
-    if case.gathers != case.backward:  # what does not scatter is "fused" itself
-        del runs["fused_adds"]
+    named = NAMED | ({"fused_adds": "mosaic_gpu_adds"} if adds and case.gathers == case.backward else {})
+    runs = {name: (lambda m=known[of][0], o=known[of][1]: case.of(m, **o)) for name, of in named.items()}
     runs["default"] = case.default
     for name, make in runs.items():
         try:

@@ -125,5 +125,17 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "tensor_more": Row(
             turns(tensor, **moved("none", "reference", "ring_bidirectional"), **copied), 300, 480
         ),
+        "adds": Row(
+            bench(
+                "adds",
+                "forward",
+                "backward",
+                *([] if tiny else ["--adds"]),
+                shapes=("gate", "scatter_6144", "down"),
+            ),
+            150,
+            400,
+            waits=True,
+        ),
         "torch": Row(bench("torch", "forward", *([] if tiny else ["--torch"])), 240, 520, waits=True),
     }

@@ -63,19 +63,24 @@ def tune(case: Case, turns: int, turn_seconds: float) -> dict:
     wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
     runs = {one: case.of(mosaic_gpu, tiles=one) for one in tiles.candidates(case.problem)}
     times = measure({PLAIN: case.of(reference)} | runs, operands, turns, turn_seconds)
-    plain = times.pop(PLAIN)
-    best = min(times, key=times.get)
+    best = min(times.keys() - {PLAIN}, key=times.get)
     fused = checks.compile_safely(jax.jit(runs[best]).lower(*operands))
     jax.block_until_ready(fused(*case.operands(seed=1)))  # so that no buffer still holds the right result
     found = jax.block_until_ready(fused(*operands))  # nothing is loaded while it runs
     if not max(map(float, programs.apart(found, wanted))) <= programs.TOLERANCE:
         sys.exit(f"{case.problem.key}: the result with {best} differs from the plain form's")
+    # Once more, as the least of many is less than what it takes.
+    final = measure({PLAIN: case.of(reference), best: runs[best]}, operands, 2 * turns, turn_seconds)
     return {
         "tiles": dataclasses.asdict(best),
-        "microseconds": round(1e6 * times[best], 1),
-        "plain_microseconds": round(1e6 * plain, 1),
-        "faster": times[best] < plain,
-        "tried": [dataclasses.asdict(one) | {"microseconds": round(1e6 * t, 1)} for one, t in times.items()],
+        "microseconds": round(1e6 * final[best], 1),
+        "plain_microseconds": round(1e6 * final[PLAIN], 1),
+        "faster": final[best] < final[PLAIN],
+        "tried": [
+            dataclasses.asdict(one) | {"microseconds": round(1e6 * seconds, 1)}
+            for one, seconds in times.items()
+            if one != PLAIN
+        ],
     }
 
 

@@ -542,7 +542,9 @@ def first_adds(first_run):
 def test_values_and_gradients_where_shards_add(name, t, first_adds):
     mesh = mesh_or_skip(first_adds, {"tensor": t})
     with first_adds.ends_within(120, f"{name} on {t}"):
-        line = first_adds.check(mesh, (GPU | UNTUNED)[name], "mosaic_gpu_adds", fresh_seed())
+        shape = (GPU | UNTUNED)[name]
+        compiled = first_adds.compile_both(mesh, shape, "mosaic_gpu_adds")
+        line = first_adds.check(mesh, shape, compiled, fresh_seed())
     assert max(line["errors"]) <= first_adds.BFLOAT16_TOLERANCE, line
 
 
@@ -551,5 +553,6 @@ def test_values_and_gradients_where_shards_add(name, t, first_adds):
 def test_what_two_shards_add_is_the_same_in_either_order(name, first_adds):
     mesh = mesh_or_skip(first_adds, {"tensor": 2})
     with first_adds.ends_within(300, name):
-        unequal = first_adds.unequal_repeats(mesh, GPU[name], "mosaic_gpu_adds", fresh_seed(), repeats=50)
+        compiled = first_adds.compile_both(mesh, GPU[name], "mosaic_gpu_adds")
+        unequal = first_adds.unequal_repeats(mesh, GPU[name], compiled, fresh_seed(), repeats=50)
     assert unequal == 0

@@ -252,6 +252,22 @@ def test_a_profile_that_cannot_be_read_does_not_cost_the_run(tmp_path, monkeypat
     assert heard == [f"{tmp_path / '4'}: no ledger: {said}"]
 
 
+def test_a_trace_that_cannot_be_written_does_not_cost_the_run(tmp_path, monkeypatch):
+    def full():
+        raise OSError(28, "No space left on device")
+
+    heard, closed = [], []
+    monkeypatch.setattr(trace.jax.profiler, "stop_trace", full)
+    monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
+    profile = open_profile(ProfileConfig(at=4), tmp_path, "the step", None, 0, 9)
+    profile._running, profile.program = profile._coming.pop(0), "the traced step"
+    profile._open.callback(closed.append, True)
+    profile.close()
+    (said,) = heard
+    assert "the trace is not whole: OSError: [Errno 28] No space left on device" in said
+    assert closed and profile.program == "the step" and profile._running is None
+
+
 @pytest.mark.parametrize("settings", [{"at": -1}, {"steps": 0}])
 def test_impossible_settings(settings):
     with pytest.raises(InputError, match="profile"):
