@@ -61,7 +61,18 @@ def test_a_loop_without_hooks_calls_no_profiler(bench):
     assert "profile" not in (*without.co_varnames, *without.co_cellvars)
     assert {"compiled", "dispatched", "waiting"} <= set(without.co_names)
     assert set(with_.co_names) - set(without.co_names) <= {
-        *("open_profile", "profile", "program", "recompile", "begins", "begin", "span", "after", "finish"),
+        *(
+            "open_profile",
+            "profile",
+            "program",
+            "recompile",
+            "begins",
+            "begin",
+            "span",
+            "after",
+            "close",
+            "finish",
+        ),
         "apart",
     }
 
