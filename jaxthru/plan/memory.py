@@ -146,7 +146,6 @@ def traced(
     if config.mesh.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
         ring = dataclasses.replace(config.mesh, collective_matmul="ring")
         config = dataclasses.replace(config, mesh=ring)
-        layout = fit(config, jax.devices()[:devices], "gpu")
     segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
     attention = stand_in(config, layout, segments)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention)

@@ -38,7 +38,7 @@ def summary(ledger: Ledger, config: dict[str, Any]) -> rich.console.Group:
             _row(table, title(name), unit.bare(seconds), f"{seconds / window.step_seconds:.1%}")
     table.add_section()
     _row(table, "step", unit.bare(window.step_seconds), "100.0%")
-    doubt = [Text(doubts(ledger))] if doubts(ledger) else []
+    doubt = [Text(why)] if (why := doubts(ledger)) else []
     return rich.console.Group(Text(", ".join(said)), *doubt, table, *_advice(ledger, unit))
 
 

@@ -182,10 +182,7 @@ def main() -> int:
                 without_jax = str(error)[-500:]
     if options.adds:
         with phase("first run of the kernels that add, in a child process"):
-            named = ",".join(f"{name}={size}" for name, size in axes.items())
-            # On more than two devices what they add up need not repeat.
-            words = ["--implementation", "mosaic_gpu_adds", "--repeats", "3" if options.devices == 2 else "0"]
-            checks.run_script([checks.__file__, "--axes", named, *words], 240)
+            checks.try_adds(axes)
     if options.torch:
         with phase("torch, in a child process"):
             peer = torch_peer(options.devices, list(options.shapes), shapes)

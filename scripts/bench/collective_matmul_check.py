@@ -55,18 +55,23 @@ TRIES_TILES = "tiny_gather_many_tiles", "tiny_scatter_many_tiles"  # which divid
 SHAPES = TINY | GPU | UNTUNED
 
 
-def in_child(axes: list[dict[str, int]], seconds: float, shapes: str = "tiny") -> None:
+def in_child(axes: list[dict[str, int]], seconds: float, *options: str) -> None:
     """Runs this script on the meshes, and raises RuntimeError if it fails or is not done in time."""
     named = [",".join(f"{name}={size}" for name, size in mesh.items()) for mesh in axes]
-    run_script([__file__, "--axes", *named, "--shapes", shapes], seconds)
+    run_script([__file__, "--axes", *named, *options], seconds)
 
 
 def try_tiles(axes: dict[str, int], candidates: list[tiles.Tiles]) -> None:
     """Runs tiles at tiny shapes in a child process, and raises RuntimeError if any is wrong or hangs."""
-    named = ",".join(f"{name}={size}" for name, size in axes.items())
     given = json.dumps([dataclasses.asdict(of) for of in candidates])
-    arguments = ["--axes", named, "--shapes", *TRIES_TILES, "--tiles", given]
-    run_script([__file__, *arguments], 60 + 30 * len(candidates))
+    in_child([axes], 60 + 30 * len(candidates), "--shapes", *TRIES_TILES, "--tiles", given)
+
+
+def try_adds(axes: dict[str, int]) -> None:
+    """Runs the kernels that add to the result at tiny shapes in a child process, and raises RuntimeError if
+    any is wrong or hangs. What more than two devices add up need not repeat."""
+    repeats = "3" if axes["tensor"] == 2 else "0"
+    in_child([axes], 240, "--implementation", "mosaic_gpu_adds", "--repeats", repeats)
 
 
 def impose(imposed: tiles.Tiles) -> None:

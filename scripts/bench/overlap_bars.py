@@ -25,8 +25,6 @@ KERNELS = {
 TENSOR, FSDP, EXPOSED, NOISE = 1.08, 0.97, 0.03, 2.0
 EVERY = {f"{name}_{direction}" for name in GPU | UNTUNED for direction in ("forward", "backward")}
 STEPS = 50  # of which the losses are compared
-
-
 REGIMES = {"in_bursts": "in bursts", "contenders": "without a pause"}
 
 

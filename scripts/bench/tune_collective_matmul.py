@@ -29,21 +29,23 @@ from pallas_kernels.collective_matmul import mosaic_gpu, reference, tile_table, 
 from pallas_kernels.collective_matmul.shapes import GPU
 
 TABLE = Path(tile_table.__file__)
-
-
 PLAIN = "plain"
 WARMUP_TURNS = 3
 
 
-def measure(runs: dict, operands, turns: int, turn_seconds: float) -> dict[str, float]:
-    """Returns the median seconds of a call of each, after turns to warm up; all are alike but `PLAIN`."""
+def compiled(runs: dict, operands) -> dict:
+    """Returns {name: (program, operands)} of those that compile; all are alike but `PLAIN`."""
     named = {name: (run, operands) for name, run in runs.items()}
     plain = programs.compile_in_a_row({PLAIN: named.pop(PLAIN)})
     kernels = programs.compile_in_a_row(named, alike=True)
-    compiled, failed = (a | b for a, b in zip(plain, kernels, strict=True))
+    found, failed = (a | b for a, b in zip(plain, kernels, strict=True))
     for name, reason in failed.items():
         print(f"{name}: {reason}", file=sys.stderr, flush=True)
-    placed = {name: (run, operands) for name, run in compiled.items()}
+    return {name: (run, operands) for name, run in found.items()}
+
+
+def measure(placed: dict, turns: int, turn_seconds: float) -> dict[str, float]:
+    """Returns the median seconds of a call of each, after turns to warm up."""
     times = programs.in_turns(placed, WARMUP_TURNS, turns, turn_seconds)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
@@ -62,7 +64,8 @@ def tune(case: Case, turns: int, turn_seconds: float) -> dict:
     # The plain form runs before any kernel: what only it needs of XLA and NCCL is then loaded.
     wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
     runs = {one: case.of(mosaic_gpu, tiles=one) for one in tiles.candidates(case.problem)}
-    times = measure({PLAIN: case.of(reference)} | runs, operands, turns, turn_seconds)
+    placed = compiled({PLAIN: case.of(reference)} | runs, operands)
+    times = measure(placed, turns, turn_seconds)
     best = min(times.keys() - {PLAIN}, key=times.get)
     fused = checks.compile_safely(jax.jit(runs[best]).lower(*operands))
     jax.block_until_ready(fused(*case.operands(seed=1)))  # so that no buffer still holds the right result
@@ -70,7 +73,7 @@ def tune(case: Case, turns: int, turn_seconds: float) -> dict:
     if not max(map(float, programs.apart(found, wanted))) <= programs.TOLERANCE:
         sys.exit(f"{case.problem.key}: the result with {best} differs from the plain form's")
     # Once more, as the least of many is less than what it takes.
-    final = measure({PLAIN: case.of(reference), best: runs[best]}, operands, 2 * turns, turn_seconds)
+    final = measure({name: placed[name] for name in (PLAIN, best)}, 2 * turns, turn_seconds)
     return {
         "tiles": dataclasses.asdict(best),
         "microseconds": round(1e6 * final[best], 1),

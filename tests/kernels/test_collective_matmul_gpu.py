@@ -503,36 +503,41 @@ def mesh_or_skip(check, axes):
     return check.make_mesh(axes)
 
 
+def check_values(check, name, axes, implementation):
+    mesh, shape = mesh_or_skip(check, axes), (GPU | UNTUNED)[name]
+    with check.ends_within(120, f"{name} on {axes}"):
+        line = check.check(mesh, shape, check.compile_both(mesh, shape, implementation), fresh_seed())
+    assert max(line["errors"]) <= check.BFLOAT16_TOLERANCE, line
+
+
+def check_repeats(check, name, axes, implementation):
+    mesh = mesh_or_skip(check, axes)
+    with check.ends_within(300, f"{name} on {axes}"):
+        compiled = check.compile_both(mesh, GPU[name], implementation)
+        unequal = check.unequal_repeats(mesh, GPU[name], compiled, fresh_seed(), repeats=50)
+    assert unequal == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("axes", GPU_AXES, ids=str)
 @pytest.mark.parametrize("name", GPU | UNTUNED)
 def test_values_and_gradients_on_gpus(name, axes, first_run):
-    mesh = mesh_or_skip(first_run, axes)
-    with first_run.ends_within(120, f"{name} on {axes}"):
-        shape = (GPU | UNTUNED)[name]
-        compiled = first_run.compile_both(mesh, shape, "mosaic_gpu_alone")
-        line = first_run.check(mesh, shape, compiled, fresh_seed())
-    assert max(line["errors"]) <= first_run.BFLOAT16_TOLERANCE, line
+    check_values(first_run, name, axes, "mosaic_gpu_alone")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("axes", GPU_AXES, ids=str)
 @pytest.mark.parametrize("name", ["qkv", "down"])
 def test_repeats_are_equal_bit_for_bit(name, axes, first_run):
-    mesh = mesh_or_skip(first_run, axes)
-    with first_run.ends_within(300, f"{name} on {axes}"):
-        compiled = first_run.compile_both(mesh, GPU[name], "mosaic_gpu_alone")
-        unequal = first_run.unequal_repeats(mesh, GPU[name], compiled, fresh_seed(), repeats=50)
-    assert unequal == 0
+    check_repeats(first_run, name, axes, "mosaic_gpu_alone")
 
 
 @pytest.fixture(scope="module")
 def first_adds(first_run):
-    """The same of kernels that add to each other's results: two shards repeat bit for bit, more need not."""
-    for t, repeats in ((2, "3"), (4, "0")):
+    """The same of kernels that add to each other's results."""
+    for t in (2, 4):
         if t <= jax.device_count():
-            arguments = ["--implementation", "mosaic_gpu_adds", "--axes", f"tensor={t}", "--repeats", repeats]
-            first_run.run_script([first_run.__file__, *arguments], 240)
+            first_run.try_adds({"tensor": t})
     return first_run
 
 
@@ -540,19 +545,10 @@ def first_adds(first_run):
 @pytest.mark.parametrize("t", [2, 4])
 @pytest.mark.parametrize("name", GPU | UNTUNED)
 def test_values_and_gradients_where_shards_add(name, t, first_adds):
-    mesh = mesh_or_skip(first_adds, {"tensor": t})
-    with first_adds.ends_within(120, f"{name} on {t}"):
-        shape = (GPU | UNTUNED)[name]
-        compiled = first_adds.compile_both(mesh, shape, "mosaic_gpu_adds")
-        line = first_adds.check(mesh, shape, compiled, fresh_seed())
-    assert max(line["errors"]) <= first_adds.BFLOAT16_TOLERANCE, line
+    check_values(first_adds, name, {"tensor": t}, "mosaic_gpu_adds")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qkv", "down"])
 def test_what_two_shards_add_is_the_same_in_either_order(name, first_adds):
-    mesh = mesh_or_skip(first_adds, {"tensor": 2})
-    with first_adds.ends_within(300, name):
-        compiled = first_adds.compile_both(mesh, GPU[name], "mosaic_gpu_adds")
-        unequal = first_adds.unequal_repeats(mesh, GPU[name], compiled, fresh_seed(), repeats=50)
-    assert unequal == 0
+    check_repeats(first_adds, name, {"tensor": 2}, "mosaic_gpu_adds")
