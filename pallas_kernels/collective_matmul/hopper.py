@@ -2,18 +2,20 @@
 
 Shapes, all of one shard: t shards on the mesh axis, M rows, A = t·M rows of all shards, K contracted, N
 columns. One thread block (CTA) runs on each SM. Two of its warpgroups multiply: the consumers. A warp of the
-third loads their tiles by TMA: the producer. Where rows are to be gathered, one more warp sends them.
+third loads their tiles by TMA: the producer. On some SMs one more warp copies to the peers, in pieces through
+shared memory: a sender. Nothing else leaves the GPU, and there are just as many senders as fill NVLink: what
+more of them have under way stands in the way of the loads of all SMs (`SENDERS`).
 
-`gather_matmul`: the senders of all SMs copy this shard's rows to the `gathered` buffer of each peer, in
-pieces through shared memory, while the others multiply: first this shard's own rows, then those of the next
-shard, and so on. A producer waits for the row block that it is about to load. Nothing is forwarded from shard
-to shard, and no step waits for all SMs.
+`gather_matmul`: senders copy this shard's rows to the `gathered` buffer of each peer, while the others
+multiply: first this shard's own rows, then those of the next shard, and so on. A producer waits for the row
+block that it is about to load. Nothing is forwarded from shard to shard, and no step waits for all SMs.
 
-`matmul_scatter`: the tiles of the peers' rows come first, each stored by TMA into its owner's `staged`
-buffer; then the own tiles, to which a consumer adds what the peers have sent, always in the same order. They
-come through the same ring of shared memory as the operands, so they are loaded ahead. Senders may gather
-another matrix meanwhile, which the gradient of the weights needs. With `adds`, nothing is staged: TMA adds
-every tile, the own ones last, to the owner's result, which begins as zeros.
+`matmul_scatter`: the tiles of the peers' rows come first. Consumers store them in this GPU's `outgoing`
+buffer, whence senders copy each to its owner's `staged` buffer. Then come the own tiles, to which a consumer
+adds what the peers have sent, always in the same order. They come through the same ring of shared memory as
+the operands, so they are loaded ahead. Senders may first gather another matrix, which the gradient of the
+weights needs. With `adds`, nothing is staged: TMA adds every tile to the owner's result, which begins as
+zeros.
 
 Why this is correct, and ends:
   * The runtime holds a launch back until the devices of the mesh have reached it (`skip_device_barrier` stays
@@ -28,12 +30,13 @@ Why this is correct, and ends:
   * With `adds`, a result is zeros before its device comes to the kernel. PTX promises that an addition by TMA
     is atomic among those of one GPU (`.relaxed.gpu`); for those of peers this relies on NVLink, which hands
     them to the L2 cache that owns the memory, where all of them are made.
-  * Senders wait for nothing but their own copies. A CTA computes all tiles that it sends before any that
-    needs a peer's, and gives its last signal before it waits for its first. So no circle of waits can close
-    while all CTAs run at once; there are no more of them than SMs, and one fits on each.
+  * Senders wait for their own copies, and for tiles of consumers of the same GPU. A CTA computes all tiles
+    that leave it before any that needs a peer's, and says so of the last before it waits for its first. So no
+    circle of waits can close while all CTAs run at once; there are no more of them than SMs, and one fits on
+    each.
   * The thread blocks of a cluster go through as many tiles, always of the same phase, as two of their row
     blocks divide a shard's rows; a step of one needs the other's part of b. In a gather each may wait for
-    a row block before it loads its part, which comes from senders that wait for nothing. In a scatter both
+    a row block before it loads its part, which comes from senders that wait for no one. In a scatter both
     load all of b for an own tile before either waits for a peer's. All clusters of two run at once, as
     Hopper's SMs come in pairs.
   * Another kernel that itself waits for peers, as NCCL's do, can break that: it holds SMs of one device while
@@ -63,6 +66,8 @@ from pallas_kernels.collective_matmul.tiles import CONSUMERS, PIECE, STEP, Tiles
 PRODUCER = CONSUMERS  # the warpgroup's index
 # Of 65,536, for 128 threads of each warpgroup; multiples of 8.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+# Of the thread blocks, each with two pieces of 8 KB under way: see `_Sender`.
+SENDERS = 44
 i32 = jnp.int32
 
 
@@ -98,7 +103,8 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
         ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
         me = lax.axis_index(axis_name) if t > 1 else i32(0)
         if t > 1:
-            outbox = _Outbox(x_ref, gathered_ref, rest, axis_name, tiles.m, _cta(tiles), ctas)
+            sender = _Sender(rest, _cta(tiles), ctas)
+            outbox = _Outbox(sender, x_ref, gathered_ref, axis_name, tiles.m)
 
         def place(index):
             """Returns how far away the tile's shard is, its row block and column block, and its row of A."""
@@ -173,20 +179,23 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
     steps_of = [a.shape[1] // STEP for a, _ in pairs]
     steps, own_phase = sum(steps_of), t - 1
     staged_steps = (t - 1) * (tiles.n // PIECE) * staged
-    dtype, sends = pairs[0][0].dtype, gather is not None and t > 1
+    dtype, gathers = pairs[0][0].dtype, gather is not None and t > 1
 
     def body(*refs):
         operands, rest = refs[: 2 * len(pairs)], refs[2 * len(pairs) :]
-        (gather_ref, *rest) = rest if sends else (None, *rest)
+        (gather_ref, *rest) = rest if gathers else (None, *rest)
         (out_ref, *rest) = rest
+        (outgoing_ref, *rest) = rest if t > 1 else (None, *rest)
         (staged_ref, *rest) = rest if staged else (None, *rest)
-        (gathered_ref, *rest) = rest if sends else (None, *rest)
+        (gathered_ref, *rest) = rest if gathers else (None, *rest)
         ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
         me = lax.axis_index(axis_name) if t > 1 else i32(0)
         if t > 1:
-            finished = pl.get_global(plgpu.SemaphoreType.REGULAR((1 if adds else (t - 1) * count,)))
-        if sends:
-            outbox = _Outbox(gather_ref, gathered_ref, rest, axis_name, gather.shape[0], _cta(tiles), ctas)
+            sender = _Sender(rest, _cta(tiles), ctas)
+            stored = pl.get_global(plgpu.SemaphoreType.REGULAR(((t - 1) * count,)))  # in `outgoing`
+            arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((1 if adds else (t - 1) * count,)))
+        if gathers:
+            outbox = _Outbox(sender, gather_ref, gathered_ref, axis_name, gather.shape[0])
 
         def place(index):
             """Returns the tile's phase, its number and place within the owner's rows, and the owner.
@@ -196,13 +205,6 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
             phase, number = lax.div(index, i32(count)), lax.rem(index, i32(count))
             m, n = _order(number, tiles_M, tiles_N, tiles)
             return phase, number, m, n, lax.rem(me + phase + 1, i32(t))
-
-        def inbox(k):
-            """Returns where tiles of phase k are stored, or added with `adds`; the last phase only then."""
-            peer = {axis_name: lax.rem(me + (k + 1), i32(t))}
-            if staged:
-                return plgpu.remote_ref(staged_ref, peer).at[k]
-            return plgpu.remote_ref(out_ref, peer) if k < own_phase else out_ref
 
         def produce(index, base):
             phase, number, m, n, owner = place(index)
@@ -216,21 +218,20 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
                 @pl.when(phase == own_phase)
                 def _():
                     for source in range(t - 1):
-                        _wait(finished.at[source * count + number], CONSUMERS)
+                        _wait(arrived.at[source * count + number], 1)
                     for c in range(tiles.n // PIECE):
                         for source in range(t - 1):
                             step = begin + c * (t - 1) + source
                             ring.load_staged(staged_ref, source, m * tiles.m, n * tiles.n + c * PIECE, step)
 
         def announce(index):
-            """Tells the owner that this tile has arrived, if it is another's."""
-            phase, number, _, _, owner = place(index)
+            """Tells the sender that this tile can leave, if it is another's."""
+            phase, number, _, _, _ = place(index)
 
             @pl.when(phase < own_phase)
             def _():
                 plgpu.wait_smem_to_gmem(0)
-                semaphore = finished.at[0 if adds else phase * count + number]
-                pl.semaphore_signal(semaphore, device_id={axis_name: owner})
+                pl.semaphore_signal(stored.at[phase * count + number])
 
         def consume(index, base):
             phase, _, m, n, _ = place(index)
@@ -238,69 +239,68 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
             if t > 1:  # the tile before this one: its stores have had the time of a tile to complete
                 pl.when(index >= ctas)(lambda: announce(index - ctas))
 
-            def window(ref, r, c):
-                row, column = m * tiles.m + ring.first_row + r, n * tiles.n + c
-                return ref.at[pl.ds(row, PIECE), pl.ds(column, PIECE)]
-
-            def add_and_store():
+            def store(to_ref, sources=0, **how):
+                """Adds what so many peers have sent, and stores the tile."""
                 sums = {(r, c): acc[r : r + PIECE, c : c + PIECE] for r, c in tiles.pieces}
                 for number, (r, c) in enumerate(tiles.pieces):
                     if r == 0:
-                        for source in range(t - 1):
-                            step = base + steps + c // PIECE * (t - 1) + source
+                        for source in range(sources):
+                            step = base + steps + c // PIECE * sources + source
                             for below, piece in ring.staged(step):
                                 sums[below, c] += piece.astype(jnp.float32)
                     piece_ref = ring.write_out(number, sums[r, c].astype(dtype))
-                    plgpu.copy_smem_to_gmem(piece_ref, window(out_ref, r, c))
+                    row, column = m * tiles.m + ring.first_row + r, n * tiles.n + c
+                    window = to_ref.at[pl.ds(row, PIECE), pl.ds(column, PIECE)]
+                    plgpu.copy_smem_to_gmem(piece_ref, window, **how)
 
-            def send():
-                for number, (r, c) in enumerate(tiles.pieces):
-                    piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + PIECE].astype(dtype))
-                    for k in range(t - staged):  # a branch for each: the TMA descriptor of a peer is static
-
-                        @pl.when(phase == k)
-                        def _(k=k, r=r, c=c, piece_ref=piece_ref):
-                            how = {"reduction_op": "add"} if adds else {}
-                            plgpu.copy_smem_to_gmem(piece_ref, window(inbox(k), r, c), **how)
-
-            if staged:
-                pl.when(phase == own_phase)(add_and_store)
-                pl.when(phase != own_phase)(send)
-            elif adds:
-                send()
-            else:
-                add_and_store()
+            own = {"sources": t - 1} if staged else {"reduction_op": "add"} if adds else {}
+            if t > 1:
+                pl.when(phase < own_phase)(lambda: store(outgoing_ref.at[phase]))
+            pl.when(phase == own_phase)(lambda: store(out_ref, **own))
 
         def steps_of_tile(index):
             return steps + jnp.where(index >= own_phase * count, i32(staged_steps), i32(0))
 
-        def send_gathered():
-            outbox.send(keep=True)
+        def send_tile(phase: int, number):
+            _wait(stored.at[phase * count + number], CONSUMERS)
+            peer = {axis_name: lax.rem(me + (phase + 1), i32(t))}
+            to_ref = plgpu.remote_ref(staged_ref if staged else out_ref, peer)
+            m, n = _order(number, tiles_M, tiles_N, tiles)
+            for r in range(0, tiles.m, PIECE):
+                row, column = m * tiles.m + r, n * tiles.n
+                sender.copy(
+                    outgoing_ref.at[phase],
+                    (row, column),
+                    [to_ref.at[phase] if staged else to_ref],
+                    (row, column),
+                    tiles.n // PIECE,
+                    **({"reduction_op": "add"} if adds else {}),
+                )
+            pl.semaphore_signal(arrived.at[0 if adds else phase * count + number], device_id=peer)
 
-            @pl.when(_cta(tiles) == 0)
+        def send():
+            if gathers:
+                outbox.send(keep=True)
+            for phase in range(t - 1):
+                sender.each(count, functools.partial(send_tile, phase))
+
+            @pl.when(_cta(tiles) == 0)  # for what nothing in the kernel reads
             def _():
-                for away in range(1, t):
+                if adds:
+                    _wait(arrived.at[0], (t - 1) * count)
+                for away in range(1, t) if gathers else ():
                     outbox.wait_for(away, 0)
 
-        def finish(index):
-            announce(index)
-            if adds:  # else who adds up a tile has waited for it
-
-                @pl.when(_cta(tiles) == 0)
-                def _():
-                    _wait(finished.at[0], (t - 1) * count * CONSUMERS)
-
-        send = send_gathered if sends else None
-        _run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, finish if t > 1 else None, send)
+        communicate = {"finish": announce, "send": send} if t > 1 else {}
+        _run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, **communicate)
 
     out_type = [jax.ShapeDtypeStruct((M, N), dtype)]
-    if staged:
-        out_type.append(jax.ShapeDtypeStruct((t - 1, M, N), dtype))
-    if sends:
+    out_type += [jax.ShapeDtypeStruct((t - 1, M, N), dtype)] * ((t > 1) + staged)
+    if gathers:
         out_type.append(jax.ShapeDtypeStruct((t * gather.shape[0], gather.shape[1]), dtype))
-    operands = [x for pair in pairs for x in pair] + ([gather] if sends else [])
-    outs = _kernel(body, out_type, tiles, ctas, dtype, transposed, sends, adds)(*operands)
-    return outs[0], outs[-1] if sends else gather
+    operands = [x for pair in pairs for x in pair] + ([gather] if gathers else [])
+    outs = _kernel(body, out_type, tiles, ctas, dtype, transposed, t > 1, adds)(*operands)
+    return outs[0], outs[-1] if gathers else gather
 
 
 def _order(number, tiles_M: int, tiles_N: int, tiles: Tiles):
@@ -405,17 +405,59 @@ class _Ring:
         return piece_ref
 
 
+class _Sender:
+    """The warp that copies to peers, through two slots of shared memory. `number` says which of them this
+    CTA has, from 0; it has none where there are `senders` others.
+
+    They are those of the last CTAs, which compute a tile less than the others if any do.
+    """
+
+    def __init__(self, refs, cta, ctas: int):
+        self.smem, self.loaded = refs
+        self.senders, self.number = min(SENDERS, ctas), ctas - 1 - cta
+
+    def each(self, total: int, act):
+        """Calls act(i) for those of `total` things that are this sender's."""
+
+        @pl.when(self.number < self.senders)
+        def _():
+            @pl.loop(0, _turns(total, self.number, self.senders))
+            def _(turn):
+                act(turn * self.senders + self.number)
+
+    def copy(self, from_ref, from_place, to_refs, to_place, count: int, **how):
+        """Copies so many pieces beside each other, beginning at (row, column). They are complete when it
+        returns."""
+
+        def window(ref, place, piece):
+            row, column = place
+            return ref.at[pl.ds(row, PIECE), pl.ds(column + piece * PIECE, PIECE)]
+
+        def load(piece):
+            source = window(from_ref, from_place, piece)
+            plgpu.copy_gmem_to_smem(source, self.smem.at[piece % 2], self.loaded.at[piece % 2])
+
+        for piece in range(min(2, count)):
+            load(piece)
+        for piece in range(count):
+            plgpu.barrier_wait(self.loaded.at[piece % 2])
+            for to_ref in to_refs:
+                plgpu.copy_smem_to_gmem(self.smem.at[piece % 2], window(to_ref, to_place, piece), **how)
+            if piece + 2 < count:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                load(piece + 2)
+        plgpu.wait_smem_to_gmem(0)
+
+
 class _Outbox:
     """Copies a shard's rows to the same place in the buffers of all peers, and waits for theirs.
 
-    A CTA's sender takes every `ctas`-th group of pieces, in the order of rows, and signals each group once it
-    is complete. The nearest shard before this one is served first: it is the one that waits first.
+    Groups of pieces are sent in the order of rows, and each is announced once it is complete. The nearest
+    shard before this one is served first: it is the one that waits first.
     """
 
-    def __init__(self, from_ref, to_ref, refs, axis_name, block_rows: int, cta, ctas: int):
-        self.from_ref, self.to_ref, self.axis_name = from_ref, to_ref, axis_name
-        self.cta, self.ctas = cta, ctas
-        self.smem, self.loaded = refs
+    def __init__(self, sender: _Sender, from_ref, to_ref, axis_name, block_rows: int):
+        self.sender, self.from_ref, self.to_ref, self.axis_name = sender, from_ref, to_ref, axis_name
         self.t, self.me = lax.axis_size(axis_name), lax.axis_index(axis_name)
         self.rows, columns = from_ref.shape
         self.bands_in_block = block_rows // PIECE
@@ -431,43 +473,22 @@ class _Outbox:
 
     def send(self, keep: bool):
         """Sends all rows; `keep` has them written to this shard's own buffer too."""
-        groups = self.rows // PIECE * self.groups_in_band
         for away in range(1, self.t):
             peer = {self.axis_name: lax.rem(self.me + (self.t - away), i32(self.t))}
             to_refs = [plgpu.remote_ref(self.to_ref, peer)]
             if keep and away == 1:
                 to_refs.append(self.to_ref)
 
-            @pl.loop(0, _turns(groups, self.cta, self.ctas))
-            def _(turn, away=away, peer=peer, to_refs=to_refs):
-                group = turn * self.ctas + self.cta
-                band, within = (
-                    lax.div(group, i32(self.groups_in_band)),
-                    lax.rem(group, i32(self.groups_in_band)),
-                )
-                self._send_group(to_refs, band * PIECE, within * (self.pieces_in_group * PIECE))
+            def send_group(group, away=away, peer=peer, to_refs=to_refs):
+                band = lax.div(group, i32(self.groups_in_band))
+                within = lax.rem(group, i32(self.groups_in_band))
+                row, column = band * PIECE, within * (self.pieces_in_group * PIECE)
+                there = self.me * self.rows + row, column
+                self.sender.copy(self.from_ref, (row, column), to_refs, there, self.pieces_in_group)
                 block = lax.div(band, i32(self.bands_in_block))
                 pl.semaphore_signal(self.arrived.at[(away - 1) * self.blocks + block], device_id=peer)
 
-    def _send_group(self, to_refs, row, column):
-        """Copies a group of pieces through two slots of shared memory; they are complete when it returns."""
-
-        def load(piece):
-            window = self.from_ref.at[pl.ds(row, PIECE), pl.ds(column + piece * PIECE, PIECE)]
-            plgpu.copy_gmem_to_smem(window, self.smem.at[piece % 2], self.loaded.at[piece % 2])
-
-        for piece in range(min(2, self.pieces_in_group)):
-            load(piece)
-        there = self.me * self.rows + row
-        for piece in range(self.pieces_in_group):
-            plgpu.barrier_wait(self.loaded.at[piece % 2])
-            for to_ref in to_refs:
-                window = to_ref.at[pl.ds(there, PIECE), pl.ds(column + piece * PIECE, PIECE)]
-                plgpu.copy_smem_to_gmem(self.smem.at[piece % 2], window)
-            if piece + 2 < self.pieces_in_group:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                load(piece + 2)
-        plgpu.wait_smem_to_gmem(0)
+            self.sender.each(self.rows // PIECE * self.groups_in_band, send_group)
 
 
 def _turns(total: int, cta, ctas: int):

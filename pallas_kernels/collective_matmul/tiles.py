@@ -107,7 +107,7 @@ class Problem:
 
     @property
     def sends(self) -> bool:
-        return self.shards > 1 and (self.operation.startswith("gather") or self.gathers > 0)
+        return self.shards > 1
 
     @property
     def flops(self) -> float:

@@ -1,8 +1,9 @@
 """The kernels for Hopper on a CPU, for several shards, one after another.
 
 JAX's interpreter of GPU kernels runs one device and knows neither semaphores nor peers' memory. So each shard
-runs twice. In the first run, what it stores in a peer's buffer goes to a mailbox. In the second, its buffers
-hold what the mailboxes of all shards have for it; a result that shards add to is the sum of those. Signals
+runs several times. What it stores in a peer's buffer goes to a mailbox. In the next run, its buffers hold
+what it has written to them itself and what the mailboxes of all shards have for it; a result that shards add
+to is the sum of those. A tile of a scatter can be sent in the second run, and added up in the third. Signals
 are counted, and so is what each wait expects. This shows that each tile is made of the right rows, sent to
 the right place of the right peer, and announced as often as it is waited for; not what happens at the same
 time.
@@ -60,24 +61,27 @@ class Shards:
             return self._run(kernel, arguments_of, **options)
 
     def _run(self, kernel, arguments_of, **options) -> list:
-        results = []
-        for rank in range(self.t):
-            self.rank = rank
-            results.append(kernel(*arguments_of(self.rank), axis_name=AXIS, **options))
+        def run_all(received):
+            self.mail, results = [], []
+            for self.rank, self.prefilled in enumerate(received):
+                results.append(kernel(*arguments_of(self.rank), axis_name=AXIS, **options))
+            return results
+
+        results = run_all([None] * self.t)
         if self.t == 1:
             return results
         jax.effects_barrier()
         assert self.signals and self.signals == self.waits
         received = [self._received(rank) for rank in range(self.t)]
+        if kernel is not hopper.gather_matmul:
+            run_all(received)
+            received = [self._received(rank) for rank in range(self.t)]
         if self.adds:  # no shard reads what another has added
+            sums = np.stack([buffers[0].astype(jnp.float32) for buffers in received])
+            assert not np.isnan(sums).any(), "a shard has not added to all of it"
             return [(buffers[0], buffers[-1]) for buffers in received]
-        results = []
-        for rank in range(self.t):
-            self.rank, self.prefilled = rank, received[rank]
-            outs = kernel(*arguments_of(self.rank), axis_name=AXIS, **options)
-            # A buffer for gathered rows is the last result; it now holds what all shards wrote to it.
-            results.append((outs[0], received[self.rank][-1]))
-        return results
+        # A buffer for gathered rows is the last result; it now holds what all shards wrote to it.
+        return [(outs[0], buffers[-1]) for outs, buffers in zip(run_all(received), received, strict=True)]
 
     def _received(self, rank: int) -> list[jax.Array]:
         """Returns each remote buffer of a shard as its peers and it have filled it; NaN is unwritten."""
@@ -123,7 +127,7 @@ class Shards:
             outs = kernel(*operands, *(prefilled or []))
             if prefilled is None:
                 self.own.append([outs[i] for i in remote])
-                self.mail.append(outs[len(out_type) :])
+            self.mail.append(outs[len(out_type) :])
             return outs[: len(out_type)]
 
         return call
@@ -136,10 +140,11 @@ class Shards:
         self._semaphores += 1
         return _Semaphore(self._semaphores)
 
-    def _signal(self, semaphore, device_id):
+    def _signal(self, semaphore, device_id=None):
         if self.prefilled is None:  # each consumer's signal of a tile comes twice, as there are two of them
             count = functools.partial(self._count, self.rank, semaphore.array)
-            jax.debug.callback(count, device_id[AXIS], semaphore.index)
+            to = device_id[AXIS] if device_id else self.rank
+            jax.debug.callback(count, to, semaphore.index)
 
     def _count(self, source, array, shard, index):
         with self._lock:
@@ -159,7 +164,6 @@ class Shards:
 
 def _sum(addends, dtype) -> jax.Array:
     """Returns zeros with each added to them, rounded every time."""
-    assert not np.isnan(addends).any(), "a shard has not added to all of it"
     return functools.reduce(
         lambda total, x: total + jnp.asarray(x).astype(dtype), addends, jnp.zeros((), dtype)
     )

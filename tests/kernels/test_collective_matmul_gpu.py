@@ -18,7 +18,7 @@ from pallas_kernels import collective_matmul
 from pallas_kernels.collective_matmul import hopper, mosaic_gpu, mosaic_gpu_adds, tile_table
 from pallas_kernels.collective_matmul import tiles as tiles_module
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
-from pallas_kernels.collective_matmul.tiles import CONSUMERS, SMEM_BYTES, SMS, Problem, Tiles
+from pallas_kernels.collective_matmul.tiles import SMEM_BYTES, SMS, Problem, Tiles
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.testing import GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
 
@@ -97,11 +97,12 @@ shapes_of_scatter = pytest.mark.parametrize(
 @shapes_of_scatter
 def test_matmul_scatter(shape, ctas, t, beside, monkeypatch):
     shards = scatter(monkeypatch, t, shape, ctas, beside)
-    # What a shard adds up as that of the k-th shard before it, and in that order, is that shard's.
+    # A tile that is to leave is announced on its own shard. What a shard adds up as that of the k-th shard
+    # before it, and in that order, is that shard's.
     count = (256 // shape.m) * (128 // shape.n)
     for (shard, array, index), sources in shards.sources.items():
-        expected = shard - 1 - index // count if array == 1 else shard + 1 + index
-        assert sources == {expected % t}
+        expected = {1: shard, 2: shard - 1 - index // count, 3: shard + 1 + index}
+        assert sources == {expected[array] % t}
 
 
 @pytest.mark.parametrize("t, beside", [(1, True), (2, False), (2, True), (4, True)])
@@ -110,8 +111,8 @@ def test_matmul_scatter_that_adds(shape, ctas, t, beside, monkeypatch):
     """As the forward pass does, without another matrix beside, and as the backward pass does."""
     contracted = (128, 64) if beside else (128,)
     shards = scatter(monkeypatch, t, shape, ctas, beside, contracted, adds=True)
-    count = CONSUMERS * (256 // shape.m) * (128 // shape.n)
-    added = {shard: n for (shard, array, _), n in shards.waits.items() if array == 1}
+    count = (256 // shape.m) * (128 // shape.n)
+    added = {shard: n for (shard, array, _), n in shards.waits.items() if array == 2}
     assert added == ({shard: (t - 1) * count for shard in range(t)} if t > 1 else {})
 
 
