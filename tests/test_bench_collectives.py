@@ -289,16 +289,21 @@ def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
     monkeypatch.setattr(module, "mosaic_gpu", types.SimpleNamespace(**functions))
     sizes = [tiles.Tiles(m, 128) for m in (128, 256)]
     orders = [dataclasses.replace(size, width=4) for size in sizes]
-    monkeypatch.setattr(tiles, "candidates", lambda problem: [*sizes, *orders])
     tried = []
     monkeypatch.setattr(module.checks, "try_tiles", lambda axes, new: tried.append(new))
     mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
     case = contenders.Case(GPU["qkv"].scaled(64), mesh, backward=False)
-    module.try_all([case, case])
+    module.try_all(mesh, [*sizes, *orders, *orders])
     assert tried == [sizes]
-    entry = module.tune(case, 1, 0.0)
+    entry = module.tune(case, [*sizes, *orders], 1, 0.0)
     assert all(one.pop("microseconds") > 0 for one in entry["tried"])
     assert [tiles.Tiles(**one) for one in entry["tried"]] == [*sizes, *orders]
     assert entry["tiles"] in entry["tried"]
     assert entry["faster"] in (False, True)
     assert entry["faster"] == (entry["microseconds"] < entry["plain_microseconds"])
+    functions["tiles_for"] = lambda problem, always: (sizes[0], 132)
+    monkeypatch.setattr(module, "mosaic_gpu", types.SimpleNamespace(**functions))
+    few, many = module.senders(case.problem, [2, 9])
+    assert (few.m, few.senders, many.senders) == (128, 2, 9)
+    times = module.compare(case, [few, many], 1, 0.0)
+    assert times.keys() == {"plain", "2", "9"} and min(times.values()) > 0

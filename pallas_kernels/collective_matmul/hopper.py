@@ -4,7 +4,7 @@ Shapes, all of one shard: t shards on the mesh axis, M rows, A = t·M rows of al
 columns. One thread block (CTA) runs on each SM. Two of its warpgroups multiply: the consumers. A warp of the
 third loads their tiles by TMA: the producer. On some SMs one more warp copies to the peers, in pieces through
 shared memory: a sender. Nothing else leaves the GPU, and there are just as many senders as fill NVLink: what
-more of them have under way stands in the way of the loads of all SMs (`SENDERS`).
+more of them have under way stands in the way of the loads of all SMs.
 
 `gather_matmul`: senders copy this shard's rows to the `gathered` buffer of each peer, while the others
 multiply: first this shard's own rows, then those of the next shard, and so on. A producer waits for the row
@@ -52,6 +52,7 @@ blocks shares, TMA hands to both within their GPU.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +67,6 @@ from pallas_kernels.collective_matmul.tiles import CONSUMERS, PIECE, STEP, Tiles
 PRODUCER = CONSUMERS  # the warpgroup's index
 # Of 65,536, for 128 threads of each warpgroup; multiples of 8.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-# Of the thread blocks, each with two pieces of 8 KB under way: see `_Sender`.
-SENDERS = 44
 i32 = jnp.int32
 
 
@@ -103,7 +102,7 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
         ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
         me = lax.axis_index(axis_name) if t > 1 else i32(0)
         if t > 1:
-            sender = _Sender(rest, _cta(tiles), ctas)
+            sender = _Sender(tiles, rest, ctas)
             outbox = _Outbox(sender, x_ref, gathered_ref, axis_name, tiles.m)
 
         def place(index):
@@ -191,7 +190,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
         ring, rest = _Ring(tiles, rest[:5], transposed), rest[5:]
         me = lax.axis_index(axis_name) if t > 1 else i32(0)
         if t > 1:
-            sender = _Sender(rest, _cta(tiles), ctas)
+            sender = _Sender(tiles, rest, ctas)
             stored = pl.get_global(plgpu.SemaphoreType.REGULAR(((t - 1) * count,)))  # in `outgoing`
             arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((1 if adds else (t - 1) * count,)))
         if gathers:
@@ -265,17 +264,12 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
             _wait(stored.at[phase * count + number], CONSUMERS)
             peer = {axis_name: lax.rem(me + (phase + 1), i32(t))}
             to_ref = plgpu.remote_ref(staged_ref if staged else out_ref, peer)
+            to_ref = to_ref.at[phase] if staged else to_ref
             m, n = _order(number, tiles_M, tiles_N, tiles)
-            for r in range(0, tiles.m, PIECE):
-                row, column = m * tiles.m + r, n * tiles.n
-                sender.copy(
-                    outgoing_ref.at[phase],
-                    (row, column),
-                    [to_ref.at[phase] if staged else to_ref],
-                    (row, column),
-                    tiles.n // PIECE,
-                    **({"reduction_op": "add"} if adds else {}),
-                )
+            corners = itertools.product(range(0, tiles.m, PIECE), range(0, tiles.n, PIECE))
+            pieces = [(m * tiles.m + r, n * tiles.n + c) for r, c in corners]
+            how = {"reduction_op": "add"} if adds else {}
+            sender.copy(outgoing_ref.at[phase], pieces, [to_ref], pieces, **how)
             pl.semaphore_signal(arrived.at[0 if adds else phase * count + number], device_id=peer)
 
         def send():
@@ -406,15 +400,12 @@ class _Ring:
 
 
 class _Sender:
-    """The warp that copies to peers, through two slots of shared memory. `number` says which of them this
-    CTA has, from 0; it has none where there are `senders` others.
+    """The warp that copies to peers, through two slots of shared memory. The last CTAs have one: they compute
+    a tile less than the others if any do."""
 
-    They are those of the last CTAs, which compute a tile less than the others if any do.
-    """
-
-    def __init__(self, refs, cta, ctas: int):
+    def __init__(self, tiles: Tiles, refs, ctas: int):
         self.smem, self.loaded = refs
-        self.senders, self.number = min(SENDERS, ctas), ctas - 1 - cta
+        self.senders, self.number = min(tiles.senders, ctas), ctas - 1 - _cta(tiles)
 
     def each(self, total: int, act):
         """Calls act(i) for those of `total` things that are this sender's."""
@@ -425,27 +416,25 @@ class _Sender:
             def _(turn):
                 act(turn * self.senders + self.number)
 
-    def copy(self, from_ref, from_place, to_refs, to_place, count: int, **how):
-        """Copies so many pieces beside each other, beginning at (row, column). They are complete when it
-        returns."""
+    def copy(self, from_ref, pieces, to_refs, places, **how):
+        """Copies pieces, each at a (row, column), to these places. They are complete when it returns."""
 
-        def window(ref, place, piece):
-            row, column = place
-            return ref.at[pl.ds(row, PIECE), pl.ds(column + piece * PIECE, PIECE)]
+        def window(ref, place):
+            return ref.at[tuple(pl.ds(begin, PIECE) for begin in place)]
 
-        def load(piece):
-            source = window(from_ref, from_place, piece)
-            plgpu.copy_gmem_to_smem(source, self.smem.at[piece % 2], self.loaded.at[piece % 2])
+        def load(number):
+            source, slot = window(from_ref, pieces[number]), number % 2
+            plgpu.copy_gmem_to_smem(source, self.smem.at[slot], self.loaded.at[slot])
 
-        for piece in range(min(2, count)):
-            load(piece)
-        for piece in range(count):
-            plgpu.barrier_wait(self.loaded.at[piece % 2])
+        for number in range(min(2, len(pieces))):
+            load(number)
+        for number, place in enumerate(places):
+            plgpu.barrier_wait(self.loaded.at[number % 2])
             for to_ref in to_refs:
-                plgpu.copy_smem_to_gmem(self.smem.at[piece % 2], window(to_ref, to_place, piece), **how)
-            if piece + 2 < count:
+                plgpu.copy_smem_to_gmem(self.smem.at[number % 2], window(to_ref, place), **how)
+            if number + 2 < len(pieces):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                load(piece + 2)
+                load(number + 2)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -482,9 +471,10 @@ class _Outbox:
             def send_group(group, away=away, peer=peer, to_refs=to_refs):
                 band = lax.div(group, i32(self.groups_in_band))
                 within = lax.rem(group, i32(self.groups_in_band))
-                row, column = band * PIECE, within * (self.pieces_in_group * PIECE)
-                there = self.me * self.rows + row, column
-                self.sender.copy(self.from_ref, (row, column), to_refs, there, self.pieces_in_group)
+                row, group_size = band * PIECE, self.pieces_in_group
+                columns = [(within * group_size + i) * PIECE for i in range(group_size)]
+                pieces, places = ([(r, c) for c in columns] for r in (row, self.me * self.rows + row))
+                self.sender.copy(self.from_ref, pieces, to_refs, places)
                 block = lax.div(band, i32(self.bands_in_block))
                 pl.semaphore_signal(self.arrived.at[(away - 1) * self.blocks + block], device_id=peer)
 

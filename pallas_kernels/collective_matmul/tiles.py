@@ -34,7 +34,9 @@ class Tiles:
     stages: slots of the ring of shared memory. minor, width: tiles are taken in bands of `width` along this
     dim, so that those computed at one time share operands in the L2 cache. "M" takes the rows in order, as
     they arrive. cluster: thread blocks, 1 or 2, that take tiles of the same columns at the same time: each
-    loads a part of these for both, and so reads less from the L2 cache.
+    loads a part of these for both, and so reads less from the L2 cache. senders: thread blocks that write to
+    peers, with 16 KB under way each. That NVLink holds about 0.7 MB says the default; where all of 132 sent,
+    loads waited behind what they had under way.
     """
 
     m: int = 128
@@ -43,6 +45,7 @@ class Tiles:
     minor: Literal["M", "N"] = "M"
     width: int = 8
     cluster: Literal[1, 2] = 1
+    senders: int = 44
 
     @property
     def m_of_consumer(self) -> int:

@@ -95,8 +95,9 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
     store = ["--store", of_store[-1]] if of_store else []
     data = shlex.join(["python", "-m", "jaxthru.data", "prepare", "quickstart", *store])
 
-    def tune(shapes: Iterable[str]) -> tuple[str]:
-        return python("tune_collective_matmul", "--devices", devices, "--first-run-done", "--shapes", *shapes)
+    def tune(shapes: Iterable[str], *more: str) -> tuple[str]:
+        words = "--devices", devices, "--first-run-done", "--shapes", *shapes, *more
+        return python("tune_collective_matmul", *words)
 
     many = ("all",) if not tiny else ("tiny_gather",)
     small = ("tiny",) if not tiny else ("tiny_gather",)
@@ -119,6 +120,7 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "backward": Row(bench("backward", "backward"), 120, 330, waits=True),
         "tune": Row(tune(ISSUE), 240, 520, waits=True),
         "tune_model": Row(tune(MODEL), 200, 520, waits=True),
+        "senders": Row(tune(ISSUE, "--senders", "16", "30", "44", "60", "132"), 150, 400, waits=True),
         "tuned": Row(bench("tuned", "forward", "backward", shapes=ISSUE + UNTUNED), 300, 560, waits=True),
         "check_all": Row(check(*many, repeats=50), 150, 500, waits=True),
         "others": Row(bench("others", "forward", "backward", shapes=MODEL), 200, 450, waits=True),

@@ -1,21 +1,25 @@
 """Measures tiles for the fused collective matrix products and writes the best into tile_table.py.
 
     python scripts/bench/tune_collective_matmul.py [--devices 2] [--shapes NAME ...] [--directions forward]
+        [--senders 12 44 132]
 
 All of `tiles.candidates` take turns with the plain form, so that they see the same clocks: at its power cap a
 GPU is slower the longer it has worked. All but the orders have run before at tiny shapes, in a child process;
 whom a kernel waits for does not depend on the order. A call is timed whole, a backward pass with the products
 that give the weights' gradients, and `faster` says whether it took less than the plain form.
 Entries of other shapes and devices stay; UNTUNED shapes are left out, so that what is chosen for an unknown
-shape is measured too.
+shape is measured too. With --senders the table stays as it is, and its tiles take turns with so many thread
+blocks that send.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import collective_matmul_check as checks
@@ -50,20 +54,33 @@ def measure(placed: dict, turns: int, turn_seconds: float) -> dict[str, float]:
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def try_all(cases: list[Case]) -> None:
-    """Runs all sizes to be measured, and their clusters, at tiny shapes in a child process."""
+def try_all(mesh: jax.sharding.Mesh, every: Iterable[tiles.Tiles]) -> None:
+    """Runs all sizes to be measured, their clusters and senders, at tiny shapes in a child process."""
     minor, width = tiles.ORDERS[0]
-    every = (one for case in cases for one in tiles.candidates(case.problem))
     wanted = dict.fromkeys(dataclasses.replace(one, minor=minor, width=width) for one in every)
-    checks.try_tiles(dict(cases[0].mesh.shape), list(wanted))
+    checks.try_tiles(dict(mesh.shape), list(wanted))
 
 
-def tune(case: Case, turns: int, turn_seconds: float) -> dict:
+def senders(problem: tiles.Problem, numbers: list[int]) -> list[tiles.Tiles]:
+    """Returns the tiles that the table has for a problem, with so many senders."""
+    chosen, _ = mosaic_gpu.tiles_for(problem, always=True)
+    return [dataclasses.replace(chosen, senders=number) for number in numbers]
+
+
+def compare(case: Case, every: list[tiles.Tiles], turns: int, turn_seconds: float) -> dict[str, float]:
+    """Returns the microseconds of a call with each number of senders, and of the plain form."""
+    runs = {one.senders: case.of(mosaic_gpu, tiles=one) for one in every}
+    placed = compiled({PLAIN: case.of(reference)} | runs, case.operands())
+    times = measure(placed, turns, turn_seconds)
+    return {str(name): round(1e6 * seconds, 1) for name, seconds in times.items()}
+
+
+def tune(case: Case, every: list[tiles.Tiles], turns: int, turn_seconds: float) -> dict:
     """Returns the table's entry for a case, and under "tried" the microseconds of all tiles measured."""
     operands = case.operands()
     # The plain form runs before any kernel: what only it needs of XLA and NCCL is then loaded.
     wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
-    runs = {one: case.of(mosaic_gpu, tiles=one) for one in tiles.candidates(case.problem)}
+    runs = {one: case.of(mosaic_gpu, tiles=one) for one in every}
     placed = compiled({PLAIN: case.of(reference)} | runs, operands)
     times = measure(placed, turns, turn_seconds)
     best = min(times.keys() - {PLAIN}, key=times.get)
@@ -116,6 +133,8 @@ def main() -> int:
     parser.add_argument("--directions", nargs="+", choices=both, default=both)
     done = "the first run that precedes all others has just passed, in a process of its own"
     parser.add_argument("--first-run-done", action="store_true", help=done)
+    number = "thread blocks that send: compare these numbers of them, and write no table"
+    parser.add_argument("--senders", nargs="+", type=int, metavar="N", help=number)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--turn-seconds", type=float, default=0.01)
     options = parser.parse_args()
@@ -130,18 +149,24 @@ def main() -> int:
     kind = jax.local_devices()[0].device_kind
     named = [(name, direction) for name in options.shapes for direction in options.directions]
     cases = {f"{name} {way}": Case(GPU[name], mesh, way == "backward") for name, way in named}
+    to_try = {
+        name: senders(case.problem, options.senders) if options.senders else tiles.candidates(case.problem)
+        for name, case in cases.items()
+    }
     with phase("tiny shapes, in a child process"):
-        try_all(list(cases.values()))
-    entries = {}
+        try_all(mesh, itertools.chain.from_iterable(to_try.values()))
+    found = {}
     for name, case in cases.items():
+        key, how = case.problem.key, (to_try[name], options.turns, options.turn_seconds)
         with phase(name), checks.ends_within(300, name):
-            entry = tune(case, options.turns, options.turn_seconds)
-        print(case.problem.key, entry, file=sys.stderr, flush=True)
-        entries[case.problem.key] = dict(entry)
-        del entry["tried"]
-        tile_table.TABLE.setdefault(kind, {})[case.problem.key] = entry
-        write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
-    harness.emit({"benchmark": "tune_collective_matmul", "entries": entries} | harness.provenance())
+            found[key] = compare(case, *how) if options.senders else tune(case, *how)
+        print(key, found[key], file=sys.stderr, flush=True)
+        if not options.senders:
+            entry = {field: value for field, value in found[key].items() if field != "tried"}
+            tile_table.TABLE.setdefault(kind, {})[key] = entry
+            write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
+    what = "senders" if options.senders else "entries"
+    harness.emit({"benchmark": "tune_collective_matmul", what: found} | harness.provenance())
     return 0
 
 
