@@ -30,10 +30,10 @@ Why this is correct, and ends:
   * With `adds`, a result is zeros before its device comes to the kernel. PTX promises that an addition by TMA
     is atomic among those of one GPU (`.relaxed.gpu`); for those of peers this relies on NVLink, which hands
     them to the L2 cache that owns the memory, where all of them are made.
-  * Senders wait for their own copies, and for tiles of consumers of the same GPU. A CTA computes all tiles
-    that leave it before any that needs a peer's, and says so of the last before it waits for its first. So no
-    circle of waits can close while all CTAs run at once; there are no more of them than SMs, and one fits on
-    each.
+  * Senders wait for their own copies, and for tiles of consumers of the same GPU; one of them also for what
+    peers send, once it has sent all of its own. A CTA computes all tiles that leave it before any that needs
+    a peer's, and says so of the last before it waits for its first. So no circle of waits can close while all
+    CTAs run at once; there are no more of them than SMs, and one fits on each.
   * The thread blocks of a cluster go through as many tiles, always of the same phase, as two of their row
     blocks divide a shard's rows; a step of one needs the other's part of b. In a gather each may wait for
     a row block before it loads its part, which comes from senders that wait for no one. In a scatter both
@@ -225,12 +225,11 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
 
         def announce(index):
             """Tells the sender that this tile can leave, if it is another's."""
-            phase, number, _, _, _ = place(index)
 
-            @pl.when(phase < own_phase)
+            @pl.when(index < own_phase * count)
             def _():
                 plgpu.wait_smem_to_gmem(0)
-                pl.semaphore_signal(stored.at[phase * count + number])
+                pl.semaphore_signal(stored.at[index])
 
         def consume(index, base):
             phase, _, m, n, _ = place(index)
@@ -504,8 +503,8 @@ def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finis
     """Has a CTA's producer and consumers go through its tiles: number cta, cta + ctas, ... of `total`.
 
     produce, consume: called with a tile's number and its first step of the ring. finish: called by the
-    consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by the
-    sender, a warp beside the producer's: a fourth warpgroup would leave the consumers too few registers.
+    consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by a
+    warp beside the producer's in every CTA: a fourth warpgroup would leave the consumers too few registers.
     """
     wg, cta = lax.axis_index("wg"), _cta(tiles)
     turns = _turns(total, cta, ctas)

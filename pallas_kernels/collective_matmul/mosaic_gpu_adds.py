@@ -1,10 +1,10 @@
 """`mosaic_gpu` with the sums of a scatter made in the result's memory: TMA adds each shard's tiles to it, in
 whatever order they come.
 
-No buffer holds what peers send, and nobody reads it again; the result begins as zeros instead. In return it
-is less exact: every shard's part is rounded to bfloat16, the owner's too, and each addition rounds again,
-where `mosaic_gpu` adds up in float32. With more than two shards results may differ from run to run in their
-last bits, as the order of additions does; two parts added to zeros give the same in either order.
+The owner has no buffer for what peers send, and does not read it again; its result begins as zeros instead.
+In return this is less exact: every shard's part is rounded to bfloat16, the owner's too, and each addition
+rounds again, where `mosaic_gpu` adds up in float32. With more than two shards results may differ from run to
+run in their last bits, as the order of additions does; two parts added to zeros are the same either way.
 
 What gathers sums up nothing, and is that of `mosaic_gpu`.
 """

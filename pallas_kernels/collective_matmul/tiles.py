@@ -35,8 +35,8 @@ class Tiles:
     dim, so that those computed at one time share operands in the L2 cache. "M" takes the rows in order, as
     they arrive. cluster: thread blocks, 1 or 2, that take tiles of the same columns at the same time: each
     loads a part of these for both, and so reads less from the L2 cache. senders: thread blocks that write to
-    peers, with 16 KB under way each. That NVLink holds about 0.7 MB says the default; where all of 132 sent,
-    loads waited behind what they had under way.
+    peers, through 16 KB of shared memory each. The default was measured: fewer are slow to send, and behind
+    what more have under way the loads of all wait.
     """
 
     m: int = 128
@@ -66,7 +66,7 @@ class Tiles:
         return next((n for n in fitting if count % n == 0), 1)
 
     def smem_bytes(self, sends: bool) -> int:
-        """Returns the shared memory of a thread block; `sends`: whether it also sends rows of its own."""
+        """Returns the shared memory of a thread block; `sends`: whether it has room to send from."""
         return self._smem_bytes(sends, self.out_slots(sends))
 
     def _smem_bytes(self, sends: bool, out_slots: int) -> int:
@@ -145,6 +145,8 @@ class Problem:
             raise Unsupported(
                 f"no tiles of {tiles.m} x {tiles.n}: at most 16,384 float32 sums to a warpgroup"
             )
+        if tiles.senders < 1:
+            raise Unsupported(f"{tiles.senders} senders: peers would wait for ever")
         if tiles.cluster not in (1, 2):
             raise Unsupported(f"clusters of {tiles.cluster} thread blocks: 1 or 2 can be sure of SMs")
         if (found := tiles.smem_bytes(self.sends)) > SMEM_BYTES:

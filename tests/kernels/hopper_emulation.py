@@ -138,28 +138,28 @@ class Shards:
 
     def _get_global(self, semaphores):
         self._semaphores += 1
-        return _Semaphore(self._semaphores)
+        return _Semaphore(self._semaphores, semaphores.shape[0])
 
     def _signal(self, semaphore, device_id=None):
         if self.prefilled is None:  # each consumer's signal of a tile comes twice, as there are two of them
-            count = functools.partial(self._count, self.rank, semaphore.array)
+            count = functools.partial(self._count, self.rank, semaphore)
             to = device_id[AXIS] if device_id else self.rank
             jax.debug.callback(count, to, semaphore.index)
 
-    def _count(self, source, array, shard, index):
+    def _count(self, source, semaphore, shard, index):
         with self._lock:
-            self.signals[int(shard), array, int(index)] += 1
-            self.sources[int(shard), array, int(index)].add(source)
+            key = int(shard), semaphore.array, semaphore.checked(index)
+            self.signals[key] += 1
+            self.sources[key].add(source)
 
     def _wait(self, semaphore, value):
         if self.prefilled is None:
-            jax.debug.callback(
-                functools.partial(self._expect, self.rank, semaphore.array, value), semaphore.index
-            )
+            jax.debug.callback(functools.partial(self._expect, self.rank, semaphore, value), semaphore.index)
 
-    def _expect(self, shard, array, value, index):
+    def _expect(self, shard, semaphore, value, index):
         with self._lock:
-            assert self.waits.setdefault((shard, array, int(index)), value) == value
+            key = shard, semaphore.array, semaphore.checked(index)
+            assert self.waits.setdefault(key, value) == value
 
 
 def _sum(addends, dtype) -> jax.Array:
@@ -176,12 +176,17 @@ def _for_itself(copy, *arguments, collective_axes=None):
 class _Semaphore:
     """One of the arrays of semaphores of a kernel, and which of it."""
 
-    def __init__(self, array: int, index=None):
-        self.array, self.index = array, index
+    def __init__(self, array: int, size: int, index=None):
+        self.array, self.size, self.index = array, size, index
 
     @property
     def at(self):
         return self
 
+    def checked(self, index) -> int:
+        """Returns the index as a number, which nothing else would hold within the array."""
+        assert 0 <= index < self.size
+        return int(index)
+
     def __getitem__(self, index):
-        return _Semaphore(self.array, index)
+        return _Semaphore(self.array, self.size, index)

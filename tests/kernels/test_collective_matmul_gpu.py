@@ -22,8 +22,8 @@ from pallas_kernels.collective_matmul.tiles import SMEM_BYTES, SMS, Problem, Til
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.testing import GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
 
-SMALL = Tiles(128, 128, stages=2, width=2)
-CTAS = 3  # with more tiles than these, and with fewer
+SMALL = Tiles(128, 128, stages=2, width=2, senders=2)
+CTAS = 3  # with more tiles than these, and with fewer; one of them does not send
 PAIRS = dataclasses.replace(SMALL, cluster=2)
 cuda = pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin")
 
@@ -88,7 +88,11 @@ def scatter(monkeypatch, t, shape, ctas, beside: bool, contracted=(128, 64), **o
 
 shapes_of_scatter = pytest.mark.parametrize(
     "shape, ctas",
-    [(SMALL, CTAS), (Tiles(256, 64, stages=3, minor="N", width=1), CTAS), (PAIRS, 2)],
+    [
+        (SMALL, CTAS),
+        (Tiles(256, 64, stages=3, minor="N", width=1), CTAS),
+        (dataclasses.replace(PAIRS, senders=1), 6),
+    ],
     ids=["128", "256", "clusters"],
 )
 
@@ -312,6 +316,13 @@ def test_refuses(reason, options):
 
 def test_takes_other_axes_where_nothing_runs_beside():
     assert call(axes=("data", "tensor"), implementation="mosaic_gpu_alone").shape == (512, 512)
+
+
+def test_someone_has_to_send():
+    problem = Problem("gather", 2, 256, (64,), (128,), "bfloat16")
+    problem.check(SMALL)
+    with pytest.raises(Unsupported, match="0 senders: peers would wait for ever"):
+        problem.check(dataclasses.replace(SMALL, senders=0))
 
 
 def test_refuses_several_processes(monkeypatch):
