@@ -137,15 +137,11 @@ def implementations(
     "mosaic_gpu_adds" adds up in the memory of the result: less exactly, and in an order that may differ from
     run to run.
 
-    "mosaic_gpu_alone" is for tests and benchmarks, where nothing else runs at the same time: it takes meshes
-    of several axes, which "mosaic_gpu" refuses, as it may hang beside a collective over another of them.
-
     named: whether one was asked for by name; then it runs wherever it can, be it slower than another.
     """
     platform = dispatch.resolve_platform(platform)
     return {
         "mosaic_gpu": (mosaic_gpu, {"platform": platform, "always": named}),
-        "mosaic_gpu_alone": (mosaic_gpu, {"platform": platform, "always": named, "alone": True}),
         "mosaic_gpu_adds": (mosaic_gpu_adds, {"platform": platform, "always": named}),
         "mosaic_tpu": (mosaic_tpu, {"platform": platform}),
         "ring": (ring, {}),

@@ -58,7 +58,7 @@ def all_gather_matmul(x_MK, weights, *, axis_name, **options):
     """As `collective_matmul` describes it. options: of all four, see `_plan`."""
     columns = tuple(w.shape[1] for w in weights)
     problem = _problem("gather", x_MK, axis_name, len(x_MK), (x_MK.shape[1],), columns)
-    plan = _plan(problem, axis_name, **options)
+    plan = _plan(problem, **options)
     x, *ws = _unmark(x_MK, *weights)
     ys, _ = _gather_matmul(x, ws, *plan, axis_name=axis_name)
     return _mark(ys, x_MK, *weights)
@@ -68,7 +68,7 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, adds=False, **o
     contracted = tuple(dy.shape[1] for dy in dys)
     M, K = x_MK.shape
     problem = _problem("scatter_transposed", x_MK, axis_name, M, contracted, (K,), gathers=K)
-    plan = _plan(problem, axis_name, **options)
+    plan = _plan(problem, **options)
     pairs = list(zip(_unmark(*dys), _unmark(*weights), strict=True))
     (x,) = _unmark(x_MK)
     results = _matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x, adds=adds)
@@ -79,7 +79,7 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, adds=False, **o
 def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, adds=False, **options):
     M = len(y_AK) // jax.lax.axis_size(axis_name)
     problem = _problem("scatter", y_AK, axis_name, M, (y_AK.shape[1],), (w_KN.shape[1],))
-    plan = _plan(problem, axis_name, **options)
+    plan = _plan(problem, **options)
     out_MN, _ = _matmul_scatter([_unmark(y_AK, w_KN)], *plan, axis_name=axis_name, adds=adds)
     return _mark((out_MN,), y_AK, w_KN)[0]
 
@@ -87,7 +87,7 @@ def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, adds=False, **options):
 def matmul_reduce_scatter_backward(y_AK, w_KN, dout_MN, *, axis_name, **options):
     M, N = dout_MN.shape
     problem = _problem("gather_transposed", dout_MN, axis_name, M, (N,), (len(w_KN),))
-    plan = _plan(problem, axis_name, **options)
+    plan = _plan(problem, **options)
     dout, w = _unmark(dout_MN, w_KN)
     (dy_AK,), dout_AN = _gather_matmul(dout, (w,), *plan, axis_name=axis_name, transposed=True, keep=True)
     dy_AK, dout_AN = _mark((dy_AK, dout_AN), y_AK, w_KN, dout_MN)
@@ -102,19 +102,15 @@ def _problem(operation: str, like, axis_name, rows, contracted, columns, gathers
 
 def _plan(
     problem: Problem,
-    axis_name: str,
     *,
     platform: str = "gpu",
     tiles: Tiles | None = None,
     always: bool = False,
-    alone: bool = False,
 ) -> tuple[Tiles, int]:
     """Returns the tiles and the number of thread blocks: one on each SM.
 
     platform: where it will run. tiles: None chooses them. always: run even where the plain form is expected
-    to be faster, as with given tiles. alone: nothing else runs at the same time; otherwise a mesh with
-    another axis of several devices is refused, whose collectives may. Those over the same axis may too: see
-    `hopper` on how to compile.
+    to be faster, as with given tiles.
 
     Raises:
       Unsupported: the kernel cannot run, or is not expected to pay.
@@ -122,8 +118,6 @@ def _plan(
     dispatch.require_nvidia(platform, **HOPPER)
     dispatch.require_one_process()
     _require_every_axis()
-    if problem.shards > 1 and not alone:
-        _require_one_axis(axis_name)
     if problem.dtype != "bfloat16":
         raise dispatch.Unsupported(f"multiplies bfloat16, found {problem.dtype}")
     if problem.shards > 8:
@@ -159,16 +153,6 @@ def _require_every_axis() -> None:
     sizes = dict(mesh.shape)
     if split := [name for name in sizes if name not in mesh.manual_axes and sizes[name] > 1]:
         raise dispatch.Unsupported(f"needs a shard_map over every axis of the mesh, not without {split}")
-
-
-def _require_one_axis(axis_name: str) -> None:
-    """Raises Unsupported where collectives over another axis may run beside the kernel and both then hang."""
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    if others := [name for name in sizes if name != axis_name and sizes[name] > 1]:
-        raise dispatch.Unsupported(
-            f"needs a mesh of {axis_name!r} alone: collectives over {others} may wait for SMs that it holds, "
-            "while it waits for devices that they hold"
-        )
 
 
 @functools.cache

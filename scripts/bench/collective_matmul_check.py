@@ -268,7 +268,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--axes", nargs="+", default=["tensor=2"], help="as tensor=2 or data=2,tensor=2")
     parser.add_argument("--shapes", nargs="+", default=["tiny"], help="tiny, all, or names")
-    parser.add_argument("--implementation", default="mosaic_gpu_alone")
+    parser.add_argument("--implementation", default="mosaic_gpu")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=90, help="that each shape may take")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31)

@@ -26,7 +26,7 @@ NAMED = {
     "plain": "reference",
     "ring": "ring",
     "ring_bidirectional": "ring_bidirectional",
-    "fused": "mosaic_gpu_alone",
+    "fused": "mosaic_gpu",
 }
 
 

@@ -165,9 +165,9 @@ def test_layers_share_a_kernel(name):
 @pytest.mark.parametrize(
     "name, axes",
     [
-        ("mosaic_gpu_alone", {"tensor": 2}),
-        ("mosaic_gpu_alone", {"data": 2, "tensor": 4}),
-        ("mosaic_gpu_alone", {"tensor": 1}),
+        ("mosaic_gpu", {"tensor": 2}),
+        ("mosaic_gpu", {"data": 2, "tensor": 4}),
+        ("mosaic_gpu", {"tensor": 1}),
         ("mosaic_gpu_adds", {"tensor": 2}),
         ("mosaic_gpu_adds", {"tensor": 4}),
         ("mosaic_gpu_adds", {"tensor": 1}),
@@ -306,7 +306,6 @@ def call(
             r"needs a shard_map over every axis of the mesh, not without \['data'\]",
             {"axes": ("data", "tensor"), "manual": {"tensor"}},
         ),
-        (r"needs a mesh of 'tensor' alone: collectives over \['data'\]", {"axes": ("data", "tensor")}),
     ],
 )
 def test_refuses(reason, options):
@@ -314,8 +313,8 @@ def test_refuses(reason, options):
         call(**options)
 
 
-def test_takes_other_axes_where_nothing_runs_beside():
-    assert call(axes=("data", "tensor"), implementation="mosaic_gpu_alone").shape == (512, 512)
+def test_takes_one_axis_of_several():
+    assert call(axes=("data", "tensor")).shape == (512, 512)
 
 
 def test_someone_has_to_send():
@@ -425,7 +424,7 @@ def test_compiled_for_peers_where_a_kernel_writes_to_them(bench, monkeypatch):
         def compile(self, compiler_options):
             seen.append(compiler_options)
 
-    of_kernels = lower_collective_matmul(GPU["qkv"], {"tensor": 2}, "mosaic_gpu_alone", "cuda")
+    of_kernels = lower_collective_matmul(GPU["qkv"], {"tensor": 2}, "mosaic_gpu", "cuda")
     texts = of_kernels, jax.jit(jnp.sin).lower(1.0).as_text()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for text in texts:
@@ -434,24 +433,28 @@ def test_compiled_for_peers_where_a_kernel_writes_to_them(bench, monkeypatch):
 
 
 @cuda
-def test_no_collective_runs_beside_a_kernel(monkeypatch):
-    """Compiled for a GPU, a sum over the kernel's own axis starts before the kernel and ends after it, unless
-    it is told not to: either may then hold what the other waits for."""
-    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+@pytest.mark.parametrize("over, axes", [("tensor", {"tensor": 2}), ("data", {"data": 2, "tensor": 2})])
+def test_no_collective_runs_beside_a_kernel(over, axes, monkeypatch):
+    """Compiled for a GPU, a sum over the kernel's own axis or another starts before the kernel and ends after
+    it, unless it is told not to: either may then hold what the other waits for."""
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
     rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
 
     def local(x, w, z):
         (y,) = mosaic_gpu.all_gather_matmul(x, (w,), axis_name="tensor", always=True)
-        return y, jax.lax.psum(z, "tensor")
+        return y, jax.lax.psum(z, over)
 
     function = jax.shard_map(
-        local, mesh=mesh, in_specs=(rows, columns, rows), out_specs=(columns, PartitionSpec())
+        local,
+        mesh=mesh,
+        in_specs=(rows, columns, PartitionSpec(over)),
+        out_specs=(columns, PartitionSpec()),
     )
     sizes = (8192, 4096), (4096, 6144), (4096, 4096)
     lowered = aot.lower(jax.jit(function), *(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes))
 
     def order() -> list[str]:
-        hlo = aot.compile_for(lowered, aot.TARGETS["h200"], devices=2).hlo
+        hlo = aot.compile_for(lowered, aot.TARGETS["h200"], devices=mesh.size).hlo
         return re.findall(r" (all-reduce(?:-start|-done)?|custom-call)\(", hlo[hlo.index("\nENTRY ") :])
 
     assert order() == ["all-reduce-start", "custom-call", "all-reduce-done"]
@@ -534,14 +537,14 @@ def check_repeats(check, name, axes, implementation):
 @pytest.mark.parametrize("axes", GPU_AXES, ids=str)
 @pytest.mark.parametrize("name", GPU | UNTUNED)
 def test_values_and_gradients_on_gpus(name, axes, first_run):
-    check_values(first_run, name, axes, "mosaic_gpu_alone")
+    check_values(first_run, name, axes, "mosaic_gpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("axes", GPU_AXES, ids=str)
 @pytest.mark.parametrize("name", ["qkv", "down"])
 def test_repeats_are_equal_bit_for_bit(name, axes, first_run):
-    check_repeats(first_run, name, axes, "mosaic_gpu_alone")
+    check_repeats(first_run, name, axes, "mosaic_gpu")
 
 
 @pytest.fixture(scope="module")

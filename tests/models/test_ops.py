@@ -40,10 +40,7 @@ def loss_and_gradients(mesh: tuple[int, int, int], axes, hidden, matrix, targets
 
 def test_every_collective_matmul_can_be_asked_for():
     named = typing.get_args(typing.get_type_hints(MeshConfig)["collective_matmul"])
-    known = set(collective_matmul.implementations()) - {
-        "mosaic_gpu_alone"
-    }  # a training step is no such place
-    assert known == set(named) - {"auto", "none"}
+    assert set(collective_matmul.implementations()) == set(named) - {"auto", "none"}
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
