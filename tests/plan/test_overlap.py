@@ -16,7 +16,8 @@ from jaxthru import config as configuration
 from jaxthru.plan.assemble import assemble
 from jaxthru.plan.fit import fit
 from jaxthru.plan.memory import stand_in
-from jaxthru.runtime import aot
+from jaxthru.runtime import aot, xla
+from pallas_kernels import collective_matmul
 
 cuda = pytest.mark.skipif(
     not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
@@ -122,13 +123,14 @@ def test_the_model_of_a_gpu():
     assert synchronous.exposed == pytest.approx(bare.exposed)
 
 
-def compiled(*settings: str) -> str:
-    """Returns the program of two H200s for the 8-layer configuration with other settings."""
+def compiled(*settings: str, devices: int = 2) -> str:
+    """Returns the program of H200s for the 8-layer configuration with other settings."""
     config = configuration.load("configs/llama3_8b_8layer.py", settings)
-    layout = fit(config, jax.devices()[:2], "gpu")
+    layout = fit(config, jax.devices()[:devices], "gpu")
     attention = stand_in(config, layout, SEGMENTS)
     made = assemble(config, layout, segments=SEGMENTS, sources=1, attention=attention)
-    return aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), aot.TARGETS["h200"], 2).hlo
+    lowered = aot.lower(made.jitted, made.abstract, made.batch)
+    return aot.compile_for(lowered, aot.TARGETS["h200"], devices).hlo
 
 
 @cuda
@@ -179,3 +181,23 @@ def test_the_ring_hides_what_plain_collectives_show():
     )
     assert plain.communication > 0.05 * plain.step, "there is nothing to hide"
     assert ring.exposed < 0.25 * plain.exposed
+
+
+@cuda
+@pytest.mark.parametrize("other", ["data", "fsdp"])
+def test_nothing_runs_beside_kernels_that_wait_for_peers(other, monkeypatch):
+    """Where another axis has its collectives, these run in line: one beside a kernel may hold the
+    multiprocessors that the kernel's peer waits for."""
+    known = collective_matmul.implementations
+    on_gpu = lambda platform=None, named=True: known("gpu", named)  # noqa: E731
+    monkeypatch.setattr(collective_matmul, "implementations", on_gpu)
+    small = "model.layers=2", "train.rows=4", "mesh.collective_matmul=mosaic_gpu"
+
+    def runs_beside() -> bool:
+        hlo = compiled(f"mesh.{other}=2", "mesh.tensor=2", *small, devices=4)
+        assert hlo.count('custom_call_target="mosaic_gpu') == 2 * 4 * 2  # layers, places, directions
+        return any(f" {start}(" in hlo for start in STARTS)
+
+    assert runs_beside()
+    monkeypatch.setattr(aot, "OPTIONS", aot.OPTIONS | xla.for_peers("gpu"))
+    assert not runs_beside()
