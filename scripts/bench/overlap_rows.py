@@ -106,7 +106,7 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "check_first": Row(check("tiny_gather"), 30, 90, safety=True, waits=True),
         "check_tiny": Row(check(*small), 75, 240, safety=True, waits=True),
         "forward": Row(bench("forward", "forward"), 150, 330, waits=True),
-        "tensor": Row(turns(tensor, **moved("none", "mosaic_gpu")), 160, 400, waits=True),
+        "tensor": Row(turns(tensor, **moved("none", "auto", "mosaic_gpu")), 230, 450, waits=True),
         "tensor_ring": Row(turns(tensor, **moved("none", "ring")), 160, 330, instead_of="tensor"),
         "one_gpu": Row(step(*one, words=quick) * devices, 95, 240, alone=True),
         "fsdp": Row(turns(fsdp, **over_fsdp), 150, 400),
