@@ -57,6 +57,7 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
     )
     runs, _ = module.contenders(case)
     assert {"plain", "ring", "default", "product", "collective"} <= set(runs)
+    assert programs.same(runs["default"], runs["plain"]) and not programs.same(runs["ring"], runs["plain"])
     refuse = lambda *operands: (_ for _ in ()).throw(ValueError("too large"))  # noqa: E731
     compiled, failed = programs.compile_in_a_row(
         runs | {"refuses": (refuse, case.operands())}

@@ -16,7 +16,7 @@ burst after a rest it runs at its full clock. Both are timed: `contenders` one a
   jax: JAX's own kernel, the best of a few configurations; for forward gathers of one matrix on one axis
   fused: the kernels for Hopper
   fused_adds: with --adds, those whose scatters add to the result in place of staging
-  default: whatever runs where nothing is named
+  default: whatever runs where nothing is named; where that is the plain form's program, not timed again
   product: the matrix products alone, as if all rows were there; no form can be faster
   collective: the transfer alone, by XLA
   torch: PyTorch's symmetric-memory operations, in a process of their own and without multicast
@@ -68,6 +68,9 @@ def measure(
     rest: seconds before each of the turns `in_bursts`. without_jax, adds: as `contenders` has them.
     """
     runs, missing = contenders(case, without_jax, adds)
+    same = "default" in runs and programs.same(runs["default"], runs["plain"])
+    if same:
+        del runs["default"]
     compiled, failed = programs.compile_in_a_row(runs)
     missing |= failed
     others = case.operands(seed=1)
@@ -88,6 +91,9 @@ def measure(
     shown = {rows[name].get("configuration", name) for name in rows}
     placed = {name: run for name, run in placed.items() if name in shown}
     bursts = told(case, programs.in_turns(placed, warmup_turns, turns, turn_seconds, rest), errors)
+    if same:
+        for regime in (rows, bursts):
+            regime["default"] = regime["plain"] | {"same_program_as": "plain"}
     line = {"contenders": rows, "in_bursts": bursts, "missing": missing}
     try:
         chosen, _ = tiles.choose(case.problem, *_gpu())

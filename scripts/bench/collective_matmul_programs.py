@@ -49,6 +49,11 @@ def require_every_call(found: collections.Counter, single: collections.Counter, 
         raise RuntimeError(f"{name}: {IN_A_ROW} calls compile to {dict(found)}, one to {dict(single)}")
 
 
+def same(*runs: tuple[Callable, tuple]) -> bool:
+    """Whether calls of these functions are the same program."""
+    return len({jax.jit(run).lower(*operands).as_text() for run, operands in runs}) == 1
+
+
 def turn(run, operands, calls: int) -> float:
     """Returns the seconds of a call, the mean over programs dispatched without waiting for each other."""
     began = time.perf_counter()
