@@ -38,6 +38,12 @@ def nvidia_compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def on_nvidia(platform: str | None = None) -> bool:
+    """Whether it will run on an NVIDIA GPU. Where there is no GPU to ask, "gpu" is one."""
+    another = jax.default_backend() == "gpu" and nvidia_compute_capability() is None
+    return resolve_platform(platform) == "gpu" and not another
+
+
 def require_nvidia(platform: str, least: tuple[int, int], below: tuple[int, int] | None = None) -> None:
     """Raises Unsupported unless `platform` is an NVIDIA GPU of at least this compute capability.
 
@@ -74,6 +80,15 @@ def require_tpu(platform: str) -> None:
     """Raises Unsupported unless `platform` is a TPU."""
     if platform != "tpu":
         raise Unsupported(f"needs a TPU, found {platform}")
+
+
+def require_nvlink(platform: str) -> None:
+    """Raises Unsupported where the GPUs of a host are joined by PCIe, by the name of the first one. Where
+    there is no GPU to ask, it passes, as `require_nvidia` does."""
+    if platform == "gpu" and jax.default_backend() == "gpu":
+        kind = jax.local_devices()[0].device_kind
+        if "PCIe" in kind:
+            raise Unsupported(f"needs GPUs joined by NVLink, found {kind}")
 
 
 def require_one_process() -> None:

@@ -56,8 +56,8 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
         GPU[name].scaled(64), bench("collective_matmul_check").make_mesh({"tensor": 2}), backward
     )
     runs, _ = module.contenders(case)
-    assert {"plain", "ring", "default", "product", "collective"} <= set(runs)
-    assert programs.same(runs["default"], runs["plain"]) and not programs.same(runs["ring"], runs["plain"])
+    assert {"plain", "ring", "dispatched", "product", "collective"} <= set(runs)
+    assert programs.same(runs["dispatched"], runs["plain"]) and not programs.same(runs["ring"], runs["plain"])
     refuse = lambda *operands: (_ for _ in ()).throw(ValueError("too large"))  # noqa: E731
     compiled, failed = programs.compile_in_a_row(
         runs | {"refuses": (refuse, case.operands())}

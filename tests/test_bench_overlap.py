@@ -50,7 +50,7 @@ def test_what_waits_for_peers_runs_behind_every_safety_row(overlap, tmp_path, be
     rows = bench("overlap_rows").rows_for(2, False, "F", [], tmp_path)
     last_check = max(ran.index(name) for name, row in rows.items() if row.safety)
     for name, row in rows.items():
-        uses = re.search(r"mosaic_gpu|/(tune_)?collective_matmul(_check)?\.py", " ".join(row.commands))
+        uses = re.search(r"mosaic_gpu|=fused|/(tune_)?collective_matmul(_check)?\.py", " ".join(row.commands))
         assert row.waits == bool(uses), f"{name} has kernels that wait for peers"
         if row.waits and not row.safety:
             assert ran.index(name) > last_check
@@ -130,7 +130,7 @@ def test_bars(bench):
     assert found["step with tensor=2, over the unfused one"] == 1.1
     assert found["tokens/s per GPU with fsdp=2, over one GPU"] == pytest.approx(100 / 101)
     assert found["exposed communication with fsdp=2"] == 0.04
-    assert found["losses with tensor=2, mosaic_gpu, over noise"] == pytest.approx(0.5)
+    assert found["losses with tensor=2, fused, over noise"] == pytest.approx(0.5)
     assert found["losses with tensor=2, ring, over noise"] is None
     told = bars.table(said, 2)
     assert "| exposed communication with fsdp=2 | ≤ 0.03 | 0.040 | **missed** |" in told
@@ -147,7 +147,7 @@ def test_every_shape_has_to_be_no_slower_by_default(bench):
     assert {f"{n}_{way}" for n in rows.ISSUE + rows.UNTUNED + rows.MODEL for way in both} == bars.EVERY
 
     def said(microseconds: float, left_out: str = "") -> dict:
-        cases = {case: contenders(plain=100.0, default=microseconds) for case in bars.EVERY - {left_out}}
+        cases = {case: contenders(plain=100.0, dispatched=microseconds) for case in bars.EVERY - {left_out}}
         for of in cases.values():
             for one in of["contenders"].values():
                 one["a_a_spread"] = 0.005

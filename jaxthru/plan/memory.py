@@ -143,10 +143,13 @@ def traced(
     segments: most documents in a row; None asks the prepared corpus. Raises InputError.
     """
     layout = fit(config, jax.devices()[:devices], "gpu")
-    if config.mesh.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
-        ring = dataclasses.replace(config.mesh, collective_matmul="ring")
+    asked = config.mesh
+    if asked.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
+        ring = dataclasses.replace(asked, collective_matmul="ring")
         config = dataclasses.replace(config, mesh=ring)
     segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
+    if asked.writes_to_peers:
+        notes += (f"planned with the ring in place of mesh.collective_matmul = {asked.collective_matmul!r}",)
     attention = stand_in(config, layout, segments)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
     how = f"compiled for {target.name} without autotuning; attention: {attention}"

@@ -22,7 +22,8 @@ class MeshConfig:
     fsdp: parameters, gradients and optimizer state are sharded; rows are split as over `data`.
     tensor: heads, MLP width and vocabulary are sharded, and between blocks the tokens of each row.
     collective_matmul: what moves tokens over `tensor`: an implementation of
-    `pallas_kernels.collective_matmul`, `auto`, or `none`, collectives that XLA's partitioner puts in.
+    `pallas_kernels.collective_matmul`, `auto`, `fused`, the kernels for Hopper where they are expected to be
+    faster and otherwise as `auto`, or `none`, collectives that XLA's partitioner puts in.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
     process make with their copy engines (`runtime.copies`), as they then do for `ring`. `auto` takes
     collectives.
@@ -33,6 +34,7 @@ class MeshConfig:
     tensor: int = 1
     collective_matmul: Literal[
         "auto",
+        "fused",
         "none",
         "reference",
         "ring",
@@ -52,7 +54,7 @@ class MeshConfig:
     @property
     def writes_to_peers(self) -> bool:
         """Whether kernels address the memory of other GPUs; see `runtime.xla.for_peers`."""
-        return self.collective_matmul in ("mosaic_gpu", "mosaic_gpu_adds")
+        return self.collective_matmul in ("fused", "mosaic_gpu", "mosaic_gpu_adds")
 
     @property
     def copies(self) -> bool:

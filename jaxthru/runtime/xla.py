@@ -33,6 +33,9 @@ MULTICAST_FLAGS = re.compile(r"user_buffers|symmetric|collective_kernels|one_sho
 """Options of XLA that may lead to it: memory that is registered with NCCL's multicast, and XLA's own kernels,
 which take multimem instructions where there are. A mode may be `symmetric`, too."""
 
+NO_COLLECTIVE_KERNELS = {"xla_gpu_experimental_use_collective_kernels": ""}
+"""XLA's own kernels for small sums over GPUs are on by default; NCCL makes them here, as all others."""
+
 MEMORY_FRACTION = 0.96
 """A training job owns its GPU; JAX's default leaves a quarter of the memory unused. What is left here, 5.6
 GiB of an H200's 140, is for CUDA's context and the libraries' own workspaces."""
@@ -197,10 +200,14 @@ def for_peers(platform: str) -> dict[str, Any]:
     """
     if platform not in ("gpu", "cuda", "rocm"):
         return {}
-    return SHORT_GRAPHS | {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN",
-        "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES",
-    }
+    return (
+        NO_COLLECTIVE_KERNELS
+        | SHORT_GRAPHS
+        | {
+            "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN",
+            "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES",
+        }
+    )
 
 
 SHORT_GRAPHS = {"xla_gpu_graph_min_graph_size": 1}
@@ -230,9 +237,9 @@ def given_flags() -> str:
 
 def check_flags(flags: str) -> None:
     """Raises InputError for the first flag of `flags` that is unknown here or forbidden."""
-    names = re.findall(r"--(xla_\w+)(?:=(\S*))?", flags)
+    names = re.findall(r"--(xla_\w+)(=\S*)?", flags)
     for name, value in names:
-        on = MULTICAST_FLAGS.search(name) and value.lower() not in ("false", "0")
+        on = MULTICAST_FLAGS.search(name) and value.lower() not in ("=false", "=0", "=")
         if on or (name.endswith("_mode") and "symmetric" in value.lower()):
             raise InputError(f"XLA_FLAGS has --{name}: it may use NVLink multicast; take it out")
     if not names:
@@ -268,7 +275,7 @@ def compiler_options(
         # Starts collectives early and awaits them late. XLA does so by itself where it knows their cost, on
         # Hopper (the same program with and without), and nowhere else: see docs/parallelism.md.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
-        options |= SHORT_GRAPHS
+        options |= SHORT_GRAPHS | NO_COLLECTIVE_KERNELS
     if copies:
         options |= COPIED_PERMUTES
     if deterministic:

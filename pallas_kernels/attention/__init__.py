@@ -83,12 +83,12 @@ def attention(
 def automatic(elements: int, max_segments: int, platform: str | None = None) -> tuple[str, ...]:
     """Returns the implementations that are tried where none is named, the first first.
 
-    On a GPU that is cudnn_packed, or triton where cuDNN's workspace would be above CUDNN_WORKSPACE, or an
-    error: the other two cost T² whatever the documents and run there only when named. The reference does so
-    everywhere.
+    On an NVIDIA GPU that is cudnn_packed, or triton where cuDNN's workspace would be above CUDNN_WORKSPACE,
+    or an error: the other two cost T² whatever the documents and run there only when named. The reference
+    does so everywhere.
 
     elements: of q on one device. max_segments: that `segments` have room for. platform: as for `attention`.
     """
     small = cudnn_packed.workspace_bytes(elements, max_segments) <= CUDNN_WORKSPACE
     packed = ("cudnn_packed", "triton") if small else ("triton", "cudnn_packed")
-    return packed if dispatch.resolve_platform(platform) == "gpu" else (*packed, "xla")
+    return packed if dispatch.on_nvidia(platform) else (*packed, "xla")

@@ -51,7 +51,9 @@ def all_gather_matmul(
       x_MK: [M, K] this shard's rows, float32 or bfloat16.
       weights: matrices [K, N_i] of x's dtype, each this shard's columns.
       axis_name: the mesh axis over which rows and columns are split.
-      implementation: one of `implementations`; None is the first of `automatic` that can run.
+      implementation: one of `implementations`; None is the first of `automatic` that can run; "fused" tries
+        kernels that write to peers before these, which run where they are expected to be faster. How such a
+        program has to be compiled is said in `hopper`.
       backward: the same for the backward pass; None follows `implementation`.
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
 
@@ -89,7 +91,8 @@ def matmul_reduce_scatter(
 
     To be called within `jax.shard_map`, of any mesh that has the axis; other axes take no part. Products
     accumulate in float32; what travels between shards is of the operands' dtype and is rounded to it at each
-    addition, as a reduce-scatter of the product would be. Differentiable in both operands.
+    addition, as a reduce-scatter of the product would be; by "mosaic_gpu" once, where it leaves a shard, and
+    summed in float32. Differentiable in both operands.
 
     Args:
       y_MK: [M, K] all rows, this shard's part of what is contracted; float32 or bfloat16. t divides M.
@@ -118,15 +121,17 @@ def matmul_reduce_scatter(
     return _differentiable("matmul_reduce_scatter", operands, axis_name, implementation, backward, platform)
 
 
-def automatic(platform: str | None = None) -> tuple[str, ...]:
-    """Returns the implementations that are tried where none is named, the first first.
+def automatic(platform: str | None = None, fused: bool = False) -> tuple[str, ...]:
+    """Returns the implementations that are tried where none is named, the first first. fused: or "fused" is.
 
     A CPU has no transfers to hide behind products. On 2 H200s the ring took longer than the plain form in
     most shapes (docs/results.md): the products of its parts are slower than the whole one. The fused kernels
-    are faster there but run only when named: in a whole step they win 3 %, and one that waits for a signal
-    that never comes holds all devices.
+    are faster there but have to be asked for: a program with them is compiled otherwise, CUDA loads all code
+    at its start, in a whole step they win 3 %, and one that waits for a signal that never comes holds all
+    devices.
     """
-    return ("ring", "reference") if dispatch.resolve_platform(platform) == "tpu" else ("reference",)
+    portable = ("ring", "reference") if dispatch.resolve_platform(platform) == "tpu" else ("reference",)
+    return ("mosaic_gpu", *portable) if fused else portable
 
 
 def implementations(
@@ -168,12 +173,13 @@ _differentiable.defvjp(_forward, _backward)
 
 def _run(function: str, axis_name: str, implementation: str | None, platform: str | None, *arguments):
     """Calls one of the four functions of the named implementation, or of the first that can run."""
-    platform = dispatch.resolve_platform(platform)
+    platform, fused = dispatch.resolve_platform(platform), implementation == "fused"
+    named = None if fused else implementation
     bound = {
         name: functools.partial(getattr(module, function), axis_name=axis_name, **options)
-        for name, (module, options) in implementations(platform, implementation is not None).items()
+        for name, (module, options) in implementations(platform, named is not None).items()
     }
-    return dispatch.run(function, bound, automatic(platform), implementation, *arguments)
+    return dispatch.run(function, bound, automatic(platform, fused), named, *arguments)
 
 
 def _check_dtypes(operation: str, *arrays: jax.Array) -> None:

@@ -1,8 +1,9 @@
 """Fused on one host's Hopper GPUs: transfers by TMA over NVLink, hidden behind the product's tiles.
 
 `hopper.py` has the two kernels and why they are correct. Here is what each of the four operations makes of
-them, and where they refuse: any GPU but Hopper, several processes, dtypes but bfloat16, shapes that no tile
-divides, meshes with another axis, and where the plain form is faster, measured or predicted.
+them, and where they refuse: any GPU but Hopper with NVLink, several processes, dtypes but bfloat16, shapes
+that no tile divides, a shard_map that leaves an axis to the compiler, and, unless named, where the plain form
+is faster, measured or predicted.
 
     forward of all_gather_matmul       gather_matmul, all weights in one kernel
     backward                           matmul_scatter over all (dy, w.T), gathering x beside it; then each dw
@@ -29,8 +30,8 @@ devices wait for each other. The plain form is taken to transfer at 330 GB/s, th
 A backward pass sends as much (of a reduce-scatter) or twice as much (of a gather, for x travels again beside
 dx), hidden behind a product of the same size; the products for dw come after it.
 
-Beside its results a gather takes [t·M, K] for what arrives, a scatter two times [(t-1)·M, N], for what leaves
-and what arrives.
+Beside its results a gather takes [t·M, K] for what arrives, a scatter [(t-1)·M, N] for what leaves and, where
+it is not added to the result, as much for what arrives.
 
 A mesh whose devices are not in the order of their ids is refused by JAX itself, when a program is lowered.
 """
@@ -116,6 +117,7 @@ def _plan(
       Unsupported: the kernel cannot run, or is not expected to pay.
     """
     dispatch.require_nvidia(platform, **HOPPER)
+    dispatch.require_nvlink(platform)
     dispatch.require_one_process()
     _require_every_axis()
     if problem.dtype != "bfloat16":

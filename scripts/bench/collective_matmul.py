@@ -16,7 +16,8 @@ burst after a rest it runs at its full clock. Both are timed: `contenders` one a
   jax: JAX's own kernel, the best of a few configurations; for forward gathers of one matrix on one axis
   fused: the kernels for Hopper
   fused_adds: with --adds, those whose scatters add to the result in place of staging
-  default: whatever runs where nothing is named; where that is the plain form's program, not timed again
+  dispatched: what `mesh.collective_matmul=fused` takes; where that is the program of plain or fused, it is
+    not timed again
   product: the matrix products alone, as if all rows were there; no form can be faster
   collective: the transfer alone, by XLA
   torch: PyTorch's symmetric-memory operations, in a process of their own and without multicast
@@ -68,9 +69,10 @@ def measure(
     rest: seconds before each of the turns `in_bursts`. without_jax, adds: as `contenders` has them.
     """
     runs, missing = contenders(case, without_jax, adds)
-    same = "default" in runs and programs.same(runs["default"], runs["plain"])
+    known = [name for name in ("plain", "fused") if {name, "dispatched"} <= runs.keys()]
+    same = [name for name in known if programs.same(runs["dispatched"], runs[name])]
     if same:
-        del runs["default"]
+        del runs["dispatched"]
     compiled, failed = programs.compile_in_a_row(runs)
     missing |= failed
     others = case.operands(seed=1)
@@ -93,7 +95,8 @@ def measure(
     bursts = told(case, programs.in_turns(placed, warmup_turns, turns, turn_seconds, rest), errors)
     if same:
         for regime in (rows, bursts):
-            regime["default"] = regime["plain"] | {"same_program_as": "plain"}
+            if same[0] in regime:
+                regime["dispatched"] = regime[same[0]] | {"same_program_as": same[0]}
     line = {"contenders": rows, "in_bursts": bursts, "missing": missing}
     try:
         chosen, _ = tiles.choose(case.problem, *_gpu())

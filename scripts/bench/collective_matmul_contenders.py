@@ -83,10 +83,10 @@ class Case:
         out = operands[: n + 1] if self.backward else results
         return self._over_shards(local, operands + results if self.backward else operands, out)
 
-    def default(self) -> Callable:
-        """Returns what runs where nothing is named: the first that does not refuse."""
+    def dispatched(self) -> Callable:
+        """Returns what runs by "fused": the first that does not refuse."""
         known = implementations(named=False)
-        for name in automatic():
+        for name in automatic(fused=True):
             module, options = known[name]
             with contextlib.suppress(Unsupported):
                 jax.eval_shape(run := self.of(module, **options), *self.operands())
@@ -209,7 +209,7 @@ def contenders(
     known = implementations(jax.default_backend())
     named = NAMED | ({"fused_adds": "mosaic_gpu_adds"} if adds and case.gathers == case.backward else {})
     runs = {name: (lambda m=known[of][0], o=known[of][1]: case.of(m, **o)) for name, of in named.items()}
-    runs["default"] = case.default
+    runs["dispatched"] = case.dispatched
     for name, make in runs.items():
         try:
             jax.eval_shape(run := make(), *operands)

@@ -106,14 +106,14 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "check_first": Row(check("tiny_gather"), 30, 90, safety=True, waits=True),
         "check_tiny": Row(check(*small), 75, 240, safety=True, waits=True),
         "forward": Row(bench("forward", "forward"), 150, 330, waits=True),
-        "tensor": Row(turns(tensor, **moved("none", "auto", "mosaic_gpu")), 230, 450, waits=True),
+        "tensor": Row(turns(tensor, **moved("none", "auto", "fused")), 230, 450, waits=True),
         "tensor_ring": Row(turns(tensor, **moved("none", "ring")), 160, 330, instead_of="tensor"),
         "one_gpu": Row(step(*one, words=quick) * devices, 95, 240, alone=True),
         "fsdp": Row(turns(fsdp, **over_fsdp), 150, 400),
         "fsdp_few": Row((few,), 95, 240),
         "exposed": Row(traced("mesh.transfers=copies"), 90, 240),
         "exposed_collectives": Row(traced(), 90, 240),
-        "losses_tensor": Row(losses(*tensor, "mesh.collective_matmul=mosaic_gpu"), 55, 180, waits=True),
+        "losses_tensor": Row(losses(*tensor, "mesh.collective_matmul=fused"), 55, 180, waits=True),
         "losses_ring": Row(losses(*tensor, "mesh.collective_matmul=ring"), 55, 180),
         # The second adds up gradients in another order, nothing else: how far apart that takes it is noise.
         "losses_one": Row(losses(*one) + losses(*one, "train.microbatches=2"), 65, 180, alone=True),
@@ -122,7 +122,7 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "tune_model": Row(tune(MODEL), 200, 520, waits=True),
         "senders": Row(tune(ISSUE, "--senders", "16", "30", "44", "60", "132"), 150, 400, waits=True),
         "tuned": Row(bench("tuned", "forward", "backward", shapes=ISSUE + UNTUNED), 300, 560, waits=True),
-        "check_all": Row(check(*many, repeats=50), 150, 500, waits=True),
+        "check_all": Row(check(*many, repeats=100), 200, 500, waits=True),
         "others": Row(bench("others", "forward", "backward", shapes=MODEL), 200, 450, waits=True),
         "tensor_more": Row(
             turns(tensor, **moved("none", "reference", "ring_bidirectional"), **copied), 300, 480

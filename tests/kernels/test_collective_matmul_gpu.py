@@ -15,7 +15,7 @@ from test_no_multicast import FORBIDDEN, lower_collective_matmul
 
 from jaxthru.runtime import aot, xla
 from pallas_kernels import collective_matmul
-from pallas_kernels.collective_matmul import hopper, mosaic_gpu, mosaic_gpu_adds, tile_table
+from pallas_kernels.collective_matmul import hopper, mosaic_gpu, mosaic_gpu_adds, schedule, tile_table
 from pallas_kernels.collective_matmul import tiles as tiles_module
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 from pallas_kernels.collective_matmul.tiles import SMEM_BYTES, SMS, Problem, Tiles
@@ -30,6 +30,11 @@ cuda = pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs
 
 def draw(rng, *shape):
     return normal(rng, shape, jnp.bfloat16)
+
+
+def backwards(t: int) -> schedule.Lane:
+    """Returns the lane of the schedule that these kernels follow."""
+    return schedule.ring(t, rows=2, directions=2)[1]
 
 
 def product(a, b):
@@ -59,10 +64,10 @@ def test_gather_matmul(t, transposed, shape, ctas, monkeypatch):
         np.testing.assert_array_equal(np.float32(gathered), np.float32(whole))
         for y, w in zip(ys, of_shard, strict=True):
             assert_close(y, product(whole, w.T if transposed else w), GPU_TOLERANCE)
-    # Rows are waited for by how far on their shard is.
-    blocks = M // shape.m
+    # Rows are waited for in the order of the schedule.
+    blocks, lane = M // shape.m, backwards(t)
     for (shard, _, index), sources in shards.sources.items():
-        assert sources == {(shard + 1 + index // blocks) % t}
+        assert sources == {(shard + lane.gather[1 + index // blocks]) % t}
 
 
 def scatter(monkeypatch, t, shape, ctas, beside: bool, contracted=(128, 64), **options) -> Shards:
@@ -102,11 +107,16 @@ shapes_of_scatter = pytest.mark.parametrize(
 def test_matmul_scatter(shape, ctas, t, beside, monkeypatch):
     shards = scatter(monkeypatch, t, shape, ctas, beside)
     # A tile that is to leave is announced on its own shard. What a shard adds up as that of the k-th shard
-    # before it, and in that order, is that shard's.
-    count = (256 // shape.m) * (128 // shape.n)
+    # before it, and in that order, is that shard's: each sends in the order of the schedule.
+    count, lane = (256 // shape.m) * (128 // shape.n), backwards(t)
     for (shard, array, index), sources in shards.sources.items():
-        expected = {1: shard, 2: shard - 1 - index // count, 3: shard + 1 + index}
-        assert sources == {expected[array] % t}
+        (source,) = sources
+        if array == 1:
+            assert source == shard
+        elif array == 2:
+            assert shard == (source + lane.reduce[index // count]) % t
+        else:
+            assert source == (shard + lane.gather[1 + index]) % t
 
 
 @pytest.mark.parametrize("t, beside", [(1, True), (2, False), (2, True), (4, True)])

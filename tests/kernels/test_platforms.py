@@ -44,15 +44,16 @@ def run_rms_norm(platform):
     return rms_norm(jnp.zeros((4, 256), bf16), jnp.ones(256, f32), epsilon=1e-5, platform=platform)
 
 
-def run_collective_matmul(platform):
+def run_collective_matmul(platform, rows=512, columns=512, implementation=None):
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
     specs = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
 
     def local(x, w):
-        return all_gather_matmul(x, (w,), axis_name="tensor", platform=platform)[0]
+        how = {"axis_name": "tensor", "platform": platform, "implementation": implementation}
+        return all_gather_matmul(x, (w,), **how)[0]
 
     function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1])
-    return function(jnp.zeros((512, 256), bf16), jnp.zeros((256, 512), bf16))
+    return function(jnp.zeros((rows, 256), bf16), jnp.zeros((256, columns), bf16))
 
 
 RUNS = {
@@ -66,7 +67,7 @@ HOPPER, AMPERE, AMD = (9, 0), (8, 0), None  # what a process with a GPU finds of
 WHERE = {"cpu": ("cpu", None), "hopper": ("gpu", HOPPER), "ampere": ("gpu", AMPERE), "amd": ("gpu", AMD)}
 WHERE["tpu"] = "tpu", None
 CHOICE = {
-    "attention": {"cpu": "xla", "hopper": "cudnn_packed", "ampere": "triton", "amd": None, "tpu": "xla"},
+    "attention": {"cpu": "xla", "hopper": "cudnn_packed", "ampere": "triton", "amd": "xla", "tpu": "xla"},
     "linear_cross_entropy": {
         "hopper": "triton",
         "ampere": "triton",
@@ -100,10 +101,32 @@ def test_what_runs_where_nothing_is_named(operation, where, monkeypatch, caplog)
     monkeypatch.setattr(dispatch, "_logged", set())
     jax.clear_caches()
     with caplog.at_level(logging.INFO, "jaxthru.kernels"):
-        if wanted is None:
-            with pytest.raises(dispatch.Unsupported, match="only when named"):
-                jax.eval_shape(lambda: RUNS[operation](platform))
-            return
         jax.eval_shape(lambda: RUNS[operation](platform))
     said = [record.getMessage() for record in caplog.records]
     assert any(text.startswith(f"{operation}: {wanted} runs") for text in said), said
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (1 << 16, 1 << 15)], ids=["small", "large"])
+@pytest.mark.parametrize("where", WHERE)
+def test_fused_runs_where_it_is_expected_to_be_faster(where, shape, monkeypatch, caplog):
+    platform, capability = WHERE[where]
+    monkeypatch.setattr(dispatch, "nvidia_compute_capability", lambda: capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(dispatch, "_logged", set())
+    jax.clear_caches()
+    with caplog.at_level(logging.INFO, "jaxthru.kernels"):
+        jax.eval_shape(lambda: run_collective_matmul(platform, *shape, implementation="fused"))
+    (said,) = (record.getMessage() for record in caplog.records)
+    faster = where == "hopper" and shape != (512, 512)
+    wanted = "mosaic_gpu" if faster else CHOICE["all_gather_matmul"][where]
+    assert said.startswith(f"all_gather_matmul: {wanted} runs"), said
+
+
+def test_kernels_that_write_to_peers_need_nvlink(monkeypatch):
+    card = types.SimpleNamespace(device_kind="NVIDIA H100 PCIe")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [card])
+    with pytest.raises(dispatch.Unsupported, match="joined by NVLink, found NVIDIA H100 PCIe"):
+        dispatch.require_nvlink("gpu")
+    card.device_kind = "NVIDIA H200"
+    dispatch.require_nvlink("gpu")

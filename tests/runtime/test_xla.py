@@ -21,6 +21,7 @@ from jaxthru.runtime.errors import InputError
         "",
         "--xla_force_host_platform_device_count=8",
         "--xla_gpu_enable_nccl_user_buffers=false",
+        "--xla_gpu_experimental_use_collective_kernels=",
         "--xla_gpu_collective_permute_mode=peer",
     ],
 )
@@ -114,12 +115,14 @@ def test_options_are_for_gpus_alone_and_where_they_help():
     assert both == {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_experimental_use_collective_kernels": "",  # none of them
         "xla_gpu_deterministic_ops": True,
     }
     fused = xla.compiler_options("gpu", devices=1, deterministic=False, writes_to_peers=True)
     assert fused == {
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN",  # no custom calls
         "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_experimental_use_collective_kernels": "",
         "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES",
     }
     assert (
@@ -139,8 +142,8 @@ def test_code_is_loaded_before_kernels_wait_for_each_other(peers, monkeypatch):
 def test_the_installed_jaxlib_knows_each_option():
     """It refuses a program compiled with one that it does not know."""
     options = xla.compiler_options("gpu", devices=2, deterministic=True, writes_to_peers=True, copies=True)
-    for name in options:
-        xla.check_flags(f"--{name}=true")
+    for name, value in options.items():
+        xla.check_flags(f"--{name}={value}")
     compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "float32"))
     compiled.compile(compiler_options=options)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_option"):
