@@ -64,6 +64,12 @@ def require_nvidia(platform: str, least: tuple[int, int], below: tuple[int, int]
     )
 
 
+def require_gpu(platform: str, least: tuple[int, int]) -> None:
+    """Raises Unsupported unless `platform` is a GPU, and if it is NVIDIA's, of this compute capability."""
+    if platform != "gpu" or on_nvidia(platform):
+        require_nvidia(platform, least)
+
+
 @functools.cache
 def load_triton(package: str) -> tuple[ModuleType, ModuleType]:
     """Returns jax_triton and `<package>.triton_kernels`. Late, for neither is of use off a GPU.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.adamw_8bit.reference import SMALLEST_BLOCK, SMALLEST_SCALE, block_length
-from pallas_kernels.dispatch import Unsupported, load_triton, require_nvidia
+from pallas_kernels.dispatch import Unsupported, load_triton, require_gpu
 
 MIN_CAPABILITY = (8, 0)
 ENTRIES = 2048  # of one program: 16 a thread
@@ -20,10 +20,10 @@ def update(gradient, weight, remainder, mu, nu, key, scalars, adam, *, platform:
     """Returns (weight, remainder, mu, nu) in the memory of the old ones; see `update` of the package.
 
     Raises:
-      Unsupported: not an NVIDIA GPU of compute capability 8.0 or later; jax-triton is not installed; or a
+      Unsupported: no GPU, or NVIDIA's before compute capability 8.0; jax-triton is not installed; or a
         last dim without blocks of a power of two.
     """
-    require_nvidia(platform, MIN_CAPABILITY)
+    require_gpu(platform, MIN_CAPABILITY)
     block = block_length(weight.shape[-1])
     if block < SMALLEST_BLOCK or block & (block - 1):
         raise Unsupported(f"needs a last dim that is a multiple of {SMALLEST_BLOCK}, got {weight.shape[-1]}")

@@ -46,8 +46,8 @@ def linear_cross_entropy(
       z_loss: the weight of log(Z)² (arXiv:2204.02311), static.
       layout: of the matrix.
       axis_name: the mesh axis over which the vocabulary is split, if any.
-      implementation: "triton", "xla" or "reference"; None takes the first on a GPU where it can run, and else
-        the second.
+      implementation: "triton", "xla" or "reference"; None takes the first on an NVIDIA GPU where it can run,
+        and else the second.
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
 
     Returns:
@@ -72,7 +72,7 @@ def linear_cross_entropy(
         )
     }
     arguments = hidden_BTD, matrix, targets_BT, jax.lax.stop_gradient(weights_BT)
-    automatic = ("triton", "xla") if platform == "gpu" else ("xla",)
+    automatic = ("triton", "xla") if dispatch.on_nvidia(platform) else ("xla",)
     objective, losses_BT, log_z_BT = dispatch.run(
         "linear_cross_entropy", implementations, automatic, implementation, *arguments
     )

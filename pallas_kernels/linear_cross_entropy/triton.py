@@ -9,7 +9,7 @@ Shapes: C tokens of a chunk, V vocabulary (this device's part).
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Unsupported, load_triton, require_nvidia
+from pallas_kernels.dispatch import Unsupported, load_triton, require_gpu
 from pallas_kernels.linear_cross_entropy import xla
 from pallas_kernels.varying import vary_alike
 
@@ -22,10 +22,10 @@ def linear_cross_entropy(hidden_BTD, *arguments, platform: str, **options):
     """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package.
 
     Raises:
-      Unsupported: not an NVIDIA GPU of compute capability 8.0 or later; jax-triton is not installed; or none
+      Unsupported: no GPU, or NVIDIA's before compute capability 8.0; jax-triton is not installed; or none
         of bfloat16, float16 and float32.
     """
-    require_nvidia(platform, MIN_CAPABILITY)
+    require_gpu(platform, MIN_CAPABILITY)
     if hidden_BTD.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise Unsupported(f"needs bfloat16, float16 or float32, got {hidden_BTD.dtype}")
     load_triton(__package__)

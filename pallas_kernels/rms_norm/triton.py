@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Unsupported, load_triton, require_nvidia
+from pallas_kernels.dispatch import Unsupported, load_triton, require_gpu
 from pallas_kernels.rms_norm import reference
 from pallas_kernels.varying import vary_alike
 
@@ -22,10 +22,10 @@ def rms_norm(x, scale_D, *, epsilon: float, platform: str) -> tuple[jax.Array, j
     """Returns x and its norm; see `rms_norm` of the package.
 
     Raises:
-      Unsupported: not an NVIDIA GPU of compute capability 8.0 or later; jax-triton is not installed; or rows
+      Unsupported: no GPU, or NVIDIA's before compute capability 8.0; jax-triton is not installed; or rows
         of more than 16,384.
     """
-    require_nvidia(platform, MIN_CAPABILITY)
+    require_gpu(platform, MIN_CAPABILITY)
     if x.shape[-1] > WIDEST:
         raise Unsupported(f"needs rows of at most {WIDEST}, got {x.shape[-1]}")
     load_triton(__package__)

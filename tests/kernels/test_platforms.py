@@ -130,3 +130,16 @@ def test_kernels_that_write_to_peers_need_nvlink(monkeypatch):
         dispatch.require_nvlink("gpu")
     card.device_kind = "NVIDIA H200"
     dispatch.require_nvlink("gpu")
+
+
+@pytest.mark.parametrize("capability", [AMD, AMPERE, (7, 5)], ids=["amd", "ampere", "turing"])
+def test_triton_may_be_named_on_gpus_of_other_makers(capability, monkeypatch):
+    monkeypatch.setattr(dispatch, "nvidia_compute_capability", lambda: capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    if capability == (7, 5):
+        with pytest.raises(dispatch.Unsupported, match=r">= 8\.0, found 7\.5"):
+            dispatch.require_gpu("gpu", (8, 0))
+    else:
+        dispatch.require_gpu("gpu", (8, 0))
+    with pytest.raises(dispatch.Unsupported, match="found cpu"):
+        dispatch.require_gpu("cpu", (8, 0))
