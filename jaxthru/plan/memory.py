@@ -143,13 +143,11 @@ def traced(
     segments: most documents in a row; None asks the prepared corpus. Raises InputError.
     """
     layout = fit(config, jax.devices()[:devices], "gpu")
-    asked = config.mesh
-    if asked.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
-        ring = dataclasses.replace(asked, collective_matmul="ring")
-        config = dataclasses.replace(config, mesh=ring)
     segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
-    if asked.writes_to_peers:
-        notes += (f"planned with the ring in place of mesh.collective_matmul = {asked.collective_matmul!r}",)
+    mesh = config.mesh
+    if mesh.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
+        notes += (f"planned with the ring in place of mesh.collective_matmul = {mesh.collective_matmul!r}",)
+        config = dataclasses.replace(config, mesh=dataclasses.replace(mesh, collective_matmul="ring"))
     attention = stand_in(config, layout, segments)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
     how = f"compiled for {target.name} without autotuning; attention: {attention}"

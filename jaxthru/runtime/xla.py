@@ -200,14 +200,12 @@ def for_peers(platform: str) -> dict[str, Any]:
     """
     if platform not in ("gpu", "cuda", "rocm"):
         return {}
-    return (
-        NO_COLLECTIVE_KERNELS
-        | SHORT_GRAPHS
-        | {
-            "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN",
-            "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES",
-        }
-    )
+    return {
+        **NO_COLLECTIVE_KERNELS,
+        **SHORT_GRAPHS,
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN",
+        "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES",
+    }
 
 
 SHORT_GRAPHS = {"xla_gpu_graph_min_graph_size": 1}
