@@ -11,11 +11,12 @@ multiply: first this shard's own rows, then those of the next shard, and so on. 
 block that it is about to load. Nothing is forwarded from shard to shard, and no step waits for all SMs.
 
 `matmul_scatter`: the tiles of the peers' rows come first. Consumers store them in this GPU's `outgoing`
-buffer, whence senders copy each to its owner's `staged` buffer. Then come the own tiles, to which a consumer
-adds what the peers have sent, always in the same order. They come through the same ring of shared memory as
-the operands, so they are loaded ahead. Senders may first gather another matrix, which the gradient of the
-weights needs. With `adds`, nothing is staged: TMA adds every tile to the owner's result, which begins as
-zeros.
+buffer, whence senders copy each to its owner: the shard before it writes straight into the owner's result,
+the others into its `staged` buffer. Then come the own tiles. A consumer adds the staged ones to its own,
+always in the same order, and has TMA add the sum to what the shard before has written. The staged ones come
+through the same ring of shared memory as the operands, so they are loaded ahead. Senders may first gather
+another matrix, which the gradient of the weights needs. With `adds`, nothing is staged: TMA adds every tile
+to the owner's result, which begins as zeros.
 
 Why this is correct, and ends:
   * The runtime holds a launch back until the devices of the mesh have reached it (`skip_device_barrier` stays
@@ -157,7 +158,8 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
 def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=False, gather=None, adds=False):
     """Returns this shard's rows of Σ a @ w over the pairs and the shards, and all shards' rows of `gather`.
 
-    What a peer sends is rounded to the operands' dtype; it is summed in float32, with `adds` in that dtype.
+    What a peer sends is rounded to the operands' dtype, and summed in float32 but for the last addition, of
+    what the shard before this one sends: that is made in the operands' dtype, and with `adds` all are.
 
     Args:
       pairs: of (a_AK, w_KN), or (a_AK, w_NK) if `transposed`; all have the same A and N.
@@ -169,7 +171,8 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
       adds: whether shards add to each other's results, in whatever order they come.
     """
     t = lax.axis_size(axis_name)
-    staged, adds = t > 1 and not adds, t > 1 and adds
+    adds = t > 1 and adds
+    staged = 0 if adds else max(t - 2, 0)  # peers whose tiles do not go straight into the result
     ctas -= ctas % tiles.cluster
     A, N = pairs[0][0].shape[0], pairs[0][1].shape[0 if transposed else 1]
     M = A // t
@@ -177,7 +180,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
     count = tiles_M * tiles_N  # tiles of one shard's rows
     steps_of = [a.shape[1] // STEP for a, _ in pairs]
     steps, own_phase = sum(steps_of), t - 1
-    staged_steps = (t - 1) * (tiles.n // PIECE) * staged
+    staged_steps = staged * (tiles.n // PIECE)
     dtype, gathers = pairs[0][0].dtype, gather is not None and t > 1
 
     def body(*refs):
@@ -216,11 +219,11 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
 
                 @pl.when(phase == own_phase)
                 def _():
-                    for source in range(t - 1):
-                        _wait(arrived.at[source * count + number], 1)
+                    for source in range(staged):
+                        _wait(arrived.at[(1 + source) * count + number], 1)
                     for c in range(tiles.n // PIECE):
-                        for source in range(t - 1):
-                            step = begin + c * (t - 1) + source
+                        for source in range(staged):
+                            step = begin + c * staged + source
                             ring.load_staged(staged_ref, source, m * tiles.m, n * tiles.n + c * PIECE, step)
 
         def announce(index):
@@ -232,29 +235,33 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
                 pl.semaphore_signal(stored.at[index])
 
         def consume(index, base):
-            phase, _, m, n, _ = place(index)
+            phase, number, m, n, _ = place(index)
             acc = ring.multiply(steps, base)
             if t > 1:  # the tile before this one: its stores have had the time of a tile to complete
                 pl.when(index >= ctas)(lambda: announce(index - ctas))
 
             def store(to_ref, sources=0, **how):
-                """Adds what so many peers have sent, and stores the tile."""
+                """Adds what is staged of so many peers, and stores the tile."""
                 sums = {(r, c): acc[r : r + PIECE, c : c + PIECE] for r, c in tiles.pieces}
-                for number, (r, c) in enumerate(tiles.pieces):
+                for place_in_tile, (r, c) in enumerate(tiles.pieces):
                     if r == 0:
                         for source in range(sources):
                             step = base + steps + c // PIECE * sources + source
                             for below, piece in ring.staged(step):
                                 sums[below, c] += piece.astype(jnp.float32)
-                    piece_ref = ring.write_out(number, sums[r, c].astype(dtype))
+                    piece_ref = ring.write_out(place_in_tile, sums[r, c].astype(dtype))
                     row, column = m * tiles.m + ring.first_row + r, n * tiles.n + c
                     window = to_ref.at[pl.ds(row, PIECE), pl.ds(column, PIECE)]
                     plgpu.copy_smem_to_gmem(piece_ref, window, **how)
 
-            own = {"sources": t - 1} if staged else {"reduction_op": "add"} if adds else {}
+            def store_own():
+                if t > 1 and not adds:
+                    _wait(arrived.at[number], 1)  # what the shard before this one sends is there
+                store(out_ref, staged, **({"reduction_op": "add"} if t > 1 else {}))
+
             if t > 1:
                 pl.when(phase < own_phase)(lambda: store(outgoing_ref.at[phase]))
-            pl.when(phase == own_phase)(lambda: store(out_ref, **own))
+            pl.when(phase == own_phase)(store_own)
 
         def steps_of_tile(index):
             return steps + jnp.where(index >= own_phase * count, i32(staged_steps), i32(0))
@@ -262,8 +269,10 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
         def send_tile(phase: int, number):
             _wait(stored.at[phase * count + number], CONSUMERS)
             peer = {axis_name: lax.rem(me + (phase + 1), i32(t))}
-            to_ref = plgpu.remote_ref(staged_ref if staged else out_ref, peer)
-            to_ref = to_ref.at[phase] if staged else to_ref
+            if phase == 0 or adds:
+                to_ref = plgpu.remote_ref(out_ref, peer)
+            else:
+                to_ref = plgpu.remote_ref(staged_ref, peer).at[phase - 1]
             m, n = _order(number, tiles_M, tiles_N, tiles)
             corners = itertools.product(range(0, tiles.m, PIECE), range(0, tiles.n, PIECE))
             pieces = [(m * tiles.m + r, n * tiles.n + c) for r, c in corners]
@@ -288,7 +297,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
         _run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, **communicate)
 
     out_type = [jax.ShapeDtypeStruct((M, N), dtype)]
-    out_type += [jax.ShapeDtypeStruct((t - 1, M, N), dtype)] * ((t > 1) + staged)
+    out_type += [jax.ShapeDtypeStruct((planes, M, N), dtype) for planes in (t - 1, staged) if planes]
     if gathers:
         out_type.append(jax.ShapeDtypeStruct((t * gather.shape[0], gather.shape[1]), dtype))
     operands = [x for pair in pairs for x in pair] + ([gather] if gathers else [])

@@ -2,11 +2,11 @@
 
 JAX's interpreter of GPU kernels runs one device and knows neither semaphores nor peers' memory. So each shard
 runs several times. What it stores in a peer's buffer goes to a mailbox. In the next run, its buffers hold
-what it has written to them itself and what the mailboxes of all shards have for it; a result that shards add
-to is the sum of those. A tile of a scatter can be sent in the second run, and added up in the third. Signals
-are counted, and so is what each wait expects. This shows that each tile is made of the right rows, sent to
-the right place of the right peer, and announced as often as it is waited for; not what happens at the same
-time.
+what it has written to them itself and what the mailboxes of all shards have for it. The result of a scatter
+is the sum of what it adds to it and of what the mailboxes have. A tile of a scatter can be sent in the second
+run, and read where it was staged in the third. Signals are counted, and so is what each wait expects. This
+shows that each tile is made of the right rows, sent to the right place of the right peer, and announced as
+often as it is waited for; not what happens at the same time.
 """
 
 import collections
@@ -30,11 +30,9 @@ class Shards:
     def __init__(self, monkeypatch, t: int, detect_races: bool = False):
         self.t, self.rank = t, None
         self.prefilled, self.mail, self.own = None, [], []
+        self.scatters = self.stages = self.adds = False  # of the kernel that runs
         self.interpret = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
-        self.adds, self._added_to = (
-            False,
-            (),
-        )  # the ids of the result that shards add to, and of its mailboxes
+        self._added_to = ()  # the ids of what is added to, not written
         self.signals = collections.Counter()  # {(shard, semaphores, index): signalled}
         self.sources = collections.defaultdict(set)  # who did
         self.waits = {}  # {(shard, semaphores, index): expected}
@@ -72,39 +70,46 @@ class Shards:
             return results
         jax.effects_barrier()
         assert self.signals and self.signals == self.waits
-        received = [self._received(rank) for rank in range(self.t)]
-        if kernel is not hopper.gather_matmul:
-            run_all(received)
+        for _ in range(2 if self.stages else 1):
             received = [self._received(rank) for rank in range(self.t)]
-        if self.adds:  # no shard reads what another has added
-            sums = np.stack([buffers[0].astype(jnp.float32) for buffers in received])
-            assert not np.isnan(sums).any(), "a shard has not added to all of it"
-            return [(buffers[0], buffers[-1]) for buffers in received]
-        # A buffer for gathered rows is the last result; it now holds what all shards wrote to it.
-        return [(outs[0], buffers[-1]) for outs, buffers in zip(run_all(received), received, strict=True)]
+            results = run_all(received)
+        if self.scatters:
+            results = [(self._sum(rank, outs[0]), None) for rank, outs in enumerate(results)]
+        # A buffer for gathered rows is the last one; it now holds what all shards wrote to it.
+        return [(outs[0], buffers[-1]) for outs, buffers in zip(results, received, strict=True)]
 
     def _received(self, rank: int) -> list[jax.Array]:
-        """Returns each remote buffer of a shard as its peers and it have filled it; NaN is unwritten."""
+        """Returns each buffer of a shard as its peers and it have filled it; NaN is unwritten."""
         buffers = []
-        for i, own in enumerate(self.own[rank]):
+        for i, own in enumerate(self.own[rank], start=self.scatters):
             whole = np.array(own.astype(jnp.float32))
-            all_sent = [np.array(mail[i][rank].astype(jnp.float32)) for mail in self.mail]
-            if self.adds and i == 0:
-                buffers.append(_sum([whole, *(all_sent[k] for k in range(self.t) if k != rank)], own.dtype))
-                continue
-            for sent in all_sent:
+            for mail in self.mail:
+                sent = np.array(mail[i][rank].astype(jnp.float32))
                 assert not (~np.isnan(sent) & ~np.isnan(whole)).any(), "written twice"
                 whole = np.where(np.isnan(sent), whole, sent)
             buffers.append(jnp.asarray(whole).astype(own.dtype))
         return buffers
 
+    def _sum(self, rank: int, own) -> jax.Array:
+        """Returns a shard's result of a scatter: what it adds, and each that writes or adds to it."""
+        before = (rank - 1) % self.t
+        total = own
+        for source, (result_mail, *_) in enumerate(self.mail):
+            if source == before or (self.adds and source != rank):
+                total += result_mail[rank]
+            else:
+                assert np.isnan(result_mail[rank].astype(jnp.float32)).all(), "not this shard's to write"
+        assert not np.isnan(total.astype(jnp.float32)).any(), "a shard has not added to all of it"
+        return total
+
     def _kernel(self, body, out_type, tiles, ctas, dtype, transposed, sends, adds=False):
         arguments = tiles, ctas, dtype, transposed, sends
-        self.adds = adds
         if self.t == 1:
             return self._real_kernel(body, out_type, *arguments)
-        last = len(out_type) - 1
-        remote = [i for i, o in enumerate(out_type) if i == last or len(o.shape) == 3 or adds]
+        planes = [i for i, o in enumerate(out_type) if len(o.shape) == 3]
+        self.scatters, self.stages, self.adds = bool(planes), len(planes) == 2, adds
+        buffers = sorted({*planes, len(out_type) - 1})
+        remote = [0] * self.scatters + buffers
         mail = [jax.ShapeDtypeStruct((self.t, *out_type[i].shape), dtype) for i in remote]
         scratch = 5 + 2 * sends
         prefilled = self.prefilled
@@ -114,11 +119,11 @@ class Shards:
             mail_refs = [refs.pop() for _ in mail][::-1]
             out_refs = [refs.pop() for _ in out_type][::-1]
             if prefilled is not None:
-                filled = [refs.pop() for _ in remote][::-1]
-                for i, ref in zip(remote, filled, strict=True):
+                filled = [refs.pop() for _ in buffers][::-1]
+                for i, ref in zip(buffers, filled, strict=True):
                     out_refs[i] = ref
             self._mailboxes = {id(out_refs[i]): m for i, m in zip(remote, mail_refs, strict=True)}
-            self._added_to = {id(out_refs[0]), id(mail_refs[0])} if adds else ()
+            self._added_to = {id(ref) for ref in (out_refs[:1] + mail_refs[:adds]) if self.scatters}
             self._semaphores = 0
             body(*refs, *out_refs, *scratch_refs)
 
@@ -126,7 +131,7 @@ class Shards:
             kernel = self._real_kernel(with_mail, [*out_type, *mail], *arguments)
             outs = kernel(*operands, *(prefilled or []))
             if prefilled is None:
-                self.own.append([outs[i] for i in remote])
+                self.own.append([outs[i] for i in buffers])
             self.mail.append(outs[len(out_type) :])
             return outs[: len(out_type)]
 
@@ -160,13 +165,6 @@ class Shards:
         with self._lock:
             key = shard, semaphore.array, semaphore.checked(index)
             assert self.waits.setdefault(key, value) == value
-
-
-def _sum(addends, dtype) -> jax.Array:
-    """Returns zeros with each added to them, rounded every time."""
-    return functools.reduce(
-        lambda total, x: total + jnp.asarray(x).astype(dtype), addends, jnp.zeros((), dtype)
-    )
 
 
 def _for_itself(copy, *arguments, collective_axes=None):
