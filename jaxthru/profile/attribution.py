@@ -74,8 +74,9 @@ class Attribution:
         }
         self.find = functools.cache(self._find)
         # A GPU's kernel is named after its fusion, with what C does not allow in names replaced.
+        wrapped = [(module.name, name) for module in modules.values() for name in module.wrapped]
         self._kernels = {
-            re.sub(r"\W", "_", name): (module, name) for module, name in reversed(list(self._runs))
+            re.sub(r"\W", "_", name): (module, name) for module, name in wrapped + list(self._runs)[::-1]
         }
 
     def of_kernel(self, name: str) -> Work | None:

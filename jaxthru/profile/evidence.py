@@ -60,6 +60,14 @@ class Evidence:
         return self._mesh[1]
 
     @property
+    def fused_fits(self) -> bool:
+        """Says whether `mesh.collective_matmul=fused` is not chosen yet, on a mesh where it pays."""
+        alone = self.tensor == self.ledger.run.devices and self.ledger.run.processes == 1
+        bf16 = self["precision.compute"] == "bfloat16" and self["precision.matmul"] != "fp8"
+        written = MeshConfig(**self.config["mesh"]).writes_to_peers
+        return alone and bf16 and not written and not self.layered
+
+    @property
     def _mesh(self) -> tuple[int, int, int]:
         return MeshConfig(**self.config["mesh"]).shape(self.ledger.run.devices)
 

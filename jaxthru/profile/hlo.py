@@ -68,13 +68,15 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A program. computations: name -> instructions by name, in order. frames: number -> "file:line"."""
+    """A program. computations: name -> instructions by name, in order. frames: number -> "file:line".
+    wrapped: the name by which a trace knows an asynchronous instruction -> the instruction's own."""
 
     name: str
     header: str
     entry: str
     computations: dict[str, dict[str, Instruction]]
     frames: dict[int, str]
+    wrapped: dict[str, str]
 
     @functools.cached_property
     def runs(self) -> dict[str, int]:
@@ -106,7 +108,8 @@ class Module:
         return found
 
     def find(self, name: str) -> Instruction | None:
-        """Returns the instruction of this name."""
+        """Returns the instruction of this name, or the asynchronous one that wraps it."""
+        name = self.wrapped.get(name, name)
         return self.computations[self.where[name]][name] if name in self.where else None
 
     def instructions(self) -> Iterator[tuple[Instruction, int]]:
@@ -181,11 +184,13 @@ def module(text: str) -> Module:
             entry = opened[2] if opened[1] else entry
         elif current is not None and (instruction := _instruction(line)):
             current[instruction.name] = instruction
-    return Module(named[1], lines[0], entry, computations, _frames(lines))
+    wrapped = {inner: name for name, inner in _WRAPS.findall(text)}
+    return Module(named[1], lines[0], entry, computations, _frames(lines), wrapped)
 
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _NAME = re.compile(r"^\s+(ROOT )?%?(\S+) = ")
+_WRAPS = re.compile(r"^// %(\S+) wraps %(\S+)$", re.M)  # as `runtime.xla.text` writes it
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')

@@ -168,8 +168,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target, devices: int = 1) -
         module = lowered.compiler_ir("stablehlo")
         program = client.compile(module, xla_client.DeviceList(tuple(described)), options)
         dump = read_dump(Path(folder))
-    hlo = "\n\n".join(module.to_string() for module in program.hlo_modules())
-    return Program(program.get_compiled_memory_stats(), dump, hlo)
+    return Program(program.get_compiled_memory_stats(), dump, xla.text(program))
 
 
 def lower(jitted, *arguments) -> jax.stages.Lowered:

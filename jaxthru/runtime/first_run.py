@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from jaxthru.runtime import xla
+
 COPIES = threading.Lock()
 """Held by a first run. A thread beside the one that runs programs holds it while it starts copies."""
 
@@ -47,4 +49,4 @@ class FirstAlone:
 
     def as_text(self) -> str:
         """Returns the compiled program's HLO."""
-        return self.program.as_text()
+        return xla.text(self.program.runtime_executable())

@@ -252,6 +252,22 @@ def check_flags(flags: str) -> None:
             require(known, f"XLA_FLAGS has --{name}: unknown to jaxlib {jaxlib.__version__}")
 
 
+def text(program: Any) -> str:
+    """Returns a loaded executable's HLO (`jax.stages.Compiled.runtime_executable`).
+
+    XLA's text leaves out what an asynchronous instruction wraps, by whose name a GPU's trace knows it. Behind
+    each module these follow, as `// %all-gather-start wraps %all-gather.1`.
+    """
+    return "\n\n".join("\n".join((module.to_string(), *_wraps(module))) for module in program.hlo_modules())
+
+
+def _wraps(module: Any) -> Iterator[str]:
+    for computation in module.computations():
+        for instruction in computation.instructions():
+            if instruction.opcode.name == "kAsyncStart":
+                yield f"// %{instruction.name} wraps %{instruction.async_wrapped_root().name}"
+
+
 def compiler_options(
     platform: str,
     devices: int,

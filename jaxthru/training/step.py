@@ -234,7 +234,7 @@ class CompiledStep:
     """
 
     def __init__(self, program: jax.stages.Compiled, objective: Objective):
-        self.program, self.as_text, self._run = program, program.as_text, FirstAlone(program)
+        self.program, self._run = program, FirstAlone(program)
         self.loss_sums = FirstAlone(
             jax.jit(lambda params, batch, weight: objective(params, batch, weight)[1])
         )
@@ -242,6 +242,10 @@ class CompiledStep:
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Returns the next state and the update's metrics; takes over the state."""
         return self._run(state, batch)
+
+    def as_text(self) -> str:
+        """Returns the compiled program's HLO."""
+        return self._run.as_text()
 
     def settled(self, state: State) -> State:
         """Returns the state: all of its updates are made."""

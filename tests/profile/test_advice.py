@@ -13,6 +13,8 @@ from jaxthru.profile.waterfall import floor, parts
 SETTINGS = {"host synchronisation", *(key for _, key, _, _ in REMEDIES.values())}
 OFFLOAD = {"offload__level": "optimizer", "offload__fraction": 1.0}
 
+TENSOR = {"mesh__fsdp": 1, "mesh__tensor": 2}
+
 
 def by_key(ledger, config=None):
     return {each.key: each for each in advise(ledger, config or sample.config())}
@@ -30,6 +32,7 @@ def by_key(ledger, config=None):
         ({"exposed_communication": 0.1}, {"train__microbatches": 2}, "train.microbatches", "1"),
         ({"exposed_communication": 0.1}, {"data__balance": False}, "data.balance", "True"),
         ({"exposed_communication": 0.1}, {"remat__policy": "gate"}, "remat.keep_parameters", "True"),
+        ({"exposed_communication": 0.1}, TENSOR, "mesh.collective_matmul", "fused"),
         ({"exposed_host_copies": 0.1}, OFFLOAD, "optim.state", "int8"),
         ({"exposed_host_copies": 0.1}, OFFLOAD, "train.rows", "8"),
         ({"recomputation": 0.05}, {"remat__policy": "full"}, "remat.policy", "none"),
@@ -83,6 +86,24 @@ def test_no_gain_exceeds_its_lines(config):
             assert each.gain_seconds <= known["recomputation"] + sum(again)
         else:
             assert each.gain_seconds <= known.get(each.cause, 0.0121) + 1e-12
+
+
+def test_what_moves_over_tensor_is_hidden_in_kernels_and_not_by_more_tokens():
+    ledger = sample.ledger(exposed_communication=0.1)
+    found = by_key(ledger, sample.config(**TENSOR))
+    assert found["mesh.collective_matmul"].gain_seconds == pytest.approx(0.7 * 0.018)
+    assert "gathered parameters" not in getattr(found.get("train.rows"), "text", "")
+    for other in (
+        {"mesh__collective_matmul": "fused"},
+        {"precision__matmul": "fp8"},
+        {"precision__compute": "float32"},
+        OFFLOAD,
+    ):
+        assert "mesh.collective_matmul" not in by_key(ledger, sample.config(**TENSOR, **other))
+    assert "mesh.collective_matmul" not in by_key(ledger, sample.config(mesh__fsdp=2))
+    ampere = dataclasses.replace(ledger.run, device_kind="NVIDIA A100-SXM4-80GB")
+    of_ampere = dataclasses.replace(ledger, run=ampere)
+    assert "mesh.collective_matmul" not in by_key(of_ampere, sample.config(**TENSOR))
 
 
 def test_every_key_is_one_of_the_configuration():

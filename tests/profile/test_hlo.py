@@ -1,14 +1,18 @@
 import re
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 import tiny
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxthru.models import flops
 from jaxthru.profile import hlo
 from jaxthru.profile.attribution import Attribution, layer_and_phase
 from jaxthru.profile.build import matmul
 from jaxthru.profile.ledger import Clock
+from jaxthru.runtime import aot
 from pallas_kernels.collective_matmul import hopper
 
 TOKENS = tiny.ROWS * tiny.SEQUENCE
@@ -151,6 +155,8 @@ ENTRY %main (a: bf16[64,32], b: (s32[], bf16[16,128]), q: bf16[2,256,4,16]) -> b
   ROOT %gemm_fusion.1 = bf16[16,32]{1,0} fusion(%z, %all-gather-done.1), kind=kCustom, calls=%inside, \
     backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
 }
+// %all-gather-start.1 wraps %all-gather.4.1
+// %async-start.1 wraps %loop_add_fusion.2
 """.replace("\\\n   ", "")
 
 
@@ -170,10 +176,32 @@ def test_what_a_gpus_hlo_writes():
     forward, backward = work("fmha.1"), work("fmha.2")
     assert forward.line == backward.line == "attention"
     assert forward.flops == 2 * 2 * 256**2 * 4 * 16 and backward.flops == 2 * forward.flops
+    assert work("all-gather.4.1").instruction is work("all-gather-start.1").instruction
+    assert found.of_kernel("loop_add_fusion_2").instruction.name == "async-start.1"
     assert work("copy-start.1").line == "exposed_host_copies"
     assert work("a").op_name == "state['params']" and work("nothing") is None
     assert found.flops("matmul") == 5 * work("gemm.1").flops + work("gemm_fusion.1").flops
     assert hlo.size(("s4", (6,))) == 3 and hlo.size(("f8e4m3fn", (6,))) == 6
+
+
+@pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin")
+def test_what_a_gpus_trace_calls_a_collective():
+    """It goes by the name of what its asynchronous instruction wraps, which XLA's text does not have."""
+    mesh = jax.make_mesh((2,), ("fsdp",), (AxisType.Auto,))
+    split = jax.shard_map(
+        lambda x, w: (jax.lax.all_gather(x, "fsdp", tiled=True), x @ w),
+        mesh=mesh,
+        in_specs=(PartitionSpec("fsdp"), PartitionSpec()),
+        out_specs=(PartitionSpec(), PartitionSpec("fsdp")),
+        check_vma=False,
+    )
+    arguments = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 4096), (4096, 4096)))
+    module = hlo.module(aot.compile_for(aot.lower(jax.jit(split), *arguments), aot.TARGETS["h200"], 2).hlo)
+    found = Attribution({module.name: module})
+    (name,) = (name for name in module.wrapped if "gather" in name)
+    work = found.find(module.name, name)
+    assert (work.collective, work.instruction.opcode) == ("all-gather", "all-gather-start")
+    assert work.bytes == 2 * 8192 * 4096 and work.instruction.groups == [[0, 1]]
 
 
 FUSED = """HloModule jit_train_step, is_scheduled=true
