@@ -297,14 +297,15 @@ def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
     module.try_all(mesh, [*sizes, *orders, *orders])
     assert tried == [sizes]
     entry = module.tune(case, [*sizes, *orders], 1, 0.0)
-    assert all(one.pop("microseconds") > 0 for one in entry["tried"])
+    assert all(min(one.pop("microseconds")) > 0 for one in entry["tried"])
     assert [tiles.Tiles(**one) for one in entry["tried"]] == [*sizes, *orders]
     assert entry["tiles"] in entry["tried"]
     assert entry["faster"] in (False, True)
-    assert entry["faster"] == (entry["microseconds"] < entry["plain_microseconds"])
+    both = zip(entry["microseconds"], entry["plain_microseconds"], strict=True)
+    assert entry["faster"] == all(fused < plain for fused, plain in both)
     functions["tiles_for"] = lambda problem, always: (sizes[0], 132)
     monkeypatch.setattr(module, "mosaic_gpu", types.SimpleNamespace(**functions))
     few, many = module.senders(case.problem, [2, 9])
     assert (few.m, few.senders, many.senders) == (128, 2, 9)
     times = module.compare(case, [few, many], 1, 0.0)
-    assert times.keys() == {"plain", "2", "9"} and min(times.values()) > 0
+    assert times.keys() == {"plain", "2", "9"} and min(map(min, times.values())) > 0
