@@ -5,7 +5,7 @@ import functools
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.adamw_8bit import reference, stand_in, triton, xla
+from pallas_kernels.adamw_8bit import reference, triton, xla
 from pallas_kernels.adamw_8bit.masters import join, round_stochastically, split
 from pallas_kernels.adamw_8bit.reference import (
     Adam,
@@ -15,10 +15,8 @@ from pallas_kernels.adamw_8bit.reference import (
     dequantise,
     quantise,
 )
-from pallas_kernels.adamw_8bit.stand_in import STAND_IN
 
 __all__ = [
-    "STAND_IN",
     "Adam",
     "Quantised",
     "Scalars",
@@ -73,7 +71,6 @@ def update(
         "triton": functools.partial(triton.update, platform=platform),
         "xla": xla.update,
         "reference": reference.update,
-        STAND_IN: stand_in.update,
     }
     arguments = gradient, weight, remainder, mu, nu, key, scalars, adam
     return dispatch.run("adamw_8bit", implementations, ("xla",), implementation, *arguments)

@@ -28,7 +28,10 @@ def update(gradient, weight, remainder, mu, nu, key, scalars, adam, *, platform:
     if block < SMALLEST_BLOCK or block & (block - 1):
         raise Unsupported(f"needs a last dim that is a multiple of {SMALLEST_BLOCK}, got {weight.shape[-1]}")
     jax_triton, kernels = load_triton(__package__)
-    given = jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars])
+    inverse = lambda x: 1 / jnp.asarray(x, jnp.float32)  # noqa: E731
+    clip, *biases = map(inverse, (scalars.clip_scale, scalars.bias_1, scalars.bias_2))
+    factors = clip, scalars.learning_rate, *biases, scalars.finite
+    given = jnp.stack([jnp.asarray(factor, jnp.float32) for factor in factors])
     if remainder is not None:
         kernel, masters, seed, how = kernels.update_split, (weight, remainder), (), {}
     else:

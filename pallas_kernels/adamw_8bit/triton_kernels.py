@@ -5,8 +5,11 @@ Letters: R blocks that one program updates, B entries of a block, which share a 
 Results lie where the operands do: each program reads just what it writes, and where nothing is to be updated
 writes nothing. Grid of all: blocks / R, rounded up.
 
-scalars: float32 [5]: what gradients are divided by; the learning rate; one less b1 and b2 to the power of the
-updates; whether to update.
+scalars: float32 [5]: what gradients are multiplied by; the learning rate; the same for both moments, which
+takes the bias off them; whether to update.
+
+Roots are the hardware's, and quotients products with an inverse where that is the same for many entries: each
+is exact to a few units in the last place, where a code has 8 bits. IEEE's own are many instructions each.
 """
 
 import triton
@@ -129,27 +132,26 @@ def advance(
     block_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     exists_R = block_R < blocks
     g_RB = tl.load(gradient + at_RB, mask=exists_RB, other=0).to(tl.float32)
-    g_RB = tl.div_rn(g_RB, tl.load(scalars))
-    root_RB = tl.div_rn(tl.load(mu + at_RB, mask=exists_RB, other=0).to(tl.float32), 127.0)
+    g_RB *= tl.load(scalars)
+    root_RB = tl.load(mu + at_RB, mask=exists_RB, other=0).to(tl.float32) * (1 / 127)
     m_RB = root_RB * tl.abs(root_RB) * tl.load(mu_scale + block_R, mask=exists_R, other=0)[:, None]
-    root_RB = tl.div_rn(tl.load(nu + at_RB, mask=exists_RB, other=0).to(tl.float32), 255.0)
+    root_RB = tl.load(nu + at_RB, mask=exists_RB, other=0).to(tl.float32) * (1 / 255)
     root_RB = root_RB * root_RB
     v_RB = root_RB * root_RB * tl.load(nu_scale + block_R, mask=exists_R, other=0)[:, None]
     m_RB = (1 - b1) * g_RB + b1 * m_RB
     v_RB = (1 - b2) * (g_RB * g_RB) + b2 * v_RB
 
     share_RB, scale_R = shares(tl.abs(m_RB), smallest_scale)
-    code_RB = nearest(127.0 * tl.sqrt_rn(share_RB))
+    code_RB = nearest(127.0 * tl.sqrt(share_RB))
     tl.store(mu_out + at_RB, tl.where(m_RB < 0, -code_RB, code_RB).to(tl.int8), mask=exists_RB)
     tl.store(mu_scale_out + block_R, scale_R, mask=exists_R)
     share_RB, scale_R = shares(v_RB, smallest_scale)
-    code_RB = nearest(255.0 * tl.sqrt_rn(tl.sqrt_rn(share_RB)))
+    code_RB = nearest(255.0 * tl.sqrt(tl.sqrt(share_RB)))
     code_RB = tl.where(v_RB > 0, tl.maximum(code_RB, 1.0), 0.0)
     tl.store(nu_out + at_RB, code_RB.to(tl.uint8), mask=exists_RB)
     tl.store(nu_scale_out + block_R, scale_R, mask=exists_R)
 
-    m_RB = tl.div_rn(m_RB, tl.load(scalars + 2))
-    return tl.div_rn(m_RB, tl.sqrt_rn(tl.div_rn(v_RB, tl.load(scalars + 3))) + epsilon)
+    return m_RB * tl.load(scalars + 2) / (tl.sqrt(v_RB * tl.load(scalars + 3)) + epsilon)
 
 
 @triton.jit
@@ -157,7 +159,7 @@ def shares(size_RB, smallest_scale: tl.constexpr):
     """Returns sizes as shares of the largest of their block, and that: 0 for a block of next to nothing."""
     scale_R = tl.max(size_RB, axis=1)
     scale_R = tl.where(scale_R < smallest_scale, 0.0, scale_R)
-    return tl.div_rn(size_RB, tl.where(scale_R == 0, 1.0, scale_R)[:, None] + 0 * size_RB), scale_R
+    return size_RB * (1 / tl.where(scale_R == 0, 1.0, scale_R))[:, None], scale_R
 
 
 @triton.jit

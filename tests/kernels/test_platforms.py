@@ -15,7 +15,6 @@ from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.attention import attention, cudnn_packed, find_segments
 from pallas_kernels.collective_matmul import all_gather_matmul
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
-from pallas_kernels.rms_norm import rms_norm
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -40,10 +39,6 @@ def run_adamw_8bit(platform):
     return update(x, x, None, *moments, None, scalars, Adam(0.9, 0.95, 1e-8, 0.1), platform=platform)
 
 
-def run_rms_norm(platform):
-    return rms_norm(jnp.zeros((4, 256), bf16), jnp.ones(256, f32), epsilon=1e-5, platform=platform)
-
-
 def run_collective_matmul(platform, rows=512, columns=512, implementation=None):
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
     specs = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
@@ -60,7 +55,6 @@ RUNS = {
     "attention": run_attention,
     "linear_cross_entropy": run_linear_cross_entropy,
     "adamw_8bit": run_adamw_8bit,
-    "rms_norm": run_rms_norm,
     "all_gather_matmul": run_collective_matmul,
 }
 HOPPER, AMPERE, AMD = (9, 0), (8, 0), None  # what a process with a GPU finds of NVIDIA's
@@ -76,7 +70,6 @@ CHOICE = {
         "tpu": "xla",
     },
     "adamw_8bit": dict.fromkeys(WHERE, "xla"),
-    "rms_norm": dict.fromkeys(WHERE, "reference"),
     "all_gather_matmul": dict.fromkeys(WHERE, "reference") | {"tpu": "ring"},
 }
 

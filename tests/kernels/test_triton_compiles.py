@@ -12,7 +12,6 @@ import pytest
 from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.attention import attention, find_segments
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
-from pallas_kernels.rms_norm import rms_norm
 
 triton = pytest.importorskip("triton", reason="needs Triton: pip install 'jaxthru[gpu]'")
 
@@ -87,15 +86,6 @@ def of_adamw(master: str):
     return function, (struct(64, 4096), weight, struct(64, 4096, dtype=jnp.int16), jax.random.key(0))
 
 
-def of_rms_norm():
-    def function(x, scale, gradients):
-        norm = lambda *a: rms_norm(*a, epsilon=1e-5, implementation="triton", platform="gpu")  # noqa: E731
-        return jax.vjp(norm, x, scale)[1](gradients)
-
-    x = struct(256, 4096)
-    return function, (x, struct(4096, dtype=f32), (x, x))
-
-
 def of_linear_cross_entropy():
     def function(hidden, matrix, targets, weights):
         loss = lambda hidden, matrix: linear_cross_entropy(  # noqa: E731
@@ -124,7 +114,6 @@ CASES = {
     "adamw_8bit split": of_adamw("split"),
     "adamw_8bit whole": of_adamw("whole"),
     "adamw_8bit rounded": of_adamw("rounded"),
-    "rms_norm": of_rms_norm(),
     "linear_cross_entropy": of_linear_cross_entropy(),
     "attention": of_attention(),
 }
