@@ -91,8 +91,8 @@ def matmul_reduce_scatter(
 
     To be called within `jax.shard_map`, of any mesh that has the axis; other axes take no part. Products
     accumulate in float32; what travels between shards is of the operands' dtype and is rounded to it at each
-    addition, as a reduce-scatter of the product would be; by "mosaic_gpu" once, where it leaves a shard, and
-    summed in float32. Differentiable in both operands.
+    addition, as a reduce-scatter of the product would be; by "mosaic_gpu" once, where it leaves a shard, and at
+    the last addition, the others being made in float32. Differentiable in both operands.
 
     Args:
       y_MK: [M, K] all rows, this shard's part of what is contracted; float32 or bfloat16. t divides M.
@@ -127,7 +127,7 @@ def automatic(platform: str | None = None, fused: bool = False) -> tuple[str, ..
     A CPU has no transfers to hide behind products. On 2 H200s the ring took longer than the plain form in
     most shapes (docs/results.md): the products of its parts are slower than the whole one. The fused kernels
     are faster there but have to be asked for: a program with them is compiled otherwise, CUDA loads all code
-    at its start, in a whole step they win 3 %, and one that waits for a signal that never comes holds all
+    at its start, and one that waits for a signal that never comes holds all
     devices.
     """
     portable = ("ring", "reference") if dispatch.resolve_platform(platform) == "tpu" else ("reference",)

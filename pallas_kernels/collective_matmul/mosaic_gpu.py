@@ -30,8 +30,8 @@ devices wait for each other. The plain form is taken to transfer at 330 GB/s, th
 A backward pass sends as much (of a reduce-scatter) or twice as much (of a gather, for x travels again beside
 dx), hidden behind a product of the same size; the products for dw come after it.
 
-Beside its results a gather takes [t·M, K] for what arrives, a scatter [(t-1)·M, N] for what leaves and, where
-it is not added to the result, as much for what arrives.
+Beside its results a gather takes [t·M, K] for what arrives, a scatter [(t-1)·M, N] for what leaves and
+[(t-2)·M, N] for what arrives.
 
 A mesh whose devices are not in the order of their ids is refused by JAX itself, when a program is lowered.
 """
