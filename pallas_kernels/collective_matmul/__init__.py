@@ -91,8 +91,8 @@ def matmul_reduce_scatter(
 
     To be called within `jax.shard_map`, of any mesh that has the axis; other axes take no part. Products
     accumulate in float32; what travels between shards is of the operands' dtype and is rounded to it at each
-    addition, as a reduce-scatter of the product would be; by "mosaic_gpu" once, where it leaves a shard, and at
-    the last addition, the others being made in float32. Differentiable in both operands.
+    addition, as a reduce-scatter of the product would be; by "mosaic_gpu" where it leaves a shard and at the
+    last addition, the others being made in float32. Differentiable in both operands.
 
     Args:
       y_MK: [M, K] all rows, this shard's part of what is contracted; float32 or bfloat16. t divides M.

@@ -2,10 +2,9 @@
 whatever order they come.
 
 The owner has no buffer for what peers send, and does not read it again; its result begins as zeros instead.
-Tiles that leave still wait in a buffer of the shard that computed them.
-In return this is less exact: every shard's part is rounded to bfloat16, the owner's too, and each addition
-rounds again, where `mosaic_gpu` adds up in float32. With more than two shards results may differ from run to
-run in their last bits, as the order of additions does; two parts added to zeros are the same either way.
+Tiles that leave still wait in a buffer of the shard that computed them. With two shards `mosaic_gpu` adds up
+alike, but needs no zeros. With more this is less exact, for each addition rounds to bfloat16, and results may
+differ from run to run in their last bits, as the order of additions does.
 
 What gathers sums up nothing, and is that of `mosaic_gpu`.
 """
