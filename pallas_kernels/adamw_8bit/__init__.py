@@ -54,8 +54,8 @@ def update(
       mu, nu: first and second moment, `quantise`d as signed and unsigned.
       key: to round by, or None. Implementations draw other bits from it.
       scalars, adam: what is the same for all parameters.
-      implementation: "xla", which None takes; "reference", which XLA can partition; or "triton", which no GPU
-        has run yet.
+      implementation: "xla", which None takes; "reference", which XLA can partition; or "triton", of which an
+        earlier form ran on an H200.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:

@@ -45,8 +45,8 @@ Why this is correct, and ends:
     with xla_gpu_disable_async_collectives=ALLCOLLECTIVES, which runs them in line. Where they may run beside
     this kernel still, leave them SMs: `ctas` less than the SMs by as many as they take.
   * A signal is given, with release at system scope, by the thread whose stores it announces and after they
-    are complete. A wait acquires at system scope; the TMA loads behind it belong to another proxy, so a
-    proxy fence stands between them.
+    are complete. A wait acquires at system scope; what TMA loads or adds behind it belongs to another
+    proxy, so a proxy fence stands between them.
 
 Peers are addressed one by one, in plain peer memory; there is no NVLink multicast. What a cluster of thread
 blocks shares, TMA hands to both within their GPU.
@@ -495,7 +495,7 @@ def _turns(total: int, cta, ctas: int):
 
 
 def _wait(semaphore, value: int):
-    """Waits until a semaphore has this value; TMA loads behind it see what was stored before the signals."""
+    """Waits until a semaphore has this value; TMA behind it sees what was stored before the signals."""
     pl.semaphore_wait(semaphore, value, decrement=False)
     _inline("fence.proxy.async;")
 

@@ -11,6 +11,10 @@ Predicted on an H200 at 4.2 TB/s: 14.06 bytes a parameter, for `up` (4096 x 14,3
 bytes, 0.42 and 3.75 ms. In slabs ("xla") most of that stays in the cache, but there are eight kernels to
 launch for each of 14 slabs or 126: between the two. The Triton kernel's divisions and roots, about 60
 instructions an entry at 132 x 128 a cycle, take 0.11 of the 0.197 ms and hide behind the loads.
+
+Found for `up`: triton 0.646, reference 0.925, xla 1.218 ms. IEEE's divisions and roots are far more than 60
+instructions, and in slabs the launches cost more than the cache saves. Predicted with the hardware's roots
+and products with inverses, 74 instructions an entry: 0.2 to 0.25 ms.
 """
 
 import statistics

@@ -277,7 +277,7 @@ def main() -> int:
     xla.configure()
     groups = {"tiny": list(TINY), "all": list(SHAPES)}
     names = [name for word in options.shapes for name in groups.get(word, [word])]
-    failed = False
+    lines = []
     every = itertools.product(options.tiles or [None], options.axes, names)
     for imposed, axes, name in every:
         if imposed:
@@ -293,9 +293,11 @@ def main() -> int:
                 mesh, shape, compiled, options.seed + 1, options.repeats
             )
         good = max(line["errors"]) <= BFLOAT16_TOLERANCE and not line["unequal_repeats"]
-        failed |= not good
-        print(json.dumps(case | {"good": good} | line), flush=True)
-    return int(failed)
+        lines.append(case | {"good": good} | line)
+        print(json.dumps(lines[-1]), flush=True)
+    good = all(line["good"] for line in lines)
+    print(json.dumps({"good": good, "repeats": options.repeats, "checked": lines}), flush=True)
+    return int(not good)
 
 
 if __name__ == "__main__":

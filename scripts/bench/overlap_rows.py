@@ -118,8 +118,8 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         # The second adds up gradients in another order, nothing else: how far apart that takes it is noise.
         "losses_one": Row(losses(*one) + losses(*one, "train.microbatches=2"), 65, 180, alone=True),
         "backward": Row(bench("backward", "backward"), 120, 330, waits=True),
-        "tune": Row(tune(ISSUE), 240, 520, waits=True),
-        "tune_model": Row(tune(MODEL), 200, 520, waits=True),
+        "tune": Row(tune(ISSUE), 330, 560, waits=True),
+        "tune_model": Row(tune(MODEL), 230, 520, waits=True),
         "senders": Row(tune(ISSUE, "--senders", "16", "30", "44", "60", "132"), 150, 400, waits=True),
         "tuned": Row(bench("tuned", "forward", "backward", shapes=ISSUE + UNTUNED), 300, 560, waits=True),
         "check_all": Row(check(*many, repeats=100), 200, 500, waits=True),

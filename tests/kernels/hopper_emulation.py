@@ -139,7 +139,11 @@ class Shards:
 
     def _store(self, copy, source, to, reduction_op=None):
         assert reduction_op == ("add" if id(to.ref) in self._added_to else None)
-        copy(source, to)
+        if reduction_op is None:
+            copy(source, to)
+        else:  # what nobody has added to is NaN
+            before, more = to[...], source[...]
+            to[...] = jnp.where(jnp.isnan(before), more, before + more)
 
     def _get_global(self, semaphores):
         self._semaphores += 1
