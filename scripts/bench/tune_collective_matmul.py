@@ -150,7 +150,7 @@ def main() -> int:
     parser.add_argument("--first-run-done", action="store_true", help=done)
     number = "thread blocks that send: compare these numbers of them, and write no table"
     parser.add_argument("--senders", nargs="+", type=int, metavar="N", help=number)
-    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--turn-seconds", type=float, default=0.01)
     options = parser.parse_args()
     os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.6"  # the rest is for the processes that try tiles
