@@ -87,16 +87,9 @@ def _communication(seen: Evidence) -> Iterator[Advice]:
             yield _advice(seen, "exposed_communication", "remat.keep_parameters", True, half, text)
     if seen.tensor > 1:
         if seen.fused_fits and HOPPER.search(seen.ledger.run.device_kind):
-            moved = min(exposed, seen.exposed("all-gather") + seen.exposed("reduce-scatter"))
+            won = FUSED_WINS * min(exposed, seen.exposed("all-gather", "reduce-scatter"))
             text = f"Kernels that send while they multiply: {FUSED_WINS:.0%} of it, as on two H200s."
-            yield _advice(
-                seen,
-                "exposed_communication",
-                "mesh.collective_matmul",
-                "fused",
-                moved * FUSED_WINS,
-                text,
-            )
+            yield _advice(seen, "exposed_communication", "mesh.collective_matmul", "fused", won, text)
         text = "Sums over mesh.tensor are on the critical path: half as many devices, half of them."
         reduced = min(exposed, seen.exposed("all-reduce")) / 2
         yield _advice(seen, "exposed_communication", "mesh.tensor", seen.tensor // 2, reduced, text)
@@ -127,7 +120,7 @@ def _larger(seen: Evidence) -> Iterator[Advice]:
     """What a step, or a micro-batch, costs whatever its tokens."""
     microbatches = seen["train.microbatches"]
     # Over tensor it is activations that move, and they grow with the tokens.
-    parameters = seen.exposed("all-gather") + seen.exposed("reduce-scatter") if seen.tensor == 1 else 0.0
+    parameters = seen.exposed("all-gather", "reduce-scatter") if seen.tensor == 1 else 0.0
     fixed = {
         "exposed_communication": (min(seen.line("exposed_communication"), parameters), "gathered parameters"),
         "host_gap": (seen.line("host_gap") if seen.layered else 0.0, "the host dispatching layer by layer"),

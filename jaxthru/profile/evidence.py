@@ -36,9 +36,9 @@ class Evidence:
         own = sum(kernel.seconds for kernel in self.ledger.kernels if kernel.line == line)
         return min(seconds * min(1.0, self.line(line) / own) if own else seconds, self.line(line))
 
-    def exposed(self, kind: str) -> float:
-        """Returns the exposed seconds of all collectives of a kind."""
-        return sum(each.exposed_seconds for each in self.ledger.collectives if each.kind == kind)
+    def exposed(self, *kinds: str) -> float:
+        """Returns the exposed seconds of all collectives of these kinds."""
+        return sum(each.exposed_seconds for each in self.ledger.collectives if each.kind in kinds)
 
     @property
     def layered(self) -> bool:

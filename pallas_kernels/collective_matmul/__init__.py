@@ -127,8 +127,7 @@ def automatic(platform: str | None = None, fused: bool = False) -> tuple[str, ..
     A CPU has no transfers to hide behind products. On 2 H200s the ring took longer than the plain form in
     most shapes (docs/results.md): the products of its parts are slower than the whole one. The fused kernels
     are faster there but have to be asked for: a program with them is compiled otherwise, CUDA loads all code
-    at its start, and one that waits for a signal that never comes holds all
-    devices.
+    at its start, and one that waits for a signal that never comes holds all devices.
     """
     portable = ("ring", "reference") if dispatch.resolve_platform(platform) == "tpu" else ("reference",)
     return ("mosaic_gpu", *portable) if fused else portable

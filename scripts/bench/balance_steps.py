@@ -49,6 +49,7 @@ import harness
 import jax
 import numpy as np
 import row_costs
+from gpu_clocks import Clocks
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import Data, open_data
@@ -117,7 +118,7 @@ def time_orders(runner: Runner, built: Build, placed: dict[str, list[Batch]], le
     found = {order: {"seconds": [], "mhz": [], "watts": []} for order in placed}
     while any(len(one["seconds"]) < 2 or np.sum(one["seconds"]) < least for one in found.values()):
         for order, batches in placed.items():
-            with harness.Clocks(built.layout.mesh.size) as clocks:
+            with Clocks(built.layout.mesh.size) as clocks:
                 found[order]["seconds"].append(runner.times([(built, batch) for batch in batches]))
             found[order]["mhz"].append(clocks.mhz)
             found[order]["watts"].append(clocks.watts)

@@ -46,6 +46,7 @@ import comparison
 import harness
 import jax
 from collective_matmul_contenders import Case, contenders, first_run_of_jax, torch_peer
+from gpu_clocks import Clocks
 
 from jaxthru.runtime import xla
 from pallas_kernels.collective_matmul import tiles
@@ -205,7 +206,7 @@ def main() -> int:
         **({"torch": peer} if peer else {}),
         **harness.provenance(),
     }
-    with harness.Clocks(mesh.size) as clocks:
+    with Clocks(mesh.size) as clocks:
         with phase("heat"):
             run, operands = Case(shapes[options.shapes[0]], mesh, backward=True).products()
             hot, began = programs.program(run, operands).compile(), time.perf_counter()

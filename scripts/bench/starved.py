@@ -59,6 +59,7 @@ import jax
 import numpy as np
 import starved_input
 import starved_transform
+from gpu_clocks import Clocks
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
@@ -95,7 +96,7 @@ class Runner:
         began = time.perf_counter()
         while time.perf_counter() - began < settle:
             next(steps)
-        with harness.Clocks() as clocks:
+        with Clocks() as clocks:
             taken, began = [], time.perf_counter()
             while time.perf_counter() - began < timed or len(taken) < 2:
                 taken.append(next(steps))

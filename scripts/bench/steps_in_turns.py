@@ -22,6 +22,7 @@ import collective_matmul_check as checks
 import comparison
 import harness
 import jax
+from gpu_clocks import Clocks, mean
 from step import packed_batches
 
 from jaxthru import config as configuration
@@ -84,7 +85,7 @@ def turn(step: Callable, state: Any, batches: Iterator, seconds: float) -> tuple
     return state, took, values
 
 
-def told(took: list[list[float]], values: list[dict], clocks: list[harness.Clocks]) -> dict:
+def told(took: list[list[float]], values: list[dict], clocks: list[Clocks]) -> dict:
     """Returns what the record says of one contender. took: of the steps of each of its turns."""
     steps = [seconds for of_turn in took for seconds in of_turn]
     median, tokens = statistics.median(steps), statistics.fmean(int(step["tokens"]) for step in values)
@@ -93,8 +94,8 @@ def told(took: list[list[float]], values: list[dict], clocks: list[harness.Clock
         "step_seconds": round(median, 6),
         "step_seconds_quartiles": [round(q, 6) for q in statistics.quantiles(steps)],
         "steps_timed": len(steps),
-        "sm_clock_mhz": harness.mean(of_turn.mhz for of_turn in clocks),
-        "power_watts": harness.mean(of_turn.watts for of_turn in clocks),
+        "sm_clock_mhz": mean(of_turn.mhz for of_turn in clocks),
+        "power_watts": mean(of_turn.watts for of_turn in clocks),
         "spread": comparison.halves_apart(took),
         "skipped_updates": int(values[-1]["skipped"]),
     }
@@ -117,7 +118,7 @@ def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: 
     while any(len(turns) < 2 or sum(map(sum, turns)) < timed for turns in took.values()):
         warm = time.perf_counter() - began >= warmup
         for name, of in built.items():
-            with checks.ends_within(60 + 2 * turn_seconds, name), harness.Clocks(jax.device_count()) as seen:
+            with checks.ends_within(60 + 2 * turn_seconds, name), Clocks(jax.device_count()) as seen:
                 state, seconds, metrics = turn(of.compiled, state, batches, turn_seconds)
             print(f"{name}: {statistics.median(seconds):.4f} s a step", file=sys.stderr, flush=True)
             if warm:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import harness
 import jax
+from gpu_clocks import Clocks
 
 
 def parser(
@@ -30,7 +31,7 @@ def compare(
     options: of `parser`. how: as `take` has it.
     """
     take(runs, arguments, options.warmup_seconds / len(runs), calls=how.get("calls", 1))
-    with harness.Clocks() as clocks:
+    with Clocks() as clocks:
         times = take(runs, arguments, options.timed_seconds, **how)
     return times, {"sm_clock_mhz": clocks.mhz, "power_watts": clocks.watts}
 
