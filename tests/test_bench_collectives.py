@@ -75,7 +75,7 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
         for lowered in (jax.jit(dropping).lower(*case.operands()), programs.program(*runs["plain"], calls=1))
     )
     with pytest.raises(RuntimeError, match=f"plain: {programs.IN_A_ROW} calls compile to"):
-        programs.require_every_call(dropped, single, "plain")
+        programs.require_every_call(dropped, single, programs.IN_A_ROW, "plain")
 
 
 def test_alike_programs_do_without_the_first(bench, monkeypatch):
@@ -105,8 +105,8 @@ def test_a_slow_first_run_makes_no_short_turns(bench, monkeypatch):
     monkeypatch.setattr(module, "contenders", lambda case, without_jax, adds: (runs, {}))
     compile_in_a_row, turns, cold = module.programs.compile_in_a_row, [], set(runs)
 
-    def slow_at_first(runs):
-        compiled, failed = compile_in_a_row(runs)
+    def slow_at_first(runs, *how):
+        compiled, failed = compile_in_a_row(runs, *how)
 
         def run(name, program):
             def call(*operands):
@@ -303,9 +303,3 @@ def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
     assert entry["faster"] in (False, True)
     both = zip(entry["microseconds"], entry["plain_microseconds"], strict=True)
     assert entry["faster"] == all(fused < plain for fused, plain in both)
-    functions["tiles_for"] = lambda problem, always: (sizes[0], 132)
-    monkeypatch.setattr(module, "mosaic_gpu", types.SimpleNamespace(**functions))
-    few, many = module.senders(case.problem, [2, 9])
-    assert (few.m, few.senders, many.senders) == (128, 2, 9)
-    times = module.compare(case, [few, many], 1, 0.0)
-    assert times.keys() == {"plain", "2", "9"} and min(map(min, times.values())) > 0

@@ -1,8 +1,8 @@
 """Measured tiles of the kernels for Hopper; written by scripts/bench/tune_collective_matmul.py, not by hand.
 
-{device kind: {key of a tiles.Problem: {"tiles": the fields of a tiles.Tiles, "microseconds": of the kernel
-without a pause and in bursts (a single number: without a pause), "plain_microseconds": of the plain form in
-the same run, "faster": whether the kernel is}}}
+{device kind: {key of a tiles.Problem: {"tiles": the fields of a tiles.Tiles, "microseconds": of a call with
+the kernel, without a pause and in bursts, "plain_microseconds": of the plain form in the same run, "faster":
+whether the kernel is in both}}}
 """
 
 TABLE: dict[str, dict[str, dict]] = {

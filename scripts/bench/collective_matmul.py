@@ -74,7 +74,7 @@ def measure(
     same = [name for name in known if programs.same(runs["dispatched"], runs[name])]
     if same:
         del runs["dispatched"]
-    compiled, failed = programs.compile_in_a_row(runs)
+    compiled, failed = programs.compile_in_a_row(runs, case.in_a_row)
     missing |= failed
     others = case.operands(seed=1)
     errors, (plain, *_) = {}, compiled["plain"](*runs["plain"][1])
@@ -90,15 +90,17 @@ def measure(
             del compiled[name]
     del plain, others
     placed = {name: (run, runs[name][1]) for name, run in compiled.items()}
-    rows = told(case, programs.in_turns(placed, warmup_turns, turns, turn_seconds), errors)
+    how = warmup_turns, turns, turn_seconds
+    rows = told(case, programs.in_turns(placed, *how, calls=case.in_a_row), errors)
     shown = {rows[name].get("configuration", name) for name in rows}
     placed = {name: run for name, run in placed.items() if name in shown}
-    bursts = told(case, programs.in_turns(placed, warmup_turns, turns, turn_seconds, rest), errors)
+    bursts = told(case, programs.in_turns(placed, *how, rest, case.in_a_row), errors)
     if same:
         for regime in (rows, bursts):
             if same[0] in regime:
                 regime["dispatched"] = regime[same[0]] | {"same_program_as": same[0]}
-    line = {"contenders": rows, "in_bursts": bursts, "missing": missing}
+    line = {"calls_in_a_program": case.in_a_row, "contenders": rows}
+    line |= {"in_bursts": bursts, "missing": missing}
     try:
         chosen, _ = tiles.choose(case.problem, *_gpu())
         fused, plain = tiles.predict(case.problem, chosen, _gpu()[1])
@@ -201,7 +203,6 @@ def main() -> int:
         "benchmark": "collective_matmul",
         "axes": axes,
         "dtype": "bfloat16",
-        "calls_in_a_program": programs.IN_A_ROW,
         "cases": {},
         **({"torch": peer} if peer else {}),
         **harness.provenance(),

@@ -62,6 +62,11 @@ class Case:
         s = self.shape
         return 2.0 * (1 + self.backward) * s.rows * s.contracted * sum(s.columns) / self.mesh.shape["tensor"]
 
+    @property
+    def in_a_row(self) -> int:
+        """How many calls a program has."""
+        return programs.in_a_row(self.flops)
+
     def operands(self, seed: int = 0):
         operands, cotangents = checks.draw(self.mesh, self.shape, seed)
         return operands + cotangents if self.backward else operands

@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 
 IN_A_ROW = 16  # calls in a program: a step has as many, and what the host does for a program counts little
+# Of a program of longer calls, four at least: a burst of more would reach the power cap before it ends.
+BURST_FLOPS = 7e12  # 10 ms
 TOLERANCE = 1e-2
+
+
+def in_a_row(flops: float) -> int:
+    """Returns how many calls of so many FLOPs a program has."""
+    return max(4, min(IN_A_ROW, round(BURST_FLOPS / flops)))
 
 
 def program(run: Callable, operands, calls: int = IN_A_ROW):
@@ -43,10 +50,12 @@ def work(compiled: jax.stages.Compiled) -> collections.Counter:
     return collections.Counter(a or b for a, b in WORK.findall(compiled.as_text()))
 
 
-def require_every_call(found: collections.Counter, single: collections.Counter, name: str) -> None:
-    """Raises RuntimeError unless a program does at least IN_A_ROW times the work of a single call."""
-    if not single or found.total() < IN_A_ROW * single.total():
-        raise RuntimeError(f"{name}: {IN_A_ROW} calls compile to {dict(found)}, one to {dict(single)}")
+def require_every_call(
+    found: collections.Counter, single: collections.Counter, calls: int, name: str
+) -> None:
+    """Raises RuntimeError unless a program does at least `calls` times the work of a single call."""
+    if not single or found.total() < calls * single.total():
+        raise RuntimeError(f"{name}: {calls} calls compile to {dict(found)}, one to {dict(single)}")
 
 
 def same(*runs: tuple[Callable, tuple]) -> bool:
@@ -54,13 +63,13 @@ def same(*runs: tuple[Callable, tuple]) -> bool:
     return len({jax.jit(run).lower(*operands).as_text() for run, operands in runs}) == 1
 
 
-def turn(run, operands, calls: int) -> float:
-    """Returns the seconds of a call, the mean over programs dispatched without waiting for each other."""
+def turn(run, operands, repeats: int) -> float:
+    """Returns the seconds of a program, the mean of so many dispatched without waiting for each other."""
     began = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(repeats):
         results = run(*operands)
     jax.block_until_ready(results)
-    return (time.perf_counter() - began) / (calls * IN_A_ROW)
+    return (time.perf_counter() - began) / repeats
 
 
 def in_turns(
@@ -69,6 +78,7 @@ def in_turns(
     turns: int,
     turn_seconds: float,
     rest: float = 0,
+    calls: int = IN_A_ROW,
 ) -> dict[Hashable, list[float]]:
     """Returns the seconds of a call in each turn of each compiled program.
 
@@ -78,26 +88,27 @@ def in_turns(
     Args:
       runs: the compiled programs and their operands.
       warmup: rounds before those that count, two at least: the first loads what a program needs, the second
-        says how many calls a turn has.
+        says how often a turn repeats it.
       rest: seconds without work before each turn; the mean power then stays under the cap, and so the clock
         near its maximum.
+      calls: in each program.
     """
-    times, calls, order = {name: [] for name in runs}, dict.fromkeys(runs, 1), list(runs)
+    times, repeats, order = {name: [] for name in runs}, dict.fromkeys(runs, 1), list(runs)
     shuffle = random.Random(0).shuffle
     for number in range(warmup + turns):
         shuffle(order)
         for name in order:
             time.sleep(rest)
-            seconds = turn(*runs[name], calls[name])
+            seconds = turn(*runs[name], repeats[name])
             if number < warmup:
-                calls[name] = max(1, round(turn_seconds / (seconds * IN_A_ROW)))
+                repeats[name] = max(1, round(turn_seconds / seconds))
             else:
-                times[name].append(seconds)
+                times[name].append(seconds / calls)
     return times
 
 
 def compile_in_a_row(
-    runs: dict[str, tuple[Callable, tuple]], alike: bool = False
+    runs: dict[str, tuple[Callable, tuple]], calls: int = IN_A_ROW, alike: bool = False
 ) -> tuple[dict[str, jax.stages.Compiled], dict[str, str]]:
     """Returns the programs to be timed, each of which has been seen to make all of its calls, and why others
     cannot be. alike: a single call of any of them compiles to what one of another does."""
@@ -110,7 +121,7 @@ def compile_in_a_row(
         pending, single = {}, None
         for name in runs:
             try:
-                every = started(name, IN_A_ROW)
+                every = started(name, calls)
                 single = single if alike and single else started(name, 1)
                 pending[name] = every, single
             except Exception as error:  # a kernel that does not lower must not cost the others' results
@@ -119,7 +130,7 @@ def compile_in_a_row(
             try:
                 if alike and single.exception():  # that of the first one
                     single = started(name, 1)
-                require_every_call(work(every.result()), work(single.result()), name)
+                require_every_call(work(every.result()), work(single.result()), calls, name)
                 compiled[name] = every.result()
             except Exception as error:
                 failed[name] = repr(error)[:500]

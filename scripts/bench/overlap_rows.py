@@ -120,7 +120,6 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "backward": Row(bench("backward", "backward"), 120, 330, waits=True),
         "tune": Row(tune(ISSUE), 330, 560, waits=True),
         "tune_model": Row(tune(MODEL), 230, 520, waits=True),
-        "senders": Row(tune(ISSUE, "--senders", "16", "30", "44", "60", "132"), 150, 400, waits=True),
         "tuned": Row(bench("tuned", "forward", "backward", shapes=ISSUE + UNTUNED), 300, 560, waits=True),
         "check_all": Row(check(*many, repeats=100), 200, 500, waits=True),
         "others": Row(bench("others", "forward", "backward", shapes=MODEL), 200, 450, waits=True),

@@ -1,17 +1,15 @@
 """Measures tiles for the fused collective matrix products and writes the best into tile_table.py.
 
     python scripts/bench/tune_collective_matmul.py [--devices 2] [--shapes NAME ...] [--directions forward]
-        [--senders 12 44 132]
 
 All of `tiles.candidates` take turns with the plain form, so that they see the same clocks, in two regimes:
 without a pause, which holds the GPUs at their power cap, and in bursts after a rest, at their full clock. The
 second asks more of the L2 cache and the link, whose speed changes less. A step has both: the tiles with the
-least product of both times are chosen. All but the orders have run before at tiny shapes, in a child process;
-whom a kernel waits for does not depend on the order. A call is timed whole, a backward pass with the products
-that give the weights' gradients, and `faster` says whether it took less than the plain form in both regimes.
-Entries of other shapes and devices stay; UNTUNED shapes are left out, so that what is chosen for an unknown
-shape is measured too. With --senders the table stays as it is, and its tiles take turns with so many thread
-blocks that send.
+least product of both times are chosen. All sizes and clusters have run before at tiny shapes, in a child
+process; whom a kernel waits for depends neither on the order nor on how many send. A call is timed whole, a
+backward pass with the products that give the weights' gradients, and `faster` says whether it took less than
+the plain form in both regimes. Entries of other shapes and devices stay; UNTUNED shapes are left out, so that
+what is chosen for an unknown shape is measured too.
 """
 
 import argparse
@@ -41,45 +39,35 @@ WARMUP_TURNS = 3
 REST = 3.0  # before each burst, in turns: the mean power then stays far under the cap
 
 
-def compiled(runs: dict, operands) -> dict:
-    """Returns {name: (program, operands)} of those that compile; all are alike but `PLAIN`."""
+def compiled(runs: dict, operands, calls: int) -> dict:
+    """Returns {name: (program, operands)} of those that compile, each of so many calls; all are alike but
+    `PLAIN`."""
     named = {name: (run, operands) for name, run in runs.items()}
-    plain = programs.compile_in_a_row({PLAIN: named.pop(PLAIN)})
-    kernels = programs.compile_in_a_row(named, alike=True)
+    plain = programs.compile_in_a_row({PLAIN: named.pop(PLAIN)}, calls)
+    kernels = programs.compile_in_a_row(named, calls, alike=True)
     found, failed = (a | b for a, b in zip(plain, kernels, strict=True))
     for name, reason in failed.items():
         print(f"{name}: {reason}", file=sys.stderr, flush=True)
     return {name: (run, operands) for name, run in found.items()}
 
 
-def measure(placed: dict, turns: int, turn_seconds: float) -> dict[str, list[float]]:
+def measure(placed: dict, turns: int, turn_seconds: float, calls: int) -> dict[str, list[float]]:
     """Returns the median microseconds of a call of each, without a pause and in bursts, after turns to warm
     up."""
+    rest = REST * turn_seconds
     regimes = [
-        programs.in_turns(placed, WARMUP_TURNS, turns, turn_seconds),
-        programs.in_turns(placed, 2, max(2, turns // 2), turn_seconds, REST * turn_seconds),
+        programs.in_turns(placed, WARMUP_TURNS, turns, turn_seconds, calls=calls),
+        programs.in_turns(placed, 2, max(2, turns // 2), turn_seconds, rest, calls),
     ]
     return {name: [round(1e6 * statistics.median(times[name]), 1) for times in regimes] for name in placed}
 
 
 def try_all(mesh: jax.sharding.Mesh, every: Iterable[tiles.Tiles]) -> None:
-    """Runs all sizes to be measured, their clusters and senders, at tiny shapes in a child process."""
+    """Runs all sizes to be measured, and their clusters, at tiny shapes in a child process."""
     minor, width = tiles.ORDERS[0]
-    wanted = dict.fromkeys(dataclasses.replace(one, minor=minor, width=width) for one in every)
+    alike = {"minor": minor, "width": width, "senders": tiles.Tiles.senders}
+    wanted = dict.fromkeys(dataclasses.replace(one, **alike) for one in every)
     checks.try_tiles(dict(mesh.shape), list(wanted))
-
-
-def senders(problem: tiles.Problem, numbers: list[int]) -> list[tiles.Tiles]:
-    """Returns the tiles that the table has for a problem, with so many senders."""
-    chosen, _ = mosaic_gpu.tiles_for(problem, always=True)
-    return [dataclasses.replace(chosen, senders=number) for number in numbers]
-
-
-def compare(case: Case, every: list[tiles.Tiles], turns: int, turn_seconds: float) -> dict:
-    """Returns the microseconds of a call with each number of senders, and of the plain form, as `measure`."""
-    runs = {one.senders: case.of(mosaic_gpu, tiles=one) for one in every}
-    placed = compiled({PLAIN: case.of(reference)} | runs, case.operands())
-    return {str(name): times for name, times in measure(placed, turns, turn_seconds).items()}
 
 
 def tune(case: Case, every: list[tiles.Tiles], turns: int, turn_seconds: float) -> dict:
@@ -88,8 +76,8 @@ def tune(case: Case, every: list[tiles.Tiles], turns: int, turn_seconds: float) 
     # The plain form runs before any kernel: what only it needs of XLA and NCCL is then loaded.
     wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
     runs = {one: case.of(mosaic_gpu, tiles=one) for one in every}
-    placed = compiled({PLAIN: case.of(reference)} | runs, operands)
-    times = measure(placed, turns, turn_seconds)
+    placed = compiled({PLAIN: case.of(reference)} | runs, operands, case.in_a_row)
+    times = measure(placed, turns, turn_seconds, case.in_a_row)
     best = min(times.keys() - {PLAIN}, key=lambda name: math.prod(times[name]))
     fused = checks.compile_safely(jax.jit(runs[best]).lower(*operands))
     jax.block_until_ready(fused(*case.operands(seed=1)))  # so that no buffer still holds the right result
@@ -97,7 +85,8 @@ def tune(case: Case, every: list[tiles.Tiles], turns: int, turn_seconds: float) 
     if not max(map(float, programs.apart(found, wanted))) <= programs.TOLERANCE:
         sys.exit(f"{case.problem.key}: the result with {best} differs from the plain form's")
     # Once more, as the least of many is less than what it takes.
-    final = measure({name: placed[name] for name in (PLAIN, best)}, 2 * turns, turn_seconds)
+    last = {name: placed[name] for name in (PLAIN, best)}
+    final = measure(last, 2 * turns, turn_seconds, case.in_a_row)
     return {
         "tiles": dataclasses.asdict(best),
         "microseconds": final[best],
@@ -148,8 +137,6 @@ def main() -> int:
     parser.add_argument("--directions", nargs="+", choices=both, default=both)
     done = "the first run that precedes all others has just passed, in a process of its own"
     parser.add_argument("--first-run-done", action="store_true", help=done)
-    number = "thread blocks that send: compare these numbers of them, and write no table"
-    parser.add_argument("--senders", nargs="+", type=int, metavar="N", help=number)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--turn-seconds", type=float, default=0.01)
     options = parser.parse_args()
@@ -164,24 +151,19 @@ def main() -> int:
     kind = jax.local_devices()[0].device_kind
     named = [(name, direction) for name in options.shapes for direction in options.directions]
     cases = {f"{name} {way}": Case(GPU[name], mesh, way == "backward") for name, way in named}
-    to_try = {
-        name: senders(case.problem, options.senders) if options.senders else tiles.candidates(case.problem)
-        for name, case in cases.items()
-    }
+    to_try = {name: tiles.candidates(case.problem) for name, case in cases.items()}
     with phase("tiny shapes, in a child process"):
         try_all(mesh, itertools.chain.from_iterable(to_try.values()))
     found = {}
     for name, case in cases.items():
-        key, how = case.problem.key, (to_try[name], options.turns, options.turn_seconds)
+        key = case.problem.key
         with phase(name), checks.ends_within(300, name):
-            found[key] = compare(case, *how) if options.senders else tune(case, *how)
+            found[key] = tune(case, to_try[name], options.turns, options.turn_seconds)
         print(key, found[key], file=sys.stderr, flush=True)
-        if not options.senders:
-            entry = {field: value for field, value in found[key].items() if field != "tried"}
-            tile_table.TABLE.setdefault(kind, {})[key] = entry
-            write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
-    what = "senders" if options.senders else "entries"
-    harness.emit({"benchmark": "tune_collective_matmul", what: found} | harness.provenance())
+        entry = {field: value for field, value in found[key].items() if field != "tried"}
+        tile_table.TABLE.setdefault(kind, {})[key] = entry
+        write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
+    harness.emit({"benchmark": "tune_collective_matmul", "entries": found} | harness.provenance())
     return 0
 
 
