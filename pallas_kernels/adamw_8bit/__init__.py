@@ -54,8 +54,8 @@ def update(
       mu, nu: first and second moment, `quantise`d as signed and unsigned.
       key: to round by, or None. Implementations draw other bits from it.
       scalars, adam: what is the same for all parameters.
-      implementation: "xla", which None takes; "reference", which XLA can partition; or "triton", of which an
-        earlier form ran on an H200.
+      implementation: "triton", "xla", or "reference", which XLA can partition; None takes the first on an
+        NVIDIA GPU where it can run, and else the second.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:
@@ -73,4 +73,5 @@ def update(
         "reference": reference.update,
     }
     arguments = gradient, weight, remainder, mu, nu, key, scalars, adam
-    return dispatch.run("adamw_8bit", implementations, ("xla",), implementation, *arguments)
+    automatic = ("triton", "xla") if dispatch.on_nvidia(platform) else ("xla",)
+    return dispatch.run("adamw_8bit", implementations, automatic, implementation, *arguments)

@@ -14,7 +14,7 @@ instructions an entry at 132 x 128 a cycle, take 0.11 of the 0.197 ms and hide b
 
 Found for `up`: triton 0.646, reference 0.925, xla 1.218 ms. IEEE's divisions and roots are far more than 60
 instructions, and in slabs the launches cost more than the cache saves. Predicted with the hardware's roots
-and products with inverses, 74 instructions an entry: 0.2 to 0.25 ms.
+and products with inverses, 74 instructions an entry: 0.2 to 0.25 ms. Found: 0.228, at 3.6 TB/s.
 """
 
 import statistics

@@ -62,14 +62,8 @@ WHERE = {"cpu": ("cpu", None), "hopper": ("gpu", HOPPER), "ampere": ("gpu", AMPE
 WHERE["tpu"] = "tpu", None
 CHOICE = {
     "attention": {"cpu": "xla", "hopper": "cudnn_packed", "ampere": "triton", "amd": "xla", "tpu": "xla"},
-    "linear_cross_entropy": {
-        "hopper": "triton",
-        "ampere": "triton",
-        "cpu": "xla",
-        "amd": "xla",
-        "tpu": "xla",
-    },
-    "adamw_8bit": dict.fromkeys(WHERE, "xla"),
+    "linear_cross_entropy": dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton"},
+    "adamw_8bit": dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton"},
     "all_gather_matmul": dict.fromkeys(WHERE, "reference") | {"tpu": "ring"},
 }
 
@@ -83,7 +77,7 @@ def test_what_runs_where_nothing_is_named(operation, where, monkeypatch, caplog)
     def triton_call(*operands, out_shape, **how):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
 
-    for name in ("attention", "linear_cross_entropy"):
+    for name in ("attention", "linear_cross_entropy", "adamw_8bit"):
         module = importlib.import_module(f"pallas_kernels.{name}.triton")
         loaded = types.SimpleNamespace(triton_call=triton_call), mock.MagicMock()
         monkeypatch.setattr(module, "load_triton", lambda package, loaded=loaded: loaded)
