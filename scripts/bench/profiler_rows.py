@@ -50,7 +50,7 @@ ROWS = {
     "8layer_offload": Row(
         settings="offload.level=optimizer remat.policy=projections",
         closes=True,
-        steps=(12, 5, 215),
+        steps=(12, 5, 221),
         turns=18,
     ),
     "clock": Row(script="profiler_clock.py"),
