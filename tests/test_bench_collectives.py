@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.collective_matmul import tile_table, tiles
+from pallas_kernels.collective_matmul import tiles
 from pallas_kernels.collective_matmul.shapes import GPU
 
 
@@ -60,7 +60,7 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
     assert programs.same(runs["dispatched"], runs["plain"]) and not programs.same(runs["ring"], runs["plain"])
     refuse = lambda *operands: (_ for _ in ()).throw(ValueError("too large"))  # noqa: E731
     compiled, failed = programs.compile_in_a_row(
-        runs | {"refuses": (refuse, case.operands())}
+        runs | {"refuses": (refuse, case.operands())}, case.in_a_row
     )  # which counts
     assert set(compiled) == set(runs) and failed == {"refuses": "ValueError('too large')"}
 
@@ -78,6 +78,15 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
         programs.require_every_call(dropped, single, programs.IN_A_ROW, "plain")
 
 
+def test_the_time_of_a_call_is_that_of_its_program_shared(bench):
+    programs = bench("collective_matmul_programs")
+    assert [programs.in_a_row(flops) for flops in (0.2e12, 1e12, 4e12)] == [16, 7, 4]
+    slow = {"slow": (lambda: time.sleep(0.04), ())}
+    for calls in (4, 16):
+        times = programs.in_turns(slow, 2, 2, 0.01, calls)["slow"]
+        assert times == [pytest.approx(0.04 / calls, rel=0.5)] * 2
+
+
 def test_alike_programs_do_without_the_first(bench, monkeypatch):
     """Whose single call, with which all are compared, does not compile."""
     programs = bench("collective_matmul_programs")
@@ -90,7 +99,7 @@ def test_alike_programs_do_without_the_first(bench, monkeypatch):
         return compile_safely(lowered)
 
     monkeypatch.setattr(programs.checks, "compile_safely", fails_at_first)
-    compiled, failed = programs.compile_in_a_row(runs, alike=True)
+    compiled, failed = programs.compile_in_a_row(runs, programs.IN_A_ROW, alike=True)
     assert set(compiled) == {"b", "c"} and failed == {"a": "ValueError('too large')"}
 
 
@@ -220,7 +229,7 @@ def test_a_case_that_hangs_ends_its_process(bench, tmp_path):
 def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
     """What is given to the child process is what the kernels take there."""
     checks, module = bench("collective_matmul_check"), bench("collective_matmul_contenders")
-    monkeypatch.setattr(tile_table, "TABLE", {})
+    monkeypatch.setattr(tiles, "TABLE", {})
     mesh, kind = checks.make_mesh({"tensor": 2}), jax.local_devices()[0].device_kind
     given = []
     monkeypatch.setattr(checks, "run_script", lambda arguments, seconds: given.append(arguments))
@@ -237,7 +246,7 @@ def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
             checks.impose(one)
             assert tiles.choose(tiny, kind, tiles.SMS) == (one, None)
             odd = dataclasses.replace(tiny, rows=tiny.rows + 64)
-            assert tile_table.TABLE[kind].get(odd.key) is None
+            assert tiles.TABLE[kind].get(odd.key) is None
 
 
 @pytest.mark.parametrize(
@@ -294,8 +303,12 @@ def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
     monkeypatch.setattr(module.checks, "try_tiles", lambda axes, new: tried.append(new))
     mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
     case = contenders.Case(GPU["qkv"].scaled(64), mesh, backward=False)
-    module.try_all(mesh, [*sizes, *orders, *orders])
+    few = [dataclasses.replace(size, senders=9) for size in sizes]
+    module.try_all(mesh, [*sizes, *orders, *orders, *few])
     assert tried == [sizes]
+    whole = contenders.Case(GPU["qkv"], mesh, backward=False).problem
+    both = [dataclasses.replace(one, senders=number) for one in tiles.candidates(whole) for number in (9, 44)]
+    assert module.to_measure(whole, [9, 44]) == both
     entry = module.tune(case, [*sizes, *orders], 1, 0.0)
     assert all(min(one.pop("microseconds")) > 0 for one in entry["tried"])
     assert [tiles.Tiles(**one) for one in entry["tried"]] == [*sizes, *orders]

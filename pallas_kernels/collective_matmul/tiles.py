@@ -2,18 +2,25 @@
 
 Shapes, all of one shard: t shards on the mesh axis, M rows, K contracted, N columns.
 
-What was measured decides, where it is at hand: `tile_table.py`, by scripts/bench/tune_collective_matmul.py.
-Elsewhere `choose` takes the tiles with the fewest waves of thread blocks, and `predict` compares the kernel
-with the plain form by bytes and operations.
+What was measured decides, where it is at hand: `TABLE`, by scripts/bench/tune_collective_matmul.py. Elsewhere
+`choose` takes the tiles with the fewest waves of thread blocks, and `predict` compares the kernel with the
+plain form by bytes and operations.
 """
 
 import contextlib
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Literal
 
-from pallas_kernels.collective_matmul import tile_table
 from pallas_kernels.dispatch import Unsupported
+
+TABLE_FILE = Path(__file__).with_name("tile_table.json")
+TABLE: dict[str, dict[str, dict]] = json.loads(TABLE_FILE.read_text())
+"""{device kind: {key of a Problem: {"tiles": the fields of a Tiles, "microseconds": of a call with the kernel
+without a pause and in bursts (a single number: without a pause), "plain_microseconds": of the plain form in
+the same run, "faster": whether the kernel is}}}"""
 
 CONSUMERS = 2  # warpgroups that multiply; each has half of a tile's rows
 PIECE = 64  # rows and columns of what is stored or sent at once: 128 bytes wide, as the swizzle is
@@ -24,7 +31,7 @@ SMS = 132  # of an H100 or H200 with NVLink, where there is no GPU to ask
 # The share of the best tile's rate that smaller ones reach; a guess, for shapes in no table.
 RATES = {(128, 256): 1.0, (256, 128): 0.98, (128, 192): 0.95, (128, 128): 0.85, (128, 64): 0.55}
 
-ORDERS = ("M", 8), ("M", 16), ("N", 8)  # to measure: minor and width of Tiles
+ORDERS = ("M", 8), ("M", 4), ("M", 16), ("N", 8)  # to measure: minor and width of Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +42,8 @@ class Tiles:
     dim, so that those computed at one time share operands in the L2 cache. "M" takes the rows in order, as
     they arrive. cluster: thread blocks, 1 or 2, that take tiles of the same columns at the same time: each
     loads a part of these for both, and so reads less from the L2 cache. senders: thread blocks that write to
-    peers, through 16 KB of shared memory each. Fewer are slow to send, and behind what more have under way
-    the loads of all wait.
+    peers, through 16 KB of shared memory each. The default was measured: many fewer are slow to send, and
+    behind what more have under way the loads of all wait.
     """
 
     m: int = 128
@@ -45,7 +52,7 @@ class Tiles:
     minor: Literal["M", "N"] = "M"
     width: int = 8
     cluster: Literal[1, 2] = 1
-    senders: int = 44  # they fill NVLink
+    senders: int = 44
 
     @property
     def m_of_consumer(self) -> int:
@@ -159,7 +166,7 @@ def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | 
     Raises:
       Unsupported: no tiles divide the shape.
     """
-    if (entry := tile_table.TABLE.get(device_kind, {}).get(problem.key)) is not None:
+    if (entry := TABLE.get(device_kind, {}).get(problem.key)) is not None:
         tiles = Tiles(**entry["tiles"])
         problem.check(tiles)
         return tiles, entry["faster"]
@@ -205,11 +212,7 @@ def candidates(problem: Problem) -> list[Tiles]:
 
 
 def _fitting(problem: Problem) -> list[Tiles]:
-    fitting = [tiles for m, n in RATES if (tiles := _deepest(problem, m, n)) is not None]
-    transfer, product = problem.bytes_sent / LINK_BYTES, problem.flops / PRODUCT_FLOPS
-    if transfer < product / 4:  # there is time: on an H200 products took 0.3% to 1.2% less beside so many
-        return [dataclasses.replace(tiles, senders=32) for tiles in fitting]
-    return fitting
+    return [tiles for m, n in RATES if (tiles := _deepest(problem, m, n)) is not None]
 
 
 def _deepest(problem: Problem, m: int, n: int) -> Tiles | None:

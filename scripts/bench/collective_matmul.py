@@ -90,11 +90,11 @@ def measure(
             del compiled[name]
     del plain, others
     placed = {name: (run, runs[name][1]) for name, run in compiled.items()}
-    how = warmup_turns, turns, turn_seconds
-    rows = told(case, programs.in_turns(placed, *how, calls=case.in_a_row), errors)
+    how = warmup_turns, turns, turn_seconds, case.in_a_row
+    rows = told(case, programs.in_turns(placed, *how), errors)
     shown = {rows[name].get("configuration", name) for name in rows}
     placed = {name: run for name, run in placed.items() if name in shown}
-    bursts = told(case, programs.in_turns(placed, *how, rest, case.in_a_row), errors)
+    bursts = told(case, programs.in_turns(placed, *how, rest), errors)
     if same:
         for regime in (rows, bursts):
             if same[0] in regime:

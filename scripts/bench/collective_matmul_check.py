@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.runtime import xla
-from pallas_kernels.collective_matmul import tile_table, tiles
+from pallas_kernels.collective_matmul import tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 from pallas_kernels.dispatch import Unsupported
 
@@ -85,7 +85,7 @@ def impose(imposed: tiles.Tiles) -> None:
                 return default
             return {"tiles": dataclasses.asdict(imposed), "faster": None}
 
-    tile_table.TABLE[jax.local_devices()[0].device_kind] = Imposed()
+    tiles.TABLE[jax.local_devices()[0].device_kind] = Imposed()
 
 
 def run_script(arguments: list[str], seconds: float, **environment: str) -> str:

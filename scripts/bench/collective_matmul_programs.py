@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 IN_A_ROW = 16  # calls in a program: a step has as many, and what the host does for a program counts little
-# Of a program of longer calls, four at least: a burst of more would reach the power cap before it ends.
-BURST_FLOPS = 7e12  # 10 ms
+# Longer calls are fewer, but four: a burst is to end before the power cap is reached.
+BURST_FLOPS = 7e12  # 10 ms at 700 TFLOP/s
 TOLERANCE = 1e-2
 
 
@@ -77,8 +77,8 @@ def in_turns(
     warmup: int,
     turns: int,
     turn_seconds: float,
+    calls: int,
     rest: float = 0,
-    calls: int = IN_A_ROW,
 ) -> dict[Hashable, list[float]]:
     """Returns the seconds of a call in each turn of each compiled program.
 
@@ -89,9 +89,9 @@ def in_turns(
       runs: the compiled programs and their operands.
       warmup: rounds before those that count, two at least: the first loads what a program needs, the second
         says how often a turn repeats it.
+      calls: in each program.
       rest: seconds without work before each turn; the mean power then stays under the cap, and so the clock
         near its maximum.
-      calls: in each program.
     """
     times, repeats, order = {name: [] for name in runs}, dict.fromkeys(runs, 1), list(runs)
     shuffle = random.Random(0).shuffle
@@ -108,7 +108,7 @@ def in_turns(
 
 
 def compile_in_a_row(
-    runs: dict[str, tuple[Callable, tuple]], calls: int = IN_A_ROW, alike: bool = False
+    runs: dict[str, tuple[Callable, tuple]], calls: int, alike: bool = False
 ) -> tuple[dict[str, jax.stages.Compiled], dict[str, str]]:
     """Returns the programs to be timed, each of which has been seen to make all of its calls, and why others
     cannot be. alike: a single call of any of them compiles to what one of another does."""

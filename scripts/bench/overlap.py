@@ -26,7 +26,7 @@ import harness
 from overlap_bars import table
 from overlap_rows import Row, rows_for
 
-from pallas_kernels.collective_matmul import tile_table
+from pallas_kernels.collective_matmul.tiles import TABLE_FILE
 
 
 def kept(folder: Path, name: str) -> dict:
@@ -102,9 +102,9 @@ def main() -> int:
     rows = rows_for(devices, arguments.tiny, arguments.config, arguments.settings, folder)
     names = blocks.chosen(parser, "--rows", arguments.rows or ",".join(rows), list(rows))
     folder.mkdir(parents=True, exist_ok=True)
-    table_found = folder / Path(tile_table.__file__).name
+    table_found = folder / TABLE_FILE.name
     if table_found.exists() and "said" not in kept(folder, "tuned"):
-        shutil.copy(table_found, tile_table.__file__)
+        shutil.copy(table_found, TABLE_FILE)
     # What hung may hang again.
     names.sort(key=lambda name: rows[name].waits and not rows[name].safety and "error" in kept(folder, name))
     began = time.monotonic()
@@ -124,7 +124,7 @@ def main() -> int:
         outcome |= {"seconds": round(took, 1), "commands": row.commands, "commit": harness.commit()}
         harness.write(outcome, folder / f"{name}.json")
         if name in ("tune", "tune_model"):  # also what an attempt that was cut short has found
-            shutil.copy(tile_table.__file__, folder)
+            shutil.copy(TABLE_FILE, folder)
         print(f"        {name}, {took:.0f} s: {outcome.get('error', 'done')}", flush=True)
     print(table({name: said(folder, name) for name in rows}, devices))
     return 0

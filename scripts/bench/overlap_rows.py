@@ -95,8 +95,8 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
     store = ["--store", of_store[-1]] if of_store else []
     data = shlex.join(["python", "-m", "jaxthru.data", "prepare", "quickstart", *store])
 
-    def tune(shapes: Iterable[str], *more: str) -> tuple[str]:
-        words = "--devices", devices, "--first-run-done", "--shapes", *shapes, *more
+    def tune(shapes: Iterable[str]) -> tuple[str]:
+        words = "--devices", devices, "--first-run-done", "--shapes", *shapes
         return python("tune_collective_matmul", *words)
 
     many = ("all",) if not tiny else ("tiny_gather",)

@@ -48,10 +48,7 @@ ROWS = {
     "repeated_attention": Row(settings=f"{SMALL} remat.policy=full", cause="remat", against="clean"),
     "zero_operands": Row(settings=SMALL, cause="zeros", against="clean", split=True),
     "8layer_offload": Row(
-        settings="offload.level=optimizer remat.policy=projections",
-        closes=True,
-        steps=(12, 5, 221),
-        turns=18,
+        settings="offload.level=optimizer remat.policy=projections", closes=True, steps=(12, 5, 36)
     ),
     "clock": Row(script="profiler_clock.py"),
     "clock_allocated_anew": Row(

@@ -1,15 +1,16 @@
-"""Measures tiles for the fused collective matrix products and writes the best into tile_table.py.
+"""Measures tiles for the fused collective matrix products and writes the best into tile_table.json.
 
     python scripts/bench/tune_collective_matmul.py [--devices 2] [--shapes NAME ...] [--directions forward]
+        [--senders 20 44]
 
-All of `tiles.candidates` take turns with the plain form, so that they see the same clocks, in two regimes:
-without a pause, which holds the GPUs at their power cap, and in bursts after a rest, at their full clock. The
-second asks more of the L2 cache and the link, whose speed changes less. A step has both: the tiles with the
-least product of both times are chosen. All sizes and clusters have run before at tiny shapes, in a child
-process; whom a kernel waits for depends neither on the order nor on how many send. A call is timed whole, a
-backward pass with the products that give the weights' gradients, and `faster` says whether it took less than
-the plain form in both regimes. Entries of other shapes and devices stay; UNTUNED shapes are left out, so that
-what is chosen for an unknown shape is measured too.
+All of `tiles.candidates`, with each number of --senders, take turns with the plain form, so that they see the
+same clocks, in two regimes: without a pause, which holds the GPUs at their power cap, and in bursts after a
+rest, at their full clock. The second asks more of the L2 cache and the link, whose speed changes less. A step
+has both: the tiles with the least product of both times are chosen. All sizes and clusters have run before at
+tiny shapes, in a child process; whom a kernel waits for depends neither on the order nor on how many send. A
+call is timed whole, a backward pass with the products that give the weights' gradients, and `faster` says
+whether it took less than the plain form in both regimes. Entries of other shapes and devices stay; UNTUNED
+shapes are left out, so that what is chosen for an unknown shape is measured too.
 """
 
 import argparse
@@ -21,7 +22,6 @@ import os
 import statistics
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import collective_matmul_check as checks
 import collective_matmul_programs as programs
@@ -30,10 +30,9 @@ import jax
 from collective_matmul_contenders import Case
 
 from jaxthru.runtime import xla
-from pallas_kernels.collective_matmul import mosaic_gpu, reference, tile_table, tiles
+from pallas_kernels.collective_matmul import mosaic_gpu, reference, tiles
 from pallas_kernels.collective_matmul.shapes import GPU
 
-TABLE = Path(tile_table.__file__)
 PLAIN = "plain"
 WARMUP_TURNS = 3
 REST = 3.0  # before each burst, in turns: the mean power then stays far under the cap
@@ -56,10 +55,16 @@ def measure(placed: dict, turns: int, turn_seconds: float, calls: int) -> dict[s
     up."""
     rest = REST * turn_seconds
     regimes = [
-        programs.in_turns(placed, WARMUP_TURNS, turns, turn_seconds, calls=calls),
-        programs.in_turns(placed, 2, max(2, turns // 2), turn_seconds, rest, calls),
+        programs.in_turns(placed, WARMUP_TURNS, turns, turn_seconds, calls),
+        programs.in_turns(placed, 2, max(2, turns // 2), turn_seconds, calls, rest),
     ]
     return {name: [round(1e6 * statistics.median(times[name]), 1) for times in regimes] for name in placed}
+
+
+def to_measure(problem: tiles.Problem, senders: list[int]) -> list[tiles.Tiles]:
+    """Returns the candidates of a problem with each of these numbers of senders."""
+    every = itertools.product(tiles.candidates(problem), senders)
+    return [dataclasses.replace(one, senders=number) for one, number in every]
 
 
 def try_all(mesh: jax.sharding.Mesh, every: Iterable[tiles.Tiles]) -> None:
@@ -100,33 +105,9 @@ def tune(case: Case, every: list[tiles.Tiles], turns: int, turn_seconds: float) 
     }
 
 
-def source(table: dict[str, dict[str, dict]]) -> str:
-    """Returns the table as Python source."""
-    lines = ["TABLE: dict[str, dict[str, dict]] = {"]
-    for kind in sorted(table):
-        lines.append(f"    {json.dumps(kind)}: {{")
-        for key in sorted(table[kind]):
-            lines.append(f"        {json.dumps(key)}: {{")
-            for name, value in table[kind][key].items():
-                written = f"            {json.dumps(name)}: {_written(value)},"
-                if len(written) <= 110:
-                    lines.append(written)
-                    continue
-                fields = (f"                {json.dumps(k)}: {_written(v)}," for k, v in value.items())
-                lines += [f"            {json.dumps(name)}: {{", *fields, "            },"]
-            lines.append("        },")
-        lines.append("    },")
-    return "\n".join([*lines, "}", ""])
-
-
-def _written(value) -> str:
-    return repr(value).replace("'", '"')
-
-
 def write(table: dict[str, dict[str, dict]]) -> None:
-    """Writes the table behind the docstring of its module."""
-    head, _, _ = TABLE.read_text().partition("TABLE: dict")
-    TABLE.write_text(head + source(table))
+    """Writes the table that `tiles` reads."""
+    tiles.TABLE_FILE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> int:
@@ -137,6 +118,8 @@ def main() -> int:
     parser.add_argument("--directions", nargs="+", choices=both, default=both)
     done = "the first run that precedes all others has just passed, in a process of its own"
     parser.add_argument("--first-run-done", action="store_true", help=done)
+    default = [tiles.Tiles.senders]
+    parser.add_argument("--senders", nargs="+", type=int, metavar="N", default=default, help="thread blocks")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--turn-seconds", type=float, default=0.01)
     options = parser.parse_args()
@@ -151,7 +134,7 @@ def main() -> int:
     kind = jax.local_devices()[0].device_kind
     named = [(name, direction) for name in options.shapes for direction in options.directions]
     cases = {f"{name} {way}": Case(GPU[name], mesh, way == "backward") for name, way in named}
-    to_try = {name: tiles.candidates(case.problem) for name, case in cases.items()}
+    to_try = {name: to_measure(case.problem, options.senders) for name, case in cases.items()}
     with phase("tiny shapes, in a child process"):
         try_all(mesh, itertools.chain.from_iterable(to_try.values()))
     found = {}
@@ -161,8 +144,8 @@ def main() -> int:
             found[key] = tune(case, to_try[name], options.turns, options.turn_seconds)
         print(key, found[key], file=sys.stderr, flush=True)
         entry = {field: value for field, value in found[key].items() if field != "tried"}
-        tile_table.TABLE.setdefault(kind, {})[key] = entry
-        write(tile_table.TABLE)  # after each, so that a run cut short leaves what it has
+        tiles.TABLE.setdefault(kind, {})[key] = entry
+        write(tiles.TABLE)  # after each, so that a run cut short leaves what it has
     harness.emit({"benchmark": "tune_collective_matmul", "entries": found} | harness.provenance())
     return 0
 
