@@ -165,7 +165,7 @@ def test_an_update_in_8_bits_needs_a_slab_of_float32_at_a_time(master, monkeypat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation, most", [("xla", SLABS), ("triton", 1 << 10)])
+@pytest.mark.parametrize("implementation, most", [("xla", SLABS), ("triton", 1 << 16)])
 @pytest.mark.parametrize("master", ["split", "rounded"])
 def test_an_update_in_8_bits_needs_no_more_on_a_gpu(master, implementation, most):
     jitted, arguments, state = three_updates(master, implementation)
