@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
@@ -29,8 +30,10 @@ class Account:
         """skip_limit: updates skipped in a row that end the run."""
         self.meter, self.sources, self.skip_limit = meter, sources, skip_limit
         self.record, self.progress, self.watchdog = record, progress, watchdog
-        self._pending: tuple[int, Metrics] | None = None
+        self._pending: tuple[int, Metrics, Future[float]] | None = None
         self._idle_since: float | None = None
+        self._called = 0.0  # when the loop called for the latest step
+        self._watcher = ThreadPoolExecutor(1, "jaxthru-step-ends")
         self.restart_clock()
 
     def look(self) -> None:
@@ -78,22 +81,24 @@ class Account:
     def dispatching(self) -> None:
         """Books how long the device was seen without work, now that it is about to get some."""
         self.look()
+        self._called = time.monotonic()
         if self._idle_since is not None:
-            self._waits["host_gap_seconds"] += time.monotonic() - self._idle_since
+            self._waits["host_gap_seconds"] += self._called - self._idle_since
             self._idle_since = None
 
     def dispatched(self, step: int, metrics: Metrics) -> None:
         """Books the step before, while the device is at this one."""
         self.settle()
-        self._pending = (step, metrics)
+        self._pending = (step, metrics, self._watcher.submit(_ready_at, metrics["loss"]))
 
     def settle(self) -> None:
         """Waits for the last step dispatched and books it. Raises TrainingError at the skip limit."""
         if self._pending is None:
             return
-        (step, metrics), self._pending = self._pending, None
+        (step, metrics, ended), self._pending = self._pending, None
         values = jax.device_get(metrics)
-        now = time.monotonic()
+        # A layered step is dispatched for as long as it runs: the one before ended meanwhile.
+        now = max(ended.result(), self._called)
         finished = FinishedStep(
             step=step,
             loss=float(values["loss"]),
@@ -117,3 +122,9 @@ class Account:
                 f"step {step}: the loss or its gradient was not finite {self.skip_limit} times in a row "
                 f"(train.skip_limit); the last loss was {finished.loss}"
             )
+
+
+def _ready_at(array: jax.Array) -> float:
+    """Returns when an array was there, by the monotonic clock."""
+    jax.block_until_ready(array)
+    return time.monotonic()
