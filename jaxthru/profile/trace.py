@@ -28,8 +28,8 @@ from jaxthru.runtime.errors import require
 
 CUPTI = "libcupti.so.13", "libcupti.so.12"
 FLUSH_MS = 600_000
-"""How often CUPTI collects what ran before the trace ends. By itself it does so every 50 ms, and waits for the
-copies under way with the driver locked: on an H200 an offloaded step's host then stood still in 5 of 10 ms."""
+"""How often CUPTI collects what ran before the trace ends. By itself it does so every 50 ms, and waits with
+the driver locked for copies under way: on an H200 an offloaded step's host stood still a quarter of it."""
 
 log = logging.getLogger("jaxthru")
 

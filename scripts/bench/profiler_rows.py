@@ -48,7 +48,10 @@ ROWS = {
     "repeated_attention": Row(settings=f"{SMALL} remat.policy=full", cause="remat", against="clean"),
     "zero_operands": Row(settings=SMALL, cause="zeros", against="clean", split=True),
     "8layer_offload": Row(
-        settings="offload.level=optimizer remat.policy=projections", closes=True, steps=(12, 5, 36)
+        settings="offload.level=optimizer remat.policy=projections",
+        closes=True,
+        steps=(12, 5, 241),
+        turns=20,
     ),
     "clock": Row(script="profiler_clock.py"),
     "clock_allocated_anew": Row(

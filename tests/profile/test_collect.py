@@ -1,6 +1,7 @@
 """The command profiles itself: what is collected, and that the ledger agrees with the loop's clock."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -175,6 +176,24 @@ def test_switched_off_it_is_nothing(tmp_path):
         off.after(3)
     off.finish()
     assert not list(tmp_path.iterdir())
+
+
+def test_cupti_collects_at_the_end(tmp_path, monkeypatch):
+    """Where a process has it loaded; one without it, as on a CPU, starts its trace all the same."""
+    told = []
+
+    class Library:
+        def __init__(self, name: str, mode: int):
+            if name != trace.CUPTI[0] or not mode & os.RTLD_NOLOAD:
+                raise OSError(f"{name}: not loaded")
+
+        def cuptiActivityFlushPeriod(self, milliseconds):
+            told.append(milliseconds.value)
+
+    monkeypatch.setattr(trace.ctypes, "CDLL", Library)
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: told.append("started"))
+    trace.start(tmp_path, clock=False)
+    assert told == ["started", trace.FLUSH_MS]
 
 
 def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
