@@ -21,16 +21,16 @@ gradient needs, shard_map adds.
 """
 
 import functools
+import importlib
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.collective_matmul import mosaic_gpu, mosaic_gpu_adds, mosaic_tpu, reference, ring
 from pallas_kernels.varying import vary_alike
 
-__all__ = ["all_gather_matmul", "automatic", "implementations", "matmul_reduce_scatter"]
+__all__ = ["all_gather_matmul", "automatic", "implementations", "load", "matmul_reduce_scatter"]
 
 
 def all_gather_matmul(
@@ -135,8 +135,8 @@ def automatic(platform: str | None = None, fused: bool = False) -> tuple[str, ..
 
 def implementations(
     platform: str | None = None, named: bool = True
-) -> dict[str, tuple[ModuleType, dict[str, object]]]:
-    """Returns all implementations by name: the module, and what its functions take beside `axis_name`.
+) -> dict[str, tuple[str, dict[str, object]]]:
+    """Returns all implementations by name: the module's, and what its functions take beside `axis_name`.
 
     "mosaic_gpu_adds" adds up in the memory of the result: less exactly, and in an order that may differ from
     run to run.
@@ -145,13 +145,18 @@ def implementations(
     """
     platform = dispatch.resolve_platform(platform)
     return {
-        "mosaic_gpu": (mosaic_gpu, {"platform": platform, "always": named}),
-        "mosaic_gpu_adds": (mosaic_gpu_adds, {"platform": platform, "always": named}),
-        "mosaic_tpu": (mosaic_tpu, {"platform": platform}),
-        "ring": (ring, {}),
-        "ring_bidirectional": (ring, {"directions": 2}),
-        "reference": (reference, {}),
+        "mosaic_gpu": ("mosaic_gpu", {"platform": platform, "always": named}),
+        "mosaic_gpu_adds": ("mosaic_gpu_adds", {"platform": platform, "always": named}),
+        "mosaic_tpu": ("mosaic_tpu", {"platform": platform}),
+        "ring": ("ring", {}),
+        "ring_bidirectional": ("ring", {"directions": 2}),
+        "reference": ("reference", {}),
     }
+
+
+def load(module: str) -> ModuleType:
+    """Returns a module of this folder. Late: Mosaic takes two seconds to import, and few runs need it."""
+    return importlib.import_module(f"{__name__}.{module}")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4, 5))
@@ -174,10 +179,12 @@ def _run(function: str, axis_name: str, implementation: str | None, platform: st
     """Calls one of the four functions of the named implementation, or of the first that can run."""
     platform, fused = dispatch.resolve_platform(platform), implementation == "fused"
     named = None if fused else implementation
-    bound = {
-        name: functools.partial(getattr(module, function), axis_name=axis_name, **options)
-        for name, (module, options) in implementations(platform, named is not None).items()
-    }
+
+    def call(module: str, options: dict[str, object], *arguments):
+        return getattr(load(module), function)(*arguments, axis_name=axis_name, **options)
+
+    found = implementations(platform, named is not None)
+    bound = {name: functools.partial(call, *implementation) for name, implementation in found.items()}
     return dispatch.run(function, bound, automatic(platform, fused), named, *arguments)
 
 
