@@ -28,8 +28,8 @@ from jaxthru.runtime.errors import require
 
 CUPTI = "libcupti.so.13", "libcupti.so.12"
 FLUSH_MS = 600_000
-"""How often CUPTI collects what ran before the trace ends. By itself it does so every 50 ms, and waits with
-the driver locked for copies under way: on an H200 an offloaded step's host stood still a quarter of it."""
+"""How often CUPTI collects what ran before the trace ends. By itself it did so 12 times a second, and waited
+with the driver locked for copies under way: on an H200 a quarter of an offloaded step."""
 
 log = logging.getLogger("jaxthru")
 
@@ -112,7 +112,7 @@ class Profile:
         folder.mkdir(parents=True, exist_ok=True)
         own = clocks.names(device.local_hardware_id for device in jax.local_devices())
         self._samples = self._open.enter_context(clocks.sampled(own))
-        start(folder, clock=self._running is self._passes[-1])
+        start_trace(folder, clock=self._running is self._passes[-1])
 
     def _compile(self) -> None:
         """Compiles the step again, for the names of its kernels and for XLA's account of its buffers."""
@@ -208,13 +208,14 @@ def options(clock: bool) -> jax.profiler.ProfileOptions:
     return chosen
 
 
-def start(folder: Path, clock: bool) -> None:
+def start_trace(folder: Path, clock: bool) -> None:
     """Starts a trace. clock: it samples a GPU's clock, too."""
     jax.profiler.start_trace(str(folder), profiler_options=options(clock))
     for name in CUPTI:
         with contextlib.suppress(OSError):  # not what this process has loaded
             library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-            library.cuptiActivityFlushPeriod(ctypes.c_uint32(FLUSH_MS))
+            if code := library.cuptiActivityFlushPeriod(ctypes.c_uint32(FLUSH_MS)):
+                log.warning("CUPTI collects while the trace runs (%d): copies may take longer", code)
 
 
 def pinned_bytes() -> int:

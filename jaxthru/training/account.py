@@ -32,7 +32,7 @@ class Account:
         self.record, self.progress, self.watchdog = record, progress, watchdog
         self._pending: tuple[int, Metrics, Future[float]] | None = None
         self._idle_since: float | None = None
-        self._called = 0.0  # when the loop called for the latest step
+        self._called = 0.0  # when the loop last called for a step, or turned to something else
         self._watcher = ThreadPoolExecutor(1, "jaxthru-step-ends")
         self.restart_clock()
 
@@ -68,6 +68,7 @@ class Account:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """What happens within lies between two steps, and belongs to none."""
+        self._called = time.monotonic()  # what was waited for until now is the step's before
         self.settle()
         with self.watchdog.paused():
             yield
@@ -88,8 +89,9 @@ class Account:
 
     def dispatched(self, step: int, metrics: Metrics) -> None:
         """Books the step before, while the device is at this one."""
+        ended = self._watcher.submit(_ready_at, metrics["loss"])
         self.settle()
-        self._pending = (step, metrics, self._watcher.submit(_ready_at, metrics["loss"]))
+        self._pending = (step, metrics, ended)
 
     def settle(self) -> None:
         """Waits for the last step dispatched and books it. Raises TrainingError at the skip limit."""
@@ -97,7 +99,8 @@ class Account:
             return
         (step, metrics, ended), self._pending = self._pending, None
         values = jax.device_get(metrics)
-        # A layered step is dispatched for as long as it runs: the one before ended meanwhile.
+        # A layered step is dispatched for as long as it runs: the one before ended meanwhile. If the device
+        # had nothing to do then, the step lasts until the next was called for: what was waited for is its.
         now = max(ended.result(), self._called)
         finished = FinishedStep(
             step=step,

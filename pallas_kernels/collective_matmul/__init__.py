@@ -180,11 +180,13 @@ def _run(function: str, axis_name: str, implementation: str | None, platform: st
     platform, fused = dispatch.resolve_platform(platform), implementation == "fused"
     named = None if fused else implementation
 
-    def call(module: str, options: dict[str, object], *arguments):
-        return getattr(load(module), function)(*arguments, axis_name=axis_name, **options)
+    def call(module: str, options: dict[str, object], *operands):
+        return getattr(load(module), function)(*operands, axis_name=axis_name, **options)
 
-    found = implementations(platform, named is not None)
-    bound = {name: functools.partial(call, *implementation) for name, implementation in found.items()}
+    bound = {
+        name: functools.partial(call, module, options)
+        for name, (module, options) in implementations(platform, named is not None).items()
+    }
     return dispatch.run(function, bound, automatic(platform, fused), named, *arguments)
 
 

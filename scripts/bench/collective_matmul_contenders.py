@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.runtime import xla
-from pallas_kernels.collective_matmul import automatic, implementations, reference, tiles
+from pallas_kernels.collective_matmul import automatic, implementations, load, reference, tiles
 from pallas_kernels.collective_matmul.shapes import Shape
 from pallas_kernels.dispatch import Unsupported
 
@@ -94,7 +94,7 @@ class Case:
         for name in automatic(fused=True):
             module, options = known[name]
             with contextlib.suppress(Unsupported):
-                jax.eval_shape(run := self.of(module, **options), *self.operands())
+                jax.eval_shape(run := self.of(load(module), **options), *self.operands())
                 return run
         raise Unsupported("every implementation refuses")
 
@@ -213,7 +213,9 @@ def contenders(
     operands, found, missing = case.operands(), {}, {}
     known = implementations(jax.default_backend())
     named = NAMED | ({"fused_adds": "mosaic_gpu_adds"} if adds and case.gathers == case.backward else {})
-    runs = {name: (lambda m=known[of][0], o=known[of][1]: case.of(m, **o)) for name, of in named.items()}
+    runs = {
+        name: (lambda m=known[of][0], o=known[of][1]: case.of(load(m), **o)) for name, of in named.items()
+    }
     runs["dispatched"] = case.dispatched
     for name, make in runs.items():
         try:

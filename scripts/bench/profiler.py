@@ -41,7 +41,6 @@ from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.xla import NO_MULTICAST
 
 LIMIT = 400.0  # seconds of one process
-MOST = 90.0  # seconds that a row takes, mostly; none starts that has less
 
 
 class Bench:
@@ -215,7 +214,7 @@ class Bench:
 
         def take(queue: Iterator[str], own: list[str]) -> None:
             for name in queue:  # which GPUs share
-                if self.time_left() <= MOST:
+                if self.time_left() <= ROWS[name].most:
                     return
                 self.run(name, own)
 

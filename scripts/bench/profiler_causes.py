@@ -181,7 +181,7 @@ class Turns:
             self.profile.begin()
         elif (self.step - self.begun) // self.STEPS % 2:
             self.turns[f"turn_{len(self.turns)}"] = {"first_step": self.step, "steps": self.STEPS}
-            trace.start(self.folder.name, clock=False)
+            trace.start_trace(Path(self.folder.name), clock=False)
         elif self.turns:
             jax.profiler.stop_trace()
 

@@ -158,7 +158,8 @@ def main() -> int:
     levers, found, flops = Levers(arguments.size), {}, 2.0 * arguments.size**3 * REPEATS
     seconds = arguments.warmup_seconds, arguments.timed_seconds
     with tempfile.TemporaryDirectory() as folder:
-        # One trace for all: those after one that samples the clock lack kernels, see `profile.trace`.
+        # One trace for all: those after one that samples the clock lack kernels, see `profile.trace`. CUPTI
+        # collects as it goes: it is long, and copies nothing.
         jax.profiler.start_trace(folder, profiler_options=options(clock=True))
         for name in arguments.only:
             found[name] = {"what": getattr(levers, name).__doc__}

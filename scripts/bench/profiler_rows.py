@@ -13,7 +13,7 @@ class Row:
     is a setting. seconds: that it sleeps. one_batch: for all steps. against: the clean run's row. devices:
     GPUs, 0 is the CPU. closes: the ledger is held to its bars. split: and its products' rate taken apart.
     steps: the first that is profiled, how many, and in all. turns: more traces behind them, see
-    `profiler_causes.Turns`. script: runs in place of training.
+    `profiler_causes.Turns`. script: runs in place of training. most: seconds that it takes, mostly.
     """
 
     config: str = BIG
@@ -28,6 +28,7 @@ class Row:
     steps: tuple[int, int, int] = (20, 3, 45)
     turns: int = 0
     script: str = ""
+    most: float = 90.0
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -52,6 +53,7 @@ ROWS = {
         closes=True,
         steps=(12, 5, 241),
         turns=20,
+        most=300.0,
     ),
     "clock": Row(script="profiler_clock.py"),
     "clock_allocated_anew": Row(

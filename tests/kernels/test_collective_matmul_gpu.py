@@ -45,9 +45,19 @@ def product(a, b):
 # The kernels' arithmetic, on an emulation of several shards.
 
 
-@pytest.mark.parametrize("shape, ctas", [(SMALL, CTAS), (PAIRS, 4)], ids=["alone", "clusters"])
-@pytest.mark.parametrize("t, transposed", [(1, False), (2, False), (2, True), (3, True)])
-def test_gather_matmul(t, transposed, shape, ctas, monkeypatch):
+GATHERS = {"alone": (SMALL, CTAS), "clusters": (PAIRS, 4)}
+
+
+@pytest.mark.parametrize(
+    "t, transposed, of",
+    [
+        *((t, transposed, of) for t, transposed in ((1, False), (2, False), (2, True)) for of in GATHERS),
+        (3, False, "alone"),
+        (3, True, "clusters"),
+    ],
+)
+def test_gather_matmul(t, transposed, of, monkeypatch):
+    shape, ctas = GATHERS[of]
     rng = np.random.default_rng(fresh_seed())
     M, K, N = 256, 192, (256, 128)
     rows = [draw(rng, M, K) for _ in range(t)]
@@ -132,8 +142,9 @@ def test_matmul_scatter_that_adds(shape, ctas, t, beside, monkeypatch):
     check_adds(monkeypatch, t, shape, ctas, beside)
 
 
-def test_four_shards_that_add(monkeypatch):
-    check_adds(monkeypatch, 4, *SCATTERS["clusters"], beside=True)
+@pytest.mark.parametrize("t, of", [(3, "128"), (4, "clusters")])
+def test_more_shards_that_add(t, of, monkeypatch):
+    check_adds(monkeypatch, t, *SCATTERS[of], beside=True)
 
 
 def test_fewer_tiles_than_thread_blocks(monkeypatch):

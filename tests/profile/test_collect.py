@@ -192,7 +192,7 @@ def test_cupti_collects_at_the_end(tmp_path, monkeypatch):
 
     monkeypatch.setattr(trace.ctypes, "CDLL", Library)
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: told.append("started"))
-    trace.start(tmp_path, clock=False)
+    trace.start_trace(tmp_path, clock=False)
     assert told == ["started", trace.FLUSH_MS]
 
 

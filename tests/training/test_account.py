@@ -63,16 +63,16 @@ def test_a_wait_belongs_to_the_step_that_finishes_next():
 
 
 def test_an_idle_device_is_seen():
-    listener = Listener()
+    listener, first, second = Listener(), metrics(), metrics()
     made = account(listener)
     made.look()  # nothing was dispatched yet: nobody knows
-    made.dispatched(1, metrics())
-    listener.ready = made._pending[1]["loss"].block_until_ready()
+    made.dispatched(1, first)
+    first["loss"].block_until_ready()
     made.look()
     time.sleep(0.05)
     made.dispatching()
     time.sleep(0.2)  # a step whose dispatch takes long keeps no device waiting
-    made.dispatched(2, metrics())
+    made.dispatched(2, second)
     made.settle()
     first, second = listener.rows
     assert 0.05 <= first["host_gap_seconds"] <= first["step_seconds"] < 0.2 <= second["step_seconds"]
@@ -112,6 +112,30 @@ def test_what_lies_between_two_steps_is_part_of_neither():
     made.settle()
     step = listener.rows[1]
     assert step["host_gap_seconds"] + step["checkpoint_seconds"] <= step["step_seconds"] < 0.1
+
+
+def test_a_wait_before_something_else_is_part_of_the_step_before():
+    """As where the loop has waited for a batch, and a profile then begins."""
+    listener, first = Listener(), metrics()
+    made = account(listener)
+    made.dispatched(1, first)
+    with made.waiting():
+        time.sleep(0.05)
+    with made.apart():
+        pass
+    (row,) = listener.rows
+    assert 0.05 <= row["data_wait_seconds"] <= row["step_seconds"]
+
+
+def test_a_step_ends_when_it_is_over_and_not_when_the_last_one_is_written():
+    listener, steps = Listener(), [metrics(), metrics()]
+    made = account(listener)
+    for number, step in enumerate(steps, 1):
+        made.dispatching()
+        made.dispatched(number, step)
+        listener.step = lambda row: (time.sleep(0.2), listener.rows.append(row))
+    made.settle()
+    assert listener.rows[1]["step_seconds"] < 0.2
 
 
 def test_the_skip_limit_ends_the_run_after_the_row_is_written():
