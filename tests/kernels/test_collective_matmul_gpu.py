@@ -45,19 +45,10 @@ def product(a, b):
 # The kernels' arithmetic, on an emulation of several shards.
 
 
-GATHERS = {"alone": (SMALL, CTAS), "clusters": (PAIRS, 4)}
-
-
-@pytest.mark.parametrize(
-    "t, transposed, of",
-    [
-        *((t, transposed, of) for t, transposed in ((1, False), (2, False), (2, True)) for of in GATHERS),
-        (3, False, "alone"),
-        (3, True, "clusters"),
-    ],
-)
-def test_gather_matmul(t, transposed, of, monkeypatch):
-    shape, ctas = GATHERS[of]
+@pytest.mark.parametrize("shape, ctas", [(SMALL, CTAS), (PAIRS, 4)], ids=["alone", "clusters"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("t", [1, 2, 3])
+def test_gather_matmul(t, transposed, shape, ctas, monkeypatch):
     rng = np.random.default_rng(fresh_seed())
     M, K, N = 256, 192, (256, 128)
     rows = [draw(rng, M, K) for _ in range(t)]
@@ -101,21 +92,15 @@ def scatter(monkeypatch, t, shape, ctas, beside: bool, contracted=(128, 64), **o
     return shards
 
 
-def check_adds(monkeypatch, t, shape, ctas, beside: bool) -> None:
-    """Checks sums made in the result's memory, and how often a shard waits for those."""
-    contracted = (128, 64) if beside else (128,)
-    shards = scatter(monkeypatch, t, shape, ctas, beside, contracted, adds=True)
-    count = (256 // shape.m) * (128 // shape.n)
-    added = {shard: n for (shard, array, _), n in shards.waits.items() if array == 2}
-    assert added == ({shard: (t - 1) * count for shard in range(t)} if t > 1 else {})
-
-
-SCATTERS = {
-    "128": (SMALL, CTAS),
-    "256": (Tiles(256, 64, stages=3, minor="N", width=1), CTAS),
-    "clusters": (dataclasses.replace(PAIRS, senders=1), 6),
-}
-shapes_of_scatter = pytest.mark.parametrize("shape, ctas", SCATTERS.values(), ids=SCATTERS)
+shapes_of_scatter = pytest.mark.parametrize(
+    "shape, ctas",
+    [
+        (SMALL, CTAS),
+        (Tiles(256, 64, stages=3, minor="N", width=1), CTAS),
+        (dataclasses.replace(PAIRS, senders=1), 6),
+    ],
+    ids=["128", "256", "clusters"],
+)
 
 
 @pytest.mark.parametrize("t, beside", [(1, True), (2, False), (3, True)])
@@ -135,16 +120,15 @@ def test_matmul_scatter(shape, ctas, t, beside, monkeypatch):
             assert source == (shard + lane.gather[1 + index]) % t
 
 
-@pytest.mark.parametrize("t, beside", [(1, True), (2, False), (2, True)])
+@pytest.mark.parametrize("t, beside", [(1, True), (2, False), (2, True), (4, True)])
 @shapes_of_scatter
 def test_matmul_scatter_that_adds(shape, ctas, t, beside, monkeypatch):
     """As the forward pass does, without another matrix beside, and as the backward pass does."""
-    check_adds(monkeypatch, t, shape, ctas, beside)
-
-
-@pytest.mark.parametrize("t, of", [(3, "128"), (4, "clusters")])
-def test_more_shards_that_add(t, of, monkeypatch):
-    check_adds(monkeypatch, t, *SCATTERS[of], beside=True)
+    contracted = (128, 64) if beside else (128,)
+    shards = scatter(monkeypatch, t, shape, ctas, beside, contracted, adds=True)
+    count = (256 // shape.m) * (128 // shape.n)
+    added = {shard: n for (shard, array, _), n in shards.waits.items() if array == 2}
+    assert added == ({shard: (t - 1) * count for shard in range(t)} if t > 1 else {})
 
 
 def test_fewer_tiles_than_thread_blocks(monkeypatch):

@@ -129,11 +129,11 @@ def test_a_wait_before_something_else_is_part_of_the_step_before():
 
 def test_a_step_ends_when_it_is_over_and_not_when_the_last_one_is_written():
     listener, steps = Listener(), [metrics(), metrics()]
+    listener.step = lambda row: (time.sleep(0.2), listener.rows.append(row))
     made = account(listener)
     for number, step in enumerate(steps, 1):
         made.dispatching()
         made.dispatched(number, step)
-        listener.step = lambda row: (time.sleep(0.2), listener.rows.append(row))
     made.settle()
     assert listener.rows[1]["step_seconds"] < 0.2
 
