@@ -33,7 +33,7 @@ class Tiny:
 
     @functools.cached_property
     def state(self) -> dict:
-        return sharded_init(self.step.objective.model, self.step.optimizer, self.abstract, 0)
+        return self.fresh()
 
     @functools.cached_property
     def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -45,13 +45,20 @@ class Tiny:
         jitted = jax.jit(self.step, donate_argnums=0, out_shardings=(shardings, None))
         return jitted.lower(self.abstract, self.inputs).compile()
 
+    @functools.cached_property
+    def gradients(self):
+        """The step's gradients alone: (params, batch) -> (sums, gradients)."""
+        return jax.jit(self.step.gradients)
+
     def batch(self, index: int) -> dict[str, jax.Array]:
         sharding = self.layout.sharding(("batch", "sequence"))
         return {name: jax.device_put(value, sharding) for name, value in batch(index).items()}
 
     def fresh(self) -> dict:
         """Returns a first state that a step may take over."""
-        return jax.tree.map(jnp.copy, self.state)
+        state = first_state(self.step.objective.model.config, self.step.optimizer.config)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        return jax.device_put(state, shardings, may_alias=False)
 
     def losses(self, steps: int) -> list[float]:
         state, losses = self.fresh(), []
@@ -106,6 +113,15 @@ def make(
     optimizer = Optimizer(optim, matrices(model))
     step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups)
     return Tiny(layout, step, abstract_state(model, optimizer, layout))
+
+
+@functools.cache
+def first_state(shape: ModelConfig, optim: OptimConfig) -> dict:
+    """Returns the first state on one device, compiled once for all meshes, policies and micro-batches."""
+    layout = Layout(make_mesh(MeshConfig(), jax.devices()[:1]))
+    model = bind(shape, Ops(layout, jnp.dtype(jnp.float32)), "none")
+    optimizer = Optimizer(optim, matrices(model))
+    return sharded_init(model, optimizer, abstract_state(model, optimizer, layout), 0)
 
 
 def layered(whole: Tiny, config: OffloadConfig) -> tuple[LayeredStep, dict]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import named, slow_but_for
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
@@ -32,8 +33,10 @@ MESHES = {
     "data2_tensor4": {"data": 2, "tensor": 4},
     "tensor4_data2": {"tensor": 4, "data": 2},
 }
-every_mesh = pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
-every_implementation = pytest.mark.parametrize("name", ["reference", "ring", "ring_bidirectional"])
+IMPLEMENTATIONS = named("reference", "ring", "ring_bidirectional")
+OPERATIONS = {"gather": CPU["three_matrices"], "scatter": CPU["scatter"]}
+every_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
+every_operation = pytest.mark.parametrize("shape", OPERATIONS.values(), ids=OPERATIONS)
 rings = pytest.mark.parametrize("name", ["ring", "ring_bidirectional"])
 
 
@@ -69,42 +72,55 @@ def check(shape: Shape, axes, dtype=jnp.float32, tolerance=CPU_TOLERANCE, **opti
     assert_close(found, expected(operands, cotangents), tolerance)
 
 
-@every_mesh
-@every_implementation
-@pytest.mark.parametrize("shape", [CPU["three_matrices"], CPU["scatter"]], ids=lambda shape: shape.operation)
+@slow_but_for(
+    *(
+        f"{shape}-{name}-{axes}"
+        for shape in OPERATIONS
+        for name in IMPLEMENTATIONS
+        for axes in ("4", "data2_tensor2")
+    ),
+    shape=OPERATIONS,
+    name=IMPLEMENTATIONS,
+    axes=MESHES,
+)
 def test_values_and_gradients(shape, name, axes):
     check(shape, axes, implementation=name)
 
 
-@every_implementation
-@pytest.mark.parametrize("shape", CPU.values(), ids=CPU)
+@slow_but_for(*(f"{shape}-ring" for shape in CPU), shape=CPU, name=IMPLEMENTATIONS)
 def test_odd_shapes(shape, name):
     check(shape, {"tensor": 8}, implementation=name)
 
 
 @every_implementation
-@pytest.mark.parametrize("shape", [CPU["three_matrices"], CPU["scatter"]], ids=lambda shape: shape.operation)
+@every_operation
 def test_without_varying_axes(shape, name):
     """check_vma=False, where shard_map adds what the replicated weights' gradients lack."""
     check(shape, MESHES["data2_tensor4"], implementation=name, check_vma=False)
 
 
-@every_implementation
-@pytest.mark.parametrize("t", [2, 8])
-@pytest.mark.parametrize("shape", [CPU["three_matrices"], CPU["scatter"]], ids=lambda shape: shape.operation)
+@slow_but_for(
+    *(f"{shape}-2-{name}" for shape in OPERATIONS for name in IMPLEMENTATIONS),
+    shape=OPERATIONS,
+    t=named(2, 8),
+    name=IMPLEMENTATIONS,
+)
 def test_half_precision(shape, t, name):
     check(shape, {"tensor": t}, jnp.bfloat16, HALF_PRECISION_TOLERANCE, implementation=name)
 
 
-@rings
-@pytest.mark.parametrize("t", DEVICES)
-@pytest.mark.parametrize("shape", (GPU | UNTUNED).values(), ids=GPU | UNTUNED)
+@slow_but_for(
+    "qkv-4-ring_bidirectional",
+    shape=GPU | UNTUNED,
+    t=named(*DEVICES),
+    name=named("ring", "ring_bidirectional"),
+)
 def test_scaled_benchmark_shapes(shape, t, name):
     check(shape.scaled(64), {"tensor": t}, implementation=name)
 
 
 @every_implementation
-@pytest.mark.parametrize("shape", [CPU["three_matrices"], CPU["scatter"]], ids=lambda shape: shape.operation)
+@every_operation
 def test_one_device_on_the_axis(shape, name):
     check(shape, {"data": 2, "tensor": 1}, implementation=name)
 
@@ -192,7 +208,7 @@ def test_forward_and_backward_are_chosen_apart():
 
 
 @rings
-@pytest.mark.parametrize("shape", [CPU["three_matrices"], CPU["scatter"]], ids=lambda shape: shape.operation)
+@every_operation
 def test_transfers_and_products_do_not_wait_for_each_other(shape, name):
     """Rows on their way wait for products of earlier steps alone, and no product for a sum that is on its
     way: a scheduler is free to run each transfer beside a product."""
@@ -236,12 +252,16 @@ def test_ring_overlaps_as_compiled_for_a_gpu(shape, t):
     assert "()" not in scheduled and "sync" not in scheduled, scheduled
 
 
-@every_implementation
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_repeats_are_equal_bit_for_bit(dtype, name):
-    for shape in (CPU["three_matrices"], CPU["scatter"]):
-        operands, cotangents = draw(np.random.default_rng(fresh_seed()), shape, MESHES["8"], dtype)
-        function = shape.on(make_mesh(MESHES["8"]), implementation=name)
+@slow_but_for(
+    *(f"{name}-float32-4" for name in IMPLEMENTATIONS),
+    name=IMPLEMENTATIONS,
+    dtype={"float32": jnp.float32, "bfloat16": jnp.bfloat16},
+    axes={name: MESHES[name] for name in ("4", "8")},
+)
+def test_repeats_are_equal_bit_for_bit(name, dtype, axes):
+    for shape in OPERATIONS.values():
+        operands, cotangents = draw(np.random.default_rng(fresh_seed()), shape, axes, dtype)
+        function = shape.on(make_mesh(axes), implementation=name)
         first, *others = (run(function, operands, cotangents) for _ in range(5))
         for other in others:
             jax.tree.map(np.testing.assert_array_equal, first, other)
@@ -352,6 +372,7 @@ def run_on_simulated_tpu(shape: Shape, axes, dtype=jnp.float32):
     return found, expected(operands, cotangents), interpret_pallas_call.races.races_found
 
 
+@pytest.mark.slow
 @late_and_early
 @pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
@@ -369,6 +390,7 @@ def test_simulated_tpu_one_way(operation, simulated_tpu):
     assert_close(found, values, CPU_TOLERANCE)
 
 
+@pytest.mark.slow
 @early
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
 def test_simulated_tpu_in_half_precision(operation, simulated_tpu):
@@ -377,6 +399,7 @@ def test_simulated_tpu_in_half_precision(operation, simulated_tpu):
     assert_close(found, values, HALF_PRECISION_TOLERANCE)
 
 
+@pytest.mark.slow
 @late_and_early
 @pytest.mark.parametrize("operation", ["gather_one_way", "scatter_one_way"])
 def test_a_wait_left_out_is_found(operation, simulated_tpu, monkeypatch):
@@ -389,10 +412,13 @@ def test_a_wait_left_out_is_found(operation, simulated_tpu, monkeypatch):
     assert races or max(errors) > CPU_TOLERANCE
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("shape", [GPU["qkv_apart"], GPU["down"]], ids=lambda shape: shape.operation)
+@slow_but_for(
+    *(f"{shape}-bfloat16-data2_tensor2-vma" for shape in ("qkv_apart", "down")),
+    shape={name: GPU[name] for name in ("qkv_apart", "down")},
+    dtype={"bfloat16": jnp.bfloat16, "float32": jnp.float32},
+    axes={name: MESHES[name] for name in ("4", "data2_tensor2")},
+    check_vma={"vma": True, "no_vma": False},
+)
 def test_lowers_for_a_tpu(shape, dtype, axes, check_vma):
     function = functools.partial(run, shape.on(tpu_mesh(axes), check_vma=check_vma, **TPU_OPTIONS))
     traced = jax.jit(function).trace(*shape.arrays(make_mesh(axes), dtype))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import named, slow_but_for
 from hopper_emulation import Shards
 from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
 from jax.sharding import AxisType, PartitionSpec
@@ -45,10 +46,14 @@ def product(a, b):
 # The kernels' arithmetic, on an emulation of several shards.
 
 
-@pytest.mark.parametrize("shape, ctas", [(SMALL, CTAS), (PAIRS, 4)], ids=["alone", "clusters"])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("t", [1, 2, 3])
-def test_gather_matmul(t, transposed, shape, ctas, monkeypatch):
+@slow_but_for(
+    "2-plain-alone",
+    t=named(1, 2, 3),
+    transposed={"plain": False, "transposed": True},
+    form={"alone": (SMALL, CTAS), "clusters": (PAIRS, 4)},
+)
+def test_gather_matmul(t, transposed, form, monkeypatch):
+    shape, ctas = form
     rng = np.random.default_rng(fresh_seed())
     M, K, N = 256, 192, (256, 128)
     rows = [draw(rng, M, K) for _ in range(t)]
@@ -92,20 +97,20 @@ def scatter(monkeypatch, t, shape, ctas, beside: bool, contracted=(128, 64), **o
     return shards
 
 
-shapes_of_scatter = pytest.mark.parametrize(
-    "shape, ctas",
-    [
-        (SMALL, CTAS),
-        (Tiles(256, 64, stages=3, minor="N", width=1), CTAS),
-        (dataclasses.replace(PAIRS, senders=1), 6),
-    ],
-    ids=["128", "256", "clusters"],
+FORMS_OF_SCATTER = {
+    "128": (SMALL, CTAS),
+    "256": (Tiles(256, 64, stages=3, minor="N", width=1), CTAS),
+    "clusters": (dataclasses.replace(PAIRS, senders=1), 6),
+}
+RANKS = {"1_beside": (1, True), "2": (2, False), "2_beside": (2, True), "3_beside": (3, True)}
+RANKS |= {"4_beside": (4, True)}
+
+
+@slow_but_for(
+    "128-2", form=FORMS_OF_SCATTER, ranks={name: RANKS[name] for name in ("1_beside", "2", "3_beside")}
 )
-
-
-@pytest.mark.parametrize("t, beside", [(1, True), (2, False), (3, True)])
-@shapes_of_scatter
-def test_matmul_scatter(shape, ctas, t, beside, monkeypatch):
+def test_matmul_scatter(form, ranks, monkeypatch):
+    (shape, ctas), (t, beside) = form, ranks
     shards = scatter(monkeypatch, t, shape, ctas, beside)
     # A tile that is to leave is announced on its own shard. What a shard adds up as that of the k-th shard
     # before it, and in that order, is that shard's: each sends in the order of the schedule.
@@ -120,10 +125,14 @@ def test_matmul_scatter(shape, ctas, t, beside, monkeypatch):
             assert source == (shard + lane.gather[1 + index]) % t
 
 
-@pytest.mark.parametrize("t, beside", [(1, True), (2, False), (2, True), (4, True)])
-@shapes_of_scatter
-def test_matmul_scatter_that_adds(shape, ctas, t, beside, monkeypatch):
+@slow_but_for(
+    "128-2",
+    form=FORMS_OF_SCATTER,
+    ranks={name: RANKS[name] for name in ("1_beside", "2", "2_beside", "4_beside")},
+)
+def test_matmul_scatter_that_adds(form, ranks, monkeypatch):
     """As the forward pass does, without another matrix beside, and as the backward pass does."""
+    (shape, ctas), (t, beside) = form, ranks
     contracted = (128, 64) if beside else (128,)
     shards = scatter(monkeypatch, t, shape, ctas, beside, contracted, adds=True)
     count = (256 // shape.m) * (128 // shape.n)
@@ -131,6 +140,7 @@ def test_matmul_scatter_that_adds(shape, ctas, t, beside, monkeypatch):
     assert added == ({shard: (t - 1) * count for shard in range(t)} if t > 1 else {})
 
 
+@pytest.mark.slow
 def test_fewer_tiles_than_thread_blocks(monkeypatch):
     rng = np.random.default_rng(fresh_seed())
     x, w = draw(rng, 128, 64), draw(rng, 64, 64)
@@ -173,6 +183,7 @@ def test_layers_share_a_kernel(name):
     assert text.count("custom_call @mosaic_gpu") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, axes",
     [
@@ -192,8 +203,11 @@ def test_lowers_every_first_run(name, axes, bench):
         assert not [word for word in FORBIDDEN if word in text]
 
 
-@pytest.mark.parametrize("shape", tiles_module.RATES, ids=str)
-@pytest.mark.parametrize("operation", ["gather", "scatter"])
+@slow_but_for(
+    *(f"{operation}-{next(iter(tiles_module.RATES))}" for operation in ("gather", "scatter")),
+    operation=named("gather", "scatter"),
+    shape=named(*tiles_module.RATES),
+)
 def test_shared_memory_as_counted(operation, shape):
     """Mosaic GPU asks for what `Tiles` counts."""
     rows, K, N = 3072, 1536, 1536
@@ -259,8 +273,11 @@ def test_compiles_without_spilling_registers(shape, cluster, monkeypatch, capfd)
     assert "wgmma" not in said, "products one after another, for want of registers or a fence"
 
 
-@pytest.mark.parametrize("loop", ["scan", "unroll"])
-@pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable", "dots_saveable"])
+@slow_but_for(
+    "nothing_saveable-scan",
+    policy=named("nothing_saveable", "everything_saveable", "dots_saveable"),
+    loop=named("scan", "unroll"),
+)
 def test_adds_where_layers_are_rematerialised(policy, loop):
     """A result that is written in place must not be taken apart from its kernel."""
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))

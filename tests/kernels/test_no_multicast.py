@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import named, slow_but_for
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import collective_matmul
@@ -129,10 +130,18 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.parametrize("axes", COLLECTIVE_MESHES, ids=str)
-@pytest.mark.parametrize("shape", COLLECTIVE_SHAPES.values(), ids=COLLECTIVE_SHAPES)
-@pytest.mark.parametrize(
-    "implementation", [name for name in collective_matmul.implementations() if name != "mosaic_tpu"]
+COLLECTIVE_IMPLEMENTATIONS = [name for name in collective_matmul.implementations() if name != "mosaic_tpu"]
+
+
+@slow_but_for(
+    *(
+        f"{implementation}-{shape}-{COLLECTIVE_MESHES[2]}"
+        for implementation in COLLECTIVE_IMPLEMENTATIONS
+        for shape in ("qkv", "down")
+    ),
+    implementation=named(*COLLECTIVE_IMPLEMENTATIONS),
+    shape=COLLECTIVE_SHAPES,
+    axes=named(*COLLECTIVE_MESHES),
 )
 def test_collective_matmul(implementation, shape, axes):
     text = lower_collective_matmul(shape, axes, implementation, "cuda")

@@ -36,20 +36,19 @@ def model(policy: str = "none", **shape):
     return bind(dataclasses.replace(tiny.SHAPE, **shape), Ops(layout, jnp.dtype(jnp.float32)), policy)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def logits(bound, params, batch):
+def loss_and_logits(params, bound, batch):
     hidden = bound.hidden(params, batch, 8).reshape(*batch["tokens"].shape, -1)
     matrix, axes = bound.output_matrix(params)
-    return jnp.einsum(f"btd,{'dv' if axes == ('embed', 'vocab') else 'vd'}->btv", hidden, matrix)
+    logits = jnp.einsum(f"btd,{'dv' if axes == ('embed', 'vocab') else 'vd'}->btv", hidden, matrix)
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)[..., 0]
+    return -jnp.sum(chosen * batch["loss_mask"]), logits
 
 
-def loss(bound, params, batch):
-    log_p = jax.nn.log_softmax(logits(bound, params, batch))
-    chosen = jnp.take_along_axis(log_p, batch["targets"][..., None], axis=-1)[..., 0]
-    return -jnp.sum(chosen * batch["loss_mask"])
-
-
-gradient = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
+def logits_and_gradient(bound, params, batch):
+    """One program for both: compiling is what these tests cost."""
+    gradient, logits = jax.grad(loss_and_logits, has_aux=True)(params, bound, batch)
+    return logits, gradient
 
 
 def unstack(params, layers):
@@ -70,11 +69,9 @@ def test_scan_and_unroll_agree(shape):
         unroll.init(jax.random.key(0)),
     )
     batch = tiny.batch(0)
-    np.testing.assert_allclose(
-        logits(scan, params, batch), logits(unroll, unstack(params, layers), batch), atol=1e-6
-    )
-    one = gradient(scan, params, batch)
-    two = gradient(unroll, unstack(params, layers), batch)
+    found, one = logits_and_gradient(scan, params, batch)
+    wanted, two = logits_and_gradient(unroll, unstack(params, layers), batch)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
     scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(two))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * scale),
@@ -85,40 +82,38 @@ def test_scan_and_unroll_agree(shape):
 
 @pytest.mark.parametrize("shape", FAMILY.values(), ids=FAMILY)
 def test_a_packed_row_equals_its_documents_alone(shape):
+    """The first row is packed; each other one holds a document of it, and nothing else."""
     bound = model(**shape)
     params = bound.init(jax.random.key(1))
     draw = np.random.default_rng(2)
     lengths = [17, 1, 30, 9]  # and 7 of padding
-    used = sum(lengths)
-    tokens = draw.integers(0, tiny.SHAPE.vocabulary, (1, tiny.SEQUENCE)).astype(np.int32)
-    targets = draw.integers(0, tiny.SHAPE.vocabulary, (1, tiny.SEQUENCE)).astype(np.int32)
-    tail = tiny.SEQUENCE - used
-    packed = {
-        "tokens": tokens,
-        "targets": targets,
-        "segment_ids": np.repeat([1, 2, 3, 4, 0], [*lengths, tail])[None].astype(np.int32),
-        "positions": np.concatenate([np.arange(n) for n in [*lengths, tail]])[None].astype(np.int32),
-        "loss_mask": (np.arange(tiny.SEQUENCE) < used)[None].astype(np.float32),
+    starts = np.cumsum([0, *lengths[:-1]])
+    batch = {
+        name: np.zeros((1 + len(lengths), tiny.SEQUENCE), np.int32)
+        for name in ("tokens", "targets", "segment_ids", "positions")
     }
-    together = logits(bound, params, packed)
-    together_grad = gradient(bound, params, packed)
-    alone_grad, start = jax.tree.map(jnp.zeros_like, params), 0
-    for length in lengths:
-        cut = {name: value[:, start : start + length] for name, value in packed.items()}
-        cut["segment_ids"] = np.ones_like(cut["segment_ids"])
-        np.testing.assert_allclose(together[:, start : start + length], logits(bound, params, cut), atol=2e-5)
-        alone_grad = jax.tree.map(jnp.add, alone_grad, gradient(bound, params, cut))
-        start += length
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), together_grad, alone_grad
-    )
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True), 1):
+        for name, values in {
+            "tokens": draw.integers(0, tiny.SHAPE.vocabulary, length),
+            "targets": draw.integers(0, tiny.SHAPE.vocabulary, length),
+            "segment_ids": row,
+            "positions": np.arange(length),
+        }.items():
+            batch[name][0, start : start + length] = batch[name][row, :length] = values
+    used = (batch["segment_ids"] > 0).astype(np.float32)
+    first = np.arange(len(used))[:, None] == 0
+    together, packed = logits_and_gradient(bound, params, batch | {"loss_mask": used * first})
+    apart, alone = logits_and_gradient(bound, params, batch | {"loss_mask": used * ~first})
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True), 1):
+        np.testing.assert_allclose(together[0, start : start + length], apart[row, :length], atol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), packed, alone)
 
 
 @pytest.mark.parametrize("policy", ["full", *KEPT])
 def test_rematerialisation_changes_no_gradient(policy):
     plain, other = model(), model(policy)
     params, batch = plain.init(jax.random.key(0)), tiny.batch(0)
-    one, two = gradient(plain, params, batch), gradient(other, params, batch)
+    one, two = (logits_and_gradient(bound, params, batch)[1] for bound in (plain, other))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), one, two)
 
 
@@ -126,7 +121,8 @@ def test_rematerialisation_changes_no_gradient(policy):
 def test_policies_keep_what_they_name(policy):
     """A name that no layer gives would silently keep nothing."""
     bound = model()
-    text = str(jax.make_jaxpr(lambda p: bound.hidden(p, tiny.batch(0), 8))(bound.init(jax.random.key(0))))
+    params = jax.eval_shape(bound.init, jax.random.key(0))
+    text = str(jax.make_jaxpr(lambda params: bound.hidden(params, tiny.batch(0), 8))(params))
     # The statistics are the GPU kernel's alone, float8 is that of float8 matmuls (test_fp8.py).
     given = set(KEPT[policy]) - {"attention_statistics", "float8"}
     assert all(f"name[name={name}]" in text for name in given)
@@ -228,7 +224,8 @@ def first_loss(path) -> tuple[float, float]:
         "positions": np.arange(64, dtype=np.int32)[None],
         "loss_mask": np.ones((1, 64), np.float32),
     }
-    return float(jax.jit(lambda p: loss(bound, p, batch))(params)) / 64, math.log(shape.vocabulary)
+    total = jax.jit(lambda params: loss_and_logits(params, bound, batch)[0])(params)
+    return float(total) / 64, math.log(shape.vocabulary)
 
 
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))

@@ -1,0 +1,32 @@
+"""Cases of a test, most of them slow: `from cases import slow_but_for`."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+
+def slow_but_for(*fast: str, **axes: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Returns the `parametrize` of every combination of named values; those with an id in `fast` are fast.
+
+    slow_but_for("ring-4", name={"ring": "ring"}, t={"2": 2, "4": 4}) makes `ring-2` slow and `ring-4` fast.
+    """
+    combinations = {
+        "-".join(names): values
+        for names, values in (
+            zip(*combination, strict=True)
+            for combination in itertools.product(*(axis.items() for axis in axes.values()))
+        )
+    }
+    assert combinations.keys() >= set(fast), f"no such cases: {set(fast) - combinations.keys()}"
+    cases = [
+        pytest.param(*values, id=name, marks=() if name in fast else pytest.mark.slow)
+        for name, values in combinations.items()
+    ]
+    return pytest.mark.parametrize(",".join(axes), cases)
+
+
+def named(*values: Any) -> dict[str, Any]:
+    """Returns {str(value): value}."""
+    return {str(value): value for value in values}
