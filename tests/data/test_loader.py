@@ -4,6 +4,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from corpus import sides
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.data.batch import check_batch
@@ -105,6 +106,23 @@ def test_held_out_batches(data):
     available = sum(packing.rows for _, packing in data.held_out)
     everything = data.held_out_batches(total_rows=10**6, rows=8)
     assert sum(batch["segment_ids"].any(axis=1).sum() for batch in everything) == available
+
+
+def test_each_split_holds_its_own_documents(data, shared):
+    """What is trained on is not what is evaluated on: counted by token, as rows cut documents anywhere."""
+    for number, (source, expected) in enumerate(sides(shared[0].parent).items()):
+        rows = data.train[number][1].rows
+        only = ((0, Mixing.plain({source: 1.0})),)
+        made = {
+            "train": batches(data, schedule=only, rows=1, steps=rows),
+            "held_out": data.held_out_batches(total_rows=10**6, rows=8),
+        }
+        for split, texts in expected.items():
+            ids = np.concatenate(data.prepared.tokenizer.encode(texts))
+            tokens = np.concatenate(
+                [b["tokens"][(b["segment_ids"] > 0) & (b["source"] == number)] for b in made[split]]
+            )
+            assert (np.bincount(tokens, minlength=300) == np.bincount(ids, minlength=300)).all(), split
 
 
 def test_global_arrays_and_the_rows_of_a_process():
