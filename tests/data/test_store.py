@@ -102,9 +102,11 @@ def test_the_bad_block_of_many(tmp_path, monkeypatch):
     content[64 * 7 + 3] ^= 255
     (tmp_path / "train-00000.tokens").write_bytes(content)
     opened = store.TokenStore(tmp_path)
-    assert (opened.train.read(0, 200) == ids[:200]).all()
-    with pytest.raises(InputError, match=r"block 7 \(bytes 448 to 511\)"):
-        opened.verify()
+    for start, stop in ((0, 224), (256, 1000)):  # the 32 tokens between are those of the bad block
+        assert (opened.train.read(start, stop) == ids[start:stop]).all()
+    for read in (opened.verify, lambda: opened.train.read(255, 256), lambda: opened.train.read(0, 225)):
+        with pytest.raises(InputError, match=r"block 7 \(bytes 448 to 511\)"):
+            read()
 
 
 @pytest.fixture(scope="module")

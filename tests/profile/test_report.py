@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import html
 import itertools
+import json
 import re
 from html.parser import HTMLParser
 
@@ -192,6 +193,24 @@ def test_no_name_can_break_the_page():
         *("memory.categories", "memory.buffers.scope", "memory.buffers.source", "memory.buffers.category"),
         *("lint.rule", "lint.scope", "lint.text", "advice.key", "advice.value", "advice.text"),
     }
+
+
+def test_charts_carry_what_they_show():
+    """What the page's script reads: JSON within attributes."""
+    ledger, charts = full(), []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tag == "svg" and charts.append(dict(attributes))
+    parser.feed(report(ledger, sample.config()))
+    strips = [chart for chart in charts if chart["class"] == "strip"]
+    for device, chart in zip(ledger.devices, strips, strict=True):
+        assert json.loads(chart["data-spans"]) == [[round(a, 7), round(b, 7), c] for a, b, c in device.strip]
+        used = {line for *_, line in device.strip}
+        assert json.loads(chart["data-names"]) == {line: TITLES[line][0] for line in used}
+    drawn = [json.loads(chart["data-points"]) for chart in charts if chart["class"] == "series"]
+    clock, memory = ledger.clock, ledger.memory
+    curve = [(at, count / 1e9) for at, count in memory.curve]
+    expected = [[[round(a, 6), round(b, 3)] for a, b in plot] for plot in (clock.samples, clock.power, curve)]
+    assert drawn == expected
 
 
 def test_units_suit_the_step():
