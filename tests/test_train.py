@@ -138,14 +138,19 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(place, whole, n
 
 
 def test_a_second_signal_exits_at_once(place, whole):
+    """Whatever is not saved then is lost: after the first signal alone the run would save and end with 0."""
     process = place.start("twice")
     place.wait_for_step(process, "twice", 6)
     process.send_signal(signal.SIGSTOP)  # so that both signals are there when it looks
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGCONT)
-    process.communicate(timeout=60)
-    assert process.returncode in (0, 130)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert output.count("stopping after this step; again to exit at once") == 1
+    assert "stopped after step" not in output
+    assert all(step % 5 == 0 for step in place.checkpoints("twice")), "it saved where it was stopped"
+    assert place.metrics("twice")[-1]["step"] < 40
     place.run("twice")
     assert place.losses("twice") == place.losses("whole")
 

@@ -1,5 +1,6 @@
-"""A small corpus of two kinds of real files, and its mix: `from corpus import write_corpus`."""
+"""A small corpus of two kinds of real files, and its mix: `from corpus import sides, write_corpus`."""
 
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -37,3 +38,21 @@ def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> None:
         (folder / "text" / f"{number}.txt").write_text(sentences(draw, draw.randint(1, 30)))
     records = ({"text": sentences(draw, draw.randint(1, 10)), "id": number} for number in range(documents))
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def sides(folder: Path, share: float = 0.2) -> dict[str, dict[str, list[str]]]:
+    """Returns {source: {split: texts}} of such a corpus by docs/data.md's rule, and by no code of jaxthru's:
+    the hash decides, of a text file for text, of a record's text for jsonl."""
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    texts = {
+        "books": [path.read_bytes().decode() for path in (folder / "text").glob("*.txt")],
+        "notes": [json.loads(line)["text"] for line in lines],
+    }
+    found = {}
+    for source, documents in texts.items():
+        found[source] = {"train": [], "held_out": []}
+        for text in documents:
+            last = hashlib.sha256(text.encode()).digest()[-8:]  # the first bytes order the files
+            split = "held_out" if int.from_bytes(last, "big") / 2**64 < share else "train"
+            found[source][split].append(text)
+    return found

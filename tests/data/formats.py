@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import tarfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,13 @@ def compress(suffix: str, content: bytes) -> bytes:
         library = pytest.importorskip("zstandard")
         return library.ZstdCompressor(write_checksum=True).compress(content)
     return gzip.compress(content, mtime=0) if suffix == ".gz" else content
+
+
+def decompressed(suffix: str, content: bytes) -> bytes:
+    """Returns all that the library gives of compressed content, which may be cut off."""
+    if suffix == ".zst":
+        return pytest.importorskip("zstandard").ZstdDecompressor().decompressobj().decompress(content)
+    return zlib.decompressobj(wbits=31).decompress(content)
 
 
 def archive(members: list[tuple[str, bytes] | tarfile.TarInfo]) -> bytes:

@@ -4,6 +4,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from corpus import sides
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.data.batch import check_batch
@@ -105,6 +106,54 @@ def test_held_out_batches(data):
     available = sum(packing.rows for _, packing in data.held_out)
     everything = data.held_out_batches(total_rows=10**6, rows=8)
     assert sum(batch["segment_ids"].any(axis=1).sum() for batch in everything) == available
+
+
+def test_held_out_rows_are_spread_over_each_source(data):
+    """Not its first ones alone."""
+    some, every = (
+        [
+            (row[0], tokens.tobytes())
+            for batch in made
+            for row, tokens in zip(batch["source"], batch["tokens"], strict=True)
+        ]
+        for made in (data.held_out_batches(total_rows=n, rows=4) for n in (8, 10**6))
+    )
+    for source, (_, packing) in enumerate(data.held_out):
+        own = [tokens for number, tokens in every if number == source][: packing.rows]
+        places = [own.index(tokens) for number, tokens in some if number == source]
+        assert len(places) == 4 and places[0] == 0
+        assert np.abs(np.diff([*places, packing.rows]) - packing.rows / 4).max() <= 1
+
+
+@pytest.mark.parametrize("count", ["tokens", "documents"])
+def test_weights_are_shares_of_what_is_counted(data, shared, count):
+    """Of two equal weights, over enough steps; a row that is split is full, so that tokens are rows."""
+    tree = {"count": count, "sources": {name: {"weight": 1} for name in data.names}}
+    planner = data.planner(((0, Mixing.from_tree(tree)),), seed=0, rows=ROWS)
+    each = []  # of a row, on average
+    for (_, packing), texts in zip(data.train, sides(shared[0].parent).values(), strict=True):
+        tokens = sum(len(ids) for ids in data.prepared.tokenizer.encode(texts["train"]))
+        tokens = packing.rows * SEQUENCE if data.config.packing == "split" else tokens
+        each.append((tokens if count == "tokens" else len(texts["train"])) / packing.rows)
+    given = planner.timeline.taken(10_000) * each
+    assert given[0] / given[1] == pytest.approx(1, abs=1e-3)
+
+
+def test_each_split_holds_its_own_documents(data, shared):
+    """What is trained on is not what is evaluated on: counted by token, as rows cut documents anywhere."""
+    for number, (source, expected) in enumerate(sides(shared[0].parent).items()):
+        rows = data.train[number][1].rows
+        only = ((0, Mixing.plain({source: 1.0})),)
+        made = {
+            "train": batches(data, schedule=only, rows=1, steps=rows),
+            "held_out": data.held_out_batches(total_rows=10**6, rows=8),
+        }
+        for split, texts in expected.items():
+            ids = np.concatenate(data.prepared.tokenizer.encode(texts))
+            tokens = np.concatenate(
+                [b["tokens"][(b["segment_ids"] > 0) & (b["source"] == number)] for b in made[split]]
+            )
+            assert (np.bincount(tokens, minlength=300) == np.bincount(ids, minlength=300)).all(), split
 
 
 def test_global_arrays_and_the_rows_of_a_process():

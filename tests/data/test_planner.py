@@ -95,10 +95,38 @@ def test_a_schedule_change_affects_only_later_steps():
     assert all((plan.source == 0).all() for plan in later)
 
 
-def test_the_seed_decides():
-    available, schedule = {"a": 100, "b": 100}, ((0, {"a": 1, "b": 1}),)
-    one, two = (planner(available, schedule, seed).plan(3) for seed in (1, 2))
-    assert (one.source != two.source).any() or (one.row != two.row).any()
+def orders(seed):
+    """Returns which source gives each row of a few blocks, and the rows that each source gives, in turn."""
+    made = planner({"a": 100, "b": 100}, ((0, {"a": 1, "b": 1}),), seed, rows=128)
+    plans = [made.plan(step) for step in range(24)]
+    source, row = (np.concatenate([getattr(plan, name) for plan in plans]) for name in ("source", "row"))
+    return {"blocks": source.reshape(-1, 1024), "a": row[source == 0], "b": row[source == 1]}
+
+
+@pytest.mark.parametrize("what", ["blocks", "a", "b"])
+def test_the_seed_decides(what):
+    """Each order by itself: which source gives a row, and which of its rows every source gives."""
+    assert (orders(1)[what] != orders(2)[what]).any()
+
+
+def test_no_two_orders_are_one():
+    found = orders(1)
+    assert (found["a"][:100] != found["b"][:100]).any(), "of two sources of one size"
+    assert (found["a"][:100] != found["a"][100:200]).any(), "of two epochs"
+    assert (found["blocks"][0] != found["blocks"][1]).any(), "of two blocks"
+
+
+def test_no_two_phases_begin_alike():
+    alike = {"a": 1.0, "b": 1.0}
+    made = planner({"a": 100, "b": 100}, ((0, alike), (1, alike)), rows=1024)
+    assert (made.plan(0).source != made.plan(1).source).any()
+
+
+def test_the_plan_is_that_of_every_version():
+    """Runs are resumed by newer versions: with another plan some rows would come twice and others never."""
+    plan = planner({"b": 90, "a": 70}, ((0, {"b": 2, "a": 1}),), seed=7).plan(40)
+    assert plan.source.tolist() == [0, 0, 0, 1, 0, 0, 1, 0]
+    assert plan.row.tolist() == [83, 8, 5, 67, 21, 64, 49, 17]
 
 
 @pytest.mark.parametrize(

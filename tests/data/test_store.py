@@ -1,5 +1,4 @@
 import errno
-import hashlib
 import json
 import random
 import shutil
@@ -7,17 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
-from corpus import write_corpus
+from corpus import sides, write_corpus
 
-from jaxthru.data import store, writer
+from jaxthru.data import prepare, store, text_store, writer
+from jaxthru.data.constructor import Constructor
 from jaxthru.data.mix import load_mix
+from jaxthru.data.packing import pack
 from jaxthru.data.prepare import open_stores
-from jaxthru.data.readers import held_out
 from jaxthru.runtime.errors import InputError
 
 
@@ -38,17 +39,14 @@ def test_round_trip(mix, tmp_path, monkeypatch, shard_bytes):
     prepared = open_stores(load_mix(str(mix)), tmp_path / "store")
     opened, tokenizer = prepared.stores["books"], prepared.tokenizer
     assert (len(opened.manifest["shards"]) == 1) == (shard_bytes == 10**9)
-    texts = {path.read_text() for path in (tmp_path / "text").glob("*.txt")}
-    found = {}
-    for split in (opened.train, opened.held_out):
-        for ids in documents(split):
+    expected = sides(tmp_path)["books"]
+    assert len(expected["held_out"]) > 5
+    for split, texts in expected.items():
+        found = []
+        for ids in documents(getattr(opened, split)):
             assert ids[-1] == tokenizer.end_of_text and tokenizer.end_of_text not in ids[:-1]
-            found[tokenizer.decode(ids[:-1])] = split
-    assert found.keys() == texts
-    for path in (tmp_path / "text").glob("*.txt"):
-        side = held_out(hashlib.sha256(path.read_bytes()).hexdigest(), 0.2)
-        assert found[path.read_text()] is (opened.held_out if side else opened.train)
-    assert len(opened.held_out.ends) > 0
+            found.append(tokenizer.decode(ids[:-1]))
+        assert sorted(found) == sorted(texts), split
     whole = opened.train.read(0, opened.train.tokens)  # over the borders of shards
     assert whole.dtype == np.dtype("<u2") and (whole == np.concatenate(documents(opened.train))).all()
     opened.verify()
@@ -104,9 +102,76 @@ def test_the_bad_block_of_many(tmp_path, monkeypatch):
     content[64 * 7 + 3] ^= 255
     (tmp_path / "train-00000.tokens").write_bytes(content)
     opened = store.TokenStore(tmp_path)
-    assert (opened.train.read(0, 200) == ids[:200]).all()
-    with pytest.raises(InputError, match=r"block 7 \(bytes 448 to 511\)"):
-        opened.verify()
+    for start, stop in ((0, 224), (256, 1000)):  # the 32 tokens between are those of the bad block
+        assert (opened.train.read(start, stop) == ids[start:stop]).all()
+    for read in (opened.verify, lambda: opened.train.read(255, 256), lambda: opened.train.read(0, 225)):
+        with pytest.raises(InputError, match=r"block 7 \(bytes 448 to 511\)"):
+            read()
+
+
+@pytest.fixture(scope="module")
+def vast(tmp_path_factory):
+    """A store of a little more than 2^31 tokens, which takes no room: its shards are one file of zeros, and
+    at the end one of five documents."""
+    folder, each, shards = tmp_path_factory.mktemp("vast"), 2**28, 8
+    with (folder / "zeros").open("wb") as file:
+        file.truncate(2 * each)
+    for number in range(shards):
+        (folder / f"train-{number:05d}.tokens").symlink_to(folder / "zeros")
+        np.array([0, each - 10, each], "<i8").tofile(folder / f"train-{number:05d}.offsets")
+        for name in ("tokens", "offsets"):
+            (folder / f"held_out-{number:05d}.{name}").write_bytes(b"\0" * (8 if name == "offsets" else 0))
+    offsets = (folder / "train-00000.offsets").read_bytes()
+    held_out = {"documents": 0, "tokens": 0, "tokens_crc32": [], "offsets_crc32": zlib.crc32(b"\0" * 8)}
+    train = {
+        "documents": 2,
+        "tokens": each,
+        "tokens_crc32": [zlib.crc32(bytes(store.BLOCK))] * (2 * each // store.BLOCK),
+        "offsets_crc32": zlib.crc32(offsets),
+    }
+    records = [{"splits": {"train": train, "held_out": held_out}}] * shards
+    last = [np.arange(1, size, dtype="<u2") for size in (40_000, 4, 5, 6, 7)]
+    records.append(store.write_shard(folder, shards, {"train": last, "held_out": []}, {}))
+    store.write_manifest(folder, {"dtype": "<u2", "shards": records})
+    return store.TokenStore(folder).train, last
+
+
+def test_documents_end_beyond_what_32_bits_hold(vast):
+    split, last = vast
+    each = 2**28
+    expected = [end for number in range(8) for end in ((number + 1) * each - 10, (number + 1) * each)]
+    for document in last:
+        expected.append(expected[-1] + len(document))
+    assert split.ends.tolist() == expected and split.tokens == expected[-1] > 2**31
+    assert split.read(2**31 - 2, 2**31 + 3).tolist() == [0, 0, 1, 2, 3]
+    for document, end in zip(last, expected[-5:], strict=True):
+        assert split.read(end - len(document), end).tolist() == document.tolist()
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+def test_rows_beyond_what_32_bits_hold(vast, packing):
+    """From the packing, which cuts the first of the last documents, to the batch."""
+    split, last = vast
+    sequence = 2**15
+    packed = pack(split.ends, sequence, packing)
+    assert packed.length.sum() == split.tokens
+    row = np.searchsorted(packed.first, np.flatnonzero(packed.start + packed.length == split.tokens), "right")
+    batch = Constructor([(split, packed)], sequence).build(np.zeros(1, np.int64), row - 1)
+    tokens, segment = batch["tokens"][0], batch["segment_ids"][0]
+    segments = [tokens[segment == number].tolist() for number in range(1, segment.max() + 1)]
+    assert all(document.tolist() in segments for document in last[1:])
+
+
+def test_texts_end_beyond_what_32_bits_hold(tmp_path):
+    """Of a text store, which counts the tokens and does not hold them."""
+    parts = [text_store.Stretch(b"x", 2**26, number % 2 == 1) for number in range(40)]
+    record = text_store.write_shard(tmp_path, 0, {"train": parts, "held_out": []}, {})
+    store.write_manifest(tmp_path, {"kind": text_store.KIND, "shards": [record]})
+    split = text_store.TextStore(tmp_path).train
+    assert split.ends.tolist() == [2**27 * (number + 1) for number in range(20)]
+    assert split.tokens == record["splits"]["train"]["tokens"] == 40 * 2**26 > 2**31
+    asked = np.array([0, 39])
+    assert split.starts(asked).tolist() == [0, 39 * 2**26] and (split.lengths(asked) == 2**26).all()
 
 
 PREPARE = """
@@ -186,6 +251,40 @@ def test_a_special_token_in_the_text_is_text(mix, tmp_path):
     [ids] = prepared.tokenizer.encode([text])
     assert (ids == prepared.tokenizer.end_of_text).sum() == 1
     assert prepared.tokenizer.decode(ids[:-1]) == text
+
+
+@pytest.mark.parametrize("train_bytes", [None, 3000])
+def test_the_tokenizer_sees_training_text_alone(mix, tmp_path, monkeypatch, train_bytes):
+    """All of it, or an equal share of bytes from each source."""
+    if train_bytes:
+        mix.write_text(mix.read_text().replace("[tokenizer]", f"[tokenizer]\ntrain_bytes = {train_bytes}"))
+    seen, train = [], prepare.train
+
+    def noted(texts, *where):
+        train((seen.append(text) or text for text in texts), *where)
+
+    monkeypatch.setattr(prepare, "train", noted)
+    open_stores(load_mix(str(mix)), tmp_path / "store")
+    expected = sides(tmp_path)
+    training = {source: expected[source]["train"] for source in expected}
+    if not train_bytes:
+        assert sorted(seen) == sorted(text for texts in training.values() for text in texts)
+        return
+    for texts in training.values():
+        own = [text for text in seen if any(whole.startswith(text) for whole in texts)]
+        assert sum(len(text.encode()) for text in own) == train_bytes // 2
+    assert sum(len(text.encode()) for text in seen) == train_bytes
+
+
+def test_another_held_out_share_is_another_store(mix, tmp_path):
+    """Else a run would be evaluated on what it was trained on; a named tokenizer stays what it is."""
+    trained = open_stores(load_mix(str(mix)), tmp_path / "store").tokenizer
+    head, _, tail = mix.read_text().partition("[tokenizer]\nvocabulary = 300\n")
+    for share in (0.2, 0.5):
+        text = f'tokenizer = "{trained.path}"\n{head}{tail}'.replace("held_out = 0.2", f"held_out = {share}")
+        mix.write_text(text)
+        opened = open_stores(load_mix(str(mix)), tmp_path / "store").stores["books"]
+        assert len(opened.held_out.ends) == len(sides(tmp_path, share)["books"]["held_out"])
 
 
 def test_a_named_tokenizer(mix, tmp_path):

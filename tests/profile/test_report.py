@@ -1,8 +1,10 @@
 """report.html says what the ledger says, from one file, and looks right in a browser."""
 
 import dataclasses
+import functools
 import html
 import itertools
+import json
 import re
 from html.parser import HTMLParser
 
@@ -12,7 +14,7 @@ import sample
 
 from jaxthru.profile.advice import advise
 from jaxthru.profile.charts import series
-from jaxthru.profile.ledger import LINES, Ledger, Line, Matmul, Run, Window
+from jaxthru.profile.ledger import LINES, Advice, Ledger, Line, Matmul, Run, Window
 from jaxthru.profile.report import report
 from jaxthru.profile.sections import Unit
 from jaxthru.profile.waterfall import TITLES, figures, parts
@@ -145,12 +147,70 @@ def test_what_is_beyond_the_program_is_not_its_peak():
     assert text.words[at + 1 : at + 3] == ["57.30\N{NO-BREAK SPACE}GB", "93.6%"]
 
 
-def test_names_cannot_break_the_page():
-    ledger = full()
-    run = dataclasses.replace(ledger.run, config='<script>alert("x")</script>$title')
-    page = report(dataclasses.replace(ledger, run=run), sample.config())
-    assert "<script>alert" not in page
-    assert html.escape(run.config) in page
+PLANT = """<b>"'&</b><script>$title</script>"""
+
+
+def planted(value, plant: str, found: dict[str, str], at: str = ""):
+    """Returns a ledger with `plant` behind each of its names; `found` is told where each stands."""
+    again = functools.partial(planted, plant=plant, found=found)
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return type(value)(**{name: again(item, at=f"{at}.{name}") for name, item in fields.items()})
+    if isinstance(value, tuple):
+        return tuple(again(item, at=at) for item in value)
+    if isinstance(value, dict):
+        return {again(key, at=at): again(item, at=at) for key, item in value.items()}
+    own = value in LINES or (at == ".advice.key" and value.startswith("precision."))  # the report's own words
+    if not isinstance(value, str) or own:
+        return value
+    mark = f"{value}{plant}{len(found)}."
+    found[mark] = at.removeprefix(".")
+    return mark
+
+
+def structure(page: str) -> list[tuple[str, list[str]]]:
+    """Returns the elements of a page and the names of their attributes."""
+    found = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: found.append((tag, [name for name, _ in attributes]))
+    parser.feed(page)
+    return found
+
+
+def test_no_name_can_break_the_page():
+    """Whatever a trace, a program's text, a configuration or a host calls a thing, in the page it is text."""
+    ledger, config, found = full(), sample.config(), {}
+    many = tuple(dataclasses.replace(ledger.lint[0], scope=f"scope {number}") for number in range(2))
+    in_words = Advice("copies", "a key", "some words", 0.1, 0.2, "a `name` in code")
+    ledger = dataclasses.replace(ledger, lint=ledger.lint + many, advice=(*ledger.advice, in_words))
+    page = report(planted(ledger, PLANT, found), config)
+    harmless = report(planted(ledger, "name", {}), config)
+    assert structure(page) == structure(harmless)  # not one element or attribute more
+    assert {at for mark, at in found.items() if html.escape(mark) in page} == {
+        *("run.config", "run.device_kind", "run.versions", "clock.source", "clock.cap_reasons"),
+        *("scopes.layer", "scopes.phase", "kernels.name", "kernels.scope", "kernels.source"),
+        *("collectives.name", "collectives.kind", "collectives.last", "devices.device"),
+        *("memory.categories", "memory.buffers.scope", "memory.buffers.source", "memory.buffers.category"),
+        *("lint.rule", "lint.scope", "lint.text", "advice.key", "advice.value", "advice.text"),
+    }
+
+
+def test_charts_carry_what_they_show():
+    """What the page's script reads: JSON within attributes."""
+    ledger, charts = full(), []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tag == "svg" and charts.append(dict(attributes))
+    parser.feed(report(ledger, sample.config()))
+    strips = [chart for chart in charts if chart["class"] == "strip"]
+    for device, chart in zip(ledger.devices, strips, strict=True):
+        assert json.loads(chart["data-spans"]) == [[round(a, 7), round(b, 7), c] for a, b, c in device.strip]
+        used = {line for *_, line in device.strip}
+        assert json.loads(chart["data-names"]) == {line: TITLES[line][0] for line in used}
+    drawn = [json.loads(chart["data-points"]) for chart in charts if chart["class"] == "series"]
+    clock, memory = ledger.clock, ledger.memory
+    curve = [(at, count / 1e9) for at, count in memory.curve]
+    expected = [[[round(a, 6), round(b, 3)] for a, b in plot] for plot in (clock.samples, clock.power, curve)]
+    assert drawn == expected
 
 
 def test_units_suit_the_step():

@@ -6,11 +6,14 @@ PYTHONPATH=scripts/bench python -m peers.hugging_face [--float8 tensorwise] [--t
 import sys
 
 import harness
-import torch
-import torch.nn.functional as F
-from peers import torch_step
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+harness.need("torch", "transformers")
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from peers import torch_step  # noqa: E402
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 # Under torch.compile the model cannot see that no row is packed, and builds a whole [rows, T, T] mask, with
 # which attention is neither causal by kernel nor grouped. An attention without an entry for masks is given

@@ -8,11 +8,14 @@ logits of a micro-batch at once), attention is cuDNN's causal kernel, and the ma
 import argparse
 
 import harness
-import torch
-import torch.nn.functional as F
-from peers import hugging_face, torch_step
-from torch import distributed, nn
-from torch.utils.checkpoint import checkpoint
+
+harness.need("torch", "transformers")
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from peers import hugging_face, torch_step  # noqa: E402
+from torch import distributed, nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 CHUNKS = 8  # of the loss, if it is not compiled
 

@@ -14,8 +14,11 @@ from collections.abc import Iterator
 
 import harness
 import numpy as np
-import torch
-from torch import nn
+
+harness.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
 
 
 def parser(description: str, compile_by: str) -> argparse.ArgumentParser:

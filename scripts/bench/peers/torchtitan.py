@@ -9,13 +9,16 @@ autocast over float32 weights. Written for torchtitan 0.2.2, which goes with tor
 import sys
 
 import harness
-import torch
-from peers import torch_step
-from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.config.job_config import Compile
-from torchtitan.models.llama3.infra.parallelize import apply_compile
-from torchtitan.models.llama3.model.args import TransformerModelArgs
-from torchtitan.models.llama3.model.model import Transformer
+
+harness.need("torch", "torchtitan")
+
+import torch  # noqa: E402
+from peers import torch_step  # noqa: E402
+from torchtitan.components.loss import cross_entropy_loss  # noqa: E402
+from torchtitan.config.job_config import Compile  # noqa: E402
+from torchtitan.models.llama3.infra.parallelize import apply_compile  # noqa: E402
+from torchtitan.models.llama3.model.args import TransformerModelArgs  # noqa: E402
+from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
 
 
 def build(arguments) -> Transformer:
