@@ -57,8 +57,7 @@ class Tiny:
     def fresh(self) -> dict:
         """Returns a first state that a step may take over."""
         state = first_state(self.step.objective.model.config, self.step.optimizer.config)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        return jax.device_put(state, shardings, may_alias=False)
+        return jax.tree.map(lambda leaf, to: jax.device_put(np.array(leaf), to.sharding), state, self.abstract)
 
     def losses(self, steps: int) -> list[float]:
         state, losses = self.fresh(), []

@@ -18,7 +18,7 @@ from jaxthru.runtime.sharding import Layout
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 TOKENS, EMBED, HEADS, HEAD_DIM, MLP = 256, 64, 4, 16, 128
-MESHES = {"data=8": (8, 1, 1), "fsdp=8": (1, 8, 1), "tensor=2 fsdp=4": (1, 4, 2), "2 of each": (2, 2, 2)}
+MESHES = {"data=2": (2, 1, 1), "fsdp=4": (1, 4, 1), "tensor=2 fsdp=2": (1, 2, 2)}
 
 
 class Weight:
@@ -208,10 +208,9 @@ def test_every_mesh_gives_one_device_s_numbers(mesh):
         assert distance(one, other) < 1e-5
 
 
-@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=["fsdp=8", "2 of each"])
-def test_a_sharded_model_learns_alike(mesh):
+def test_a_sharded_model_learns_alike():
     """Rounding to float8 makes large differences of some tiny ones, so only the first loss is equal."""
-    losses, alone = tiny.make(mesh, float8=True).losses(8), tiny.make(float8=True).losses(8)
+    losses, alone = tiny.make((1, 2, 2), float8=True).losses(8), tiny.make(float8=True).losses(8)
     assert losses[0] == pytest.approx(alone[0], abs=1e-4)
     np.testing.assert_allclose(losses, alone, rtol=5e-3)
 
@@ -252,12 +251,7 @@ def test_scan_and_unroll_agree():
 @pytest.mark.parametrize("policy", ["full", *KEPT])
 def test_rematerialisation_changes_no_gradient(policy):
     plain, other = tiny.make(float8=True), tiny.make(float8=True, remat=policy)
-    gradients = [
-        jax.jit(jax.grad(lambda p, made=made: made.step.objective(p, tiny.batch(0), jnp.float32(1))[0]))(
-            plain.state["params"]
-        )
-        for made in (plain, other)
-    ]
+    gradients = [made.gradients(plain.state["params"], plain.batch(0))[1] for made in (plain, other)]
     whole = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in gradients]
     assert distance(*whole) < 1e-3
 

@@ -31,6 +31,7 @@ FAMILY = {
 }
 
 
+@functools.cache  # so that what is compiled for one is found by the next test
 def model(policy: str = "none", **shape):
     layout = Layout(make_mesh(MeshConfig(), jax.devices()[:1]))
     return bind(dataclasses.replace(tiny.SHAPE, **shape), Ops(layout, jnp.dtype(jnp.float32)), policy)

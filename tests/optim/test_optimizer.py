@@ -117,6 +117,10 @@ def test_muon_keeps_one_momentum_and_trains():
     slots = optimizer.init(small.init(0))[1]["slots"]
     assert {name for name, slot in slots["nu"].items() if slot is None} == {"up", "down"}
     assert small.final_loss(learning_rate=1e-3, name="muon") < 3.0, "it starts at 4.4"
+
+
+@pytest.mark.slow
+def test_muon_in_8_bits_ends_where_float32_does():
     narrow = small.final_loss(learning_rate=1e-3, name="muon", state="split_master_int8")
     assert narrow == pytest.approx(small.final_loss(learning_rate=1e-3, name="muon"), rel=5e-3)
 

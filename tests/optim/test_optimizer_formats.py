@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from cases import named, slow_but_for
 
 from jaxthru.optim.formats import FORMATS, rounding_key
 from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
@@ -85,13 +86,14 @@ def test_keys_differ_by_part_and_update():
     assert len(keys) == 64
 
 
-@pytest.mark.parametrize("state", [name for name in FORMATS if name != "float32"])
+@slow_but_for("split_master_int8", state=named(*(name for name in FORMATS if name != "float32")))
 def test_a_thousand_steps_end_where_float32_does(state):
     exact = small.final_loss(learning_rate=RATE)
     assert exact < 3.0, "the model learns too little to tell formats apart; it starts at 4.4"
     assert small.final_loss(learning_rate=RATE, state=state) == pytest.approx(exact, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_would_not(monkeypatch):
     """The test above can fail: small updates are lost where rounding is not stochastic."""
     monkeypatch.setattr(reference, "round_stochastically", lambda x, key: x.astype(jnp.bfloat16))
@@ -100,7 +102,7 @@ def test_rounding_to_nearest_would_not(monkeypatch):
 
 
 def test_a_split_master_is_a_float32_master_to_the_bit():
-    """1,000 steps: both forward passes see the master rounded to bfloat16, in the one program's weights and
+    """200 steps: both forward passes see the master rounded to bfloat16, in the one program's weights and
     in the other's rounded ones."""
     schedule = make_schedule(OptimConfig(learning_rate=RATE), small.STEPS)
     matrices = small.MATRICES
@@ -118,7 +120,7 @@ def test_a_split_master_is_a_float32_master_to_the_bit():
         optimizer = Optimizer(OptimConfig(learning_rate=RATE, state=state), matrices)
         update = jax.jit(functools.partial(small.update, optimizer, schedule))
         weights, opt_state = optimizer.init(small.init(0))
-        for index in range(small.STEPS):
+        for index in range(200):
             weights, opt_state = update(gradients(forward(weights), index), weights, opt_state)
         finals.append((weights, opt_state))
     (exact, exact_state), (weights, opt_state) = finals

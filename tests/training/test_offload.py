@@ -47,12 +47,9 @@ def test_refuses(settings, message):
         OffloadConfig("optimizer", **settings)
 
 
-SHAPE = {"loop": "unroll", "remat": "attention", "layers": 5}
-
-
-def make(state: str = "split_master_int8", clip_rule: str = "exact") -> tiny.Tiny:
+def make(state: str = "split_master_int8", clip_rule: str = "exact", layers: int = 2) -> tiny.Tiny:
     optim = dataclasses.replace(tiny.OPTIM, state=state, clip_rule=clip_rule)
-    return tiny.make(optim=optim, **SHAPE)
+    return tiny.make(optim=optim, loop="unroll", remat="attention", layers=layers)
 
 
 def leaves_by_part(state: dict) -> list[tuple[list, list]]:
@@ -131,7 +128,7 @@ def test_no_more_than_a_few_parts_are_ever_on_the_device():
     """Counted whenever a program is dispatched; the clip rule keeps no gradients."""
     most = AHEAD + 3
     config = OffloadConfig("parameters", activations="inputs", staging_gib=0.0)
-    whole = make(clip_rule="previous")
+    whole = make(clip_rule="previous", layers=5)
     compiled, state = tiny.layered(whole, config)
     layer = (
         parts(whole.state["params"])[LAYERS],

@@ -8,24 +8,30 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from cases import named, slow_but_for
 
 MESHES = {
-    "data=8": (8, 1, 1),
-    "fsdp=8": (1, 8, 1),
+    "data=2": (2, 1, 1),
+    "fsdp=4": (1, 4, 1),
     "tensor=2": (1, 1, 2),
-    "tensor=2 fsdp=4": (1, 4, 2),
+    "tensor=2 fsdp=2": (1, 2, 2),
     "data=2 fsdp=2 tensor=2": (2, 2, 2),
 }
-SHAPES = {"fsdp=8": {"loop": "unroll"}}
+SLOW = {"data=2 fsdp=2 tensor=2"}  # eight devices on two cores
+SHAPES = {"fsdp=4": {"loop": "unroll"}}
 PLAIN = "reference"  # collective matmuls whose collectives can be told from the program
 
 
 @pytest.fixture(scope="module")
 def single_device():
-    return tiny.make().losses(20)
+    return tiny.make().losses(10)
 
 
-@pytest.fixture(scope="module", params=MESHES, ids=lambda name: name.replace(" ", ","))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MESHES],
+    ids=lambda name: name.replace(" ", ","),
+)
 def sharded(request):
     settings = SHAPES.get(request.param, {})
     return request.param, tiny.make(MESHES[request.param], collective_matmul=PLAIN, **settings)
@@ -33,24 +39,24 @@ def sharded(request):
 
 def test_losses_equal_the_single_device(sharded, single_device):
     _, made = sharded
-    losses = made.losses(20)
+    losses = made.losses(10)
     assert losses[-1] < losses[0] - 0.05, "the model learns nothing, so that equal losses prove nothing"
     np.testing.assert_allclose(losses, single_device, atol=1e-4, rtol=0)
 
 
 def test_losses_of_four_devices_along_tensor():
     shape = {"heads": 8, "kv_heads": 4, "loop": "unroll", "remat": "projections"}
-    losses = tiny.make((1, 2, 4), **shape).losses(20)
-    np.testing.assert_allclose(losses, tiny.make(**shape).losses(20), atol=1e-4, rtol=0)
+    losses = tiny.make((1, 1, 4), **shape).losses(5)
+    np.testing.assert_allclose(losses, tiny.make(**shape).losses(5), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("collective_matmul", ["none", "ring", "ring_bidirectional", "auto"])
 def test_whatever_moves_the_tokens(collective_matmul, single_device):
-    made = tiny.make((2, 2, 2), collective_matmul=collective_matmul)
+    made = tiny.make((1, 2, 2), collective_matmul=collective_matmul)
     np.testing.assert_allclose(made.losses(5), single_device[:5], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 2, 4), (2, 2, 2)], ids=str)
+@slow_but_for("(1, 2, 2)", mesh=named((1, 2, 2), (1, 2, 4), (2, 2, 2)))
 def test_each_gradient_equals_the_single_device_s(mesh):
     """Among them those of the norms' scales, of which each device along `tensor` sees only its tokens."""
 
@@ -112,7 +118,7 @@ def test_what_moves_over_tensor_and_over_fsdp():
     either pass, the output matrix for the first alone, and its gradient scattered; of the embedding only the
     tokens' numbers are gathered, and what was looked up, and its gradient, changes places."""
     layers, matrices = tiny.SHAPE.layers, 7
-    made = tiny.make((2, 2, 2), loop="unroll", remat="projections", collective_matmul=PLAIN)
+    made = tiny.make((1, 2, 2), loop="unroll", remat="projections", collective_matmul=PLAIN)
     found = collections.Counter(
         (kind, *axes_of(groups))
         for kind, shape, groups in collectives(made.compiled.as_text())
@@ -127,7 +133,7 @@ def test_what_moves_over_tensor_and_over_fsdp():
     }
 
 
-@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
+@slow_but_for("(1, 2, 2)", mesh=named((1, 2, 2), (1, 8, 1), (2, 2, 2)))
 def test_parameters_that_are_copied(mesh, single_device):
     made = tiny.make(mesh, ops=("copies",), collective_matmul=PLAIN, loop="unroll", remat="projections")
     np.testing.assert_allclose(made.losses(5), single_device[:5], atol=1e-4, rtol=0)
@@ -141,9 +147,13 @@ def test_parameters_that_are_copied(mesh, single_device):
     assert found[("reduce-scatter", "fsdp")] == 0
 
 
-@pytest.mark.parametrize("ops", [("keep_parameters",), ("keep_parameters", "copies")], ids="-".join)
-@pytest.mark.parametrize("loop", ["scan", "unroll"])
-@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)], ids=str)
+@slow_but_for(
+    "(1, 2, 2)-scan-kept",
+    "(1, 2, 2)-unroll-kept+copies",
+    mesh=named((1, 2, 2), (1, 8, 1), (2, 2, 2)),
+    loop=named("scan", "unroll"),
+    ops={"kept": ("keep_parameters",), "kept+copies": ("keep_parameters", "copies")},
+)
 def test_parameters_that_are_kept(mesh, loop, ops, single_device):
     """They are gathered once; what each policy computes again, it computes from them."""
     made = tiny.make(mesh, ops=ops, collective_matmul=PLAIN, loop=loop, remat="full")
@@ -185,7 +195,7 @@ def test_collectives_are_recognised():
 
 
 def test_tied_embeddings_shard_over_tensor():
-    tied = tiny.make((1, 4, 2), tied_embeddings=True)
+    tied = tiny.make((1, 2, 2), tied_embeddings=True)
     np.testing.assert_allclose(tied.losses(5), tiny.make(tied_embeddings=True).losses(5), atol=1e-4, rtol=0)
     assert {kind for kind, _, _ in collectives(tied.compiled.as_text())} <= {
         *("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
