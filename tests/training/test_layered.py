@@ -83,6 +83,17 @@ def test_a_bad_batch_changes_nothing_and_is_counted(level):
     state, metrics = compiled(state, whole.batch(1))
     assert np.isfinite(metrics["loss"])
     assert int(state["skipped"]) == 1 and int(state["skipped_in_a_row"]) == 0
+    # Logits of 0 × 1e30: the loss is that of guessing, the gradient of the 0 has no finite norm.
+    state = compiled.settled(state)
+    head = state["params"]["head"]
+    head["norm"]["scale"], head["matrix"] = head["norm"]["scale"] * 0, head["matrix"] * 1e30
+    before = jax.tree.map(np.array, state)
+    state, metrics = compiled(state, whole.batch(2))
+    state = compiled.settled(state)
+    assert np.isfinite(metrics["loss"]) and not np.isfinite(metrics["grad_norm"])
+    for name in ("params", "opt_state", "grad_norm"):
+        jax.tree.map(np.testing.assert_array_equal, before[name], state[name])
+    assert int(state["skipped"]) == 2 and int(metrics["skipped_in_a_row"]) == 1
 
 
 def test_evaluation_reads_weights_from_where_they_live():
