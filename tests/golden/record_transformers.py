@@ -2,8 +2,8 @@
 
     python tests/golden/record_transformers.py [NAME ...]
 
-needs numpy, torch and transformers, and neither JAX nor jaxthru: what it records is a reference that shares no
-code with them. It writes transformers_<name>.npz beside itself, which tests/models/test_transformers.py reads.
+needs numpy, torch and transformers, and neither JAX nor jaxthru: what it records is a reference that shares
+no code with them. It writes transformers_<name>.npz beside itself, for tests/models/test_transformers.py.
 Versions and settings stand in each file under `about`, as JSON.
 
 An array is named after the parameter in transformers: `weight/<name>` (float16: the values used are no finer)
@@ -29,7 +29,7 @@ COMMON = {
 }
 # Embeddings are small, so that the first norms feel their epsilon. `rows` of `sequence` tokens.
 MODELS = {
-    # Rows past 256 positions, where bfloat16 has no odd numbers, and past the length that scaling starts from.
+    # Past 256 positions, where bfloat16 has no odd numbers, and past the length that scaling starts from.
     "llama3": {
         "family": "Llama",
         "rows": 1,

@@ -104,7 +104,7 @@ def test_agrees_with_reference(implementation, shape, dtype):
 
 
 def test_scores_and_softmax_are_float32():
-    """Scores of some tens: rounded to bfloat16 they would be wrong by up to an eighth, and weights with them."""
+    """Scores of some tens: in bfloat16 they, and the weights made of them, would be an eighth wrong."""
     shape = CPU["odd_length"]
     q, k, v, do, ids = draw(np.random.default_rng(fresh_seed()), shape, jnp.bfloat16)
     given = 8 * q, k, v, do, find_segments(ids, shape.max_segments)

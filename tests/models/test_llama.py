@@ -206,8 +206,8 @@ def test_rotary_angles_are_those_of_float64(scaled):
 
 
 def assert_rounded_once(found, exact):
-    """Fails unless bfloat16 values are those nearest to float64 ones: arithmetic that rounds to bfloat16 on the
-    way misses a quarter of them or more, in float32 it misses some of those halfway between two."""
+    """Fails unless bfloat16 values are those nearest to float64 ones: arithmetic that rounds to bfloat16 on
+    the way misses a tenth of them or more, in float32 it misses some of those halfway between two."""
     assert found.dtype == jnp.bfloat16
     assert np.mean(np.asarray(found) == exact.astype(jnp.bfloat16)) > 0.99
 

@@ -86,7 +86,8 @@ def test_8_bit_adamw_is_that_of_the_books(state):
     def wide(weights, slots):
         remainder = slots["remainder"]["w"]
         master = weights["w"] if remainder is None else join(weights["w"], remainder)
-        return [np.asarray(x, np.float64) for x in (master, decode(slots["mu"]["w"]), decode(slots["nu"]["w"]))]
+        moments = (decode(slots[name]["w"]) for name in ("mu", "nu"))
+        return [np.asarray(x, np.float64) for x in (master, *moments)]
 
     for count in range(2):
         gradient = small.init(1 + count)["up"]
@@ -95,9 +96,7 @@ def test_8_bit_adamw_is_that_of_the_books(state):
         mu, nu = (old + (1 - b) * (new - old) for b, old, new in ((0.8, mu, g), (0.97, nu, g**2)))
         direction = mu / (1 - 0.8 ** (count + 1)) / (np.sqrt(nu / (1 - 0.97 ** (count + 1))) + 1e-3)
         changed = {"count": jnp.int32(count), "clip_scale": jnp.float32(1.7)}
-        weights, slots = optimizer.update(
-            {"w": gradient}, weights, slots, **arguments(optimizer, **changed)
-        )
+        weights, slots = optimizer.update({"w": gradient}, weights, slots, **arguments(optimizer, **changed))
         after, *_ = wide(weights, slots)
         # How far, not where to: without its decay of 0.2 a weight moves a few hundredths less far.
         np.testing.assert_allclose(after - before, -1e-2 * (direction + 0.2 * before), rtol=1e-4, atol=1e-7)
