@@ -36,6 +36,7 @@ from pallas_kernels.testing import (
 needs_hopper = pytest.mark.skipif(not has_gpu((9, 0)), reason="needs a Hopper GPU")
 CASES = [
     *(pytest.param("xla", CPU[name], jnp.float32, id=f"xla-{name}") for name in CPU),
+    pytest.param("xla", CPU["odd_length"], jnp.bfloat16, id="xla-odd_length-bfloat16"),
     *(
         pytest.param(
             implementation,
@@ -100,6 +101,15 @@ def test_agrees_with_reference(implementation, shape, dtype):
     assert {x.dtype for x in found.values()} == {jnp.dtype(dtype)}
     tolerance = CPU_TOLERANCE if dtype == jnp.float32 else GPU_TOLERANCE
     assert_close(found, expected(q, k, v, do, segments), tolerance)
+
+
+def test_scores_and_softmax_are_float32():
+    """Scores of some tens: in bfloat16 they, and the weights made of them, would be an eighth wrong."""
+    shape = CPU["odd_length"]
+    q, k, v, do, ids = draw(np.random.default_rng(fresh_seed()), shape, jnp.bfloat16)
+    given = 8 * q, k, v, do, find_segments(ids, shape.max_segments)
+    function = functools.partial(attention, implementation="xla")
+    assert_close(values_and_gradients(function, *given), expected(*given), GPU_TOLERANCE)
 
 
 @pytest.mark.gpu

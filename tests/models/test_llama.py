@@ -15,7 +15,7 @@ from flax import nnx
 from jaxthru import config as configuration
 from jaxthru.models import flops
 from jaxthru.models.bind import bind
-from jaxthru.models.layers import rotary_angles, rotate
+from jaxthru.models.layers import RMSNorm, rotary_angles, rotate
 from jaxthru.models.llama import ModelConfig, RopeScaling
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import KEPT
@@ -178,6 +178,55 @@ def test_rope_scaling_stretches_long_wavelengths_alone():
     assert between.any()
     assert (angle[scaled][between] < angle[plain][between]).all()
     assert (angle[scaled][between] > angle[plain][between] / 8).all()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rotary_angles_are_those_of_float64(scaled):
+    """By the definition, frequency by frequency; bfloat16 would miss every odd position beyond 256."""
+    factor, low, high, original = 8.0, 1.0, 4.0, 128
+    scaling = RopeScaling(factor, low, high, original) if scaled else None
+    positions = np.asarray([[0, 1, 2, 255, 257, 511, 701]], np.int32)
+    frequencies = []
+    for pair in range(8):
+        frequency = 1e4 ** (-2 * pair / 16)
+        wavelength = 2 * math.pi / frequency
+        if scaled and wavelength > original / low:
+            frequency /= factor
+        elif scaled and wavelength > original / high:
+            kept = (original / wavelength - low) / (high - low)
+            frequency *= kept + (1 - kept) / factor
+        frequencies.append(frequency)
+    angle = positions[..., None] * np.asarray(frequencies)
+    found = rotary_angles(positions, ModelConfig(head_dim=16, rope_theta=1e4, rope_scaling=scaling))
+    assert {part.dtype for part in found} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(found, [np.cos(angle), np.sin(angle)], rtol=0, atol=2e-4)
+
+
+def assert_rounded_once(found, exact):
+    """Fails unless bfloat16 values are those nearest to float64 ones: arithmetic that rounds to bfloat16 on
+    the way misses a tenth of them or more, in float32 it misses some of those halfway between two."""
+    assert found.dtype == jnp.bfloat16
+    assert np.mean(np.asarray(found) == exact.astype(jnp.bfloat16)) > 0.99
+
+
+def test_bfloat16_is_rotated_in_float32():
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.normal(size=(1, 64, 2, 32)), jnp.bfloat16)
+    angle = draw.uniform(0, 2 * np.pi, (1, 64, 16)).astype(np.float32)
+    found = rotate(x, (jnp.cos(angle), jnp.sin(angle)))
+    cos, sin = np.cos(angle, dtype=np.float64)[:, :, None], np.sin(angle, dtype=np.float64)[:, :, None]
+    first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    assert_rounded_once(found, np.concatenate([first * cos - second * sin, second * cos + first * sin], -1))
+
+
+def test_bfloat16_is_normed_in_float32():
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(0.01 * draw.normal(size=(64, 48)), jnp.bfloat16)
+    norm = RMSNorm(48, epsilon=1e-5)
+    norm.scale[...] = jnp.asarray(draw.uniform(0.5, 1.5, 48), jnp.float32)
+    exact = np.asarray(x, np.float64)
+    exact = exact / np.sqrt(np.mean(exact**2, -1, keepdims=True) + 1e-5) * np.asarray(norm.scale[...])
+    assert_rounded_once(norm(x), exact)
 
 
 PUBLISHED = {

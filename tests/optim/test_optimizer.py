@@ -7,9 +7,10 @@ import optax
 import pytest
 import small
 
-from jaxthru.optim.formats import FORMATS, rounding_key
+from jaxthru.optim.formats import FORMATS, decode, rounding_key
 from jaxthru.optim.optimizer import Linear, OptimConfig, Optimizer
 from jaxthru.runtime.errors import InputError
+from pallas_kernels.adamw_8bit import join
 
 
 def arguments(optimizer, matrices=None, **changed):
@@ -36,12 +37,16 @@ def assert_close(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-8), a, b)
 
 
+# None is a default, and epsilon is large enough to be felt.
+SETTINGS = {"learning_rate": 1e-2, "b1": 0.8, "b2": 0.97, "epsilon": 1e-3, "weight_decay": 0.2}
+
+
 def test_float32_adamw_is_that_of_optax():
-    config = OptimConfig(learning_rate=1e-2)
+    config = OptimConfig(**SETTINGS)
     chain = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(
-            1e-2,
+            config.learning_rate,
             config.b1,
             config.b2,
             config.epsilon,
@@ -68,6 +73,33 @@ def test_float32_adamw_is_that_of_optax():
         assert_close(weights, wanted)
     assert_close(slots["mu"], optax.tree.get(chain_state, "mu"))
     assert_close(slots["nu"], optax.tree.get(chain_state, "nu"))
+
+
+@pytest.mark.parametrize("state", ["int8", "split_master_int8"])
+def test_8_bit_adamw_is_that_of_the_books(state):
+    """Two updates, each by hand in float64 from the moments that the codes before it stand for."""
+    config = OptimConfig(**SETTINGS, state=state)
+    optimizer = Optimizer(config, {"w": True})
+    weights, opt_state = optimizer.init({"w": small.init(0)["up"]})
+    slots = opt_state["slots"]
+
+    def wide(weights, slots):
+        remainder = slots["remainder"]["w"]
+        master = weights["w"] if remainder is None else join(weights["w"], remainder)
+        moments = (decode(slots[name]["w"]) for name in ("mu", "nu"))
+        return [np.asarray(x, np.float64) for x in (master, *moments)]
+
+    for count in range(2):
+        gradient = small.init(1 + count)["up"]
+        before, mu, nu = wide(weights, slots)
+        g = np.asarray(gradient, np.float64) / 1.7
+        mu, nu = (old + (1 - b) * (new - old) for b, old, new in ((0.8, mu, g), (0.97, nu, g**2)))
+        direction = mu / (1 - 0.8 ** (count + 1)) / (np.sqrt(nu / (1 - 0.97 ** (count + 1))) + 1e-3)
+        changed = {"count": jnp.int32(count), "clip_scale": jnp.float32(1.7)}
+        weights, slots = optimizer.update({"w": gradient}, weights, slots, **arguments(optimizer, **changed))
+        after, *_ = wide(weights, slots)
+        # How far, not where to: without its decay of 0.2 a weight moves a few hundredths less far.
+        np.testing.assert_allclose(after - before, -1e-2 * (direction + 0.2 * before), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("state", FORMATS)

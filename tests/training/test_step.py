@@ -75,7 +75,9 @@ def test_the_update_is_clipped_adamw(made):
         # The first step of Adam: both moments' bias corrections cancel their decay.
         expected = old - rate * (gradient / (np.abs(gradient) + config.epsilon) + decay * old)
         moved = np.abs(gradient) > 1e-6  # below, the sign of a rounding error decides
-        np.testing.assert_allclose(np.asarray(new)[moved], expected[moved], rtol=1e-3, atol=2e-5)
+        # How far, not where to: decay moves a norm by a tenth of a step, which is a thousandth of its 1.0.
+        found, wanted = (np.asarray(each, np.float64) - old for each in (new, expected))
+        np.testing.assert_allclose(found[moved], wanted[moved], rtol=5e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
@@ -222,6 +224,21 @@ def test_what_is_not_finite_is_skipped_and_counted(made):
     assert np.isfinite(metrics["loss"])
 
 
+def test_a_gradient_that_is_not_finite_is_skipped_under_a_finite_loss(made):
+    """Layers of 1e37 that the last matrix of each multiplies by 0, and a steep head: the loss is that of a
+    model without them, the gradient of that matrix overflows."""
+    good, _ = run(made, [made.batch(0)])
+    mlp, head = good["params"]["layers"]["mlp"], good["params"]["head"]
+    mlp |= {"up": mlp["up"] * 1e37, "down": mlp["down"] * 0}
+    head["matrix"] = head["matrix"] * 1e3
+    kept = jax.tree.map(np.asarray, good)
+    state, metrics = run(made, [made.batch(1)], good)
+    assert np.isfinite(metrics["loss"]) and not np.isfinite(metrics["grad_norm"])
+    for name in ("params", "opt_state", "grad_norm"):
+        assert_trees_close(state[name], kept[name], rtol=0, atol=0)
+    assert (state["step"], state["skipped"], metrics["skipped_in_a_row"]) == (2, 1, 1)
+
+
 def reference_losses(hidden, matrix, targets):
     hidden, matrix = (np.asarray(x, np.float64) for x in (hidden, matrix))
     logits = np.einsum("btd,dv->btv", hidden.reshape(*targets.shape, -1), matrix)
@@ -278,9 +295,11 @@ def rates(steps, **config):
 def test_schedules():
     cosine = rates(100, schedule="cosine", warmup_ratio=0.1, final_ratio=0.1)
     np.testing.assert_allclose(cosine[:10], np.arange(1, 11) / 10, rtol=1e-5)
-    assert cosine[55] == pytest.approx(0.55, abs=0.01)
-    assert cosine[99] == pytest.approx(0.1, abs=0.01) and (np.diff(cosine[10:]) <= 0).all()
-    wsd = rates(100, schedule="wsd", warmup_ratio=0.1, decay_ratio=0.2, final_ratio=0.0)
-    assert (wsd[10:80] == 1).all() and wsd[90] == pytest.approx(0.5) and wsd[99] == pytest.approx(0.05)
+    # Step 100, one beyond the last, would be at the final rate.
+    np.testing.assert_allclose(cosine[10:], 0.55 + 0.45 * np.cos(np.pi * np.arange(90) / 90), rtol=1e-5)
+    wsd = rates(100, schedule="wsd", warmup_ratio=0.1, decay_ratio=0.2, final_ratio=0.2)
+    np.testing.assert_allclose(wsd[:10], np.arange(1, 11) / 10, rtol=1e-5)
+    assert (wsd[10:80] == 1).all()
+    np.testing.assert_allclose(wsd[80:], 1 - 0.8 * np.arange(20) / 20, rtol=1e-5)
     assert (rates(10, schedule="constant", warmup_ratio=0.0) == 1).all()
     assert rates(1, schedule="cosine")[0] > 0
