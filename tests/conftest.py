@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test module imports JAX. GPU tests alone see a GPU."""
@@ -36,11 +38,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)), 4) if everything and fast else 0
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    """Returns a function that imports a module of scripts/bench, as a script there would."""
-    folder = Path(__file__).resolve().parent.parent / "scripts" / "bench"
+def importing_from(folder: Path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     yield importlib.import_module
     for script in folder.glob("*.py"):
         sys.modules.pop(script.stem, None)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Returns a function that imports a module of scripts/bench, as a script there would."""
+    yield from importing_from(SCRIPTS / "bench", monkeypatch)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """The same of scripts."""
+    yield from importing_from(SCRIPTS, monkeypatch)
