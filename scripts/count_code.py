@@ -1,7 +1,7 @@
 """Counts code, in lines and tokens of each package: `--write` keeps the table in docs/code_size.md.
 
-Left out are blank lines, comments, imports, docstrings and other bare strings. A line counts if it holds code,
-however much; tokens are those of Python's tokenizer, so that statements packed onto one line save nothing.
+Left out are blank lines, comments, imports, docstrings and other bare strings. A line counts if it holds
+code, however much; tokens are Python's tokenizer's, so that statements packed onto one line save nothing.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from pathlib import (  # a comment
 
 LIMIT = 3  # 3 tokens
 """Of an attribute."""
-a = 1; b = 2; "é"; c = 3
+a = 1; b = 2; "naïveté, déjà vu"; c = 3
 if a: import json; d = [1]
 
 
@@ -32,8 +32,8 @@ not a docstring
         return f"{self.name:>4};", \\
             "no docstring"
 '''
-# LIMIT = 3 | a = 1 b = 2 c = 3 | if a : d = [ 1 ] | @ decorator ( 1 , ) | class Kept : | name : "str" = """…"""
-# | def told ( self ) : | return f" { self . name : >4 } ; " , "no docstring"
+# LIMIT = 3 | a = 1 b = 2 c = 3 | if a : d = [ 1 ] | @ decorator ( 1 , ) | class Kept :
+# | name : "str" = """…""" | def told ( self ) : | return f" { self . name : >4 } ; " , "no docstring"
 TOKENS = 3 + 9 + 8 + 6 + 3 + 5 + 6 + 13
 LINES = 1 + 1 + 1 + 3 + 1 + 3 + 1 + 2
 
