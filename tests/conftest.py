@@ -1,6 +1,6 @@
 """Strict settings for every test: eight CPU devices, no silent promotion of dtypes or ranks."""
 
-import importlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -10,6 +10,15 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+COMPILERS = {"cuda": "jax_cuda13_plugin", "triton": "triton", "tpu": "libtpu"}  # for what, and its package
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compilers",
+        action="store_true",
+        help="what lacks its compiler fails, and is not skipped",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,6 +36,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # loading a kernel could wait for one that waits for it
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What compiles for a device that is not here takes long, whatever is installed."""
+    if item.get_closest_marker("compiles_for"):
+        item.add_marker("slow")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("compiles_for"):
+        (device,) = mark.args
+        if importlib.util.find_spec(COMPILERS[device]) is None:
+            said = f"compiling for {device} needs {COMPILERS[device]}: pip install 'jaxthru[aot]'"
+            (pytest.fail if item.config.option.compilers else pytest.skip)(said)
 
 
 @pytest.hookimpl(optionalhook=True)  # `-o addopts=` runs tests without pytest-xdist

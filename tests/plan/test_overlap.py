@@ -19,9 +19,7 @@ from jaxthru.plan.memory import stand_in
 from jaxthru.runtime import aot, xla
 from pallas_kernels import collective_matmul
 
-cuda = pytest.mark.skipif(
-    not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
-)
+cuda = pytest.mark.compiles_for("cuda")
 
 SEGMENTS = 64  # most documents in a row
 FLOPS, MEMORY, LINK = 700e12, 4e12, 300e9  # about an H200's, a second: bf16 matmuls, HBM and NVLink

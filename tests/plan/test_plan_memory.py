@@ -24,9 +24,7 @@ from jaxthru.training.parts import init_by_parts
 from jaxthru.training.programs import compiler_with
 
 GIB = 2**30
-cuda = pytest.mark.skipif(
-    not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
-)
+cuda = pytest.mark.compiles_for("cuda")
 
 
 def load(name: str, *overrides: str):
@@ -51,7 +49,6 @@ def peak(text: str) -> float:
 
 
 @cuda
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides", "measured"),
     [
