@@ -1,6 +1,6 @@
 """Strict settings for every test: eight CPU devices, no silent promotion of dtypes or ranks."""
 
-import importlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -8,6 +8,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+COMPILERS = {"cuda": "jax_cuda13_plugin", "triton": "triton", "tpu": "libtpu"}  # for what, and its package
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compilers",
+        action="store_true",
+        help="what lacks its compiler fails, and is not skipped",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +41,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What compiles for a device that is not here takes long, whatever is installed."""
+    if item.get_closest_marker("compiles_for"):
+        item.add_marker("slow")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("compiles_for"):
+        (device,) = mark.args
+        if importlib.util.find_spec(COMPILERS[device]) is None:
+            said = f"compiling for {device} needs {COMPILERS[device]}: pip install 'jaxthru[aot]'"
+            (pytest.fail if item.config.option.compilers else pytest.skip)(said)
+
+
 @pytest.hookimpl(optionalhook=True)  # `-o addopts=` runs tests without pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The fast tests share the cores. Slow ones measure time, those on a GPU take all of it, and a few named
@@ -39,11 +64,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)), 4) if everything and fast else 0
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    """Returns a function that imports a module of scripts/bench, as a script there would."""
-    folder = Path(__file__).resolve().parent.parent / "scripts" / "bench"
+def importing_from(folder: Path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     yield importlib.import_module
     for script in folder.glob("*.py"):
         sys.modules.pop(script.stem, None)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Returns a function that imports a module of scripts/bench, as a script there would."""
+    yield from importing_from(SCRIPTS / "bench", monkeypatch)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """The same of scripts."""
+    yield from importing_from(SCRIPTS, monkeypatch)

@@ -78,13 +78,25 @@ def test_every_call_of_a_timed_program_is_made(name, backward, bench):
         programs.require_every_call(dropped, single, programs.IN_A_ROW, "plain")
 
 
-def test_the_time_of_a_call_is_that_of_its_program_shared(bench):
+@pytest.fixture
+def clock(bench, monkeypatch):
+    """Returns [seconds], by which programs are timed, and which the test moves."""
+    now = [0.0]
+    own = types.SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(bench("collective_matmul_programs"), "time", own)
+    return now
+
+
+def test_the_time_of_a_call_is_that_of_its_program_shared(bench, clock):
     programs = bench("collective_matmul_programs")
     assert [programs.in_a_row(flops) for flops in (0.2e12, 1e12, 4e12)] == [16, 7, 4]
-    slow = {"slow": (lambda: time.sleep(0.04), ())}
+
+    def slow():
+        clock[0] += 0.04
+
     for calls in (4, 16):
-        times = programs.in_turns(slow, 2, 2, 0.01, calls)["slow"]
-        assert times == [pytest.approx(0.04 / calls, rel=0.5)] * 2
+        times = programs.in_turns({"slow": (slow, ())}, 2, 2, 0.01, calls)["slow"]
+        assert times == [pytest.approx(0.04 / calls)] * 2
 
 
 def test_alike_programs_do_without_the_first(bench, monkeypatch):
@@ -103,7 +115,7 @@ def test_alike_programs_do_without_the_first(bench, monkeypatch):
     assert set(compiled) == {"b", "c"} and failed == {"a": "ValueError('too large')"}
 
 
-def test_a_slow_first_run_makes_no_short_turns(bench, monkeypatch):
+def test_a_slow_first_run_makes_no_short_turns(bench, clock, monkeypatch):
     """Of one program each, in which the wait for it would be a large part."""
     module, contenders = bench("collective_matmul"), bench("collective_matmul_contenders")
     case = contenders.Case(
@@ -119,7 +131,7 @@ def test_a_slow_first_run_makes_no_short_turns(bench, monkeypatch):
 
         def run(name, program):
             def call(*operands):
-                time.sleep(0.2 if name in cold else 0.0)
+                clock[0] += 0.2 if name in cold else 0.05
                 cold.discard(name)
                 return program(*operands)
 

@@ -1,5 +1,3 @@
-import time
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -91,10 +89,9 @@ def test_nothing_drifts_over_many_short_stairs_of_many_sources():
     sources = {
         name: {"weight": [[0, 1 + index % 7], [3000, 1 + index % 3]]} for index, name in enumerate(names(306))
     }
-    began = time.process_time()
     made = timeline(one(sources), dict.fromkeys(sources, 50), rows=64)
     taken = made.taken(3000)
-    assert time.process_time() - began < 5  # a third of a second; the bound is for busy machines
+    assert len(made._phases) == 1025  # a stair each
     step = (np.arange(3000) + 0.5)[:, None] / 3000
     weight = 1 + np.arange(306) % 7 + step * ((1 + np.arange(306) % 3) - (1 + np.arange(306) % 7))
     expected = 64 * (weight / weight.sum(1, keepdims=True)).sum(0)

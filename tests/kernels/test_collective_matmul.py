@@ -233,7 +233,7 @@ def test_transfers_and_products_do_not_wait_for_each_other(shape, name):
         assert waits["dot_general"] == [0] * t * lanes, waits
 
 
-@pytest.mark.skipif(not aot.available(), reason="needs JAX's CUDA plugin")
+@pytest.mark.compiles_for("cuda")
 @pytest.mark.parametrize("t", DEVICES)
 @pytest.mark.parametrize("shape", [GPU["qkv"], GPU["scatter_6144"]], ids=lambda shape: shape.operation)
 def test_ring_overlaps_as_compiled_for_a_gpu(shape, t):
@@ -425,13 +425,12 @@ def test_lowers_for_a_tpu(shape, dtype, axes, check_vma):
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("@tpu_custom_call") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.compiles_for("tpu")
 @pytest.mark.parametrize("name", ["mosaic_tpu", "ring"])
 @pytest.mark.parametrize("chips", ["v5p:2x2x1", "v5e:2x2", "v6e:2x2"])
 @pytest.mark.parametrize("shape", [GPU["qkv_apart"], GPU["down"]], ids=lambda shape: shape.operation)
 def test_compiles_for_a_tpu(shape, chips, name):
     """By the TPU's own compiler, which needs no TPU."""
-    pytest.importorskip("libtpu")
     devices = topologies.get_topology_desc(chips, "tpu").devices
     for dtype, sizes in ((jnp.bfloat16, (1, 4)), (jnp.float32, (2, 2))):
         mesh = jax.sharding.Mesh(np.array(devices).reshape(sizes), ("data", "tensor"))

@@ -27,7 +27,7 @@ from pallas_kernels.testing import GPU_TOLERANCE, assert_close, fresh_seed, has_
 SMALL = Tiles(128, 128, stages=2, width=2, senders=2)
 CTAS = 3  # with more tiles than these, and with fewer; one of them does not send
 PAIRS = dataclasses.replace(SMALL, cluster=2)
-cuda = pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin")
+cuda = pytest.mark.compiles_for("cuda")
 
 
 def draw(rng, *shape):

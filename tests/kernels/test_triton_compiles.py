@@ -13,7 +13,7 @@ from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.attention import attention, find_segments
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
-triton = pytest.importorskip("triton", reason="needs Triton: pip install 'jaxthru[gpu]'")
+pytestmark = pytest.mark.compiles_for("triton")
 
 TYPES = {"bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8"}
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
@@ -49,6 +49,7 @@ def calls(operation: str, function, arguments, monkeypatch) -> list[tuple]:
 
 def compile_for(target: str, kernel, arrays, constants) -> str:
     """Returns the assembly of a kernel."""
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

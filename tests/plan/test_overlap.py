@@ -6,6 +6,7 @@ matmul slow each other down, only a trace shows.
 """
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -19,9 +20,7 @@ from jaxthru.plan.memory import stand_in
 from jaxthru.runtime import aot, xla
 from pallas_kernels import collective_matmul
 
-cuda = pytest.mark.skipif(
-    not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
-)
+cuda = pytest.mark.compiles_for("cuda")
 
 SEGMENTS = 64  # most documents in a row
 FLOPS, MEMORY, LINK = 700e12, 4e12, 300e9  # about an H200's, a second: bf16 matmuls, HBM and NVLink
@@ -123,42 +122,49 @@ def test_the_model_of_a_gpu():
     assert synchronous.exposed == pytest.approx(bare.exposed)
 
 
-def compiled(*settings: str, devices: int = 2) -> str:
-    """Returns the program of H200s for the 8-layer configuration with other settings."""
-    config = configuration.load("configs/llama3_8b_8layer.py", settings)
+@functools.cache
+def lowered(*settings: str, devices: int) -> jax.stages.Lowered:
+    """Returns the step of the 8-layer configuration with other settings, to be compiled for H200s."""
+    config = configuration.load("configs/llama3_8b_8layer.py", ["model.layers=4", *settings])
     layout = fit(config, jax.devices()[:devices], "gpu")
     attention = stand_in(config, layout, SEGMENTS)
     made = assemble(config, layout, segments=SEGMENTS, sources=1, attention=attention)
-    lowered = aot.lower(made.jitted, made.abstract, made.batch)
-    return aot.compile_for(lowered, aot.TARGETS["h200"], devices).hlo
+    return aot.lower(made.jitted, made.abstract, made.batch)
+
+
+@functools.cache
+def compiled(*settings: str, devices: int = 2, **options) -> str:
+    """Returns its program. options: of XLA, beside those that plans are compiled with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aot, "OPTIONS", aot.OPTIONS | options)
+        return aot.compile_for(lowered(*settings, devices=devices), aot.TARGETS["h200"], devices).hlo
+
+
+FSDP = "mesh.fsdp=2", "train.rows=4"
 
 
 @cuda
-def test_fsdp_hides_its_communication(monkeypatch):
+def test_fsdp_hides_its_communication():
     """Gathers of parameters and scatters of gradients: each layer's begin while another layer computes."""
-    settings = "mesh.fsdp=2", "train.rows=4"
-    found = simulate(compiled(*settings))
+    found = simulate(compiled(*FSDP))
     assert found.communication > 0.02 * found.step, "there is nothing to hide"
     assert found.exposed < 0.005 * found.step
     # Without the scheduler, nearly all of it shows.
-    off = {"xla_gpu_enable_latency_hiding_scheduler": False}
-    monkeypatch.setattr(aot, "OPTIONS", aot.OPTIONS | off)
-    plain = simulate(compiled(*settings))
+    plain = simulate(compiled(*FSDP, xla_gpu_enable_latency_hiding_scheduler=False))
     assert plain.exposed > 0.5 * plain.communication
 
 
 @cuda
 def test_kept_parameters_are_gathered_once_and_copies_are_hidden_too():
-    common = "mesh.fsdp=2", "train.rows=4"
     again, kept, copied = (
-        simulate(compiled(*common, *more))
+        simulate(compiled(*FSDP, *more))
         for more in (
             (),
             ("remat.keep_parameters=true",),
             ("remat.keep_parameters=true", "mesh.transfers=copies"),
         )
     )
-    assert kept.communication < 0.75 * again.communication
+    assert kept.communication < 0.8 * again.communication  # of a layer, two of three; of the tables, all
     assert copied.communication == pytest.approx(kept.communication, rel=0.05)
     assert copied.exposed < 0.005 * copied.step
 
@@ -169,7 +175,7 @@ def test_micro_batches_hide_their_communication():
     hlo = compiled("mesh.fsdp=2", "train.rows=8", "train.microbatches=2")
     found = simulate(hlo, body_of_micro_batches(hlo))
     assert found.communication > 0.02 * found.step, "there is nothing to hide"
-    assert found.exposed < 0.005 * found.step
+    assert found.exposed < 0.01 * found.step  # of four layers, the last one's shows more
 
 
 @cuda
@@ -184,20 +190,18 @@ def test_the_ring_hides_what_plain_collectives_show():
 
 
 @cuda
-@pytest.mark.parametrize("other", ["data", "fsdp"])
-def test_nothing_runs_beside_kernels_that_wait_for_peers(other, monkeypatch):
+def test_nothing_runs_beside_kernels_that_wait_for_peers(monkeypatch):
     """Where another axis has its collectives, these run in line: one beside a kernel may hold the
     multiprocessors that the kernel's peer waits for."""
     known = collective_matmul.implementations
     on_gpu = lambda platform=None, named=True: known("gpu", named)  # noqa: E731
     monkeypatch.setattr(collective_matmul, "implementations", on_gpu)
-    small = "model.layers=2", "train.rows=4", "mesh.collective_matmul=mosaic_gpu"
 
-    def runs_beside() -> bool:
-        hlo = compiled(f"mesh.{other}=2", "mesh.tensor=2", *small, devices=4)
-        assert hlo.count('custom_call_target="mosaic_gpu') == 2 * 4 * 2  # layers, places, directions
+    def runs_beside(**options) -> bool:
+        fused = "mesh.tensor=2", "mesh.collective_matmul=mosaic_gpu", "model.layers=1"
+        hlo = compiled(*FSDP, *fused, devices=4, **options)
+        assert hlo.count('custom_call_target="mosaic_gpu') == 4 * 2  # places, directions
         return any(f" {start}(" in hlo for start in STARTS)
 
     assert runs_beside()
-    monkeypatch.setattr(aot, "OPTIONS", aot.OPTIONS | xla.for_peers("gpu"))
-    assert not runs_beside()
+    assert not runs_beside(**xla.for_peers("gpu"))

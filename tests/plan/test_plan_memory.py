@@ -24,9 +24,7 @@ from jaxthru.training.parts import init_by_parts
 from jaxthru.training.programs import compiler_with
 
 GIB = 2**30
-cuda = pytest.mark.skipif(
-    not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
-)
+cuda = pytest.mark.compiles_for("cuda")
 
 
 def load(name: str, *overrides: str):
@@ -50,8 +48,10 @@ def peak(text: str) -> float:
     return next(float(line.split()[1]) for line in text.splitlines() if line.split()[:1] == ["peak"])
 
 
+TWO_GPUS = ("--segments", "32", "--devices", "2", "--set", "mesh.fsdp=2", "--set", "train.rows=4")
+
+
 @cuda
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides", "measured"),
     [
@@ -59,11 +59,8 @@ def peak(text: str) -> float:
         ("llama3_8b_8layer", ("--segments", "64"), 47.076),  # packed rows: Triton's attention
         ("llama3_8b_8layer", ("--segments", "32"), 60.615),  # packed rows: cuDNN's, with its workspace
         ("llama3_8b_8layer", ("--segments", "1", "--set", "precision.matmul=fp8"), 50.326),
-        (
-            "llama3_8b_8layer",
-            ["--segments", "32", "--devices", "2", "--set", "mesh.fsdp=2", "--set", "train.rows=4"],
-            45.957,
-        ),
+        ("llama3_8b_8layer", TWO_GPUS, 45.959),
+        ("llama3_8b_8layer", (*TWO_GPUS, "--set", "remat.keep_parameters=true"), 52.175),
         ("llama3_8b_one_gpu", ("--segments", "64"), 126.4),
     ],
 )
@@ -71,7 +68,8 @@ def test_peaks_are_those_measured_on_an_h200(name, overrides, measured):
     """Measured: see docs/memory.md."""
     done = command("--config", f"configs/{name}.py", *overrides)
     assert done.returncode == 0, done.stderr
-    assert abs(peak(done.stdout) / measured - 1) < 0.005
+    # Too low is out of memory; too high by 0.5 % it is known to be over fsdp, where the schedule is another.
+    assert -0.005 < peak(done.stdout) / measured - 1 < 0.0075
 
 
 SMALL = [

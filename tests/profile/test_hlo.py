@@ -184,7 +184,7 @@ def test_what_a_gpus_hlo_writes():
     assert hlo.size(("s4", (6,))) == 3 and hlo.size(("f8e4m3fn", (6,))) == 6
 
 
-@pytest.mark.skipif(not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin")
+@pytest.mark.compiles_for("cuda")
 def test_what_a_gpus_trace_calls_a_collective():
     """It goes by the name of what its asynchronous instruction wraps, which XLA's text does not have."""
     mesh = jax.make_mesh((2,), ("fsdp",), (AxisType.Auto,))

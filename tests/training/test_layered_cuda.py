@@ -17,9 +17,7 @@ from jaxthru.training.programs import lower
 from pallas_kernels import adamw_8bit
 from pallas_kernels.adamw_8bit import Adam, Quantised, Scalars, xla
 
-cuda = pytest.mark.skipif(
-    not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
-)
+cuda = pytest.mark.compiles_for("cuda")
 
 LEVELS = {
     "optimizer": OffloadConfig("optimizer"),

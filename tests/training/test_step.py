@@ -182,9 +182,7 @@ def test_on_several_devices_gradients_are_put_in_order_before_the_update(loop):
     assert "LayoutConstraint" not in jitted(alone).lower(alone.abstract, alone.inputs).as_text()
 
 
-@pytest.mark.skipif(
-    not aot.available(), reason="compiling for a GPU needs JAX's CUDA plugin: pip install 'jaxthru[gpu]'"
-)
+@pytest.mark.compiles_for("cuda")
 def test_the_update_on_several_gpus_copies_no_state():
     """Weights and moments, all in float32, are updated where they lie."""
     made = tiny.make(mesh=(1, 2, 1), loop="unroll", compute="bfloat16")

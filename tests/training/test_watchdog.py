@@ -1,5 +1,6 @@
 """The watchdog ends a hanging run, and only that."""
 
+import re
 import subprocess
 import sys
 import time
@@ -15,44 +16,41 @@ from jaxthru.training.watchdog import Watchdog
 def hanging_collective():
     time.sleep(30)
 
-with Watchdog(factor=5.0, at_least=0.5, first=float(sys.argv[1])) as watchdog:
+with Watchdog(factor=5.0, at_least=1.0, first=float(sys.argv[1])) as watchdog:
     for step in range(int(sys.argv[2])):
         time.sleep(0.02)
         watchdog.beat()
     with watchdog.paused():
-        time.sleep(1.0)
+        time.sleep(1.5)
     {then}
 print("finished", flush=True)
 """
 
 
 def run(then, first=60.0, steps=6):
-    started = time.monotonic()
     command = [sys.executable, "-c", STEPS.replace("{then}", then), str(first), str(steps)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=25)
-    return ran, time.monotonic() - started
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_a_hanging_step_ends_the_process_with_all_stacks():
-    ran, seconds = run("hanging_collective()")
+    ran = run("hanging_collective()")
     assert ran.returncode == 70
     first, *stacks = ran.stderr.splitlines()
     assert first.startswith("watchdog: no step has finished for")
-    assert "the median is 0.0" in first
+    assert re.search(r"the median is 0\.\d+ s, the limit \d", first)
     assert "in hanging_collective" in "\n".join(stacks)
     assert sum(line.startswith(("Thread", "Current thread")) for line in stacks) == 2
     assert "finished" not in ran.stdout
-    assert seconds < 20
 
 
 def test_a_pause_and_an_end_are_no_hang():
-    ran, _ = run("pass")
+    ran = run("pass")
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "finished\n", "")
 
 
 def test_the_first_steps_have_a_limit_of_their_own():
-    assert run("time.sleep(1.0)", first=60.0, steps=2)[0].returncode == 0
-    ran, _ = run("hanging_collective()", first=0.2, steps=0)
+    assert run("time.sleep(1.0)", first=60.0, steps=2).returncode == 0
+    ran = run("hanging_collective()", first=0.2, steps=0)
     assert ran.returncode == 70
     assert "none has yet" in ran.stderr
 
