@@ -17,8 +17,8 @@ from jaxthru.training.loss import Objective
 from pallas_kernels.testing import assert_close
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-# Both are float32, with sums in other orders: one processor gave 1.2e-6 and 2e-6.
-LOGITS, GRADIENTS = 1e-5, 2e-5
+# Both are float32, with sums in other orders: on one processor they were 2.8e-6 and 2e-6 apart at most.
+LOGITS, GRADIENTS = 2e-5, 2e-5
 
 # Unrolled, because that compiles in half the time here; test_llama.py says that scanned layers are the same.
 MODELS = {
@@ -53,8 +53,8 @@ MODELS = {
 
 
 def parameters(arrays: dict[str, np.ndarray], config: ModelConfig) -> dict:
-    """Returns arrays named as transformers does in the structure of unrolled `params`: linear maps [in, out] in the
-    place of [out, in], heads as a dim of their own."""
+    """Returns arrays named as transformers does in the structure of unrolled `params`: linear maps [in, out]
+    in the place of [out, in], heads as a dim of their own."""
 
     def layer(index: int) -> dict:
         of = lambda name: arrays[f"model.layers.{index}.{name}.weight"]  # noqa: E731
