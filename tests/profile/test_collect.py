@@ -136,13 +136,10 @@ def test_planted_causes_have_their_line(place, tmp_path, cause, line):
     arguments = place.command(cause, **PROFILED)[3:]
     subprocess.run([*planted, "--", *arguments], env=place.environment(), check=True)
     found = ledger.read(place.folder / cause / "profile" / str(AT) / "ledger.json")
-    if cause == "loader":  # which sleeps while the device still runs
-        seconds -= sum(
-            entry.seconds for entry in found.lines if entry.name not in (line, "host_gap", "dependency")
-        )
-    assert found.seconds(line) == pytest.approx(seconds, rel=0.2)
-    others = [entry.seconds for entry in found.lines if entry.name != line]
-    assert found.seconds(line) > sum(others)
+    # For how long the device had nothing to do, by the loop's own clock: longer too on a busy machine.
+    idle = json.loads((tmp_path / "notes.json").read_text())["idle"][AT - 1 : AT + STEPS]
+    assert 0.8 * min(idle) <= found.seconds(line) <= 1.2 * max(idle)
+    assert found.seconds(line) > 2 * max(found.seconds(other) for other in IDLE if other != line)
 
 
 @pytest.mark.slow
