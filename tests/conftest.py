@@ -1,5 +1,6 @@
 """Strict settings for every test: eight CPU devices, no silent promotion of dtypes or ranks."""
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -23,13 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test module imports JAX. GPU tests alone see a GPU."""
-    marks = config.option.markexpr
     flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
-    if "gpu" not in marks.replace("not gpu", ""):
+    if not on_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
         # Tests compile much and compute little. Without optimisation, and with the emitters that make no MLIR
-        # context for each fusion, compiling takes a quarter of the time; runs in processes of their own
-        # (runs.py) are compiled as users' are.
+        # context for each fusion, compiling takes a quarter of the time.
         flags.append("--xla_backend_optimization_level=0")
         flags.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
@@ -39,6 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # loading a kernel could wait for one that waits for it
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+
+def on_gpu(config: pytest.Config) -> bool:
+    """Says whether the tests asked for are those that need a GPU."""
+    return "gpu" in config.option.markexpr.replace("not gpu", "")
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: the garbage collector need not look at it after every few hundred objects."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -57,11 +67,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # `-o addopts=` runs tests without pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The fast tests share the cores. Slow ones measure time, those on a GPU take all of it, and a few named
-    ones are done before workers have started: they run in this process."""
+    """All of the tests share the cores. Those on a GPU take all of it, and a few named ones are done before
+    workers have started: they run in this process."""
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    fast = "not slow" in config.option.markexpr
-    return min(len(os.sched_getaffinity(0)), 4) if everything and fast else 0
+    return min(len(os.sched_getaffinity(0)), 4) if everything and not on_gpu(config) else 0
 
 
 def importing_from(folder: Path, monkeypatch):

@@ -57,7 +57,7 @@ class Workplace:
         )
 
     def environment(self, devices: int = 1) -> dict[str, str]:
-        flags = f"--xla_force_host_platform_device_count={devices}"
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
         cache = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
         # On a GPU the tests' own process holds most of the memory.
         memory = {"XLA_CLIENT_MEM_FRACTION": "0.1"}

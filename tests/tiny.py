@@ -57,7 +57,8 @@ class Tiny:
     def fresh(self) -> dict:
         """Returns a first state that a step may take over."""
         state = first_state(self.step.objective.model.config, self.step.optimizer.config)
-        return jax.tree.map(lambda leaf, to: jax.device_put(np.array(leaf), to.sharding), state, self.abstract)
+        copied = lambda leaf, to: jax.device_put(np.array(leaf), to.sharding)  # noqa: E731
+        return jax.tree.map(copied, state, self.abstract)
 
     def losses(self, steps: int) -> list[float]:
         state, losses = self.fresh(), []
