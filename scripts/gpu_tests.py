@@ -10,6 +10,7 @@ import argparse
 import ast
 import collections
 import importlib.metadata
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -55,7 +56,7 @@ def run(folder: Path, commit: str, chosen: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     codes = []
     for file in chosen:
-        report = folder / file.replace("/", ".").replace(".py", ".xml")
+        report = folder / (re.sub(r"\W+", "-", file) + ".xml")
         command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "gpu", "-ra", "--durations=5"]
         codes.append(subprocess.run([*command, f"--junitxml={report}", file], cwd=ROOT).returncode)
         if report.exists():
@@ -73,26 +74,29 @@ def note(report: Path, told: dict[str, str]) -> None:
     tree.write(report, encoding="utf-8")
 
 
-def read(report: Path) -> list[Row]:
-    """Returns the rows of a report: of what passed or failed in a file, and of each reason to skip. Only what
-    passed says when."""
-    rows = []
-    for suite in ElementTree.parse(report).iter("testsuite"):
-        told = {each.get("name"): each.get("value") for each in suite.iter("property")}
-        ended: dict[str, collections.Counter] = {}
+def read(reports: list[Path]) -> list[Row]:
+    """Returns the rows of a run's reports: of what passed or failed in a file, and of each reason to skip.
+    Only what passed says when."""
+    ended: dict[str, collections.Counter] = {}
+    told: dict[str, dict[str, str]] = {}
+    for suite in (suite for report in reports for suite in ElementTree.parse(report).iter("testsuite")):
+        about = {each.get("name"): each.get("value") for each in suite.iter("property")}
         for case in suite.iter("testcase"):
             module = case.get("classname") or case.get("name")  # which could not be imported
-            of = ended.setdefault(module.replace(".", "/") + ".py", collections.Counter())
+            file = module.replace(".", "/") + ".py"
             tags = {each.tag: each.get("message") for each in case}
-            of["failed" if tags.keys() & {"failure", "error"} else tags.get("skipped", "passed")] += 1
-        for file, of in ended.items():
-            passed, failed = of.pop("passed", 0), of.pop("failed", 0)
-            at = f"{suite.get('timestamp')[:10]}, {told['commit']}", f"{told['device']}, JAX {told['jax']}"
-            if failed:
-                rows.append(Row(file, f"{failed} of {passed + failed} failed at {told['commit']}", *NEVER))
-            elif passed:
-                rows.append(Row(file, f"{passed} passed", *at))
-            rows += [Row(file, f"{count} skipped: {reason}", *NEVER) for reason, count in sorted(of.items())]
+            how = "failed" if tags.keys() & {"failure", "error"} else tags.get("skipped", "passed")
+            ended.setdefault(file, collections.Counter())[how] += 1
+            told[file] = about | {"date": suite.get("timestamp")[:10]}
+    rows = []
+    for file, of in ended.items():
+        passed, failed, about = of.pop("passed", 0), of.pop("failed", 0), told[file]
+        if failed:
+            rows.append(Row(file, f"{failed} of {passed + failed} failed at {about['commit']}", *NEVER))
+        elif passed:
+            at = f"{about['date']}, {about['commit']}", f"{about['device']}, JAX {about['jax']}"
+            rows.append(Row(file, f"{passed} passed", *at))
+        rows += [Row(file, f"{count} skipped: {reason}", *NEVER) for reason, count in sorted(of.items())]
     return rows
 
 
@@ -135,15 +139,15 @@ def main() -> int:
     running = commands.add_parser("run", help="run what is marked gpu, and leave a report of each file")
     running.add_argument("--commit", required=True, help="of the code, maybe a copy without .git")
     running.add_argument("folder", type=Path, help="for the reports")
-    running.add_argument("files", nargs="*", default=files(ROOT), help="test files; by default all")
+    running.add_argument("files", nargs="*", default=files(ROOT), help="or FILE::TEST; by default all")
     writing = commands.add_parser("write", help="take up reports into CONTRIBUTING.md")
     writing.add_argument("folder", type=Path, nargs="?", help="of the reports; without, new files are listed")
     given = parser.parse_args()
     if given.command == "run":
         return run(given.folder, given.commit, given.files)
     reports = sorted(given.folder.glob("*.xml")) if given.folder else []
-    new = [row for report in reports for row in read(report)]
-    KEPT.write_text(rewritten(KEPT.read_text(encoding="utf-8"), new, files(ROOT)), encoding="utf-8")
+    text = rewritten(KEPT.read_text(encoding="utf-8"), read(reports), files(ROOT))
+    KEPT.write_text(text, encoding="utf-8")
     return 0
 
 

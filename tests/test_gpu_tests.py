@@ -1,5 +1,9 @@
 """The table of what is tested on GPUs alone, out of reports by pytest: scripts/gpu_tests.py."""
 
+import importlib.metadata
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 ONE, TWO = "tests/kernels/test_attention.py", "tests/test_train_gpu.py"
@@ -39,7 +43,7 @@ def after(script, tmp_path):
             path = tmp_path / f"{number}.xml"
             path.write_text(written)
             made.note(path, told)
-            text = made.rewritten(text, made.read(path), [ONE, TWO])
+            text = made.rewritten(text, made.read([path]), [ONE, TWO])
         assert text.startswith(f"# Before\n\n{made.BEGIN}\n{made.HEAD[0]}\n")
         assert text.endswith(f" |\n{made.END}\n\nafter\n")
         return text.split(made.BEGIN)[1].split(made.END)[0].strip().splitlines()[2:]
@@ -69,6 +73,35 @@ def test_what_is_skipped_keeps_when_it_passed(after):
     assert after(both, report("3c", *SKIPPED)) == expected
     assert after(both, report("2b", *SKIPPED), report("3c", *SKIPPED)) == expected
     assert after(report("1a", *SKIPPED), report("3c", *ALL))[0].startswith(f"| {ONE} | 2 passed | 2026-11-03")
+
+
+def test_a_file_may_have_run_in_parts(script, tmp_path):
+    made, paths = script("gpu_tests"), [tmp_path / "a.xml", tmp_path / "b.xml"]
+    for path, how in zip(paths, ("passed", "failed"), strict=True):
+        text, told = report("1a", (ONE, "passed"), (ONE, how), (ONE, "skipped"))
+        path.write_text(text)
+        made.note(path, told)
+    cases = [(row.file, row.cases) for row in made.read(paths)]
+    assert cases == [(ONE, "1 of 4 failed at 1a"), (ONE, f"2 skipped: {WHY}")]
+
+
+def test_a_run_notes_its_code_and_devices(script, monkeypatch, tmp_path):
+    made, ran = script("gpu_tests"), []
+
+    def run(command, **_):
+        if command[0] == "nvidia-smi":
+            return SimpleNamespace(stdout="NVIDIA H200\nNVIDIA H200\n")
+        (path,) = (Path(word.split("=")[1]) for word in command if word.startswith("--junitxml="))
+        ran.append(command[-1])
+        path.write_text(report("1a", (ONE, "passed"))[0])
+        return SimpleNamespace(returncode=len(ran) % 2)
+
+    monkeypatch.setattr(made.subprocess, "run", run)
+    parts = [f"{ONE}::test_a[b, c]", f"{ONE}::test_d"]
+    assert made.run(tmp_path / "reports", "3c", parts) == 1 and ran == parts
+    (row,) = made.read(sorted((tmp_path / "reports").glob("*.xml")))
+    jax = importlib.metadata.version("jax")
+    assert row == (ONE, "2 passed", "2026-11-01, 3c", f"2 × NVIDIA H200, JAX {jax}")
 
 
 def test_what_fails_says_so_and_when_it_last_passed(after):

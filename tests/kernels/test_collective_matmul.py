@@ -427,21 +427,20 @@ def test_lowers_for_a_tpu(shape, dtype, axes, check_vma):
 
 @pytest.mark.compiles_for("tpu")
 @pytest.mark.parametrize(
-    ("shape", "chips", "name"),
-    [  # each kernel, each kind of chip, and once the ring, whose products and permutes are XLA's own
-        ("qkv_apart", "v5e:2x2", "mosaic_tpu"),
-        ("down", "v6e:2x2", "mosaic_tpu"),
-        ("down", "v5p:2x2x1", "ring"),
+    ("shape", "dtype", "chips", "sizes", "name"),
+    [  # each kernel, dtype and kind of chip; and once the ring, whose products and permutes are XLA's own
+        ("qkv_apart", jnp.bfloat16, "v5e:2x2", (1, 4), "mosaic_tpu"),
+        ("down", jnp.float32, "v6e:2x2", (2, 2), "mosaic_tpu"),
+        ("down", jnp.bfloat16, "v5p:2x2x1", (1, 4), "ring"),
     ],
 )
-def test_compiles_for_a_tpu(shape, chips, name):
+def test_compiles_for_a_tpu(shape, dtype, chips, sizes, name):
     """By the TPU's own compiler, which needs no TPU."""
     devices, shape = topologies.get_topology_desc(chips, "tpu").devices, GPU[shape]
-    for dtype, sizes in ((jnp.bfloat16, (1, 4)), (jnp.float32, (2, 2))):
-        mesh = jax.sharding.Mesh(np.array(devices).reshape(sizes), ("data", "tensor"))
-        function = functools.partial(run, shape.on(mesh, implementation=name, platform="tpu"))
-        compiled = jax.jit(function).lower(*shape.arrays(mesh, dtype)).compile()
-        assert ("tpu_custom_call" in compiled.as_text()) == (name == "mosaic_tpu")
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(sizes), ("data", "tensor"))
+    function = functools.partial(run, shape.on(mesh, implementation=name, platform="tpu"))
+    compiled = jax.jit(function).lower(*shape.arrays(mesh, dtype)).compile()
+    assert ("tpu_custom_call" in compiled.as_text()) == (name == "mosaic_tpu")
 
 
 def test_what_a_tpu_kernel_refuses():

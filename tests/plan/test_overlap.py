@@ -197,11 +197,7 @@ def test_nothing_runs_beside_kernels_that_wait_for_peers(monkeypatch):
     on_gpu = lambda platform=None, named=True: known("gpu", named)  # noqa: E731
     monkeypatch.setattr(collective_matmul, "implementations", on_gpu)
 
-    def runs_beside(**options) -> bool:
-        fused = "mesh.tensor=2", "mesh.collective_matmul=mosaic_gpu", "model.layers=1"
-        hlo = compiled(*FSDP, *fused, devices=4, **options)
-        assert hlo.count('custom_call_target="mosaic_gpu') == 4 * 2  # places, directions
-        return any(f" {start}(" in hlo for start in STARTS)
-
-    assert runs_beside()
-    assert not runs_beside(**xla.for_peers("gpu"))
+    fused = "mesh.tensor=2", "mesh.collective_matmul=mosaic_gpu", "model.layers=1"
+    hlo = compiled(*FSDP, *fused, devices=4, **xla.for_peers("gpu"))
+    assert hlo.count('custom_call_target="mosaic_gpu') == 4 * 2  # places, directions
+    assert " all-gather(" in hlo and not any(f" {start}(" in hlo for start in STARTS)

@@ -55,17 +55,14 @@ TWO_GPUS = ("--segments", "32", "--devices", "2", "--set", "mesh.fsdp=2", "--set
 @pytest.mark.parametrize(
     ("name", "overrides", "measured"),
     [
-        ("llama3_8b_8layer", ("--segments", "1"), 47.076),
         ("llama3_8b_8layer", ("--segments", "64"), 47.076),  # packed rows: Triton's attention
         ("llama3_8b_8layer", ("--segments", "32"), 60.615),  # packed rows: cuDNN's, with its workspace
         ("llama3_8b_8layer", ("--segments", "1", "--set", "precision.matmul=fp8"), 50.326),
         ("llama3_8b_8layer", TWO_GPUS, 45.959),
-        ("llama3_8b_8layer", (*TWO_GPUS, "--set", "remat.keep_parameters=true"), 52.175),
-        ("llama3_8b_one_gpu", ("--segments", "64"), 126.4),
     ],
 )
 def test_peaks_are_those_measured_on_an_h200(name, overrides, measured):
-    """Measured: see docs/memory.md."""
+    """Measured: see docs/memory.md, whose other three take no other way through the compiler."""
     done = command("--config", f"configs/{name}.py", *overrides)
     assert done.returncode == 0, done.stderr
     # Too low is out of memory; too high by 0.5 % it is known to be over fsdp, where the schedule is another.
