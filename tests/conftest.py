@@ -90,3 +90,21 @@ def bench(monkeypatch):
 def script(monkeypatch):
     """The same of scripts."""
     yield from importing_from(SCRIPTS, monkeypatch)
+
+
+@pytest.fixture
+def bit_exact(monkeypatch):
+    """Compiles with the emitters that runs have: with them, programs of the same arithmetic agree to the bit."""
+    import jax
+    from jax._src import compiler
+
+    get_compile_options = compiler.get_compile_options
+
+    def with_all_emitters(*arguments, env_options_overrides=None, **others):
+        overrides = (env_options_overrides or {}) | {"xla_backend_extra_options": ""}
+        return get_compile_options(*arguments, env_options_overrides=overrides, **others)
+
+    monkeypatch.setattr(compiler, "get_compile_options", with_all_emitters)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()

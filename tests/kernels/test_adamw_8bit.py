@@ -154,7 +154,7 @@ def test_the_update_is_adamw(shape, master):
 
 @pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.parametrize("name, rows", [("blocks", 5), ("head_dim", 50), ("odd", 2), ("one_a_row", 3)])
-def test_slabs_are_updated_as_the_whole_is(name, rows, master):
+def test_slabs_are_updated_as_the_whole_is(name, rows, master, bit_exact):
     """To the bit, whether slabs divide the rows or some are left; but for the bits that rounding draws.
 
     With powers of two products and quotients are exact, so that it does not matter which of them a compiler

@@ -101,7 +101,7 @@ def test_rounding_to_nearest_would_not(monkeypatch):
     assert lossy > 1.02 * small.final_loss(learning_rate=RATE)
 
 
-def test_a_split_master_is_a_float32_master_to_the_bit():
+def test_a_split_master_is_a_float32_master_to_the_bit(bit_exact):
     """200 steps: both forward passes see the master rounded to bfloat16, in the one program's weights and
     in the other's rounded ones."""
     schedule = make_schedule(OptimConfig(learning_rate=RATE), small.STEPS)
