@@ -94,7 +94,7 @@ def script(monkeypatch):
 
 @pytest.fixture
 def bit_exact(monkeypatch):
-    """Compiles with the emitters that runs have: with them, programs of the same arithmetic agree to the bit."""
+    """Compiles with the emitters that runs have: then programs of the same arithmetic agree to the bit."""
     import jax
     from jax._src import compiler
 
