@@ -206,8 +206,8 @@ def as_the_whole(config: OffloadConfig, *, mesh=(1, 1, 1), steps: int = 3, **set
     found = compiled.settled(found)
     assert jax.tree.structure(expected) == jax.tree.structure(found)
     first, *ends = (exact(state) for state in (whole.state, found, expected))
-    # How far, not where to: a sum in another order turns over 8-bit codes, up to 6.2e-3 as these tests compile;
-    # one update at the next step's rate would be 1e-2 off.
+    # How far, not where to: a sum in another order turns over 8-bit codes, up to 6.2e-3 as tests compile; one
+    # update at the next step's rate would be 1e-2 off.
     assert_close(*(jax.tree.map(np.subtract, end, first) for end in ends), 7.5e-3)
     measured = whole.step.optimizer.config.clip_rule == "previous"  # by the first step, which updates nothing
     assert int(found["opt_state"]["count"]) == int(expected["opt_state"]["count"]) == steps - measured

@@ -170,7 +170,7 @@ def test_losses_are_those_without_offload(level):
         found, metrics = compiled(found, batch)
         losses.append(float(metrics["loss"]))
     assert wanted[-1] < wanted[0] - 0.05
-    # Sums in bfloat16 in another order turn over 8-bit codes: 1.02e-3 was seen, and 7e-5 after the first update.
+    # Sums in bfloat16 in another order turn over 8-bit codes: 1.02e-3 was seen, 7e-5 after the first update.
     np.testing.assert_allclose(losses, wanted, rtol=2e-3)
 
 
