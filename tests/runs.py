@@ -31,10 +31,12 @@ SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workplace:
-    """A folder with a mix of real text; its store is shared by all of its runs. platform: cpu or cuda."""
+    """A folder with a mix of real text; its store is shared by all of its runs. platform: cpu or cuda.
+    xla_flags: by default those of the tests, which compile fast."""
 
     folder: Path
     platform: str = "cpu"
+    xla_flags: str = os.environ["XLA_FLAGS"]
     _inode_before: dict[str, int | None] = dataclasses.field(default_factory=dict)
 
     def command(self, run_dir: str, *arguments: str, **settings) -> list[str]:
@@ -57,7 +59,7 @@ class Workplace:
         )
 
     def environment(self, devices: int = 1) -> dict[str, str]:
-        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+        flags = f"{self.xla_flags} --xla_force_host_platform_device_count={devices}"
         cache = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
         # On a GPU the tests' own process holds most of the memory.
         memory = {"XLA_CLIENT_MEM_FRACTION": "0.1"}
@@ -99,14 +101,14 @@ class Workplace:
         raise AssertionError(f"step {step} never came:\n{process.communicate()[0]}")
 
 
-def make_workplace(folder: Path, platform: str = "cpu") -> Workplace:
+def make_workplace(folder: Path, platform: str = "cpu", **settings) -> Workplace:
     """Makes a mix of two sources: modules of the standard library, and what they say of themselves."""
     (folder / "mix.toml").write_text(
         "held_out = 0.2\n[tokenizer]\nvocabulary = 300\n"
         "[sources.python_stdlib]\nweight = 0.7\ncap_bytes = 300_000\n"
         "[sources.prose]\nweight = 0.3\npackages = []\ncap_bytes = 100_000\n"
     )
-    return Workplace(folder, platform)
+    return Workplace(folder, platform, **settings)
 
 
 def inode(path: Path) -> int | None:

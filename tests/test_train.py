@@ -58,20 +58,16 @@ def test_a_finished_run_started_again_prints_its_table(place, whole):
     assert (place.folder / "whole" / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.fixture(scope="module")
-def killed(place, whole):
-    """What a second run of the same configuration printed until it was killed."""
+def test_the_second_start_of_a_configuration_compiles_nothing(place):
+    settings = {"train__steps": 3, "model__mlp": 160}
+    assert compiled(place.run("cold", **settings)) > 0
+    assert compiled(place.run("warm", **settings)) == 0
+
+
+def test_killed_and_run_again_the_losses_are_the_same(place, whole):
     process = place.start("killed")
     place.wait_for_step(process, "killed", 16)  # the save at 15 has waited for the one at 10
-    return kill(process)
-
-
-def test_the_second_start_of_a_configuration_compiles_nothing(whole, killed):
-    assert compiled(whole) > 0
-    assert compiled(killed) == 0
-
-
-def test_killed_and_run_again_the_losses_are_the_same(place, whole, killed):
+    kill(process)
     output = place.run("killed")
     assert 10 <= resumed_from(output) <= 20
     assert place.losses("killed") == place.losses("whole")

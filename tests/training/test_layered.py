@@ -59,7 +59,10 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_models_and_micro_batches(model):
+def test_models_and_micro_batches(model, request, monkeypatch):
+    if "fp8" in model:  # a difference in the last bit may become one of a sixteenth
+        request.getfixturevalue("bit_exact")
+        monkeypatch.setattr(tiny, "_compiled", {})
     as_the_whole(OffloadConfig("parameters", activations="names"), loop="unroll", **MODELS[model])
 
 
@@ -193,14 +196,11 @@ def as_the_whole(config: OffloadConfig, *, mesh=(1, 1, 1), steps: int = 3, **set
     sharded = whole if mesh == (1, 1, 1) else tiny.make(mesh, **settings)
     compiled, found = tiny.layered(sharded, config)
     expected = whole.fresh()
-    of_norms = (
-        3e-3 if settings.get("float8") else 1e-3
-    )  # what is near the middle of two codes falls either way
     for index in range(steps):
         expected, wanted = whole.compiled(expected, whole.batch(index))
         found, metrics = compiled(found, sharded.batch(index))
         assert float(metrics["loss"]) == pytest.approx(float(wanted["loss"]), rel=2e-5)
-        assert float(metrics["grad_norm"]) == pytest.approx(float(wanted["grad_norm"]), rel=of_norms)
+        assert float(metrics["grad_norm"]) == pytest.approx(float(wanted["grad_norm"]), rel=1e-3)
         np.testing.assert_allclose(metrics["source_loss"], wanted["source_loss"], rtol=2e-5)
         assert float(metrics["learning_rate"]) == pytest.approx(float(wanted["learning_rate"]), rel=1e-6)
     found = compiled.settled(found)
