@@ -259,7 +259,7 @@ def test_rows_of_the_offload_benchmark_are_what_their_partners_are(bench):
                 assert (own.remat, own.optim) == (other.remat, other.optim)
 
 
-def test_a_second_start_finds_what_the_first_compiled(bench, monkeypatch, tmp_path, capsys):
+def test_both_starts_are_given_one_cache(bench, monkeypatch, tmp_path, capsys):
     starts, started = bench("starts"), []
 
     def start(words, environment, run_dir, steps):

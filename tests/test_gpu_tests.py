@@ -94,7 +94,7 @@ def test_a_run_notes_its_code_and_devices(script, monkeypatch, tmp_path):
         (path,) = (Path(word.split("=")[1]) for word in command if word.startswith("--junitxml="))
         ran.append(command[-1])
         path.write_text(report("1a", (ONE, "passed"))[0])
-        return SimpleNamespace(returncode=len(ran) % 2)
+        return SimpleNamespace(returncode=-9 * (len(ran) % 2))
 
     monkeypatch.setattr(made.subprocess, "run", run)
     parts = [f"{ONE}::test_a[b, c]", f"{ONE}::test_d"]

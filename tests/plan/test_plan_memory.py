@@ -53,20 +53,20 @@ TWO_GPUS = ("--segments", "32", "--devices", "2", "--set", "mesh.fsdp=2", "--set
 
 @cuda
 @pytest.mark.parametrize(
-    ("name", "overrides", "measured"),
+    ("name", "overrides", "measured", "above"),
     [
-        ("llama3_8b_8layer", ("--segments", "64"), 47.076),  # packed rows: Triton's attention
-        ("llama3_8b_8layer", ("--segments", "32"), 60.615),  # packed rows: cuDNN's, with its workspace
-        ("llama3_8b_8layer", ("--segments", "1", "--set", "precision.matmul=fp8"), 50.326),
-        ("llama3_8b_8layer", TWO_GPUS, 45.959),
+        ("llama3_8b_8layer", ("--segments", "64"), 47.076, 0.005),  # packed rows: Triton's attention
+        ("llama3_8b_8layer", ("--segments", "32"), 60.615, 0.005),  # packed rows: cuDNN's, with its workspace
+        ("llama3_8b_8layer", ("--segments", "1", "--set", "precision.matmul=fp8"), 50.326, 0.005),
+        ("llama3_8b_8layer", TWO_GPUS, 45.959, 0.0075),
     ],
 )
-def test_peaks_are_those_measured_on_an_h200(name, overrides, measured):
-    """Measured: see docs/memory.md, whose other three take no other way through the compiler."""
+def test_peaks_are_those_measured_on_an_h200(name, overrides, measured, above):
+    """Measured: see docs/memory.md. Its other rows, of 32 layers or one document, would take too long."""
     done = command("--config", f"configs/{name}.py", *overrides)
     assert done.returncode == 0, done.stderr
     # Too low is out of memory; too high by 0.5 % it is known to be over fsdp, where the schedule is another.
-    assert -0.005 < peak(done.stdout) / measured - 1 < 0.0075
+    assert -0.005 < peak(done.stdout) / measured - 1 < above
 
 
 SMALL = [

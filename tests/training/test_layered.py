@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from cases import named, slow_but_for
 
 from jaxthru.optim.formats import decode
 from jaxthru.runtime import first_run
@@ -66,16 +67,15 @@ def test_models_and_micro_batches(model, request, monkeypatch):
     as_the_whole(OffloadConfig("parameters", activations="names"), loop="unroll", **MODELS[model])
 
 
-@pytest.mark.parametrize("level", ["gradients, previous", "parameters, exact, inputs"])
-def test_a_mesh_as_one_device(level):
+@slow_but_for(
+    "gradients, previous-(1, 2, 1)",
+    "parameters, exact, inputs-(1, 1, 2)",
+    level=named("gradients, previous", "parameters, exact, inputs"),
+    mesh=named((1, 2, 1), (1, 1, 2), (1, 2, 2)),
+)
+def test_a_mesh_as_one_device(level, mesh):
     config, settings = LEVELS[level]
-    as_the_whole(
-        config,
-        mesh=(1, 1, 2) if "exact" in level else (1, 2, 1),
-        loop="unroll",
-        remat="attention",
-        optim=optim(**settings),
-    )
+    as_the_whole(config, mesh=mesh, loop="unroll", remat="attention", optim=optim(**settings))
 
 
 @pytest.mark.parametrize("level", ["optimizer, exact", "gradients, previous"])
@@ -208,7 +208,7 @@ def as_the_whole(config: OffloadConfig, *, mesh=(1, 1, 1), steps: int = 3, **set
     first, *ends = (exact(state) for state in (whole.state, found, expected))
     # How far, not where to: a sum in another order turns over 8-bit codes, up to 6.2e-3 as tests compile; one
     # update at the next step's rate would be 1e-2 off.
-    assert_close(*(jax.tree.map(np.subtract, end, first) for end in ends), 7.5e-3)
+    assert_close(*(jax.tree.map(np.subtract, end, first) for end in ends), 9e-3)
     measured = whole.step.optimizer.config.clip_rule == "previous"  # by the first step, which updates nothing
     assert int(found["opt_state"]["count"]) == int(expected["opt_state"]["count"]) == steps - measured
     assert int(found["step"]) == steps

@@ -10,6 +10,8 @@ import pytest
 import tiny
 from cases import named, slow_but_for
 
+from jaxthru.training.state import sharded_init
+
 MESHES = {
     "data=2": (2, 1, 1),
     "fsdp=4": (1, 4, 1),
@@ -42,6 +44,15 @@ def test_losses_equal_the_single_device(sharded, single_device):
     losses = made.losses(10)
     assert losses[-1] < losses[0] - 0.05, "the model learns nothing, so that equal losses prove nothing"
     np.testing.assert_allclose(losses, single_device, atol=1e-4, rtol=0)
+
+
+def test_the_first_state_is_the_single_device_s():
+    """Each shard made where it lives; the other tests here put copies of one device's state there."""
+    made = tiny.make((1, 2, 2))
+    state = sharded_init(made.step.objective.model, made.step.optimizer, made.abstract, 0)
+    for leaf, wanted, to in zip(*map(jax.tree.leaves, (state, made.fresh(), made.abstract)), strict=True):
+        assert leaf.sharding == to.sharding
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_losses_of_four_devices_along_tensor():

@@ -129,19 +129,16 @@ def test_steps_of_micro_batches_learn_as_whole_ones(made):
     [{"loop": "scan"}, {"loop": "unroll"}, {"tied_embeddings": True}, {"float8": True}],
     ids=str,
 )
-def test_layers_gradients_stay_in_the_compute_dtype(shape):
-    """The numbers that JAX gives in float32, to the bit, and nowhere a float32 copy of stacked layers."""
+def test_layers_gradients_stay_in_the_compute_dtype(shape, request):
+    """The very numbers that JAX gives in float32, and nowhere a float32 copy of stacked layers."""
+    if "float8" in shape:  # what is rounded to float8 depends, in its last bit, on what XLA fuses
+        request.getfixturevalue("bit_exact")
     made = tiny.make(compute="bfloat16", **shape)
     params, batch, objective = made.fresh()["params"], made.batch(0), made.step.objective
     weight = 1 / jnp.sum(batch["loss_mask"])
     plain = jax.jit(jax.grad(lambda params: objective(params, batch, weight)[0]))(params)
     _, gradients = made.gradients(params, batch)
-    found = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
-    if "float8" in shape:  # what is rounded to float8 depends, in its last bit, on what XLA fuses
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
-            assert jnp.linalg.norm(one - other) < 1e-3 * jnp.linalg.norm(other)
-    else:
-        assert_trees_close(found, plain, rtol=0, atol=0)
+    assert_trees_close(jax.tree.map(lambda x: x.astype(jnp.float32), gradients), plain, rtol=0, atol=0)
     is_matrix = jax.tree.leaves(matrices(objective.model))
     for (path, x), matrix in zip(jax.tree.leaves_with_path(gradients), is_matrix, strict=True):
         narrow = matrix and path[0].key == "layers"
