@@ -428,7 +428,7 @@ def test_lowers_for_a_tpu(shape, dtype, axes, check_vma):
 @pytest.mark.compiles_for("tpu")
 @pytest.mark.parametrize(
     ("shape", "dtype", "chips", "sizes", "name"),
-    [  # each of the kernels, dtypes and kinds of chips; and once the ring, whose products and permutes are XLA's own
+    [  # each kernel, dtype and chip at least once; the ring once, as its products and permutes are XLA's own
         ("qkv_apart", jnp.bfloat16, "v5e:2x2", (1, 4), "mosaic_tpu"),
         ("down", jnp.float32, "v6e:2x2", (2, 2), "mosaic_tpu"),
         ("down", jnp.bfloat16, "v5p:2x2x1", (1, 4), "ring"),
