@@ -74,6 +74,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def importing_from(folder: Path, monkeypatch):
+    """Yields a function that imports a module of a folder, as a script there would; forgets them after."""
     monkeypatch.syspath_prepend(folder)
     yield importlib.import_module
     for script in folder.glob("*.py"):
@@ -82,13 +83,13 @@ def importing_from(folder: Path, monkeypatch):
 
 @pytest.fixture
 def bench(monkeypatch):
-    """Returns a function that imports a module of scripts/bench, as a script there would."""
+    """Imports from scripts/bench."""
     yield from importing_from(SCRIPTS / "bench", monkeypatch)
 
 
 @pytest.fixture
 def script(monkeypatch):
-    """The same of scripts."""
+    """Imports from scripts."""
     yield from importing_from(SCRIPTS, monkeypatch)
 
 
