@@ -121,6 +121,7 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
     config = levels.ready(config)
     train, shape = config.train, config.model
     layout = fit(config, devices)
+    levels.reserve(config, list(layout.mesh.devices.flat))
     require(
         data.vocabulary <= shape.vocabulary,
         f"model.vocabulary = {shape.vocabulary}: smaller than the tokenizer's {data.vocabulary}",
@@ -154,7 +155,6 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
-    profile = open_profile(config.profile, directory.profile, built.compiled, built.recompile, start, steps)
     with (
         built.batches(data_state) as batches,
         open_record(config.metrics, directory, start) as record,
@@ -163,6 +163,8 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
         distributed.StopSignal() as stop,
     ):
         account = built.account(int(state["skipped"]), started, record, progress, watchdog)
+        programs = built.compiled, built.recompile
+        profile = open_profile(config.profile, directory.profile, *programs, start, steps, progress.note)
 
         def evaluate(step: int) -> None:
             with account.apart(), profile.span("evaluate"):

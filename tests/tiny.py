@@ -111,7 +111,7 @@ def make(
     model = bind(dataclasses.replace(SHAPE, **shape), using, remat)
     schedule = make_schedule(optim, 20)
     optimizer = Optimizer(optim, matrices(model))
-    step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups)
+    step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups, seed=0)
     return Tiny(layout, step, abstract_state(model, optimizer, layout))
 
 

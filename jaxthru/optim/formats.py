@@ -61,12 +61,13 @@ FORMATS: dict[str, Format] = {  # bytes per parameter: weights + master + moment
 """What `optim.state` may be."""
 
 
-def rounding_key(count: jax.Array, part: int | jax.Array) -> jax.Array:
+def rounding_key(seed: int, count: jax.Array, part: int | jax.Array) -> jax.Array:
     """Returns the key of one part's stochastic rounding in one update.
 
-    count: updates made before. part: its index, as `models.bind.parts` counts them; it may be traced.
+    seed: the run's. count: updates made before. part: its index, as `models.bind.parts` counts them; it may
+    be traced.
     """
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), part), count)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), part), count)
 
 
 def encode(moments: str, x: jax.Array, kind: Literal["signed", "unsigned"]) -> Slot:

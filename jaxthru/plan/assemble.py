@@ -74,7 +74,8 @@ def assemble(
     adamw_8bit = "reference" if layout.mesh.size > 1 else None  # the reference is what XLA can partition
     optimizer = Optimizer(config.optim, matrices(model), adamw_8bit)
     objective = Objective(model, train.z_loss, segments, sources)
-    step = Step(objective, optimizer, schedule, train.microbatches, config.data.groups_of(train.rows))
+    groups = config.data.groups_of(train.rows)
+    step = Step(objective, optimizer, schedule, train.microbatches, groups, train.seed)
     abstract = placed(abstract_state(model, optimizer, layout), config.offload)
     batch = abstract_batch(train.rows, config.data.sequence, layout.sharding(("batch", "sequence")))
     return Assembled(step, config.offload, abstract, batch)

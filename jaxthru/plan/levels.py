@@ -10,7 +10,8 @@ import rich.table
 from jaxthru.config import RunConfig
 from jaxthru.plan.arithmetic import estimate
 from jaxthru.plan.memory import MemoryPlan, Room, gib, host_room
-from jaxthru.runtime import distributed, hardware, xla
+from jaxthru.runtime import distributed, hardware
+from jaxthru.runtime import pinned as pinned_memory
 from jaxthru.runtime.errors import InputError
 from jaxthru.training.offload import OffloadConfig
 
@@ -66,11 +67,25 @@ def ready(config: RunConfig) -> RunConfig:
         # A process is taken to have its host to itself, here and in `resolve_here`; where several share one,
         # offload.host_gib has to be the share of each.
         kept = pinned(config)
-        xla.limit_pinned(kept and kept + saved_at_once(config), host_room(config))
+        pinned_memory.limit(kept and kept + saved_at_once(config), host_room(config))
         kind = hardware.devices()[0].device_kind
         if hardware.has_unified_memory(kind):
             log.info("%s reaches its host's memory over NVLink-C2C: docs/memory.md, Unified memory", kind)
     return resolve_here(config)
+
+
+def reserve(config: RunConfig, devices: list[jax.Device]) -> None:
+    """Has this process pin at once what a configuration keeps in host memory, if it runs on GPUs: else steps
+    would wait while the system pins more.
+
+    devices: of all processes, that share the step.
+    """
+    offload, here = config.offload, [device for device in devices if device in jax.local_devices()]
+    if not offload.layered or devices[0].platform != "gpu":
+        return
+    plan, _ = estimate(config, offload.level, config.optim.state, offload.fraction, devices=len(devices))
+    kept = plan.peak_host * len(here) // len(devices) + saved_at_once(config)
+    pinned_memory.reserve(min(pinned_memory.spared(kept), host_room(config)))
 
 
 def propose(

@@ -59,11 +59,11 @@ def _figures(ledger: Ledger, config: dict[str, Any], unit: Unit) -> list[str]:
     clock = ledger.clock.mean_mhz
     rows = [
         ("tokens/s", f"{found.tokens_per_second:,.0f}", "of all devices"),
-        ("MFU", percent(found.mfu), "of the data-sheet peak" if found.mfu else "peak not known"),
+        ("MFU", percent(found.mfu), "of the data sheet's bf16 peak" if found.mfu else "peak not known"),
         (
             "share of the sustained peak",
             percent(found.sustained),
-            f"of the peak at {clock:,.0f} MHz" if found.sustained else "clock not known",
+            f"of the bf16 peak at {clock:,.0f} MHz" if found.sustained else "clock not known",
         ),
         (
             "a step",

@@ -27,9 +27,9 @@ def summary(ledger: Ledger, config: dict[str, Any]) -> rich.console.Group:
     unit = Unit.of(window.step_seconds)
     said = [f"{found.tokens_per_second:,.0f} tokens/s"]
     if found.mfu is not None:
-        said.append(f"MFU {found.mfu:.1%}")
+        said.append(f"MFU {found.mfu:.1%} of the bf16 peak")
     if found.sustained is not None:
-        said.append(f"{found.sustained:.1%} of the sustained peak")
+        said.append(f"{found.sustained:.1%} of it at the clock that ran")
     if window.closure is not None:
         said.append(f"{window.closure:+.1%} while profiled")
     table = _table("part of the step", f">{unit.name}", ">share")

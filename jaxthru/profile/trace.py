@@ -14,7 +14,9 @@ import dataclasses
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ CUPTI = "libcupti.so.13", "libcupti.so.12"
 FLUSH_MS = 600_000
 """How often CUPTI collects what ran before the trace ends. By itself it did so 12 times a second, and waited
 with the driver locked for copies under way: on an H200 a quarter of an offloaded step."""
+
+COMPILING = 120.0
+"""Seconds that a run waits for its step to be compiled again, for the names of its kernels."""
 
 log = logging.getLogger("jaxthru")
 
@@ -81,17 +86,24 @@ class Profile:
     """Profiles the steps of a run as it comes by them; called where the loop calls `NoProfile`."""
 
     def __init__(
-        self, folder: Path, program: Callable, recompile: Callable[[dict], Callable], passes: list[Pass]
+        self,
+        folder: Path,
+        program: Callable,
+        recompile: Callable[[dict], Callable],
+        passes: list[Pass],
+        say: Callable[[str], None],
     ):
-        """program: the compiled step. recompile: compiles it with these options of XLA. passes: in order."""
-        self.folder, self.program, self.compiled = folder, program, program
+        """program: the compiled step. recompile: compiles it with these options of XLA. passes: in order.
+        say: shows what the run waits for."""
+        self.folder, self.program, self.compiled, self._say = folder, program, program, say
         self._recompile, self._passes = recompile, passes
         self._coming = list(self._passes)
         self._running: Pass | None = None
         self._open = contextlib.ExitStack()
         self._samples: clocks.Samples | None = None
         self._latest = 0
-        self._pinned, self._peak = 0, None
+        self._pinned: int | None = None
+        self._peak: int | None = None
 
     def begins(self, step: int) -> bool:
         """Says whether a trace begins with this step, the next to be dispatched. No other may then be under
@@ -102,11 +114,13 @@ class Profile:
     def begin(self) -> None:
         """Begins the trace, before its first step is dispatched; one that still runs is complete."""
         self.close()
-        self._running = self._coming.pop(0)
-        if self._running is self._passes[0]:
+        if self._pinned is None:
             # Before anything is compiled, and timed on the device, for the profile's sake.
             self._pinned, self._peak = pinned_bytes(), hardware.peak_bytes() if self._latest > 1 else None
             self._compile()
+        if not self.begins(self._latest):  # there is no program whose kernels could be named
+            return
+        self._running = self._coming.pop(0)
         self.program = self._running.program
         folder = self.folder / self._running.name / str(jax.process_index())
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,18 +129,25 @@ class Profile:
         start_trace(folder, clock=self._running is self._passes[-1])
 
     def _compile(self) -> None:
-        """Compiles the step again, for the names of its kernels and for XLA's account of its buffers."""
+        """Compiles the step again, for the names of its kernels and for XLA's account of its buffers: within
+        COMPILING seconds, or the ledger has to do without them."""
+        self._say("compiling the profiled step")
         self.folder.mkdir(parents=True, exist_ok=True)
         extra = xla.without_graphs(jax.default_backend())
         if distributed.is_primary():
             extra |= aot.dump_options(self.folder / "dump")
         # With what the cache knows of autotuning, so that kernels are the same; but a program that is
         # found compiled writes no dump.
-        again = self._recompile(extra)
-        if not distributed.from_first(lambda: bool(aot.read_dump(self.folder / "dump"))):
+        until = time.monotonic() + COMPILING
+        again = self._compiled(extra, until)
+        if again and not distributed.from_first(lambda: bool(aot.read_dump(self.folder / "dump"))):
             again_by = {"xla_dump_hlo_as_proto": False}  # JAX keeps what it has compiled by its options, too
             with xla.nothing_kept():
-                again = self._recompile(extra | again_by)
+                again = self._compiled(extra | again_by, until)
+        if again is None:
+            del self._coming[:-1], self._passes[:-1]
+            if distributed.is_primary():
+                log.warning("not compiled again after %.0f s: kernels are not named", COMPILING)
         for one in self._passes[:-1]:
             one.program = again
         if distributed.is_primary():
@@ -136,6 +157,14 @@ class Profile:
             (self.folder / "step.hlo.txt").write_text(self.compiled.as_text())
             if len(self._passes) > 1:
                 (self.folder / "attribution.hlo.txt").write_text(again.as_text())
+
+    def _compiled(self, options: dict, until: float) -> Callable | None:
+        """Returns the step compiled with these options, None if any process has not done so by then."""
+        pool = ThreadPoolExecutor(1)
+        made = pool.submit(self._recompile, options)
+        pool.shutdown(wait=False)
+        late = wait([made], max(0.0, until - time.monotonic())).not_done
+        return None if any(distributed.gather_text("late" if late else "")) else made.result()
 
     def span(self, name: str, step: int | None = None) -> contextlib.AbstractContextManager:
         """Marks what the host does, see `events.SPANS`."""
@@ -152,6 +181,7 @@ class Profile:
         """Ends a trace that is still running; it is whole if the run ends with its last step."""
         if self._running is None:
             return
+        self._say("collecting the profile")
         ended, self.program, self._running = self._running, self.compiled, None
         # Of a run that ends early the steps count that were finished.
         ended.steps = min(ended.steps, self._latest - ended.first_step + 1)
@@ -175,6 +205,7 @@ class Profile:
         if self._passes[-1] in self._coming:
             log.warning("%s: no ledger: the run ended before its steps were traced", self.folder)
             return
+        self._say("reading the profile")
         try:
             show(self.folder, publish(self.folder))
         except ValueError as error:  # a profile that cannot be read must not cost the run
@@ -256,10 +287,11 @@ def open_profile(
     recompile: Callable[[dict], Callable],
     start: int,
     last: int,
+    say: Callable[[str], None] = log.info,
 ) -> Profile | NoProfile:
     """Returns what the loop calls between its steps; see `Profile`.
 
-    start: the step that the run goes on from. last: its last.
+    start: the step that the run goes on from. last: its last. say: shows what the run waits for.
     """
     if not config.at:
         return NoProfile(program)
@@ -271,4 +303,4 @@ def open_profile(
             start + 1,
             last,
         )
-    return Profile(folder, program, recompile, _passes(config, program, start, last))
+    return Profile(folder, program, recompile, _passes(config, program, start, last), say)

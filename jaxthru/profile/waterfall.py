@@ -12,7 +12,10 @@ from jaxthru.profile.ledger import LINES, Ledger
 from jaxthru.runtime.hardware import data_sheet_flops
 
 TITLES = {
-    "ideal": ("Needed matmuls at peak", "what the model's matrix products take at the reference clock"),
+    "ideal": (
+        "Needed matmuls at peak",
+        "what the model's matrix products take at the reference clock; in float8 its peak is twice bf16's",
+    ),
     "recomputation": ("Recomputation, padding", "matrix products computed beyond those the model needs"),
     "frequency": (
         "Clock below reference",
@@ -44,7 +47,7 @@ USUAL = 0.02
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """tokens_per_second: of all devices, by unprofiled steps where there are any. mfu: needed FLOPs over the
-    data sheet's. sustained: needed FLOPs over what the devices could do at the clock they ran at."""
+    data sheet's dense bf16 ones, in float8 too. sustained: the same at the clock that the devices ran at."""
 
     step_seconds: float
     tokens_per_second: float

@@ -28,9 +28,10 @@ PEAK_BF16_FLOPS = {
     "tpu v5": 459e12,
     "tpu v6 lite": 918e12,
     "tpu v6e": 918e12,
-    "tpu7x": 2307e12,
+    "tpu7x": 2307e12 / 2,
 }
-"""Whole words of a device kind's name, lower case -> dense bf16 FLOP/s; the first that fits counts."""
+"""Whole words of a device kind's name, lower case -> dense bf16 FLOP/s of one device, of which a TPU7x chip
+has two; the first that fits counts."""
 
 
 def data_sheet_flops(kind: str) -> float | None:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import math
 import mmap
 import os
 import platform
@@ -40,11 +39,6 @@ MEMORY_FRACTION = 0.96
 """A training job owns its GPU; JAX's default leaves a quarter of the memory unused. What is left here, 5.6
 GiB of an H200's 140, is for CUDA's context and the libraries' own workspaces."""
 
-PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The size in GiB that XLA's pool of pinned host memory may grow to; read when a GPU's backend loads."""
-
-PINNED_DEFAULT = 64  # GiB, where that is not set
-
 
 def configure(writes_to_peers: bool = False) -> None:
     """Sets up XLA for this process. Call it before the first device is touched.
@@ -80,58 +74,6 @@ def memory_fraction() -> float:
     """Returns the share of a device's memory that JAX takes, or would take, in this process."""
     names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
     return float(next((os.environ[name] for name in names if name in os.environ), MEMORY_FRACTION))
-
-
-def limit_pinned(needed: int, allowed: int) -> None:
-    """Lets XLA pin as much host memory as a plan needs. Call it before the first device is touched.
-
-    needed, allowed: bytes that the plan keeps in pinned memory, 0 if that is not known, and that may be
-    pinned (offload.host_gib, or the host's limit less what a process takes). The pool may grow to what is
-    needed, with 5 % and 4 GiB to spare for gaps and for copies on their way to disk: it grows by regions
-    that double, so that with more room 24.4 GiB of arrays took 37. (XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE
-    would take all of it twice: XLA has two such pools, of which the other only stages copies.) A limit in
-    the environment stays as it is, unless an earlier call set it and no backend has loaded since. Raises
-    InputError, naming the setting, where either is too low, or where a GPU's backend has already loaded
-    with a lower one.
-    """
-    from jax._src import xla_bridge
-
-    require(
-        needed <= allowed,
-        f"the plan keeps {needed / 2**30:.1f} GiB on the host, which may pin {allowed / 2**30:.1f} "
-        "(offload.host_gib); give it more, or choose a smaller optim.state or offload.fraction",
-    )
-    given, loaded = os.environ.get(PINNED_LIMIT), xla_bridge.backends_are_initialized()
-    if not loaded and _ours(PINNED_LIMIT):
-        spared = 1.05 * needed + (4 << 30) if needed else allowed
-        _set_here[PINNED_LIMIT] = str(math.ceil(min(spared, allowed) / 2**30))
-        os.environ.update(_set_here)
-        return
-    limit = _gibibytes(given) if given is not None else PINNED_DEFAULT
-    advice = f"set it to at least {math.ceil(needed / 2**30)}, or leave it to offload.host_gib"
-    if given is None:
-        why = "XLA's default, and too late to change: a device is in use"
-    elif _ours(PINNED_LIMIT):
-        why, advice = "set by an earlier run in this process", "run it in a process of its own"
-    else:
-        why = "as it is set"
-    require(
-        needed <= limit * 2**30,
-        f"{PINNED_LIMIT} = {limit} ({why}): the plan pins {needed / 2**30:.1f} GiB of host memory; {advice}",
-    )
-
-
-_set_here: dict[str, str] = {}  # variables that `limit_pinned` set, with their values
-
-
-def _ours(name: str) -> bool:
-    """Says whether a variable of the environment is not set, or as `limit_pinned` set it."""
-    return os.environ.get(name) in (None, _set_here.get(name))
-
-
-def _gibibytes(text: str) -> int:
-    require(text.isdigit(), f"{PINNED_LIMIT} = {text!r}: must be a whole number of GiB")
-    return int(text)
 
 
 _compilations = {"asked": 0, "found": 0}

@@ -1,6 +1,7 @@
 """Booking finished steps: what the loop reads back of a step once the device is busy with the next."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from jaxthru.training.metrics import FinishedStep, Meter
 from jaxthru.training.step import Metrics
 from jaxthru.training.watchdog import Watchdog
 
+log = logging.getLogger("jaxthru")
 WAITS = ("data_wait_seconds", "host_gap_seconds", "checkpoint_seconds")
 """What is booked as it happens, and belongs to the step that finishes next."""
 
@@ -112,6 +114,7 @@ class Account:
             attention_span=float(values["attention_span"]),
             step_seconds=now - self._clock,
             skipped_updates=int(values["skipped"]),
+            partly_updated=bool(values["partly_updated"]),
             hbm_peak_bytes=hardware.peak_bytes(),
             **self._waits,
         )
@@ -120,6 +123,12 @@ class Account:
         self.record.step(row)
         self.progress.update(row)
         self.watchdog.beat()
+        if finished.partly_updated:
+            log.warning(
+                "step %d: its loss is finite, a gradient is not: the parts updated before it was met keep "
+                "their update (optim.clip_rule = previous)",
+                step,
+            )
         if int(values["skipped_in_a_row"]) >= self.skip_limit:
             raise TrainingError(
                 f"step {step}: the loss or its gradient was not finite {self.skip_limit} times in a row "

@@ -23,7 +23,8 @@ INTERVAL = 5.0  # seconds between plain lines
 
 
 class NoProgress:
-    """What processes other than the first show. A context manager; `update(row)` after each step."""
+    """What processes other than the first show. A context manager; `update(row)` after each step, and
+    `note(text)` where the run waits for something."""
 
     def __enter__(self) -> "NoProgress":
         return self
@@ -32,6 +33,9 @@ class NoProgress:
         pass
 
     def update(self, row: Row) -> None:
+        pass
+
+    def note(self, text: str) -> None:
         pass
 
 
@@ -60,6 +64,9 @@ class Bar(NoProgress):
             self._task, completed=row["step"], description=describe(row, self._left(row["step"]))
         )
 
+    def note(self, text: str) -> None:
+        self._bar.update(self._task, description=text)
+
 
 class Lines(NoProgress):
     """A plain line every few seconds, and for the first and the last step."""
@@ -73,8 +80,10 @@ class Lines(NoProgress):
         now, left = time.monotonic(), self._left(row["step"])
         if self._last is None or now - self._last >= INTERVAL or row["step"] == self._steps:
             self._last = now
-            line = f"step {row['step']}/{self._steps}  {describe(row, left)}"
-            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+            self.note(f"step {row['step']}/{self._steps}  {describe(row, left)}")
+
+    def note(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def open_progress(steps: int, done: int = 0) -> NoProgress:
@@ -105,7 +114,7 @@ def describe(row: Row, seconds_left: float | None) -> str:
     """Returns a step's figures in one line."""
     parts = [f"loss {number(row['loss'], '.4f')}", f"{number(row['tokens_per_second'], ',.0f')} tokens/s"]
     if row["mfu"] is not None:
-        parts.append(f"MFU {row['mfu']:.1%}")
+        parts.append(f"MFU {row['mfu']:.1%} of the bf16 peak")
     if row["data_wait_seconds"] is not None:
         parts.append(f"data wait {row['data_wait_seconds'] / row['step_seconds']:.0%}")
     if row["skipped_updates"]:
@@ -155,9 +164,11 @@ def summary(run: RunDirectory) -> list[tuple[str, str]]:
     if rows:
         found.append(("throughput", f"{median(rows, 'tokens_per_second'):,.0f} tokens/s"))
         if rows[-1]["mfu"] is not None:
-            found.append(("MFU", f"{median(rows, 'mfu'):.1%}"))
+            found.append(("MFU", f"{median(rows, 'mfu'):.1%} of the bf16 peak"))
         if rows[-1]["skipped_updates"]:
             found.append(("skipped updates", str(rows[-1]["skipped_updates"])))
+        if partly := sum(row.get("partly_updated") or False for row in rows):
+            found.append(("of these in part made", f"{partly} (optim.clip_rule = previous, docs/offload.md)"))
     return [*found, ("run directory", str(run.path))]
 
 

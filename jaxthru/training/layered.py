@@ -145,7 +145,7 @@ class LayeredStep:
             )
             self.update.append(update)
         self.finish, _ = compile_(
-            "finish", programs.finish, (counters, batch, sums, squares), out_shardings=scalar
+            "finish", programs.finish, (counters, batch, sums, squares, squares), out_shardings=scalar
         )
         self.indices = [jax.device_put(jnp.int32(index), scalar) for index in range(len(weights))]
         self.gradients_home = self.weights_used
@@ -187,7 +187,8 @@ class LayeredStep:
         coming.start()
         used_at_once = iter(()) if self.held else coming
         slot = next(used_at_once, None)
-        sums, dx_MND, gradients, d_table, squares = self.head(head, table, x_MND, batch_MRT, weight)
+        sums, dx_MND, gradients, d_table, of_head = self.head(head, table, x_MND, batch_MRT, weight)
+        squares = of_head
         del x_MND, table, trees
         held: dict[int, Tree] = {}
 
@@ -218,7 +219,7 @@ class LayeredStep:
         done(EMBEDDING, tree, slot, gradients)
         del tree, slot, gradients, dx_MND
 
-        following, metrics = self.finish(counters, batch, sums, squares)
+        following, metrics = self.finish(counters, batch, sums, of_head, squares)
         state = self._state(weights, slots, following, state)
         if self.held:
             gradients = ((held.pop(index), self.weights_used[index]) for index in self.order)

@@ -28,7 +28,8 @@ class FinishedStep:
     checkpoint_seconds: parts of it in this process. host_gap_seconds: how long the device was seen without
     work, for whatever reason; a lower bound, as it is looked at only before and after the next batch is
     fetched. skipped_updates: since the run's first
-    step. hbm_peak_bytes: of the fullest device of this process.
+    step. partly_updated: it was skipped, but parts had been updated when the first gradient that is not
+    finite was met (optim.clip_rule = previous). hbm_peak_bytes: of the fullest device of this process.
     """
 
     step: int
@@ -43,6 +44,7 @@ class FinishedStep:
     host_gap_seconds: float | None = None
     checkpoint_seconds: float | None = None
     skipped_updates: int = 0
+    partly_updated: bool = False
     hbm_peak_bytes: int | None = None
 
 
@@ -61,9 +63,9 @@ class Meter:
         skipped_updates: int = 0,
         started: float | None = None,
     ):
-        """flops_of: (tokens, attention_span) -> FLOPs that an update needs. peak_flops: per second, of all
-        devices together, None if unknown. skipped_updates: of the restored state. started: time.monotonic()
-        at the start of the process, now if None."""
+        """flops_of: (tokens, attention_span) -> FLOPs that an update needs. peak_flops: dense bf16 ones per
+        second of all devices together, whatever the precision; None if unknown. skipped_updates: of the
+        restored state. started: time.monotonic() at the start of the process, now if None."""
         self._flops_of = flops_of
         self._peak_flops = peak_flops
         self._skipped = skipped_updates
@@ -86,6 +88,7 @@ class Meter:
             "tokens_per_second": finished.tokens / seconds,
             "model_tflops": flops / 1e12,
             "mfu": flops / self._peak_flops if self._peak_flops else None,
+            "bf16_peak_tflops": self._peak_flops and self._peak_flops / 1e12,
             "goodput": min(1.0, self._kept_seconds / wall) if wall > 0 else None,
         }
 

@@ -148,19 +148,23 @@ class Programs:
             clip_scale=clip_scale,
             finite=finite & usable,
             matrices=matrices,
-            key=rounding_key(count, index),
+            key=rounding_key(self.step.seed, count, index),
         )
 
     def finish(
-        self, counters: State, batch: Batch, sums: Metrics, squares: jax.Array
+        self, counters: State, batch: Batch, sums: Metrics, of_head: jax.Array, squares: jax.Array
     ) -> tuple[State, Metrics]:
-        """Returns the next counters and this update's metrics."""
+        """Returns the next counters and this update's metrics. of_head, squares: the sums of squares of the
+        head's gradients, which are used first, and of all."""
         count, norm = counters["count"], jnp.sqrt(squares)
         finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
         rate = self.step.schedule(count)
         following, metrics = self.step.finish(counters, batch, sums, norm, rate, finite)
-        used = finite & self.step.optimizer.clipping(norm, counters["grad_norm"])[1]
-        return following | {"count": count + used.astype(jnp.int32)}, metrics
+        usable = self.step.optimizer.clipping(norm, counters["grad_norm"])[1]
+        if not self.held:
+            begun = jnp.isfinite(sums["loss"]) & jnp.isfinite(of_head) & usable
+            metrics["partly_updated"] = begun & ~finite
+        return following | {"count": count + (finite & usable).astype(jnp.int32)}, metrics
 
     def eval_embed(self, tree: Tree, batch: Batch) -> tuple[jax.Array, Any]:
         """Returns the first layer's input [N, D] and the context of one micro-batch."""

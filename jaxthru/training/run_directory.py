@@ -42,10 +42,12 @@ METRICS_FIELDS = (
     "tokens_per_second",
     "model_tflops",
     "mfu",
+    "bf16_peak_tflops",
     "data_wait_seconds",
     "host_gap_seconds",
     "checkpoint_seconds",
     "skipped_updates",
+    "partly_updated",
     "goodput",
     "hbm_peak_bytes",
 )

@@ -96,7 +96,7 @@ def stored_order(gradients: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """One update. groups: canonical groups of rows; the batch's row order is group-major."""
+    """One update. groups: canonical groups of rows; the batch's row order is group-major. seed: the run's."""
 
     __name__ = "train_step"  # what traces call the compiled program
 
@@ -105,6 +105,7 @@ class Step:
     schedule: optax.Schedule
     microbatches: int
     groups: int
+    seed: int
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Returns the next state and this update's metrics, all on the device.
@@ -145,6 +146,7 @@ class Step:
             "learning_rate": learning_rate,
             "skipped": counters["skipped"],
             "skipped_in_a_row": counters["skipped_in_a_row"],
+            "partly_updated": jnp.asarray(False),
             # Σ length² over documents, of which each token adds 2 × position + 1.
             "attention_span": jnp.sum(
                 jnp.where(batch["segment_ids"] > 0, 2 * batch["positions"] + 1, 0).astype(jnp.float32)
@@ -172,7 +174,7 @@ class Step:
                 clip_scale=clip_scale,
                 finite=used,
                 matrices=matrices,
-                key=rounding_key(count, index),
+                key=rounding_key(self.seed, count, index),
             )
             for index, (*part, matrices) in enumerate(zip(*columns, strict=True))
         ]

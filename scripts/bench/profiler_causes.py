@@ -197,7 +197,7 @@ class Turns:
 def take_turns(count: int) -> None:
     """Has the loop trace so many turns behind its profile."""
     opened = train.open_profile
-    train.open_profile = lambda *arguments: Turns(opened(*arguments), arguments[-1], count)
+    train.open_profile = lambda *arguments: Turns(opened(*arguments), arguments[5], count)
 
 
 CAUSES = {

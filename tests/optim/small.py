@@ -65,7 +65,7 @@ def update(optimizer, schedule, gradients, weights, opt_state):
         clip_scale=optimizer.clip_scale(optax.tree.norm(gradients)),
         finite=jnp.bool(True),
         matrices=optimizer.matrices,
-        key=rounding_key(count, 0),
+        key=rounding_key(0, count, 0),
     )
     return weights, {"count": count + 1, "slots": slots}
 

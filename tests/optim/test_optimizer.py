@@ -20,7 +20,7 @@ def arguments(optimizer, matrices=None, **changed):
         "clip_scale": jnp.float32(1),
         "finite": jnp.bool(True),
         "matrices": optimizer.matrices if matrices is None else matrices,
-        "key": rounding_key(jnp.int32(0), 0),
+        "key": rounding_key(0, jnp.int32(0), 0),
     }
     return given | changed
 

@@ -67,7 +67,7 @@ def test_split_gives_every_bit_back():
 
 def test_stochastic_rounding_has_the_right_mean():
     x = jnp.concatenate([jnp.float32([1.0, -2.5, 0.0]), jnp.linspace(-3, 3, 61)])
-    keys = jax.random.split(rounding_key(jnp.int32(3), 1), 4000)
+    keys = jax.random.split(rounding_key(0, jnp.int32(3), 1), 4000)
     rounded = jax.jit(jax.vmap(lambda key: round_stochastically(x, key)))(keys)
     rounded = np.asarray(rounded, np.float64)
     exact = np.asarray(x, np.float64)
@@ -77,13 +77,14 @@ def test_stochastic_rounding_has_the_right_mean():
     assert (np.abs(rounded.mean(0) - exact) <= 4 * step / np.sqrt(4000) + 1e-6).all()
 
 
-def test_keys_differ_by_part_and_update():
+def test_keys_differ_by_seed_part_and_update():
     keys = {
-        tuple(np.asarray(jax.random.key_data(rounding_key(jnp.int32(count), part))))
-        for count in range(8)
-        for part in range(8)
+        tuple(np.asarray(jax.random.key_data(rounding_key(seed, jnp.int32(count), part))))
+        for seed in (0, 1, 2**31)
+        for count in range(6)
+        for part in range(6)
     }
-    assert len(keys) == 64
+    assert len(keys) == 3 * 6 * 6
 
 
 @slow_but_for("split_master_int8", state=named(*(name for name in FORMATS if name != "float32")))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -443,7 +444,7 @@ def test_auto_refuses_what_fits_nowhere():
 
 def test_pinned_memory_is_reserved_for_what_is_offloaded(monkeypatch):
     asked = []
-    monkeypatch.setattr(levels.xla, "limit_pinned", lambda *sizes: asked.append(sizes))
+    monkeypatch.setattr(levels.pinned_memory, "limit", lambda *sizes: asked.append(sizes))
     levels.ready(load("quickstart"))
     assert asked == []
     config = load("llama3_8b", "offload.host_gib=100")
@@ -457,6 +458,25 @@ def test_pinned_memory_is_reserved_for_what_is_offloaded(monkeypatch):
     assert levels.pinned(load("llama3_8b", "mesh.data=-1", "mesh.fsdp=1")) == 0
     assert levels.pinned(load("llama3_8b", "mesh.data=2", "mesh.fsdp=1")) == 2 * needed
     assert levels.pinned(load("llama3_8b", "mesh.tensor=2")) == needed  # split, the state
+
+
+def test_what_a_process_of_gpus_keeps_on_the_host_is_pinned_at_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(levels.pinned_memory, "reserve", asked.append)
+    here, there = ([Mock(platform="gpu") for _ in range(2)] for _ in range(2))
+    monkeypatch.setattr(jax, "local_devices", lambda: here)
+    config = load("llama3_8b", "offload.host_gib=100")
+    state, saving = levels.pinned(config), levels.saved_at_once(config)
+    levels.reserve(config, here[:1])
+    levels.reserve(config, here)  # which split the state
+    levels.reserve(config, here + there)
+    each = state + saving, state + saving, state // 2 + saving
+    assert asked == [levels.pinned_memory.spared(needed) for needed in each]
+    levels.reserve(load("llama3_8b", "offload.host_gib=30"), here[:1])
+    assert asked[3] == 30 * GIB  # all that may be
+    levels.reserve(config, jax.devices()[:1])
+    levels.reserve(load("quickstart"), here)
+    assert len(asked) == 4
 
 
 def test_activations_in_pinned_memory_are_one_copy_on_any_mesh():

@@ -5,7 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -217,7 +219,8 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
         asked.append(options)
         return named
 
-    profile = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 8)
+    noted = []
+    profile = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 8, noted.append)
     programs = {}
     for step in range(1, 14):
         if profile.begins(step):
@@ -233,9 +236,32 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
         "production": {"first_step": 7, "steps": 2},
     }
     assert (tmp_path / "4" / "attribution.hlo.txt").read_text() == "named"
+    assert noted == ["compiling the profiled step", *["collecting the profile"] * 2]
     # Of a run that is too short for both, the one without which there is no ledger.
     short = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 7)
     assert [(one.name, one.first_step) for one in short._passes] == [("production", 4)]
+
+
+def test_a_run_does_not_wait_for_ever_for_the_names_of_kernels(tmp_path, monkeypatch):
+    calls, heard, slow = [], [], threading.Event()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    started = lambda folder, **_: calls.append(Path(folder).parent.name)  # noqa: E731
+    monkeypatch.setattr(jax.profiler, "start_trace", started)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    monkeypatch.setattr(trace, "COMPILING", 0.05)
+    monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
+    plain = SimpleNamespace(as_text=lambda: "plain")
+    profile = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, lambda _: slow.wait(), 0, 8)
+    for step in range(1, 12):
+        if profile.begins(step):
+            profile.begin()
+        assert profile.program is plain
+        profile.after(step - 1)
+    slow.set()
+    assert calls == ["production"]
+    assert heard == ["not compiled again after 0 s: kernels are not named"]
+    taken = json.loads((tmp_path / "4" / "collected.json").read_text())
+    assert taken["passes"] == {"production": {"first_step": 7, "steps": 2}}
 
 
 @pytest.mark.parametrize(("start", "last", "said"), [(4, 9, True), (0, 3, True), (3, 9, False)])

@@ -91,6 +91,7 @@ def test_peaks_by_data_sheet():
     assert hardware.peak_flops([Device("NVIDIA GB200")]) == 2500e12
     assert hardware.peak_flops([Device("TPU v5 lite")]) == 197e12
     assert hardware.peak_flops([Device("TPU v5p")]) == 459e12
+    assert hardware.peak_flops([Device("TPU7x")] * 2) == 2307e12  # the two of one chip
     assert hardware.peak_flops([Device("NVIDIA H200"), Device("cpu")]) is None
     assert hardware.peak_flops([Device("NVIDIA H200 NVL")]) == 835e12
     assert hardware.peak_flops([Device("NVIDIA A100-SXM4-80GB")]) == 312e12

@@ -1,11 +1,8 @@
 """Flags are checked before XLA sees them, and multicast stays off."""
 
-import mmap
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import jax
 import pytest
@@ -162,68 +159,3 @@ def test_programs_are_counted_without_a_cache_too():
         jax.config.update("jax_enable_compilation_cache", kept)
     compiled, found = (now - then for now, then in zip(xla.compilations(), before, strict=True))
     assert (compiled, found) == (1, 0)
-
-
-GIB = 1 << 30
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """As if no backend had loaded and no limit were set."""
-    monkeypatch.setenv(xla.PINNED_LIMIT, "1")  # noted, so that whatever is set meanwhile goes
-    monkeypatch.delenv(xla.PINNED_LIMIT)
-    monkeypatch.setattr(xla, "_set_here", {})
-    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
-
-
-def test_pinned_memory_may_grow_to_what_is_needed_and_a_little_more(fresh):
-    xla.limit_pinned(90 * GIB, round(127.5 * GIB))
-    assert os.environ[xla.PINNED_LIMIT] == "99"
-
-
-def test_pinned_memory_may_grow_to_what_the_host_gives_where_no_need_is_known(fresh):
-    xla.limit_pinned(0, round(127.5 * GIB))
-    assert os.environ[xla.PINNED_LIMIT] == "128"
-
-
-def test_more_than_the_host_gives_names_the_setting(fresh):
-    with pytest.raises(InputError, match=r"keeps 90.0 GiB on the host, which may pin 64.0 .offload.host_gib"):
-        xla.limit_pinned(90 * GIB, 64 * GIB)
-
-
-def test_a_low_limit_in_the_environment_is_named(fresh, monkeypatch):
-    monkeypatch.setenv(xla.PINNED_LIMIT, "80")
-    with pytest.raises(InputError, match=f"{xla.PINNED_LIMIT} = 80 .as it is set.: .*at least 90"):
-        xla.limit_pinned(90 * GIB, 128 * GIB)
-    xla.limit_pinned(80 * GIB, 128 * GIB)
-    assert os.environ[xla.PINNED_LIMIT] == "80"
-    monkeypatch.setenv(xla.PINNED_LIMIT, "many")
-    with pytest.raises(InputError, match="'many': must be a whole number of GiB"):
-        xla.limit_pinned(80 * GIB, 128 * GIB)
-
-
-def test_a_later_run_in_the_same_process_sets_its_own_limit(fresh, monkeypatch):
-    xla.limit_pinned(0, 64 * GIB)
-    assert os.environ[xla.PINNED_LIMIT] == "64"
-    xla.limit_pinned(90 * GIB, 128 * GIB)
-    assert os.environ[xla.PINNED_LIMIT] == "99"
-    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: True)
-    xla.limit_pinned(95 * GIB, 128 * GIB)
-    with pytest.raises(InputError, match=r"= 99 \(set by an earlier run in this process\): .* its own"):
-        xla.limit_pinned(100 * GIB, 128 * GIB)
-    assert os.environ[xla.PINNED_LIMIT] == "99"
-
-
-def test_a_limit_that_comes_too_late_is_not_set_in_vain(fresh, monkeypatch):
-    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: True)
-    xla.limit_pinned(64 * GIB, 128 * GIB)
-    with pytest.raises(InputError, match=f"{xla.PINNED_LIMIT} = 64 .*too late.*at least 65"):
-        xla.limit_pinned(65 * GIB, 128 * GIB)
-
-
-@pytest.mark.compiles_for("cuda")
-def test_the_plugin_knows_the_limit_of_pinned_memory():
-    plugin = find_spec("jax_plugins.xla_cuda13")
-    binary = next(Path(plugin.submodule_search_locations[0]).glob("*.so"))
-    with binary.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        assert text.find(xla.PINNED_LIMIT.encode() + b"\0") > 0

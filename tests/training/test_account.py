@@ -41,6 +41,7 @@ def metrics(loss=1.0, in_a_row=0):
         "attention_span": number(4),
         "skipped": number(in_a_row),
         "skipped_in_a_row": number(in_a_row),
+        "partly_updated": number(in_a_row),
     }
 
 

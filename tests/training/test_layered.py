@@ -9,6 +9,7 @@ import pytest
 import tiny
 from cases import named, slow_but_for
 
+from jaxthru.models.bind import parts
 from jaxthru.optim.formats import decode
 from jaxthru.runtime import first_run
 from jaxthru.training.layered import LayeredStep
@@ -111,6 +112,28 @@ def test_a_bad_batch_changes_nothing_and_is_counted(level):
     for name in ("params", "opt_state", "grad_norm"):
         jax.tree.map(np.testing.assert_array_equal, before[name], state[name])
     assert int(state["skipped"]) == 2 and int(metrics["skipped_in_a_row"]) == 1
+
+
+def test_parts_updated_before_a_gradient_that_is_not_finite_are_told():
+    """With clip_rule = previous each part is updated at once, from the head down."""
+    config, settings = LEVELS["gradients, previous"]
+    whole = tiny.make(loop="unroll", remat="attention", optim=optim(**settings))
+    compiled, state = tiny.layered(whole, config)
+    for index in range(2):
+        state, metrics = compiled(state, whole.batch(index))
+        assert not metrics["partly_updated"]
+    first = state["params"]["layers"][0]
+    # 0 × 1e30: the loss is as without this layer's attention, the gradient of the 0 has no finite norm.
+    first["attention_norm"]["scale"] = first["attention_norm"]["scale"] * 0
+    first["attention"]["value"] = first["attention"]["value"] * 1e30
+    before = jax.tree.map(np.array, state)
+    state, metrics = compiled(state, whole.batch(2))
+    assert np.isfinite(metrics["loss"]) and not np.isfinite(metrics["grad_norm"])
+    assert metrics["partly_updated"] and int(metrics["skipped"]) == 1
+    assert state["opt_state"]["count"] == before["opt_state"]["count"]
+    same = jax.tree.map(np.array_equal, before["params"], jax.device_get(state["params"]))
+    updated = [not all(jax.tree.leaves(part)) for part in parts(same)]
+    assert updated == [False, True, False, *[True] * (len(updated) - 3)]  # embedding, head, layers
 
 
 def test_evaluation_reads_weights_from_where_they_live():

@@ -153,7 +153,7 @@ def test_plain_lines_come_every_few_seconds(monkeypatch):
             lines.update(row_of(step, mfu=0.512, data_wait_seconds=0.05))
     printed = out.getvalue().splitlines()
     assert [int(line.split("/")[0].split()[1]) for line in printed] == [1, *range(11, 101, 10), 100]
-    assert printed[0] == "step 1/100  loss 2.5000  12,346 tokens/s  MFU 51.2%  data wait 10%"
+    assert printed[0] == "step 1/100  loss 2.5000  12,346 tokens/s  MFU 51.2% of the bf16 peak  data wait 10%"
     assert printed[2].endswith("0:40 left")
     assert printed[-1].endswith("0:00 left")
 
