@@ -79,7 +79,8 @@ def halves_apart(turns: list[list[float]]) -> float:
 
 def _tflops(line: dict, flops: Callable) -> float:
     tokens = line["tokens_per_step"]
-    return flops(tokens, tokens * line["attention_span_per_token"]) / line["step_seconds"] / 1e12
+    seconds = tokens / line["tokens_per_second"]
+    return flops(tokens, tokens * line["attention_span_per_token"]) / seconds / 1e12
 
 
 def _values(lines: list[dict], key: str) -> list[float]:

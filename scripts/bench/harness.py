@@ -41,12 +41,14 @@ class Timing:
         return len(self.before)
 
     def line(self, tokens: float) -> dict[str, Any]:
-        """Returns the part of a result that all benchmarks have; tokens: in a step."""
-        median = statistics.median(self.seconds)
+        """Returns the part of a result that all benchmarks have: all tokens over all seconds, and the median
+        step beside it; tokens: in a step, the mean."""
         return {
-            "tokens_per_second": round(tokens / median, 1),
-            "step_seconds": round(median, 6),
+            "tokens_per_second": round(tokens / statistics.fmean(self.seconds), 1),
+            "step_seconds": round(statistics.median(self.seconds), 6),
             "step_seconds_quartiles": [round(q, 6) for q in statistics.quantiles(self.seconds)],
+            "step_seconds_max": round(max(self.seconds), 6),
+            "seconds": [round(each, 4) for each in self.seconds],
             "steps_timed": len(self.seconds),
             "tokens_per_step": tokens,
             "sm_clock_mhz": self.mhz,

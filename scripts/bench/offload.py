@@ -34,8 +34,9 @@ LIMIT = 480.0  # seconds of one block, its start and compilation included
 class Row:
     """config: in configs/; settings: as `--set` takes them; peer: a module's name, which runs this shape.
     partners: rows that the bar of `ratio` or `slower` is against; beside: others whose ratio is shown.
-    bars: what must hold: `slower`, `hbm_gib`, `host_gib`, `falls` at most, `ratio`, `mfu` at least. falls:
-    the largest mean loss of a quarter of the timed steps, over that of the quarter before.
+    bars: what must hold: `slower`, `hbm_gib`, `host_gib`, `falls` and `slowest` at most, `ratio` and `mfu` at
+    least. falls: the largest mean loss of a quarter of the timed steps, over that of the quarter before.
+    slowest: the longest step, over the median.
     steps: how many to warm up with and to time, in place of seconds.
     """
 
@@ -84,7 +85,7 @@ def _beside_peers(tokens: str, ratio: float) -> dict[str, Row]:
 
 # fmt: off
 ROWS = {
-    "8b_64k": Row("llama3_8b", bars=SMALL),
+    "8b_64k": Row("llama3_8b", bars=SMALL | {"slowest": 1.05}, steps=(3, 40)),
     "8b_64k_exact": Row("llama3_8b", f"{EXACT} offload.level=optimizer offload.fraction=0.65", bars=SLOWER,
                         partners=("8b_64k_exact_resident",)),
     "8b_64k_exact_resident": Row("llama3_8b", f"{EXACT} {RESIDENT}"),
@@ -192,12 +193,19 @@ def found_in(record: dict, overrides: list[str]) -> dict[str, comparison.Row]:
             "tokens_per_step": own[0]["line"]["tokens_per_step"],
             "parameters": flops.parameters(model),
             "host_gib": statistics.fmean(host) if host else None,
+            "slowest": slowest([block["line"] for block in own]),
         }
     for name, row in found.items():
         others = [other for other in (*ROWS[name].partners, *ROWS[name].beside) if other in found]
         row["ratios"] = {other: comparison.ratio(row, found[other]) for other in others}
         row["bars"] = {kind: judge(row, ROWS[name], kind) for kind in ROWS[name].bars}
     return found
+
+
+def slowest(lines: list[dict]) -> float | None:
+    """Returns the longest step over the median; None of lines without it, which are old."""
+    each = [line["step_seconds_max"] / line["step_seconds"] for line in lines if "step_seconds_max" in line]
+    return max(each, default=None)
 
 
 def falls(losses: list[float]) -> float:
@@ -221,7 +229,12 @@ def judge(row: comparison.Row, of: Row, kind: str) -> dict:
 
 
 FORMS = {"slower": "≤ {:.0%} slower", "ratio": "≥ {:g} ×", "mfu": "≥ {:.0%} MFU"}
-FORMS |= {"hbm_gib": "≤ {:g} GiB HBM", "host_gib": "≤ {:g} GiB host", "falls": "loss falls"}
+FORMS |= {
+    "hbm_gib": "≤ {:g} GiB HBM",
+    "host_gib": "≤ {:g} GiB host",
+    "falls": "loss falls",
+    "slowest": "slowest ≤ {:g} × median",
+}
 MARKS = {True: "met", False: "**missed**", None: "not measured"}
 
 
@@ -232,6 +245,7 @@ def table(found: dict[str, comparison.Row]) -> str:
         "parameters",
         "tokens a step",
         "step s",
+        "slowest",
         "tok/s",
         "MFU",
         "HBM GiB",
@@ -252,6 +266,7 @@ def table(found: dict[str, comparison.Row]) -> str:
             f"{row['parameters'] / 1e9:.2f} B",
             shown(row["tokens_per_step"], ",.0f"),
             shown(row["step_milliseconds"] / 1e3, ".3f"),
+            shown(row["slowest"], ".3f"),
             shown(row.get("tokens_per_second"), ",.0f"),
             shown(row.get("mfu"), ".1%"),
             shown(row["peak_hbm_gib"], ".1f"),
