@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
+from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
 from jaxthru.runtime.distributed import from_first, gather_text, is_primary
 from jaxthru.runtime.errors import InputError, require
@@ -100,10 +101,11 @@ class Checkpointer:
         self._newest: int | None = None  # last step saved or restored here
         self._in_place = in_place > 0
         little = 1 + 2 * in_place // 10**9
+        by_turns = ocp.type_handlers.ArrayHandler(callback=_ByTurns())
         settings = {
             "save_device_host_concurrent_gb": little,
             "restore_concurrent_gb": little,
-            "is_prioritized_key_fn": lambda path: len(path) == 1,  # the counters; Orbax warns if it has none
+            "type_handler_registry": ocp.type_handlers.create_type_handler_registry((jax.Array, by_turns)),
         }
         self._arrays = functools.partial(
             ocp.PyTreeCheckpointHandler,
@@ -249,6 +251,15 @@ class Checkpointer:
             shutil.rmtree(self.directory / f"{step}{TEMPORARY}", ignore_errors=True)
         reason = " ".join(str(error).split()) or type(error).__name__
         return CheckpointError(f"{self.directory}: checkpoint {step} was not saved: {reason}")
+
+
+class _ByTurns(DefaultSerializationStatusCallback):
+    """Has Orbax heed `save_device_host_concurrent_gb`, which 0.12.4 to 0.12.8 do for nothing that is to be
+    copied at once. The counters are: it warns if nothing is."""
+
+    def key_priority(self, keypath: tuple) -> TransferPriority:
+        at_once = len(keypath) == 1
+        return TransferPriority.SYNCHRONOUS if at_once else TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
 
 
 def _sealed_path(after_commit) -> type:

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from orbax.checkpoint._src.serialization import worker_memory_utils
 from processes import finish, start_processes
 
 from jaxthru.runtime.errors import InputError
@@ -207,6 +208,21 @@ def test_a_state_in_host_memory_is_written_from_there_before_the_save_returns(tm
     for name, leaf in restored["params"].items():
         assert leaf.sharding == shapes["params"][name].sharding
         assert np.unique(leaf).tolist() == [float(name)]
+
+
+def test_a_state_in_host_memory_is_copied_a_little_at_a_time(tmp_path, monkeypatch):
+    """As Orbax does it, which for some versions takes more than to set `save_device_host_concurrent_gb`."""
+    asked, batches = [], worker_memory_utils.next_memory_budgeted_batch
+
+    def watched(params, most, **settings):
+        asked.append((len(params), most))
+        return batches(params, most, **settings)
+
+    monkeypatch.setattr(worker_memory_utils, "next_memory_budgeted_batch", watched)
+    state = in_two_places(1 << 16) | {"step": jnp.int32(1)}
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), in_place=2 * 10**9) as checkpointer:
+        checkpointer.save(1, state, {})
+    assert asked == [(8, 5 * 10**9)]
 
 
 @pytest.mark.gpu
