@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import functools
 import logging
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +24,10 @@ from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import asked_for, attention_by, fit
 from jaxthru.profile.trace import open_profile
 from jaxthru.runtime import allocator, distributed, hardware, xla
-from jaxthru.runtime.errors import InputError, exit_code, require
+from jaxthru.runtime.errors import InputError, exit_code, leave, require
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.account import Account, TrainingError
-from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_data_state, newest_step
+from jaxthru.training.account import Account
+from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.layered import LayeredStep
@@ -154,10 +153,10 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
+    record = open_record(config.metrics, directory, start)
     profile = open_profile(config.profile, directory.profile, built.compiled, built.recompile, start, steps)
     with (
         built.batches(data_state) as batches,
-        open_record(config.metrics, directory, start) as record,
         open_progress(steps, start) as progress,
         Watchdog() as watchdog,
         distributed.StopSignal() as stop,
@@ -241,7 +240,7 @@ def run(
     """Trains, from the data's preparation to the final table, and returns the run directory.
 
     directory: None makes a fresh runs/<name>/<n>. resume: as on the command line.
-    Raises InputError, TrainingError or CheckpointError, each with a message of one line.
+    Raises InputError or TrainingError, with a message of one line.
     """
     started = time.monotonic()
     xla.configure(config.mesh.writes_to_peers)
@@ -311,10 +310,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     log.handlers, log.propagate = [logging.StreamHandler()], False
     log.setLevel(logging.INFO)
-    failures = TrainingError, CheckpointError
-    return exit_code(command, failures, "interrupted before training began; nothing is lost")
+    return exit_code(command, "interrupted before training began; nothing is lost")
 
 
 if __name__ == "__main__":
     allocator.keep_freed()  # not of a process that is another's
-    sys.exit(main())
+    leave(main())

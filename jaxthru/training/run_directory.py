@@ -29,7 +29,7 @@ import jax
 
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.distributed import from_first
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError, TrainingError, require
 
 METRICS_FIELDS = (
     "step",
@@ -127,11 +127,13 @@ class RunDirectory:
         from_first(lambda: write_atomically(self.environment, json.dumps(environment(), indent=2) + "\n"))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Adds a line to metrics.jsonl. Raises ValueError unless the row's keys are METRICS_FIELDS."""
+        """Adds a line to metrics.jsonl. Raises TrainingError if it cannot be written, ValueError unless the
+        row's keys are METRICS_FIELDS."""
         _append(self.metrics, row, METRICS_FIELDS)
 
     def append_eval(self, row: dict[str, Any]) -> None:
-        """Adds a line to eval.jsonl. Raises ValueError unless the row's keys are EVAL_FIELDS."""
+        """Adds a line to eval.jsonl. Raises TrainingError if it cannot be written, ValueError unless the
+        row's keys are EVAL_FIELDS."""
         _append(self.eval, row, EVAL_FIELDS)
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -181,7 +183,7 @@ def _append(path: Path, row: dict[str, Any], fields: tuple[str, ...]) -> None:
         with path.open("a") as file:  # closed, so flushed, at once: a kill loses at most this line
             file.write(_line({field: row[field] for field in fields}))
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+        raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _line(row: dict[str, Any]) -> str:

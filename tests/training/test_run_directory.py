@@ -10,7 +10,7 @@ import pytest
 from processes import finish, start_processes
 
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory
 
 
@@ -105,7 +105,7 @@ def test_unknown_and_missing_fields_are_refused(tmp_path):
 def test_a_full_disk_is_one_line(tmp_path):
     run = RunDirectory(tmp_path)
     run.metrics.symlink_to("/dev/full")
-    with pytest.raises(InputError, match=r"metrics.jsonl: cannot be written \(No space left on device\)"):
+    with pytest.raises(TrainingError, match=r"metrics.jsonl: cannot be written \(No space left on device\)"):
         run.append_metrics(metrics_row(1))
 
 
@@ -212,7 +212,7 @@ TWO_PROCESSES = """
 import sys
 import jax
 from jaxthru.runtime.distributed import initialize
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training.run_directory import RunDirectory
 
 initialize()
