@@ -98,6 +98,16 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
     return from_dict(tree)
 
 
+def load_own(path: Path) -> RunConfig:
+    """Returns the configuration in the config.json of a run directory, which alone says what its checkpoints
+    are of. Raises InputError, saying whose file it is, if that is missing or damaged."""
+    try:
+        return load(path)
+    except InputError as error:
+        said = f"{path.parent} holds a run whose own config.json cannot be used"
+        raise InputError(f"{said}: {error}; put it back as it was, or give another --run-dir") from error
+
+
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Returns the configuration as nested plain values."""
     return dataclasses.asdict(config)

@@ -27,7 +27,7 @@ from jaxthru.runtime import allocator, distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, exit_code, leave, require
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.account import Account
-from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step
+from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.layered import LayeredStep
@@ -229,8 +229,8 @@ def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> 
     if not directory.holds_run():
         return
     require(resume == "auto", f"--resume never: {path} already holds a run; give another --run-dir")
-    if directory.config.exists():
-        for line in configuration.check_change(configuration.load(directory.config), config, path):
+    if directory.config.exists() or saved_steps(directory.checkpoints):
+        for line in configuration.check_change(configuration.load_own(directory.config), config, path):
             log.info("changed since the run was started: %s", line)
 
 

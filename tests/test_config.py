@@ -143,3 +143,21 @@ def test_what_may_change_when_a_run_is_resumed(tmp_path):
         configuration.check_change(old, load(QUICKSTART, ["model.layers=5", "train.steps=9"]), tmp_path)
     with pytest.raises(InputError, match=r"model.rope_scaling"):
         configuration.check_change(old, load(QUICKSTART, ["model.rope_scaling.factor=9"]), tmp_path)
+
+
+def test_a_run_s_own_config_that_cannot_be_used_is_said_to_be_that(tmp_path):
+    path = tmp_path / "config.json"
+    for content, said in (
+        (None, "no such file"),
+        ("", "not valid JSON"),
+        ('{"train": {"rnws": 8}}', "train.rnws"),
+    ):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(InputError) as refused:
+            configuration.load_own(path)
+        line = str(refused.value)
+        assert (
+            line.startswith(f"{tmp_path} holds a run whose own config.json cannot be used: ") and said in line
+        )
+        assert line.endswith("put it back as it was, or give another --run-dir")

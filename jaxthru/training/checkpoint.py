@@ -78,8 +78,11 @@ def newest_data_state(directory: Path) -> dict:
 
     def read() -> dict:
         for step in reversed(saved_steps(directory)):
-            with contextlib.suppress(OSError, ValueError):  # damaged: restoring passes over it and says so
-                return ocp.JsonCheckpointHandler().restore(epath.Path(directory).absolute() / f"{step}/data")
+            saved = epath.Path(directory).absolute() / f"{step}/data"
+            # One that is damaged is passed over, as restoring does, which says so.
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                if isinstance(state := ocp.JsonCheckpointHandler().restore(saved), dict):
+                    return state
         return {}
 
     return from_first(read)
