@@ -225,7 +225,6 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
 def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:
     """Raises InputError unless the directory may be started or resumed with this configuration."""
     path = directory.path
-    require(not path.exists() or path.is_dir(), f"--run-dir {path}: is a file; give a directory")
     if not directory.holds_run():
         return
     require(resume == "auto", f"--resume never: {path} already holds a run; give another --run-dir")
@@ -303,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code: 2 for bad input, 1 for training that cannot go on."""
 
     def command() -> None:
-        config = configuration.load(arguments.config, arguments.overrides)
+        config = configuration.from_arguments(arguments)
         directory = None if arguments.run_dir is None else RunDirectory(arguments.run_dir)
         run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
 

@@ -41,9 +41,8 @@ LONGEST = 1000
 def one_line(text: str) -> str:
     """Returns a text that any terminal shows as one line: control characters and broken Unicode are escaped,
     and the middle of a long one is left out."""
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2 - 5]} ... {line[-LONGEST // 2 :]}"
 
 
 def did_you_mean(name: str, valid: list[str] | tuple[str, ...]) -> str:

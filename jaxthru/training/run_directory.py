@@ -100,8 +100,14 @@ class RunDirectory:
         return cls(from_first(make))
 
     def holds_run(self) -> bool:
-        """Says whether a run was started here."""
-        return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+        """Says whether a run was started here. Raises InputError for a path that can be no directory."""
+        try:
+            taken = self.path.exists() and not self.path.is_dir()
+            found = any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+        except OSError as error:
+            raise InputError(f"--run-dir {self.path}: cannot be read ({error.strerror})") from error
+        require(not taken, f"--run-dir {self.path}: is a file; give a directory")
+        return found
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

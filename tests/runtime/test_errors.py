@@ -23,7 +23,7 @@ def raises(error: BaseException):
     ("error", "code", "said"),
     [
         (InputError("train.rows = 0"), 2, "train.rows = 0"),
-        (InputError("a\nb\ud800" + "c" * 10_000), 2, f"a\\nb\\ud800{'c' * 496} ... {'c' * 500}"),
+        (InputError("a\nb\ud800" + "c" * 10_000), 2, f"a\\nb\\ud800{'c' * 485} ... {'c' * 500}"),
         (TrainingError("step 3: the loss\nwas not finite"), 1, "step 3: the loss\\nwas not finite"),
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, "a/b: No space left on device"),
         (

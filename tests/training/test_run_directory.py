@@ -69,6 +69,14 @@ def test_holds_a_run(tmp_path, name):
     assert run.holds_run()
 
 
+def test_a_run_directory_of_impossible_name_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"--run-dir .*: cannot be read \(File name too long\)"):
+        RunDirectory(tmp_path / ("a" * 5000)).holds_run()
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is a file; give a directory"):
+        RunDirectory(tmp_path / "file").holds_run()
+
+
 def test_rows_come_back_exactly(tmp_path):
     run = RunDirectory(tmp_path / "run")
     values = np.random.default_rng(0).standard_normal(50) * 10.0 ** np.arange(-25, 25)
