@@ -73,29 +73,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="repeatable")
 
 
+def from_arguments(arguments: argparse.Namespace) -> RunConfig:
+    """Returns the configuration that a command line asks for. Raises InputError, also for a key set twice."""
+    keys = [override.partition("=")[0].strip() for override in arguments.overrides]
+    twice = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
+    require(twice is None, f"--set {twice}: is given twice; which one counts?")
+    return load(arguments.config, arguments.overrides)
+
+
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Returns the configuration in `path` with each `a.b=value` of `overrides` applied.
+    """Returns the configuration in `path` with each `a.b=value` of `overrides` applied, in turn.
 
     path: a `.py` file with `def config() -> RunConfig`, or a `.json` file written by `dump`.
     Raises InputError for a file that cannot be read, an unknown key, a wrong type or an impossible value.
     """
-    path = Path(path)
-    require(path.is_file(), f"--config {path}: no such file")
-    if path.suffix == ".py":
-        tree = to_dict(_run_config_file(path))
-    elif path.suffix == ".json":
-        try:
-            tree = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise InputError(f"--config {path}: not valid JSON ({error})") from error
-        require(isinstance(tree, dict), f"--config {path}: must hold one JSON object")
-    else:
-        raise InputError(f"--config {path}: must end in .py or .json")
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        require(bool(separator), f"--set {override}: must look like group.key=value")
-        _set(tree, key.strip(), text.strip())
-    return from_dict(tree)
+    try:
+        tree = _read(Path(path))
+        for override in overrides:
+            key, separator, text = override.partition("=")
+            require(bool(separator), f"--set {override}: must look like group.key=value")
+            _set(tree, key.strip(), text.strip())
+        return from_dict(tree)
+    except OSError as error:
+        raise InputError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except RecursionError as error:
+        raise InputError(f"--config {path}: is nested too deep") from error
+
+
+def load_own(path: Path) -> RunConfig:
+    """Returns the configuration in the config.json of a run directory, which alone says what its checkpoints
+    are of. Raises InputError, saying whose file it is, if that is missing or damaged."""
+    try:
+        return load(path)
+    except InputError as error:
+        said = f"{path.parent} holds a run whose own config.json cannot be used"
+        raise InputError(f"{said}: {error}; put it back as it was, or give another --run-dir") from error
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -140,9 +152,31 @@ def check_types(config: RunConfig) -> None:
         )
         for field in dataclasses.fields(part):
             key, value = f"{group.name}.{field.name}", getattr(part, field.name)
-            require(_matches(value, field.type), f"{key} = {value!r}: must be {_describe(field.type)}")
-            finite = not isinstance(value, float) or math.isfinite(value)
-            require(finite, f"{key} = {value}: must be finite")
+            _check(key, value, field.type)
+
+
+def _read(path: Path) -> dict:
+    """Returns the nested plain values of a configuration's file."""
+    require(path.is_file(), f"--config {path}: no such file")
+    if path.suffix == ".py":
+        return to_dict(_run_config_file(path))
+    require(path.suffix == ".json", f"--config {path}: must end in .py or .json")
+    try:
+        tree = json.loads(path.read_text(), object_pairs_hook=_group)
+    except ValueError as error:
+        raise InputError(f"--config {path}: not valid JSON ({error})") from error
+    require(isinstance(tree, dict), f"--config {path}: must hold one JSON object")
+    return tree
+
+
+def _group(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object. Raises ValueError for a key that stands twice, of which JSON takes the last."""
+    group = dict(pairs)
+    if len(group) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return group
 
 
 def _run_config_file(path: Path) -> RunConfig:
@@ -150,9 +184,9 @@ def _run_config_file(path: Path) -> RunConfig:
         function = runpy.run_path(str(path)).get("config")
         require(callable(function), f"--config {path}: must define `def config() -> RunConfig`")
         config = function()
-    except InputError:
+    except (InputError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # it may call sys.exit
         raise InputError(f"--config {path}: {type(error).__name__}: {error}") from error
     require(isinstance(config, RunConfig), f"--config {path}: config() must return a RunConfig")
     return config
@@ -169,11 +203,16 @@ def _build(cls: type, tree: Any, prefix: str) -> Any:
         if nested and value is not None:
             values[name] = _build(nested, value, f"{prefix}{name}.")
             continue
-        if isinstance(value, int) and not isinstance(value, bool) and declared is float:
-            value = float(value)
-        require(_matches(value, declared), f"{prefix}{name} = {value!r}: must be {_describe(declared)}")
-        values[name] = value
+        _check(f"{prefix}{name}", value, declared)
+        values[name] = float(value) if type(value) is int and _matches(0.5, declared) else value
     return cls(**values)
+
+
+def _check(key: str, value: Any, declared: Any) -> None:
+    """Raises InputError unless a key's value is of its declared type, and finite."""
+    require(not isinstance(value, int) or abs(value) < 2**64, f"{key}: is too large a number")
+    require(_matches(value, declared), f"{key} = {value!r}: must be {_describe(declared)}")
+    require(not isinstance(value, float) or math.isfinite(value), f"{key} = {value}: must be finite")
 
 
 def _set(tree: dict, key: str, text: str) -> None:

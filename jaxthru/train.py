@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import functools
 import logging
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +24,10 @@ from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import asked_for, attention_by, fit
 from jaxthru.profile.trace import open_profile
 from jaxthru.runtime import allocator, distributed, hardware, xla
-from jaxthru.runtime.errors import InputError, exit_code, require
+from jaxthru.runtime.errors import InputError, exit_code, leave, require
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.account import Account, TrainingError
-from jaxthru.training.checkpoint import Checkpointer, CheckpointError, newest_data_state, newest_step
+from jaxthru.training.account import Account
+from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.layered import LayeredStep
@@ -155,9 +154,9 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
+    record = open_record(config.metrics, directory, start)
     with (
         built.batches(data_state) as batches,
-        open_record(config.metrics, directory, start) as record,
         open_progress(steps, start) as progress,
         Watchdog() as watchdog,
         distributed.StopSignal() as stop,
@@ -228,12 +227,11 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
 def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:
     """Raises InputError unless the directory may be started or resumed with this configuration."""
     path = directory.path
-    require(not path.exists() or path.is_dir(), f"--run-dir {path}: is a file; give a directory")
     if not directory.holds_run():
         return
     require(resume == "auto", f"--resume never: {path} already holds a run; give another --run-dir")
-    if directory.config.exists():
-        for line in configuration.check_change(configuration.load(directory.config), config, path):
+    if directory.config.exists() or saved_steps(directory.checkpoints):
+        for line in configuration.check_change(configuration.load_own(directory.config), config, path):
             log.info("changed since the run was started: %s", line)
 
 
@@ -243,7 +241,7 @@ def run(
     """Trains, from the data's preparation to the final table, and returns the run directory.
 
     directory: None makes a fresh runs/<name>/<n>. resume: as on the command line.
-    Raises InputError, TrainingError or CheckpointError, each with a message of one line.
+    Raises InputError or TrainingError, with a message of one line.
     """
     started = time.monotonic()
     xla.configure(config.mesh.writes_to_peers)
@@ -306,17 +304,16 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code: 2 for bad input, 1 for training that cannot go on."""
 
     def command() -> None:
-        config = configuration.load(arguments.config, arguments.overrides)
+        config = configuration.from_arguments(arguments)
         directory = None if arguments.run_dir is None else RunDirectory(arguments.run_dir)
         run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
 
     arguments = parse_arguments(argv)
     log.handlers, log.propagate = [logging.StreamHandler()], False
     log.setLevel(logging.INFO)
-    failures = TrainingError, CheckpointError
-    return exit_code(command, failures, "interrupted before training began; nothing is lost")
+    return exit_code(command, "interrupted before training began; nothing is lost")
 
 
 if __name__ == "__main__":
     allocator.keep_freed()  # not of a process that is another's
-    sys.exit(main())
+    leave(main())

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import fuzz_configs
 import pytest
 
 from jaxthru import config as configuration
@@ -55,7 +56,7 @@ def test_keys_that_fit_only_together():
         ("train.steps=many", "train.steps = 'many': must be int"),
         ("train.steps=1.5", "train.steps = '1.5': must be int"),
         ("train.steps=true", "train.steps = 'true': must be int"),
-        ("data.linear_cost=1", "data.linear_cost = 1, data.attention_cost = None: must both be given"),
+        ("data.linear_cost=1", "data.linear_cost = 1.0, data.attention_cost = None: must both be given"),
         ("train.steps=0", "train.steps = 0: must be at least 1"),
         ("train.deterministic=1", "train.deterministic = '1': must be bool"),
         ("model.loop=scan_", "model.loop = 'scan_': must be one of 'scan', 'unroll'; did you mean 'scan'"),
@@ -143,3 +144,26 @@ def test_what_may_change_when_a_run_is_resumed(tmp_path):
         configuration.check_change(old, load(QUICKSTART, ["model.layers=5", "train.steps=9"]), tmp_path)
     with pytest.raises(InputError, match=r"model.rope_scaling"):
         configuration.check_change(old, load(QUICKSTART, ["model.rope_scaling.factor=9"]), tmp_path)
+
+
+def test_a_run_s_own_config_that_cannot_be_used_is_said_to_be_that(tmp_path):
+    path = tmp_path / "config.json"
+    for content, said in (
+        (None, "no such file"),
+        ("", "not valid JSON"),
+        ('{"train": {"rnws": 8}}', "train.rnws"),
+    ):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(InputError) as refused:
+            configuration.load_own(path)
+        line = str(refused.value)
+        assert (
+            line.startswith(f"{tmp_path} holds a run whose own config.json cannot be used: ") and said in line
+        )
+        assert line.endswith("put it back as it was, or give another --run-dir")
+
+
+@pytest.mark.parametrize("case", list(fuzz_configs.cases(60)), ids=lambda case: case.what)
+def test_whatever_is_written_is_taken_or_refused_in_one_line(case, tmp_path):
+    fuzz_configs.check(case, tmp_path)

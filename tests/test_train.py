@@ -13,9 +13,11 @@ import pytest
 from processes import finish, start_processes
 from runs import ROOT, compiled, kill, make_workplace, resumed_from
 
-from jaxthru.train import main
+from jaxthru.config import load as load_config
+from jaxthru.runtime.errors import InputError
+from jaxthru.train import check_resumable, main
 from jaxthru.training.checkpoint import TEMPORARY
-from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS
+from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -356,6 +358,16 @@ def test_a_directory_of_another_run_is_refused(place, whole, capsys):
     line = refuse(capsys, place, "whole", model__layers=3, optim__learning_rate=1)
     assert "holds a run of another configuration: model.layers (2 → 3), optim.learning_rate" in line
     assert "already holds a run" in refuse(capsys, place, "whole", "--resume", "never")
+
+
+def test_checkpoints_of_nobody_knows_what_are_refused(tmp_path):
+    """Only config.json says with what seed, say, they were trained."""
+    config, directory = load_config(ROOT / "configs" / "quickstart.py"), RunDirectory(tmp_path)
+    directory.metrics.touch()
+    check_resumable(config, directory, "auto")  # of a run that ended before its first checkpoint
+    (directory.checkpoints / "10").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"own config.json cannot be used: .*no such file; put it back"):
+        check_resumable(config, directory, "auto")
 
 
 def test_a_run_directory_that_cannot_be_one(place, whole, capsys):

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    config = configuration.load(arguments.config, arguments.overrides)
+    config = configuration.from_arguments(arguments)
     require(arguments.samples >= 1, f"--samples {arguments.samples}: must be at least 1")
     with open_data(config.data) as data:
         found = forecast(config, data, arguments.samples)
@@ -38,7 +38,7 @@ def _data(arguments: argparse.Namespace) -> int:
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    config = configuration.load(arguments.config, arguments.overrides)
+    config = configuration.from_arguments(arguments)
     target, devices = aot.target(arguments.device), arguments.devices
     require(devices >= 1, f"--devices {devices}: must be at least 1")
     require(arguments.segments is None or arguments.segments >= 1, "--segments: must be at least 1")

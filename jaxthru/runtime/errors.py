@@ -1,8 +1,12 @@
 """The error that is the user's to mend, and how a command says it."""
 
+import contextlib
+import errno
+import os
 import re
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 import jax
 
@@ -15,6 +19,30 @@ class InputError(ValueError):
     Its message is one line that names what is wrong and what would be right. Commands print that line and
     exit with code 2; they never print a traceback for it.
     """
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on, through no fault of its input: numbers that are not finite, a disk that is full.
+
+    Its message is one line; the command prints it and exits with code 1.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
+
+
+LONGEST = 1000
+"""Characters of a message: what it quotes may be a file's content."""
+
+
+def one_line(text: str) -> str:
+    """Returns a text that any terminal shows as one line: control characters and broken Unicode are escaped,
+    and the middle of a long one is left out."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2 - 5]} ... {line[-LONGEST // 2 :]}"
 
 
 def did_you_mean(name: str, valid: list[str] | tuple[str, ...]) -> str:
@@ -34,28 +62,49 @@ def require(condition: bool, message: str) -> None:
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: .*?\b(out of memory\b[^\n]*)", re.I)
 
 
-def exit_code(
-    command: Callable[[], int | None],
-    failures: tuple[type[Exception], ...] = (),
-    interrupted: str = "interrupted",
-) -> int:
+def exit_code(command: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """Runs a command; returns its exit code, 0 unless it says another. What ends it is said in one line: 2
-    is for bad input, 1 for `failures` and where a device's memory is too small, 130 for Ctrl-C."""
+    is for bad input, 1 for training that cannot go on and for a lack of memory, threads or room on the disk,
+    130 for Ctrl-C."""
     try:
         return command() or 0
     except InputError as error:
         return _said(error, 2)
-    except failures as error:
+    except TrainingError as error:
         return _said(error, 1)
-    except jax.errors.JaxRuntimeError as error:
-        if not (found := OUT_OF_MEMORY.search(str(error))):
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not (lack := lacking(error)):
             raise
-        less = "more train.microbatches, another remat.policy or offload.level make a step take less, and"
-        return _said(f"{found[1].rstrip('. ')}; {less} `python -m jaxthru.plan memory` says how much", 1)
+        return _said(lack, 1)
     except KeyboardInterrupt:
         return _said(interrupted, INTERRUPTED)
 
 
+def lacking(error: Exception) -> str | None:
+    """Returns what the machine has too little of, if that is what an error says, and what to do about it."""
+    if isinstance(error, MemoryError):
+        return "out of memory: the host, or a limit on this process (`ulimit -v`, a container's), has no more"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        return f"{error.filename or 'a file'}: {error.strerror}"
+    if isinstance(error, jax.errors.JaxRuntimeError) and (found := OUT_OF_MEMORY.search(str(error))):
+        less = "more train.microbatches, another remat.policy or offload.level make a step take less, and"
+        return f"{found[1].rstrip('. ')}; {less} `python -m jaxthru.plan memory` says how much"
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return "no more threads can be started: raise this process's limits (`ulimit -u`, `ulimit -v`)"
+    return None
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the command's own process. One that failed alone ends at once: the threads of a library may still
+    wait for what never comes, or say at length what has been said in one line."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    if code == 1 and not jax.distributed.is_initialized():
+        os._exit(code)
+    sys.exit(code)
+
+
 def _said(line: object, code: int) -> int:
-    print(f"jaxthru: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # of a log on the disk that is full
+        print(f"jaxthru: {line}", file=sys.stderr, flush=True)
     return code

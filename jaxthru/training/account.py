@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 
 from jaxthru.runtime import hardware
+from jaxthru.runtime.errors import TrainingError
 from jaxthru.training.evaluate import mean_by_source
 from jaxthru.training.metrics import FinishedStep, Meter
 from jaxthru.training.step import Metrics
@@ -17,10 +18,6 @@ from jaxthru.training.watchdog import Watchdog
 log = logging.getLogger("jaxthru")
 WAITS = ("data_wait_seconds", "host_gap_seconds", "checkpoint_seconds")
 """What is booked as it happens, and belongs to the step that finishes next."""
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message is for the user."""
 
 
 class Account:

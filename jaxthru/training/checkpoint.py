@@ -14,7 +14,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from etils import epath  # Orbax's paths
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
 from jaxthru.runtime.distributed import from_first, gather_text, is_primary
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError, TrainingError, require
 from jaxthru.training import layout
 from jaxthru.training.seal import broken, write_seal
 
@@ -52,7 +55,7 @@ class CheckpointConfig:
         require(self.keep_every >= 0, f"checkpoint.keep_every = {self.keep_every}: must be at least 0")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(TrainingError):
     """A checkpoint could not be written, or none of those that exist can be read."""
 
 
@@ -76,8 +79,11 @@ def newest_data_state(directory: Path) -> dict:
 
     def read() -> dict:
         for step in reversed(saved_steps(directory)):
-            with contextlib.suppress(OSError, ValueError):  # damaged: restoring passes over it and says so
-                return ocp.JsonCheckpointHandler().restore(epath.Path(directory).absolute() / f"{step}/data")
+            saved = epath.Path(directory).absolute() / f"{step}/data"
+            # One that is damaged is passed over, as restoring does, which says so.
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                if isinstance(state := ocp.JsonCheckpointHandler().restore(saved), dict):
+                    return state
         return {}
 
     return from_first(read)
@@ -94,7 +100,7 @@ class Checkpointer:
         and what of it lives on the device a little at a time, while the caller waits: copied to the host at
         once, as else, it would take the memory of a second state there. 0: of one on the device.
         """
-        logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax reports each of its phases at INFO
+        _quieten()
         self.directory = Path(directory).absolute()
         self.config = config
         self._writing: int | None = None  # its write is not known to have succeeded
@@ -115,7 +121,11 @@ class Checkpointer:
         )
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(state=self._arrays(), data=ocp.JsonCheckpointHandler()),
-            async_options=ocp.options.AsyncOptions(timeout_secs=WRITE_TIMEOUT),
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=WRITE_TIMEOUT,
+                # Else where one cannot be made, threads wait for it for as long as a write may take.
+                create_directories_asynchronously=False,
+            ),
             temporary_path_class=_sealed_path(after_commit=self._prune),
         )
         if is_primary():
@@ -133,7 +143,8 @@ class Checkpointer:
                 raise
             log.error("%s", failure)  # and let the first error go on
         finally:
-            self._orbax.close()
+            with contextlib.suppress(Exception):  # all that was to be saved has been waited for
+                self._orbax.close()
 
     def steps(self) -> list[int]:
         """Returns the steps of all committed checkpoints, oldest first."""
@@ -249,7 +260,8 @@ class Checkpointer:
         self._newest = None
         if is_primary():
             shutil.rmtree(self.directory / f"{step}{TEMPORARY}", ignore_errors=True)
-        reason = " ".join(str(error).split()) or type(error).__name__
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # at the end of a long story
+        reason = os.strerror(int(code[1])) if code else " ".join(str(error).split()) or type(error).__name__
         return CheckpointError(f"{self.directory}: checkpoint {step} was not saved: {reason}")
 
 
@@ -260,6 +272,23 @@ class _ByTurns(DefaultSerializationStatusCallback):
     def key_priority(self, keypath: tuple) -> TransferPriority:
         at_once = len(keypath) == 1
         return TransferPriority.SYNCHRONOUS if at_once else TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
+
+
+@functools.cache
+def _quieten() -> None:
+    """Keeps Orbax from saying what it does, and what it raises besides. When one array cannot be written, the
+    writes under way break off in threads of its storage, each with a traceback."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(raised) -> None:
+        code = getattr(raised.object, "cr_code", None)
+        abandoned = code is not None and "orbax" in code.co_filename
+        if not abandoned and str(raised.exc_value) != "Event loop is closed":
+            before(raised)
+
+    sys.unraisablehook = hook
 
 
 def _sealed_path(after_commit) -> type:

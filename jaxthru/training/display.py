@@ -1,6 +1,7 @@
 """What a run shows: progress while it trains, a table at its end."""
 
 import importlib.util
+import math
 import os
 import shlex
 import statistics
@@ -159,8 +160,9 @@ def summary(run: RunDirectory) -> list[tuple[str, str]]:
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
         found.append(("held-out loss", change(first["loss"], last["loss"])))
-        for source, loss in last["loss_by_source"].items():
-            found.append((f"  {source}", change(first["loss_by_source"].get(source), loss)))
+        before = first["loss_by_source"] or {}
+        for source, loss in (last["loss_by_source"] or {}).items():
+            found.append((f"  {source}", change(before.get(source), loss)))
     if rows:
         found.append(("throughput", f"{median(rows, 'tokens_per_second'):,.0f} tokens/s"))
         if rows[-1]["mfu"] is not None:
@@ -177,7 +179,7 @@ def change(first: float | None, last: float | None) -> str:
 
 
 def median(rows: list[Row], field: str) -> float:
-    return statistics.median(row[field] for row in rows if row[field] is not None)
+    return statistics.median([row[field] for row in rows if row[field] is not None] or [math.nan])
 
 
 def commands(run: RunDirectory) -> list[tuple[str, str]]:

@@ -1,14 +1,19 @@
 """What a run says of each step: a row in metrics.jsonl, scalars in TensorBoard."""
 
 import dataclasses
+import logging
 import math
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxthru.runtime.distributed import is_primary
 from jaxthru.training.run_directory import RunDirectory
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 
@@ -94,34 +99,24 @@ class Meter:
 
 
 class Record:
-    """Writes rows to metrics.jsonl and eval.jsonl, and to TensorBoard. A context manager."""
+    """Writes rows to metrics.jsonl and eval.jsonl, and to TensorBoard."""
 
     def __init__(self, run: RunDirectory, events: "TensorBoard | NoTensorBoard"):
         self._run, self._events = run, events
 
-    def __enter__(self) -> "Record":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._events.close()
-
     def step(self, row: Row) -> None:
+        """Raises TrainingError if metrics.jsonl cannot be written."""
         self._run.append_metrics(row)
         self._events.add("train", row)
 
     def evaluation(self, row: Row) -> None:
+        """Raises TrainingError if eval.jsonl cannot be written."""
         self._run.append_eval(row)
         self._events.add("eval", row)
 
 
 class NoRecord:
     """What processes other than the first do with rows."""
-
-    def __enter__(self) -> "NoRecord":
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
 
     def step(self, row: Row) -> None:
         pass
@@ -131,35 +126,51 @@ class NoRecord:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`: `train/loss`, `train/loss_by_source/prose`, `eval/loss`, ..."""
+    """Event files in `tensorboard/`: `train/loss`, `train/loss_by_source/prose`, `eval/loss`, ...
+
+    Each row is written at once and by the loop's own thread: a writer's thread that a full disk ends would
+    leave the loop waiting for room in its queue. All that TensorBoard shows is in metrics.jsonl too, so where
+    it cannot be written the run goes on without it.
+    """
 
     def __init__(self, run: RunDirectory, resumed: int):
         """resumed: the step that was restored, 0 at the start. What was written beyond it is hidden."""
-        import tensorboardX
+        from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.record_writer import masked_crc32c
 
-        self._writer = tensorboardX.SummaryWriter(
-            str(run.tensorboard),
-            purge_step=resumed + 1 if resumed else None,
-            flush_secs=10,
-            # Two starts within one second would otherwise write the same file.
-            filename_suffix=f".{time.time_ns()}",
-        )
+        self._event, self._summary, self._crc = event_pb2.Event, summary_pb2.Summary, masked_crc32c
+        # By the nanosecond: two starts within one second would otherwise write the same file.
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{time.time_ns()}"
+        self._path: Path | None = run.tensorboard / name
+        self._write(file_version="brain.Event:2")
+        if resumed:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(step=resumed + 1, session_log=start)
 
     def add(self, group: str, row: Row) -> None:
-        for name, value in scalars(row):
-            self._writer.add_scalar(f"{group}/{name}", value, row["step"])
+        values = [{"tag": f"{group}/{name}", "simple_value": value} for name, value in scalars(row)]
+        self._write(step=row["step"], summary=self._summary(value=values))
 
-    def close(self) -> None:
-        self._writer.close()
+    def _write(self, **event) -> None:
+        """Appends an event as a record: the length, its checksum, the event, its checksum."""
+        if self._path is None:
+            return
+        data = self._event(wall_time=time.time(), **event).SerializeToString()
+        parts = struct.pack("<Q", len(data)), data
+        record = b"".join(part + struct.pack("<I", self._crc(part)) for part in parts)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                file.write(record)
+        except OSError as error:
+            where, self._path = self._path.parent, None
+            log.warning("%s: cannot be written (%s); the run goes on without it", where, error.strerror)
 
 
 class NoTensorBoard:
     """TensorBoard switched off."""
 
     def add(self, group: str, row: Row) -> None:
-        pass
-
-    def close(self) -> None:
         pass
 
 

@@ -16,6 +16,7 @@ import fcntl
 import importlib.metadata
 import itertools
 import json
+import logging
 import math
 import os
 import platform
@@ -29,7 +30,9 @@ import jax
 
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.distributed import from_first
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError, TrainingError, require
+
+log = logging.getLogger(__name__)
 
 METRICS_FIELDS = (
     "step",
@@ -99,8 +102,14 @@ class RunDirectory:
         return cls(from_first(make))
 
     def holds_run(self) -> bool:
-        """Says whether a run was started here."""
-        return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+        """Says whether a run was started here. Raises InputError for a path that can be no directory."""
+        try:
+            taken = self.path.exists() and not self.path.is_dir()
+            found = any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+        except OSError as error:
+            raise InputError(f"--run-dir {self.path}: cannot be read ({error.strerror})") from error
+        require(not taken, f"--run-dir {self.path}: is a file; give a directory")
+        return found
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -119,6 +128,11 @@ class RunDirectory:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise InputError(f"--run-dir {self.path}: another process trains here now") from error
+            except OSError as error:  # as of some network file systems
+                raise InputError(
+                    f"--run-dir {self.path}: its file system locks no file ({error.strerror}), so two jobs "
+                    "could train in it at once; give a directory on another, or mount it with locks"
+                ) from error
 
         with contextlib.ExitStack() as held:
             from_first(lock)
@@ -129,31 +143,36 @@ class RunDirectory:
         from_first(lambda: write_atomically(self.environment, json.dumps(environment(), indent=2) + "\n"))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Adds a line to metrics.jsonl. Raises ValueError unless the row's keys are METRICS_FIELDS."""
+        """Adds a line to metrics.jsonl. Raises TrainingError if it cannot be written, ValueError unless the
+        row's keys are METRICS_FIELDS."""
         _append(self.metrics, row, METRICS_FIELDS)
 
     def append_eval(self, row: dict[str, Any]) -> None:
-        """Adds a line to eval.jsonl. Raises ValueError unless the row's keys are EVAL_FIELDS."""
+        """Adds a line to eval.jsonl. Raises TrainingError if it cannot be written, ValueError unless the
+        row's keys are EVAL_FIELDS."""
         _append(self.eval, row, EVAL_FIELDS)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Returns the rows of metrics.jsonl without a last line that a kill left unfinished."""
-        return _read(self.metrics)
+        """Returns the rows of metrics.jsonl without what a kill left behind them."""
+        return [dict.fromkeys(METRICS_FIELDS) | _row(line) for line in _lines(self.metrics)]
 
     def read_eval(self) -> list[dict[str, Any]]:
-        """Returns the rows of eval.jsonl without a last line that a kill left unfinished."""
-        return _read(self.eval)
+        """Returns the rows of eval.jsonl without what a kill left behind them."""
+        return [dict.fromkeys(EVAL_FIELDS) | _row(line) for line in _lines(self.eval)]
 
     def cut(self, step: int) -> None:
-        """Forgets what was written after `step`, where the run resumes: rows beyond it, a torn line.
+        """Forgets what was written after `step`, where the run resumes: rows beyond it, and whatever follows.
 
         From step 0 the run starts anew: the evaluation before the first update will be made again too.
+        Raises InputError for a damaged line before the last that is kept.
         """
 
         def keep() -> None:
             for path in filter(Path.exists, (self.metrics, self.eval)):
-                kept = [row for row in _read(path) if step and row["step"] <= step]
-                write_atomically(path, "".join(map(_line, kept)))
+                write_atomically(path, b"\n".join([*(_lines(path, step) if step else ()), b""]))
+            last = max((row["step"] for row in self.read_metrics()), default=0)
+            if last < step:
+                log.warning("%s: has no rows of steps %d to %d; going on", self.metrics, last + 1, step)
 
         from_first(keep)
 
@@ -183,7 +202,7 @@ def _append(path: Path, row: dict[str, Any], fields: tuple[str, ...]) -> None:
         with path.open("a") as file:  # closed, so flushed, at once: a kill loses at most this line
             file.write(_line({field: row[field] for field in fields}))
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+        raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -199,17 +218,34 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    rows = []
-    lines = path.read_text().splitlines(keepends=True)
+def _lines(path: Path, last: float = math.inf) -> list[bytes]:
+    """Returns the lines of the rows up to step `last`. Behind them may stand anything: what a kill, a power
+    cut or a full disk leaves. Raises InputError for a line among them that is no row."""
+    kept, damaged = [], None
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line) if line.endswith("\n") else None)
-        except ValueError as error:
-            raise InputError(f"{path}: line {number} is not JSON: {error}") from error
-    return [row for row in rows if row is not None]
+        row = _row(line)
+        if row is None:
+            damaged = damaged or number
+        elif row["step"] > last:
+            break
+        else:
+            require(
+                damaged is None,
+                f"{path}: line {damaged} is damaged, and rows that are needed follow; remove that line "
+                f"(`sed -i {damaged}d FILE`): nothing else depends on it",
+            )
+            kept.append(line)
+    return kept
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Returns the row that a line holds, if it holds one."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _version(package: str) -> str | None:

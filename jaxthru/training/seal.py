@@ -39,7 +39,7 @@ def broken(directory: Path, part: int = 0, parts: int = 1) -> str | None:
         return f"{SEAL} is missing"
     except OSError as error:
         return f"{SEAL} cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{SEAL} cannot be read"
     if extra := sorted(set(sealed_names(directory)) - files.keys()):
         return f"{extra[0]} does not belong to it"
@@ -60,6 +60,8 @@ def _fault(directory: Path, name: str, sealed: tuple[int, int]) -> str | None:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
+    except ValueError:  # a NUL in it
+        return f"{SEAL} names {name!r}"
     return None
 
 

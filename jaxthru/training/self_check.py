@@ -4,7 +4,7 @@ import jax
 
 from jaxthru.models.bind import Model
 from jaxthru.runtime.distributed import gather_text
-from jaxthru.training.account import TrainingError
+from jaxthru.runtime.errors import TrainingError
 from pallas_kernels.attention import automatic
 from pallas_kernels.attention.check import TOLERANCE, differences
 

@@ -1,10 +1,15 @@
 """What ends a command is said in one line."""
 
+import contextlib
+import errno
+import subprocess
+import sys
+
 import jax
 import pytest
 
-from jaxthru.runtime import hardware
-from jaxthru.runtime.errors import InputError, exit_code
+from jaxthru.runtime import errors, hardware
+from jaxthru.runtime.errors import InputError, TrainingError, exit_code
 
 
 def raises(error: BaseException):
@@ -18,7 +23,19 @@ def raises(error: BaseException):
     ("error", "code", "said"),
     [
         (InputError("train.rows = 0"), 2, "train.rows = 0"),
-        (OSError("disk full"), 1, "disk full"),
+        (InputError("a\nb\ud800" + "c" * 10_000), 2, f"a\\nb\\ud800{'c' * 485} ... {'c' * 500}"),
+        (TrainingError("step 3: the loss\nwas not finite"), 1, "step 3: the loss\\nwas not finite"),
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, "a/b: No space left on device"),
+        (
+            MemoryError(),
+            1,
+            "out of memory: the host, or a limit on this process (`ulimit -v`, a container's), has no more",
+        ),
+        (
+            RuntimeError("can't start new thread"),
+            1,
+            "no more threads can be started: raise this process's limits (`ulimit -u`, `ulimit -v`)",
+        ),
         (
             jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"),
             1,
@@ -27,18 +44,54 @@ def raises(error: BaseException):
         ),
         (KeyboardInterrupt(), 130, "stopped"),
     ],
-    ids=["input", "failure", "memory", "interrupt"],
+    ids=["input", "long", "training", "disk", "host memory", "threads", "device memory", "interrupt"],
 )
 def test_exit_codes(error, code, said, capsys):
-    assert exit_code(raises(error), (OSError,), "stopped") == code
+    assert exit_code(raises(error), "stopped") == code
     assert capsys.readouterr().err == f"jaxthru: {said}\n"
 
 
-@pytest.mark.parametrize("said", ["INTERNAL: a bug", "RESOURCE_EXHAUSTED: Shared memory size limit exceeded"])
-def test_what_nobody_foresaw_keeps_its_traceback(said):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=said):
-        exit_code(raises(jax.errors.JaxRuntimeError(said)))
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("INTERNAL: a bug"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded"),
+        RuntimeError("a bug"),
+        OSError(errno.ENOENT, "No such file"),
+    ],
+    ids=str,
+)
+def test_what_nobody_foresaw_keeps_its_traceback(error):
+    with pytest.raises(type(error)):
+        exit_code(raises(error))
     assert exit_code(lambda: None) == 0
+
+
+def test_a_line_that_cannot_be_said_changes_no_exit_code(monkeypatch):
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - a log on the disk that is full
+        monkeypatch.setattr(sys, "stderr", full)
+        assert exit_code(raises(InputError("train.rows = 0"))) == 2
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+LEFT = """
+import atexit, sys, threading
+from jaxthru.runtime.errors import leave
+threading.Thread(target=threading.Event().wait).start()  # a library's, that waits for ever
+atexit.register(print, "said at the end")
+print("written")
+leave(int(sys.argv[1]))
+"""
+
+
+def test_a_process_that_failed_waits_for_no_thread():
+    left = subprocess.run([sys.executable, "-c", LEFT, "1"], capture_output=True, text=True, timeout=60)
+    assert (left.returncode, left.stdout, left.stderr) == (1, "written\n", "")
+    with pytest.raises(SystemExit) as ended:
+        errors.leave(2)
+    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize(

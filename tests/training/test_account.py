@@ -7,8 +7,9 @@ from concurrent.futures import Future
 import jax.numpy as jnp
 import pytest
 
+from jaxthru.runtime.errors import TrainingError
 from jaxthru.training import account as module
-from jaxthru.training.account import Account, TrainingError
+from jaxthru.training.account import Account
 from jaxthru.training.metrics import Meter
 
 

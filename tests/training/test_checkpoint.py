@@ -28,6 +28,7 @@ from jaxthru.runtime.errors import InputError
 from jaxthru.training import checkpoint, layout
 from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, newest_data_state
 from jaxthru.training.offload import in_place
+from jaxthru.training.seal import sealed_names
 
 LAYERS = 3
 
@@ -327,6 +328,16 @@ DAMAGES = {
     "data state missing": (lambda directory: shutil.rmtree(directory / "data"), "is missing"),
     "no seal": (lambda directory: (directory / "seal.json").unlink(), "seal.json is missing"),
     "torn seal": (lambda directory: os.truncate(directory / "seal.json", 40), "seal.json cannot be read"),
+    "nested seal": (
+        lambda directory: (directory / "seal.json").write_text("[" * 100_000),
+        "seal.json cannot be read",
+    ),
+    "seal of no file": (
+        lambda directory: (directory / "seal.json").write_text(
+            json.dumps({"files": dict.fromkeys([*sealed_names(directory), "\0"], (0, 0))})
+        ),
+        "seal.json names '\\x00'",
+    ),
     "a file": (lambda directory: (shutil.rmtree(directory), directory.touch()), "cannot be read: Not a dir"),
     "empty": (lambda directory: (shutil.rmtree(directory), directory.mkdir()), "seal.json is missing"),
 }
@@ -358,6 +369,9 @@ def test_which_data_to_open_is_known_from_the_checkpoint_that_will_be_restored(t
     assert newest_data_state(tmp_path / "checkpoints") == {}
     save_steps(tmp_path / "checkpoints", [10, 20])
     assert newest_data_state(tmp_path / "checkpoints") == {"step": 20}
+    for other in ("5", "[" * 100_000):
+        (tmp_path / "checkpoints/20/data/metadata").write_text(other)
+        assert newest_data_state(tmp_path / "checkpoints") == {"step": 10}
     shutil.rmtree(tmp_path / "checkpoints/20/data")
     assert newest_data_state(tmp_path / "checkpoints") == {"step": 10}
 
@@ -465,6 +479,49 @@ def test_a_failed_save_is_told_and_harms_nothing(tmp_path, monkeypatch):
         checkpointer.save(20, make_state("unroll", seed=20), {"step": 20})
         checkpointer.wait()
         assert checkpointer.steps() == [10, 20]
+
+
+def test_a_save_that_cannot_begin_leaves_no_thread_behind(tmp_path, capfd):
+    """One that waited for the folder would keep the interpreter from ending."""
+    (tmp_path / "checkpoints").touch()
+    before = set(threading.enumerate())
+    checkpointer = Checkpointer(tmp_path / "checkpoints", CheckpointConfig())
+    refused = pytest.raises(CheckpointError, match=r"checkpoint 10 was not saved: .*Not a directory")
+    with checkpointer, refused:
+        checkpointer.save(10, make_state("unroll"), {"step": 10})
+    left = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+    assert all(thread.name.startswith("asyncio_") for thread in left), left  # idle: they end with the process
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_save_that_breaks_off_says_so_once(tmp_path):
+    """In a process of its own, as each of the arrays breaks off in a thread of the storage's own."""
+    (tmp_path / "break.py").write_text(BREAKS_OFF)
+    command = [sys.executable, str(tmp_path / "break.py"), str(tmp_path / "run/checkpoints")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = f"jaxthru: {tmp_path}/run/checkpoints: checkpoint 2 was not saved: File too large\n"
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "[1]\n", said)
+
+
+BREAKS_OFF = """
+import resource, signal, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jaxthru.runtime.errors import exit_code, leave
+from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer
+
+def command():
+    state = {"params": {str(i): jax.random.normal(jax.random.key(i), (300, 100)) for i in range(24)}}
+    with Checkpointer(Path(sys.argv[1]), CheckpointConfig()) as checkpointer:
+        checkpointer.save(1, state, {})
+        checkpointer.wait()
+        print(checkpointer.steps())
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        checkpointer.save(2, state, {})
+
+leave(exit_code(command))
+"""
 
 
 def test_an_error_in_the_loop_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch, caplog):

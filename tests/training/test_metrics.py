@@ -1,7 +1,9 @@
 """Rows, event files, progress and the final table."""
 
 import io
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import rich.console
@@ -95,13 +97,13 @@ def read_events(run):
 
 def write_run(run, steps, resumed=0, tensorboard=True):
     meter = Meter(lambda tokens, span: 1e9 * tokens, peak_flops=None)
-    with open_record(MetricsConfig(tensorboard=tensorboard), run, resumed) as record:
-        for step in steps:
-            record.step(meter.row(finished(step)))
-            if step % 4 == 0:
-                record.evaluation(
-                    {"step": step, "loss": 6.0 / step, "loss_by_source": {"prose": 6.0 / step}, "tokens": 64}
-                )
+    record = open_record(MetricsConfig(tensorboard=tensorboard), run, resumed)
+    for step in steps:
+        record.step(meter.row(finished(step)))
+        if step % 4 == 0:
+            record.evaluation(
+                {"step": step, "loss": 6.0 / step, "loss_by_source": {"prose": 6.0 / step}, "tokens": 64}
+            )
 
 
 def test_rows_and_events_survive_a_resume(tmp_path):
@@ -117,6 +119,33 @@ def test_rows_and_events_survive_a_resume(tmp_path):
     assert events["eval/loss"] == {4: 1.5, 8: 0.75}
     assert "train/mfu" not in events
     assert "train/step" not in events
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_a_run_goes_on_where_tensorboard_cannot_be_written(tmp_path, monkeypatch, caplog, begin):
+    run, whole = RunDirectory(tmp_path), Path.open
+
+    def full(path, mode="r", *rest, **options):
+        if "tensorboard" in path.parts and len(run.read_metrics()) >= begin:
+            return whole(Path("/dev/full"), mode)
+        return whole(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    threads = threading.active_count()
+    write_run(run, range(1, 100))  # more than any writer's queue holds
+    assert len(run.read_metrics()) == 99 and threading.active_count() == threads
+    said = f"{run.tensorboard}: cannot be written (No space left on device); the run goes on without it"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    monkeypatch.undo()
+    assert list(read_events(run).get("train/loss", ())) == list(range(1, begin))
+
+
+def test_the_installed_tensorboard_reads_the_events(tmp_path):
+    """The format is written here; tensorboardX gives the messages alone."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    write_run(RunDirectory(tmp_path), range(1, 8))
+    shown = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("eval/loss")] == [(4, 1.5)]
 
 
 def test_tensorboard_can_be_switched_off(tmp_path):
@@ -197,4 +226,8 @@ def test_the_final_table_is_read_from_the_files(tmp_path):
 
 
 def test_a_run_without_rows_has_a_table_too(tmp_path):
-    assert "run directory" in table_of(RunDirectory(tmp_path))
+    run = RunDirectory(tmp_path)
+    assert "run directory" in table_of(run)
+    for path in (run.metrics, run.eval):
+        path.write_text('{"step": 3}\n')  # of which nothing else is known
+    assert "nan tokens/s" in table_of(run) and "- → -" in table_of(run)

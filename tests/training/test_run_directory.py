@@ -1,5 +1,7 @@
 """The run directory: what a kill leaves can be read, cut and continued."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -10,7 +12,7 @@ import pytest
 from processes import finish, start_processes
 
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory
 
 
@@ -67,6 +69,14 @@ def test_holds_a_run(tmp_path, name):
     assert run.holds_run()
 
 
+def test_a_run_directory_of_impossible_name_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"--run-dir .*: cannot be read \(File name too long\)"):
+        RunDirectory(tmp_path / ("a" * 5000)).holds_run()
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is a file; give a directory"):
+        RunDirectory(tmp_path / "file").holds_run()
+
+
 def test_rows_come_back_exactly(tmp_path):
     run = RunDirectory(tmp_path / "run")
     values = np.random.default_rng(0).standard_normal(50) * 10.0 ** np.arange(-25, 25)
@@ -105,7 +115,7 @@ def test_unknown_and_missing_fields_are_refused(tmp_path):
 def test_a_full_disk_is_one_line(tmp_path):
     run = RunDirectory(tmp_path)
     run.metrics.symlink_to("/dev/full")
-    with pytest.raises(InputError, match=r"metrics.jsonl: cannot be written \(No space left on device\)"):
+    with pytest.raises(TrainingError, match=r"metrics.jsonl: cannot be written \(No space left on device\)"):
         run.append_metrics(metrics_row(1))
 
 
@@ -146,14 +156,77 @@ def test_a_start_from_nothing_evaluates_again(tmp_path):
     assert run.read_eval() == []
 
 
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+DAMAGED = {
+    "torn": b'{"step": ',
+    "nulls": b"\0" * 50,
+    "blank": b"",
+    "not UTF-8": b"\xff\xfe",
+    "a number": b"5",
+    "null": b"null",
+    "no step": b'{"a": 1}',
+    "a step that is none": b'{"step": true}',
+    "nested": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damaged", DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize("ended", [b"\n", b""], ids=["", "no newline"])
+def test_what_a_resume_would_cut_does_not_stop_it(tmp_path, damaged, ended, caplog):
+    run = RunDirectory(tmp_path)
+    for step in range(1, 8):
+        run.append_metrics(metrics_row(step))
+        run.append_eval(eval_row(step))
+    for path in (run.metrics, run.eval):
+        whole = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([*whole[:5], damaged + b"\n", whole[5], damaged + ended]))
+    run.cut(5)
+    assert run.metrics.read_bytes().splitlines(keepends=True)[-1] == whole_line(metrics_row(5))
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in run.read_eval()] == [1, 2, 3, 4, 5]
+    assert not caplog.records
+    run.metrics.write_bytes(damaged + b"\n")
+    run.cut(0)
+    assert run.metrics.read_bytes() == b""
+
+
+def whole_line(row):
+    return json.dumps(row).encode() + b"\n"
+
+
+@pytest.mark.parametrize("damaged", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_line_among_those_that_are_kept_is_one_line_with_its_remedy(tmp_path, damaged, caplog):
+    run = RunDirectory(tmp_path)
+    lines = [whole_line(metrics_row(step)) for step in range(1, 8)]
+    run.metrics.write_bytes(b"".join([*lines[:2], damaged + b"\n", *lines[2:]]))
+    for read in (run.read_metrics, lambda: run.cut(5)):
+        with pytest.raises(InputError, match=r"metrics.jsonl: line 3 is damaged.*`sed -i 3d FILE`"):
+            read()
+    subprocess.run(["sed", "-i", "3d", run.metrics], check=True)
+    run.cut(5)
+    assert len(run.read_metrics()) == 5 and not caplog.records
+
+
+def test_rows_that_are_lost_are_said_to_be(tmp_path, caplog):
     run = RunDirectory(tmp_path)
     run.append_metrics(metrics_row(1))
-    with run.metrics.open("a") as file:
-        file.write('{"step": \n')
-    run.append_metrics(metrics_row(3))
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
-        run.read_metrics()
+    with run.metrics.open("ab") as file:
+        file.write(b"\0" * 10 + b"\n")
+    run.cut(3)
+    run.metrics.unlink()
+    run.cut(3)
+    run.cut(0)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{run.metrics}: has no rows of steps {first} to 3; going on" for first in (2, 1)]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch, code):
+    def flock(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(InputError, match=f"locks no file .{os.strerror(code)}.*give a directory on"):
+        RunDirectory(tmp_path).locked().__enter__()
 
 
 APPEND = """
@@ -212,7 +285,7 @@ TWO_PROCESSES = """
 import sys
 import jax
 from jaxthru.runtime.distributed import initialize
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training.run_directory import RunDirectory
 
 initialize()
@@ -232,9 +305,9 @@ def test_what_stops_the_first_process_stops_all(tmp_path):
     """The others would wait for it in vain, for minutes, and then abort."""
     (tmp_path / "two.py").write_text(TWO_PROCESSES)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("{\n{}\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{\n{"step": 1}\n')
     with RunDirectory(tmp_path / "run").locked():
         for output in finish(start_processes(tmp_path / "two.py", str(tmp_path / "run"))):
-            assert "another process trains here now" in output and "line 1 is not JSON" in output
+            assert "another process trains here now" in output and "line 1 is damaged" in output
             assert "metrics.jsonl/x: no run directory can be made in it (Not a directory)" in output
             assert output.splitlines()[-1] == "1"

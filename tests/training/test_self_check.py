@@ -10,10 +10,10 @@ from tiny import SHAPE, make
 
 from jaxthru.models.bind import bind
 from jaxthru.models.ops import Ops
+from jaxthru.runtime.errors import TrainingError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training import self_check
-from jaxthru.training.account import TrainingError
 from jaxthru.training.self_check import check_attention
 from pallas_kernels.attention import check, reference
 from pallas_kernels.attention.check import TOLERANCE, differences
