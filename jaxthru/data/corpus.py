@@ -10,11 +10,9 @@ from jaxthru.data.files import File
 from jaxthru.data.mix import Recipe
 from jaxthru.data.readers import Damage, Document, read
 
-READERS = 2
-"""Counts the changes to what documents the same files become."""
-TRANSFORMS = 1
-"""Counts the changes to what becomes of a transform's results."""
-DECISIVE = ("format", "text_key", "extension", "transform", "cap_bytes", "max_record_bytes")
+READERS = 3
+"""Counts the changes to what documents the same files become, and to which of them are held out."""
+DECISIVE = ("format", "text_key", "extension", "cap_bytes", "max_record_bytes")
 """What of a recipe, besides the files that it finds, decides the documents."""
 KEEP_BYTES = 64_000_000
 """A source capped below this is read once and kept, for the tokenizer's training and for encoding."""
@@ -27,8 +25,8 @@ class Corpus:
     def __init__(self, name: str, recipe: Recipe, files: list[File]):
         self.name, self.recipe, self.files = name, recipe, files
         contents = [(file.digest, file.path.suffix) for file in files]
-        transforms = [TRANSFORMS] if recipe.transform else []
-        self.key = hash_of([READERS, [getattr(recipe, name) for name in DECISIVE], contents, *transforms])
+        decisive = [getattr(recipe, name) for name in DECISIVE]
+        self.key = hash_of([READERS, decisive, recipe.transform.name, contents])
         self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
         self.left_out = Counter()
         keep = 0 < recipe.cap_bytes <= KEEP_BYTES

@@ -121,7 +121,9 @@ class Data(contextlib.AbstractContextManager):
         self.tokens = {name: opened.train.tokens for name, opened in prepared.stores.items()}
         online = tuple(name for name, opened in prepared.stores.items() if isinstance(opened, TextStore))
         processes = config.loaders or max(usable_cores() // 2, 1)
-        self.loaders = Loaders(processes, online, prepared.tokenizer.path) if online else None
+        transforms = {name: prepared.mix.recipes[name].transform for name in online}
+        tokenizer = prepared.tokenizer.path
+        self.loaders = Loaders(processes, online, tokenizer, transforms) if online else None
         if self.loaders:
             weakref.finalize(self, self.loaders.close)
 

@@ -7,6 +7,7 @@ system: when the processes are gone, so is it.
 import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import mmap
 import os
 import signal
@@ -22,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxthru.data.text_store import DOCUMENT_TOKENS, TextSplit
+from jaxthru.data.transform import Transform
 
 TASK_TOKENS = 1 << 18
 """Tokens in a task, if stretches allow: some tenths of a second of a loader's work."""
@@ -38,6 +40,7 @@ class Task:
     number: int
     source: str
     split: TextSplit
+    transform: Transform
     stretches: np.ndarray
     lengths: np.ndarray
     future: concurrent.futures.Future
@@ -105,16 +108,18 @@ class LoaderProcess:
         self.in_flight[task.number] = task, region
         split, count = task.split, len(task.stretches)
         self.regions[region].view(np.int64)[:count] = task.stretches
-        message = (task.number, str(split.folder), split.split, count, region * REGION_TOKENS)
+        transform = task.transform.name, task.transform.folder
+        message = task.number, str(split.folder), split.split, transform, count, region * REGION_TOKENS
         with contextlib.suppress(OSError):  # it has died: the thread that hears of it sees to the task
-            self._socket.send(message)
+            self._socket.send_bytes(json.dumps(message).encode())
 
     def receive(self) -> tuple[int, float, str | None] | None:
         """Waits for an answer: (number of the task, seconds, error). None if the process has ended."""
         try:
-            return self._socket.recv()
+            number, seconds, error = json.loads(self._socket.recv_bytes())
         except (EOFError, OSError):
             return None
+        return number, seconds, error
 
     def wait(self) -> int:
         """Waits for the process and returns its exit code: its end of the socket is closed."""

@@ -11,13 +11,15 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from jaxthru.data.loader_process import DEPTH, REGION_TOKENS, TASK_TOKENS, LoaderProcess, Task
 from jaxthru.data.text_store import TextSplit
+from jaxthru.data.transform import Transform
 from jaxthru.runtime.errors import InputError, require
 
 log = logging.getLogger("jaxthru")
@@ -31,12 +33,18 @@ FIRST_GUESS = 1e-6
 class Loaders(contextlib.AbstractContextManager):
     """A pool of `processes` Source Loaders for these sources. Close it, or use it as a context manager.
 
-    tokenizer: the path of its tokenizer.json.
+    tokenizer: the path of its tokenizer.json. transforms: of the sources that have one, as the mix says.
     """
 
-    def __init__(self, processes: int, sources: tuple[str, ...], tokenizer: Path):
+    def __init__(
+        self,
+        processes: int,
+        sources: tuple[str, ...],
+        tokenizer: Path,
+        transforms: Mapping[str, Transform] = MappingProxyType({}),
+    ):
         require(processes >= 1, f"data.loaders = {processes}: must be at least 1")
-        self.sources, self.tokenizer = sources, tokenizer
+        self.sources, self.tokenizer, self.transforms = sources, tokenizer, transforms
         self.seconds_per_token = dict.fromkeys(sources, FIRST_GUESS)
         self.restarts = 0
         self._waiting = {source: collections.deque() for source in sources}
@@ -57,7 +65,9 @@ class Loaders(contextlib.AbstractContextManager):
             require(not self._ended, self._ended)
             for part in _cut(lengths):
                 future = concurrent.futures.Future()
-                task = Task(next(self._numbers), source, split, stretches[part], lengths[part], future)
+                transform = self.transforms.get(source, Transform())
+                of_part = stretches[part], lengths[part]
+                task = Task(next(self._numbers), source, split, transform, *of_part, future)
                 if task.tokens > REGION_TOKENS:
                     raise InputError(f"source {source}: a document of {task.tokens:,} tokens in one stretch")
                 self._waiting[source].append(task)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthru.data.schedule import MIXING_KEYS, SHARE_KEYS, Mixing, is_number
+from jaxthru.data.transform import Transform
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "data"
@@ -32,8 +33,9 @@ class Recipe:
     max_record_bytes: a longer record counts as damaged; as it stands in its file, decompressed.
     max_damaged: preparation fails when more than this share of the records is damaged.
     online: keep the text, compressed, and make the tokens while training, in processes of their own.
-    transform: "module:function", applied to each text before it is tokenised; the same text must always
-        give the same result, and "" leaves the text out. With `online` it runs while training.
+    transform: "module:function" of a module that lies beside the file that says so, or the name of an entry
+        point of the group jaxthru.transforms; applied to each text before it is tokenised. The same text must
+        always give the same result, and "" leaves the text out. With `online` it runs while training.
     """
 
     description: str = ""
@@ -50,7 +52,7 @@ class Recipe:
     max_record_bytes: int = 16_000_000
     max_damaged: float = 0.01
     online: bool = False
-    transform: str = ""
+    transform: Transform = Transform()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,10 @@ def _recipe(path: Path, name: str, table: dict[str, Any]) -> Recipe:
         _check_keys(file, keys, [field.name for field in dataclasses.fields(Recipe)], prefix)
         for field in dataclasses.fields(Recipe):
             if field.name in keys:
-                value = _typed(file, prefix + field.name, keys[field.name], field.type)
+                declared = str if field.type is Transform else field.type
+                value = _typed(file, prefix + field.name, keys[field.name], declared)
+                if field.name == "transform":
+                    value = Transform(value, str(file.parent))
                 if field.name == "paths":
                     # The folder's own name is no pattern, whatever it holds.
                     folder = Path(glob.escape(str(file.parent)))

@@ -13,7 +13,6 @@ from jaxthru.data.progress import Progress
 from jaxthru.data.readers import Document, held_out
 from jaxthru.data.text_store import TextStore
 from jaxthru.data.tokenizer import Tokenizer, train
-from jaxthru.data.transform import apply, find_transform
 from jaxthru.runtime.atomic import remove_partials
 from jaxthru.runtime.errors import InputError, require
 
@@ -49,6 +48,13 @@ def open_stores(
         name: (TextStore if recipe.online else store.TokenStore)(_folder(folder, mix, name, keys[name]))
         for name, recipe in mix.recipes.items()
     }
+    for name, opened in stores.items():
+        made, wanted = opened.manifest.get("transform", ""), mix.recipes[name].transform.name
+        require(
+            made == wanted or not mix.recipes[name].online,
+            f"source {name}: {opened.folder} was made with transform = {made!r}, the mix has {wanted!r}; "
+            f"{store.REMEDY}",
+        )
     return Prepared(mix, tokenizer, stores, keys)
 
 
@@ -158,21 +164,17 @@ def _tokenizer(mix: Mix, folder: Path, corpora: dict[str, Corpus], progress: Pro
 
 
 def _training_texts(mix: Mix, corpora: dict[str, Corpus], progress: Progress) -> Iterator[str]:
-    """Yields training documents as they will be tokenised, an equal share of bytes from each source whatever
-    its weight. Those that a transform fails on are left out here; the writer counts them.
+    """Yields training documents, an equal share of bytes from each source whatever its weight.
 
     Weights may change when a run is resumed; its tokenizer may not.
     """
     share = mix.tokenizer.train_bytes // len(corpora)
     progress.begin("tokenizer", sum(min(share, corpus.size) for corpus in corpora.values()))
     for corpus in corpora.values():
-        size, transform = 0, find_transform(corpus.recipe.transform)
+        size = 0
         for item in corpus.items():
             if isinstance(item, Document) and not held_out(item.origin, mix.held_out):
-                try:
-                    text = apply(transform, item.text).encode()[: share - size]
-                except InputError:
-                    continue
+                text = item.text.encode()[: share - size]
                 size += len(text)
                 progress.advance(len(text))
                 yield text.decode(errors="ignore")

@@ -2,13 +2,15 @@
 
     python -m jaxthru.data.source_loader SOCKET MEMORY TOKENIZER
 
-It is started by `loaders.py`, which sends it (task, folder, split, count, place) through the socket; the
-loader reads `count` stretches from the shared memory at `place`, writes their tokens there and answers (task,
-seconds, error). It holds no state but what it has opened: a task may be given to another loader at any time.
+It is started by `loaders.py`, which sends it [task, folder, split, transform, count, place] through the
+socket, as JSON, which runs nothing; the loader reads `count` stretches from the shared memory at `place`,
+writes their tokens there and answers [task, seconds, error]. The transform is what the mix says, whatever the
+store does. It holds no state but what it has opened: a task may be given to another loader at any time.
 It ends when the socket is closed, so that no loader outlives the process that it works for; SIGINT and
 SIGTERM, which it is started without, do not end it.
 """
 
+import json
 import mmap
 import os
 import select
@@ -24,7 +26,7 @@ import numpy as np
 
 from jaxthru.data.text_store import TextSplit, TextStore
 from jaxthru.data.tokenizer import Tokenizer
-from jaxthru.data.transform import apply, find_transform
+from jaxthru.data.transform import Transform, apply, find_transform
 from jaxthru.runtime.errors import InputError
 
 OPEN_BYTES = 1 << 30
@@ -40,15 +42,14 @@ class Stores:
     def __init__(self):
         self._opened: OrderedDict[str, TextStore] = OrderedDict()
 
-    def split(self, folder: str, split: str) -> tuple[TextSplit, str]:
-        """Returns a split of a store, and the name of its source's transform."""
+    def split(self, folder: str, split: str) -> TextSplit:
+        """Returns a split of a store."""
         if folder not in self._opened:
             self._opened[folder] = TextStore(Path(folder))
             while len(self._opened) > 1 and sum(map(_size, self._opened.values())) > OPEN_BYTES:
                 self._opened.popitem(last=False)
         self._opened.move_to_end(folder)
-        store = self._opened[folder]
-        return getattr(store, split), store.manifest["transform"]
+        return getattr(self._opened[folder], split)
 
 
 def _size(store: TextStore) -> int:
@@ -57,11 +58,15 @@ def _size(store: TextStore) -> int:
 
 
 def produce(
-    stores: Stores, tokenizer: Tokenizer, folder: str, split: str, stretches: np.ndarray
+    stores: Stores,
+    tokenizer: Tokenizer,
+    folder: str,
+    split: str,
+    transform: Transform,
+    stretches: np.ndarray,
 ) -> np.ndarray:
     """Returns the tokens of the stretches, one after the other, int32. Raises InputError."""
-    opened, transform = stores.split(folder, split)
-    function = find_transform(transform)
+    opened, function = stores.split(folder, split), find_transform(transform)
     stored, given, tokens = opened.texts(stretches), [], []
     for stretch, (text, _) in zip(stretches.tolist(), stored, strict=True):
         try:
@@ -109,19 +114,19 @@ def main(argv: list[str]) -> int:
     place = np.frombuffer(memory, np.int32)
     while True:
         try:
-            task, folder, split, count, first = socket.recv()
+            task, folder, split, transform, count, first = json.loads(socket.recv_bytes())
         except (EOFError, OSError):  # an OSError, where answers were left unread
             return 0
         began, error = time.perf_counter(), None
         try:
             stretches = place[first : first + 2 * count].view(np.int64).copy()  # the tokens take their place
-            tokens = produce(stores, tokenizer, folder, split, stretches)
+            tokens = produce(stores, tokenizer, folder, split, Transform(*transform), stretches)
             place[first : first + len(tokens)] = tokens
         except Exception as failure:  # whatever it is, the process that asked is to hear of it
             known = isinstance(failure, InputError)
             error = str(failure) if known else f"{folder}: {type(failure).__name__}: {failure}"
         try:
-            socket.send((task, time.perf_counter() - began, error))
+            socket.send_bytes(json.dumps([task, time.perf_counter() - began, error]).encode())
         except OSError:
             return 0
 

@@ -1,34 +1,83 @@
-"""What a source may do to each of its texts: a function by name, the same result for the same text."""
+"""What a source may do to each of its texts: a function that the mix names, the same for the same text."""
 
+import dataclasses
 import functools
-import importlib
+import hashlib
+import importlib.util
+import re
+import sys
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, did_you_mean, require
 
+GROUP = "jaxthru.transforms"
+"""The group of entry points by which an installed package offers transforms."""
 MESSAGE = 200
 """Characters of an exception's message that are told: some hold the whole text."""
 FAILURES = (Exception, SystemExit)
 """What a user's code may raise. A script that is imported may exit: no command is to end so."""
 
 
-@functools.cache
-def find_transform(name: str) -> Callable[[str], str]:
-    """Returns the function that "module:function" names, or for "" the one that changes nothing.
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """name: "module:function", of a module in `folder`, where the file lies that says so; or an entry point
+    of GROUP that an installed package declares. "" changes nothing."""
 
-    Raises InputError when there is none.
+    name: str = ""
+    folder: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+
+@functools.cache
+def find_transform(transform: Transform) -> Callable[[str], str]:
+    """Returns the function that a transform names. Raises InputError when there is none.
+
+    Nothing but these two places is looked at: a name that came with somebody's data is to run nothing.
     """
-    if not name:
+    if not transform:
         return lambda text: text
-    module, _, function = name.partition(":")
+    module, colon, function = transform.name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        found = getattr(_module(transform, module), function) if colon else _entry_point(transform.name)
+    except InputError:
+        raise
     except FAILURES as error:
         why = _one_line(error)
-        raise InputError(f"transform = {name!r}: cannot be imported as module:function ({why})") from error
-    if not callable(found):
-        raise InputError(f"transform = {name!r}: is not a function")
+        raise InputError(f"transform = {transform.name!r}: cannot be imported ({why})") from error
+    require(callable(found), f"transform = {transform.name!r}: is not a function")
     return found
+
+
+def _module(transform: Transform, module: str):
+    """Returns a module by its file, whatever else has its name."""
+    path = Path(transform.folder, *module.split(".")).with_suffix(".py")
+    require(
+        re.fullmatch(r"\w+(\.\w+)*", module) is not None and path.is_file(),
+        lambda: (
+            f"transform = {transform.name!r}: no module {module!r} lies in {transform.folder}; give "
+            f"module:function of one that does, or the name of an entry point of {GROUP}"
+        ),
+    )
+    if transform.folder not in sys.path:
+        sys.path.append(transform.folder)  # for what it imports from beside it; last, to hide nothing
+    name = f"{module}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    specification = importlib.util.spec_from_file_location(name, path)
+    loaded = sys.modules[name] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(loaded)
+    return loaded
+
+
+def _entry_point(name: str) -> object:
+    declared = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+    if name not in declared:
+        known = did_you_mean(name, tuple(declared)) if declared else ""
+        why = f"no installed package declares it as an entry point of {GROUP}{known}"
+        raise InputError(f"transform = {name!r}: {why}; module:function names one beside the mix")
+    return declared[name].load()
 
 
 def apply(transform: Callable[[str], str], text: str) -> str:

@@ -7,7 +7,7 @@ what they return is taken in the order of reading: the store's bytes do not depe
 import dataclasses
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,10 +20,9 @@ from jaxthru.data.progress import Progress
 from jaxthru.data.readers import Damage, Document, held_out
 from jaxthru.data.text_store import Stretch, stretches
 from jaxthru.data.tokenizer import Tokenizer
-from jaxthru.data.transform import apply, find_transform
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.cores import usable_cores
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import require
 
 SHARD_BYTES = 64_000_000
 """Text in one shard: what a kill costs at most."""
@@ -47,13 +46,11 @@ class Batch:
 
 @dataclasses.dataclass
 class Shard:
-    """Batches added up. splits: what the store holds of each document, nothing of one that its transform
-    made empty. documents: how many were read, `empty` of them such."""
+    """Batches added up. splits: what the store holds of each document. documents: how many were read."""
 
     splits: dict[str, list] = dataclasses.field(default_factory=lambda: {name: [] for name in store.SPLITS})
     damaged: list[Damage] = dataclasses.field(default_factory=list)
     documents: int = 0
-    empty: int = 0
     size: int = 0
 
 
@@ -79,7 +76,6 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
                 continue
             shard.splits["held_out" if held_out(item.origin, share) else "train"] += parts
             shard.documents += 1
-            shard.empty += not parts
         shard.size += batch.size
         progress.advance(batch.size)
         if not batch.last:
@@ -101,13 +97,12 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
         "shards": records,
     }
     if corpus.recipe.online:
-        manifest |= {"kind": text_store.KIND, "transform": corpus.recipe.transform}
+        manifest |= {"kind": text_store.KIND, "transform": corpus.recipe.transform.name}
     store.write_manifest(target, manifest)
     progress.finish()
     size, seconds = sum(record["bytes"] for record in records) - found, time.monotonic() - began
     speed = f"{size / 1e6:.1f} MB in {seconds:.1f} s"
-    left_out = corpus.left_out + Counter(empty=sum(record.get("empty", 0) for record in records))
-    left_out = "".join(f"; {count:,} {why} left out" for why, count in sorted(left_out.items()))
+    left_out = "".join(f"; {count:,} {why} left out" for why, count in sorted(corpus.left_out.items()))
     account = f"{left_out}; {_account(records, target)}"
     progress.note(f"source {corpus.name}: {sum(tokens.values()):,} tokens, {speed}{account}")
     if share and not tokens["held_out"]:
@@ -124,15 +119,7 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
 
 def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[list | Damage]]:
     """Returns what makes, of each item of a batch, what its split of the store holds, or damage."""
-    recipe, transform = corpus.recipe, find_transform(corpus.recipe.transform)
-
-    def transformed(item: Document | Damage) -> str | Damage:
-        if isinstance(item, Damage):
-            return item
-        try:
-            return apply(transform, item.text)
-        except InputError as error:
-            return item.place.damage(str(error))
+    recipe = corpus.recipe
 
     def parts(document: Document, ids: np.ndarray) -> list | Damage:
         if len(ids) > text_store.DOCUMENT_TOKENS:  # also without `online`, which changes no document
@@ -140,16 +127,12 @@ def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[lis
         if not recipe.online:
             return [ids]
         if recipe.transform:  # which may look at the whole text
-            return [Stretch(document.text.encode(), len(ids), True)]
+            return [Stretch(document.read.encode(), len(ids), True)]
         return stretches(document.text, ids, tokenizer)
 
     def encode(batch: Batch) -> list[list | Damage]:
-        texts = [transformed(item) for item in batch.items]
-        encoded = iter(tokenizer.encode([text for text in texts if text and not isinstance(text, Damage)]))
-        return [
-            text if isinstance(text, Damage) else parts(item, next(encoded)) if text else []
-            for item, text in zip(batch.items, texts, strict=True)
-        ]
+        encoded = iter(tokenizer.encode([item.text for item in batch.items if isinstance(item, Document)]))
+        return [item if isinstance(item, Damage) else parts(item, next(encoded)) for item in batch.items]
 
     return encode
 
@@ -197,7 +180,6 @@ def _write_shard(corpus: Corpus, target: Path, number: int, shard: Shard) -> dic
         write_atomically(target / f"damaged-{number:05d}.txt", lines.encode())
     record = {
         "read": shard.documents + len(shard.damaged),
-        "empty": shard.empty,
         "bytes": shard.size,
         "damaged": len(shard.damaged),
         "damage": shard.damaged[:DAMAGE_SHOWN],

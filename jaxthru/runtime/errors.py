@@ -53,10 +53,10 @@ def did_you_mean(name: str, valid: list[str] | tuple[str, ...]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(sorted(valid))}"
 
 
-def require(condition: bool, message: str) -> None:
-    """Raises `InputError(message)` unless `condition` holds."""
+def require(condition: bool, message: str | Callable[[], str]) -> None:
+    """Raises `InputError(message)` unless `condition` holds. message: or what returns it, where it costs."""
     if not condition:
-        raise InputError(message)
+        raise InputError(message() if callable(message) else message)
 
 
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: .*?\b(out of memory\b[^\n]*)", re.I)

@@ -25,6 +25,7 @@ from jaxthru.data.loaders import Loaders, share_out
 from jaxthru.data.online import OnlineSplit
 from jaxthru.data.source_loader import Stores, produce
 from jaxthru.data.tokenizer import Tokenizer, train
+from jaxthru.data.transform import Transform
 from jaxthru.runtime.errors import InputError
 
 
@@ -36,9 +37,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer(path)
 
 
-def write_store(
-    folder: Path, tokenizer: Tokenizer, texts: list[str], transform: str = ""
-) -> list[np.ndarray]:
+def write_store(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Writes a text store of two shards with nothing held out; returns the tokens of each text."""
     ids = tokenizer.encode(texts)
     records, middle = [], len(texts) // 2
@@ -50,7 +49,7 @@ def write_store(
         ]
         splits = {"train": parts, "held_out": []}
         records.append(text_store.write_shard(folder, len(records), splits, {}))
-    manifest = {"kind": text_store.KIND, "transform": transform, "shards": records}
+    manifest = {"kind": text_store.KIND, "transform": "os:system", "shards": records}  # what nobody asks
     store.write_manifest(folder, manifest)
     return ids
 
@@ -176,10 +175,10 @@ def test_a_text_that_ends_its_loader_is_named(tmp_path, tokenizer, monkeypatch, 
         "def change(text):\n"
         "    return os.kill(os.getpid(), signal.SIGKILL) if text == 'text 2' else text\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    write_store(tmp_path / "s", tokenizer, [f"text {number}" for number in range(4)], f"{name}:change")
+    write_store(tmp_path / "s", tokenizer, [f"text {number}" for number in range(4)])
     split = text_store.TextStore(tmp_path / "s").train
-    with Loaders(processes, ("books", "notes"), tokenizer.path) as loaders:
+    transforms = {"notes": Transform(f"{name}:change", str(tmp_path))}
+    with Loaders(processes, ("books", "notes"), tokenizer.path, transforms) as loaders:
         asked = [loaders.request("notes", split, np.array([stretch])) for stretch in (0, 2, 1, 3, 0)]
         with pytest.raises(InputError, match=r"code -9 3 times .*stretches 2 to 2 of train") as caught:
             asked[1].result()
@@ -261,15 +260,14 @@ def test_loaders_that_are_started_end_though_others_cannot_be_started(source, to
     assert threading.active_count() == threads
 
 
-def test_a_transform_runs_in_the_loader(tmp_path, tokenizer, monkeypatch):
+def test_the_transform_of_the_mix_runs_in_the_loader(tmp_path, tokenizer):
     (tmp_path / "shouting.py").write_text("def shout(text):\n    return text.upper()\n")
-    monkeypatch.syspath_prepend(tmp_path)
     (ids,) = tokenizer.encode(["THE STORE"])
     parts = [text_store.Stretch(b"the store", len(ids), True)]
     record = text_store.write_shard(tmp_path / "s", 0, {"train": parts, "held_out": []}, {})
-    manifest = {"kind": text_store.KIND, "transform": "shouting:shout", "shards": [record]}
-    store.write_manifest(tmp_path / "s", manifest)
-    with Loaders(1, ("books",), tokenizer.path) as loaders:
+    store.write_manifest(tmp_path / "s", {"kind": text_store.KIND, "shards": [record]})
+    transforms = {"books": Transform("shouting:shout", str(tmp_path))}
+    with Loaders(1, ("books",), tokenizer.path, transforms) as loaders:
         split = OnlineSplit("books", text_store.TextStore(tmp_path / "s").train, loaders)
         assert (split.begin(np.array([0]), np.array([len(ids)]))() == ids).all()
         (tmp_path / "shouting.py").write_text("def shout(text):\n    return text\n")
@@ -294,12 +292,12 @@ def test_a_transform_that_has_changed_is_told_with_its_place(
 ):
     name = f"changed_{abs(hash(function))}"  # a module is imported once
     (tmp_path / f"{name}.py").write_text(f"change = {function}\n")
-    monkeypatch.syspath_prepend(tmp_path)
     texts = [f"text {number}" for number in range(4)]
-    write_store(tmp_path / "s", tokenizer, texts, f"{name}:change")
+    write_store(tmp_path / "s", tokenizer, texts)
+    transform = Transform(f"{name}:change", str(tmp_path))
     message = rf"^{tmp_path}/s: stretch 2 of train:? {what} the store was made: a transform must give"
     with pytest.raises(InputError, match=message):
-        produce(Stores(), tokenizer, str(tmp_path / "s"), "train", np.array([2, 3]))
+        produce(Stores(), tokenizer, str(tmp_path / "s"), "train", transform, np.array([2, 3]))
 
 
 def test_stores_stay_open_as_far_as_memory_goes(tmp_path, tokenizer, monkeypatch):
@@ -365,9 +363,10 @@ def test_what_a_transform_starts_it_can_end(tmp_path, tokenizer, monkeypatch):
         "    return f'{program.wait(20)} {fork.exitcode}'",
     )
     (tmp_path / "ending.py").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(tmp_path)
-    expected = write_store(tmp_path / "s", tokenizer, ["-15 -15"] * 2, "ending:ends")[0]
-    with Loaders(1, ("books",), tokenizer.path) as loaders:
+    expected = write_store(tmp_path / "s", tokenizer, ["-15 -15"] * 2)[0]
+    with Loaders(
+        1, ("books",), tokenizer.path, {"books": Transform("ending:ends", str(tmp_path))}
+    ) as loaders:
         split = OnlineSplit("books", text_store.TextStore(tmp_path / "s").train, loaders)
         assert (split.begin(np.array([0]), np.array([len(expected)]))()[0] == expected).all()
 
@@ -378,11 +377,13 @@ from pathlib import Path
 from jaxthru.data import text_store
 from jaxthru.data.loaders import Loaders
 from jaxthru.data.online import OnlineSplit
-loaders = Loaders(2, ("books",), Path(sys.argv[2]))
+from jaxthru.data.transform import Transform
+transforms = {"hung": Transform("hanging:hang", folder) for folder in sys.argv[3:]}
+loaders = Loaders(2, ("books", "hung"), Path(sys.argv[2]), transforms)
 split = OnlineSplit("books", text_store.TextStore(Path(sys.argv[1])).train, loaders)
 split.begin(np.array([0]), np.array([9]))()
 if hanging := sys.argv[3:]:
-    hung = OnlineSplit("books", text_store.TextStore(Path(hanging[0])).train, loaders)
+    hung = OnlineSplit("hung", text_store.TextStore(Path(hanging[0])).train, loaders)
     begun = [hung.begin(np.array([0]), np.array([1])) for _ in loaders._loaders]
     while len(list(Path(hanging[0]).glob("hung-*"))) < 2:
         time.sleep(0.05)
@@ -400,7 +401,7 @@ def test_nothing_is_left_when_the_process_is_killed(source, tokenizer, tmp_path,
         marks = f"import os, time, pathlib\nmark = pathlib.Path({str(tmp_path)!r}, f'hung-{{os.getpid()}}')\n"
         hang = "def hang(text):\n    mark.touch()\n    time.sleep(100)\n    return text\n"
         (tmp_path / "hanging.py").write_text(marks + hang)
-        write_store(tmp_path, tokenizer, ["one", "two"], "hanging:hang")
+        write_store(tmp_path, tokenizer, ["one", "two"])
         command.append(str(tmp_path))
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": paths}
@@ -463,11 +464,11 @@ def test_loaders_go_where_the_coming_steps_need_them(source, tokenizer):
 
 def test_what_a_token_costs_is_measured(source, tokenizer, tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text("import time\ndef wait(text):\n    time.sleep(0.02)\n    return text\n")
-    monkeypatch.syspath_prepend(tmp_path)
     folder, *_ = source
-    write_store(tmp_path / "s", tokenizer, ["text"] * 10, "slow:wait")
+    write_store(tmp_path / "s", tokenizer, ["text"] * 10)
     splits = {"fast": text_store.TextStore(folder).train, "slow": text_store.TextStore(tmp_path / "s").train}
-    with Loaders(4, ("fast", "slow"), tokenizer.path) as loaders:
+    transforms = {"slow": Transform("slow:wait", str(tmp_path))}
+    with Loaders(4, ("fast", "slow"), tokenizer.path, transforms) as loaders:
         for name, split in splits.items():
             for _ in range(5):
                 loaders.request(name, split, np.arange(10)).result()

@@ -146,9 +146,8 @@ def test_damage_found_while_training_ends_the_run_and_a_new_store_goes_on_with_i
     assert_same(batches(opened(online), start=5), expected[5:])
 
 
-def test_a_transform_changes_the_text(mix, opened, tmp_path, monkeypatch):
+def test_a_transform_changes_the_text(mix, opened, tmp_path):
     (tmp_path / "shouting.py").write_text("def shout(text):\n    return text.upper()\n")
-    monkeypatch.syspath_prepend(tmp_path)
     for line in ("", "\nonline = true"):
         path = mix.with_name("shouting.toml")
         path.write_text(
@@ -192,7 +191,7 @@ def test_a_transform_that_hangs_does_not_keep_the_process(mix, tmp_path):
         "    return text\n"
     )
     mix.write_text(mix.read_text().replace("weight =", 'transform = "hanging:hang"\nonline = true\nweight ='))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", HANG, str(mix), str(tmp_path / "store"), str(stuck)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "ended\n" and done.returncode == 0, done.stderr

@@ -123,7 +123,6 @@ def strict(text):
 @pytest.mark.parametrize("online", ["", "online = true\n"])
 def test_a_transform_that_fails_costs_its_record(mix, tmp_path, monkeypatch, capsys, online):
     (tmp_path / "strictly.py").write_text(TRANSFORMS)
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(writer, "SHARD_BYTES", 2000)
     path = tmp_path / "records.jsonl"
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
@@ -185,11 +184,10 @@ def test_a_damaged_file_of_any_name_is_one_line(mix, tmp_path, capsys):
     assert r"/text/new\nline \udcff.txt, byte 0: not UTF-8" in capsys.readouterr().err
 
 
-def test_the_tokenizer_is_trained_on_transformed_texts(mix, tmp_path, monkeypatch):
+def test_the_tokenizer_is_trained_on_transformed_texts(mix, tmp_path):
     (tmp_path / "stripping.py").write_text(
         "def strip(text):\n    return None if text == 'bad' else text.replace('<html>', '')\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
     texts = [json.loads(line)["text"] for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     prepared = []
     for name, changed in (("plain", texts), ("marked", [*("<html>" * 9 + text for text in texts), "bad"])):
@@ -208,19 +206,19 @@ def test_the_tokenizer_is_trained_on_transformed_texts(mix, tmp_path, monkeypatc
 @pytest.mark.parametrize("online", ["", "online = true\n"])
 def test_a_text_that_its_transform_makes_empty_is_left_out(mix, tmp_path, monkeypatch, capsys, online):
     (tmp_path / "choosing.py").write_text("def choose(text):\n    return '' if 'kernel' in text else text\n")
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(writer, "SHARD_BYTES", 2000)
     texts = [json.loads(line)["text"] for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     left = [text for text in texts if "kernel" not in text]
     with (tmp_path / "records.jsonl").open("a") as stream:
-        stream.writelines(json.dumps({"text": text}) + "\n" for text in (texts[0], "", ""))
+        stream.writelines(json.dumps({"text": text}) + "\n" for text in (left[0], "", ""))
     assert 0 < len(left) < len(texts)
     mix.write_text(mix.read_text() + online + 'transform = "choosing:choose"\n')
     opened = open_stores(load_mix(str(mix)), tmp_path / "store").stores["notes"]
     lengths = np.concatenate([np.diff(split.ends, prepend=0) for split in (opened.train, opened.held_out)])
     assert len(lengths) == len(left) and lengths.min() > 1
-    assert sum(shard["read"] for shard in opened.manifest["shards"]) == len(texts)
-    counted = f"; {len(texts) - len(left) + 2} empty left out; 1 repeated left out; 60 records, none damaged"
+    assert sum(shard["read"] for shard in opened.manifest["shards"]) == len(left)
+    empty = len(texts) - len(left) + 2
+    counted = f"; {empty} empty left out; 1 repeated left out; {len(left)} records, none damaged"
     assert counted in capsys.readouterr().err
 
 

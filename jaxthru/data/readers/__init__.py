@@ -2,12 +2,14 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxthru.data.files import File
 from jaxthru.data.mix import Recipe
 from jaxthru.data.readers import array_record, docstrings, jsonl, parquet, tar, text
-from jaxthru.data.readers.record import Damage, Document
+from jaxthru.data.readers.record import Damage, Document, origin_of
+from jaxthru.data.transform import apply, find_transform
+from jaxthru.runtime.errors import InputError
 
 __all__ = ["Damage", "Document", "held_out", "read"]
 
@@ -22,15 +24,18 @@ READERS = {
 
 
 def read(files: list[File], recipe: Recipe, left_out: Counter | None = None) -> Iterator[Document | Damage]:
-    """Yields the documents of the files in order, up to the recipe's cap.
+    """Yields the documents of the files in order, transformed, up to the recipe's cap.
 
-    Empty texts are left out, and every text but the first of equal ones; `left_out` counts them. Memory
-    holds one record at a time, and a hash of each text so far.
+    Empty texts are left out, and every text but the first of equal ones, as they are tokenised; `left_out`
+    counts them. Memory holds one record at a time, and a hash of each text so far.
     """
     left_out = Counter() if left_out is None else left_out
+    transform = find_transform(recipe.transform) if recipe.transform else None
     seen: set[int] = set()
     size = 0
     for item in READERS[recipe.format](files, recipe):
+        if transform and isinstance(item, Document):
+            item = _transformed(item, transform)
         if isinstance(item, Document):
             content = item.text.encode()
             key = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
@@ -38,15 +43,20 @@ def read(files: list[File], recipe: Recipe, left_out: Counter | None = None) -> 
                 left_out["repeated" if content else "empty"] += 1
                 continue
             seen.add(key)
-            size += len(content)
+            size += len(item.read.encode()) if transform else len(content)
         yield item
         if recipe.cap_bytes and size >= recipe.cap_bytes:
             return
 
 
-def held_out(origin: str, share: float) -> bool:
-    """Says whether a document of this origin (a SHA-256 in hex) is held out; true for `share` of origins.
+def _transformed(document: Document, transform: Callable[[str], str]) -> Document | Damage:
+    try:
+        text = apply(transform, document.read)
+    except InputError as error:
+        return document.place.damage(str(error))
+    return document._replace(text=text, origin=origin_of(text))
 
-    The last digits decide, for the first ones order the files and so choose what a cap leaves.
-    """
+
+def held_out(origin: str, share: float) -> bool:
+    """Says whether a document of this origin (a SHA-256 in hex) is held out; true for `share` of origins."""
     return int(origin[-16:], 16) < share * 2**64

@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxthru.data.files import File
 from jaxthru.data.mix import Recipe
 from jaxthru.data.readers import prose
-from jaxthru.data.readers.record import Damage, Document, Place, over_long
+from jaxthru.data.readers.record import Damage, Document, Place, origin_of, over_long
 from jaxthru.runtime.cores import usable_cores
 
 
@@ -33,7 +33,7 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
                 elif text is None:
                     yield place.damage("not UTF-8, or not valid Python")
                 elif text:
-                    yield Document(text, file.digest, place)
+                    yield Document(text, origin_of(file.path.read_bytes().decode("utf-8-sig")), place, text)
 
 
 def _in_child(files: list[File], limit: int) -> list[str | None]:

@@ -27,15 +27,26 @@ class Place(NamedTuple):
 
 
 class Document(NamedTuple):
-    """origin: the content hash (hex) that decides on which side of the held-out split the text falls.
-
-    It is the originating file's, so that a file's docstrings follow it; a record of a file of many records
-    has its own. place: for what goes wrong with it later.
+    """text: what is tokenised. origin: the hash (hex) that decides on which side of the held-out split it
+    falls: of the text, whatever file it stood in; of docstrings that of their file's text, which they follow.
+    place: for what goes wrong with it later. read: the text before its transform.
     """
 
     text: str
     origin: str
     place: Place
+    read: str
+
+    @classmethod
+    def of(cls, text: str, place: Place) -> "Document":
+        """Returns the document of a text as it was read. Raises UnicodeEncodeError for half of a surrogate
+        pair."""
+        return cls(text, origin_of(text), place, text)
+
+
+def origin_of(text: str) -> str:
+    """Returns the SHA-256 of a text, in hex."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def over_long(recipe: Recipe) -> str:
@@ -70,6 +81,6 @@ def from_value(text: object, place: Place, reason: str) -> Document | Damage:
     if not isinstance(text, str):
         return place.damage(reason)
     try:
-        return Document(text, hashlib.sha256(text.encode("utf-8")).hexdigest(), place)
+        return Document.of(text, place)
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape and UTF-8 cannot hold
         return place.damage("not valid Unicode")

@@ -19,7 +19,7 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
             if len(content) > recipe.max_record_bytes:
                 yield whole.damage(over_long(recipe))
             else:
-                yield Document(content.decode("utf-8-sig"), file.digest, whole)
+                yield Document.of(content.decode("utf-8-sig"), whole)
         except UnicodeDecodeError as error:
             yield Place(str(file.path), f"byte {error.start}").damage("not UTF-8")
         except READ_ERRORS as error:
