@@ -114,6 +114,7 @@ class Data(contextlib.AbstractContextManager):
 
     def __init__(self, config: DataConfig, prepared: Prepared):
         self.config, self.prepared = config, prepared
+        self._planned: tuple[tuple, Planner] | None = None  # what was asked for last, and its plan
         self.names = tuple(prepared.stores)
         self.mixing = prepared.mix.mixing
         self.keys = prepared.keys
@@ -185,7 +186,14 @@ class Data(contextlib.AbstractContextManager):
         return planner.end
 
     def planner(self, schedule: Schedule, *, seed: int, rows: int, cost: Cost | None = None) -> Planner:
-        """Returns the plan of all steps of `rows` rows. Raises InputError."""
+        """Returns the plan of all steps of `rows` rows, balanced if rows have a cost. Raises InputError."""
+        asked = schedule, seed, rows
+        if self._planned is None or self._planned[0] != asked:
+            self._planned = asked, self._plan(*asked)
+        planner = self._planned[1]
+        return planner.balanced_by(self.row_costs(cost)) if cost else planner
+
+    def _plan(self, schedule: Schedule, seed: int, rows: int) -> Planner:
         sequence = self.config.sequence
         # Rows that are split are full, but for a source's last: weights of tokens are weights of rows.
         full = self.config.packing == "split"
@@ -196,10 +204,7 @@ class Data(contextlib.AbstractContextManager):
             for name, (split, packed) in zip(self.names, self.train, strict=True)
         }
         groups = self.config.groups_of(rows)
-        costs = self.row_costs(cost) if cost else None
-        return Planner(
-            supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence, costs=costs
-        )
+        return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)
 
     def row_costs(self, cost: Cost) -> np.ndarray:
         """Returns int64, what each row of all sources costs to train on, source after source, in one unit."""

@@ -89,7 +89,7 @@ def load_mix(mix: str) -> Mix:
     _check_keys(path, tree, ("description", "held_out", "tokenizer", "sources", *MIXING_KEYS), "")
     sources = tree.get("sources", {})
     require(isinstance(sources, dict) and bool(sources), f"{path}: needs at least one [sources.<name>]")
-    recipes, shares = {}, {}
+    recipes, shares, read = {}, {}, {}
     for name, table in sources.items():
         require(isinstance(table, dict), f"{path}: sources.{name} must be a table")
         require(
@@ -97,7 +97,7 @@ def load_mix(mix: str) -> Mix:
         )
         table = dict(table)
         shares[name] = {key: table.pop(key) for key in SHARE_KEYS if key in table}
-        recipes[name] = _recipe(path, name, table)
+        recipes[name] = _recipe(path, name, table, read)
     held_out = _number(path, "held_out", tree.get("held_out", 0.02))
     require(held_out < 1, f"{path}: held_out = {held_out}: must be below 1")
     mixing = {key: tree[key] for key in MIXING_KEYS if key in tree}
@@ -124,18 +124,27 @@ def _find(mix: str) -> Path:
     raise InputError(f"data.mix = {mix!r}: no such mix{did_you_mean(mix, names)}")
 
 
-def _recipe(path: Path, name: str, table: dict[str, Any]) -> Recipe:
+Read = dict[str, tuple[Path, dict[str, Any]]]
+"""Recipes that were read: the file and its keys by their name, for many sources may have the same."""
+
+
+def _read_recipe(path: Path, name: str, recipe: str) -> tuple[Path, dict[str, Any]]:
+    folders = (Path("data/sources").resolve(), path.parent.parent / "sources", REPOSITORY / "sources")
+    for folder in folders:
+        if (file := folder / recipe / "source.toml").is_file():
+            return file, _read_toml(file)
+    names = sorted({file.parent.name for folder in folders for file in folder.glob("*/source.toml")})
+    raise InputError(f"{path}: sources.{name}: no recipe {recipe!r}{did_you_mean(recipe, names)}")
+
+
+def _recipe(path: Path, name: str, table: dict[str, Any], read: Read) -> Recipe:
     """Returns the recipe named in `table` (default: the source's own name), with the table's other keys."""
     recipe = table.pop("recipe", name)
     require(isinstance(recipe, str), f"{path}: sources.{name}.recipe must be a name")
-    folders = (Path("data/sources").resolve(), path.parent.parent / "sources", REPOSITORY / "sources")
-    found = [folder / recipe / "source.toml" for folder in folders]
-    found = [file for file in found if file.is_file()]
-    if not found:
-        names = sorted({file.parent.name for folder in folders for file in folder.glob("*/source.toml")})
-        raise InputError(f"{path}: sources.{name}: no recipe {recipe!r}{did_you_mean(recipe, names)}")
+    if recipe not in read:
+        read[recipe] = _read_recipe(path, name, recipe)
     values = {}
-    for file, keys, prefix in ((found[0], _read_toml(found[0]), ""), (path, table, f"sources.{name}.")):
+    for file, keys, prefix in ((*read[recipe], ""), (path, table, f"sources.{name}.")):
         _check_keys(file, keys, [field.name for field in dataclasses.fields(Recipe)], prefix)
         for field in dataclasses.fields(Recipe):
             if field.name in keys:
@@ -151,7 +160,7 @@ def _recipe(path: Path, name: str, table: dict[str, Any]) -> Recipe:
     built = Recipe(**values)
     require(
         built.format in FORMATS,
-        f"{path}: sources.{name}.format = {built.format!r}{did_you_mean(built.format, FORMATS)}",
+        lambda: f"{path}: sources.{name}.format = {built.format!r}{did_you_mean(built.format, FORMATS)}",
     )
     for key in ("text_key", "max_record_bytes"):
         needed = key != "text_key" or built.format in ("jsonl", "parquet")
@@ -198,7 +207,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _check_keys(path: Path, table: dict[str, Any], valid: list[str] | tuple[str, ...], prefix: str) -> None:
     for key in table:
-        require(key in valid, f"{path}: unknown key {prefix}{key}{did_you_mean(key, valid)}")
+        require(
+            key in valid,
+            lambda key=key: f"{path}: unknown key {prefix}{key}{did_you_mean(key, valid)}",
+        )
 
 
 def _number(path: Path, key: str, value: Any) -> float:

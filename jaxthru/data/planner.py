@@ -5,6 +5,7 @@ once. The timeline says which source gives each row; a permutation of the source
 which of its rows that is; the balance says where in the batch the row stands.
 """
 
+import copy
 import dataclasses
 import functools
 
@@ -32,7 +33,6 @@ class StepPlan:
 
 class Planner:
     """supplies: {source: Supply}, in the order of the mix. rows: of one step. sequence: tokens in a row.
-    costs: int64, what each row of all sources costs, source after source; each step is balanced by them.
 
     end: completed updates after which a source that is exhausted ends the run, or None. Raises InputError for
     a schedule that cannot be followed.
@@ -47,7 +47,6 @@ class Planner:
         rows: int,
         groups: int,
         sequence: int,
-        costs: np.ndarray | None = None,
     ):
         require(rows % groups == 0, f"data.groups = {groups}: must divide train.rows = {rows}")
         self.timeline = Timeline(supplies, schedule, seed=seed, rows=rows, sequence=sequence)
@@ -57,8 +56,16 @@ class Planner:
         self.rows, self.groups = rows, groups
         # By name: a source keeps its order when the mix names others before it.
         self._keys = np.array([key_of(seed, "rows", name) for name in supplies], np.uint64)
-        self._costs = costs
+        self._costs: np.ndarray | None = None
         self._plans_of_block = functools.lru_cache(maxsize=4)(self._unordered)
+
+    def balanced_by(self, costs: np.ndarray) -> "Planner":
+        """Returns the same plan with the rows of each step in an order in which groups cost alike.
+
+        costs: int64, what each row of all sources costs, source after source."""
+        planner = copy.copy(self)
+        planner._costs = costs
+        return planner
 
     def plan(self, step: int) -> StepPlan:
         """Returns the plan of update `step` + 1, for `step` completed updates."""

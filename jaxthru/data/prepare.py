@@ -39,22 +39,20 @@ def open_stores(
     keys = make_stores(mix, folder, begun) if prepare else begun or _keys_as_it_is(mix, folder)
     for name in mix.recipes:
         whole = name in keys and _is_whole(_folder(folder, mix, name, keys[name]))
-        require(whole, _unprepared(mix, folder, f"source {name}"))
+        require(whole, lambda name=name: _unprepared(mix, folder, f"source {name}"))
     keys = {name: keys[name] for name in mix.recipes}
     store.let_files_open()
-    tokenizer = _kept_tokenizer(mix, folder, keys)
-    require(tokenizer is not None, _unprepared(mix, folder, "tokenizer"))
     stores = {
         name: (TextStore if recipe.online else store.TokenStore)(_folder(folder, mix, name, keys[name]))
         for name, recipe in mix.recipes.items()
     }
+    tokenizer = _kept_tokenizer(mix, folder, {opened.manifest["tokenizer"] for opened in stores.values()})
+    require(tokenizer is not None, _unprepared(mix, folder, "tokenizer"))
     for name, opened in stores.items():
         made, wanted = opened.manifest.get("transform", ""), mix.recipes[name].transform.name
-        require(
-            made == wanted or not mix.recipes[name].online,
-            f"source {name}: {opened.folder} was made with transform = {made!r}, the mix has {wanted!r}; "
-            f"{store.REMEDY}",
-        )
+        if mix.recipes[name].online and made != wanted:
+            was = f"was made with transform = {made!r}, the mix has {wanted!r}"
+            raise InputError(f"source {name}: {opened.folder} {was}; {store.REMEDY}")
     return Prepared(mix, tokenizer, stores, keys)
 
 
@@ -75,7 +73,8 @@ def make_stores(mix: Mix, folder: Path, begun: Mapping[str, str] | None = None) 
     corpora = _corpora(mix, cache, kept)
     cache.save()
     with Progress() as progress:
-        tokenizer = _kept_tokenizer(mix, folder, kept)
+        manifests = (store.read_manifest(_folder(folder, mix, *item)) for item in kept.items())
+        tokenizer = _kept_tokenizer(mix, folder, {manifest["tokenizer"] for manifest in manifests})
         if tokenizer is None:  # then their stores are of no use
             for name in mix.recipes:
                 require(name in corpora, f"source {name}: no files found, nor the tokenizer of its store")
@@ -136,9 +135,8 @@ def _is_whole(target: Path) -> bool:
     return (target / "manifest.json").is_file()
 
 
-def _kept_tokenizer(mix: Mix, folder: Path, kept: Mapping[str, str]) -> Tokenizer | None:
-    """Returns the tokenizer that these stores were made with, if it is still there."""
-    hashes = {store.read_manifest(_folder(folder, mix, *item))["tokenizer"] for item in kept.items()}
+def _kept_tokenizer(mix: Mix, folder: Path, hashes: set[str]) -> Tokenizer | None:
+    """Returns the one tokenizer that stores were made with, if it is still there. hashes: as they say."""
     candidates = [mix.tokenizer.path] if mix.tokenizer.path else sorted(folder.glob("tokenizer-*.json"))
     for path in candidates if len(hashes) == 1 else ():
         if hashlib.sha256(path.read_bytes()).hexdigest() in hashes:

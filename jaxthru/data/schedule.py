@@ -188,5 +188,5 @@ def is_number(value: Any) -> bool:
 
 def _choice(key: str, value: Any, literal: Any) -> Any:
     valid = get_args(literal)
-    require(value in valid, f"{key} = {value!r}{did_you_mean(str(value), valid)}")
+    require(value in valid, lambda: f"{key} = {value!r}{did_you_mean(str(value), valid)}")
     return value

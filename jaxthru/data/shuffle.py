@@ -6,7 +6,10 @@ import hashlib
 import numpy as np
 
 ROUNDS = 8
-"""With so many, what follows what is as even as in NumPy's permutations, from two numbers on."""
+"""With so many, places and distances of neighbours are as even as chance has them, from two numbers on. Which
+number follows which is not, where there are few: over many orders the likeliest follower comes 14 % too often
+of 6 numbers, 11 of 5, 10 of 12, 6 of 16, and is lost in chance from some 30 on. It stays so, since a run that
+goes on has to find its orders as they were, and no batch is the worse for it."""
 
 ODD = np.uint64(0x9E3779B97F4A7C15)
 FACTOR = np.uint64(0xD6E8FEB86659FD93)

@@ -16,6 +16,8 @@ import bisect
 import contextlib
 import errno
 import json
+import mmap
+import os
 import resource
 import zlib
 from pathlib import Path
@@ -71,7 +73,8 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 def read_manifest(folder: Path) -> dict:
     """Returns the manifest of a store. Raises InputError if there is none that this version reads."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
+        with open(f"{folder}/manifest.json", "rb") as file:  # noqa: PTH123 (see `Split`)
+            manifest = json.loads(file.read())
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: not a token store ({error})") from error
     version = manifest.get("version")
@@ -87,15 +90,16 @@ class Split:
 
     def __init__(self, folder: Path, split: str, manifest: dict):
         self._shards: list[np.ndarray] = []
-        self._paths: list[Path] = []
+        self._paths: list[str] = []
         self._checksums: list[list[int]] = []
         starts, ends = [0], [np.zeros(0, np.int64)]
         for number, shard in enumerate(manifest["shards"]):
-            record, path = shard["splits"][split], folder / f"{split}-{number:05d}.tokens"
+            # Paths as text: of thousands of sources most of the time would go into pathlib.
+            record, path = shard["splits"][split], f"{folder}/{split}-{number:05d}"
             count, crc32 = record["documents"] + 1, record["offsets_crc32"]
-            offsets = map_array(path.with_suffix(".offsets"), "<i8", count, crc32)
-            self._shards.append(map_array(path, manifest["dtype"], record["tokens"]))
-            self._paths.append(path)
+            offsets = map_array(f"{path}.offsets", "<i8", count, crc32)
+            self._shards.append(map_array(f"{path}.tokens", manifest["dtype"], record["tokens"]))
+            self._paths.append(f"{path}.tokens")
             self._checksums.append(record["tokens_crc32"])
             ends.append(offsets[1:] + starts[-1])
             starts.append(starts[-1] + record["tokens"])
@@ -166,23 +170,29 @@ def ranges(counts: np.ndarray) -> np.ndarray:
 REMEDY = "remove its folder and prepare again"
 
 
-def map_array(path: Path, dtype: str, count: int, crc32: int | None = None) -> np.ndarray:
+def map_array(path: str, dtype: str, count: int, crc32: int | None = None) -> np.ndarray:
     """Maps a flat array of known length. Raises InputError when the file is missing or of another size, or
     has another checksum than `crc32`."""
-    size = path.stat().st_size if path.is_file() else None
     expected = count * np.dtype(dtype).itemsize
-    require(size == expected, f"{path}: {size} bytes, expected {expected}; {REMEDY}")
-    if count == 0:  # a memory map cannot be empty
-        return np.zeros(0, dtype)
     try:
-        mapped = np.memmap(path, dtype, mode="r")
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(file).st_size
+            require(size == expected, lambda: f"{path}: {size} bytes, expected {expected}; {REMEDY}")
+            if count == 0:  # a memory map cannot be empty
+                return np.zeros(0, dtype)
+            mapped = np.frombuffer(mmap.mmap(file, 0, access=mmap.ACCESS_READ), dtype)
+        finally:
+            os.close(file)
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file; {REMEDY}") from error
     except OSError as error:
         hints = {errno.EMFILE: "open files, `ulimit -n`", errno.ENOMEM: "memory maps, vm.max_map_count"}
         hint = f"; raise the limit of {hints[error.errno]}" if error.errno in hints else ""
         raise InputError(f"{path}: cannot be opened ({error.strerror}){hint}") from error
     damaged = crc32 is not None and crc32 != zlib.crc32(mapped)
-    require(not damaged, f"{path}: block 0 (bytes 0 to {mapped.nbytes - 1}) is damaged; {REMEDY}")
-    return mapped.view(np.ndarray)  # which spares each access the subclass's bookkeeping
+    require(not damaged, lambda: f"{path}: block 0 (bytes 0 to {mapped.nbytes - 1}) is damaged; {REMEDY}")
+    return mapped
 
 
 def let_files_open() -> None:

@@ -126,14 +126,14 @@ class TextSplit:
         self.folder, self.split = folder, split
         self._paths, self._text, self._frames, self._index = [], [], [], []
         for number, shard in enumerate(manifest["shards"]):
-            record, path = shard["splits"][split], folder / f"{split}-{number:05d}.text"
+            record, path = shard["splits"][split], f"{folder}/{split}-{number:05d}"
             counted = (("frames", "<i8", record["frames"] + 1), ("stretches", "<i4", 5 * record["stretches"]))
             frames, index = (
-                store.map_array(path.with_suffix(f".{name}"), dtype, count, record[f"{name}_crc32"])
+                store.map_array(f"{path}.{name}", dtype, count, record[f"{name}_crc32"])
                 for name, dtype, count in counted
             )
-            self._paths.append(path)
-            self._text.append(store.map_array(path, "u1", int(frames[-1])))
+            self._paths.append(f"{path}.text")
+            self._text.append(store.map_array(f"{path}.text", "u1", int(frames[-1])))
             self._frames.append(frames)
             self._index.append(index.reshape(-1, 5))
         counts = [len(index) for index in self._index]

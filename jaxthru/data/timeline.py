@@ -194,7 +194,10 @@ class Timeline:
         """Returns, of each source, the rows it has in all, whether its end is the run's, and how much of
         what weights count its rows hold."""
         for name in mixing.shares:
-            require(name in self.names, f"the schedule names source {name!r}{did_you_mean(name, self.names)}")
+            require(
+                name in self.supplies,
+                lambda name=name: f"the schedule names source {name!r}{did_you_mean(name, self.names)}",
+            )
         limit = np.full(len(self.names), UNLIMITED)
         for number, (name, supply) in enumerate(self.supplies.items()):
             share = mixing.shares.get(name)

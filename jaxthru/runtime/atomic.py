@@ -14,6 +14,10 @@ STALE_SECONDS = 3600.0
 """No write takes so long: a partial file of another host that is older was left by a killed process."""
 
 
+PARTIAL = re.compile(r"\.[0-9a-f]{32}\.(\d+)@([^/]+)\.partial$")
+"""How the name of a file ends while it is written: (process, host). Others' files may end in .partial, too."""
+
+
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Writes a file that is whole, whenever the process or the machine stops; makes its folder.
 
@@ -27,6 +31,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(path)
+        _sync_folder(path.parent)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     finally:
@@ -35,15 +40,28 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """Removes the unfinished files that killed writers have left in a folder and in the folders in it."""
+    """Removes the unfinished files that killed writers of `write_atomically` have left in a folder and in the
+    folders in it."""
     for path in (*folder.glob("*.partial"), *folder.glob("*/*.partial")):
-        writer = re.search(r"\.(\d+)@(.+)\.partial$", path.name)
-        if writer and writer[2] == socket.gethostname():
+        writer = PARTIAL.search(path.name)
+        if writer is None:
+            continue
+        if writer[2] == socket.gethostname():
             left = not _runs(int(writer[1]))
         else:
             left = time.time() - _changed(path) > STALE_SECONDS
         if left:
             path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Has the new name of a file outlast a loss of power, where the file system can promise that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _runs(process: int) -> bool:

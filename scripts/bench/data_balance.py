@@ -81,7 +81,8 @@ def measure(name: str, sequence: int, groups: int, rows: int, embed: int, steps:
     keys = {"seed": 0, "rows": rows, "groups": groups, "sequence": sequence}
     supply = {"documents": Supply(packing.rows, int(documents.sum()), len(documents))}
     schedule = ((0, Mixing.plain({"documents": 1})),)
-    planners = Planner(supply, schedule, **keys), Planner(supply, schedule, **keys, costs=costs)
+    planner = Planner(supply, schedule, **keys)
+    planners = planner, planner.balanced_by(costs)
     taken, seconds = [], []
     for planner in planners:
         planner.plan(0)

@@ -14,6 +14,7 @@ import contextlib
 import io
 import itertools
 import json
+import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -127,6 +128,7 @@ def write_mixes(folder: Path, heavy_sources: int) -> None:
     write_mix(folder, "heavy_online", {name: keys | {"online": True} for name, keys in heavy.items()})
     fast, slow = paths("pages", [0]), paths("pages", [1])
     slow |= {"online": True, "transform": "data_transform:slow"}
+    shutil.copy(Path(__file__).with_name("data_transform.py"), folder)
     write_mix(folder, "pages", {"fast": {**fast, "weight": 9}, "slow": slow})
 
 

@@ -1,6 +1,7 @@
 """What the starved run trains on: its pages, and the two ways to read them."""
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def make_corpus(folder: Path, sources: int, pages: int, vocabulary: int) -> Path
     online = {"online": True, "transform": "starved_transform:page"}
     mix = {f"s{number}": data_corpus.paths("pages", [number]) | online for number in range(sources)}
     data_corpus.write_mix(folder, "mix", mix)
+    shutil.copy(starved_transform.__file__, folder)
     (folder / "made").touch()
     return folder
 

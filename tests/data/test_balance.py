@@ -71,7 +71,8 @@ def test_a_plan_is_balanced_within_its_step():
     supplies = {name: Supply(500, 500, 500) for name in "abc"}
     schedule = ((0, Mixing.plain(dict.fromkeys("abc", 1))),)
     keys = {"seed": 0, "rows": 64, "groups": 16, "sequence": 1}
-    plain, ours = Planner(supplies, schedule, **keys), Planner(supplies, schedule, **keys, costs=costs)
+    plain = Planner(supplies, schedule, **keys)
+    ours = plain.balanced_by(costs)
     for step in (0, 7, 10_000):
         before, after = plain.plan(step), ours.plan(step)
         pairs = [sorted(zip(p.source.tolist(), p.row.tolist(), strict=True)) for p in (before, after)]

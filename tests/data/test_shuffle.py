@@ -40,6 +40,17 @@ def test_the_order_is_that_of_every_version():
     assert order_of(10, key_of("a")).tolist() == [1, 0, 2, 6, 5, 9, 3, 7, 4, 8]
 
 
+@pytest.mark.parametrize(("size", "most"), [(5, 1.15), (6, 1.18), (9, 1.13), (12, 1.18), (16, 1.18)])
+def test_how_far_from_even_followers_are_in_short_orders(size, most):
+    """As the module says: the likeliest follower of a number, over what it would be if all were as likely."""
+    count = 20_000
+    index, order = np.tile(np.arange(size), count), np.repeat(np.arange(count), size)
+    many = np.full(len(index), size), np.full(len(index), key_of("even"), np.uint64)
+    numbers = np.argsort(places(index, *many, order).reshape(count, size), axis=1)
+    pairs = np.bincount((numbers[:, :-1] * size + numbers[:, 1:]).ravel(), minlength=size * size)
+    assert 1.0 < pairs.max() / (count / size) < most
+
+
 @pytest.mark.parametrize("size", [2, 3, 7, 15, 16, 100])
 def test_orders_are_even(size):
     """Places, and distances of neighbours, are as evenly spread as chance would have them."""
