@@ -8,6 +8,7 @@ import numpy as np
 import rich.box
 import rich.console
 import rich.table
+import rich.text
 
 from jaxthru.data.loader import Data, DataConfig, open_data
 from jaxthru.data.mix import load_mix
@@ -64,7 +65,7 @@ def _inspect(data: Data, rows: int) -> None:
             for batch in batches:
                 for row in range(rows):
                     assert (batch["source"][row] == number).all()
-                    console.rule(f"{name}, row {row + 1}")
+                    console.rule(rich.text.Text(f"{name}, row {row + 1}"))
                     console.print(_decoded(data, batch, row), markup=False, highlight=False)
 
 
@@ -74,7 +75,7 @@ def _table(data: Data) -> rich.table.Table:
     table = rich.table.Table(
         box=None,
         padding=(0, 1, 0, 0),
-        title=f"{mix.path.stem}: {mix.description}",
+        title=rich.text.Text(f"{mix.path.stem}: {mix.description}"),
         title_justify="left",
         caption=caption,
         caption_justify="left",
@@ -87,7 +88,7 @@ def _table(data: Data) -> rich.table.Table:
     ):
         shards = opened.manifest["shards"]
         table.add_row(
-            *(name, shares[name]),
+            *(rich.text.Text(name), shares[name]),
             *(f"{len(opened.train.ends) + len(opened.held_out.ends):,}", f"{opened.train.tokens:,}"),
             f"{sum(shard['bytes'] for shard in shards) / 1e6:,.2f}",
             *(f"{opened.held_out.tokens:,}", f"{packing.rows:,}"),

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def collect(source: str, recipe: Recipe, cache: HashCache, exclude: frozenset[st
         paths |= _package(package)
     for pattern in recipe.paths:
         paths |= {path: path for path in glob.glob(pattern, recursive=True)}  # noqa: PTH207 (a whole path)
-    chosen = {}
+    chosen, taken = {}, 0
     for name in sorted(paths):
         if recipe.suffixes and not name.endswith(recipe.suffixes):
             continue
@@ -81,11 +82,25 @@ def collect(source: str, recipe: Recipe, cache: HashCache, exclude: frozenset[st
             file = cache.file(Path(name))
         except OSError as error:
             raise InputError(f"source {source}: {name}: cannot be read ({error.strerror})") from error
+        taken += file.digest in exclude
         if file.digest not in exclude and (not recipe.max_file_bytes or file.size <= recipe.max_file_bytes):
             chosen.setdefault(file.digest, file)
-    where = ", ".join(recipe.paths) or "the installed packages"
-    require(bool(chosen), f"source {source}: no files found in {where}")
+    require(bool(chosen), lambda: f"source {source}: {_why_none(recipe, paths, taken)}")
     return [chosen[digest] for digest in sorted(chosen)]
+
+
+def _why_none(recipe: Recipe, paths: dict[str, str], taken: int) -> str:
+    """Returns why a source has no files. paths: that its globs match; taken: of these, by other sources."""
+    remote = next((path for path in recipe.paths if re.search(r"\w+:/+", path)), None)
+    if remote:
+        what = re.search(r"\w+:/.*", remote)[0].replace(":/", "://", 1)
+        return f"no files found: {what} is not on this machine; copy or mount it, and give the path"
+    if taken:
+        return f"all its {taken} files have been taken by sources of the same format before it: take one out"
+    if folders := [path for path in paths if Path(path).is_dir()]:
+        return f"no files found: {folders[0]} is a folder; give a glob, {folders[0]}/**"
+    left = f": {len(paths)} match; suffixes, exclude and max_file_bytes leave none" if paths else ""
+    return f"no files found in {', '.join(recipe.paths) or 'the installed packages'}{left}"
 
 
 @functools.cache

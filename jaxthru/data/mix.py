@@ -2,6 +2,7 @@
 
 import dataclasses
 import glob
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from jaxthru.data.transform import Transform
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "data"
+NAME = re.compile(r"[^/\x00-\x1f\x7f]{1,100}")
+"""What a source may be called: its store is a folder of that name, and terminals are shown it."""
 FORMATS = ("text", "docstrings", "jsonl", "parquet", "tar", "array_record")
 
 
@@ -93,7 +96,11 @@ def load_mix(mix: str) -> Mix:
     for name, table in sources.items():
         require(isinstance(table, dict), f"{path}: sources.{name} must be a table")
         require(
-            bool(name) and "/" not in name, f"{path}: source {name!r}: its store needs a name, without '/'"
+            NAME.fullmatch(name) is not None,
+            lambda name=name: (
+                f"{path}: source {name[:60]!r}: its store is named after it: give it 1 to 100 characters, "
+                "none of them '/' or a control character"
+            ),
         )
         table = dict(table)
         shares[name] = {key: table.pop(key) for key in SHARE_KEYS if key in table}
@@ -155,7 +162,7 @@ def _recipe(path: Path, name: str, table: dict[str, Any], read: Read) -> Recipe:
                 if field.name == "paths":
                     # The folder's own name is no pattern, whatever it holds.
                     folder = Path(glob.escape(str(file.parent)))
-                    value = tuple(str(folder / Path(item).expanduser()) for item in value)
+                    value = tuple(str(folder / _home(file, item)) for item in value)
                 values[field.name] = value
     built = Recipe(**values)
     require(
@@ -167,6 +174,10 @@ def _recipe(path: Path, name: str, table: dict[str, Any], read: Read) -> Recipe:
         value = getattr(built, key)
         require(bool(value) or not needed, f"{path}: sources.{name}.{key} = {value!r}: must not be empty")
     require(
+        built.max_damaged <= 1,
+        f"{path}: sources.{name}.max_damaged = {built.max_damaged}: is a share, 1 at most",
+    )
+    require(
         built.max_record_bytes < 2**31,
         f"{path}: sources.{name}.max_record_bytes = {built.max_record_bytes}: must be below 2 GiB",
     )
@@ -175,6 +186,14 @@ def _recipe(path: Path, name: str, table: dict[str, Any], read: Read) -> Recipe:
         f"{path}: sources.{name} says nowhere what to read: give it paths = [...]",
     )
     return built
+
+
+def _home(file: Path, text: str) -> Path:
+    """Returns a path with its `~` replaced."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{file}: paths = [{text!r}]: no home folder is known for it") from error
 
 
 def _tokenizer(path: Path, value: Any) -> TokenizerSpec:

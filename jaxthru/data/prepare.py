@@ -66,6 +66,8 @@ def make_stores(mix: Mix, folder: Path, begun: Mapping[str, str] | None = None) 
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"data.store = {folder}: cannot be made ({error.strerror})") from error
+    except ValueError as error:  # a NUL in it
+        raise InputError(f"data.store = {str(folder)!r}: is no path ({error})") from error
     remove_partials(folder)
     kept = {name: key for name, key in (begun or {}).items() if name in mix.recipes}
     kept = {name: key for name, key in kept.items() if _is_whole(_folder(folder, mix, name, key))}

@@ -86,7 +86,12 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
         shard = Shard()
     _check_damage(corpus, records, target, final=True)
     tokens = {split: sum(record["splits"][split]["tokens"] for record in records) for split in store.SPLITS}
-    require(tokens["train"] > 0, f"source {corpus.name}: no text to train on in {len(corpus.files)} files")
+    all_held = ": all is held out; give it more documents, or the mix held_out = 0"
+    require(
+        tokens["train"] > 0,
+        f"source {corpus.name}: no text to train on in {len(corpus.files)} files"
+        f"{all_held if tokens['held_out'] else ''}",
+    )
     manifest = {
         "source": corpus.name,
         "description": corpus.recipe.description,

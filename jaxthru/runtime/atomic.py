@@ -15,7 +15,7 @@ STALE_SECONDS = 3600.0
 
 
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.(\d+)@([^/]+)\.partial$")
-"""How the name of a file ends while it is written: (process, host). Others' files may end in .partial, too."""
+"""How the name of a file ends while it is written: (process, host). Others' may end in .partial, too."""
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

@@ -49,7 +49,7 @@ def did_you_mean(name: str, valid: list[str] | tuple[str, ...]) -> str:
     """Returns `; did you mean 'x'?` for the valid name nearest to `name`, or the list of valid names."""
     import difflib
 
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(sorted(valid))}"
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading import items
 
+from jaxthru.data.files import HashCache, collect
+from jaxthru.data.mix import Recipe
+from jaxthru.data.readers import array_record as record_reader
 from jaxthru.data.readers import text as text_reader
 
 STRANGE = [
@@ -98,6 +102,53 @@ def test_an_over_long_record_costs_itself(folder, kind):
     texts, [damage] = items(folder, **keys, max_record_bytes=1000)
     assert sorted(texts) == ["after", "before", "y" * 900]
     assert damage.reason == "longer than max_record_bytes = 1000"
+
+
+def test_a_parquet_of_few_bytes_takes_no_memory(folder):
+    """Rows that share one long text of a dictionary, and a row of its own: neither is ever decoded."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    long = pyarrow.array(["x" * 30_000_000, "short"])
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([1] + [0] * 300, pyarrow.int32()), long)
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet", compression="zstd")
+    parquet.write_table(pyarrow.table({"text": ["y" * 30_000_000]}), folder / "b.parquet", compression="zstd")
+    del texts, long
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 10_000
+    pool = pyarrow.default_memory_pool()
+    before, began = pool.bytes_allocated(), time.process_time()
+    found, damaged = items(folder, format="parquet", max_record_bytes=1_000_000)
+    assert found == ["short"] and len(damaged) == 301
+    assert {damage.reason for damage in damaged} == {"longer than max_record_bytes = 1000000"}
+    assert pool.max_memory() - before < 400_000_000 and time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_groups_of_an_array_record_are_found_by_their_headers(folder, size):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    draw = random.Random(size)
+    records = [draw.randbytes(draw.choice([0, 5, 900, 70_000, 200_000])) for _ in range(97)]
+    writer = module.ArrayRecordWriter(str(folder / "a.array_record"), f"group_size:{size}")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    [file] = collect("test", Recipe(paths=(f"{folder}/*",)), HashCache(folder / "none.json"), frozenset())
+    groups = list(record_reader._groups(file, len(records)))
+    assert [number for numbers, _ in groups for number in numbers] == list(range(97))
+    assert [total for _, total in groups] == [
+        sum(map(len, records[start : start + size])) for start in range(0, 97, size)
+    ]
+
+
+def test_an_over_long_record_of_an_array_record_is_not_read(folder, monkeypatch):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    writer = module.ArrayRecordWriter(str(folder / "a.array_record"), "group_size:1")
+    for text in (b"before", b"x" * 300_000_000, b"after"):
+        writer.write(text)
+    writer.close()
+    read = []
+    monkeypatch.setattr(record_reader, "_read", lambda reader, numbers: read.append(numbers) or iter(()))
+    _, damaged = items(folder, format="array_record", text_key="")
+    assert [damage.position for damage in damaged] == ["record 1"]
+    assert read == [range(0, 1), range(2, 3)]
 
 
 def test_over_long_docstrings(folder):

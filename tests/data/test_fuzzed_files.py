@@ -121,4 +121,4 @@ def test_json_that_holds_no_text_costs_its_record(folder, kind):
         array_record(folder / "a.array_record", contents, group=4)
     texts, damaged = items(folder, format=kind)
     assert texts == ["first", "last"]
-    assert [damage.reason for damage in damaged] == list(NO_TEXTS.values())
+    assert [damage.reason.partition("; its keys")[0] for damage in damaged] == list(NO_TEXTS.values())

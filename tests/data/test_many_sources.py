@@ -1,10 +1,13 @@
 """As many sources as MegaScale-Data reports, through everything from files to batches."""
 
 import json
+import time
 
 import numpy as np
 
-from jaxthru.data.loader import DataConfig, open_data
+from jaxthru.data import planner as planner_module
+from jaxthru.data.loader import DataConfig, open_data, prepare_data
+from jaxthru.data.timeline import Timeline
 
 SOURCES = 306
 
@@ -45,3 +48,38 @@ def test_every_document_of_every_source_once_an_epoch(tmp_path):
         for epoch in range(epochs):
             taken = rows[epoch * packing.rows : (epoch + 1) * packing.rows]
             assert sorted(document for row in taken for document in row) == there
+
+
+def test_thousands_of_sources_open_and_plan_in_a_second(tmp_path):
+    """As the CPU counts it: what grows with the square of the sources is out of the question."""
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "one of many"}) + "\n")
+    count, head = 3000, "held_out = 0\n[tokenizer]\nvocabulary = 260\n"
+    keys = 'recipe = "local_jsonl"\npaths = ["one.jsonl"]\nweight = '
+    for name, sources in (("one", 1), ("many", count)):
+        tables = (f"[sources.s{number}]\n{keys}{1 + number % 5}\n" for number in range(sources))
+        (tmp_path / f"{name}.toml").write_text(head + "".join(tables))
+    store = tmp_path / "store"
+    [key] = prepare_data(DataConfig(str(tmp_path / "one.toml"), 64, store=str(store))).values()
+    for number in range(1, count):  # each a store of its own, as far as opening it goes
+        (store / f"s{number}-{key}").symlink_to(f"s0-{key}")
+    config = DataConfig(str(tmp_path / "many.toml"), 64, store=str(store))
+    keys = {f"s{number}": key for number in range(count)}
+    began = time.process_time()
+    data = open_data(config, prepare=False, begun=keys)
+    planner = data.planner(((0, data.mixing),), seed=0, rows=64)
+    took = time.process_time() - began
+    print(f"{count} sources opened and planned in {took:.2f} s of CPU")
+    assert planner.end is None and took < 2.0  # 0.8 on a quiet machine
+
+
+def test_a_start_plans_once(tmp_path, monkeypatch):
+    made = []
+    counted = lambda *args, **keys: made.append(1) or Timeline(*args, **keys)  # noqa: E731
+    monkeypatch.setattr(planner_module, "Timeline", counted)
+    data = open_data(DataConfig(write_mix(tmp_path), 64, store=str(tmp_path / "store")))
+    run = {"schedule": ((0, data.mixing),), "seed": 1, "rows": 64}
+    assert data.last_step(**run, steps=5) == 5
+    with data.train_batches(**run, steps=5, cost=(1.0, 0.01)) as batches:
+        assert len(list(batches)) == 5
+    assert made == [1]
+    assert data.planner(((0, data.mixing),), seed=2, rows=64) and made == [1, 1]

@@ -63,8 +63,11 @@ def test_the_nearest_folder_wins(tmp_path, monkeypatch):
         ("[sources.pros]\nweight = 1", "no recipe 'pros'; did you mean 'prose'"),
         ("[sources.prose]\nweight = -1", r"sources.prose.weight = -1: must be a number >= 0"),
         ("[sources.prose]", "sources.prose.weight is missing"),
-        ("[sources.'../prose']\nrecipe = 'prose'\nweight = 1", "its store needs a name, without '/'"),
-        ("[sources.'']\nrecipe = 'prose'\nweight = 1", "its store needs a name"),
+        (
+            "[sources.'../prose']\nrecipe = 'prose'\nweight = 1",
+            "its store is named after it: .* none of them '/'",
+        ),
+        ("[sources.'']\nrecipe = 'prose'\nweight = 1", "its store is named after it"),
         ("[sources.prose]\nweight = 0", "sum to 0"),
         ("[sources.prose]\nweight = inf", "weight = inf"),
         ("[sources.local_text]\nweight = 1", "give it paths"),

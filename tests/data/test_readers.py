@@ -46,7 +46,7 @@ def test_jsonl(folder, suffix):
     assert texts == ["one", "two é", "three\0"]
     assert [item.position for item in damaged] == DAMAGED
     assert {item.file for item in damaged} == {str(path)}
-    assert damaged[1].reason == "no text under 'text'"
+    assert damaged[1].reason == "no text under 'text'; its keys: 'other'"
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

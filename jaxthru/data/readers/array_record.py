@@ -1,6 +1,13 @@
-"""ArrayRecord, the record files of Grain: one document a record."""
+"""ArrayRecord, the record files of Grain: one document a record.
 
+Its groups are chunks of the Riegeli format, in blocks of 64 KiB with a header of 24 bytes each. A chunk
+begins with 40 bytes that say how many records it has and how many bytes they are once decompressed.
+Source: doc/riegeli_records_file_format.md of google/riegeli.
+"""
+
+import struct
 from collections.abc import Iterator
+from typing import BinaryIO
 
 from jaxthru.data.files import File
 from jaxthru.data.mix import Recipe
@@ -9,6 +16,14 @@ from jaxthru.data.readers.streams import optional
 
 RECORDS = 32
 """Records read at once."""
+HARMLESS = 1 << 26
+"""Bytes of a group that are decompressed though records of it are too long: the others are to be had."""
+BLOCK, BLOCK_HEADER = 1 << 16, 24
+CHUNK_HEADER = struct.Struct(
+    "<QQQQQ"
+)  # hash, bytes of data, their hash, kind and records, bytes decompressed
+OF_RECORDS = b"rt"
+"""The kinds of chunks that hold records."""
 
 
 def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
@@ -24,13 +39,12 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
         if not reader.ok():
             yield Place(str(file.path), "whole file").damage(_why_not(reader))
             continue
-        count = reader.num_records()
-        for start in range(0, count, RECORDS):
-            for number, content in _records(reader, range(start, min(start + RECORDS, count))):
+        for numbers, size in _groups(file, reader.num_records()):
+            for number, content in _records(reader, numbers, size, recipe.max_record_bytes):
                 place = Place(str(file.path), f"record {number}")
                 if isinstance(content, str):
                     yield place.damage(content)
-                elif len(content) > recipe.max_record_bytes:
+                elif content is None or len(content) > recipe.max_record_bytes:
                     yield place.damage(over_long(recipe))
                 elif recipe.text_key:
                     yield from_json(content, place, recipe)
@@ -39,8 +53,60 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
         reader.close()
 
 
-def _records(reader, numbers: range) -> Iterator[tuple[int, bytes | str]]:
-    """Yields the number and content of each record; in place of a damaged one, as a str, what is wrong."""
+def _groups(file: File, count: int) -> Iterator[tuple[range, int]]:
+    """Yields the records of each group, and their bytes once decompressed, by the headers alone; 0 for the
+    rest, where a header cannot be right."""
+    first, at = 0, 0
+    with file.path.open("rb") as stream:
+        while first < count and at < file.size:
+            header, after = _header(stream, at)
+            if len(header) < CHUNK_HEADER.size:
+                break
+            _, data, _, kind, decoded = CHUNK_HEADER.unpack(header)
+            records = kind >> 8
+            if kind & 0xFF in OF_RECORDS and records:
+                if first + records > count:
+                    break
+                yield range(first, first + records), decoded
+                first += records
+            at = max(_behind(after, data), at + records)
+    if first < count:
+        yield range(first, count), 0
+
+
+def _header(stream: BinaryIO, at: int) -> tuple[bytes, int]:
+    """Returns the header of the chunk at a place in the file, and the place behind it."""
+    header = b""
+    while len(header) < CHUNK_HEADER.size:
+        at += BLOCK_HEADER * (at % BLOCK == 0)
+        stream.seek(at)
+        part = stream.read(min(CHUNK_HEADER.size - len(header), BLOCK - at % BLOCK))
+        if not part:
+            break
+        header, at = header + part, at + len(part)
+    return header, at
+
+
+def _behind(at: int, size: int) -> int:
+    """Returns the place behind so many bytes of a chunk, and behind the headers of the blocks between."""
+    inside = at % BLOCK or BLOCK  # of this block, with its header
+    if size <= BLOCK - inside:
+        return at + size
+    blocks, rest = divmod(size - (BLOCK - inside), BLOCK - BLOCK_HEADER)
+    return at + (BLOCK - inside) + blocks * BLOCK + (BLOCK_HEADER + rest if rest else 0)
+
+
+def _records(reader, numbers: range, size: int, most: int) -> Iterator[tuple[int, bytes | str | None]]:
+    """Yields the number and content of each record of a group of so many bytes; in place of a damaged one, as
+    a str, what is wrong; None, unread, where the group could only hold such as are longer than `most`."""
+    if size > len(numbers) * most and (len(numbers) == 1 or size > HARMLESS):
+        yield from ((number, None) for number in numbers)
+        return
+    for start in range(numbers.start, numbers.stop, RECORDS):
+        yield from _read(reader, range(start, min(start + RECORDS, numbers.stop)))
+
+
+def _read(reader, numbers: range) -> Iterator[tuple[int, bytes | str]]:
     try:
         yield from zip(numbers, reader.read(numbers.start, numbers.stop), strict=True)
         return
@@ -54,9 +120,11 @@ def _records(reader, numbers: range) -> Iterator[tuple[int, bytes | str]]:
 
 
 def _why_not(reader) -> str:
-    """Returns what is wrong with a file that cannot be read: the library says it when asked for a record."""
+    """Returns what is wrong with a file that cannot be read: the library says it when asked for a record, if
+    at all."""
     try:
         reader.read()
     except RuntimeError as error:
-        return f"cannot be read ({error})"
-    return "cannot be read"
+        if str(error):
+            return f"cannot be read ({error})"
+    return "cannot be read: cut off, or no ArrayRecord"

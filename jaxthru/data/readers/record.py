@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from jaxthru.data.mix import Recipe
 
+KEYS_SHOWN = 8
+"""Keys of a record without text that are told: one of them may be meant."""
+
 
 class Damage(NamedTuple):
     """A record that is left out. position: where in the file, in words."""
@@ -63,8 +66,11 @@ def from_json(content: bytes, place: Place, recipe: Recipe) -> Document | Damage
         return place.damage("not UTF-8")
     except (ValueError, RecursionError):
         return place.damage("not valid JSON")
-    text = record.get(recipe.text_key) if isinstance(record, dict) else None
-    return from_value(text, place, f"no text under {recipe.text_key!r}")
+    if not isinstance(record, dict) or recipe.text_key in record or not record:
+        text = record.get(recipe.text_key) if isinstance(record, dict) else None
+        return from_value(text, place, f"no text under {recipe.text_key!r}")
+    keys = ", ".join(repr(key[:40]) for key in list(record)[:KEYS_SHOWN])
+    return place.damage(f"no text under {recipe.text_key!r}; its keys: {keys}")
 
 
 def from_bytes(content: bytes, place: Place) -> Document | Damage:
