@@ -175,8 +175,9 @@ def test_one_state_goes_through_the_steps_of_all_contenders(bench):
     assert again == len(seen) == 2 * state
     clocks = [types.SimpleNamespace(mhz=mhz, watts=None) for mhz in (1400.0, 1500.0, None)]
     line = module.told([[0.5, 0.7], [0.6], [0.5]], values, clocks)
-    assert (line["tokens_per_second"], line["steps_timed"]) == (pytest.approx(7 / 0.55, abs=0.1), 4)
-    assert line["spread"] == pytest.approx(0.1 / 0.55, abs=1e-4)
+    assert (line["tokens_per_second"], line["steps_timed"]) == (pytest.approx(7 / 0.575, abs=0.1), 4)
+    assert (line["step_seconds"], line["step_seconds_mean"]) == (0.55, 0.575)
+    assert line["spread"] == pytest.approx((0.6 - 1.7 / 3) / 0.575, abs=1e-4)
     assert (line["sm_clock_mhz"], line["power_watts"]) == (1450.0, None)
 
 

@@ -2,9 +2,10 @@
 
     python scripts/bench/step.py --config configs/llama3_8b_8layer.py [--set a.b=v ...] [--output FILE]
 
-At least 20 s of warm-up under load and 40 s timed; the median step counts. Clipping, loss mask and the check
-for finite values are part of the step. The SM clock and the power are means over the timed steps. With
---causal-rows the step takes the rows of a file, each as one document, and so has plain causal attention.
+At least 20 s of warm-up under load and 40 s timed: tokens_per_second is all tokens over all seconds, beside
+the median step, the slowest and each one's seconds. Clipping, loss mask and the check for finite values are
+part of the step. The SM clock and the power are means over the timed steps. With --causal-rows the step takes
+the rows of a file, each as one document, and so has plain causal attention.
 """
 
 import argparse
@@ -86,7 +87,7 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
     tokens = statistics.fmean(int(step["tokens"]) for step in values)
     span = statistics.fmean(float(step["attention_span"]) for step in values)
     line = timing.line(tokens)
-    seconds = line["step_seconds"]
+    seconds = statistics.fmean(timing.seconds)
     rate = flops.train_flops(shape, tokens, span) / seconds
     causal = flops.train_flops(shape, tokens, tokens * built.config.data.sequence) / seconds
     peak = hardware.peak_flops(list(built.layout.mesh.devices.flat))
