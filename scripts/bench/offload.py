@@ -3,8 +3,9 @@
     python scripts/bench/offload.py --output FILE [--rows a,b,...] [--stop-after SECONDS]
 
 Each row runs in a process of its own, once, then all again, and so on: 20 s of warm-up under load and 40 s
-timed, at least three steps each (2 and 5 steps of the largest models). Finished blocks are kept in FILE; the
-same command continues with those that are missing. All take rows of real tokens, each as one document.
+timed, at least three steps each (3 and 40 steps of the shipped 8B, 2 and 5 of the largest models). Finished
+blocks are kept in FILE; the same command continues with those that are missing. All take rows of real
+tokens, each as one document.
 Both sides of a ratio have the same shape, micro-batches, recomputation and clip rule.
 """
 
@@ -34,8 +35,9 @@ LIMIT = 480.0  # seconds of one block, its start and compilation included
 class Row:
     """config: in configs/; settings: as `--set` takes them; peer: a module's name, which runs this shape.
     partners: rows that the bar of `ratio` or `slower` is against; beside: others whose ratio is shown.
-    bars: what must hold: `slower`, `hbm_gib`, `host_gib`, `falls` at most, `ratio`, `mfu` at least. falls:
-    the largest mean loss of a quarter of the timed steps, over that of the quarter before.
+    bars: what must hold: `slower`, `hbm_gib`, `host_gib`, `falls`, `slowest` at most, `ratio`, `mfu` at
+    least. falls: the largest mean loss of a quarter of the timed steps, over that of the quarter before.
+    slowest: the slowest of them over their median.
     steps: how many to warm up with and to time, in place of seconds.
     """
 
@@ -84,7 +86,7 @@ def _beside_peers(tokens: str, ratio: float) -> dict[str, Row]:
 
 # fmt: off
 ROWS = {
-    "8b_64k": Row("llama3_8b", bars=SMALL),
+    "8b_64k": Row("llama3_8b", bars=SMALL | {"slowest": 1.05}, steps=(3, 40)),
     "8b_64k_exact": Row("llama3_8b", f"{EXACT} offload.level=optimizer offload.fraction=0.65", bars=SLOWER,
                         partners=("8b_64k_exact_resident",)),
     "8b_64k_exact_resident": Row("llama3_8b", f"{EXACT} {RESIDENT}"),
@@ -139,6 +141,7 @@ DEFAULT = [
     if not any(part in name for part in _NAMED) and not (name.startswith("8layer") and "resident" in name)
 ]
 NOTES = """\
+`step s` is the median, `slowest` the slowest step over it, tok/s all tokens over all seconds.
 A ratio is one of tokens per second to the row named after it; it is bold if it may be claimed: it differs
 from 1 by more than twice the larger A-A spread. MFU counts needed FLOPs over the data sheet's dense bf16
 peak. `host` is the most memory that the block's processes had.
@@ -192,12 +195,19 @@ def found_in(record: dict, overrides: list[str]) -> dict[str, comparison.Row]:
             "tokens_per_step": own[0]["line"]["tokens_per_step"],
             "parameters": flops.parameters(model),
             "host_gib": statistics.fmean(host) if host else None,
+            "slowest": slowest([block["line"] for block in own]),
         }
     for name, row in found.items():
         others = [other for other in (*ROWS[name].partners, *ROWS[name].beside) if other in found]
         row["ratios"] = {other: comparison.ratio(row, found[other]) for other in others}
         row["bars"] = {kind: judge(row, ROWS[name], kind) for kind in ROWS[name].bars}
     return found
+
+
+def slowest(lines: list[dict]) -> float | None:
+    """Returns the slowest step of any block over that block's median; None of old blocks, which lack it."""
+    over = [line["step_seconds_max"] / line["step_seconds"] for line in lines if "step_seconds_max" in line]
+    return max(over, default=None)
 
 
 def falls(losses: list[float]) -> float:
@@ -222,6 +232,7 @@ def judge(row: comparison.Row, of: Row, kind: str) -> dict:
 
 FORMS = {"slower": "≤ {:.0%} slower", "ratio": "≥ {:g} ×", "mfu": "≥ {:.0%} MFU"}
 FORMS |= {"hbm_gib": "≤ {:g} GiB HBM", "host_gib": "≤ {:g} GiB host", "falls": "loss falls"}
+FORMS |= {"slowest": "slowest step ≤ {:g} × median"}
 MARKS = {True: "met", False: "**missed**", None: "not measured"}
 
 
@@ -232,6 +243,7 @@ def table(found: dict[str, comparison.Row]) -> str:
         "parameters",
         "tokens a step",
         "step s",
+        "slowest",
         "tok/s",
         "MFU",
         "HBM GiB",
@@ -252,6 +264,7 @@ def table(found: dict[str, comparison.Row]) -> str:
             f"{row['parameters'] / 1e9:.2f} B",
             shown(row["tokens_per_step"], ",.0f"),
             shown(row["step_milliseconds"] / 1e3, ".3f"),
+            shown(row["slowest"], ".3f"),
             shown(row.get("tokens_per_second"), ",.0f"),
             shown(row.get("mfu"), ".1%"),
             shown(row["peak_hbm_gib"], ".1f"),
