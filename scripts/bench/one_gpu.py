@@ -58,6 +58,7 @@ CONTENDERS = {
     "jaxthru_fp8_packed": Contender("step.py", arguments="--set precision.matmul=fp8", precision="fp8"),
     "hf_fp8": Contender(module="peers.hugging_face", arguments="--float8 tensorwise", precision="fp8"),
     "hf_blocks": Contender(module="peers.hugging_face", arguments="--compile blocks"),
+    "hf_flash": Contender(module="peers.hugging_face", arguments="--attention flash"),
     "hf_autotune": Contender(module="peers.hugging_face", arguments="--mode max-autotune-no-cudagraphs"),
     "hf_float32_residual": Contender(module="peers.hugging_face", arguments="--residual float32"),
     "torchtitan_whole": Contender(module="peers.torchtitan", arguments="--compile whole"),
