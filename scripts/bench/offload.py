@@ -105,7 +105,7 @@ ROWS = {
                          "train.microbatches=1", steps=(2, 5)),
     "largest": Row("llama_30b", "model.layers=106 offload.fraction=0.48 offload.activations=none "
                    "offload.host_gib=112 offload.staging_gib=0 train.rows=1 train.microbatches=1 "
-                   "optim.state=stochastic_rounding", steps=(2, 5)),
+                   "optim.state=stochastic_rounding", steps=(2, 5), bars={"host_gib": 128.0}),
     "8b_row_of_32k": Row("llama3_8b", LONG),
     "8b_row_of_32k_inputs": Row("llama3_8b", f"{LONG} offload.activations=inputs", bars={"slower": 0.05},
                                 partners=("8b_row_of_32k",)),
