@@ -108,6 +108,31 @@ def test_a_step_is_dispatched_before_the_last_is_waited_for(bench):
     assert timing.values == list(range(timing.first, timing.first + 3))
 
 
+def test_a_rate_is_all_tokens_over_all_seconds(bench):
+    line = bench("harness").Timing([0.1, 0.1, 0.1, 0.3], [0] * 4, [0], 1500.0, None).line(60.0)
+    assert line["tokens_per_second"] == 400.0, "of the median step it would be 600"
+    assert (line["step_seconds"], line["step_seconds_mean"], line["step_seconds_max"]) == (0.1, 0.15, 0.3)
+    assert (line["seconds"], line["steps_timed"]) == ([0.1, 0.1, 0.1, 0.3], 4)
+    # So are FLOPs: a slow step is no reason to count fewer.
+    block = {"contender": "own", "round": 1, "line": line | {"attention_span_per_token": 1}}
+    (row,) = rows_of(bench("comparison"), [block]).values()
+    assert row["tflops"] == pytest.approx(0.12 / 0.15) and row["step_milliseconds"] == 100
+    assert row["mean_step_milliseconds"] == pytest.approx(150)
+
+
+def test_what_packed_rows_save_is_of_mean_steps(bench):
+    comparison = bench("comparison")
+    attention = {"causal_milliseconds": 7.0, "packed_milliseconds": 3.0, "tokens_per_second": 0.0}
+    blocks = [
+        block("jaxthru_causal", 1, 1000.0),
+        block("jaxthru_packed", 1, 1000 / 0.9, step_seconds=0.8),
+        block("attention", 1, 1.0, **attention),
+    ]
+    found = comparison.packed_saving(rows_of(comparison, blocks), blocks, 10)
+    assert found["measured_milliseconds"] == pytest.approx(100)
+    assert found["measured_over_predicted"] == pytest.approx(2.5)
+
+
 def test_causal_rows_mask_what_has_no_target(bench):
     harness = bench("harness")
     rows = harness.np.arange(8, dtype="int32").reshape(1, 2, 4)
@@ -229,6 +254,19 @@ def test_offloading_is_judged_by_its_partners(bench):
     assert met == {"ratio": False, "slower": True, "mfu": True, "hbm_gib": False}
     alone = offload.judge(row | {"ratios": {}}, of, "ratio")
     assert alone == {"bar": 2.4, "found": None, "met": None}
+
+
+def test_one_slow_step_misses_the_bar_of_the_shipped_offload(bench):
+    offload = bench("offload")
+    row = offload.ROWS["8b_64k"]
+    assert row.bars["slowest"] == 1.05 and row.steps[1] >= 40
+
+    def judged(*slow: float) -> bool | None:
+        lines = [{"step_seconds": 7.2, "step_seconds_max": seconds} for seconds in slow]
+        return offload.judge({"ratios": {}, "slowest": offload.slowest(lines)}, row, "slowest")["met"]
+
+    assert judged(7.5) and not judged(7.2, 12.1)
+    assert offload.slowest([{"step_seconds": 7.2}]) is None and judged() is None
 
 
 def test_a_loss_falls_if_each_quarter_is_below_the_one_before(bench):

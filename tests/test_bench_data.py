@@ -50,6 +50,17 @@ def test_ratios_and_their_bars(bench):
     assert "not installed" in text and "missed, rates differ" in text and "| met |" in text
 
 
+def test_what_is_compared_is_a_contender(bench):
+    table, contenders = bench("data_table"), bench("data_contenders").contenders()
+    known = {*contenders, *bench("data_peers").contenders()}
+    assert set(table.NAMES) <= known and contenders.keys() <= set(table.NAMES)
+    assert {name for a, b, _, _ in table.RATIOS for name in (a, b)} <= known
+    # Against a peer of as many processes, told to read no further ahead than it must.
+    fair = contenders["heavy/grain-iterators-short"].keywords
+    assert fair["workers"] == 1 and fair["reading"].num_threads == 1
+    assert contenders["packed/5/jaxthru-best-fit"].keywords["packing"] == "best_fit"
+
+
 def test_a_tree_of_processes_is_counted_whole(bench):
     data = bench("data")
     program = "import sys; held = bytearray(b'1' * 50_000_000); print(flush=True); sys.stdin.read()"

@@ -137,9 +137,10 @@ def test_balanced_steps_are_predicted_and_timed(tmp_path):
 @pytest.mark.slow
 def test_a_starved_run_is_timed(tmp_path):
     words = ("--sources", "2", "--pages", "8", "--vocabulary", "1000", "--milliseconds", "1")
-    few = ("--settle-seconds", "0", "--rounds", "1", "--contenders", "jaxthru", "grain")
+    few = ("--settle-seconds", "0", "--rounds", "1", "--contenders", "jaxthru", "grain", "grain-mp")
     line, _ = run("starved.py", "--folder", str(tmp_path), *words, *few)
     (row,) = line["rows"]
-    assert row["contenders"].keys() == {"jaxthru", "grain"} and row["ratios"].keys() == {"grain"}
+    assert row["contenders"].keys() == {"jaxthru", "grain", "grain-mp"}
+    assert row["ratios"].keys() == {"grain", "grain-mp"}
     assert all(one["tokens_per_second"] > 0 for one in row["contenders"].values())
     assert 0 <= row["data_wait"]["value"] < 1

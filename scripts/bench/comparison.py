@@ -45,7 +45,7 @@ def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: 
             "precision": precision.get(name),
             "blocks": len(of_blocks),
             "spread": spread(rates),
-            "step_milliseconds": 1e3 * _mean(_values(of_blocks, "step_seconds")),
+            "step_milliseconds": 1e3 * _mean(_values(of_blocks, "step_seconds")),  # the median
             "steps_timed": sum(line["steps_timed"] for line in of_blocks),
             "sm_clock_mhz": _mean(_values(of_blocks, "sm_clock_mhz")),
             "power_watts": _mean(_values(of_blocks, "power_watts")),
@@ -55,6 +55,7 @@ def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: 
             row["tflops"] = _mean(rates)
         elif plain and rates[0]:
             row["tokens_per_second"] = _mean(rates)
+            row["mean_step_milliseconds"] = _mean([1e3 * _mean_seconds(line) for line in of_blocks])
             row["tflops"] = _mean([_tflops(line, flops) for line in of_blocks])
             row["mfu"] = row["tflops"] * 1e12 / peak if peak else None
         found[name] = row
@@ -70,17 +71,21 @@ def spread(rates: list[float]) -> float | None:
     return (max(rates) - min(rates)) / _mean(rates) if len(rates) > 1 and _mean(rates) else None
 
 
-def halves_apart(turns: list[list[float]]) -> float:
-    """Returns how far the medians of every other turn are apart, over the median of all: the A-A spread where
-    contenders take many short turns. turns: the seconds of each, two turns at least."""
-    first, second, both = (statistics.median(itertools.chain(*of)) for of in (turns[::2], turns[1::2], turns))
+def halves_apart(turns: list[list[float]], average: Callable = statistics.median) -> float:
+    """Returns how far the averages of every other turn are apart, over that of all: the A-A spread where
+    contenders take many short turns. turns: the seconds of each, two turns at least. average: what is made
+    of seconds where a ratio is taken."""
+    first, second, both = (average(list(itertools.chain(*of))) for of in (turns[::2], turns[1::2], turns))
     return round(abs(first - second) / both, 5)
 
 
 def _tflops(line: dict, flops: Callable) -> float:
     tokens = line["tokens_per_step"]
-    seconds = tokens / line["tokens_per_second"]
-    return flops(tokens, tokens * line["attention_span_per_token"]) / seconds / 1e12
+    return flops(tokens, tokens * line["attention_span_per_token"]) / _mean_seconds(line) / 1e12
+
+
+def _mean_seconds(line: dict) -> float:
+    return line["tokens_per_step"] / line["tokens_per_second"]
 
 
 def _values(lines: list[dict], key: str) -> list[float]:
@@ -117,7 +122,7 @@ def packed_saving(found: dict[str, Row], blocks: list[Block], layers: int) -> di
     causal, packed = (
         _mean([line[f"{kind}_milliseconds"] for line in lines]) for kind in ("causal", "packed")
     )
-    measured = found[names[0]]["step_milliseconds"] - found[names[1]]["step_milliseconds"]
+    measured = found[names[0]]["mean_step_milliseconds"] - found[names[1]]["mean_step_milliseconds"]
     predicted = layers * (causal - packed)
     return {
         "attention_causal_milliseconds_per_layer": causal,

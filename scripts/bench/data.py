@@ -8,10 +8,14 @@ hours; the table shows medians. What is expected, on two cores:
 - packed: a batch is 24 bytes a token (six fields of four bytes) and is written once, so that ten GB/s of
   memory would give 400 M tokens/s and the calls for 64 rows leave about 150 M; each element of Grain's
   costs about 20 us before anything is done with its 2,048 tokens, which leaves 10 to 50 M.
-- heavy: 100 sources × 4 workers × 500 records of 32 KiB that are read ahead are 6.5 GB; one Source Loader is
-  an interpreter, a tokenizer and what it works on, below 100 MB.
+- heavy: 100 sources × 4 workers × 500 records of 32 KiB that are read ahead, Grain's default, are 6.5 GB; one
+  Source Loader is an interpreter, a tokenizer and what it works on, below 100 MB. `-short`: Grain told to
+  read no further ahead than the rate asked for needs, by one worker, as many as jaxthru has Source Loaders
+  (`-short-4`: by four).
 - slow: a tenth of the samples at 4 ms of CPU is 0.4 ms a sample, so that two cores give 5,000 a second
-  at most. A thread pool is held to one core by the interpreter's lock: 2,500.
+  at most. jaxthru has two Source Loaders; Grain's default has threads alone, which the interpreter's lock
+  holds to one core: 2,500. `-mp-prefetch` gives it two processes for all that it does, `-mp-slow` for the
+  slow source.
 
 `heavy` compares memory at one rate of samples: every contender is asked for a row each 1/--rate seconds and
 no faster, from the time that its buffers are full (its memory has stopped growing). One that cannot keep up

@@ -27,6 +27,8 @@ COST = (12 * 4096, 1)
 """What tokens cost beside token² of documents, in a model of width 4,096."""
 BINS = 64
 """Rows that Grain's first-fit packer has open at once."""
+SHORT = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+"""Reads ahead as much as the rate asked for needs, in place of Grain's 16 threads and 500 records."""
 
 
 def jaxthru(folder: Path, mix: str, rows: int, sequence: int, **settings) -> Batches:
@@ -157,16 +159,15 @@ def heavy_rows(mixed: grain.IterDataset, folder: Path, workers: int) -> Batches:
     return iter(packed.batch(HEAVY_ROWS).mp_prefetch(grain.MultiprocessingOptions(num_workers=workers)))
 
 
-def grain_iterators(folder: Path, workers: int) -> Batches:
+def grain_iterators(folder: Path, workers: int, reading: grain.ReadOptions | None = None) -> Batches:
     """MaxText's way: an iterator for each source, with its threads and buffer, mixed in each worker."""
-    return heavy_rows(
-        grain.IterDataset.mix([source.to_iter_dataset() for source in heavy_sources(folder)]), folder, workers
-    )
+    iterators = [source.to_iter_dataset(reading) for source in heavy_sources(folder)]
+    return heavy_rows(grain.IterDataset.mix(iterators), folder, workers)
 
 
-def grain_map_mix(folder: Path, workers: int) -> Batches:
+def grain_map_mix(folder: Path, workers: int, reading: grain.ReadOptions | None = None) -> Batches:
     """Mixed first: one iterator in each worker."""
-    return heavy_rows(grain.MapDataset.mix(heavy_sources(folder)).to_iter_dataset(), folder, workers)
+    return heavy_rows(grain.MapDataset.mix(heavy_sources(folder)).to_iter_dataset(reading), folder, workers)
 
 
 class Page:
@@ -183,16 +184,22 @@ def slowly(record: dict[str, str]) -> dict[str, str]:
     return record | {"text": data_transform.slow(record["text"])}
 
 
-def grain_pages(folder: Path, workers: int) -> Batches:
-    """Nine fast samples, read from a token store, to a slow one, tokenised on the fly."""
+def grain_pages(folder: Path, workers: int, slow_alone: bool = False) -> Batches:
+    """Nine fast samples, read from a token store, to a slow one, tokenised on the fly.
+
+    workers: processes, 0 for the threads of this one alone. slow_alone: they read the slow source only.
+    """
     store = stores(folder, "pages", corpus.PAGE)[0]
     fast = grain.MapDataset.source(Documents(store, corpus.PAGE)).shuffle(seed=0).repeat()
     slow = grain.MapDataset.source(Records(folder / "pages" / "001.jsonl.zst")).shuffle(seed=1).repeat()
-    slow = slow.map(slowly).map(Tokenize(folder))
-    rows = grain.MapDataset.mix([fast, slow], weights=[0.9, 0.1]).map(Page()).to_iter_dataset().batch(ROWS)
-    if workers:
-        rows = rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-    return iter(rows)
+    slow, weights = slow.map(slowly).map(Tokenize(folder)), [0.9, 0.1]
+    processes = grain.MultiprocessingOptions(num_workers=workers)
+    if slow_alone:
+        slow = slow.map(Page()).to_iter_dataset().mp_prefetch(processes)
+        mixed = grain.IterDataset.mix([fast.map(Page()).to_iter_dataset(), slow], weights=weights)
+        return iter(mixed.batch(ROWS))
+    rows = grain.MapDataset.mix([fast, slow], weights=weights).map(Page()).to_iter_dataset().batch(ROWS)
+    return iter(rows.mp_prefetch(processes) if workers else rows)
 
 
 def contenders() -> dict[str, Callable[[Path], Batches]]:
@@ -200,7 +207,9 @@ def contenders() -> dict[str, Callable[[Path], Batches]]:
     found = {}
     for number in corpus.SOURCES:
         mix = f"documents_{number}"
-        found[f"packed/{number}/jaxthru"] = partial(jaxthru, mix=mix, rows=ROWS, sequence=SEQUENCE)
+        own = partial(jaxthru, mix=mix, rows=ROWS, sequence=SEQUENCE)
+        found[f"packed/{number}/jaxthru"] = own
+        found[f"packed/{number}/jaxthru-best-fit"] = partial(own, packing="best_fit")
         found[f"packed/{number}/grain"] = partial(grain_default, mix=mix, element=Rows)
         for name, packer in (
             ("grain-first-fit", grain.experimental.FirstFitPackIterDataset),
@@ -210,10 +219,13 @@ def contenders() -> dict[str, Callable[[Path], Batches]]:
     heavy = {"rows": HEAVY_ROWS, "sequence": HEAVY_SEQUENCE}
     found["heavy/jaxthru"] = partial(jaxthru, mix="heavy_online", **heavy)
     found["heavy/jaxthru-mapped"] = partial(jaxthru, mix="heavy", **heavy)
-    found["heavy/grain-iterators"] = partial(grain_iterators, workers=4)
-    found["heavy/grain-map-mix"] = partial(grain_map_mix, workers=4)
+    for name, way in (("iterators", grain_iterators), ("map-mix", grain_map_mix)):
+        found[f"heavy/grain-{name}"] = partial(way, workers=4)
+        found[f"heavy/grain-{name}-short-4"] = partial(way, workers=4, reading=SHORT)
+        found[f"heavy/grain-{name}-short"] = partial(way, workers=1, reading=SHORT)
     pages = {"rows": ROWS, "sequence": corpus.PAGE, "packing": "best_fit", "loaders": 2}
     found["slow/jaxthru"] = partial(jaxthru, mix="pages", **pages)
     found["slow/grain"] = partial(grain_pages, workers=0)
     found["slow/grain-mp-prefetch"] = partial(grain_pages, workers=2)
+    found["slow/grain-mp-slow"] = partial(grain_pages, workers=2, slow_alone=True)
     return found

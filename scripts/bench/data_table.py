@@ -7,22 +7,28 @@ import data_peers
 GROUPS = ("packed", "heavy", "slow", "peers")
 SOURCES = (5, 35, 306)
 PACKERS = ("grain", "grain-first-fit", "grain-concat-split")
+HEAVY = tuple(
+    f"heavy/grain-{way}{reading}"
+    for way in ("iterators", "map-mix")
+    for reading in ("", "-short-4", "-short")
+)
 PEERS = tuple(data_peers.NEEDS)
 NAMES = (
-    *(f"packed/{number}/{who}" for number in SOURCES for who in ("jaxthru", *PACKERS)),
-    *(f"heavy/{who}" for who in ("grain-iterators", "grain-map-mix", "jaxthru", "jaxthru-mapped")),
-    *(f"slow/{who}" for who in ("jaxthru", "grain", "grain-mp-prefetch")),
+    *(f"packed/{number}/{who}" for number in SOURCES for who in ("jaxthru", "jaxthru-best-fit", *PACKERS)),
+    *(*HEAVY, "heavy/jaxthru", "heavy/jaxthru-mapped"),
+    *(f"slow/{who}" for who in ("jaxthru", "grain", "grain-mp-prefetch", "grain-mp-slow")),
     *("peers/jaxthru", *PEERS),
 )
 RATE, SAMPLES, PRIVATE = "tokens_per_second", "samples_per_second", "private_mb"
 RATIOS = (
     *((f"packed/{n}/jaxthru", f"packed/{n}/{who}", RATE, None) for n in SOURCES for who in PACKERS),
     ("packed/306/jaxthru", "packed/5/jaxthru", RATE, None),
-    ("heavy/grain-iterators", "heavy/jaxthru", PRIVATE, 13.5),
-    ("heavy/grain-map-mix", "heavy/jaxthru", PRIVATE, None),
+    *((f"packed/{n}/jaxthru-best-fit", f"packed/{n}/grain-first-fit", RATE, None) for n in SOURCES),
+    *((who, "heavy/jaxthru", PRIVATE, 13.5 if who == "heavy/grain-iterators" else None) for who in HEAVY),
     ("heavy/grain-iterators", "heavy/jaxthru-mapped", PRIVATE, None),
     ("slow/jaxthru", "slow/grain", SAMPLES, 1.8),
     ("slow/jaxthru", "slow/grain-mp-prefetch", SAMPLES, 1.3),
+    ("slow/jaxthru", "slow/grain-mp-slow", SAMPLES, None),
     *(("peers/jaxthru", who, RATE, None) for who in PEERS),
 )
 """(a, b, of what, bar): a's value over b's."""

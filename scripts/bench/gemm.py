@@ -44,7 +44,7 @@ def main() -> int:
             "benchmark": "gemm",
             **line,
             "settings": {"dtype": arguments.dtype, "size": size},
-            "tflops": round(2 * size**3 * REPEATS / line["step_seconds"] / 1e12, 1),
+            "tflops": round(2 * size**3 * REPEATS / line["step_seconds_mean"] / 1e12, 1),
             **harness.provenance(),
         }
     )

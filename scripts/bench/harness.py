@@ -41,19 +41,27 @@ class Timing:
         return len(self.before)
 
     def line(self, tokens: float) -> dict[str, Any]:
-        """Returns the part of a result that all benchmarks have: all tokens over all seconds, and the median
-        step beside it; tokens: in a step, the mean."""
+        """Returns the part of a result that all benchmarks have; tokens: in a step, their mean."""
         return {
-            "tokens_per_second": round(tokens / statistics.fmean(self.seconds), 1),
-            "step_seconds": round(statistics.median(self.seconds), 6),
-            "step_seconds_quartiles": [round(q, 6) for q in statistics.quantiles(self.seconds)],
+            **rated(tokens, self.seconds),
             "step_seconds_max": round(max(self.seconds), 6),
-            "seconds": [round(each, 4) for each in self.seconds],
-            "steps_timed": len(self.seconds),
-            "tokens_per_step": tokens,
+            "seconds": [round(seconds, 4) for seconds in self.seconds],
             "sm_clock_mhz": self.mhz,
             "power_watts": self.watts,
         }
+
+
+def rated(tokens: float, seconds: list[float]) -> dict[str, Any]:
+    """Returns what steps of so many tokens, in the mean, took. tokens_per_second is all tokens over all
+    seconds: packed steps differ, and their median is shorter than their mean. step_seconds is the median."""
+    return {
+        "tokens_per_second": round(tokens / statistics.fmean(seconds), 1),
+        "step_seconds": round(statistics.median(seconds), 6),
+        "step_seconds_mean": round(statistics.fmean(seconds), 6),
+        "step_seconds_quartiles": [round(q, 6) for q in statistics.quantiles(seconds)],
+        "steps_timed": len(seconds),
+        "tokens_per_step": tokens,
+    }
 
 
 def timed(

@@ -58,6 +58,7 @@ CONTENDERS = {
     "jaxthru_fp8_packed": Contender("step.py", arguments="--set precision.matmul=fp8", precision="fp8"),
     "hf_fp8": Contender(module="peers.hugging_face", arguments="--float8 tensorwise", precision="fp8"),
     "hf_blocks": Contender(module="peers.hugging_face", arguments="--compile blocks"),
+    "hf_flash": Contender(module="peers.hugging_face", arguments="--attention flash"),
     "hf_autotune": Contender(module="peers.hugging_face", arguments="--mode max-autotune-no-cudagraphs"),
     "hf_float32_residual": Contender(module="peers.hugging_face", arguments="--residual float32"),
     "torchtitan_whole": Contender(module="peers.torchtitan", arguments="--compile whole"),
@@ -71,10 +72,11 @@ CONTENDERS = {
 DEFAULT = list(CONTENDERS)[: list(CONTENDERS).index("attention") + 1]
 BASE = "hf"
 NOTES = """\
-A ratio in bold is claimed: it differs from 1 by more than twice the larger A-A spread. MFU counts needed
-FLOPs over the data sheet's dense bf16 peak, fp8 too. `of GEMM` is the share of this run's sustained product
-of 8192 cubed in the same precision; the fp8 steps compute attention and the output layer in bf16 too, and
-jaxthru's backward pass adds up in float32, which the fp8 product does not.
+tok/s is all tokens over all seconds, `step ms` the median. A ratio in bold is claimed: it differs from 1 by
+more than twice the larger A-A spread. MFU counts needed FLOPs over the data sheet's dense bf16 peak, fp8
+too. `of GEMM` is the share of this run's sustained product of 8192 cubed in the same precision; the fp8 steps
+compute attention and the output layer in bf16 too, and add up in float32 in their backward passes, which the
+fp8 product does not.
 All have float32 master weights and moments, clipping, a loss mask and a finite check that skips the update.
 Causal contenders take the same rows of real tokens. In jaxthru_packed (and _fp8_packed) tokens attend within
 their documents, so its ratio to the others is one of tokens, not of FLOPs: the peers' own document masks

@@ -110,7 +110,9 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "tensor_ring": Row(turns(tensor, **moved("none", "ring")), 160, 330, instead_of="tensor"),
         "one_gpu": Row(step(*one, words=quick) * devices, 95, 240, alone=True),
         "fsdp": Row(turns(fsdp, **over_fsdp), 150, 400),
+        # Each alone and without pauses, as one_gpu is timed.
         "fsdp_few": Row((few,), 95, 240),
+        "fsdp_copies": Row(step(*fsdp, "mesh.transfers=copies", words=quick), 95, 240),
         "exposed": Row(traced("mesh.transfers=copies"), 90, 240),
         "exposed_collectives": Row(traced(), 90, 240),
         "losses_tensor": Row(losses(*tensor, "mesh.collective_matmul=fused"), 55, 180, waits=True),

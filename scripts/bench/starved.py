@@ -37,9 +37,9 @@ ahead, in threads. The device is busy in the beginning of that time. About five 
 H200: 15 s for the corpus, 30 s to compile, 20 s of warm-up, and for each of three contenders 40 s timed and
 30 s to start and settle, in two turns. Where memory is short, `--set train.rows=4`.
 
-Log (H200, 8 Source Loaders, batches placed in the loop itself, another GPU of the host compiling): 62,245
-tokens a second, data wait 0.37 %, 7.4 times Grain's default (8,387, 63 %), whose rate fell short of the
-20,000 expected: the lock is also what dispatches the steps.
+Log (H200, 8 Source Loaders, batches placed in the loop itself, another GPU of the host compiling, without
+`grain-mp`): 62,245 tokens a second, data wait 0.37 %, 7.4 times Grain's default of one process (8,387, 63 %),
+whose rate fell short of the 20,000 expected: the lock is also what dispatches the steps.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python scripts/bench/step.py --config configs/llama3_8b_8layer.py [--set a.b=v ...] [--output FILE]
 
-At least 20 s of warm-up under load and 40 s timed; rates are all tokens over all seconds, with the seconds of
-each step and the median beside them. Clipping, loss mask and the check for finite values are part of the
-step. The SM clock and the power are means over the timed steps. With
---causal-rows the step takes the rows of a file, each as one document, and so has plain causal attention.
+At least 20 s of warm-up under load and 40 s timed: tokens_per_second is all tokens over all seconds, beside
+the median step, the slowest and each one's seconds. Clipping, loss mask and the check for finite values are
+part of the step. The SM clock and the power are means over the timed steps. With --causal-rows the step takes
+the rows of a file, each as one document, and so has plain causal attention.
 """
 
 import argparse

@@ -88,15 +88,11 @@ def turn(step: Callable, state: Any, batches: Iterator, seconds: float) -> tuple
 def told(took: list[list[float]], values: list[dict], clocks: list[Clocks]) -> dict:
     """Returns what the record says of one contender. took: of the steps of each of its turns."""
     steps = [seconds for of_turn in took for seconds in of_turn]
-    median, tokens = statistics.median(steps), statistics.fmean(int(step["tokens"]) for step in values)
     return {
-        "tokens_per_second": round(tokens / median, 1),
-        "step_seconds": round(median, 6),
-        "step_seconds_quartiles": [round(q, 6) for q in statistics.quantiles(steps)],
-        "steps_timed": len(steps),
+        **harness.rated(statistics.fmean(int(step["tokens"]) for step in values), steps),
         "sm_clock_mhz": mean(of_turn.mhz for of_turn in clocks),
         "power_watts": mean(of_turn.watts for of_turn in clocks),
-        "spread": comparison.halves_apart(took),
+        "spread": comparison.halves_apart(took, statistics.fmean),
         "skipped_updates": int(values[-1]["skipped"]),
     }
 

@@ -1,0 +1,73 @@
+"""docs/results.md: the records that it links to are there, and say where they come from."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "scripts" / "bench" / "results"
+PAGE = (ROOT / "docs" / "results.md").read_text()
+ORIGIN = {"device", "versions", "commit", "command"}
+OLD = {
+    "data_balance.json": {"device"},  # costs are computed there, not measured
+    "overlap_h200x2.json": {"device", "versions"},  # its row `exposed`, of a trace
+    "profiler_tensor_h200x2.json": {"device", "versions", "command"},  # in its runs, by other names
+    "starts_h200.json": {"device", "versions", "commit"},  # in its `environment`, by other names
+}
+"""What older records lack. None is to be added."""
+
+
+def runs(value: object, known: frozenset[str] = frozenset(), line: bool = False) -> Iterator[frozenset[str]]:
+    """Yields, of each run in a record, what it says of its origin, itself or in what it is a part of.
+
+    line: it is what a block printed. Other runs say which benchmark they are; what consists of runs is none.
+    """
+    if isinstance(value, list):
+        for each in value:
+            yield from runs(each, known)
+    elif isinstance(value, dict):
+        known |= {key for key in ORIGIN if value.get(key)}
+        within = [run for key, part in value.items() for run in runs(part, known, key == "line")]
+        yield from within or ([known] if line or "benchmark" in value else [])
+
+
+def test_every_record_has_its_link_and_every_link_its_record():
+    linked = set(re.findall(r"\(\.\./scripts/bench/results/([^)]+\.json)\)", PAGE))
+    assert linked == {path.name for path in RESULTS.glob("*.json")}
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_record_says_on_what_of_which_commit_and_how_it_was_made(path):
+    found = list(runs(json.loads(path.read_text())))
+    assert found, "no run in it"
+    assert frozenset().union(*(ORIGIN - run for run in found)) == OLD.get(path.name, set())
+
+
+def test_origins_are_looked_for_in_each_run():
+    step = {"device": {"kind": "cpu"}, "versions": {"jax": "0"}}
+    record = {"benchmark": "b", "commit": "c", "command": "d", "blocks": [{"line": step}, {"line": step}]}
+    assert [*runs(record)] == [ORIGIN, ORIGIN]
+    record["blocks"].append({"line": {"tokens_per_second": 2.0}})
+    assert [*runs(record)][2] == {"commit", "command"}
+    assert [*runs({"benchmark": "b"})] == [set()]
+
+
+@pytest.mark.parametrize(
+    "name", ("offload_8b_64k_h200", "offload_h200", "offload_more_h200", "offload_peers_h200")
+)
+def test_bars_that_the_page_calls_met_are_met_by_the_script_that_judges(bench, name):
+    found = bench("offload").found_in(json.loads((RESULTS / f"{name}.json").read_text()), [])
+    judged = [bar["met"] for row in found.values() for bar in row["bars"].values()]
+    assert True in judged and False not in judged
+
+
+def test_as_many_bars_of_kernels_are_met_as_the_page_says(bench):
+    bars = bench("overlap_bars")
+    record = json.loads((RESULTS / "overlap_h200x2.json").read_text())
+    found = bars.bars({row: of["said"] for row, of in record.items() if "said" in of}, 2)
+    over_plain = [(what, value >= bar) for what, bar, _, value in found if "over plain, " in what and value]
+    met = [sum(good for what, good in over_plain if what.endswith(how)) for how in bars.REGIMES.values()]
+    assert met == [5, 3] and "finds five met in bursts and three without a pause" in PAGE
