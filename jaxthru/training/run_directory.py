@@ -7,8 +7,11 @@ eval.jsonl           one object an evaluation, with EVAL_FIELDS
 tensorboard/         event files
 checkpoints/<step>/  Orbax; <step> counts completed updates
 profile/<step>/      traces and what was read from them
+autotune/            what XLA chose for a GPU by timing, as text, with train.deterministic
 damaged/<step>/      checkpoints found broken
 .lock                held while a job trains here
+
+Nothing in it is code, and nothing in it is run: whoever is given one may look at it and resume it.
 """
 
 import contextlib
@@ -76,6 +79,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.profile = self.path / "profile"
+        self.autotune = self.path / "autotune"
 
     @classmethod
     def fresh(cls, name: str, root: Path | str = "runs") -> "RunDirectory":
