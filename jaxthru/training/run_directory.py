@@ -63,7 +63,7 @@ FLAG_PREFIXES = ("XLA_", "LIBTPU_", "JAX_", "NCCL_", "NVSHMEM_", "TORCH_SYMM_")
 
 
 class RunDirectory:
-    """The files of one run; nothing is made before it is needed.
+    """The files of one run; nothing is made before it is needed, the directory itself when it is locked.
 
     Only process 0 may append rows. All call the other methods that write: process 0 does it, and what stops
     it stops them all.
@@ -200,7 +200,6 @@ def _append(path: Path, row: dict[str, Any], fields: tuple[str, ...]) -> None:
         unknown, missing = sorted(row.keys() - set(fields)), sorted(set(fields) - row.keys())
         raise ValueError(f"{path.name}: unknown fields {unknown}, missing fields {missing}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:  # closed, so flushed, at once: a kill loses at most this line
             file.write(_line({field: row[field] for field in fields}))
     except OSError as error:
