@@ -139,6 +139,8 @@ class Checkpointer:
         except CheckpointError as failure:
             if error is None:
                 raise
+            if isinstance(error, TrainingError):  # of the same full disk, say: one line for both
+                raise CheckpointError(f"{error}; {failure}") from error
             log.error("%s", failure)  # and let the first error go on
         finally:
             with contextlib.suppress(Exception):  # all that was to be saved has been waited for
