@@ -139,14 +139,14 @@ def build(
         copies=config.mesh.copies,
         autotuned=autotuned,
     )
+    compile_ = xla.nothing_kept(autotuned is not None)(made.compile)
     started = time.monotonic()
     try:
-        with xla.nothing_kept(autotuned is not None):
-            compiled = made.compile(options)
+        compiled = compile_(options)
     except Unsupported as refusal:
         raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
     seconds = time.monotonic() - started
-    recompile = lambda more: made.compile(options | more)  # noqa: E731
+    recompile = lambda more: compile_(options | more)  # noqa: E731
     return Build(config, data, layout, made.step, made.abstract, compiled, seconds, recompile)
 
 
