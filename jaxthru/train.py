@@ -114,8 +114,11 @@ class Build:
         return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
 
 
-def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None) -> Build:
-    """Returns the compiled step for a configuration. Raises InputError if they do not fit each other."""
+def build(
+    config: RunConfig, data: Data, devices: list[jax.Device] | None = None, autotuned: Path | None = None
+) -> Build:
+    """Returns the compiled step for a configuration. autotuned: a folder of what autotuning has chosen, by
+    which it is compiled anew. Raises InputError if configuration, data and devices do not fit each other."""
     xla.configure(config.mesh.writes_to_peers)
     config = levels.ready(config)
     train, shape = config.train, config.model
@@ -135,14 +138,16 @@ def build(config: RunConfig, data: Data, devices: list[jax.Device] | None = None
         train.deterministic,
         writes_to_peers=config.mesh.writes_to_peers,
         copies=config.mesh.copies,
+        autotuned=autotuned,
     )
+    compile_ = xla.nothing_kept(autotuned is not None)(made.compile)
     started = time.monotonic()
     try:
-        compiled = made.compile(options)
+        compiled = compile_(options)
     except Unsupported as refusal:
         raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
     seconds = time.monotonic() - started
-    recompile = lambda more: made.compile(options | more)  # noqa: E731
+    recompile = lambda more: compile_(options | more)  # noqa: E731
     return Build(config, data, layout, made.step, made.abstract, compiled, seconds, recompile)
 
 
@@ -259,9 +264,7 @@ def run(
     keys = distributed.from_first(lambda: prepare_data(config.data, begun))
     data = open_data(config.data, prepare=False, begun=keys)
     directory = directory or RunDirectory.fresh(name)
-    if config.train.deterministic:
-        xla.keep_compiled(directory.path / "xla_cache")
-    built = build(config, data)
+    built = build(config, data, autotuned=directory.autotune if config.train.deterministic else None)
     describe(built)
     rows = config.train.rows // config.train.microbatches
     check_attention(built.step.objective.model, rows, config.data.sequence, data.segments)

@@ -66,6 +66,25 @@ def test_the_second_start_of_a_configuration_compiles_nothing(place):
     assert compiled(place.run("warm", **settings)) == 0
 
 
+def test_no_program_is_kept_in_a_run_directory_or_run_from_one(place, whole):
+    """Programs are kept in the user's own cache; a run directory may be handed on."""
+    settings = {"train__deterministic": "true", "checkpoint__every": 20}
+    place.run("deterministic", **settings)
+    directory, cache = place.folder / "deterministic", place.folder / "compiled"
+    programs = [path for path in cache.iterdir() if path.is_file()]
+    names = {path.name for path in programs}
+    assert any(name.startswith("jit_") for name in names)
+    assert not [path for path in directory.rglob("*") if path.name in names or "xla" in path.name]
+    for folder in ("xla_cache", "autotune"):  # as a stranger may leave it, and as runs once did
+        shutil.copytree(cache, directory / folder)
+        for path in (directory / folder).iterdir():
+            path.is_file() and path.write_bytes(b"whoever loads this fails")
+    shutil.rmtree(directory / "checkpoints" / "40")
+    output = place.run("deterministic", **settings)
+    assert resumed_from(output) == 20 and "fails" not in output and "cache" not in output
+    assert place.losses("deterministic") == place.losses("whole")
+
+
 def test_killed_and_run_again_the_losses_are_the_same(place, whole):
     process = place.start("killed")
     place.wait_for_step(process, "killed", 16)  # the save at 15 has waited for the one at 10

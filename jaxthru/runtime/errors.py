@@ -82,9 +82,9 @@ def exit_code(command: Callable[[], int | None], interrupted: str = "interrupted
 
 def lacking(error: Exception) -> str | None:
     """Returns what the machine has too little of, if that is what an error says, and what to do about it."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return "out of memory: the host, or a limit on this process (`ulimit -v`, a container's), has no more"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'a file'}: {error.strerror}"
     if isinstance(error, jax.errors.JaxRuntimeError) and (found := OUT_OF_MEMORY.search(str(error))):
         less = "more train.microbatches, another remat.policy or offload.level make a step take less, and"

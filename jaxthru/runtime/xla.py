@@ -15,6 +15,7 @@ import jax
 import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxthru.runtime.distributed import is_primary
 from jaxthru.runtime.errors import InputError, require
 
 SUPPORTED_JAX = ((0, 11, 2), (0, 13, 0))
@@ -106,14 +107,18 @@ def processor() -> str:
 
 
 def keep_compiled(directory: Path) -> None:
-    """Keeps compiled programs, and on a GPU the results of autotuning, in `directory` from here on."""
+    """Keeps compiled programs, and on a GPU the results of autotuning, in `directory` from here on. What
+    lies there is run: it must be the user's own, and never be handed on, as a run directory may be."""
     compilation_cache.reset_cache()  # it may have been opened elsewhere already
     jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
 @contextlib.contextmanager
-def nothing_kept() -> Iterator[None]:
-    """Compiles anew what is compiled within, and keeps it only in memory."""
+def nothing_kept(anew: bool = True) -> Iterator[None]:
+    """Compiles anew what is compiled within, and keeps it only in memory. anew: False changes nothing."""
+    if not anew:
+        yield
+        return
     kept = jax.config.jax_enable_compilation_cache
     compilation_cache.reset_cache()
     jax.config.update("jax_enable_compilation_cache", False)
@@ -217,12 +222,14 @@ def compiler_options(
     *,
     writes_to_peers: bool = False,
     copies: bool = False,
+    autotuned: Path | None = None,
 ) -> dict[str, Any]:
     """Returns the options for compiling the step on `platform`, each kept for a reason.
 
     devices: that share the step. deterministic: bit-exact repeats on a GPU; a CPU gives them always.
     writes_to_peers: has kernels that address other GPUs' memory, for which see `for_peers`. copies: permutes
-    are to be copies, see `COPIED_PERMUTES`.
+    are to be copies, see `COPIED_PERMUTES`. autotuned: the folder that the results of autotuning come from
+    and go to, as text; compile within `nothing_kept`, as a program found compiled may be tuned otherwise.
     """
     options: dict[str, Any] = {}
     if platform not in ("gpu", "cuda", "rocm"):
@@ -236,6 +243,10 @@ def compiler_options(
         options |= COPIED_PERMUTES
     if deterministic:
         options["xla_gpu_deterministic_ops"] = True
+    if autotuned:
+        mode = "UPDATE" if is_primary() else "READ"
+        options["xla_gpu_per_fusion_autotune_cache_dir"] = str(autotuned.absolute())
+        options["xla_gpu_experimental_autotune_cache_mode"] = f"AUTOTUNE_CACHE_MODE_{mode}"
     if writes_to_peers:
         options |= for_peers(platform)
     return options

@@ -141,6 +141,8 @@ class Checkpointer:
         except CheckpointError as failure:
             if error is None:
                 raise
+            if isinstance(error, TrainingError):  # of the same full disk, say: one line for both
+                raise CheckpointError(f"{error}; {failure}") from error
             log.error("%s", failure)  # and let the first error go on
         finally:
             with contextlib.suppress(Exception):  # all that was to be saved has been waited for
@@ -261,7 +263,8 @@ class Checkpointer:
         if is_primary():
             shutil.rmtree(self.directory / f"{step}{TEMPORARY}", ignore_errors=True)
         code = re.search(r"os_error_code='(\d+)'", str(error))  # at the end of a long story
-        reason = os.strerror(int(code[1])) if code else " ".join(str(error).split()) or type(error).__name__
+        reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None)
+        reason = reason or " ".join(str(error).split()) or type(error).__name__
         return CheckpointError(f"{self.directory}: checkpoint {step} was not saved: {reason}")
 
 

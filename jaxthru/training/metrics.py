@@ -159,7 +159,7 @@ class TensorBoard:
         parts = struct.pack("<Q", len(data)), data
         record = b"".join(part + struct.pack("<I", self._crc(part)) for part in parts)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(exist_ok=True)
             with self._path.open("ab") as file:
                 file.write(record)
         except OSError as error:

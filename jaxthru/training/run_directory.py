@@ -7,8 +7,11 @@ eval.jsonl           one object an evaluation, with EVAL_FIELDS
 tensorboard/         event files
 checkpoints/<step>/  Orbax; <step> counts completed updates
 profile/<step>/      traces and what was read from them
+autotune/            what XLA chose for a GPU by timing, as text, with train.deterministic
 damaged/<step>/      checkpoints found broken
 .lock                held while a job trains here
+
+Nothing in it is code, and nothing in it is run: whoever is given one may look at it and resume it.
 """
 
 import contextlib
@@ -62,7 +65,7 @@ FLAG_PREFIXES = ("XLA_", "LIBTPU_", "JAX_", "NCCL_", "NVSHMEM_", "TORCH_SYMM_")
 
 
 class RunDirectory:
-    """The files of one run; nothing is made before it is needed.
+    """The files of one run; nothing is made before it is needed, the directory itself when it is locked.
 
     Only process 0 may append rows. All call the other methods that write: process 0 does it, and what stops
     it stops them all.
@@ -78,6 +81,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.profile = self.path / "profile"
+        self.autotune = self.path / "autotune"
 
     @classmethod
     def fresh(cls, name: str, root: Path | str = "runs") -> "RunDirectory":
@@ -198,7 +202,6 @@ def _append(path: Path, row: dict[str, Any], fields: tuple[str, ...]) -> None:
         unknown, missing = sorted(row.keys() - set(fields)), sorted(set(fields) - row.keys())
         raise ValueError(f"{path.name}: unknown fields {unknown}, missing fields {missing}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:  # closed, so flushed, at once: a kill loses at most this line
             file.write(_line({field: row[field] for field in fields}))
     except OSError as error:

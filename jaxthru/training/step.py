@@ -24,7 +24,7 @@ from jaxthru.training.state import State
 class TrainConfig:
     """steps: updates in the whole run. rows: per step, over all devices. microbatches: parts of a step
     whose gradients are added up. z_loss: weight of log(Z)^2 (arXiv:2204.02311), 0 is off.
-    deterministic: bit-exact repeats on a GPU too, at some cost in speed.
+    deterministic: bit-exact repeats on a GPU too, at some cost in speed; each start compiles the step anew.
     skip_limit: this many updates in a row skipped for a non-finite loss or gradient stop the run.
     """
 

@@ -51,6 +51,12 @@ def test_exit_codes(error, code, said, capsys):
     assert capsys.readouterr().err == f"jaxthru: {said}\n"
 
 
+def test_a_call_that_found_no_memory_says_what_python_would(capsys):
+    codes = [exit_code(raises(error)) for error in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate"))]
+    first, second = capsys.readouterr().err.splitlines()
+    assert codes == [1, 1] and first == second and "out of memory" in first
+
+
 @pytest.mark.parametrize(
     "error",
     [

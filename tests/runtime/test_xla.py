@@ -136,9 +136,21 @@ def test_code_is_loaded_before_kernels_wait_for_each_other(peers, monkeypatch):
     assert os.environ.get("CUDA_MODULE_LOADING") == ("EAGER" if peers else None)
 
 
-def test_the_installed_jaxlib_knows_each_option():
+def test_results_of_autotuning_are_read_by_all_and_written_by_the_first(monkeypatch, tmp_path):
+    kept = {"xla_gpu_per_fusion_autotune_cache_dir": str(tmp_path)}
+    for primary, mode in ((True, "UPDATE"), (False, "READ")):
+        monkeypatch.setattr(xla, "is_primary", lambda primary=primary: primary)
+        options = xla.compiler_options("gpu", devices=1, deterministic=False, autotuned=tmp_path)
+        kept["xla_gpu_experimental_autotune_cache_mode"] = f"AUTOTUNE_CACHE_MODE_{mode}"
+        assert options == kept
+    assert xla.compiler_options("cpu", devices=1, deterministic=True, autotuned=tmp_path) == {}
+
+
+def test_the_installed_jaxlib_knows_each_option(tmp_path):
     """It refuses a program compiled with one that it does not know."""
-    options = xla.compiler_options("gpu", devices=2, deterministic=True, writes_to_peers=True, copies=True)
+    options = xla.compiler_options(
+        "gpu", devices=2, deterministic=True, writes_to_peers=True, copies=True, autotuned=tmp_path
+    )
     for name, value in options.items():
         xla.check_flags(f"--{name}={value}")
     compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "float32"))

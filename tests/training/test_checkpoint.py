@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from orbax.checkpoint._src.serialization import worker_memory_utils
 from processes import finish, start_processes
 
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import checkpoint, layout
 from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, newest_data_state
 from jaxthru.training.offload import in_place
@@ -534,6 +534,10 @@ def test_an_error_in_the_loop_is_not_hidden_by_a_failed_save(tmp_path, monkeypat
         checkpointer.save(20, make_state("unroll"), {})
         raise KeyError("first")
     assert "checkpoint 20 was not saved" in caplog.text
+    checkpointer = Checkpointer(tmp_path / "checkpoints", CheckpointConfig())
+    with pytest.raises(CheckpointError, match=r"^metrics.jsonl: full; .*checkpoint 20 was not"), checkpointer:
+        checkpointer.save(20, make_state("unroll"), {})
+        raise TrainingError("metrics.jsonl: full")
 
 
 FULL_DISK = """

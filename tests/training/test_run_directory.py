@@ -78,7 +78,7 @@ def test_a_run_directory_of_impossible_name_is_refused(tmp_path):
 
 
 def test_rows_come_back_exactly(tmp_path):
-    run = RunDirectory(tmp_path / "run")
+    run = RunDirectory(tmp_path)
     values = np.random.default_rng(0).standard_normal(50) * 10.0 ** np.arange(-25, 25)
     for step, value in enumerate(values):
         run.append_metrics(
@@ -117,6 +117,16 @@ def test_a_full_disk_is_one_line(tmp_path):
     run.metrics.symlink_to("/dev/full")
     with pytest.raises(TrainingError, match=r"metrics.jsonl: cannot be written \(No space left on device\)"):
         run.append_metrics(metrics_row(1))
+
+
+def test_a_directory_that_is_removed_meanwhile_is_not_made_again(tmp_path):
+    """It would lack its config.json, and whoever removed it would find it there again."""
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(
+        TrainingError, match=r"metrics.jsonl: cannot be written \(No such file or directory\)"
+    ):
+        run.append_metrics(metrics_row(1))
+    assert not run.path.exists()
 
 
 def test_a_torn_line_is_forgotten(tmp_path):
