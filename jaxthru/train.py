@@ -223,10 +223,8 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
     if restored is None:
         return built.first_state(), DataState(0, ((0, data.mixing),), data.keys)
     step, state, saved = restored
-    data_state = DataState.from_json(saved)
-    resumed = data_state.resumed(step, data.mixing, data.keys)
     log.info("resumed from step %d", step)
-    return state, resumed
+    return state, DataState.from_json(saved).resumed(step, data.mixing, data.keys)
 
 
 def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:

@@ -17,19 +17,17 @@ import logging
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
-from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
 from jaxthru.runtime.distributed import from_first, gather_text, is_primary
 from jaxthru.runtime.errors import InputError, TrainingError, require
-from jaxthru.training import layout
-from jaxthru.training.seal import broken, write_seal
+from jaxthru.training import layout, orbax_settings
+from jaxthru.training.seal import broken
 
 log = logging.getLogger(__name__)
 PyTree = Any
@@ -100,14 +98,14 @@ class Checkpointer:
         and what of it lives on the device a little at a time, while the caller waits: copied to the host at
         once, as else, it would take the memory of a second state there. 0: of one on the device.
         """
-        _quieten()
+        orbax_settings.quieten()
         self.directory = Path(directory).absolute()
         self.config = config
         self._writing: int | None = None  # its write is not known to have succeeded
         self._newest: int | None = None  # last step saved or restored here
         self._in_place = in_place > 0
         little = 1 + 2 * in_place // 10**9
-        by_turns = ocp.type_handlers.ArrayHandler(callback=_ByTurns())
+        by_turns = ocp.type_handlers.ArrayHandler(callback=orbax_settings.ByTurns())
         settings = {
             "save_device_host_concurrent_gb": little,
             "restore_concurrent_gb": little,
@@ -126,7 +124,7 @@ class Checkpointer:
                 # Else where one cannot be made, threads wait for it for as long as a write may take.
                 create_directories_asynchronously=False,
             ),
-            temporary_path_class=_sealed_path(after_commit=self._prune),
+            temporary_path_class=orbax_settings.sealed_path(after_commit=self._prune),
         )
         if is_primary():
             for unfinished in self.directory.glob(f"*{TEMPORARY}"):  # of a process that was killed
@@ -266,44 +264,6 @@ class Checkpointer:
         reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None)
         reason = reason or " ".join(str(error).split()) or type(error).__name__
         return CheckpointError(f"{self.directory}: checkpoint {step} was not saved: {reason}")
-
-
-class _ByTurns(DefaultSerializationStatusCallback):
-    """Has Orbax heed `save_device_host_concurrent_gb`, which 0.12.4 to 0.12.8 do for nothing that is to be
-    copied at once. The counters are: it warns if nothing is."""
-
-    def key_priority(self, keypath: tuple) -> TransferPriority:
-        at_once = len(keypath) == 1
-        return TransferPriority.SYNCHRONOUS if at_once else TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
-
-
-@functools.cache
-def _quieten() -> None:
-    """Keeps Orbax from saying what it does, and what it raises besides. When one array cannot be written, the
-    writes under way break off in threads of its storage, each with a traceback."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    before = sys.unraisablehook
-
-    def hook(raised) -> None:
-        code = getattr(raised.object, "cr_code", None)
-        abandoned = code is not None and "orbax" in code.co_filename
-        if not abandoned and str(raised.exc_value) != "Event loop is closed":
-            before(raised)
-
-    sys.unraisablehook = hook
-
-
-def _sealed_path(after_commit) -> type:
-    """Returns Orbax's way to commit by renaming, with a seal before and `after_commit` behind it."""
-
-    class SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-        async def finalize(self):
-            write_seal(Path(self.get()))
-            await super().finalize()
-            after_commit()
-
-    return SealedPath
 
 
 def _require_same(directory: Path, saved: PyTree, wanted: PyTree) -> None:
