@@ -25,7 +25,7 @@ from orbax.checkpoint._src.serialization import worker_memory_utils
 from processes import finish, start_processes
 
 from jaxthru.runtime.errors import InputError, TrainingError
-from jaxthru.training import checkpoint, layout
+from jaxthru.training import checkpoint, layout, orbax_settings
 from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, newest_data_state
 from jaxthru.training.offload import in_place
 from jaxthru.training.seal import sealed_names
@@ -467,7 +467,7 @@ def test_a_failed_save_is_told_and_harms_nothing(tmp_path, monkeypatch):
         checkpointer.wait()
         for surface in (checkpointer.wait, lambda: checkpointer.save(30, make_state("unroll"), {})):
             with monkeypatch.context() as patch:
-                patch.setattr(checkpoint, "write_seal", full)
+                patch.setattr(orbax_settings, "write_seal", full)
                 checkpointer.save(20, make_state("unroll"), {})
                 with pytest.raises(
                     CheckpointError, match=r"checkpoint 20 was not saved: .*No space"
@@ -528,7 +528,7 @@ def test_an_error_in_the_loop_is_not_hidden_by_a_failed_save(tmp_path, monkeypat
     def full(directory):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint, "write_seal", full)
+    monkeypatch.setattr(orbax_settings, "write_seal", full)
     checkpointer = Checkpointer(tmp_path / "checkpoints", CheckpointConfig())
     with pytest.raises(KeyError, match="first"), checkpointer:
         checkpointer.save(20, make_state("unroll"), {})
