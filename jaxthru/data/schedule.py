@@ -5,6 +5,7 @@ A mix says it in TOML; a checkpoint keeps it as JSON of the same form, so that o
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
@@ -183,7 +184,7 @@ def _cap(value: Any, key: str) -> float | None:
 def is_number(value: Any) -> bool:
     """Says whether a value that TOML or JSON has is a finite number >= 0."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0
+    return number and 0 <= value <= sys.float_info.max  # an integer may be larger than any float
 
 
 def _choice(key: str, value: Any, literal: Any) -> Any:

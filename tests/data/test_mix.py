@@ -62,6 +62,7 @@ def test_the_nearest_folder_wins(tmp_path, monkeypatch):
         ("[sources.prose]\nweight = 1\ncap_byte = 1", "sources.prose.cap_byte; did you mean 'cap_bytes'"),
         ("[sources.pros]\nweight = 1", "no recipe 'pros'; did you mean 'prose'"),
         ("[sources.prose]\nweight = -1", r"sources.prose.weight = -1: must be a number >= 0"),
+        (f"[sources.prose]\nweight = {'9' * 400}", r"weight = 9+: must be a number >= 0"),
         ("[sources.prose]", "sources.prose.weight is missing"),
         (
             "[sources.'../prose']\nrecipe = 'prose'\nweight = 1",
