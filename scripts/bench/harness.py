@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,13 @@ def keep_stdout() -> None:
     result = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(result, "w")
+
+
+def set_words(settings: Iterable[str]) -> list[str]:
+    """Returns settings, as `group.key=value`, as words of a command line that takes each key once: of those
+    that are set several times, the last counts."""
+    latest = {text.partition("=")[0].strip(): text for text in settings}
+    return [word for text in latest.values() for word in ("--set", text)]
 
 
 def add_seconds(parser: argparse.ArgumentParser, warmup: float = 20.0, timed: float = 40.0) -> None:

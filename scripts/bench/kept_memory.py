@@ -84,7 +84,7 @@ def main() -> int:
     if own := [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
         parser.error(f"{own[0]} is set: no run would keep its memory")
     settings = [*QUIET.split(), f"train.steps={arguments.steps}", *arguments.overrides]
-    words = ["--config", arguments.config, *(word for text in settings for word in ("--set", text))]
+    words = ["--config", arguments.config, *harness.set_words(settings)]
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

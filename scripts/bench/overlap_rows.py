@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import blocks
+import harness
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         return (shlex.join(["python", f"{blocks.HERE / script}.py", *map(str, words)]),)
 
     def sets(*more: str) -> list[str]:
-        return [word for text in (*settings, *more) for word in ("--set", text)]
+        return harness.set_words((*settings, *more))
 
     def step(*more: str, words: Iterable[str]) -> tuple[str]:
         return python("step", "--config", config, *sets(*more), "--keep-compiled", *words)

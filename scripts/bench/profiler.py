@@ -65,7 +65,7 @@ class Bench:
         own = [*row.settings.split(), *QUIET.split(), f"data.store={self.arguments.store}"]
         if not row.script:
             own += [f"profile.at={at}", f"profile.steps={steps}", f"train.steps={total}"]
-        return [word for text in (*own, *self.arguments.overrides) for word in ("--set", text)]
+        return harness.set_words((*own, *self.arguments.overrides))
 
     def command(self, name: str) -> list[str]:
         row = ROWS[name]

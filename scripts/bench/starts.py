@@ -67,12 +67,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.steps <= SETTLED:
         parser.error(f"--steps {arguments.steps}: must be above {SETTLED}, which do not count")
-    words = ["--config", arguments.config]
-    words += [word for text in arguments.overrides for word in ("--set", text)]
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words += ["--set", f"data.store={folder / 'store'}"]
+        settings = [*arguments.overrides, f"data.store={folder / 'store'}"]
+        words = ["--config", arguments.config, *harness.set_words(settings)]
         environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
         for number, (which, steps) in enumerate({"first": 1, "second": arguments.steps}.items()):
             seconds, rows = start(words, environment, folder / str(number), steps)
