@@ -72,6 +72,7 @@ def without_hooks(function: Callable) -> Callable:
 def turn(loop: Callable, built, folder: Path) -> float:
     """Returns the median step of one run."""
     directory = RunDirectory(folder)
+    directory.path.mkdir(parents=True)
     with Checkpointer(directory.checkpoints, built.config.checkpoint) as checkpointer:
         loop(built, directory, checkpointer, time.monotonic())
     return median(row["step_seconds"] for row in directory.read_metrics() if row["step"] > WARM_UP)
