@@ -61,8 +61,8 @@ def run(row: Row, devices: int, tiny: bool, limit: float) -> dict:
     setup += "; export XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-0.9}"
     if tiny:
         forced = f"--xla_force_host_platform_device_count={1 if alone else devices}"
-        # Where other work keeps the cores busy, programs of two devices wait for each other for ever in as few
-        # threads as there are cores: NPROC is how many XLA makes.
+        # Where other work keeps the cores busy, programs of two devices wait for each other for ever in as
+        # few threads as there are cores: NPROC is how many XLA makes.
         setup += f"; export NPROC=16 JAX_PLATFORMS=cpu XLA_FLAGS={forced}"
 
     def block(number: int) -> dict:
