@@ -144,7 +144,9 @@ def test_the_update_is_adamw(shape, master):
     expected, m, v = by_optax(*given)
     weight, remainder, mu, nu = jax.jit(lambda *given: update(*given, ADAM))(*given)
     assert (weight.dtype, remainder is None) == (given[1].dtype, given[2] is None)
-    assert_close(master_of(weight, remainder), expected, 5e-3 if master == "rounded" else 1e-6)
+    # Rounded stochastically a weight is up to one unit of bfloat16's last place off, and a single large one,
+    # of a small second moment, may be nearly all of the norm.
+    assert_close(master_of(weight, remainder), expected, 2**-7 if master == "rounded" else 1e-6)
     for found, moment, kind in ((mu, m, "signed"), (nu, v, "unsigned")):
         wanted = quantise(moment, kind)
         # Sums in another order may fall on the other side of half a code.
