@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading import items
 
-from jaxthru.data.files import HashCache, collect
+from jaxthru.data.files import File, HashCache, collect
 from jaxthru.data.mix import Recipe
 from jaxthru.data.readers import array_record as record_reader
+from jaxthru.data.readers import parquet as parquet_reader
+from jaxthru.data.readers import read
 from jaxthru.data.readers import text as text_reader
 
 STRANGE = [
@@ -119,6 +121,45 @@ def test_a_parquet_of_few_bytes_takes_no_memory(folder):
     assert found == ["short"] and len(damaged) == 301
     assert {damage.reason for damage in damaged} == {"longer than max_record_bytes = 1000000"}
     assert pool.max_memory() - before < 400_000_000 and time.process_time() - began < 5
+
+
+def test_a_row_group_of_parquet_is_not_held_whole(folder):
+    """Texts that all differ: the library would collect them in a dictionary, and copy it for each batch."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"{number} " * 500_000 for number in range(60)]
+    parquet.write_table(
+        pyarrow.table({"text": texts}), folder / "a.parquet", use_dictionary=False, write_batch_size=1
+    )
+    size, pool = sum(map(len, texts)), pyarrow.default_memory_pool()
+    before, taken = pool.bytes_allocated(), []
+    recipe = Recipe(format="parquet", paths=(f"{folder}/*",))
+    documents = read(collect("test", recipe, HashCache(folder), frozenset()), recipe)
+    for document, text in zip(documents, texts, strict=True):
+        assert document.text == text
+        taken.append(pool.bytes_allocated() - before)
+    assert max(taken) < size / 2
+
+
+def test_a_row_group_of_parquet_that_is_too_long_throughout_is_not_decoded(folder, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.table({"text": [f"{number}" * 10_000_000 for number in range(9)]})
+    parquet.write_table(texts, folder / "a.parquet", compression="zstd", use_dictionary=False)
+    monkeypatch.setattr(parquet_reader, "_values", None)
+    found, damaged = items(folder, format="parquet", max_record_bytes=1_000_000)
+    assert not found
+    assert [damage.position for damage in damaged] == [f"row {number}" for number in range(9)]
+
+
+@pytest.mark.parametrize("length", [0, 1, 30, 5000, 3_000_000])
+def test_the_size_of_a_dictionary_of_parquet_is_in_its_header(folder, length):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, table = folder / "a.parquet", pyarrow.table({"text": ["x" * length, "y" * length, "x" * length]})
+    for use_dictionary in (True, False):
+        parquet.write_table(table, path, use_dictionary=use_dictionary)
+        column = parquet.read_metadata(path).row_group(0).column(0)
+        distinct = len({"x" * length, "y" * length})
+        expected = distinct * (length + 4) if use_dictionary else 0  # each after its length, an int32
+        assert parquet_reader._dictionary_bytes(File(path, 0, ""), column) == expected
 
 
 @pytest.mark.parametrize("size", [1, 3, 40])

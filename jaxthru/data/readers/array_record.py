@@ -11,17 +11,14 @@ from typing import BinaryIO
 
 from jaxthru.data.files import File
 from jaxthru.data.mix import Recipe
-from jaxthru.data.readers.record import Damage, Document, Place, from_bytes, from_json, over_long
+from jaxthru.data.readers.record import HARMLESS, Damage, Document, Place, from_bytes, from_json, over_long
 from jaxthru.data.readers.streams import optional
 
 RECORDS = 32
 """Records read at once."""
-HARMLESS = 1 << 26
-"""Bytes of a group that are decompressed though records of it are too long: the others are to be had."""
 BLOCK, BLOCK_HEADER = 1 << 16, 24
-CHUNK_HEADER = struct.Struct(
-    "<QQQQQ"
-)  # hash, bytes of data, their hash, kind and records, bytes decompressed
+CHUNK_HEADER = struct.Struct("<5Q")
+"""Hash, bytes of data, their hash, kind and records, bytes decompressed."""
 OF_RECORDS = b"rt"
 """The kinds of chunks that hold records."""
 

@@ -1,30 +1,32 @@
 """Parquet: one document a row."""
 
+import contextlib
+import re
 from collections.abc import Iterator
 
 from jaxthru.data.files import File
 from jaxthru.data.mix import Recipe
-from jaxthru.data.readers.record import KEYS_SHOWN, Damage, Document, Place, from_value, over_long
+from jaxthru.data.readers.record import HARMLESS, KEYS_SHOWN, Damage, Document, Place, from_value, over_long
 from jaxthru.data.readers.streams import optional
 
-ROWS = 256
-"""Rows decoded at once."""
+ROWS = 16
+"""Rows decoded at once: each may be as long as a page."""
+INDICES = 1 << 16
+"""Rows decoded at once where they are places in a dictionary."""
 HEADERS = 1 << 16
 """Bytes of a column of one row that are not its value, at most: pages' headers, with least and greatest."""
+DICTIONARY = re.compile(rb"\x15\x04\x15([\x80-\xff]*[\x00-\x7f])", re.DOTALL)
+"""How the header of a dictionary page begins: its kind, and its bytes once decompressed, as a varint. Source:
+parquet.thrift of apache/parquet-format, in Thrift's compact protocol."""
 
 
 def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
     """Yields the text of each row. What a damaged page holds is lost with the rest of its row group."""
     for file in files:
         pyarrow, parquet = optional("pyarrow", file.path), optional("pyarrow.parquet", file.path)
-        optional("pyarrow.compute", file.path)
         whole = Place(str(file.path), "whole file")
         try:
-            schema = parquet.read_metadata(file.path).schema
-            columns = {column.path: column.physical_type for column in map(schema.column, range(len(schema)))}
-            text = [recipe.text_key] if columns.get(recipe.text_key) == "BYTE_ARRAY" else []
-            settings = {"page_checksum_verification": True, "read_dictionary": text}
-            with parquet.ParquetFile(file.path, **settings) as table:
+            with parquet.ParquetFile(file.path, page_checksum_verification=True) as table:
                 if recipe.text_key not in table.schema_arrow.names:
                     names = ", ".join(map(repr, table.schema_arrow.names[:KEYS_SHOWN]))
                     yield whole.damage(f"no column {recipe.text_key!r}; it has {names}")
@@ -32,42 +34,70 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
                 row = 0
                 for group in range(table.num_row_groups):
                     rows = range(row, row + table.metadata.row_group(group).num_rows)
-                    yield from _group(table, group, rows, str(file.path), recipe, pyarrow)
+                    yield from _group(table, group, rows, file, recipe)
                     row = rows.stop
         except (pyarrow.ArrowException, OSError) as error:
             yield whole.damage(_reason(error))
 
 
-def _group(table, group: int, rows: range, path: str, recipe: Recipe, pyarrow) -> Iterator[Document | Damage]:
-    row, key = rows.start, recipe.text_key
+def _group(table, group: int, rows: range, file: File, recipe: Recipe) -> Iterator[Document | Damage]:
+    row, path, most = rows.start, str(file.path), recipe.max_record_bytes
     metadata = table.metadata.row_group(group)
     columns = (metadata.column(number) for number in range(metadata.num_columns))
-    size = max((one.total_uncompressed_size for one in columns if one.path_in_schema == key), default=0)
-    if len(rows) == 1 and size - HEADERS > recipe.max_record_bytes:
-        yield Place(path, f"row {row}").damage(over_long(recipe))
+    column = next((one for one in columns if one.path_in_schema == recipe.text_key), None)  # None: nested
+    size = column.total_uncompressed_size if column else 0
+    if size > len(rows) * (most + HEADERS) and (len(rows) == 1 or size > HARMLESS):
+        yield from (Damage(path, f"row {number}", over_long(recipe)) for number in rows)
         return
+    pyarrow = optional("pyarrow", file.path)
     try:
-        for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[key]):
-            for value in _values(batch.column(0), recipe.max_record_bytes, pyarrow):
-                yield _cell(value, Place(path, f"row {row}"), recipe)
-                row += 1
+        for value in _values(table, group, column, file, recipe):
+            yield _cell(value, Place(path, f"row {row}"), recipe)
+            row += 1
     except (pyarrow.ArrowException, OSError) as error:
         for lost in range(row, rows.stop):
             yield Damage(path, f"row {lost}", _reason(error))
 
 
-def _values(column, most: int, pyarrow) -> Iterator:
-    """Yields the values of a column, None for one longer than `most` bytes. Text comes with each value once,
-    in a dictionary: a row takes no memory for a value that others have, too."""
-    if not pyarrow.types.is_dictionary(column.type):
-        yield from column
-        return
-    lengths = pyarrow.compute.binary_length(column.dictionary).to_pylist()
-    for index in column.indices.to_pylist():
-        if index is None:
-            yield pyarrow.scalar(None)
-        else:
-            yield column.dictionary[index] if lengths[index] <= most else None
+def _values(table, group: int, column, file: File, recipe: Recipe) -> Iterator:
+    """Yields the values of a row group, None for a text that is too long.
+
+    A dictionary holds a value once, and decoded each row that has it takes memory for its own: where one may
+    be too long, rows stay places in the dictionary. Elsewhere they do not, for the library makes one of all
+    other values too, and so holds the whole row group.
+    """
+    pyarrow, parquet = optional("pyarrow", file.path), optional("pyarrow.parquet", file.path)
+    count, batches = ROWS, contextlib.nullcontext(table)
+    if (
+        column
+        and column.physical_type == "BYTE_ARRAY"
+        and _dictionary_bytes(file, column) > recipe.max_record_bytes
+    ):
+        keys = {"page_checksum_verification": True, "read_dictionary": [recipe.text_key]}
+        count, batches = INDICES, parquet.ParquetFile(file.path, **keys)
+    with batches as opened:
+        for batch in opened.iter_batches(batch_size=count, row_groups=[group], columns=[recipe.text_key]):
+            values = batch.column(0)
+            encoded = pyarrow.types.is_dictionary(values.type)
+            texts = values.dictionary if encoded else values
+            if not (pyarrow.types.is_string(texts.type) or pyarrow.types.is_large_string(texts.type)):
+                yield from values
+                continue
+            lengths = optional("pyarrow.compute", file.path).binary_length(texts).to_pylist()
+            for place in values.indices.to_pylist() if encoded else range(len(values)):
+                if place is None or lengths[place] is None:
+                    yield pyarrow.scalar(None)
+                else:
+                    yield texts[place] if lengths[place] <= recipe.max_record_bytes else None
+
+
+def _dictionary_bytes(file: File, column) -> int:
+    """Returns the bytes of a column's dictionary page, decompressed; 0 if it begins with none."""
+    with file.path.open("rb") as stream:
+        stream.seek(column.dictionary_page_offset or column.data_page_offset)
+        header = DICTIONARY.match(stream.read(16))
+    number = header[1] if header else b""
+    return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(number)) >> 1
 
 
 def _cell(value, place: Place, recipe: Recipe) -> Document | Damage:

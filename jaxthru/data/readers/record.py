@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from jaxthru.data.mix import Recipe
 
+HARMLESS = 1 << 26
+"""Bytes of a group of records that are decompressed though it holds some that are too long: the others are to
+be had."""
 KEYS_SHOWN = 8
 """Keys of a record without text that are told: one of them may be meant."""
 
