@@ -22,7 +22,7 @@ SITE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """digest: SHA-256 of the content, in hex. It orders the files and decides which are held out."""
+    """digest: SHA-256 of the content, in hex. It orders the files."""
 
     path: Path
     size: int

@@ -72,7 +72,7 @@ class TokenizerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """Sources in the order of the file. mixing: what each gives. held_out: share of files."""
+    """Sources in the order of the file. mixing: what each gives. held_out: share of documents."""
 
     path: Path
     description: str

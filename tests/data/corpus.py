@@ -42,7 +42,7 @@ def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> None:
 
 def sides(folder: Path, share: float = 0.2) -> dict[str, dict[str, list[str]]]:
     """Returns {source: {split: texts}} of such a corpus by docs/data.md's rule, and by no code of jaxthru's:
-    the hash decides, of a text file for text, of a record's text for jsonl."""
+    the hash of the text decides."""
     lines = (folder / "records.jsonl").read_text().splitlines()
     texts = {
         "books": [path.read_bytes().decode() for path in (folder / "text").glob("*.txt")],

@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from jaxthru.data.files import HashCache, _stdlib, collect
 from jaxthru.data.mix import Recipe, load_mix
 from jaxthru.data.prepare import open_stores
 from jaxthru.data.readers import Damage, held_out, read
+from jaxthru.data.transform import Transform
 from jaxthru.runtime.errors import InputError
 
 LINES = [
@@ -118,15 +120,19 @@ def test_docstrings_and_descriptions(folder):
     assert [Path(item.file).name for item in damaged] == ["broken.py"]
 
 
-def test_a_files_docstrings_follow_it(tmp_path):
+@pytest.mark.parametrize("transform", ["", "case:upper"])
+def test_a_files_docstrings_follow_it(tmp_path, transform):
+    (tmp_path / "mix").mkdir()
+    (tmp_path / "mix" / "case.py").write_text("upper = str.upper\n")
+    transforms = {"text": Transform(), "docstrings": Transform(transform, str(tmp_path / "mix"))}
     for number in range(200):
         (tmp_path / f"{number}.py").write_text(f'"""Module {number}."""\nx = {number}\n')
     sides = {}
-    for kind in ("text", "docstrings"):
-        recipe = Recipe(format=kind, paths=(f"{tmp_path}/*.py",))
+    for kind, transform in transforms.items():
+        recipe = Recipe(format=kind, paths=(f"{tmp_path}/*.py",), transform=transform)
         files = collect("test", recipe, HashCache(tmp_path / "none.json"), frozenset())
         for item in read(files, recipe):
-            number = item.text.partition("Module ")[2].partition(".")[0]
+            number = re.search(r"\d+", item.text)[0]
             sides.setdefault(number, []).append(held_out(item.origin, 0.3))
     assert all(len(side) == 2 and side[0] == side[1] for side in sides.values())
     assert 30 < sum(side[0] for side in sides.values()) < 90

@@ -35,7 +35,7 @@ def read(files: list[File], recipe: Recipe, left_out: Counter | None = None) -> 
     size = 0
     for item in READERS[recipe.format](files, recipe):
         if transform and isinstance(item, Document):
-            item = _transformed(item, transform)
+            item = _transformed(item, transform, follows=recipe.format == "docstrings")
         if isinstance(item, Document):
             content = item.text.encode()
             key = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
@@ -49,14 +49,18 @@ def read(files: list[File], recipe: Recipe, left_out: Counter | None = None) -> 
             return
 
 
-def _transformed(document: Document, transform: Callable[[str], str]) -> Document | Damage:
+def _transformed(document: Document, transform: Callable[[str], str], follows: bool) -> Document | Damage:
+    """follows: on which side of the held-out split it is, its file decides."""
     try:
         text = apply(transform, document.read)
     except InputError as error:
         return document.place.damage(str(error))
-    return document._replace(text=text, origin=origin_of(text))
+    return document._replace(text=text, origin=document.origin if follows else origin_of(text))
 
 
 def held_out(origin: str, share: float) -> bool:
-    """Says whether a document of this origin (a SHA-256 in hex) is held out; true for `share` of origins."""
+    """Says whether a document of this origin (a SHA-256 in hex) is held out; true for `share` of origins.
+
+    The last digits decide, for the first ones order plain files and so choose what a cap leaves.
+    """
     return int(origin[-16:], 16) < share * 2**64
