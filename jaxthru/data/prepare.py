@@ -52,7 +52,8 @@ def open_stores(
         made, wanted = opened.manifest.get("transform", ""), mix.recipes[name].transform.name
         if mix.recipes[name].online and made != wanted:
             was = f"was made with transform = {made!r}, the mix has {wanted!r}"
-            raise InputError(f"source {name}: {opened.folder} {was}; {store.REMEDY}")
+            begun = "a run that began with the former needs it in the mix; else"
+            raise InputError(f"source {name}: {opened.folder} {was}; {begun} {store.REMEDY}")
     return Prepared(mix, tokenizer, stores, keys)
 
 

@@ -8,7 +8,11 @@ import pytest
 
 from jaxthru.data import transform as module
 from jaxthru.data.__main__ import main
+from jaxthru.data.loader import DataConfig, open_data
+from jaxthru.data.mix import load_mix
+from jaxthru.data.prepare import open_stores
 from jaxthru.data.transform import Transform, apply, find_transform
+from jaxthru.plan.__main__ import main as plan
 from jaxthru.runtime.errors import InputError
 
 
@@ -63,8 +67,10 @@ def test_an_installed_package_may_offer_transforms(monkeypatch):
         find_transform(Transform("strip_htm"))
 
 
-def test_a_store_runs_nothing(tmp_path, monkeypatch, capsys):
-    """A store that comes with somebody's data may name what it likes: the mix decides."""
+@pytest.fixture
+def attacked(tmp_path, monkeypatch):
+    """Returns, in a folder with a prepared online source, what has its store name a transform. Whatever runs
+    the texts makes a file `ran`."""
     monkeypatch.chdir(tmp_path)
     ran = tmp_path / "ran"
     (tmp_path / "notes.jsonl").write_text(
@@ -77,14 +83,59 @@ def test_a_store_runs_nothing(tmp_path, monkeypatch, capsys):
     assert main(["prepare", "mix.toml"]) == 0
     [path] = (tmp_path / "store").glob("*.text/manifest.json")
     manifest = json.loads(path.read_text())
-    for name in ("os:system", "subprocess:getoutput", "evil:run", ""):
-        (path.parent / "evil.py").write_text("import os\nrun = os.system\n")
-        path.write_text(json.dumps(manifest | {"transform": name}))
-        capsys.readouterr()
-        assert main(["inspect", "mix.toml", "--sequence", "32"]) == (2 if name else 0)
-        assert not ran.exists()
-        said = capsys.readouterr().err
-        assert not name or f"was made with transform = {name!r}, the mix has ''" in said
+    (path.parent / "evil.py").write_text("import os\nrun = os.system\n")
+    return lambda name: path.write_text(json.dumps(manifest | {"transform": name}))
+
+
+COMMANDS = {
+    "prepare": lambda: main(["prepare", "mix.toml"]),
+    "inspect": lambda: main(["inspect", "mix.toml", "--sequence", "32"]),
+    "plan data": lambda: plan(["data", "--config", "config.json"]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", ["os:system", "subprocess:getoutput", "evil:run"])
+def test_a_store_runs_nothing(attacked, command, name, capsys, tmp_path):
+    """A store that comes with somebody's data may name what it likes: the mix decides."""
+    keys = {"train": {"rows": 2, "steps": 4}, "data": {"mix": "mix.toml", "sequence": 32}}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    assert COMMANDS[command]() == 0
+    attacked(name)
+    capsys.readouterr()
+    assert COMMANDS[command]() == 2
+    said = capsys.readouterr().err
+    assert f"was made with transform = {name!r}, the mix has ''" in said and said.count("jaxthru: ") == 1
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_training_runs_nothing_that_a_store_names(attacked, begun, tmp_path):
+    """Neither where it opens the store, nor where the store says so afterwards to the Source Loaders."""
+    keys = open_stores(load_mix("mix.toml"), tmp_path / "store").keys
+    config = DataConfig("mix.toml", 32, loaders=1)
+    with open_data(config) as data:
+        attacked("os:system")
+        with data.train_batches(((0, data.mixing),), seed=0, rows=2, steps=3) as batches:
+            assert len(list(batches)) == 3
+    with pytest.raises(InputError, match="was made with transform = 'os:system'"):
+        open_data(config, prepare=not begun, begun=keys if begun else None)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_whose_mix_has_another_transform_is_told_which_it_had(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "case.py").write_text("upper, lower = str.upper, str.lower\n")
+    (tmp_path / "notes.jsonl").write_text('{"text": "Some Words"}\n')
+    mix = "held_out = 0\n[tokenizer]\nvocabulary = 300\n[sources.local_jsonl]\n"
+    mix += 'paths = ["notes.jsonl"]\nweight = 1\nonline = true\ntransform = "case:upper"\n'
+    (tmp_path / "mix.toml").write_text(mix)
+    keys = open_stores(load_mix("mix.toml"), tmp_path / "store").keys
+    (tmp_path / "mix.toml").write_text(mix.replace("upper", "lower"))
+    with pytest.raises(
+        InputError, match=r"'case:upper', the mix has 'case:lower'; a run that began with the"
+    ):
+        open_stores(load_mix("mix.toml"), tmp_path / "store", begun=keys)
 
 
 def test_a_transform_that_would_end_the_process_costs_its_text():
