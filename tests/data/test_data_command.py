@@ -50,6 +50,79 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_p
     assert message in printed and printed.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            '["text/*.txt"]',
+            '["s3://bucket/*.txt"]',
+            "s3://bucket/*.txt is not on this machine; copy or mount",
+        ),
+        ('["text/*.txt"]', '["text"]', "/text is a folder; give a glob, "),
+        ('["text/*.txt"]', '["~nosuchuser/x"]', "no home folder is known for it"),
+        (
+            '["text/*.txt"]',
+            '["text/*.txt"]\nsuffixes = [".md"]',
+            "60 match; suffixes, exclude and max_file_bytes",
+        ),
+        (
+            "[sources.notes]",
+            "[sources.notes]\ntext_key = 'body'",
+            "no text under 'body'; its keys: 'text', 'id'",
+        ),
+        (
+            "held_out = 0.2",
+            "temperature = 0.5",
+            "unknown key temperature; valid: count, description, held_out",
+        ),
+        (
+            "held_out = 0.2",
+            "held_out = 0.999999",
+            "source books: no text to train on in 60 files: all is held out",
+        ),
+        (
+            "weight = 3",
+            "weight = 3\nmax_damaged = 2.0",
+            "sources.books.max_damaged = 2.0: is a share, 1 at most",
+        ),
+        ("[sources.books]", '[sources."a\\u0000b"]', r"source 'a\x00b': its store is named after it"),
+        ("[sources.books]", '[sources."a\\nb"]', r"source 'a\nb': its store is named after it"),
+        (
+            "[sources.books]",
+            f"[sources.{'n' * 300}]",
+            "its store is named after it: give it 1 to 100 characters",
+        ),
+    ],
+)
+def test_what_a_mix_has_wrong_is_one_line(mix, before, after, message, capsys):
+    mix.write_text(mix.read_text().replace(before, after, 1))
+    assert main(["prepare", str(mix), "--store", str(mix.parent / "store")]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("jaxthru: ")]
+    assert message in line
+
+
+def test_files_that_another_source_has_taken_are_said_to_be(mix, capsys):
+    again = '[sources.again]\nrecipe = "local_text"\npaths = ["text/1.txt"]\nweight = 1\n'
+    mix.write_text(mix.read_text() + again)
+    assert main(["prepare", str(mix), "--store", str(mix.parent / "store")]) == 2
+    why = "source again: all its 1 files have been taken by sources of the same format before it"
+    assert why in capsys.readouterr().err
+
+
+def test_a_store_of_no_path_is_one_line(mix, capsys):
+    assert main(["prepare", str(mix), "--store", "a\0b"]) == 2
+    printed = capsys.readouterr().err
+    assert r"data.store = 'a\x00b': is no path" in printed and printed.count("\n") == 1
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(mix, capsys):
+    text = mix.read_text().replace("[sources.books]", "[sources.'é [x]']")
+    mix.write_text('description = "see [/docs]"\n' + text)
+    assert main(["inspect", str(mix), "--store", str(mix.parent / "store"), "--sequence", "64"]) == 0
+    printed = capsys.readouterr().out
+    assert "see [/docs]" in printed and "é [x], row 1" in printed
+
+
 def test_no_files_is_one_line(mix, capsys):
     mix.write_text(mix.read_text().replace("text/*.txt", "none/*.txt"))
     assert main(["prepare", str(mix), "--store", str(mix.parent / "store")]) == 2
