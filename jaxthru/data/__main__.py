@@ -1,6 +1,7 @@
 """python -m jaxthru.data: prepare the token stores of a mix, or look into them."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -66,7 +67,13 @@ def _inspect(data: Data, rows: int) -> None:
                 for row in range(rows):
                     assert (batch["source"][row] == number).all()
                     console.rule(rich.text.Text(f"{name}, row {row + 1}"))
-                    console.print(_decoded(data, batch, row), markup=False, highlight=False)
+                    console.print(_shown(_decoded(data, batch, row)), markup=False, highlight=False)
+
+
+def _shown(text: str) -> str:
+    """Returns a text whose control characters are escaped: a terminal would obey those that somebody's data
+    holds."""
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
 
 
 def _table(data: Data) -> rich.table.Table:
@@ -75,7 +82,7 @@ def _table(data: Data) -> rich.table.Table:
     table = rich.table.Table(
         box=None,
         padding=(0, 1, 0, 0),
-        title=rich.text.Text(f"{mix.path.stem}: {mix.description}"),
+        title=rich.text.Text(_shown(f"{mix.path.stem}: {mix.description}")),
         title_justify="left",
         caption=caption,
         caption_justify="left",

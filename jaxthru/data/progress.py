@@ -17,7 +17,7 @@ class Progress(contextlib.AbstractContextManager):
     def __init__(self):
         console = rich.console.Console(stderr=True)
         columns = (
-            rich.progress.TextColumn("{task.description:<28}"),
+            rich.progress.TextColumn("{task.description:<28}", markup=False),
             rich.progress.BarColumn(),
             rich.progress.DownloadColumn(),
             rich.progress.TimeElapsedColumn(),

@@ -22,7 +22,7 @@ from jaxthru.data.text_store import Stretch, stretches
 from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.cores import usable_cores
-from jaxthru.runtime.errors import require
+from jaxthru.runtime.errors import one_line, require
 
 SHARD_BYTES = 64_000_000
 """Text in one shard: what a kill costs at most."""
@@ -220,7 +220,6 @@ def _counts(records: list[dict]) -> tuple[int, int]:
 
 
 def describe(damage: Damage | list[str]) -> str:
-    """Returns the file, place and reason of a damaged record in one line of UTF-8, whatever its names."""
+    """Returns the file, place and reason of a damaged record in one line, whatever its names."""
     file, position, reason = damage
-    line = f"{file}, {position}: {reason}".replace("\n", "\\n")
-    return line.encode(errors="backslashreplace").decode()
+    return one_line(f"{file}, {position}: {reason}")

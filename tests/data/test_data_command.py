@@ -123,6 +123,19 @@ def test_what_looks_like_markup_is_shown_as_it_is(mix, capsys):
     assert "see [/docs]" in printed and "é [x], row 1" in printed
 
 
+def test_a_terminal_is_not_made_to_obey_what_data_holds(mix, capsys):
+    for path in (mix.parent / "text").iterdir():
+        path.write_text("\x1b]0;title\x07 one\ttwo\n三\u3000四\x9b31m")
+    (mix.parent / "text" / "\x1b[2J.txt").write_bytes(b"\xff")
+    mix.write_text(mix.read_text().replace("held_out = 0.2", 'held_out = 0\ndescription = "a\\u001b[31mb"'))
+    mix.write_text(mix.read_text().replace("weight = 3", "weight = 3\nmax_damaged = 1.0"))
+    assert main(["inspect", str(mix), "--store", str(mix.parent / "store"), "--sequence", "64"]) == 0
+    printed = capsys.readouterr()
+    assert r"\x1b]0;title\x07 one" in printed.out and "三\u3000四\\x9b31m" in printed.out
+    assert r"small: a\x1b[31mb" in printed.out and r"/text/\x1b[2J.txt, byte 0: not UTF-8" in printed.err
+    assert not set(printed.out + printed.err) & {"\x1b", "\x07", "\x9b"}
+
+
 def test_no_files_is_one_line(mix, capsys):
     mix.write_text(mix.read_text().replace("text/*.txt", "none/*.txt"))
     assert main(["prepare", str(mix), "--store", str(mix.parent / "store")]) == 2
