@@ -140,10 +140,12 @@ class Timeline:
         else:
             counts = _balanced(phase.units, stop) - given
         key = key_of(self.seed, "block", phase.start, block)
-        in_order = np.repeat(np.arange(len(self.names)), counts)
+        narrow = np.uint16 if len(self.names) < 1 << 16 else np.int64  # which sorts faster
+        in_order = np.repeat(np.arange(len(self.names), dtype=narrow), counts)
+        source = in_order[permutation(key, len(in_order))]
         found = np.empty((2, len(in_order)), np.int64)
-        found[0] = in_order[permutation(key, len(in_order))]
-        found[1, np.argsort(found[0], kind="stable")] = ranges(counts)
+        found[0] = source
+        found[1, np.argsort(source, kind="stable")] = ranges(counts)
         found[1] += (phase.before + given)[found[0]]
         return found
 
