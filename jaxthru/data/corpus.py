@@ -26,7 +26,7 @@ class Corpus:
         self.name, self.recipe, self.files = name, recipe, files
         contents = [(file.digest, file.path.suffix) for file in files]
         decisive = [getattr(recipe, name) for name in DECISIVE]
-        self.key = hash_of([READERS, decisive, recipe.transform.name, contents])
+        self.key = hash_of([READERS, decisive, recipe.transform.name, recipe.transform.digest, contents])
         self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
         self.left_out = Counter()
         keep = 0 < recipe.cap_bytes <= KEEP_BYTES

@@ -49,8 +49,9 @@ def open_stores(
     tokenizer = _kept_tokenizer(mix, folder, {opened.manifest["tokenizer"] for opened in stores.values()})
     require(tokenizer is not None, _unprepared(mix, folder, "tokenizer"))
     for name, opened in stores.items():
-        made, wanted = opened.manifest.get("transform", ""), mix.recipes[name].transform.name
-        if mix.recipes[name].online and made != wanted:
+        wanted = mix.recipes[name].transform.name
+        made = opened.manifest.get("transform", wanted)  # older stores of tokens do not say
+        if made != wanted:
             was = f"was made with transform = {made!r}, the mix has {wanted!r}"
             begun = "a run that began with the former needs it in the mix; else"
             raise InputError(f"source {name}: {opened.folder} {was}; {begun} {store.REMEDY}")

@@ -31,6 +31,23 @@ class Transform:
     def __bool__(self) -> bool:
         return bool(self.name)
 
+    @property
+    def file(self) -> Path:
+        """Where the module lies, if its name is one."""
+        return Path(self.folder, *self.name.partition(":")[0].split(".")).with_suffix(".py")
+
+    @property
+    def digest(self) -> str:
+        """What tells functions of one name apart: the hash of the module's file, or the package and version
+        that declare the entry point. "" where there is none; `find_transform` says what is wrong."""
+        if ":" in self.name:
+            try:
+                return hashlib.sha256(self.file.read_bytes()).hexdigest()
+            except (OSError, ValueError):
+                return ""
+        entry = _declared().get(self.name) if self.name else None
+        return f"{entry.value} {entry.dist and (entry.dist.name, entry.dist.version)}" if entry else ""
+
 
 @functools.cache
 def find_transform(transform: Transform) -> Callable[[str], str]:
@@ -54,25 +71,30 @@ def find_transform(transform: Transform) -> Callable[[str], str]:
 
 def _module(transform: Transform, module: str):
     """Returns a module by its file, whatever else has its name."""
-    path = Path(transform.folder, *module.split(".")).with_suffix(".py")
     require(
-        re.fullmatch(r"\w+(\.\w+)*", module) is not None and path.is_file(),
+        re.fullmatch(r"\w+(\.\w+)*", module) is not None and transform.file.is_file(),
         lambda: (
             f"transform = {transform.name!r}: no module {module!r} lies in {transform.folder}; give "
             f"module:function of one that does, or the name of an entry point of {GROUP}"
         ),
     )
-    if transform.folder not in sys.path:
-        sys.path.append(transform.folder)  # for what it imports from beside it; last, to hide nothing
-    name = f"{module}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    specification = importlib.util.spec_from_file_location(name, path)
+    name = f"{module}_{hashlib.sha256(str(transform.file).encode()).hexdigest()[:8]}"
+    specification = importlib.util.spec_from_file_location(name, transform.file)
     loaded = sys.modules[name] = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(loaded)
+    sys.path.append(transform.folder)  # for what it imports from beside it, last, so that nothing is hidden
+    try:
+        specification.loader.exec_module(loaded)
+    finally:
+        sys.path.remove(transform.folder)
     return loaded
 
 
+def _declared() -> dict[str, metadata.EntryPoint]:
+    return {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+
+
 def _entry_point(name: str) -> object:
-    declared = {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+    declared = _declared()
     if name not in declared:
         known = did_you_mean(name, tuple(declared)) if declared else ""
         why = f"no installed package declares it as an entry point of {GROUP}{known}"

@@ -98,11 +98,12 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
         "tokenizer": tokenizer.hash,
         "vocabulary": tokenizer.vocabulary,
         "dtype": tokenizer.dtype.str,
+        "transform": corpus.recipe.transform.name,
         "held_out": share,
         "shards": records,
     }
     if corpus.recipe.online:
-        manifest |= {"kind": text_store.KIND, "transform": corpus.recipe.transform.name}
+        manifest["kind"] = text_store.KIND
     store.write_manifest(target, manifest)
     progress.finish()
     size, seconds = sum(record["bytes"] for record in records) - found, time.monotonic() - began
@@ -167,7 +168,7 @@ def _batches(items: Iterable[Document | Damage]) -> Iterator[Batch]:
         if isinstance(item, Damage):
             damaged += 1
         else:
-            batch.size += (length := len(item.text.encode()))
+            batch.size += (length := len(item.read.encode()))
             size += length
         batch.last = size >= SHARD_BYTES or damaged >= SHARD_DAMAGE
         if batch.last:

@@ -14,9 +14,10 @@ import dataclasses
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ with the driver locked for copies under way: on an H200 a quarter of an offloade
 COMPILING = 120.0
 """Seconds that a run waits for its step to be compiled again, for the names of its kernels."""
 
+NOTHING = contextlib.nullcontext()
 log = logging.getLogger("jaxthru")
 
 
@@ -142,8 +144,7 @@ class Profile:
         again = self._compiled(extra, until)
         if again and not distributed.from_first(lambda: bool(aot.read_dump(self.folder / "dump"))):
             again_by = {"xla_dump_hlo_as_proto": False}  # JAX keeps what it has compiled by its options, too
-            with xla.nothing_kept():
-                again = self._compiled(extra | again_by, until)
+            again = self._compiled(extra | again_by, until, xla.nothing_kept())
         if again is None:
             del self._coming[:-1], self._passes[:-1]
             if distributed.is_primary():
@@ -158,11 +159,18 @@ class Profile:
             if len(self._passes) > 1:
                 (self.folder / "attribution.hlo.txt").write_text(again.as_text())
 
-    def _compiled(self, options: dict, until: float) -> Callable | None:
+    def _compiled(self, options: dict, until: float, within=NOTHING) -> Callable | None:
         """Returns the step compiled with these options, None if any process has not done so by then."""
-        pool = ThreadPoolExecutor(1)
-        made = pool.submit(self._recompile, options)
-        pool.shutdown(wait=False)
+        made: Future = Future()
+
+        def compile_() -> None:
+            try:
+                with within:
+                    made.set_result(self._recompile(options))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=compile_, daemon=True).start()  # which keeps no process that has ended
         late = wait([made], max(0.0, until - time.monotonic())).not_done
         return None if any(distributed.gather_text("late" if late else "")) else made.result()
 

@@ -245,6 +245,8 @@ def compiler_options(
         options["xla_gpu_deterministic_ops"] = True
     if autotuned:
         mode = "UPDATE" if is_primary() else "READ"
+        if is_primary():
+            autotuned.mkdir(parents=True, exist_ok=True)
         options["xla_gpu_per_fusion_autotune_cache_dir"] = str(autotuned.absolute())
         options["xla_gpu_experimental_autotune_cache_mode"] = f"AUTOTUNE_CACHE_MODE_{mode}"
     if writes_to_peers:

@@ -7,8 +7,10 @@ import random
 import pytest
 from corpus import sentences
 
+from jaxthru.data import writer
 from jaxthru.data.mix import load_mix
 from jaxthru.data.prepare import open_stores
+from jaxthru.data.transform import find_transform
 
 MIX = "held_out = 0.3\n[tokenizer]\nvocabulary = 300\n"
 
@@ -89,3 +91,37 @@ def test_a_run_that_began_with_other_stores_goes_on_with_them(tmp_path):
     (store / f"a-{key}").rename(store / "a-0123456789abcdef")
     assert open_stores(mix, store, begun={"a": "0123456789abcdef"}).keys == {"a": "0123456789abcdef"}
     assert open_stores(mix, store).keys == {"a": key}
+
+
+def test_a_store_is_of_what_its_transform_does_not_of_its_name(tmp_path):
+    """Two mixes over the same text and one store, each with a module of the same name; then one is edited."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"Text {n}"}) + "\n" for n in range(50)))
+    keys = 'recipe = "local_jsonl"\npaths = ["../a.jsonl"]\nweight = 1\ntransform = "clean:clean"\n'
+
+    def prepared(name: str, method: str):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "clean.py").write_text(f"def clean(text):\n    return text.{method}()\n")
+        (tmp_path / name / "mix.toml").write_text(f"{MIX}[sources.a]\n{keys}")
+        find_transform.cache_clear()  # as in a process of its own
+        return open_stores(load_mix(str(tmp_path / name / "mix.toml")), tmp_path / "store")
+
+    made = [prepared("one", "lower"), prepared("two", "upper"), prepared("one", "title")]
+    assert len({one.keys["a"] for one in made}) == 3
+    for one, method in zip(made, ("lower", "upper", "title"), strict=True):
+        texts = sum(texts_of(one, "a").values(), [])
+        assert sorted(texts) == sorted(getattr(f"Text {n}", method)() for n in range(50))
+    assert prepared("one", "lower").keys == made[0].keys
+
+
+def test_shards_are_of_so_much_text_as_was_read(tmp_path, monkeypatch):
+    """Memory holds that of an online source, however little its transform leaves."""
+    monkeypatch.setattr(writer, "SHARD_BYTES", 10_000)
+    lines = (json.dumps({"text": f"{n} " + "x" * 1000}) + "\n" for n in range(50))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "clean.py").write_text("def clean(text):\n    return text[:2]\n")
+    keys = (
+        'recipe = "local_jsonl"\npaths = ["a.jsonl"]\nweight = 1\ntransform = "clean:clean"\nonline = true\n'
+    )
+    (tmp_path / "mix.toml").write_text(f"{MIX}[sources.a]\n{keys}")
+    opened = open_stores(load_mix(str(tmp_path / "mix.toml")), tmp_path / "store").stores["a"]
+    assert len(opened.manifest["shards"]) == 5
