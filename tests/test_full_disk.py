@@ -54,7 +54,7 @@ def fill(disk: Path, left: int = 0) -> None:
 
 
 def ended(
-    place: Workplace, disk: Path, code: int, full_at: int = 0, run: str = "disk/run", **settings
+    place: Workplace, disk: Path, code: int | set[int], full_at: int = 0, run: str = "disk/run", **settings
 ) -> str:
     """Starts a run and fills the disk at a step; returns the one line with which it ends, soon."""
     process = place.start(run, **settings)
@@ -67,12 +67,13 @@ def ended(
     took = (
         time.monotonic() - begun if full_at else time.time() - rows.stat().st_mtime if rows.exists() else 0.0
     )
-    assert process.returncode == code and took < SOON, f"{process.returncode} after {took} s: {output}"
+    codes = code if isinstance(code, set) else {code}
+    assert process.returncode in codes and took < SOON, f"{process.returncode} after {took} s: {output}"
     (line,) = (line for line in output.splitlines() if line.startswith("jaxthru: "))
     assert output.splitlines()[-1] == line and NO_ROOM in line
     noise = ("Traceback", "Exception", "ERROR", "Error", "WARNING", "Warning")
     assert not [word for word in noise if word in output], output
-    print(f"exit {code}, {took:.1f} s, checkpoints {place.checkpoints(run)}: {line}")
+    print(f"exit {process.returncode}, {took:.1f} s, checkpoints {place.checkpoints(run)}: {line}")
     return line
 
 
@@ -136,8 +137,10 @@ def test_at_the_first_checkpoint(place, disk):
 def test_at_a_later_checkpoint(place, disk, size):
     small = disk(size)
     settings = ENDLESS | {"checkpoint__every": 2, "metrics__tensorboard": "true"}
-    for _ in range(2):  # again, with the disk still full
-        line = ended(place, small, 1, **settings, checkpoint__keep=50)
-        newest = place.checkpoints("disk/run")[-1]
-        assert newest >= 4 and line.endswith(f"checkpoint {newest + 2} was not saved: {NO_ROOM}")
+    line = ended(place, small, 1, **settings, checkpoint__keep=50)
+    newest = place.checkpoints("disk/run")[-1]
+    assert newest >= 4 and line.endswith(f"checkpoint {newest + 2} was not saved: {NO_ROOM}")
+    # Again, with the disk still full: what is left may not do for the files that a start writes.
+    ended(place, small, {1, 2}, **settings, checkpoint__keep=50)
+    newest = place.checkpoints("disk/run")[-1]
     assert goes_on(place, small, checkpoint__keep=2) == newest
