@@ -97,10 +97,8 @@ def load_mix(mix: str) -> Mix:
         require(isinstance(table, dict), f"{path}: sources.{name} must be a table")
         require(
             NAME.fullmatch(name) is not None,
-            lambda name=name: (
-                f"{path}: source {name[:60]!r}: its store is named after it: give it 1 to 100 characters, "
-                "none of them '/' or a control character"
-            ),
+            f"{path}: source {name[:60]!r}: its store is named after it: give it 1 to 100 characters, "
+            "none of them '/' or a control character",
         )
         table = dict(table)
         shares[name] = {key: table.pop(key) for key in SHARE_KEYS if key in table}

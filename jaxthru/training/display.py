@@ -169,7 +169,7 @@ def summary(run: RunDirectory) -> list[tuple[str, str]]:
             found.append(("MFU", f"{median(rows, 'mfu'):.1%} of the bf16 peak"))
         if rows[-1]["skipped_updates"]:
             found.append(("skipped updates", str(rows[-1]["skipped_updates"])))
-        if partly := sum(row.get("partly_updated") or False for row in rows):
+        if partly := sum(row["partly_updated"] or False for row in rows):
             found.append(("of these in part made", f"{partly} (optim.clip_rule = previous, docs/offload.md)"))
     return [*found, ("run directory", str(run.path))]
 

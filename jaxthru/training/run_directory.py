@@ -158,11 +158,11 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Returns the rows of metrics.jsonl without what a kill left behind them."""
-        return [dict.fromkeys(METRICS_FIELDS) | _row(line) for line in _lines(self.metrics)]
+        return [dict.fromkeys(METRICS_FIELDS) | row for _, row in _rows(self.metrics)]
 
     def read_eval(self) -> list[dict[str, Any]]:
         """Returns the rows of eval.jsonl without what a kill left behind them."""
-        return [dict.fromkeys(EVAL_FIELDS) | _row(line) for line in _lines(self.eval)]
+        return [dict.fromkeys(EVAL_FIELDS) | row for _, row in _rows(self.eval)]
 
     def cut(self, step: int) -> None:
         """Forgets what was written after `step`, where the run resumes: rows beyond it, and whatever follows.
@@ -172,9 +172,10 @@ class RunDirectory:
         """
 
         def keep() -> None:
-            for path in filter(Path.exists, (self.metrics, self.eval)):
-                write_atomically(path, b"\n".join([*(_lines(path, step) if step else ()), b""]))
-            last = max((row["step"] for row in self.read_metrics()), default=0)
+            kept = {path: _rows(path, step) if step else [] for path in (self.metrics, self.eval)}
+            for path in filter(Path.exists, kept):
+                write_atomically(path, b"\n".join([*(line for line, _ in kept[path]), b""]))
+            last = max((row["step"] for _, row in kept[self.metrics]), default=0)
             if last < step:
                 log.warning("%s: has no rows of steps %d to %d; going on", self.metrics, last + 1, step)
 
@@ -221,8 +222,8 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _lines(path: Path, last: float = math.inf) -> list[bytes]:
-    """Returns the lines of the rows up to step `last`. Behind them may stand anything: what a kill, a power
+def _rows(path: Path, last: float = math.inf) -> list[tuple[bytes, dict[str, Any]]]:
+    """Returns (line, row) of the rows up to step `last`. Behind them may stand anything: what a kill, a power
     cut or a full disk leaves. Raises InputError for a line among them that is no row."""
     kept, damaged = [], None
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -238,7 +239,7 @@ def _lines(path: Path, last: float = math.inf) -> list[bytes]:
                 f"{path}: line {damaged} is damaged, and rows that are needed follow; remove that line "
                 f"(`sed -i {damaged}d FILE`): nothing else depends on it",
             )
-            kept.append(line)
+            kept.append((line, row))
     return kept
 
 

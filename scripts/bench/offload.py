@@ -172,7 +172,7 @@ def command_of(row: Row, arguments: argparse.Namespace, tokens: Path) -> list[st
     if row.steps:
         timing = ["--steps", *map(str, row.steps)]
     words = ["--config", str(blocks.ROOT / "configs" / f"{row.config}.py")]
-    words += [word for text in (*arguments.overrides, *row.settings.split()) for word in ("--set", text)]
+    words += harness.set_words((*arguments.overrides, *row.settings.split()))
     words += ["--causal-rows", str(tokens), "--keep-compiled", *timing]
     return [sys.executable, str(blocks.HERE / "step.py"), *words]
 

@@ -97,7 +97,7 @@ def command_of(contender: Contender, arguments: argparse.Namespace, tokens: Path
         shape = harness.Shape.of(arguments.resolved.model)
         return [python, "-m", contender.module, *shape.flags(), "--tokens", str(tokens), *words]
     if contender.script != "gemm.py":
-        words += ["--config", arguments.config, *(w for text in arguments.overrides for w in ("--set", text))]
+        words += ["--config", arguments.config, *harness.set_words(arguments.overrides)]
     if contender.script == "step.py":
         words.append("--keep-compiled")
     return [sys.executable, str(blocks.HERE / contender.script), *words]
