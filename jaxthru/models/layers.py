@@ -101,7 +101,8 @@ def rotary_angles(positions_BT: jax.Array, config) -> tuple[jax.Array, jax.Array
     """Returns the cosine and sine [B, T, C/2], float32, of each position's rotation (arXiv:2104.09864),
     with Llama-3.1's frequency scaling where configured."""
     pairs = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
-    frequency = config.rope_theta ** (-pairs / config.head_dim)
+    # As published weights were trained: theta ** -x rounds otherwise, 8e-3 rad off at position 131k.
+    frequency = 1.0 / config.rope_theta ** (pairs / config.head_dim)
     if (scaling := config.rope_scaling) is not None:
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
         rotations = scaling.original_sequence * frequency / (2 * jnp.pi)
