@@ -10,6 +10,7 @@ from typing import Literal
 import jax
 from flax import nnx
 
+from jaxthru.models.family import FamilyConfig
 from jaxthru.models.layers import Attention, RMSNorm, SwiGLU, weight
 from jaxthru.models.ops import Ops
 from jaxthru.runtime.errors import require
@@ -36,10 +37,9 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The shape, and how the layers are run.
+class Config(FamilyConfig):
+    """The shape.
 
-    loop: `scan` compiles one layer and loops over stacked parameters; `unroll` compiles each layer.
     attention: an implementation of `pallas_kernels.attention`, or `auto`.
     """
 
@@ -56,7 +56,6 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     tied_embeddings: bool = False
     qk_norm: bool = False
-    loop: Literal["scan", "unroll"] = "scan"
     attention: Literal["auto", "reference", "xla", "cudnn_packed", "triton"] = "auto"
 
     def __post_init__(self):
@@ -72,10 +71,13 @@ class ModelConfig:
         require(self.norm_epsilon > 0, f"model.norm_epsilon = {self.norm_epsilon}: must be above 0")
 
 
+ModelConfig = Config
+
+
 class Embedding(nnx.Module):
     """Token ids to vectors; also the output matrix where the embeddings are tied."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
         deviation = head_deviation(config) if config.tied_embeddings else EMBEDDING_DEVIATION
         self.table = weight(rngs, ("vocab", "embed"), (config.vocabulary, config.embed), deviation)
 
@@ -86,7 +88,7 @@ class Embedding(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.embed, config.norm_epsilon)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config.embed, config.norm_epsilon)
@@ -102,7 +104,7 @@ class Block(nnx.Module):
 class Head(nnx.Module):
     """The last norm, and the output matrix [D, V] unless it is the embedding's."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
         self.norm = RMSNorm(config.embed, config.norm_epsilon)
         if not config.tied_embeddings:
             shape = (config.embed, config.vocabulary)
@@ -115,6 +117,6 @@ class Head(nnx.Module):
 EMBEDDING_DEVIATION = 0.02
 
 
-def head_deviation(config: ModelConfig) -> float:
+def head_deviation(config: Config) -> float:
     """Logits then start with a deviation of one half, so that the first loss is ln(vocabulary) + 1/8."""
     return 0.5 * config.embed**-0.5
