@@ -46,7 +46,10 @@ def config_class(name: str, *, trusted: bool) -> type[FamilyConfig]:
     if name in SHIPPED:
         module = importlib.import_module(f"{__package__}.{name}")
     else:
-        require("." in name, f"model.family = {name!r}{did_you_mean(name, SHIPPED)}, or package.module of your own")
+        require(
+            "." in name,
+            f"model.family = {name!r}{did_you_mean(name, SHIPPED)}, or package.module of your own",
+        )
         require(
             trusted or name in sys.modules,
             f"model.family = {name!r}: is no family of jaxthru, and what is stored imports no code; say it "
