@@ -4,11 +4,13 @@ import dataclasses
 import glob
 import re
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from jaxthru.data.schedule import MIXING_KEYS, SHARE_KEYS, Mixing, is_number
 from jaxthru.data.transform import Transform
+from jaxthru.runtime import plain
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "data"
@@ -103,7 +105,7 @@ def load_mix(mix: str) -> Mix:
         table = dict(table)
         shares[name] = {key: table.pop(key) for key in SHARE_KEYS if key in table}
         recipes[name] = _recipe(path, name, table, read)
-    held_out = _number(path, "held_out", tree.get("held_out", 0.02))
+    held_out = _typed(path, "held_out", tree.get("held_out", 0.02), float)
     require(held_out < 1, f"{path}: held_out = {held_out}: must be below 1")
     mixing = {key: tree[key] for key in MIXING_KEYS if key in tree}
     return Mix(
@@ -150,18 +152,17 @@ def _recipe(path: Path, name: str, table: dict[str, Any], read: Read) -> Recipe:
         read[recipe] = _read_recipe(path, name, recipe)
     values = {}
     for file, keys, prefix in ((*read[recipe], ""), (path, table, f"sources.{name}.")):
-        _check_keys(file, keys, [field.name for field in dataclasses.fields(Recipe)], prefix)
-        for field in dataclasses.fields(Recipe):
-            if field.name in keys:
-                declared = str if field.type is Transform else field.type
-                value = _typed(file, prefix + field.name, keys[field.name], declared)
-                if field.name == "transform":
-                    value = Transform(value, str(file.parent))
-                if field.name == "paths":
-                    # The folder's own name is no pattern, whatever it holds.
-                    folder = Path(glob.escape(str(file.parent)))
-                    value = tuple(str(folder / _home(file, item)) for item in value)
-                values[field.name] = value
+        declared = plain.fields(Recipe) | {"transform": str}
+        _check_keys(file, keys, declared, prefix)
+        for key, value in keys.items():
+            value = _typed(file, prefix + key, value, declared[key])
+            if key == "transform":
+                value = Transform(value, str(file.parent))
+            if key == "paths":
+                # The folder's own name is no pattern, whatever it holds.
+                folder = Path(glob.escape(str(file.parent)))
+                value = tuple(str(folder / _home(file, item)) for item in value)
+            values[key] = value
     built = Recipe(**values)
     require(
         built.format in FORMATS,
@@ -222,27 +223,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read as TOML ({error})") from error
 
 
-def _check_keys(path: Path, table: dict[str, Any], valid: list[str] | tuple[str, ...], prefix: str) -> None:
+def _check_keys(path: Path, table: dict[str, Any], valid: Collection[str], prefix: str) -> None:
     for key in table:
-        require(
-            key in valid,
-            lambda key=key: f"{path}: unknown key {prefix}{key}{did_you_mean(key, valid)}",
-        )
-
-
-def _number(path: Path, key: str, value: Any) -> float:
-    require(is_number(value), f"{path}: {key} = {value}: must be a number >= 0")
-    return float(value)
+        plain.check_key(key, valid, prefix, where=f"{path}: ")
 
 
 def _typed(path: Path, key: str, value: Any, declared: Any) -> Any:
+    """Returns a value of the type declared for it. A number is not below 0."""
     if declared is float:
-        return _number(path, key, value)
-    if declared == tuple[str, ...]:
-        valid = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        require(valid, f"{path}: {key} must be a list of strings")
-        return tuple(value)
-    valid = isinstance(value, declared) and (declared is bool or not isinstance(value, bool))
-    require(valid, f"{path}: {key} = {value!r}: must be {declared.__name__}")
+        require(is_number(value), f"{path}: {key} = {value}: must be a number >= 0")
+    value = plain.read(declared, value, f"{path}: {key}")
     require(declared is not int or value >= 0, f"{path}: {key} = {value}: must not be negative")
     return value

@@ -6,10 +6,10 @@ All seconds are means per step over the devices, unless said otherwise.
 
 import dataclasses
 import json
-import types
-import typing
 from pathlib import Path
 from typing import Any
+
+from jaxthru.runtime import plain
 
 VERSION = 1
 
@@ -238,30 +238,13 @@ class Ledger:
 
 
 def from_json(data: dict[str, Any]) -> Ledger:
-    """Returns the ledger of parsed JSON. Raises ValueError for another version of the schema."""
+    """Returns the ledger of parsed JSON. Raises ValueError for what is none, and another version."""
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise ValueError(f"ledger version {version!r}: this jaxthru reads version {VERSION}")
-    return _read(Ledger, data)
+    return plain.build(Ledger, data)
 
 
 def read(path: Path) -> Ledger:
     """Returns the ledger of a `ledger.json`. Raises ValueError as `from_json` does."""
     return from_json(json.loads(path.read_text()))
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """Returns a JSON value as the type that a field is declared with."""
-    if value is None:
-        return None
-    if dataclasses.is_dataclass(kind):
-        types_ = typing.get_type_hints(kind)
-        return kind(**{name: _read(types_[name], value[name]) for name in value})
-    if isinstance(kind, types.UnionType):
-        return _read(next(one for one in kind.__args__ if one is not types.NoneType), value)
-    if typing.get_origin(kind) is tuple:
-        inner = typing.get_args(kind)
-        if inner[-1] is Ellipsis:
-            return tuple(_read(inner[0], item) for item in value)
-        return tuple(_read(one, item) for one, item in zip(inner, value, strict=True))
-    return value
