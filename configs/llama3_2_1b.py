@@ -1,13 +1,16 @@
 """Llama 3.2 1B: tied embeddings, rotary frequencies scaled by 32."""
 
-from jaxthru.config import RunConfig
-from jaxthru.data.loader import DataConfig
-from jaxthru.models.llama import ModelConfig, RopeScaling
-from jaxthru.models.remat import RematConfig
-from jaxthru.optim.optimizer import OptimConfig
-from jaxthru.training.checkpoint import CheckpointConfig
-from jaxthru.training.evaluate import EvaluateConfig
-from jaxthru.training.step import TrainConfig
+from jaxthru.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    ModelConfig,
+    OptimConfig,
+    RematConfig,
+    RopeScaling,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def config() -> RunConfig:

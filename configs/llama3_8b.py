@@ -6,15 +6,18 @@ device needs about 60. Each layer is updated right after its backward, so that i
 exist.
 """
 
-from jaxthru.config import RunConfig
-from jaxthru.data.loader import DataConfig
-from jaxthru.models.llama import ModelConfig, RopeScaling
-from jaxthru.models.remat import RematConfig
-from jaxthru.optim.optimizer import OptimConfig
-from jaxthru.training.checkpoint import CheckpointConfig
-from jaxthru.training.evaluate import EvaluateConfig
-from jaxthru.training.offload import OffloadConfig
-from jaxthru.training.step import TrainConfig
+from jaxthru.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimConfig,
+    RematConfig,
+    RopeScaling,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def config() -> RunConfig:

@@ -5,14 +5,17 @@ float32 (4 GiB); `gate` keeps 1.0 GiB of activations a layer; attention is Trito
 for packed rows.
 """
 
-from jaxthru.config import RunConfig
-from jaxthru.data.loader import DataConfig
-from jaxthru.models.llama import ModelConfig
-from jaxthru.models.remat import RematConfig
-from jaxthru.optim.optimizer import OptimConfig
-from jaxthru.training.checkpoint import CheckpointConfig
-from jaxthru.training.evaluate import EvaluateConfig
-from jaxthru.training.step import TrainConfig
+from jaxthru.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    KernelsConfig,
+    ModelConfig,
+    OptimConfig,
+    RematConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def config() -> RunConfig:
@@ -28,8 +31,8 @@ def config() -> RunConfig:
             mlp=14_336,
             max_sequence=8192,
             loop="unroll",
-            attention="triton",
         ),
+        kernels=KernelsConfig(attention="triton"),
         data=DataConfig(mix="quickstart", sequence=8192),
         optim=OptimConfig(learning_rate=3e-4),
         remat=RematConfig(policy="gate"),

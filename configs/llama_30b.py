@@ -7,15 +7,17 @@ bfloat16 weights and about 116 GiB of state (a remainder that makes the weight t
 the host.
 """
 
-from jaxthru.config import RunConfig
-from jaxthru.data.loader import DataConfig
-from jaxthru.models.llama import ModelConfig
-from jaxthru.models.remat import RematConfig
-from jaxthru.optim.optimizer import OptimConfig
-from jaxthru.training.checkpoint import CheckpointConfig
-from jaxthru.training.evaluate import EvaluateConfig
-from jaxthru.training.offload import OffloadConfig
-from jaxthru.training.step import TrainConfig
+from jaxthru.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimConfig,
+    RematConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def config() -> RunConfig:

@@ -1,13 +1,15 @@
 """Mistral 7B v0.3 (arXiv:2310.06825); this version has no sliding window."""
 
-from jaxthru.config import RunConfig
-from jaxthru.data.loader import DataConfig
-from jaxthru.models.llama import ModelConfig
-from jaxthru.models.remat import RematConfig
-from jaxthru.optim.optimizer import OptimConfig
-from jaxthru.training.checkpoint import CheckpointConfig
-from jaxthru.training.evaluate import EvaluateConfig
-from jaxthru.training.step import TrainConfig
+from jaxthru.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    ModelConfig,
+    OptimConfig,
+    RematConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def config() -> RunConfig:

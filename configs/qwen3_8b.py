@@ -1,13 +1,15 @@
 """Qwen3 8B (arXiv:2505.09388): norms on queries and keys."""
 
-from jaxthru.config import RunConfig
-from jaxthru.data.loader import DataConfig
-from jaxthru.models.llama import ModelConfig
-from jaxthru.models.remat import RematConfig
-from jaxthru.optim.optimizer import OptimConfig
-from jaxthru.training.checkpoint import CheckpointConfig
-from jaxthru.training.evaluate import EvaluateConfig
-from jaxthru.training.step import TrainConfig
+from jaxthru.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    ModelConfig,
+    OptimConfig,
+    RematConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def config() -> RunConfig:

@@ -4,7 +4,10 @@ What a notebook needs; each name is imported when it is first used.
 """
 
 import importlib
+import sys
 from typing import Any
+
+from jaxthru import moved
 
 _HOME = {
     "RunConfig": ("jaxthru.config", "RunConfig"),
@@ -15,6 +18,7 @@ _HOME = {
     "RunDirectory": ("jaxthru.training.run_directory", "RunDirectory"),
 }
 __all__ = list(_HOME)
+sys.meta_path.insert(0, moved.Finder)
 
 
 def __getattr__(name: str) -> Any:

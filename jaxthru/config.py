@@ -3,21 +3,25 @@
 import argparse
 import dataclasses
 import json
-import math
 import runpy
-import types
-import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from jaxthru import moved
 from jaxthru.data.loader import DataConfig
+from jaxthru.models import family
+from jaxthru.models.family import FamilyConfig
+from jaxthru.models.kernels import KernelsConfig
 from jaxthru.models.layers import PrecisionConfig
-from jaxthru.models.llama import ModelConfig
+from jaxthru.models.llama import Config as ModelConfig
+from jaxthru.models.llama import RopeScaling as RopeScaling
 from jaxthru.models.remat import RematConfig
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.profile.trace import ProfileConfig
+from jaxthru.runtime import plain
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.errors import InputError, did_you_mean, require
+from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.mesh import MeshConfig
 from jaxthru.training.checkpoint import CheckpointConfig
 from jaxthru.training.evaluate import EvaluateConfig
@@ -25,13 +29,19 @@ from jaxthru.training.metrics import MetricsConfig
 from jaxthru.training.offload import OffloadConfig
 from jaxthru.training.step import TrainConfig
 
+moved.take_old_keys(ModelConfig, "model")
+moved.take_old_keys(MeshConfig, "mesh")
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a run. Each group belongs to the part of jaxthru that it is named after."""
+    """Everything that decides a run. Each group belongs to the part of jaxthru that it is named after.
+
+    model: of any family; `ModelConfig` is that of the default one, llama.
+    """
 
     train: TrainConfig = TrainConfig()
-    model: ModelConfig = ModelConfig()
+    model: FamilyConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     mesh: MeshConfig = MeshConfig()
@@ -42,13 +52,15 @@ class RunConfig:
     evaluate: EvaluateConfig = EvaluateConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
+    kernels: KernelsConfig = KernelsConfig()
 
     def __post_init__(self):
         check_types(self)
+        _take_old_keys(self)
+        longest = getattr(self.model, "max_sequence", self.data.sequence)
         require(
-            self.data.sequence <= self.model.max_sequence,
-            f"data.sequence = {self.data.sequence}: longer than "
-            f"model.max_sequence = {self.model.max_sequence}",
+            self.data.sequence <= longest,
+            f"data.sequence = {self.data.sequence}: longer than model.max_sequence = {longest}",
         )
         at, steps = self.profile.at, self.train.steps
         require(at <= steps, f"profile.at = {at}: beyond the last step, train.steps = {steps}")
@@ -60,8 +72,8 @@ class RunConfig:
 
 
 CHANGEABLE = (
-    *("train.steps", "train.microbatches", "data.loaders"),
-    *("mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
+    *("train.steps", "train.microbatches", "model.loop", "data.loaders"),
+    *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""
 
@@ -84,15 +96,15 @@ def from_arguments(arguments: argparse.Namespace) -> RunConfig:
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Returns the configuration in `path` with each `a.b=value` of `overrides` applied, in turn.
 
-    path: a `.py` file with `def config() -> RunConfig`, or a `.json` file written by `dump`.
+    path: a `.py` file with `def config() -> RunConfig`, or a `.json` file written by `dump`. overrides: of
+    them `model.family` comes first: another family than the file's begins from its defaults. A module of the
+    user's own is imported if that names it, but not if a `.json` does.
     Raises InputError for a file that cannot be read, an unknown key, a wrong type or an impossible value.
     """
     try:
         tree = _read(Path(path))
-        for override in overrides:
-            key, separator, text = override.partition("=")
-            require(bool(separator), f"--set {override}: must look like group.key=value")
-            _set(tree, key.strip(), text.strip())
+        for key, text in _words(overrides, tree):
+            _set(tree, key, text)
         return from_dict(tree)
     except OSError as error:
         raise InputError(f"--config {path}: cannot be read ({error.strerror})") from error
@@ -112,12 +124,13 @@ def load_own(path: Path) -> RunConfig:
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Returns the configuration as nested plain values."""
-    return dataclasses.asdict(config)
+    return dataclasses.asdict(config) | {"model": family.to_plain(config.model)}
 
 
 def from_dict(tree: dict) -> RunConfig:
     """Returns the configuration described by nested plain values. Raises InputError."""
-    return _build(RunConfig, tree, "")
+    tree = moved.renewed(tree)
+    return plain.build(RunConfig, tree | {"model": family.from_plain(tree.get("model", {}))})
 
 
 def dump(config: RunConfig, path: Path) -> None:
@@ -133,6 +146,8 @@ def check_change(old: RunConfig, new: RunConfig, where: Path) -> list[str]:
     before, after = _flatten(to_dict(old)), _flatten(to_dict(new))
     changed = {k: f"{k} ({before.get(k)!r} → {after.get(k)!r})" for k in sorted(before | after)}
     changed = {k: line for k, line in changed.items() if before.get(k) != after.get(k)}
+    if "model.family" in changed:  # their other keys have little to do with each other
+        changed = {k: line for k, line in changed.items() if k == "model.family" or k[:6] != "model."}
     fixed = [line for key, line in changed.items() if not key.startswith(CHANGEABLE)]
     require(
         not fixed,
@@ -150,9 +165,18 @@ def check_types(config: RunConfig) -> None:
             isinstance(part, group.type),
             f"{group.name} is {type(part).__name__}: must be a {group.type.__name__}",
         )
-        for field in dataclasses.fields(part):
-            key, value = f"{group.name}.{field.name}", getattr(part, field.name)
-            _check(key, value, field.type)
+        for name, declared in plain.fields(type(part)).items():
+            plain.check(f"{group.name}.{name}", getattr(part, name), declared)
+
+
+def _take_old_keys(config: RunConfig) -> None:
+    """Moves what groups of a new configuration were made with, and is no key of theirs any more."""
+    names = [field.name for field in dataclasses.fields(config)]
+    old = {name: keys for name in names if (keys := getattr(getattr(config, name), "old_keys", None))}
+    chosen = {key: value for key, value in dataclasses.asdict(config.kernels).items() if value != "auto"}
+    for name, keys in moved.renewed(old | {"kernels": chosen}).items() if old else ():
+        part = getattr(config, name)
+        object.__setattr__(config, name, plain.build(type(part), dataclasses.asdict(part) | keys, f"{name}."))
 
 
 def _read(path: Path) -> dict:
@@ -181,6 +205,7 @@ def _group(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _run_config_file(path: Path) -> RunConfig:
     try:
+        moved.say_imports(path.read_bytes())
         function = runpy.run_path(str(path)).get("config")
         require(callable(function), f"--config {path}: must define `def config() -> RunConfig`")
         config = function()
@@ -192,27 +217,25 @@ def _run_config_file(path: Path) -> RunConfig:
     return config
 
 
-def _build(cls: type, tree: Any, prefix: str) -> Any:
-    """Returns an instance of the dataclass `cls` from plain values; `prefix` names it in errors."""
-    require(isinstance(tree, dict), f"{prefix.rstrip('.') or 'config'} = {tree!r}: must be a group of keys")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    values = {}
-    for name, value in tree.items():
-        require(name in fields, f"unknown key {prefix}{name} = {value!r}{did_you_mean(name, list(fields))}")
-        declared, nested = fields[name].type, _dataclass_in(fields[name].type)
-        if nested and value is not None:
-            values[name] = _build(nested, value, f"{prefix}{name}.")
-            continue
-        _check(f"{prefix}{name}", value, declared)
-        values[name] = float(value) if type(value) is int and _matches(0.5, declared) else value
-    return cls(**values)
-
-
-def _check(key: str, value: Any, declared: Any) -> None:
-    """Raises InputError unless a key's value is of its declared type, and finite."""
-    require(not isinstance(value, int) or abs(value) < 2**64, f"{key}: is too large a number")
-    require(_matches(value, declared), f"{key} = {value!r}: must be {_describe(declared)}")
-    require(not isinstance(value, float) or math.isfinite(value), f"{key} = {value}: must be finite")
+def _words(overrides: Sequence[str], tree: dict) -> Iterator[tuple[str, str]]:
+    """Yields the key and the text of each override, by its new name if it has one; of the nested plain values
+    the model is made one of the family that they name."""
+    words: dict[str, Any] = {"model": {}}
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        require(bool(separator), f"--set {override}: must look like group.key=value")
+        group, _, name = key.strip().partition(".")
+        words.setdefault(group, {})[name] = text.strip()
+    found, named = family.name_in(tree.get("model")), words["model"].get("family")
+    if named is not None:
+        family.config_class(named, trusted=True)
+        if named != found:
+            tree["model"] = {"family": named}
+    words["model"]["family"] = family.name_in(tree.get("model"))
+    for group, texts in moved.renewed(words).items():
+        for name, text in texts.items():
+            if (group, name) != ("model", "family"):
+                yield f"{group}.{name}" if name else group, text
 
 
 def _set(tree: dict, key: str, text: str) -> None:
@@ -221,67 +244,23 @@ def _set(tree: dict, key: str, text: str) -> None:
     cls: type | None = RunConfig
     for depth, name in enumerate(path):
         prefix = "".join(part + "." for part in path[:depth])
-        cls = _dataclass_in(_field_type(cls, name, prefix, text))
+        cls = _group_in(plain.field(cls, name, prefix, text), tree.get(name))
         require(cls is not None, f"unknown key {key} = {text!r}: {prefix}{name} has no keys of its own")
         if tree.get(name) is None:
             tree[name] = {}
         tree = tree[name]
         require(isinstance(tree, dict), f"{prefix}{name} = {tree!r}: must be a group of keys")
-    declared = _field_type(cls, last, "".join(part + "." for part in path), text)
-    require(_dataclass_in(declared) is None or text == "None", f"{key} is a group: set one of its keys")
-    tree[last] = _parse(key, text, declared)
+    declared = plain.field(cls, last, "".join(part + "." for part in path), text)
+    require(_group_in(declared) is None or text == "None", f"{key} is a group: set one of its keys")
+    tree[last] = plain.parse(key, text, declared)
 
 
-def _field_type(cls: type, name: str, prefix: str, text: str) -> Any:
-    fields = {field.name: field.type for field in dataclasses.fields(cls)}
-    require(name in fields, f"unknown key {prefix}{name} = {text!r}{did_you_mean(name, list(fields))}")
-    return fields[name]
-
-
-def _parse(key: str, text: str, declared: Any) -> Any:
-    """Returns the first reading of `text` that the declared type accepts."""
-    readings: list[Any] = [text]
-    if text in ("None", "none", "null"):
-        readings.insert(0, None)
-    if text.lower() in ("true", "false"):
-        readings.insert(0, text.lower() == "true")
-    for number in (int, float):
-        try:
-            readings.append(number(text.replace("_", "")))
-        except ValueError:
-            continue
-    for value in readings:
-        if _matches(value, declared):
-            return value
-    choices = typing.get_args(declared) if typing.get_origin(declared) is Literal else ()
-    hint = did_you_mean(text, [str(choice) for choice in choices]) if choices else ""
-    raise InputError(f"{key} = {text!r}: must be {_describe(declared)}{hint if '?' in hint else ''}")
-
-
-def _dataclass_in(declared: Any) -> type | None:
-    """Returns the dataclass in `X` or `X | None`, if there is one."""
-    options = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
-    return next((option for option in options if dataclasses.is_dataclass(option)), None)
-
-
-def _matches(value: Any, declared: Any) -> bool:
-    if isinstance(declared, types.UnionType):
-        return any(_matches(value, option) for option in typing.get_args(declared))
-    if typing.get_origin(declared) is Literal:
-        return value in typing.get_args(declared)
-    if declared is float:
-        return isinstance(value, float | int) and not isinstance(value, bool)
-    if declared is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, declared)
-
-
-def _describe(declared: Any) -> str:
-    if isinstance(declared, types.UnionType):
-        return " or ".join(_describe(option) for option in typing.get_args(declared))
-    if typing.get_origin(declared) is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(declared))
-    return "None" if declared is types.NoneType else declared.__name__
+def _group_in(declared: Any, tree: Any = None) -> type | None:
+    """Returns the dataclass in `X` or `X | None`, if there is one; of a model, its family's."""
+    kind = plain.without_none(declared)
+    if kind is FamilyConfig:
+        return family.config_class(family.name_in(tree))
+    return kind if dataclasses.is_dataclass(kind) else None
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:

@@ -119,7 +119,7 @@ def build(
 ) -> Build:
     """Returns the compiled step for a configuration. autotuned: a folder of what autotuning has chosen, by
     which it is compiled anew. Raises InputError if configuration, data and devices do not fit each other."""
-    xla.configure(config.mesh.writes_to_peers)
+    xla.configure(config.kernels.writes_to_peers)
     config = levels.ready(config)
     train, shape = config.train, config.model
     layout = fit(config, devices)
@@ -136,7 +136,7 @@ def build(
         jax.default_backend(),
         layout.mesh.size,
         train.deterministic,
-        writes_to_peers=config.mesh.writes_to_peers,
+        writes_to_peers=config.kernels.writes_to_peers,
         copies=config.mesh.copies,
         autotuned=autotuned,
     )
@@ -247,7 +247,7 @@ def run(
     Raises InputError or TrainingError, with a message of one line.
     """
     started = time.monotonic()
-    xla.configure(config.mesh.writes_to_peers)
+    xla.configure(config.kernels.writes_to_peers)
     distributed.initialize()
     config = levels.ready(config)
     if directory:

@@ -25,7 +25,7 @@ SETTINGS = {
     "evaluate.rows": 8,
     "checkpoint.every": 5,
     "metrics.tensorboard": "false",
-    "model.attention": "auto",
+    "kernels.attention": "auto",
 }
 
 

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVEL = {
     "pallas_kernels": 0,
     "runtime": 0,
+    "moved": 1,
     "optim": 1,
     "data": 1,
     "models": 2,

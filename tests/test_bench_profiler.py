@@ -331,9 +331,9 @@ def test_causes_that_did_not_run_are_neither_met_nor_missed(bench, tmp_path):
 
 @pytest.mark.slow
 def test_rows_run_on_a_cpu(tmp_path):
-    shape = "embed=64 heads=4 kv_heads=2 head_dim=16 mlp=128 attention=xla vocabulary=8192 layers=1"
+    shape = "embed=64 heads=4 kv_heads=2 head_dim=16 mlp=128 vocabulary=8192 layers=1"
     settings = [f"model.{pair}" for pair in shape.split()]
-    settings += ["data.sequence=64", "precision.compute=float32", "train.rows=4"]
+    settings += ["kernels.attention=xla", "data.sequence=64", "precision.compute=float32", "train.rows=4"]
     words = [word for text in settings for word in ("--set", text)]
     words += ["--steps", "5", "2", "16", "--store", str(tmp_path / "store")]
 

@@ -348,12 +348,12 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
         ({"data__mix": "nowhere.toml"}, "nowhere.toml"),
         ({"model__max_sequence": 32}, "data.sequence = 64: longer than model.max_sequence = 32"),
         (
-            {"model__attention": "cudnn_packed"},
-            "model.attention = 'cudnn_packed': attention: no implementation",
+            {"kernels__attention": "cudnn_packed"},
+            "kernels.attention = 'cudnn_packed': attention: no implementation",
         ),
         (
-            {"mesh__tensor": 2, "model__kv_heads": 2, "mesh__collective_matmul": "mosaic_tpu"},
-            "mesh.collective_matmul = 'mosaic_tpu': all_gather_matmul: no implementation",
+            {"mesh__tensor": 2, "model__kv_heads": 2, "kernels__collective_matmul": "mosaic_tpu"},
+            "kernels.collective_matmul = 'mosaic_tpu': all_gather_matmul: no implementation",
         ),
         ({"offload__level": "auto", "offload__host_gib": 1e-4}, "offload.level = 'auto': no level fits"),
         (

@@ -6,9 +6,9 @@ from runs import compiled, kill, make_workplace, resumed_from
 pytestmark = pytest.mark.gpu
 
 FORMS = {
-    "float32, portable attention": {"model__attention": "xla"},
+    "float32, portable attention": {"kernels__attention": "xla"},
     "bfloat16, Triton attention": {"precision__compute": "bfloat16"},
-    "bfloat16, cuDNN attention": {"precision__compute": "bfloat16", "model__attention": "cudnn_packed"},
+    "bfloat16, cuDNN attention": {"precision__compute": "bfloat16", "kernels__attention": "cudnn_packed"},
 }
 
 
@@ -45,7 +45,7 @@ def test_scanned_and_unrolled_layers_train_alike(place):
 def test_the_kernel_that_ran_is_named_and_float32_is_no_quiet_fallback(place):
     assert "attention: cudnn_packed runs" in place.run("named", precision__compute="bfloat16")
     output = place.run("refused", code=2)
-    assert "float32" in output and "model.attention" in output
+    assert "float32" in output and "kernels.attention" in output
 
 
 def test_the_second_start_compiles_nothing(place):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.models.bind import bind
-from jaxthru.models.llama import ModelConfig
+from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxthru.models.layers import rotary_angles
-from jaxthru.models.llama import Block, Embedding, Head, ModelConfig
+from jaxthru.models.llama import Block, Embedding, Head
+from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import remat
 from jaxthru.runtime.sharding import Axes

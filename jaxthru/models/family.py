@@ -8,12 +8,13 @@ import dataclasses
 import importlib
 import sys
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
+from jaxthru.runtime import plain
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 SHIPPED = ("llama",)
-"""The families of jaxthru, modules of this package."""
+"""The families of jaxthru, modules of this package; the first is the default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class FamilyConfig:
     compiles each layer.
     """
 
-    loop: Literal["scan", "unroll"] = "scan"
+    loop: Literal["scan", "unroll"] = dataclasses.field(default="scan", kw_only=True)
 
     @property
     def family(self) -> str:
@@ -37,29 +38,40 @@ def module_of(config: FamilyConfig) -> ModuleType:
     return sys.modules[type(config).__module__]
 
 
-def config_class(name: str, *, trusted: bool) -> type[FamilyConfig]:
-    """Returns the `Config` of a family by its name.
+def to_plain(config: FamilyConfig) -> dict[str, Any]:
+    """Returns a configuration as plain values, the family's name before its keys."""
+    return {"family": config.family, **dataclasses.asdict(config)}
 
-    trusted: import the module of another's family. Only whoever starts a run may ask for that: nothing stored
-    runs code. Raises InputError.
+
+def from_plain(tree: Any) -> FamilyConfig:
+    """Returns the configuration that plain values describe. Raises InputError."""
+    keys = {key: value for key, value in tree.items() if key != "family"} if isinstance(tree, dict) else tree
+    return plain.build(config_class(name_in(tree)), keys, "model.")
+
+
+def name_in(tree: Any) -> Any:
+    """Returns the name of the family that plain values are of."""
+    return tree.get("family", SHIPPED[0]) if isinstance(tree, dict) else SHIPPED[0]
+
+
+def config_class(name: Any, *, trusted: bool = False) -> type[FamilyConfig]:
+    """Returns the `Config` of a family by its name: a shipped one, or a module of the user's own.
+
+    trusted: whoever starts the run gave the name, so its module may be imported. By what is stored none ever
+    is. Raises InputError.
     """
-    if name in SHIPPED:
-        module = importlib.import_module(f"{__package__}.{name}")
-    else:
-        require(
-            "." in name,
-            f"model.family = {name!r}{did_you_mean(name, SHIPPED)}, or package.module of your own",
-        )
-        require(
-            trusted or name in sys.modules,
-            f"model.family = {name!r}: is no family of jaxthru, and what is stored imports no code; say it "
-            f"yourself: --set model.family={name}",
-        )
-        try:
-            module = importlib.import_module(name)
-        except Exception as error:
-            raise InputError(f"model.family = {name!r}: {type(error).__name__}: {error}") from error
-    found = getattr(module, "Config", None)
-    fits = dataclasses.is_dataclass(found) and issubclass(found, FamilyConfig)
+    plain.check("model.family", name, str)
+    module = f"{__package__}.{name}" if name in SHIPPED else name
+    hint = did_you_mean(name, SHIPPED)
+    require(
+        trusted or name in SHIPPED or name in sys.modules,
+        f"model.family = {name!r}: is no family of jaxthru{hint}; one of your own is named by --set or a .py "
+        "config: what is stored imports no code",
+    )
+    try:
+        found = getattr(importlib.import_module(module), "Config", None)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"model.family = {name!r}: {type(error).__name__}: {error}{hint}") from error
+    fits = isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, FamilyConfig)
     require(fits, f"model.family = {name!r}: must define `Config`, a frozen dataclass and FamilyConfig")
     return found

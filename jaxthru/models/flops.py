@@ -1,6 +1,6 @@
 """The only FLOP count: what a step needs, whatever it in fact computes."""
 
-from jaxthru.models.llama import ModelConfig
+from jaxthru.models.llama import Config as ModelConfig
 
 
 def matmul_parameters(config: ModelConfig) -> int:

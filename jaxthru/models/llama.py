@@ -5,7 +5,6 @@ Covers Llama 3.x (arXiv:2407.21783), Mistral (arXiv:2310.06825, without the slid
 """
 
 import dataclasses
-from typing import Literal
 
 import jax
 from flax import nnx
@@ -38,10 +37,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Config(FamilyConfig):
-    """The shape.
-
-    attention: an implementation of `pallas_kernels.attention`, or `auto`.
-    """
+    """The shape."""
 
     vocabulary: int = 8192
     layers: int = 4
@@ -56,7 +52,6 @@ class Config(FamilyConfig):
     norm_epsilon: float = 1e-5
     tied_embeddings: bool = False
     qk_norm: bool = False
-    attention: Literal["auto", "reference", "xla", "cudnn_packed", "triton"] = "auto"
 
     def __post_init__(self):
         for name in ("vocabulary", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "max_sequence"):
@@ -69,9 +64,6 @@ class Config(FamilyConfig):
         require(self.head_dim % 2 == 0, f"model.head_dim = {self.head_dim}: must be even (rotary pairs)")
         require(self.rope_theta > 0, f"model.rope_theta = {self.rope_theta}: must be above 0")
         require(self.norm_epsilon > 0, f"model.norm_epsilon = {self.norm_epsilon}: must be above 0")
-
-
-ModelConfig = Config
 
 
 class Embedding(nnx.Module):

@@ -65,7 +65,7 @@ def assemble(
         jnp.dtype(precision.compute),
         attention,
         float8=precision.matmul == "fp8",
-        collective_matmul_by=config.mesh.collective_matmul,
+        collective_matmul_by=config.kernels.collective_matmul,
         copies=config.mesh.copies,
         keep_parameters=config.remat.keep_parameters,
     )

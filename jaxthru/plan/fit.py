@@ -17,7 +17,7 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
     Raises InputError, naming the key, where rows, heads or another size cannot be split as the mesh asks, or
     the devices cannot do what is asked of them.
     """
-    train, shape = config.train, config.model
+    train, shape, kernels = config.train, config.model, config.kernels
     layout = Layout(make_mesh(config.mesh, devices))
     sizes = {
         "train.rows / train.microbatches": ("batch", train.rows // train.microbatches),
@@ -44,15 +44,15 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
     if config.precision.matmul == "fp8":
         check_float8(device)
         require(
-            config.mesh.collective_matmul in ("auto", "none") or layout.size("heads") == 1,
-            f"mesh.collective_matmul = {config.mesh.collective_matmul!r}: with precision.matmul = 'fp8' "
+            kernels.collective_matmul in ("auto", "none") or layout.size("heads") == 1,
+            f"kernels.collective_matmul = {kernels.collective_matmul!r}: with precision.matmul = 'fp8' "
             "products and collectives are apart; choose 'auto'",
         )
     require(
-        config.mesh.collective_matmul != "mosaic_gpu_adds"
+        kernels.collective_matmul != "mosaic_gpu_adds"
         or not config.train.deterministic
         or layout.size("heads") <= 2,
-        "mesh.collective_matmul = 'mosaic_gpu_adds': more than 2 devices add in any order, which "
+        "kernels.collective_matmul = 'mosaic_gpu_adds': more than 2 devices add in any order, which "
         "train.deterministic = True rules out; choose 'mosaic_gpu'",
     )
     if config.mesh.copies:
@@ -98,8 +98,8 @@ def check_copies(config: RunConfig, layout: Layout, platform: str) -> None:
         f"{asked}: with precision.matmul = 'fp8' parameters are gathered in float8; choose 'collectives'",
     )
     require(
-        config.mesh.collective_matmul != "none" or layout.size("heads") == 1,
-        f"{asked}: with mesh.collective_matmul = 'none' XLA places what moves; choose 'collectives'",
+        config.kernels.collective_matmul != "none" or layout.size("heads") == 1,
+        f"{asked}: with kernels.collective_matmul = 'none' XLA places what moves; choose 'collectives'",
     )
 
 
@@ -109,7 +109,7 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
     cuDNN's repeatable kernel takes memory that grows with rows × segments × heads × sequence²; the Triton
     kernels repeat bit for bit as they are.
     """
-    chosen = config.model.attention
+    chosen = config.kernels.attention
     repeatable = config.train.deterministic and (platform or jax.default_backend()) == "gpu"
     return "triton" if chosen == "auto" and repeatable else chosen
 
@@ -117,8 +117,8 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
 def asked_for(config: RunConfig, refusal: Unsupported) -> str:
     """Returns the setting that asked for what refuses, as `key = value`."""
     if str(refusal).startswith(("all_gather_matmul", "matmul_reduce_scatter")):
-        return f"mesh.collective_matmul = {config.mesh.collective_matmul!r}"
-    return f"model.attention = {config.model.attention!r}"
+        return f"kernels.collective_matmul = {config.kernels.collective_matmul!r}"
+    return f"kernels.attention = {config.kernels.attention!r}"
 
 
 def check_float8(device: jax.Device) -> None:

@@ -144,10 +144,11 @@ def traced(
     """
     layout = fit(config, jax.devices()[:devices], "gpu")
     segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
-    mesh = config.mesh
-    if mesh.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
-        notes += (f"planned with the ring in place of mesh.collective_matmul = {mesh.collective_matmul!r}",)
-        config = dataclasses.replace(config, mesh=dataclasses.replace(mesh, collective_matmul="ring"))
+    kernels = config.kernels
+    if kernels.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
+        asked = f"kernels.collective_matmul = {kernels.collective_matmul!r}"
+        notes += (f"planned with the ring in place of {asked}",)
+        config = dataclasses.replace(config, kernels=dataclasses.replace(kernels, collective_matmul="ring"))
     attention = stand_in(config, layout, segments)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
     how = f"compiled for {target.name} without autotuning; attention: {attention}"

@@ -89,7 +89,7 @@ def _communication(seen: Evidence) -> Iterator[Advice]:
         if seen.fused_fits and HOPPER.search(seen.ledger.run.device_kind):
             won = FUSED_WINS * min(exposed, seen.exposed("all-gather", "reduce-scatter"))
             text = f"Kernels that send while they multiply: {FUSED_WINS:.0%} of it, as on two H200s."
-            yield _advice(seen, "exposed_communication", "mesh.collective_matmul", "fused", won, text)
+            yield _advice(seen, "exposed_communication", "kernels.collective_matmul", "fused", won, text)
         text = "Sums over mesh.tensor are on the critical path: half as many devices, half of them."
         reduced = min(exposed, seen.exposed("all-reduce")) / 2
         yield _advice(seen, "exposed_communication", "mesh.tensor", seen.tensor // 2, reduced, text)
@@ -211,7 +211,7 @@ def _inefficiency(seen: Evidence) -> Iterator[Advice]:
 
 def _attention(seen: Evidence) -> Iterator[Advice]:
     peak, run = seen.ledger.matmul.peak_flops, seen.ledger.run
-    if not (seen.gpu and peak and seen["model.attention"] in ("reference", "xla")):
+    if not (seen.gpu and peak and seen["kernels.attention"] in ("reference", "xla")):
         return
     width = seen["model.layers"] * seen["model.heads"] * seen["model.head_dim"]
     needed = 6 * width * run.attention_span_per_token * run.tokens_per_step / run.devices / peak
@@ -219,7 +219,7 @@ def _attention(seen: Evidence) -> Iterator[Advice]:
     text = (
         "A kernel made for GPUs visits only what documents allow. At most what lies above its FLOPs at peak."
     )
-    yield _advice(seen, "attention", "model.attention", "auto", gain, text)
+    yield _advice(seen, "attention", "kernels.attention", "auto", gain, text)
 
 
 def _other_kernels(seen: Evidence) -> Iterator[Advice]:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxthru.models import flops
-from jaxthru.models.llama import ModelConfig
+from jaxthru.models.family import FamilyConfig, from_plain
+from jaxthru.moved import renewed
 from jaxthru.profile import clocks, ledger, lint
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.footprint import footprint
@@ -24,7 +25,7 @@ def build(folder: Path) -> Ledger:
     collected is incomplete."""
     run = folder.parent.parent
     collected = _json(folder / "collected.json")
-    config, environment = _json(run / "config.json"), _json(run / "environment.json")
+    config, environment = renewed(_json(run / "config.json")), _json(run / "environment.json")
     sizes = MeshConfig(**config["mesh"]).shape(collected["devices"])
     config["mesh"] = dict(zip(AXES, sizes, strict=True))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.strip()]
@@ -44,7 +45,7 @@ def build(folder: Path) -> Ledger:
         line: production.seconds[line] / named.seconds[line] if named.seconds[line] else 0.0 for line in LINES
     }
     clock = production.clock(clocks.read(folder / "production"))
-    shape = ModelConfig(**config["model"] | {"rope_scaling": None})  # which needs no FLOPs
+    shape = from_plain(config["model"])
     tokens, span = _tokens(rows, production.kept, shape)
     needed = 6.0 * flops.matmul_parameters(shape) * tokens
     about = ledger.Run(
@@ -145,7 +146,7 @@ def _window(production: Measured, named: Measured, rows: list, taken: dict) -> l
     )
 
 
-def _tokens(rows: list, steps: list[int], shape: ModelConfig) -> tuple[float, float]:
+def _tokens(rows: list, steps: list[int], shape: FamilyConfig) -> tuple[float, float]:
     """Returns a step's mean tokens and Σ document length². The second follows from the FLOPs recorded."""
     own = [row for row in rows if row["step"] in steps]
     if not own:

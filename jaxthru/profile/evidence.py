@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
+from jaxthru.models.kernels import KernelsConfig
 from jaxthru.profile.ledger import Ledger
 from jaxthru.runtime.aot import TARGETS
 from jaxthru.runtime.mesh import MeshConfig
@@ -61,10 +62,10 @@ class Evidence:
 
     @property
     def fused_fits(self) -> bool:
-        """Says whether `mesh.collective_matmul=fused` is not chosen yet, on a mesh where it pays."""
+        """Says whether `kernels.collective_matmul=fused` is not chosen yet, on a mesh where it pays."""
         alone = self.tensor == self.ledger.run.devices and self.ledger.run.processes == 1
         bf16 = self["precision.compute"] == "bfloat16" and self["precision.matmul"] != "fp8"
-        written = MeshConfig(**self.config["mesh"]).writes_to_peers
+        written = KernelsConfig(**self.config["kernels"]).writes_to_peers
         return alone and bf16 and not written and not self.layered
 
     @property

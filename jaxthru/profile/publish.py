@@ -7,6 +7,7 @@ from typing import Any
 
 import rich.console
 
+from jaxthru.moved import renewed
 from jaxthru.profile import ledger
 from jaxthru.profile.advice import advise
 from jaxthru.profile.build import build
@@ -82,7 +83,7 @@ def config(run: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not valid JSON ({error})") from error
     groups = found.values() if isinstance(found, dict) else [None]
     require(all(isinstance(group, dict) for group in groups), f"{path}: holds no configuration")
-    return found
+    return renewed(found)
 
 
 def _one_line(error: Exception) -> str:

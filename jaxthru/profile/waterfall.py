@@ -6,8 +6,8 @@
 import dataclasses
 from typing import Any
 
+from jaxthru.models.family import from_plain
 from jaxthru.models.flops import train_flops
-from jaxthru.models.llama import ModelConfig
 from jaxthru.profile.ledger import LINES, Ledger
 from jaxthru.runtime.hardware import data_sheet_flops
 
@@ -80,7 +80,7 @@ def figures(ledger: Ledger, config: dict[str, Any]) -> Figures:
     peak = matmul.peak_flops or data_sheet_flops(run.device_kind)
     mfu = None
     if peak and config.get("model"):
-        model = ModelConfig(**config["model"] | {"rope_scaling": None})  # which needs no FLOPs
+        model = from_plain(config["model"])
         span = run.attention_span_per_token * run.tokens_per_step
         mfu = train_flops(model, run.tokens_per_step, span) / step / (peak * run.devices)
     slower = None

@@ -21,9 +21,6 @@ class MeshConfig:
     data: replicas that hold whole parameters and average gradients.
     fsdp: parameters, gradients and optimizer state are sharded; rows are split as over `data`.
     tensor: heads, MLP width and vocabulary are sharded, and between blocks the tokens of each row.
-    collective_matmul: what moves tokens over `tensor`: an implementation of
-    `pallas_kernels.collective_matmul`, `auto`, `fused`, the kernels for Hopper where they are expected to be
-    faster and otherwise as `auto`, or `none`, collectives that XLA's partitioner puts in.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
     process make with their copy engines (`runtime.copies`), as they then do for `ring`. `auto` takes
     collectives.
@@ -32,17 +29,6 @@ class MeshConfig:
     data: int = 1
     fsdp: int = -1
     tensor: int = 1
-    collective_matmul: Literal[
-        "auto",
-        "fused",
-        "none",
-        "reference",
-        "ring",
-        "ring_bidirectional",
-        "mosaic_gpu",
-        "mosaic_gpu_adds",
-        "mosaic_tpu",
-    ] = "auto"
     transfers: Literal["auto", "collectives", "copies"] = "auto"
 
     def __post_init__(self):
@@ -50,11 +36,6 @@ class MeshConfig:
         for axis, size in zip(AXES, sizes, strict=True):
             require(size == -1 or size >= 1, f"mesh.{axis} = {size}: must be -1 (the rest) or at least 1")
         require(sizes.count(-1) <= 1, f"mesh = {sizes}: at most one axis may be -1")
-
-    @property
-    def writes_to_peers(self) -> bool:
-        """Whether kernels address the memory of other GPUs; see `runtime.xla.for_peers`."""
-        return self.collective_matmul in ("fused", "mosaic_gpu", "mosaic_gpu_adds")
 
     @property
     def copies(self) -> bool:

@@ -38,6 +38,6 @@ def check_attention(model: Model, rows: int, sequence: int, max_segments: int) -
     for process, found in enumerate(gather_text(", ".join(wrong))):
         if found:
             raise TrainingError(
-                f"model.attention = {ops.attention_by!r}: on the {jax.devices()[0].device_kind} of process "
+                f"kernels.attention = {ops.attention_by!r}: on the {jax.devices()[0].device_kind} of process "
                 f"{process} it is off its reference by {found}, above {TOLERANCE:.0e}; choose another"
             )

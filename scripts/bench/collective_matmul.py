@@ -16,7 +16,7 @@ burst after a rest it runs at its full clock. Both are timed: `contenders` one a
   jax: JAX's own kernel, the best of a few configurations; for forward gathers of one matrix on one axis
   fused: the kernels for Hopper
   fused_adds: with --adds, those whose scatters add to the result in place of staging
-  dispatched: what `mesh.collective_matmul=fused` takes; where that is the program of plain or fused, it is
+  dispatched: what `kernels.collective_matmul=fused` takes; where that is the program of plain or fused, it is
     not timed again
   product: the matrix products alone, as if all rows were there; no form can be faster
   collective: the transfer alone, by XLA

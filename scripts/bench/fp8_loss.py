@@ -25,14 +25,11 @@ import jax
 import numpy as np
 
 from jaxthru import config as configuration
-from jaxthru.config import RunConfig
-from jaxthru.data.loader import DataConfig, open_data
+from jaxthru.config import DataConfig, EvaluateConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from jaxthru.data.loader import open_data
 from jaxthru.data.state import DataState
-from jaxthru.models.llama import ModelConfig
-from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.train import Build, build
-from jaxthru.training.evaluate import EvaluateConfig, Evaluation
-from jaxthru.training.step import TrainConfig
+from jaxthru.training.evaluate import Evaluation
 
 WINDOW = 20
 

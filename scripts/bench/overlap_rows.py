@@ -70,10 +70,10 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         return python("steps_in_turns", "--config", config, *sets(*common), *named, *brief)
 
     def moved(*names: str) -> dict[str, str]:
-        return {name: f"mesh.collective_matmul={name}" for name in names}
+        return {name: f"kernels.collective_matmul={name}" for name in names}
 
     tensor = "mesh.fsdp=1", f"mesh.tensor={devices}"
-    copied = {"ring_copied": "mesh.collective_matmul=ring,mesh.transfers=copies"}
+    copied = {"ring_copied": "kernels.collective_matmul=ring,mesh.transfers=copies"}
     over_fsdp = {way: f"mesh.transfers={way}" for way in ("collectives", "copies")}
     kept = "remat.keep_parameters=true"  # gathered once a step
     fsdp, one = (f"mesh.fsdp={devices}", f"train.rows={2 * devices}", kept), ("mesh.fsdp=1", kept)
@@ -116,8 +116,8 @@ def rows_for(devices: int, tiny: bool, config: str, settings: list[str], folder:
         "fsdp_copies": Row(step(*fsdp, "mesh.transfers=copies", words=quick), 95, 240),
         "exposed": Row(traced("mesh.transfers=copies"), 90, 240),
         "exposed_collectives": Row(traced(), 90, 240),
-        "losses_tensor": Row(losses(*tensor, "mesh.collective_matmul=fused"), 55, 180, waits=True),
-        "losses_ring": Row(losses(*tensor, "mesh.collective_matmul=ring"), 55, 180),
+        "losses_tensor": Row(losses(*tensor, "kernels.collective_matmul=fused"), 55, 180, waits=True),
+        "losses_ring": Row(losses(*tensor, "kernels.collective_matmul=ring"), 55, 180),
         # The second adds up gradients in another order, nothing else: how far apart that takes it is noise.
         "losses_one": Row(losses(*one) + losses(*one, "train.microbatches=2"), 65, 180, alone=True),
         "backward": Row(bench("backward", "backward"), 120, 330, waits=True),

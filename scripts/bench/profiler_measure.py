@@ -16,7 +16,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from jaxthru.models import flops
-from jaxthru.models.llama import ModelConfig
+from jaxthru.models.family import from_plain
 from jaxthru.profile import clocks, compare, events, hlo, publish
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import unprofiled
@@ -175,7 +175,7 @@ def counted(run: Run) -> dict[str, Any]:
     if len(modules) > 1:
         why = "the step is several programs"
     elif ledger.run.platform == "gpu" and once:
-        model = ModelConfig(**config["model"] | {"rope_scaling": None})
+        model = from_plain(config["model"])
         tokens = config["train"]["rows"] * config["data"]["sequence"]
         needed = flops.train_flops(model, 0, tokens * config["data"]["sequence"])  # of one document a row
         attention = Attribution(modules).flops("attention") * ledger.run.devices / needed - 1

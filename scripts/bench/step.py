@@ -111,7 +111,7 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
 def run(arguments: argparse.Namespace) -> dict:
     """Returns the result. Raises InputError as a run of this configuration would."""
     config = configuration.load(arguments.config, ["train.steps=1000000", *arguments.overrides])
-    xla.configure(config.mesh.writes_to_peers)
+    xla.configure(config.kernels.writes_to_peers)
     # Without the cache, compile_seconds is that of a first start.
     jax.config.update("jax_enable_compilation_cache", arguments.keep_compiled)
     data = open_data(config.data)

@@ -1,8 +1,8 @@
 """Times steps of one configuration under several settings, in turns in one process, and prints one JSON line.
 
     python scripts/bench/steps_in_turns.py --config configs/llama3_8b_8layer.py \\
-        --set mesh.fsdp=1 --set mesh.tensor=2 --contender none=mesh.collective_matmul=none \\
-        --contender ring=mesh.collective_matmul=ring [--output FILE]
+        --set mesh.fsdp=1 --set mesh.tensor=2 --contender none=kernels.collective_matmul=none \\
+        --contender ring=kernels.collective_matmul=ring [--output FILE]
 
 Contenders differ in how a step is computed, not in what its state is: one state and one run of batches go
 through all of their steps, A-B-C-A-B-C, so that they see the same clocks, and one warm-up is enough for all.

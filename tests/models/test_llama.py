@@ -16,7 +16,8 @@ from jaxthru import config as configuration
 from jaxthru.models import flops
 from jaxthru.models.bind import bind
 from jaxthru.models.layers import RMSNorm, rotary_angles, rotate
-from jaxthru.models.llama import ModelConfig, RopeScaling
+from jaxthru.models.llama import Config as ModelConfig
+from jaxthru.models.llama import RopeScaling
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import KEPT
 from jaxthru.runtime.mesh import MeshConfig, make_mesh

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxthru.models.kernels import KernelsConfig
 from jaxthru.models.ops import Ops
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
@@ -39,7 +40,7 @@ def loss_and_gradients(mesh: tuple[int, int, int], axes, hidden, matrix, targets
 
 
 def test_every_collective_matmul_can_be_asked_for():
-    named = typing.get_args(typing.get_type_hints(MeshConfig)["collective_matmul"])
+    named = typing.get_args(typing.get_type_hints(KernelsConfig)["collective_matmul"])
     assert set(collective_matmul.implementations()) == set(named) - {"auto", "fused", "none"}
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxthru.models.bind import bind
-from jaxthru.models.llama import ModelConfig, RopeScaling
+from jaxthru.models.llama import Config as ModelConfig
+from jaxthru.models.llama import RopeScaling
 from jaxthru.models.ops import Ops
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout

@@ -30,7 +30,7 @@ def test_tokens_that_do_not_divide_over_tensor_are_refused():
 
 def test_additions_in_any_order_are_refused_where_repeats_are_to_be_exact():
     settings = [
-        "mesh.collective_matmul=mosaic_gpu_adds",
+        "kernels.collective_matmul=mosaic_gpu_adds",
         "mesh.fsdp=1",
         "train.rows=8",
         "train.deterministic=true",
@@ -48,7 +48,7 @@ def test_additions_in_any_order_are_refused_where_repeats_are_to_be_exact():
     [
         ([], 2, "GPUs of one process copy to each other, found 2 processes; choose 'collectives'"),
         (["precision.matmul=fp8"], 1, "parameters are gathered in float8"),
-        (["mesh.collective_matmul=none", "mesh.tensor=2", "mesh.fsdp=1"], 1, "XLA places what moves"),
+        (["kernels.collective_matmul=none", "mesh.tensor=2", "mesh.fsdp=1"], 1, "XLA places what moves"),
     ],
     ids=["processes", "fp8", "none"],
 )

@@ -183,7 +183,7 @@ def test_the_ring_hides_what_plain_collectives_show():
     """A gather that feeds the next matmul hides behind what other work there is, which is little."""
     settings = "mesh.tensor=2", "mesh.fsdp=1"
     plain, ring = (
-        simulate(compiled(*settings, f"mesh.collective_matmul={name}")) for name in ("reference", "ring")
+        simulate(compiled(*settings, f"kernels.collective_matmul={name}")) for name in ("reference", "ring")
     )
     assert plain.communication > 0.05 * plain.step, "there is nothing to hide"
     assert ring.exposed < 0.25 * plain.exposed
@@ -197,7 +197,7 @@ def test_nothing_runs_beside_kernels_that_wait_for_peers(monkeypatch):
     on_gpu = lambda platform=None, named=True: known("gpu", named)  # noqa: E731
     monkeypatch.setattr(collective_matmul, "implementations", on_gpu)
 
-    fused = "mesh.tensor=2", "mesh.collective_matmul=mosaic_gpu", "model.layers=1"
+    fused = "mesh.tensor=2", "kernels.collective_matmul=mosaic_gpu", "model.layers=1"
     hlo = compiled(*FSDP, *fused, devices=4, **xla.for_peers("gpu"))
     assert hlo.count('custom_call_target="mosaic_gpu') == 4 * 2  # places, directions
     assert " all-gather(" in hlo and not any(f" {start}(" in hlo for start in STARTS)

@@ -75,14 +75,18 @@ SMALL = [
     "model.mlp=512",
     "model.layers=2",
     "model.vocabulary=1024",
-    "model.attention=auto",
+    "kernels.attention=auto",
 ]
 
 
 @cuda
 def test_a_step_is_taken_apart_for_a_gpu_that_is_not_here():
     config = load(
-        "quickstart", *SMALL, "model.attention=auto", "precision.compute=bfloat16", "remat.policy=projections"
+        "quickstart",
+        *SMALL,
+        "kernels.attention=auto",
+        "precision.compute=bfloat16",
+        "remat.policy=projections",
     )
     plan = memory.resident(config, aot.TARGETS["h200"], segments=8)
     parameters = flops.parameters(config.model)

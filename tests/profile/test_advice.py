@@ -32,7 +32,7 @@ def by_key(ledger, config=None):
         ({"exposed_communication": 0.1}, {"train__microbatches": 2}, "train.microbatches", "1"),
         ({"exposed_communication": 0.1}, {"data__balance": False}, "data.balance", "True"),
         ({"exposed_communication": 0.1}, {"remat__policy": "gate"}, "remat.keep_parameters", "True"),
-        ({"exposed_communication": 0.1}, TENSOR, "mesh.collective_matmul", "fused"),
+        ({"exposed_communication": 0.1}, TENSOR, "kernels.collective_matmul", "fused"),
         ({"exposed_host_copies": 0.1}, OFFLOAD, "optim.state", "int8"),
         ({"exposed_host_copies": 0.1}, OFFLOAD, "train.rows", "8"),
         ({"recomputation": 0.05}, {"remat__policy": "full"}, "remat.policy", "none"),
@@ -45,7 +45,7 @@ def by_key(ledger, config=None):
         ({"frequency": 0.08}, {}, "precision.matmul", "fp8"),
         ({"inefficiency": 0.08}, {"model__embed": 4000}, "model.embed", "4096"),
         ({"inefficiency": 0.08}, {"train__microbatches": 32}, "train.microbatches", "16"),
-        ({"attention": 0.2}, {"model__attention": "xla"}, "model.attention", "auto"),
+        ({"attention": 0.2}, {"kernels__attention": "xla"}, "kernels.attention", "auto"),
         ({"other_kernels": 0.1}, {}, "optim.state", "int8"),
         ({"other_kernels": 0.1}, {"model__loop": "scan"}, "model.loop", "unroll"),
         ({}, {"precision__compute": "float32"}, "precision.compute", "bfloat16"),
@@ -63,7 +63,7 @@ def test_cause_leads_to_its_setting(changes, config, key, value):
     "config",
     [
         {},
-        {"remat__policy": "full", "model__loop": "scan", "model__attention": "xla", "data__balance": False},
+        {"remat__policy": "full", "model__loop": "scan", "kernels__attention": "xla", "data__balance": False},
         {"train__microbatches": 32, "model__mlp": 14_300, "precision__compute": "float32", **OFFLOAD},
     ],
 )
@@ -91,19 +91,19 @@ def test_no_gain_exceeds_its_lines(config):
 def test_what_moves_over_tensor_is_hidden_in_kernels_and_not_by_more_tokens():
     ledger = sample.ledger(exposed_communication=0.1)
     found = by_key(ledger, sample.config(**TENSOR))
-    assert found["mesh.collective_matmul"].gain_seconds == pytest.approx(0.7 * 0.018)
+    assert found["kernels.collective_matmul"].gain_seconds == pytest.approx(0.7 * 0.018)
     assert "gathered parameters" not in getattr(found.get("train.rows"), "text", "")
     for other in (
-        {"mesh__collective_matmul": "fused"},
+        {"kernels__collective_matmul": "fused"},
         {"precision__matmul": "fp8"},
         {"precision__compute": "float32"},
         OFFLOAD,
     ):
-        assert "mesh.collective_matmul" not in by_key(ledger, sample.config(**TENSOR, **other))
-    assert "mesh.collective_matmul" not in by_key(ledger, sample.config(mesh__fsdp=2))
+        assert "kernels.collective_matmul" not in by_key(ledger, sample.config(**TENSOR, **other))
+    assert "kernels.collective_matmul" not in by_key(ledger, sample.config(mesh__fsdp=2))
     ampere = dataclasses.replace(ledger.run, device_kind="NVIDIA A100-SXM4-80GB")
     of_ampere = dataclasses.replace(ledger, run=ampere)
-    assert "mesh.collective_matmul" not in by_key(of_ampere, sample.config(**TENSOR))
+    assert "kernels.collective_matmul" not in by_key(of_ampere, sample.config(**TENSOR))
 
 
 def test_every_key_is_one_of_the_configuration():

@@ -45,7 +45,7 @@ def test_wrong_attention_is_refused(monkeypatch, wrong):
     check_attention(model, 8, 64, 8)  # on a CPU there is no library to mistrust
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(
-        TrainingError, match=r"model.attention = .*: on the cpu of process 0 it is off its reference by o "
+        TrainingError, match=r"kernels.attention = .*: on the cpu of process 0 it is off its reference by o "
     ):
         check_attention(model, 8, 64, 8)
 
