@@ -101,13 +101,8 @@ def renewed(tree: dict[str, Any]) -> dict[str, Any]:
     for old, new in KEYS.items():
         (group, name), (to, key) = old.split("."), new.split(".")
         keys, there = tree.get(group), tree.get(to, {})
-        if (
-            not isinstance(keys, dict)
-            or not isinstance(there, dict)
-            or keys.get("family", "llama") != "llama"
-        ):
-            continue
-        if name in keys:
+        groups = isinstance(keys, dict) and isinstance(there, dict)
+        if groups and name in keys and keys.get("family", "llama") == "llama":
             value = keys.pop(name)
             both = f"{old} = {value!r} and {new} = {there.get(key)!r}: are one key now; give {new} alone"
             require(there.setdefault(key, value) == value, both)
@@ -118,7 +113,7 @@ def renewed(tree: dict[str, Any]) -> dict[str, Any]:
 
 def take_old_keys(cls: type, group: str) -> None:
     """Lets a group's class be made with keys that have left it. They wait in the instance's `old_keys`."""
-    names = [name for old in KEYS for own, _, name in [old.partition(".")] if own == group]
+    names = [old.removeprefix(f"{group}.") for old in KEYS if old.startswith(f"{group}.")]
     make: Callable = cls.__init__
 
     @functools.wraps(make)

@@ -58,6 +58,15 @@ NAMED = (
     Case("newline in the path", name="a\nb.json", content=None, codes=(2,)),
     Case("key twice", content=b'{"train": {"steps": 3, "steps": 4}}', codes=(2,)),
     Case("group twice", content=b'{"train": {"steps": 3}, "train": {"steps": 3}}', codes=(2,)),
+    Case("family of another kind", content=b'{"model": {"family": {"family": []}}}', codes=(2,)),
+    Case("family that is a file", content=b'{"model": {"family": "../a/b.py"}}', codes=(2,)),
+    Case("family by a stored name", content=b'{"model": {"family": "antigravity"}}', codes=(2,)),
+    Case("family that is no module", overrides=("model.family=.", "model.layers=3"), codes=(2,)),
+    Case("family of a module that is none", overrides=("model.family=json.tool",), codes=(2,)),
+    Case(
+        "old and new key", content=b'{"model": {"attention": []}, "kernels": {"attention": {}}}', codes=(2,)
+    ),
+    Case("old key and no group", content=b'{"mesh": {"collective_matmul": 3}, "kernels": 3}', codes=(2,)),
     Case("--set twice", overrides=("train.steps=3", " train.steps =4"), codes=(2,)),
     python("sys.exit with a code", "import sys\nsys.exit(3)"),
     python("sys.exit with words", "import sys\ndef config(): sys.exit('stop')"),

@@ -1,18 +1,19 @@
 """Loading, changing and refusing configurations."""
 
+import ast
 import dataclasses
 import json
+import re
+import sys
 from pathlib import Path
 
 import fuzz_configs
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.config import RunConfig, load
-from jaxthru.data.loader import DataConfig
-from jaxthru.models.llama import RopeScaling
+from jaxthru.config import DataConfig, ModelConfig, RopeScaling, RunConfig, TrainConfig, load
+from jaxthru.models import family
 from jaxthru.runtime.errors import InputError
-from jaxthru.training.step import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.py"
@@ -27,6 +28,23 @@ def test_every_config_survives_its_json(path, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text()).keys() == {
         field.name for field in dataclasses.fields(RunConfig)
     }
+
+
+def imported(code: str) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {getattr(node, "module", None) or node.names[0].name for node in nodes}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_import_nothing_else(path):
+    assert imported(path.read_text()) == {"jaxthru.config"}
+
+
+def test_pages_import_config_classes_from_config_alone():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")):
+        for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            found = re.findall(r"from (jaxthru[\w.]*) import [^\n]*Config\b", code)
+            assert {*found} <= {"jaxthru.config"}, page
 
 
 def test_overrides_take_the_declared_type():
@@ -78,6 +96,13 @@ def test_keys_that_fit_only_together():
         ("evaluate.rows=-1", "evaluate.rows = -1"),
         ("checkpoint.keep=0", "checkpoint.keep = 0"),
         ("profile.at=9999", "profile.at = 9999: beyond the last step"),
+        (
+            "model.family=lama",
+            "model.family = 'lama': ModuleNotFoundError: No module named 'lama'; did you mean 'l",
+        ),
+        ("model.family=os.path", "model.family = 'os.path': must define `Config`"),
+        ("model.family=", "model.family = '': ValueError"),
+        ("model.family.name=3", "unknown key model.family"),
     ],
 )
 def test_refuses(override, message):
@@ -97,6 +122,10 @@ def test_refuses(override, message):
         ("a.json", '{"train": 3}', "train = 3: must be a group"),
         ("a.json", '{"train": {"stepz": 3}}', "unknown key train.stepz = 3; did you mean 'steps'"),
         ("a.json", '{"train": {"steps": "3"}}', "train.steps = '3': must be int"),
+        ("a.json", '{"model": {"family": 3}}', "model.family = 3: must be str"),
+        ("a.json", '{"model": {"family": "lama"}}', "is no family of jaxthru; did you mean 'llama'"),
+        ("a.json", '{"model": {"family": "not.imported"}}', "what is stored imports no code"),
+        ("a.json", '{"model": 3}', "model = 3: must be a group"),
         ("a.py", "", "must define `def config()"),
         ("a.py", "def config(): return 3", "must return a RunConfig"),
         ("a.py", "def config(:", "a.py"),
@@ -162,6 +191,91 @@ def test_a_run_s_own_config_that_cannot_be_used_is_said_to_be_that(tmp_path):
             line.startswith(f"{tmp_path} holds a run whose own config.json cannot be used: ") and said in line
         )
         assert line.endswith("put it back as it was, or give another --run-dir")
+
+
+OWN = """
+import dataclasses
+from jaxthru.models.family import FamilyConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(FamilyConfig):
+    width: int
+    attention: str = "own"
+    windows: tuple[int, ...] = (1, 2)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A family of the user's own, `mine.shape`. Returns what forgets that it was imported."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "shape.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def forget() -> None:
+        for name in ("mine", "mine.shape"):
+            sys.modules.pop(name, None)
+
+    yield forget
+    forget()
+
+
+def test_a_family_of_one_s_own_is_named_by_hand(own, tmp_path):
+    named = ["model.width=3", "model.family=mine.shape", "model.loop=unroll"]
+    with pytest.raises(InputError, match=r"model.width is missing"):
+        load(QUICKSTART, named[1:])
+    config = load(QUICKSTART, [*named, "data.sequence=100_000"])
+    assert (config.model.family, config.model.width, config.model.loop) == ("mine.shape", 3, "unroll")
+    assert config.train == load(QUICKSTART).train and config.kernels.attention == "xla"
+    path = tmp_path / "config.json"
+    configuration.dump(dataclasses.replace(config, model=family.module_of(config.model).Config(4)), path)
+    tree = json.loads(path.read_text())["model"]
+    assert next(iter(tree.items())) == ("family", "mine.shape") and tree["attention"] == "own"
+    assert load(path, ["model.attention=other"]).model.attention == "other"  # the old key is llama's
+    assert load(path).model.windows == (1, 2)
+    assert load(path, ["model.family=llama", "data.sequence=64"]).model == ModelConfig()
+
+
+def test_what_is_stored_imports_no_family(own, tmp_path):
+    path = tmp_path / "config.json"
+    configuration.dump(load(QUICKSTART, ["model.family=mine.shape", "model.width=3"]), path)
+    own()
+    for read in (load, configuration.load_own):
+        with pytest.raises(
+            InputError, match=r"model.family = 'mine.shape': is no family of .* imports no code"
+        ):
+            read(path)
+    with pytest.raises(InputError, match=r"model.family = 'mine.shape': is no family"):
+        load(path, ["model.width=4"])
+    assert "mine.shape" not in sys.modules
+    assert load(path, ["model.family=mine.shape"]).model.width == 3
+    assert configuration.load_own(path).model.width == 3  # whoever resumes has named it
+
+
+def test_a_py_config_brings_its_own_family(own, tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from jaxthru.config import *\nfrom mine.shape import Config\n"
+        "def config(): return RunConfig(model=Config(5))\n"
+    )
+    config = load(path, ["model.width=6"])
+    assert config.model.family == "mine.shape" and config.model.width == 6
+    path.write_text(f"from jaxthru.config import *\n{OWN}\ndef config(): return RunConfig(model=Config(5))\n")
+    with pytest.raises(InputError, match=r"model.family = '<run_path>': is no family"):
+        load(path)
+
+
+def test_another_family_is_another_run(own, tmp_path):
+    old = load(QUICKSTART)
+    new = load(QUICKSTART, ["model.family=mine.shape", "model.width=3", "train.steps=9"])
+    with pytest.raises(
+        InputError, match=r"another configuration: model.family \('llama' → 'mine.shape'\); give"
+    ):
+        configuration.check_change(old, new, tmp_path)
+    assert configuration.check_change(old, load(QUICKSTART, ["model.loop=unroll"]), tmp_path)
+    kernels = load(QUICKSTART, ["kernels.attention=triton"])
+    assert configuration.check_change(old, kernels, tmp_path) == ["kernels.attention ('xla' → 'triton')"]
 
 
 @pytest.mark.parametrize("case", list(fuzz_configs.cases(60)), ids=lambda case: case.what)
