@@ -102,7 +102,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
     Raises InputError for a file that cannot be read, an unknown key, a wrong type or an impossible value.
     """
     try:
-        tree = _read(Path(path))
+        tree = moved.renewed(_read(Path(path)))
         for key, text in _words(overrides, tree):
             _set(tree, key, text)
         return from_dict(tree)

@@ -109,6 +109,7 @@ def test_old_keys_have_new_names_wherever_they_are_given(said, tmp_path):
     path.write_text(json.dumps({"model": {"attention": "triton"}, "mesh": {"collective_matmul": "none"}}))
     chosen = KernelsConfig(attention="triton", collective_matmul="none")
     assert load(path).kernels == chosen
+    assert load(path, ["kernels.attention=xla"]).kernels.attention == "xla"
     assert said == [
         f"{old}: is now {new}; the old name goes with the next release" for old, new in moved.KEYS.items()
     ]
