@@ -8,13 +8,13 @@ exist.
 
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import DataConfig
+from jaxthru.engine.offload import OffloadConfig
+from jaxthru.engine.step import TrainConfig
 from jaxthru.models.llama import ModelConfig, RopeScaling
 from jaxthru.models.remat import RematConfig
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.training.checkpoint import CheckpointConfig
 from jaxthru.training.evaluate import EvaluateConfig
-from jaxthru.training.offload import OffloadConfig
-from jaxthru.training.step import TrainConfig
 
 
 def config() -> RunConfig:

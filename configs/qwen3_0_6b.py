@@ -2,12 +2,12 @@
 
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import DataConfig
+from jaxthru.engine.step import TrainConfig
 from jaxthru.models.llama import ModelConfig
 from jaxthru.models.remat import RematConfig
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.training.checkpoint import CheckpointConfig
 from jaxthru.training.evaluate import EvaluateConfig
-from jaxthru.training.step import TrainConfig
 
 
 def config() -> RunConfig:

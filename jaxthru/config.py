@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxthru.data.loader import DataConfig
+from jaxthru.engine.offload import OffloadConfig
+from jaxthru.engine.step import TrainConfig
 from jaxthru.models.layers import PrecisionConfig
 from jaxthru.models.llama import ModelConfig
 from jaxthru.models.remat import RematConfig
@@ -22,8 +24,6 @@ from jaxthru.runtime.mesh import MeshConfig
 from jaxthru.training.checkpoint import CheckpointConfig
 from jaxthru.training.evaluate import EvaluateConfig
 from jaxthru.training.metrics import MetricsConfig
-from jaxthru.training.offload import OffloadConfig
-from jaxthru.training.step import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

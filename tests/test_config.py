@@ -10,9 +10,9 @@ import pytest
 from jaxthru import config as configuration
 from jaxthru.config import RunConfig, load
 from jaxthru.data.loader import DataConfig
+from jaxthru.engine.step import TrainConfig
 from jaxthru.models.llama import RopeScaling
 from jaxthru.runtime.errors import InputError
-from jaxthru.training.step import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.py"

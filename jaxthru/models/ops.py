@@ -86,20 +86,20 @@ class Ops:
         The weights share one gather of the tokens. Each is a matmul of its own: as one, gate and up were
         1.9 % of a step slower on an H200, and query, key and value 0.4 %.
         """
-        matrices, axes = zip(*(matrix_of(weight, 1) for weight in weights), strict=True)
+        matrices, axes = zip(*(matrix_of(weight) for weight in weights), strict=True)
         if self.collective or self.copies:
             ys = self._by_shard(all_gather_matmul, x_ND, matrices, axes, ("tokens", "batch"))
         else:
             ys = self._products(x_ND, matrices, axes)
         return [
-            self.constrain(y.reshape(-1, *weight.shape[1:]), "batch", *weight.logical_axes[1:])
+            self.constrain(y.reshape(-1, *weight.shape[1:]), "batch", *weight.info.axes[1:])
             for y, weight in zip(ys, weights, strict=True)
         ]
 
     def row_parallel(self, y: jax.Array, weight) -> jax.Array:
         """Returns `y` [N, *in], sharded as `column_parallel` gives it, times a weight [*in, D]: [N, D] in the
         compute dtype, accumulated in float32, sharded over tokens."""
-        matrix_ID, axes = matrix_of(weight, y.ndim - 1)
+        matrix_ID, axes = matrix_of(weight)
         y_NI = y.reshape(-1, len(matrix_ID))
         if self.collective or self.copies:
             (x_ND,) = self._by_shard(_matmul_reduce_scatter, y_NI, (matrix_ID,), (axes,), ("batch", "tokens"))
@@ -265,11 +265,11 @@ class Ops:
         return sharded(hidden_ND, matrix, targets_BT, weights_BT)
 
 
-def matrix_of(weight, inputs: int) -> tuple[jax.Array, Axes]:
-    """Returns a weight [*in, *out], the first so many dims being its inputs, as a matrix [I, O] and the axes
-    of that."""
+def matrix_of(weight) -> tuple[jax.Array, Axes]:
+    """Returns a linear map [*in, *out] as a matrix [I, O], and the axes of that."""
+    info, inputs = weight.info, len(weight.info.inputs)
     # A dim made of several is sharded as the first of them is.
-    axes = weight.logical_axes[0], weight.logical_axes[inputs]
+    axes = info.axes[0], info.axes[inputs]
     return weight[...].reshape(math.prod(weight.shape[:inputs]), -1), axes
 
 

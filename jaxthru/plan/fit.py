@@ -3,10 +3,10 @@
 import jax
 
 from jaxthru.config import RunConfig
+from jaxthru.engine.step import check_groups
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
-from jaxthru.training.step import check_groups
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 
 

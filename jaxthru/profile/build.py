@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from jaxthru.models import flops
+from jaxthru.models import llama
 from jaxthru.models.llama import ModelConfig
 from jaxthru.profile import clocks, ledger, lint
 from jaxthru.profile.attribution import Attribution
@@ -46,7 +46,7 @@ def build(folder: Path) -> Ledger:
     clock = production.clock(clocks.read(folder / "production"))
     shape = ModelConfig(**config["model"] | {"rope_scaling": None})  # which needs no FLOPs
     tokens, span = _tokens(rows, production.kept, shape)
-    needed = 6.0 * flops.matmul_parameters(shape) * tokens
+    needed = 6.0 * llama.matmul_parameters(shape) * tokens
     about = ledger.Run(
         config=run.parent.name if run.name.isdecimal() else run.name,
         device_kind=collected["device_kind"],
@@ -152,8 +152,8 @@ def _tokens(rows: list, steps: list[int], shape: ModelConfig) -> tuple[float, fl
         return 0.0, 0.0
     tokens = statistics.fmean(row["tokens"] for row in own)
     done = statistics.fmean((row["model_tflops"] or 0.0) * 1e12 * row["step_seconds"] for row in own)
-    by_span = flops.train_flops(shape, 0, 1)
-    return tokens, max(done - flops.train_flops(shape, tokens, 0), 0.0) / by_span
+    by_span = llama.train_flops(shape, 0, 1)
+    return tokens, max(done - llama.train_flops(shape, tokens, 0), 0.0) / by_span
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -6,8 +6,7 @@
 import dataclasses
 from typing import Any
 
-from jaxthru.models.flops import train_flops
-from jaxthru.models.llama import ModelConfig
+from jaxthru.models.llama import ModelConfig, train_flops
 from jaxthru.profile.ledger import LINES, Ledger
 from jaxthru.runtime.hardware import data_sheet_flops
 

@@ -28,11 +28,11 @@ from jaxthru import config as configuration
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import DataConfig, open_data
 from jaxthru.data.state import DataState
+from jaxthru.engine.step import TrainConfig
 from jaxthru.models.llama import ModelConfig
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.train import Build, build
 from jaxthru.training.evaluate import EvaluateConfig, Evaluation
-from jaxthru.training.step import TrainConfig
 
 WINDOW = 20
 

@@ -24,13 +24,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxthru.training.step import Step
 
 from jaxthru import train
 from jaxthru.models.layers import SwiGLU
 from jaxthru.models.ops import Ops, matrix_of
 from jaxthru.profile import trace
 from jaxthru.runtime import allocator
-from jaxthru.training.step import Step
 
 NOTES = {"dispatched": [], "idle": [], "isolated": None}
 LATEST = {"metrics": None, "finished": None}

@@ -15,12 +15,13 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from jaxthru.models import flops
+from jaxthru.models import llama
 from jaxthru.models.llama import ModelConfig
-from jaxthru.profile import clocks, compare, events, hlo, publish
+from jaxthru.profile import clocks, compare, events, publish
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import unprofiled
 from jaxthru.profile.ledger import Ledger
+from jaxthru.profile.read import hlo
 from jaxthru.profile.windows import BY_NAME
 
 BARS = {
@@ -177,7 +178,7 @@ def counted(run: Run) -> dict[str, Any]:
     elif ledger.run.platform == "gpu" and once:
         model = ModelConfig(**config["model"] | {"rope_scaling": None})
         tokens = config["train"]["rows"] * config["data"]["sequence"]
-        needed = flops.train_flops(model, 0, tokens * config["data"]["sequence"])  # of one document a row
+        needed = llama.train_flops(model, 0, tokens * config["data"]["sequence"])  # of one document a row
         attention = Attribution(modules).flops("attention") * ledger.run.devices / needed - 1
     return {
         "matmul_flops": judged("matmul_flops", share, again),

@@ -9,11 +9,12 @@ import planes
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.profile import hlo, ledger, lint, memory, waterfall
+from jaxthru.profile import ledger, lint, waterfall
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import build
 from jaxthru.profile.events import Event, Trace
 from jaxthru.profile.measured import Measured, whole
+from jaxthru.profile.read import hlo
 from jaxthru.profile.windows import Ran, Window, _called
 
 
@@ -260,7 +261,7 @@ def test_the_page_explains_each_line_and_part_of_a_ledger():
     tables = {
         ("Lines", "matmul"): set(ledger.LINES),
         ("matmul", "How it is measured"): parts,
-        ("Memory", "Lint"): {*memory.CATEGORIES, "fragmentation", "beside"},
+        ("Memory", "Lint"): {*buffers.CATEGORIES, "fragmentation", "beside"},
         ("Lint", "The rest of the file"): {rule.__name__ for rule in (*rules, lint.attention_again)},
         ("The rest of the file", ""): fields - {"lines", "matmul", "memory", "lint"},
     }
