@@ -32,9 +32,10 @@ from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.layered import LayeredStep
 from jaxthru.training.loss import Batch
-from jaxthru.training.metrics import Meter, open_record
+from jaxthru.training.metrics import Meter
 from jaxthru.training.offload import in_place
 from jaxthru.training.parts import init_by_parts
+from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.self_check import check_attention
 from jaxthru.training.state import State, sharded_init
@@ -105,9 +106,8 @@ class Build:
 
     def account(self, skipped: int, started: float, *listeners) -> Account:
         """Returns the account of finished steps. listeners: the record, the display, the watchdog."""
-        shape, devices = self.config.model, list(self.layout.mesh.devices.flat)
-        needed = functools.partial(flops.train_flops, shape)
-        meter = Meter(needed, hardware.peak_flops(devices), skipped, started)
+        needed, devices = functools.partial(flops.train_flops, self.config.model), self.layout.mesh.devices
+        meter = Meter(needed, hardware.peak_flops(list(devices.flat)), skipped, started)
         return Account(meter, self.data.names, self.config.train.skip_limit, *listeners)
 
     def _local_rows(self, rows: int) -> slice:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import numpy as np
 
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import TrainingError
 from jaxthru.training.evaluate import mean_by_source
-from jaxthru.training.metrics import FinishedStep, Meter
+from jaxthru.training.metrics import OF_A_STEP, FinishedStep, Meter
 from jaxthru.training.step import Metrics
 from jaxthru.training.watchdog import Watchdog
 
@@ -113,6 +114,7 @@ class Account:
             skipped_updates=int(values["skipped"]),
             partly_updated=bool(values["partly_updated"]),
             hbm_peak_bytes=hardware.peak_bytes(),
+            further={name: np.asarray(values[name]).tolist() for name in values if name not in OF_A_STEP},
             **self._waits,
         )
         self._clock, self._waits = now, dict.fromkeys(WAITS, 0.0)
