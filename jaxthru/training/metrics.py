@@ -9,16 +9,8 @@ from jaxthru.training.run_directory import METRICS_FIELDS
 
 Row = dict[str, Any]
 OF_A_STEP = (
-    "loss",
-    "source_loss",
-    "source_tokens",
-    "grad_norm",
-    "learning_rate",
-    "skipped",
-    "skipped_in_a_row",
-    "partly_updated",
-    "attention_span",
-    "tokens",
+    *("loss", "source_loss", "source_tokens", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row"),
+    *("partly_updated", "attention_span", "tokens"),
 )
 """What every step counts on the device. Whatever else it returns is a further metric, under its own name."""
 
