@@ -34,7 +34,8 @@ from jaxthru.training.account import Account
 from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
-from jaxthru.training.metrics import Meter, open_record
+from jaxthru.training.metrics import Meter
+from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.self_check import check_attention
 from jaxthru.training.state import init_by_parts, sharded_init

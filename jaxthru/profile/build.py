@@ -45,7 +45,7 @@ def build(folder: Path) -> Ledger:
     }
     clock = production.clock(clocks.read(folder / "production"))
     shape = ModelConfig(**config["model"] | {"rope_scaling": None})  # which needs no FLOPs
-    tokens, span = _tokens(rows, production.kept, shape)
+    tokens, span = _tokens(rows, production.kept)
     needed = 6.0 * llama.matmul_parameters(shape) * tokens
     about = ledger.Run(
         config=run.parent.name if run.name.isdecimal() else run.name,
@@ -145,15 +145,13 @@ def _window(production: Measured, named: Measured, rows: list, taken: dict) -> l
     )
 
 
-def _tokens(rows: list, steps: list[int], shape: ModelConfig) -> tuple[float, float]:
-    """Returns a step's mean tokens and Σ document length². The second follows from the FLOPs recorded."""
+def _tokens(rows: list, steps: list[int]) -> tuple[float, float]:
+    """Returns a step's mean tokens and Σ document length². Raises ValueError without the second."""
     own = [row for row in rows if row["step"] in steps]
-    if not own:
-        return 0.0, 0.0
-    tokens = statistics.fmean(row["tokens"] for row in own)
-    done = statistics.fmean((row["model_tflops"] or 0.0) * 1e12 * row["step_seconds"] for row in own)
-    by_span = llama.train_flops(shape, 0, 1)
-    return tokens, max(done - llama.train_flops(shape, tokens, 0), 0.0) / by_span
+    if any("attention_span" not in row for row in own):
+        raise ValueError("metrics.jsonl has no attention_span: an older version wrote it")
+    tokens, spans = ([row[name] for row in own] or [0.0] for name in ("tokens", "attention_span"))
+    return statistics.fmean(tokens), statistics.fmean(spans)
 
 
 def _json(path: Path) -> dict[str, Any]:

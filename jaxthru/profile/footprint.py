@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxthru.profile.attribution import Attribution, layer_and_phase
 from jaxthru.profile.ledger import Buffer, Memory
+from jaxthru.profile.read import buffers
 from jaxthru.runtime import aot
 
 BUFFERS = 20

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import numpy as np
 
 from jaxthru.engine.terms import Terms
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import TrainingError
 from jaxthru.training.evaluate import mean_by_source
-from jaxthru.training.metrics import FinishedStep, Meter
+from jaxthru.training.metrics import OF_A_STEP, FinishedStep, Meter
 from jaxthru.training.watchdog import Watchdog
 
 log = logging.getLogger("jaxthru")
@@ -113,6 +114,7 @@ class Account:
             skipped_updates=int(values["skipped"]),
             partly_updated=bool(values["partly_updated"]),
             hbm_peak_bytes=hardware.peak_bytes(),
+            further={name: np.asarray(values[name]).tolist() for name in values if name not in OF_A_STEP},
             **self._waits,
         )
         self._clock, self._waits = now, dict.fromkeys(WAITS, 0.0)
