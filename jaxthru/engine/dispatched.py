@@ -51,10 +51,8 @@ class Pending(NamedTuple):
 
 
 class DispatchedStep:
-    """One update, dispatched as programs and transfers; called as the compiled inline step is.
-
-    The state that it is given is used up, as by a donated call.
-    """
+    """One update, dispatched as programs and transfers; called as the compiled inline step, and uses up the
+    state that it is given, as a donated call does."""
 
     def __init__(
         self,

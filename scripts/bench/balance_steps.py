@@ -50,10 +50,10 @@ import jax
 import numpy as np
 import row_costs
 from gpu_clocks import Clocks
-from jaxthru.training.step import Batch
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import Data, open_data
+from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.plan.cost import row_cost
 from jaxthru.runtime import hardware, xla

@@ -60,10 +60,10 @@ import numpy as np
 import starved_input
 import starved_transform
 from gpu_clocks import Clocks
-from jaxthru.training.step import Batch
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
+from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import require

@@ -10,12 +10,12 @@ import grain
 import numpy as np
 import starved_transform
 from data_contenders import Records, Tokenize
-from jaxthru.training.step import Batch
 
 from jaxthru import config as configuration
 from jaxthru.data import tokenizer
 from jaxthru.data.loader import Place, open_data
 from jaxthru.data.state import DataState
+from jaxthru.engine.step import Batch
 from jaxthru.runtime.errors import require
 
 PAGE_CHARACTERS = 4096

@@ -18,11 +18,11 @@ from pathlib import Path
 import harness
 import jax
 import numpy as np
-from jaxthru.training.step import Batch
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
 from jaxthru.data.state import DataState
+from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
 from jaxthru.train import Build, build

@@ -15,6 +15,7 @@ import tiny
 from runs import kill, make_workplace, resumed_from
 
 from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.gradients import gradient_dtype
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, from_parts, parts
 from jaxthru.engine.offload import HOST, OffloadConfig, placed
 from jaxthru.training.state import init_by_parts
@@ -69,9 +70,12 @@ def between_canaries(state: dict, abstract: dict, canaries: Canaries) -> dict:
 def record(compiled: DispatchedStep, whole: tiny.Tiny, layers: int) -> None:
     """Has the backward programs return recorded gradients in place of their own: the same for each step of
     the same number, whatever the weights are by then."""
-    shapes = parts(jax.eval_shape(lambda: whole.step.objective.model.init(jax.random.key(0))))
-    stand_ins = whole.step.objective.model.layer_stand_ins(shapes[LAYERS])
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, [shapes[EMBEDDING], shapes[HEAD], stand_ins])
+    model = whole.step.model
+    shapes = parts(jax.eval_shape(lambda: model.init(jax.random.key(0))))[: LAYERS + 1]
+    dtypes = [
+        jax.tree.map(lambda info: gradient_dtype(info, model.ops.compute), infos)
+        for infos in parts(model.weights)[: LAYERS + 1]
+    ]
 
     def draw(key, index):
         leaves, structure = jax.tree.flatten(shapes[index])
@@ -84,7 +88,7 @@ def record(compiled: DispatchedStep, whole: tiny.Tiny, layers: int) -> None:
         return jax.tree.unflatten(structure, drawn)
 
     draw = jax.jit(draw, static_argnums=1, out_shardings=whole.layout.sharding(()))
-    head, backward, embed_backward = compiled.head, compiled.backward, compiled.embed_backward
+    head, (backward,), embed_backward = compiled.head, compiled.backward, compiled.embed_backward
     calls = {"step": 0, "layer": 0}
 
     def key(part: int) -> jax.Array:
@@ -105,7 +109,7 @@ def record(compiled: DispatchedStep, whole: tiny.Tiny, layers: int) -> None:
         embed_backward(*arguments)
         return draw(key(EMBEDDING), EMBEDDING), arguments[-1]
 
-    compiled.head, compiled.backward = recorded_head, recorded_backward
+    compiled.head, compiled.backward = recorded_head, [recorded_backward]
     compiled.embed_backward = recorded_embed_backward
 
 
@@ -225,7 +229,7 @@ def test_pinned_memory_holds_the_state():
     config = OffloadConfig("parameters")
     abstract = placed(whole.abstract, config)
     step, before = whole.step, device.memory_stats()["bytes_in_use"]
-    state = init_by_parts(step.objective.model, step.optimizer, abstract, 0)
+    state = init_by_parts(step.model, step.optimizer, abstract, 0)
     in_use = lambda: device.memory_stats()["bytes_in_use"] - before  # noqa: E731
     leaves = jax.tree.leaves(state)
     away = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == HOST)
