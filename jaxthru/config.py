@@ -10,6 +10,8 @@ from typing import Any
 
 from jaxthru import moved
 from jaxthru.data.loader import DataConfig
+from jaxthru.engine.offload import OffloadConfig
+from jaxthru.engine.step import TrainConfig
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.kernels import KernelsConfig
@@ -26,8 +28,6 @@ from jaxthru.runtime.mesh import MeshConfig
 from jaxthru.training.checkpoint import CheckpointConfig
 from jaxthru.training.evaluate import EvaluateConfig
 from jaxthru.training.metrics import MetricsConfig
-from jaxthru.training.offload import OffloadConfig
-from jaxthru.training.step import TrainConfig
 
 moved.take_old_keys(ModelConfig, "model")
 moved.take_old_keys(MeshConfig, "mesh")

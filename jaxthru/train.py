@@ -17,7 +17,11 @@ from jaxthru.data.batch import check_batch
 from jaxthru.data.loader import Batches, Data, open_data, prepare_data
 from jaxthru.data.placement import local_rows, to_global
 from jaxthru.data.state import DataState
-from jaxthru.models import flops
+from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.inline import CompiledStep
+from jaxthru.engine.offload import in_place
+from jaxthru.engine.step import Batch, State, Step
+from jaxthru.models import family
 from jaxthru.plan import levels
 from jaxthru.plan.assemble import assemble
 from jaxthru.plan.cost import row_cost
@@ -30,15 +34,11 @@ from jaxthru.training.account import Account
 from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
-from jaxthru.training.layered import LayeredStep
-from jaxthru.training.loss import Batch
-from jaxthru.training.metrics import Meter, open_record
-from jaxthru.training.offload import in_place
-from jaxthru.training.parts import init_by_parts
+from jaxthru.training.metrics import Meter
+from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.self_check import check_attention
-from jaxthru.training.state import State, sharded_init
-from jaxthru.training.step import CompiledStep, Step
+from jaxthru.training.state import init_by_parts, sharded_init
 from jaxthru.training.watchdog import Watchdog
 from pallas_kernels.dispatch import Unsupported
 
@@ -58,9 +58,9 @@ class Build:
     layout: Layout
     step: Step
     abstract: State
-    compiled: CompiledStep | LayeredStep
+    compiled: CompiledStep | DispatchedStep
     compile_seconds: float
-    recompile: Callable[[dict], CompiledStep | LayeredStep]
+    recompile: Callable[[dict], CompiledStep | DispatchedStep]
 
     def first_state(self) -> State:
         """Returns the state before the first update."""
@@ -101,12 +101,12 @@ class Build:
             log.info("no text is held out: nothing to evaluate on")
             return NoEvaluation()
         batches = [self.place(batch, rows) for batch in batches]
-        return Evaluation(config, self.compiled.loss_sums, batches, self.data.names)
+        return Evaluation(config, self.compiled.loss_terms, batches, self.data.names)
 
     def account(self, skipped: int, started: float, *listeners) -> Account:
         """Returns the account of finished steps. listeners: the record, the display, the watchdog."""
-        shape, devices = self.config.model, list(self.layout.mesh.devices.flat)
-        needed = functools.partial(flops.train_flops, shape)
+        model, devices = self.config.model, list(self.layout.mesh.devices.flat)
+        needed = functools.partial(family.module_of(model).train_flops, model)
         meter = Meter(needed, hardware.peak_flops(devices), skipped, started)
         return Account(meter, self.data.names, self.config.train.skip_limit, *listeners)
 
@@ -283,7 +283,7 @@ def describe(built: Build) -> None:
     mesh = built.layout.mesh
     log.info(
         "%s parameters on %d × %s (%s), compiled in %.1f s",
-        f"{flops.parameters(built.config.model):,}",
+        f"{built.step.model.parameters:,}",
         mesh.size,
         mesh.devices.flat[0].device_kind,
         " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),

@@ -1,15 +1,18 @@
-"""The choice of an implementation by capability, the same for every operation.
+"""What an operation is, and the choice of an implementation by capability, the same for every one.
 
-An implementation refuses by raising `Unsupported` while it is traced, from static facts alone: platform,
-dtypes, shapes, compute capability, installed libraries. So a choice is made once per compilation and costs a
-step nothing.
+Each folder beside this file is an operation, whose `__init__.py` has one `OPERATION`. An implementation
+refuses by raising `Unsupported` while it is traced, from static facts alone: platform, dtypes, shapes,
+compute capability, installed libraries. So a choice is made once per compilation and costs a step nothing.
 """
 
+import dataclasses
 import functools
 import importlib
 import logging
+import types
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import Any, Literal
 
 import jax
 
@@ -107,44 +110,104 @@ def require_one_process() -> None:
         raise Unsupported(f"needs every device in one process, found {processes} processes")
 
 
-def run[Result](
-    operation: str,
-    implementations: Mapping[str, Callable[..., Result]],
-    automatic: Sequence[str],
-    implementation: str | None,
-    *arguments: object,
-) -> Result:
-    """Calls the named implementation, or the first of `automatic` that does not refuse.
+def triton_before_xla(platform: str) -> tuple[str, ...]:
+    """Returns the order of operations whose Triton kernels are measured to be worth it on NVIDIA's GPUs."""
+    return ("triton", "xla") if on_nvidia(platform) else ("xla",)
 
-    Which one ran, and why those before it refused, is logged once for each (operation, implementation).
 
-    Args:
-      operation: its name, for log and errors.
-      implementations: all of them by name; each takes `arguments`.
-      automatic: the names to try, in order, when none is asked for. Others run only when named.
-      implementation: the name asked for, or None.
-      *arguments: what the operation is applied to.
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to do an operation: a module of its folder, imported when it is first tried.
 
-    Raises:
-      ValueError: no implementation has the name.
-      Unsupported: the named one refuses, or all of `automatic` do; gives each reason.
+    takes: what its functions take by keyword beside the operation's own arguments: "platform", where it will
+    run; "named", whether it was asked for by name: then it runs wherever it can, be it slower than another.
+    module: the module's name, where it is not the implementation's.
+    options: further keyword arguments, for implementations that share a module.
     """
-    refusals = []
-    for name in automatic if implementation is None else (implementation,):
-        if name not in implementations:
-            raise ValueError(
-                f"{operation}: no implementation {name!r}; there are {', '.join(implementations)}"
-            )
-        try:
-            result = implementations[name](*arguments)
-        except Unsupported as refusal:
-            refusals.append(f"{name}: {refusal}")
-            continue
-        if (operation, name) not in _logged:
-            _logged.add((operation, name))
-            reasons = f" (refused: {'; '.join(refusals)})" if refusals else ""
-            logger.info("%s: %s runs%s", operation, name, reasons)
-        return result
-    untried = [name for name in implementations if name not in automatic]
-    hint = f"; only when named: {', '.join(untried)}" if implementation is None and untried else ""
-    raise Unsupported(f"{operation}: no implementation can run here: {'; '.join(refusals)}{hint}")
+
+    takes: tuple[Literal["platform", "named"], ...] = ()
+    module: str | None = None
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation and all of its implementations, one of which is called "reference".
+
+    package: dotted, the `__name__` of the folder; its last part is the operation's name.
+    implementations: by name, as users name them.
+    automatic: (**facts, platform=...) -> the names that are tried, in order, where none is asked for. Others
+    run only when named.
+    function: what the implementations' modules call it, where that is not the operation's name.
+    """
+
+    package: str
+    implementations: Mapping[str, Implementation]
+    automatic: Callable[..., tuple[str, ...]]
+    function: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For configurations, log and errors."""
+        return self.package.rpartition(".")[2]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all implementations."""
+        return tuple(self.implementations)
+
+    def load(self, name: str) -> ModuleType:
+        """Returns an implementation's module. Late: Mosaic takes two seconds to import, and few need it."""
+        return importlib.import_module(f"{self.package}.{self.implementations[name].module or name}")
+
+    def options(self, name: str, platform: str, named: bool) -> dict[str, object]:
+        """Returns what an implementation's functions take beside the operation's own arguments."""
+        implementation = self.implementations[name]
+        given = {"platform": platform, "named": named}
+        return {key: given[key] for key in implementation.takes} | dict(implementation.options)
+
+    def run(
+        self,
+        *arguments: object,
+        implementation: str | Sequence[str] | None,
+        platform: str | None,
+        function: str | None = None,
+        facts: Mapping[str, object] = types.MappingProxyType({}),
+        **options: object,
+    ) -> Any:
+        """Calls the named implementation, or the first of several that does not refuse.
+
+        Which one ran, and why those before it refused, is logged once.
+
+        Args:
+          *arguments, **options: what the operation is applied to.
+          implementation: the name asked for, or those to try, in order; None tries those of `automatic`.
+          platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
+          function: which, of an operation that has several; log and errors name it then.
+          facts: what the automatic order depends on beside the platform.
+
+        Raises:
+          ValueError: no implementation has the name.
+          Unsupported: the named one refuses, or all that are tried do; gives each reason.
+        """
+        platform, label = resolve_platform(platform), function or self.name
+        named = isinstance(implementation, str)
+        tried = (implementation,) if named else implementation or self.automatic(platform=platform, **facts)
+        refusals = []
+        for name in tried:
+            if name not in self.implementations:
+                raise ValueError(f"{label}: no implementation {name!r}; there are {', '.join(self.names)}")
+            try:
+                call = getattr(self.load(name), function or self.function or self.name)
+                result = call(*arguments, **options, **self.options(name, platform, named))
+            except Unsupported as refusal:
+                refusals.append(f"{name}: {refusal}")
+                continue
+            if (label, name) not in _logged:
+                _logged.add((label, name))
+                reasons = f" (refused: {'; '.join(refusals)})" if refusals else ""
+                logger.info("%s: %s runs%s", label, name, reasons)
+            return result
+        untried = [name for name in self.names if name not in tried]
+        hint = f"; only when named: {', '.join(untried)}" if not named and untried else ""
+        raise Unsupported(f"{label}: no implementation can run here: {'; '.join(refusals)}{hint}")

@@ -13,12 +13,14 @@ LEVEL = {
     "moved": 1,
     "optim": 1,
     "data": 1,
+    "profile.read": 1,
     "models": 2,
-    "training": 3,
-    "profile": 4,
-    "config": 5,
-    "plan": 6,
-    "train": 7,
+    "engine": 3,
+    "training": 4,
+    "profile": 5,
+    "config": 6,
+    "plan": 7,
+    "train": 8,
 }
 
 
@@ -27,6 +29,8 @@ def package_of(module: str) -> str | None:
     parts = module.split(".")
     if parts[0] == "pallas_kernels":
         return "pallas_kernels"
+    if parts[:3] == ["jaxthru", "profile", "read"]:
+        return "profile.read"
     return parts[1] if parts[0] == "jaxthru" and len(parts) > 1 else None
 
 

@@ -155,7 +155,7 @@ def test_turns_that_are_slow_together_count_as_one(bench, monkeypatch):
 
 def test_a_planted_run_keeps_memory_as_any_other_does(bench, monkeypatch, tmp_path):
     causes, ran = bench("profiler_causes"), []
-    for kind in (train.CompiledStep, train.LayeredStep):
+    for kind in (train.CompiledStep, train.DispatchedStep):
         monkeypatch.setattr(kind, "__call__", kind.__call__)  # which the script replaces
     monkeypatch.setattr(train.Build, "batches", train.Build.batches)
     monkeypatch.setattr(causes.allocator, "keep_freed", lambda: ran.append("keep_freed"))

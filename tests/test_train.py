@@ -352,6 +352,14 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
             "kernels.attention = 'cudnn_packed': attention: no implementation",
         ),
         (
+            {"kernels__linear_cross_entropy": "triton"},
+            "kernels.linear_cross_entropy = 'triton': linear_cross_entropy: no implementation",
+        ),
+        (
+            {"kernels__adamw_8bit": "triton", "optim__state": "int8"},
+            "kernels.adamw_8bit = 'triton': adamw_8bit: no implementation",
+        ),
+        (
             {"mesh__tensor": 2, "model__kv_heads": 2, "kernels__collective_matmul": "mosaic_tpu"},
             "kernels.collective_matmul = 'mosaic_tpu': all_gather_matmul: no implementation",
         ),

@@ -7,18 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxthru.models.bind import bind
+from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.inline import InlineStep, loss
+from jaxthru.engine.model import Model
+from jaxthru.engine.objective import Objective
+from jaxthru.engine.offload import OffloadConfig, placed
+from jaxthru.engine.programs import lower
+from jaxthru.engine.step import Step, abstract_batch
+from jaxthru.models import family
 from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.layered import LayeredStep
-from jaxthru.training.loss import Objective
-from jaxthru.training.offload import OffloadConfig, placed
-from jaxthru.training.programs import lower
-from jaxthru.training.state import abstract_state, matrices, sharded_init
-from jaxthru.training.step import Step, abstract_batch
+from jaxthru.training.state import abstract_state, sharded_init
 
 SHAPE = ModelConfig(vocabulary=512, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
 ROWS, SEQUENCE, SOURCES = 8, 64, 2
@@ -30,6 +32,7 @@ class Tiny:
     layout: Layout
     step: Step
     abstract: dict
+    shape: ModelConfig
 
     @functools.cached_property
     def state(self) -> dict:
@@ -42,13 +45,13 @@ class Tiny:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        jitted = jax.jit(self.step, donate_argnums=0, out_shardings=(shardings, None))
+        jitted = jax.jit(InlineStep(self.step), donate_argnums=0, out_shardings=(shardings, None))
         return jitted.lower(self.abstract, self.inputs).compile()
 
     @functools.cached_property
     def gradients(self):
         """The step's gradients alone: (params, batch) -> (sums, gradients)."""
-        return jax.jit(self.step.gradients)
+        return jax.jit(InlineStep(self.step).gradients)
 
     def batch(self, index: int) -> dict[str, jax.Array]:
         sharding = self.layout.sharding(("batch", "sequence"))
@@ -56,9 +59,13 @@ class Tiny:
 
     def fresh(self) -> dict:
         """Returns a first state that a step may take over."""
-        state = first_state(self.step.objective.model.config, self.step.optimizer.config)
+        state = first_state(self.shape, self.step.optimizer.config)
         copied = lambda leaf, to: jax.device_put(np.array(leaf), to.sharding)  # noqa: E731
         return jax.tree.map(copied, state, self.abstract)
+
+    def loss(self, params, batch, weight):
+        """Returns what the step minimises, and its terms."""
+        return loss(self.step.objective, params, batch, weight)
 
     def losses(self, steps: int) -> list[float]:
         state, losses = self.fresh(), []
@@ -66,6 +73,17 @@ class Tiny:
             state, metrics = self.compiled(state, self.batch(index))
             losses.append(float(metrics["loss"]))
         return losses
+
+
+def bind(shape: ModelConfig, ops: Ops, policy: str) -> Model:
+    """Returns the model of a shape on a layout."""
+    return Model(family.module_of(shape).stages(shape), ops, policy, shape.loop)
+
+
+def layers(params: dict) -> tuple:
+    """Returns the unrolled layers of a model with one kind of block; scanned, the stacked one."""
+    ((block,),) = params["layers"]
+    return block
 
 
 def batch(index: int) -> dict[str, np.ndarray]:
@@ -108,11 +126,12 @@ def make(
     dtype = jnp.dtype(compute)
     using = Ops(layout, dtype, float8=float8, collective_matmul_by=collective_matmul)
     using = dataclasses.replace(using, **dict.fromkeys(ops, True))
-    model = bind(dataclasses.replace(SHAPE, **shape), using, remat)
+    shape = dataclasses.replace(SHAPE, **shape)
+    model = bind(shape, using, remat)
     schedule = make_schedule(optim, 20)
-    optimizer = Optimizer(optim, matrices(model))
+    optimizer = Optimizer(optim, model.weights)
     step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups, seed=0)
-    return Tiny(layout, step, abstract_state(model, optimizer, layout))
+    return Tiny(layout, step, abstract_state(model, optimizer, layout), shape)
 
 
 @functools.cache
@@ -120,14 +139,14 @@ def first_state(shape: ModelConfig, optim: OptimConfig) -> dict:
     """Returns the first state on one device, compiled once for all meshes, policies and micro-batches."""
     layout = Layout(make_mesh(MeshConfig(), jax.devices()[:1]))
     model = bind(shape, Ops(layout, jnp.dtype(jnp.float32)), "none")
-    optimizer = Optimizer(optim, matrices(model))
+    optimizer = Optimizer(optim, model.weights)
     return sharded_init(model, optimizer, abstract_state(model, optimizer, layout), 0)
 
 
-def layered(whole: Tiny, config: OffloadConfig) -> tuple[LayeredStep, dict]:
-    """Returns the layered step that does what a whole one does, and its first state, where it is to live."""
+def dispatched(whole: Tiny, config: OffloadConfig) -> tuple[DispatchedStep, dict]:
+    """Returns the dispatched step that does what a whole one does, and its first state, where it is to be."""
     abstract = placed(whole.abstract, config)
-    compiled = LayeredStep(whole.step, config, abstract, whole.inputs, compile_once)
+    compiled = DispatchedStep(whole.step, config, abstract, whole.inputs, compile_once)
     return compiled, jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
 
@@ -135,7 +154,7 @@ _compiled: dict = {}
 
 
 def compile_once(name, function, arguments, donate=(), out_shardings=None, **statics):
-    """Compiles for LayeredStep. What two levels have in common, which is nearly all, is compiled once."""
+    """Compiles for DispatchedStep. What two levels have in common, which is nearly all, is compiled once."""
     lowered = lower(name, function, arguments, donate, out_shardings, **statics)
     meshes = {leaf.sharding.mesh for leaf in jax.tree.leaves(arguments)}
     types = str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), arguments))  # of those not used, too

@@ -1,19 +1,22 @@
 """The files of one source as a stream of documents, and the key that stands for it."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from jaxthru.data.files import File
-from jaxthru.data.mix import Recipe
-from jaxthru.data.readers import Damage, Document, read
+from jaxthru.data.mix import ASIDE, Recipe
+from jaxthru.data.readers import READERS, Damage, Document, options, read
 
-READERS = 3
+VERSION = 3
 """Counts the changes to what documents the same files become, and to which of them are held out."""
-DECISIVE = ("format", "text_key", "extension", "cap_bytes", "max_record_bytes")
-"""What of a recipe, besides the files that it finds, decides the documents."""
+FIRST = ("format", "text_key", "extension", "cap_bytes", "max_record_bytes")
+"""The options that stand in every key, whoever reads them, and without their names: so they do in the keys of
+stores that are prepared already. Nothing joins them: all others are found, see `further_options`."""
 KEEP_BYTES = 64_000_000
 """A source capped below this is read once and kept, for the tokenizer's training and for encoding."""
 
@@ -25,8 +28,10 @@ class Corpus:
     def __init__(self, name: str, recipe: Recipe, files: list[File]):
         self.name, self.recipe, self.files = name, recipe, files
         contents = [(file.digest, file.path.suffix) for file in files]
-        decisive = [getattr(recipe, name) for name in DECISIVE]
-        self.key = hash_of([READERS, decisive, recipe.transform.name, recipe.transform.digest, contents])
+        first = [getattr(recipe, name) for name in FIRST]
+        parts = [VERSION, first, recipe.transform.name, recipe.transform.digest, contents]
+        further = further_options(recipe)
+        self.key = hash_of([*parts, further] if further else parts)
         self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
         self.left_out = Counter()
         keep = 0 < recipe.cap_bytes <= KEEP_BYTES
@@ -39,6 +44,15 @@ class Corpus:
             return read(self.files, self.recipe, self.left_out)
         self._kept, items = itertools.tee(self._kept)
         return items
+
+
+def further_options(recipe: Recipe) -> dict[str, Any]:
+    """Returns the options beside FIRST and the transform that decide what a recipe's files become: all, but
+    those that are declared not to (`mix.ASIDE`) and those that only readers of other formats read."""
+    others = {name for format in READERS for name in options(format)} - {*options(recipe.format)}
+    known = {*FIRST, "transform", *ASIDE, *others}
+    names = [field.name for field in dataclasses.fields(recipe) if field.name not in known]
+    return {name: getattr(recipe, name) for name in names}
 
 
 def hash_of(parts: list) -> str:

@@ -60,6 +60,14 @@ class Recipe:
     transform: Transform = Transform()
 
 
+ASIDE = (
+    *("description", "max_damaged", "online"),
+    *("stdlib", "packages", "paths", "suffixes", "exclude", "max_file_bytes"),
+)
+"""The options that do not decide what files become: those that change no document, and those that find the
+files, whose contents count themselves. All others, and any new one, are part of a store's key."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenizerSpec:
     """Either a `tokenizer.json` on disk, or a byte-level BPE to be trained.

@@ -1,36 +1,40 @@
-"""Which implementation of each operation of `pallas_kernels` runs."""
+"""Which implementation of each operation of `pallas_kernels` a run takes."""
 
 import dataclasses
 from typing import Literal
 
+from pallas_kernels.adamw_8bit import OPERATION as ADAMW_8BIT
+from pallas_kernels.attention import OPERATION as ATTENTION
+from pallas_kernels.collective_matmul import OPERATION as COLLECTIVE_MATMUL
+from pallas_kernels.collective_matmul import WRITES_TO_PEERS
+from pallas_kernels.linear_cross_entropy import OPERATION as LINEAR_CROSS_ENTROPY
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelsConfig:
-    """A key per operation: one of its implementations, or `auto`.
+    """One key for each operation: `auto`, the first of the operation's own order that can run, or one by
+    name, which runs or says why it cannot.
 
-    attention: `pallas_kernels.attention`.
+    attention: within the documents of each row.
     linear_cross_entropy: the output matrix and the loss.
-    collective_matmul: what moves tokens over `mesh.tensor`; `fused` is the kernels for Hopper where they are
-    expected to be faster and otherwise as `auto`, `none` collectives that XLA's partitioner puts in.
-    adamw_8bit: the update of optim.state = int8.
+    collective_matmul: what moves tokens over the mesh axis `tensor`; also `fused`, the kernels for Hopper
+    where they are expected to be faster and otherwise as `auto`, or `none`, collectives that XLA's
+    partitioner puts in.
+    adamw_8bit: the update of moments that are kept in 8 bits. On a mesh of several devices `auto` is
+    `reference`, which alone the partitioner can split.
     """
 
-    attention: Literal["auto", "reference", "xla", "cudnn_packed", "triton"] = "auto"
-    linear_cross_entropy: Literal["auto", "reference", "xla", "triton"] = "auto"
-    collective_matmul: Literal[
-        "auto",
-        "fused",
-        "none",
-        "reference",
-        "ring",
-        "ring_bidirectional",
-        "mosaic_gpu",
-        "mosaic_gpu_adds",
-        "mosaic_tpu",
-    ] = "auto"
-    adamw_8bit: Literal["auto", "reference", "xla", "triton"] = "auto"
+    attention: Literal["auto", *ATTENTION.names] = "auto"
+    linear_cross_entropy: Literal["auto", *LINEAR_CROSS_ENTROPY.names] = "auto"
+    collective_matmul: Literal["auto", "fused", "none", *COLLECTIVE_MATMUL.names] = "auto"
+    adamw_8bit: Literal["auto", *ADAMW_8BIT.names] = "auto"
 
     @property
     def writes_to_peers(self) -> bool:
         """Whether kernels address the memory of other GPUs; see `runtime.xla.for_peers`."""
-        return self.collective_matmul in ("fused", "mosaic_gpu", "mosaic_gpu_adds")
+        return self.collective_matmul in WRITES_TO_PEERS
+
+    def named(self, operation: str) -> str | None:
+        """Returns what an operation takes as `implementation`: the name asked for, or None for `auto`."""
+        name = getattr(self, operation)
+        return None if name == "auto" else name

@@ -1,7 +1,7 @@
 """The layers of a decoder, as Flax NNX modules.
 
 Shapes: B rows, T tokens, N = B·T, D embed, H heads, K kv heads, C head_dim, M mlp, V vocabulary.
-Each parameter carries its logical axes; `Ops` lays it out, casts it and multiplies.
+Each parameter says what it is (`runtime.weights.WeightInfo`); `Ops` lays it out, casts it and multiplies.
 """
 
 import dataclasses
@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxthru.models.ops import Ops
+from jaxthru.models import scopes
+from jaxthru.models.stage import Context
+from jaxthru.runtime.weights import WeightInfo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,24 +29,31 @@ class PrecisionConfig:
 
 
 class Weight(nnx.Param):
-    """A float32 parameter with one logical axis a dim (`logical_axes`; None is never sharded)."""
+    """A float32 parameter. info: what it is, a WeightInfo."""
 
 
-def weight(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], deviation: float) -> Weight:
+def linear(
+    rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], deviation: float, inputs: int = 1
+) -> Weight:
+    """Returns a linear map [*in, *out], of which the first so many dims are its inputs, drawn as `drawn`."""
+    return drawn(rngs, WeightInfo(axes, "matrix", tuple(range(inputs))), shape, deviation)
+
+
+def drawn(rngs: nnx.Rngs, info: WeightInfo, shape: tuple[int, ...], deviation: float) -> Weight:
     """Returns a weight drawn from a normal distribution of this standard deviation, cut at two of them."""
     draw = jax.random.truncated_normal(rngs.params(), -2, 2, shape, jnp.float32)
     # 0.8796: the deviation of a standard normal cut at ±2.
-    return Weight(draw * (deviation / 0.87962566), logical_axes=axes)
+    return Weight(draw * (deviation / 0.87962566), info=info)
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (arXiv:1910.07467) over the last dim, computed in float32."""
 
     def __init__(self, size: int, epsilon: float):
-        self.scale = Weight(jnp.ones((size,), jnp.float32), logical_axes=(None,))
+        self.scale = Weight(jnp.ones((size,), jnp.float32), info=WeightInfo((None,), "norm"))
         self.epsilon = epsilon
 
-    @jax.named_scope("norm")
+    @jax.named_scope(scopes.NORM)
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
@@ -57,29 +66,29 @@ class Attention(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         d, h, k, c = config.embed, config.heads, config.kv_heads, config.head_dim
-        self.query = weight(rngs, ("embed", "heads", "head_dim"), (d, h, c), d**-0.5)
-        self.key = weight(rngs, ("embed", "kv_heads", "head_dim"), (d, k, c), d**-0.5)
-        self.value = weight(rngs, ("embed", "kv_heads", "head_dim"), (d, k, c), d**-0.5)
-        self.out = weight(
-            rngs, ("heads", "head_dim", "embed"), (h, c, d), (h * c * 2 * config.layers) ** -0.5
-        )
+        self.query = linear(rngs, ("embed", "heads", "head_dim"), (d, h, c), d**-0.5)
+        self.key = linear(rngs, ("embed", "kv_heads", "head_dim"), (d, k, c), d**-0.5)
+        self.value = linear(rngs, ("embed", "kv_heads", "head_dim"), (d, k, c), d**-0.5)
+        deviation = (h * c * 2 * config.layers) ** -0.5
+        self.out = linear(rngs, ("heads", "head_dim", "embed"), (h, c, d), deviation, inputs=2)
         if config.qk_norm:
             self.query_norm = RMSNorm(c, config.norm_epsilon)
             self.key_norm = RMSNorm(c, config.norm_epsilon)
         self.qk_norm = config.qk_norm
 
-    def __call__(self, ops: Ops, x_ND: jax.Array, rotary, segments) -> jax.Array:
-        length = rotary[0].shape[1]
-        projected = ops.column_parallel(x_ND, self.query, self.key, self.value)
+    def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
+        """context.prepared: of `rotary_angles`."""
+        rotary, length = context.prepared, context.positions.shape[1]
+        projected = context.ops.column_parallel(x_ND, self.query, self.key, self.value)
         q_BTHC, k_BTKC, v_BTKC = (y.reshape(-1, length, *y.shape[1:]) for y in projected)
         if self.qk_norm:
             q_BTHC, k_BTKC = self.query_norm(q_BTHC), self.key_norm(k_BTKC)
         q_BTHC = checkpoint_name(rotate(q_BTHC, rotary), "query")
         k_BTKC = checkpoint_name(rotate(k_BTKC, rotary), "key")
         v_BTKC = checkpoint_name(v_BTKC, "value")
-        o_BTHC = ops.attention(q_BTHC, k_BTKC, v_BTKC, segments)
+        o_BTHC = context.attend(q_BTHC, k_BTKC, v_BTKC)
         o_NHC = o_BTHC.reshape(-1, *o_BTHC.shape[2:])
-        return checkpoint_name(ops.row_parallel(o_NHC, self.out), "attention_out")
+        return checkpoint_name(context.ops.row_parallel(o_NHC, self.out), "attention_out")
 
 
 class SwiGLU(nnx.Module):
@@ -87,14 +96,14 @@ class SwiGLU(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         d, m = config.embed, config.mlp
-        self.gate = weight(rngs, ("embed", "mlp"), (d, m), d**-0.5)
-        self.up = weight(rngs, ("embed", "mlp"), (d, m), d**-0.5)
-        self.down = weight(rngs, ("mlp", "embed"), (m, d), (m * 2 * config.layers) ** -0.5)
+        self.gate = linear(rngs, ("embed", "mlp"), (d, m), d**-0.5)
+        self.up = linear(rngs, ("embed", "mlp"), (d, m), d**-0.5)
+        self.down = linear(rngs, ("mlp", "embed"), (m, d), (m * 2 * config.layers) ** -0.5)
 
-    def __call__(self, ops: Ops, x_ND: jax.Array) -> jax.Array:
-        gate_NM, up_NM = ops.column_parallel(x_ND, self.gate, self.up)
+    def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
+        gate_NM, up_NM = context.ops.column_parallel(x_ND, self.gate, self.up)
         gate_NM, up_NM = checkpoint_name(gate_NM, "gate"), checkpoint_name(up_NM, "up")
-        return ops.row_parallel(jax.nn.silu(gate_NM) * up_NM, self.down)
+        return context.ops.row_parallel(jax.nn.silu(gate_NM) * up_NM, self.down)
 
 
 def rotary_angles(positions_BT: jax.Array, config) -> tuple[jax.Array, jax.Array]:

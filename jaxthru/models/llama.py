@@ -5,14 +5,17 @@ Covers Llama 3.x (arXiv:2407.21783), Mistral (arXiv:2310.06825, without the slid
 """
 
 import dataclasses
+import functools
 
 import jax
 from flax import nnx
 
+from jaxthru.models import flops, scopes
 from jaxthru.models.family import FamilyConfig
-from jaxthru.models.layers import Attention, RMSNorm, SwiGLU, weight
-from jaxthru.models.ops import Ops
+from jaxthru.models.layers import Attention, RMSNorm, SwiGLU, drawn, rotary_angles
+from jaxthru.models.stage import Chain, Context, module_stage, repeated
 from jaxthru.runtime.errors import require
+from jaxthru.runtime.weights import WeightInfo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +74,11 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         deviation = head_deviation(config) if config.tied_embeddings else EMBEDDING_DEVIATION
-        self.table = weight(rngs, ("vocab", "embed"), (config.vocabulary, config.embed), deviation)
+        info = WeightInfo(("vocab", "embed"), "table", inputs=(0,))
+        self.table = drawn(rngs, info, (config.vocabulary, config.embed), deviation)
 
-    def __call__(self, ops: Ops, tokens_BT: jax.Array) -> jax.Array:
-        return ops.embed(self.table[...], tokens_BT)
+    def __call__(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
+        return context.ops.embed(self.table[...], tokens_BT)
 
 
 class Block(nnx.Module):
@@ -86,11 +90,11 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed, config.norm_epsilon)
         self.mlp = SwiGLU(config, rngs)
 
-    def __call__(self, ops: Ops, x_ND: jax.Array, rotary, segments) -> jax.Array:
-        with jax.named_scope("attention"):
-            x_ND = x_ND + self.attention(ops, self.attention_norm(x_ND), rotary, segments)
-        with jax.named_scope("mlp"):
-            return x_ND + self.mlp(ops, self.mlp_norm(x_ND))
+    def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
+        with jax.named_scope(scopes.ATTENTION):
+            x_ND = x_ND + self.attention(self.attention_norm(x_ND), context)
+        with jax.named_scope(scopes.MLP):
+            return x_ND + self.mlp(self.mlp_norm(x_ND), context)
 
 
 class Head(nnx.Module):
@@ -99,10 +103,10 @@ class Head(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.norm = RMSNorm(config.embed, config.norm_epsilon)
         if not config.tied_embeddings:
-            shape = (config.embed, config.vocabulary)
-            self.matrix = weight(rngs, ("embed", "vocab"), shape, head_deviation(config))
+            info = WeightInfo(("embed", "vocab"), "table", inputs=(0,))
+            self.matrix = drawn(rngs, info, (config.embed, config.vocabulary), head_deviation(config))
 
-    def __call__(self, x_ND: jax.Array) -> jax.Array:
+    def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
         return self.norm(x_ND)
 
 
@@ -112,3 +116,45 @@ EMBEDDING_DEVIATION = 0.02
 def head_deviation(config: Config) -> float:
     """Logits then start with a deviation of one half, so that the first loss is ln(vocabulary) + 1/8."""
     return 0.5 * config.embed**-0.5
+
+
+def stages(config: Config) -> Chain:
+    """Returns the chain of stages of a model of this shape."""
+    block = module_stage("block", Block, config, kept=kept(config))
+    return Chain(
+        embedding=module_stage("embedding", Embedding, config),
+        groups=repeated((block,), config.layers),
+        head=module_stage("head", Head, config),
+        output=("embedding", "table") if config.tied_embeddings else ("head", "matrix"),
+        prepare=functools.partial(rotary_angles, config=config),
+    )
+
+
+def kept(config: Config) -> dict[str, int]:
+    """Returns the numbers per token of a block's activations, see `Stage.kept`."""
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return {
+        **{"query": query, "key": key, "value": key, "attention": query},
+        **{"attention_statistics": config.heads, "attention_out": config.embed},
+        **{"gate": config.mlp, "up": config.mlp},
+        "rest": 3 * config.embed + 2 * config.mlp,  # norms, and what becomes of the gate
+    }
+
+
+def matmul_parameters(config: Config) -> int:
+    """Returns the parameters that each token is multiplied with; looking up an embedding is free."""
+    attention = config.embed * config.head_dim * 2 * (config.heads + config.kv_heads)
+    return config.layers * (attention + 3 * config.embed * config.mlp) + config.embed * config.vocabulary
+
+
+def parameters(config: Config) -> int:
+    """Returns the number of parameters."""
+    norms = config.layers * (2 * config.embed + 2 * config.head_dim * config.qk_norm) + config.embed
+    input_table = 0 if config.tied_embeddings else config.vocabulary * config.embed
+    return matmul_parameters(config) + input_table + norms
+
+
+def train_flops(config: Config, tokens: float, attention_span: float) -> float:
+    """Returns the floating-point operations that one update needs, see models/flops.py."""
+    width = config.layers * config.heads * config.head_dim
+    return flops.of_update(matmul_parameters(config), width, tokens, attention_span)

@@ -33,15 +33,17 @@ from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 class Ops:
     """compute: the dtype of activations and matmul operands. attention_by: an implementation of
     `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8. collective_matmul_by: an
-    implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`. copies: gather
-    parameters over `fsdp`, and scatter their gradients, by `runtime.copies`. keep_parameters: have them kept
-    for the backward pass, see `RematConfig`."""
+    implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`.
+    linear_cross_entropy_by: an implementation, None takes the first that can run. copies: gather parameters
+    over `fsdp`, and scatter their gradients, by `runtime.copies`. keep_parameters: have them kept for the
+    backward pass, see `RematConfig`."""
 
     layout: Layout
     compute: jnp.dtype
     attention_by: str = "auto"
     float8: bool = False
     collective_matmul_by: str = "auto"
+    linear_cross_entropy_by: str | None = None
     copies: bool = False
     keep_parameters: bool = False
 
@@ -86,20 +88,20 @@ class Ops:
         The weights share one gather of the tokens. Each is a matmul of its own: as one, gate and up were
         1.9 % of a step slower on an H200, and query, key and value 0.4 %.
         """
-        matrices, axes = zip(*(matrix_of(weight, 1) for weight in weights), strict=True)
+        matrices, axes = zip(*(matrix_of(weight) for weight in weights), strict=True)
         if self.collective or self.copies:
             ys = self._by_shard(all_gather_matmul, x_ND, matrices, axes, ("tokens", "batch"))
         else:
             ys = self._products(x_ND, matrices, axes)
         return [
-            self.constrain(y.reshape(-1, *weight.shape[1:]), "batch", *weight.logical_axes[1:])
+            self.constrain(y.reshape(-1, *weight.shape[1:]), "batch", *weight.info.axes[1:])
             for y, weight in zip(ys, weights, strict=True)
         ]
 
     def row_parallel(self, y: jax.Array, weight) -> jax.Array:
         """Returns `y` [N, *in], sharded as `column_parallel` gives it, times a weight [*in, D]: [N, D] in the
         compute dtype, accumulated in float32, sharded over tokens."""
-        matrix_ID, axes = matrix_of(weight, y.ndim - 1)
+        matrix_ID, axes = matrix_of(weight)
         y_NI = y.reshape(-1, len(matrix_ID))
         if self.collective or self.copies:
             (x_ND,) = self._by_shard(_matmul_reduce_scatter, y_NI, (matrix_ID,), (axes,), ("batch", "tokens"))
@@ -243,7 +245,9 @@ class Ops:
         def kernel(hidden_ND, matrix, targets_BT, weights_BT, axis_name=None):
             hidden_BTD = hidden_ND.reshape(*targets_BT.shape, -1)
             return linear_cross_entropy(
-                hidden_BTD, matrix, targets_BT, weights_BT, z_loss=z_loss, layout=layout, axis_name=axis_name
+                *(hidden_BTD, matrix, targets_BT, weights_BT),
+                **{"z_loss": z_loss, "layout": layout, "axis_name": axis_name},
+                implementation=self.linear_cross_entropy_by,
             )
 
         if self.layout.mesh.size == 1:
@@ -265,11 +269,11 @@ class Ops:
         return sharded(hidden_ND, matrix, targets_BT, weights_BT)
 
 
-def matrix_of(weight, inputs: int) -> tuple[jax.Array, Axes]:
-    """Returns a weight [*in, *out], the first so many dims being its inputs, as a matrix [I, O] and the axes
-    of that."""
+def matrix_of(weight) -> tuple[jax.Array, Axes]:
+    """Returns a linear map [*in, *out] as a matrix [I, O], and the axes of that."""
+    info, inputs = weight.info, len(weight.info.inputs)
     # A dim made of several is sharded as the first of them is.
-    axes = weight.logical_axes[0], weight.logical_axes[inputs]
+    axes = info.axes[0], info.axes[inputs]
     return weight[...].reshape(math.prod(weight.shape[:inputs]), -1), axes
 
 

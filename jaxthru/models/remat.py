@@ -1,13 +1,13 @@
 """Named rematerialisation policies: which activations of a layer are kept for the backward pass."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
 
-PARAMETERS = "parameters"
-_ATTENTION = ("query", "key", "value", "attention", "attention_statistics", "attention_out")
+PARAMETERS, STATISTICS = "parameters", "attention_statistics"
+_ATTENTION = ("query", "key", "value", "attention", STATISTICS, "attention_out")
 KEPT = {
     "full": (),
     "attention": _ATTENTION,
@@ -37,3 +37,12 @@ def remat(function: Callable, policy: str) -> Callable:
         return function
     keep = jax.checkpoint_policies.save_only_these_names(PARAMETERS, *KEPT[policy])
     return jax.checkpoint(function, policy=keep)
+
+
+def kept_bytes(kept: Mapping[str, int], policy: str, item: int) -> int:
+    """Returns the bytes per token that a policy keeps of a stage beside its input.
+
+    kept: of the Stage. item: bytes of a number in the compute dtype; statistics are float32.
+    """
+    names = kept if policy == "none" else KEPT[policy]
+    return sum(kept.get(name, 0) * (4 if name == STATISTICS else item) for name in names)

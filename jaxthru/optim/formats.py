@@ -64,7 +64,7 @@ FORMATS: dict[str, Format] = {  # bytes per parameter: weights + master + moment
 def rounding_key(seed: int, count: jax.Array, part: int | jax.Array) -> jax.Array:
     """Returns the key of one part's stochastic rounding in one update.
 
-    seed: the run's. count: updates made before. part: its index, as `models.bind.parts` counts them; it may
+    seed: the run's. count: updates made before. part: its index, as `engine.model.parts` counts them; it may
     be traced.
     """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), part), count)

@@ -12,6 +12,7 @@ import optax
 
 from jaxthru.optim.formats import FORMATS, Format, Slot, decode, encode
 from jaxthru.runtime.errors import require
+from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels import adamw_8bit
 from pallas_kernels.adamw_8bit import Adam, Scalars, join, round_stochastically, split
 
@@ -110,21 +111,11 @@ def _schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([warm, optax.constant_schedule(peak), decay], [warmup, start])
 
 
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """A layer's linear map, as Muon needs to know it: the dims that it sums over and those that it gives.
-    All other dims are a batch of such maps."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Optimizer:
     """Updates parameters, all at once or any sub-tree of them, with one result.
 
-    matrices: in the structure of the parameters, what each is: False for a norm's scale or a bias, which
-        is not decayed and stays float32; True for a matrix; Linear for a matrix that Muon orthogonalises.
+    infos: in the structure of the parameters, what each is: a WeightInfo.
     adamw_8bit: the implementation of `pallas_kernels.adamw_8bit`; None takes the first that can run.
 
     Slots are {"mu": tree, "nu": tree, "remainder": tree}, each in the structure of the parameters: the
@@ -133,7 +124,7 @@ class Optimizer:
     """
 
     config: OptimConfig
-    matrices: Tree
+    infos: Tree
     adamw_8bit: str | None = None
 
     def init(self, params: Tree) -> tuple[Tree, Tree]:
@@ -141,16 +132,16 @@ class Optimizer:
 
         params: float32, the whole tree.
         """
-        weights, slots = self.init_part(params, self.matrices)
+        weights, slots = self.init_part(params, self.infos)
         return weights, {"count": jnp.zeros((), jnp.int32), "slots": slots}
 
-    def init_part(self, params: Tree, matrices: Tree) -> tuple[Tree, dict[str, Tree]]:
-        """Returns the weights and slots of any sub-tree of the parameters. matrices: the same sub-tree of
-        `self.matrices`."""
+    def init_part(self, params: Tree, infos: Tree) -> tuple[Tree, dict[str, Tree]]:
+        """Returns the weights and slots of any sub-tree of the parameters. infos: the same sub-tree of
+        `self.infos`."""
         leaves, tree = jax.tree.flatten(params)
         kept = [
-            self._keep(leaf, jnp.zeros_like(leaf), jnp.zeros_like(leaf), matrix, None)
-            for leaf, matrix in zip(leaves, tree.flatten_up_to(matrices), strict=True)
+            self._keep(leaf, jnp.zeros_like(leaf), jnp.zeros_like(leaf), info, None)
+            for leaf, info in zip(leaves, tree.flatten_up_to(infos), strict=True)
         ]
         return _unzip(tree, kept)
 
@@ -180,7 +171,7 @@ class Optimizer:
         learning_rate: jax.Array,
         clip_scale: jax.Array,
         finite: jax.Array,
-        matrices: Tree,
+        infos: Tree,
         key: jax.Array | None = None,
     ) -> tuple[Tree, dict[str, Tree]]:
         """Returns the next weights and slots of any sub-tree of the parameters.
@@ -191,33 +182,36 @@ class Optimizer:
           learning_rate: the schedule at `count`.
           clip_scale: as from `clip_scale`.
           finite: a bool; where it is False, weights and slots come back as they were.
-          matrices: the same sub-tree of `self.matrices`.
+          infos: the same sub-tree of `self.infos`; what does not train has None for a gradient.
           key: `formats.rounding_key` of the sub-tree; only optim.state = stochastic_rounding needs one.
 
         Raises ValueError without the key that is needed.
         """
         if key is None and FORMATS[self.config.state].master == "none":
             raise ValueError(f"optim.state = {self.config.state!r}: an update needs a key to round with")
-        leaves, tree = jax.tree.flatten(gradients)
-        columns = [tree.flatten_up_to(each) for each in (weights, matrices, *(slots[n] for n in SLOTS))]
+        leaves, tree = jax.tree.flatten(weights)
+        columns = [tree.flatten_up_to(each) for each in (gradients, infos, *(slots[n] for n in SLOTS))]
         updated = []
-        for index, (gradient, weight, matrix, mu, nu, remainder) in enumerate(
+        for index, (weight, gradient, info, mu, nu, remainder) in enumerate(
             zip(leaves, *columns, strict=True)
         ):
+            if not info.trains:
+                updated.append((weight, None, None, None))
+                continue
             leaf_key = None if key is None else jax.random.fold_in(key, index)
-            if self._in_8_bits(matrix):
+            if self._in_8_bits(info):
                 scalars = self._scalars(count, learning_rate, clip_scale, finite)
                 updated.append(self._step_8bit(gradient, weight, mu, nu, remainder, leaf_key, scalars))
                 continue
             master = join(weight, remainder) if remainder is not None else weight.astype(jnp.float32)
             moments = [None if slot is None else decode(slot) for slot in (mu, nu)]
             new = self._step(
-                gradient.astype(jnp.float32) / clip_scale, master, *moments, matrix, count, learning_rate
+                gradient.astype(jnp.float32) / clip_scale, master, *moments, info, count, learning_rate
             )
             updated.append(
                 jax.tree.map(
                     lambda new, old: jnp.where(finite, new, old),
-                    self._keep(*new, matrix, leaf_key),
+                    self._keep(*new, info, leaf_key),
                     (weight, mu, nu, remainder),
                 )
             )
@@ -232,17 +226,17 @@ class Optimizer:
         """Returns what `_keep` returns, after one update of one parameter."""
         config = self.config
         adam = Adam(config.b1, config.b2, config.epsilon, config.weight_decay)
-        key = key if self._format(True).master == "none" else None
+        key = key if FORMATS[config.state].master == "none" else None
         weight, remainder, mu, nu = adamw_8bit.update(
             gradient, weight, remainder, mu, nu, key, scalars, adam, implementation=self.adamw_8bit
         )
         return weight, mu, nu, remainder
 
-    def _step(self, gradient, master, mu, nu, matrix, count, learning_rate) -> tuple:
+    def _step(self, gradient, master, mu, nu, info: WeightInfo, count, learning_rate) -> tuple:
         """Returns (master, mu, nu) after one update of one parameter, all in float32."""
         config = self.config
-        if self._orthogonalised(matrix):
-            dims = optax.contrib.MuonDimensionNumbers(matrix.inputs, matrix.outputs)
+        if self._orthogonalised(info):
+            dims = optax.contrib.MuonDimensionNumbers(info.inputs, info.outputs)
             rule = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dims)
             sides = (math.prod(gradient.shape[dim] for dim in side) for side in (dims[0], dims[1]))
             size = MUON_SIZE * math.sqrt(max(sides))
@@ -253,13 +247,17 @@ class Optimizer:
         direction, state = _standard_promotion(rule.update)(gradient, state)
         if size is not None:
             direction = size * direction
-        if matrix:
+        if info.decays:
             direction = direction + config.weight_decay * master
         return master + -learning_rate * direction, state.mu, getattr(state, "nu", None)
 
-    def _keep(self, master, mu, nu, matrix, key) -> tuple[jax.Array, Slot, Slot | None, jax.Array | None]:
+    def _keep(
+        self, master, mu, nu, info: WeightInfo, key
+    ) -> tuple[jax.Array, Slot | None, Slot | None, jax.Array | None]:
         """Returns (weight, mu, nu, remainder) of one parameter as they are kept."""
-        format = self._format(matrix)
+        format = self._format(info)
+        if not info.trains:
+            return master.astype(format.weights), None, None, None
         weight, remainder = master, None
         if format.master == "split":
             weight, remainder = split(master)
@@ -267,17 +265,17 @@ class Optimizer:
             # The first weights are the nearest: there is no update yet that could get lost.
             weight = master.astype(jnp.bfloat16) if key is None else round_stochastically(master, key)
         mu = encode(format.moments, mu, "signed")
-        nu = None if self._orthogonalised(matrix) else encode(format.moments, nu, "unsigned")
+        nu = None if self._orthogonalised(info) else encode(format.moments, nu, "unsigned")
         return weight, mu, nu, remainder
 
-    def _format(self, matrix: bool | Linear) -> Format:
-        return FORMATS[self.config.state if matrix else "float32"]
+    def _format(self, info: WeightInfo) -> Format:
+        return FORMATS[self.config.state if info.decays else "float32"]
 
-    def _in_8_bits(self, matrix: bool | Linear) -> bool:
-        return self._format(matrix).moments == "int8" and not self._orthogonalised(matrix)
+    def _in_8_bits(self, info: WeightInfo) -> bool:
+        return self._format(info).moments == "int8" and not self._orthogonalised(info)
 
-    def _orthogonalised(self, matrix: bool | Linear) -> bool:
-        return self.config.name == "muon" and isinstance(matrix, Linear)
+    def _orthogonalised(self, info: WeightInfo) -> bool:
+        return self.config.name == "muon" and info.role == "matrix"
 
 
 MUON_SIZE = 0.2

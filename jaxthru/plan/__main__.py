@@ -10,7 +10,7 @@ import rich.table
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
-from jaxthru.plan import arithmetic, levels, memory, rehearsal
+from jaxthru.plan import arithmetic, levels, memory
 from jaxthru.plan.data import forecast
 from jaxthru.plan.fit import asked_for
 from jaxthru.plan.plot import svg
@@ -73,7 +73,7 @@ def _plan(config, target, devices, segments) -> tuple[memory.MemoryPlan, memory.
         return dataclasses.replace(plan, notes=(note, *plan.notes)), None
     try:
         if offload.layered:
-            return rehearsal.layered_step(config, target, devices, segments), None
+            return memory.dispatched(config, target, devices, segments), None
         plan = memory.resident(config, target, devices, segments)
     except Unsupported as refusal:
         raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal

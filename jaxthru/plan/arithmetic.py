@@ -8,11 +8,11 @@ and noted as counted.
 import dataclasses
 
 from jaxthru.config import RunConfig
-from jaxthru.models import flops
+from jaxthru.engine.offload import AHEAD, OffloadConfig
+from jaxthru.models import llama
 from jaxthru.optim.formats import FORMATS
 from jaxthru.plan.memory import MemoryPlan
-from jaxthru.profile.memory import CATEGORIES
-from jaxthru.training.offload import AHEAD, OffloadConfig
+from jaxthru.profile.read.buffers import CATEGORIES
 
 LOSS_CHUNK = 2048  # tokens whose logits exist at once in linear_cross_entropy
 
@@ -37,11 +37,11 @@ class Sizes:
         shape, train = config.model, config.train
         table = shape.vocabulary * shape.embed
         tables = (table,) if shape.tied_embeddings else (table, table)
-        layer = (flops.matmul_parameters(shape) - table) // shape.layers
+        layer = (llama.matmul_parameters(shape) - table) // shape.layers
         matrices = layer * shape.layers + sum(tables)
         data, fsdp, tensor = config.mesh.shape(devices)
         tokens = train.rows * config.data.sequence // (data * fsdp * tensor)
-        small = flops.parameters(shape) - matrices
+        small = llama.parameters(shape) - matrices
         part = tokens // train.microbatches
         return cls(shape.layers, layer, tables, small, tokens, part, fsdp * tensor, tensor)
 

@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxthru.config import RunConfig
-from jaxthru.models.bind import bind
+from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.inline import CompiledStep, InlineStep
+from jaxthru.engine.model import Batch, Model
+from jaxthru.engine.objective import Objective
+from jaxthru.engine.offload import OffloadConfig, placed
+from jaxthru.engine.programs import compiler_with, shardings
+from jaxthru.engine.step import State, Step, abstract_batch
+from jaxthru.models import family
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import Optimizer, make_schedule
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.layered import LayeredStep
-from jaxthru.training.loss import Batch, Objective
-from jaxthru.training.offload import OffloadConfig, placed
-from jaxthru.training.parts import shardings
-from jaxthru.training.programs import compiler_with
-from jaxthru.training.state import State, abstract_state, matrices
-from jaxthru.training.step import CompiledStep, Step, abstract_batch
+from jaxthru.training.state import abstract_state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,16 +34,18 @@ class Assembled:
     @property
     def jitted(self) -> jax.stages.Wrapped:
         """The whole step, (state, batch) -> (state, metrics), which takes over the state."""
-        return jax.jit(self.step, donate_argnums=0, out_shardings=(shardings(self.abstract), None))
+        return jax.jit(
+            InlineStep(self.step), donate_argnums=0, out_shardings=(shardings(self.abstract), None)
+        )
 
-    def layered(self, compiler: Callable, put: Callable = jax.device_put) -> LayeredStep:
+    def dispatched(self, compiler: Callable, put: Callable = jax.device_put) -> DispatchedStep:
         """Returns the step as programs, compiled by `compiler`, with copies started by `put`."""
-        return LayeredStep(self.step, self.offload, self.abstract, self.batch, compiler, put)
+        return DispatchedStep(self.step, self.offload, self.abstract, self.batch, compiler, put)
 
-    def compile(self, options: dict[str, Any]) -> CompiledStep | LayeredStep:
+    def compile(self, options: dict[str, Any]) -> CompiledStep | DispatchedStep:
         """Returns the step, compiled for the devices of its layout."""
         if self.offload.layered:
-            return self.layered(compiler_with(options))
+            return self.dispatched(compiler_with(options))
         program = self.jitted.lower(self.abstract, self.batch).compile(compiler_options=options)
         return CompiledStep(program, self.step.objective)
 
@@ -66,13 +69,16 @@ def assemble(
         attention,
         float8=precision.matmul == "fp8",
         collective_matmul_by=config.kernels.collective_matmul,
+        linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
         copies=config.mesh.copies,
         keep_parameters=config.remat.keep_parameters,
     )
-    model = bind(config.model, ops, config.remat.policy)
+    chain = family.module_of(config.model).stages(config.model)
+    model = Model(chain, ops, config.remat.policy, config.model.loop)
     schedule = make_schedule(config.optim, train.steps)
-    adamw_8bit = "reference" if layout.mesh.size > 1 else None  # the reference is what XLA can partition
-    optimizer = Optimizer(config.optim, matrices(model), adamw_8bit)
+    # The reference is what XLA can partition.
+    adamw_8bit = config.kernels.named("adamw_8bit") or ("reference" if layout.mesh.size > 1 else None)
+    optimizer = Optimizer(config.optim, model.weights, adamw_8bit)
     objective = Objective(model, train.z_loss, segments, sources)
     groups = config.data.groups_of(train.rows)
     step = Step(objective, optimizer, schedule, train.microbatches, groups, train.seed)

@@ -1,7 +1,7 @@
 """What the rows of a batch cost a configuration's model: the numbers that the data plane balances by."""
 
 from jaxthru.config import RunConfig
-from jaxthru.models import flops
+from jaxthru.models import family
 
 
 def row_cost(config: RunConfig) -> tuple[float, float] | None:
@@ -14,4 +14,5 @@ def row_cost(config: RunConfig) -> tuple[float, float] | None:
         return None
     if data.linear_cost is not None:
         return data.linear_cost, data.attention_cost
-    return flops.train_flops(config.model, 1, 0), flops.train_flops(config.model, 0, 1)
+    flops = family.module_of(config.model).train_flops
+    return flops(config.model, 1, 0), flops(config.model, 0, 1)

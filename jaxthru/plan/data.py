@@ -12,9 +12,9 @@ import rich.table
 
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import Data
+from jaxthru.engine.step import microbatch_blocks
 from jaxthru.plan.cost import row_cost
 from jaxthru.plan.plot import Panel
-from jaxthru.training.step import microbatch_blocks
 
 
 @dataclasses.dataclass(frozen=True)

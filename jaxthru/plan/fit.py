@@ -3,10 +3,10 @@
 import jax
 
 from jaxthru.config import RunConfig
+from jaxthru.engine.step import check_groups
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
-from jaxthru.training.step import check_groups
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 
 
@@ -116,9 +116,9 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
 
 def asked_for(config: RunConfig, refusal: Unsupported) -> str:
     """Returns the setting that asked for what refuses, as `key = value`."""
-    if str(refusal).startswith(("all_gather_matmul", "matmul_reduce_scatter")):
-        return f"kernels.collective_matmul = {config.kernels.collective_matmul!r}"
-    return f"kernels.attention = {config.kernels.attention!r}"
+    operation = str(refusal).partition(":")[0]
+    key = operation if hasattr(config.kernels, operation) else "collective_matmul"  # which is two operations
+    return f"kernels.{key} = {getattr(config.kernels, key)!r}"
 
 
 def check_float8(device: jax.Device) -> None:

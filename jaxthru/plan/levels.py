@@ -8,12 +8,12 @@ import rich.box
 import rich.table
 
 from jaxthru.config import RunConfig
+from jaxthru.engine.offload import OffloadConfig
 from jaxthru.plan.arithmetic import estimate
 from jaxthru.plan.memory import MemoryPlan, Room, gib, host_room
 from jaxthru.runtime import distributed, hardware
 from jaxthru.runtime import pinned as pinned_memory
 from jaxthru.runtime.errors import InputError
-from jaxthru.training.offload import OffloadConfig
 
 log = logging.getLogger("jaxthru")
 

@@ -1,17 +1,22 @@
 """What memory a configuration needs on a GPU that need not be here, what it is made of, and if it fits."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 import rich.box
 import rich.table
 
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
+from jaxthru.engine.model import Model
+from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis, Moment, kind_of, rehearse
+from jaxthru.models import family
+from jaxthru.models.ops import Ops
 from jaxthru.plan.assemble import Assembled, assemble
 from jaxthru.plan.fit import attention_by, fit
-from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
+from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, hardware, xla
 from jaxthru.runtime.errors import InputError
 from pallas_kernels.attention import STAND_IN, automatic
@@ -106,21 +111,36 @@ def resident(
     return MemoryPlan(found.device, found.host, found.peak_device, found.peak_host, notes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """One program of a step that is made of several, while it runs.
+def dispatched(
+    config: RunConfig, target: aot.Target, devices: int = 1, segments: int | None = None
+) -> MemoryPlan:
+    """Returns the memory of the dispatched step, as `resident` does of the other. Raises InputError."""
+    made, notes, how = traced(config, target, devices, segments)
+    notes += (
+        f"each program {how}",
+        "arrays are those of the step's own schedule; a copy counts on both ends until the host has waited "
+        "for it",
+    )
+    return fullest(rehearsed(made, compiled_for(target, devices)), notes)
 
-    program: what it needs beside arrays that live before it runs, its arguments among them. beside: bytes by
-    category of those on the device. host: of those on the host.
-    """
 
-    name: str
-    program: Breakdown
-    beside: Mapping[str, int]
-    host: Mapping[str, int]
+def rehearsed(made: Assembled, analysis: Analysis, platform: str | None = "cuda") -> list[Moment]:
+    """Returns the moments of an assembled step, see `rehearse`."""
+    layout = made.step.model.ops.layout
+    return rehearse(made.dispatched, made.abstract, made.batch, layout, analysis, platform)
 
 
-def layered(moments: Iterable[Moment], notes: tuple[str, ...] = ()) -> MemoryPlan:
+def compiled_for(target: aot.Target, devices: int) -> Analysis:
+    """Returns the analysis that compiles each program for a GPU."""
+
+    def analyse(name: str, lowered: jax.stages.Lowered) -> Breakdown:
+        kind, dump = kind_of(name), aot.compile_for(lowered, target, devices).dump
+        return breakdown(dump, lambda _: None, TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, "other"))
+
+    return analyse
+
+
+def fullest(moments: Iterable[Moment], notes: tuple[str, ...] = ()) -> MemoryPlan:
     """Returns the memory of a step of several programs: that of the moment which needs the most."""
 
     def total(moment: Moment) -> int:
@@ -170,9 +190,12 @@ def documents(config: RunConfig) -> tuple[int, int, tuple[str, ...]]:
 
 def stand_in(config: RunConfig, layout, segments: int) -> str:
     """Returns the attention that takes the memory of the one which would run on the GPU."""
-    shape, train = config.model, config.train
-    rows = train.rows // train.microbatches // layout.size("batch")
-    elements = rows * config.data.sequence * shape.heads // layout.size("heads") * shape.head_dim
+    train, sequence = config.train, config.data.sequence
+    rows = train.rows // train.microbatches
+    chain = family.module_of(config.model).stages(config.model)
+    model = Model(chain, Ops(layout, jnp.dtype(config.precision.compute)), "none", "unroll")
+    heads, _, head_dim = max(model.attention_shapes(rows, sequence), default=(0, 0, 0))
+    elements = rows // layout.size("batch") * sequence * heads // layout.size("heads") * head_dim
     chosen = attention_by(config, "gpu")
     chosen = automatic(elements, segments, "gpu")[0] if chosen == "auto" else chosen
     return STAND_IN.get(chosen, chosen)

@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxthru.profile import hlo
-from jaxthru.profile.hlo import Instruction, Module, size, within
+from jaxthru.profile.read import hlo
+from jaxthru.profile.read.hlo import Instruction, Module, size, within
 
 COLLECTIVES = (
     "all-gather",

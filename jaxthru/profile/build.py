@@ -5,8 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from jaxthru.models import flops
-from jaxthru.models.family import FamilyConfig, from_plain
+from jaxthru.models.family import from_plain, module_of
 from jaxthru.moved import renewed
 from jaxthru.profile import clocks, ledger, lint
 from jaxthru.profile.attribution import Attribution
@@ -45,9 +44,9 @@ def build(folder: Path) -> Ledger:
         line: production.seconds[line] / named.seconds[line] if named.seconds[line] else 0.0 for line in LINES
     }
     clock = production.clock(clocks.read(folder / "production"))
-    shape = from_plain(config["model"])
-    tokens, span = _tokens(rows, production.kept, shape)
-    needed = 6.0 * flops.matmul_parameters(shape) * tokens
+    model = from_plain(config["model"])
+    tokens, span = _tokens(rows, production.kept)
+    needed = module_of(model).train_flops(model, tokens, 0)  # without attention's
     about = ledger.Run(
         config=run.parent.name if run.name.isdecimal() else run.name,
         device_kind=collected["device_kind"],
@@ -146,15 +145,13 @@ def _window(production: Measured, named: Measured, rows: list, taken: dict) -> l
     )
 
 
-def _tokens(rows: list, steps: list[int], shape: FamilyConfig) -> tuple[float, float]:
-    """Returns a step's mean tokens and Σ document length². The second follows from the FLOPs recorded."""
+def _tokens(rows: list, steps: list[int]) -> tuple[float, float]:
+    """Returns a step's mean tokens and Σ document length². Raises ValueError without the second."""
     own = [row for row in rows if row["step"] in steps]
-    if not own:
-        return 0.0, 0.0
-    tokens = statistics.fmean(row["tokens"] for row in own)
-    done = statistics.fmean((row["model_tflops"] or 0.0) * 1e12 * row["step_seconds"] for row in own)
-    by_span = flops.train_flops(shape, 0, 1)
-    return tokens, max(done - flops.train_flops(shape, tokens, 0), 0.0) / by_span
+    if any("attention_span" not in row for row in own):
+        raise ValueError("metrics.jsonl has no attention_span: an older version wrote it")
+    tokens, spans = ([row[name] for row in own] or [0.0] for name in ("tokens", "attention_span"))
+    return statistics.fmean(tokens), statistics.fmean(spans)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxthru.profile.attribution import Attribution, Work
-from jaxthru.profile.hlo import Instruction, Module, size, within
 from jaxthru.profile.ledger import Lint
+from jaxthru.profile.read.hlo import Instruction, Module, size, within
 
 LARGE = 1 << 20
 """Bytes below which a copy is nothing to speak of."""

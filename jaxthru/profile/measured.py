@@ -7,9 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-from jaxthru.profile import clocks, events, hlo, ledger, paint
+from jaxthru.profile import clocks, events, ledger, paint
 from jaxthru.profile.attribution import Attribution, Work
 from jaxthru.profile.ledger import LINES
+from jaxthru.profile.read import hlo
 from jaxthru.profile.windows import Ran, Window, windows
 
 STRIP = 2000

@@ -6,8 +6,7 @@
 import dataclasses
 from typing import Any
 
-from jaxthru.models.family import from_plain
-from jaxthru.models.flops import train_flops
+from jaxthru.models.family import from_plain, module_of
 from jaxthru.profile.ledger import LINES, Ledger
 from jaxthru.runtime.hardware import data_sheet_flops
 
@@ -82,7 +81,7 @@ def figures(ledger: Ledger, config: dict[str, Any]) -> Figures:
     if peak and config.get("model"):
         model = from_plain(config["model"])
         span = run.attention_span_per_token * run.tokens_per_step
-        mfu = train_flops(model, run.tokens_per_step, span) / step / (peak * run.devices)
+        mfu = module_of(model).train_flops(model, run.tokens_per_step, span) / step / (peak * run.devices)
     slower = None
     if ledger.clock.mean_mhz and matmul.reference_mhz:
         slower = ledger.clock.mean_mhz / matmul.reference_mhz

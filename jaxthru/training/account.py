@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import numpy as np
 
+from jaxthru.engine.terms import Terms
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import TrainingError
 from jaxthru.training.evaluate import mean_by_source
-from jaxthru.training.metrics import FinishedStep, Meter
-from jaxthru.training.step import Metrics
+from jaxthru.training.metrics import OF_A_STEP, FinishedStep, Meter
 from jaxthru.training.watchdog import Watchdog
 
 log = logging.getLogger("jaxthru")
@@ -29,7 +30,7 @@ class Account:
         """skip_limit: updates skipped in a row that end the run."""
         self.meter, self.sources, self.skip_limit = meter, sources, skip_limit
         self.record, self.progress, self.watchdog = record, progress, watchdog
-        self._pending: tuple[int, Metrics, Future[float]] | None = None
+        self._pending: tuple[int, Terms, Future[float]] | None = None
         self._idle_since: float | None = None
         self._called = 0.0  # when the loop last called for a step, or turned to something else
         self._watcher = ThreadPoolExecutor(1, "jaxthru-step-ends")
@@ -86,7 +87,7 @@ class Account:
             self._waits["host_gap_seconds"] += self._called - self._idle_since
             self._idle_since = None
 
-    def dispatched(self, step: int, metrics: Metrics) -> None:
+    def dispatched(self, step: int, metrics: Terms) -> None:
         """Books the step before, while the device is at this one."""
         ended = self._watcher.submit(_ready_at, metrics["loss"])
         self.settle()
@@ -113,6 +114,7 @@ class Account:
             skipped_updates=int(values["skipped"]),
             partly_updated=bool(values["partly_updated"]),
             hbm_peak_bytes=hardware.peak_bytes(),
+            further={name: np.asarray(values[name]).tolist() for name in values if name not in OF_A_STEP},
             **self._waits,
         )
         self._clock, self._waits = now, dict.fromkeys(WAITS, 0.0)

@@ -165,7 +165,7 @@ class Checkpointer:
         if step == self._newest:
             return
         if "pending" in state:
-            raise ValueError("a state with a pending update is not whole: save LayeredStep.settled of it")
+            raise ValueError("a state with a pending update is not whole: save DispatchedStep.settled of it")
         self.wait()
         # On a GPU or TPU Orbax returns when all arrays have been copied to the host. On a CPU it keeps views
         # of the arrays' own memory; XLA does not reuse memory that is so held, but gives the update new.

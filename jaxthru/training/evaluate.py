@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxthru.engine.step import Batch
+from jaxthru.engine.terms import Terms
 from jaxthru.runtime.errors import require
-from jaxthru.training.loss import Batch, Metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Evaluation:
     def __init__(
         self,
         config: EvaluateConfig,
-        sums: Callable[[Any, Batch, jax.Array], Metrics],
+        sums: Callable[[Any, Batch, jax.Array], Terms],
         batches: Sequence[Batch],
         sources: Sequence[str],
     ):
-        """sums: (params, batch, one token's weight) -> the sums of `Objective`."""
+        """sums: (params, batch, one token's weight) -> the terms of `inline.loss`."""
         self.config, self.sums, self.batches, self.sources = config, sums, batches, sources
 
     def due(self, step: int, last: bool) -> bool:

@@ -1,8 +1,9 @@
 """How a training state lies on disk: one entry per layer, whichever way the layers lie in memory.
 
-In memory a tree named "layers" is a tuple of per-layer trees (unrolled) or one tree whose arrays carry a
-leading layer dim (scanned). On disk it is always {"0": tree, "1": tree, ...}, so that a checkpoint of either
-restores into the other. Everything else keeps its place; named tuples become dicts of their fields, and
+In memory a tree named "layers" is a tuple of groups, each a tuple with an entry for each block of its
+pattern: a tuple of trees, one a repetition (unrolled), or one tree whose arrays carry them as a leading dim
+(scanned). On disk it is always {"0": tree, "1": tree, ...}, so that a checkpoint of either restores into the
+other. Everything else keeps its place; named tuples become dicts of their fields, and
 nodes without arrays (slots that a parameter has not) leave no trace.
 
 Leaves are converted one at a time: at most one stacked array exists twice on a device.
@@ -16,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jaxthru.engine.model import unrolled
 
 Tree = Any
 LAYERS = "layers"
@@ -47,14 +50,35 @@ def entries(state: Tree) -> Iterator[Entry]:
     for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         path = tuple(key_name(key) for key in keys)
         name = "/".join(path)
-        at = path.index(LAYERS) + 1 if LAYERS in path[:-1] else None
-        if at is None or isinstance(keys[at], jax.tree_util.SequenceKey):
+        if LAYERS not in path[:-1]:
             yield Entry(name, leaf, (path,), stacked=False)
+            continue
+        at = path.index(LAYERS)
+        before, (group, block), after = path[: at + 1], map(int, path[at + 1 : at + 3]), path[at + 3 :]
+        groups = functools.reduce(_child, keys[: at + 1], state)
+        first, pattern = sum(map(_layers, groups[:group])) + block, len(groups[group])
+        if isinstance(keys[at + 3], jax.tree_util.SequenceKey):
+            layer = first + pattern * int(after[0])
+            yield Entry(name, leaf, ((*before, str(layer), *after[1:]),), stacked=False)
             continue
         if not leaf.ndim:
             raise ValueError(f"{name}: a scalar among stacked layers has no layer dim")
-        paths = tuple((*path[:at], str(layer), *path[at:]) for layer in range(leaf.shape[0]))
-        yield Entry(name, leaf, paths, stacked=True)
+        places = range(first, first + pattern * leaf.shape[0], pattern)
+        yield Entry(name, leaf, tuple((*before, str(layer), *after) for layer in places), stacked=True)
+
+
+def _child(tree: Tree, key: Any) -> Tree:
+    """Returns what lies below a node by a tree key."""
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return getattr(tree, key.name)
+    return tree[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
+
+
+def _layers(group: tuple[Tree, ...]) -> int:
+    """Returns how many layers a group has."""
+    if unrolled(group):
+        return len(group) * len(group[0])
+    return len(group) * jax.tree.leaves(group[0])[0].shape[0]
 
 
 def key_name(key: Any) -> str:

@@ -2,7 +2,7 @@
 
 config.json          the resolved configuration; `--config RUN_DIR/config.json` runs it again
 environment.json     versions, devices, flags
-metrics.jsonl        one object a step, with METRICS_FIELDS; unknown values are null
+metrics.jsonl        one object a step, with METRICS_FIELDS and what the model adds; unknown values are null
 eval.jsonl           one object an evaluation, with EVAL_FIELDS
 tensorboard/         event files
 checkpoints/<step>/  Orbax; <step> counts completed updates
@@ -44,6 +44,7 @@ METRICS_FIELDS = (
     "grad_norm",
     "learning_rate",
     "tokens",
+    "attention_span",
     "step_seconds",
     "tokens_per_second",
     "model_tflops",
@@ -147,13 +148,13 @@ class RunDirectory:
         from_first(lambda: write_atomically(self.environment, json.dumps(environment(), indent=2) + "\n"))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Adds a line to metrics.jsonl. Raises TrainingError if it cannot be written, ValueError unless the
-        row's keys are METRICS_FIELDS."""
+        """Adds a line to metrics.jsonl: METRICS_FIELDS, then further ones. Raises TrainingError if it cannot
+        be written, ValueError if the row lacks one of METRICS_FIELDS."""
         _append(self.metrics, row, METRICS_FIELDS)
 
     def append_eval(self, row: dict[str, Any]) -> None:
-        """Adds a line to eval.jsonl. Raises TrainingError if it cannot be written, ValueError unless the
-        row's keys are EVAL_FIELDS."""
+        """Adds a line to eval.jsonl: EVAL_FIELDS, then further ones. Raises TrainingError if it cannot be
+        written, ValueError if the row lacks one of EVAL_FIELDS."""
         _append(self.eval, row, EVAL_FIELDS)
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -199,12 +200,11 @@ def environment() -> dict[str, Any]:
 
 
 def _append(path: Path, row: dict[str, Any], fields: tuple[str, ...]) -> None:
-    if row.keys() != set(fields):
-        unknown, missing = sorted(row.keys() - set(fields)), sorted(set(fields) - row.keys())
-        raise ValueError(f"{path.name}: unknown fields {unknown}, missing fields {missing}")
+    if missing := sorted(set(fields) - row.keys()):
+        raise ValueError(f"{path.name}: missing fields {missing}")
     try:
         with path.open("a") as file:  # closed, so flushed, at once: a kill loses at most this line
-            file.write(_line({field: row[field] for field in fields}))
+            file.write(_line({field: row[field] for field in fields} | row))
     except OSError as error:
         raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
 
@@ -217,8 +217,10 @@ def _plain(value: Any) -> Any:
     """Returns a value as JSON can hold it. NaN and infinity become null: JSON has neither."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if hasattr(value, "item"):  # an array scalar
-        value = value.item()
+    if hasattr(value, "tolist"):  # an array, or a scalar of NumPy's
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxthru.models.bind import Model
+from jaxthru.engine.model import Model
 from jaxthru.runtime.distributed import gather_text
 from jaxthru.runtime.errors import TrainingError
 from pallas_kernels.attention import automatic
@@ -19,21 +19,23 @@ def check_attention(model: Model, rows: int, sequence: int, max_segments: int) -
     """
     if jax.default_backend() == "cpu":
         return
-    shape, ops = model.config, model.ops
-    # Which kernel is taken depends on the sizes of the run: those of the check would choose another.
-    shards = ops.layout.size("batch") * ops.layout.size("heads")
-    elements = rows * sequence * shape.heads * shape.head_dim // shards
-    errors = differences(
-        shape.heads,
-        shape.kv_heads,
-        shape.head_dim,
-        ops.compute,
-        packed=max_segments > 1,
-        implementation=automatic(elements, max_segments) if ops.attention_by == "auto" else ops.attention_by,
-    )
-    wrong = (
-        [f"{name} {error:.1e}" for name, error in errors.items()] if max(errors.values()) > TOLERANCE else []
-    )
+    ops, wrong = model.ops, []
+    for heads, kv_heads, head_dim in model.attention_shapes(rows, sequence):
+        # Which kernel is taken depends on the sizes of the run: those of the check would choose another.
+        shards = ops.layout.size("batch") * ops.layout.size("heads")
+        elements = rows * sequence * heads * head_dim // shards
+        errors = differences(
+            heads,
+            kv_heads,
+            head_dim,
+            ops.compute,
+            packed=max_segments > 1,
+            implementation=automatic(elements, max_segments)
+            if ops.attention_by == "auto"
+            else ops.attention_by,
+        )
+        if max(errors.values()) > TOLERANCE:
+            wrong += [f"{name} {error:.1e}" for name, error in errors.items()]
     # A host may be alone with it, and none can train without the others.
     for process, found in enumerate(gather_text(", ".join(wrong))):
         if found:

@@ -1,51 +1,24 @@
-"""The training state: what a step moves and a checkpoint keeps."""
+"""The training state: what a step moves and a checkpoint keeps, made for the first time."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxthru.models.bind import Model, is_axes, is_matrix
-from jaxthru.optim.optimizer import Linear, Optimizer
+from jaxthru.engine.model import LAYERS, Model, parts
+from jaxthru.engine.offload import Pace, move, on_device
+from jaxthru.engine.step import State, counters_of, first_state, slots_by_part, state_of
+from jaxthru.optim.optimizer import Optimizer
 from jaxthru.runtime.sharding import Axes, Layout
 
-State = dict[str, Any]
-"""`step`: updates tried, int32. `params`: the weights, and `opt_state`: {"count", "slots"}, as the optimizer
-keeps them. `grad_norm`: of the last update that was made, float32, 0 before the first. `skipped`: updates
-skipped for non-finite values, in all; `skipped_in_a_row`: since the last good one."""
+Tree = Any
 
 
 def init_state(model: Model, optimizer: Optimizer, key: jax.Array) -> State:
     """Returns the state before the first update."""
     return first_state(*optimizer.init(model.init(key)))
-
-
-def first_state(params: Any, opt_state: Any) -> State:
-    """Returns the state of these parameters before the first update."""
-    zero = jnp.zeros((), jnp.int32)
-    return {
-        "step": zero,
-        "params": params,
-        "opt_state": opt_state,
-        "grad_norm": jnp.zeros((), jnp.float32),
-        "skipped": zero,
-        "skipped_in_a_row": zero,
-    }
-
-
-def matrices(model: Model) -> Any:
-    """Returns what the optimizer is to know of each parameter, see `Optimizer.matrices`: weight decay, the
-    state's format and Muon are for matrices, not for norms and biases."""
-
-    def describe(axes: Axes) -> bool | Linear:
-        dims = tuple(dim for dim, axis in enumerate(axes) if axis != "layers")
-        if not is_matrix(axes) or "vocab" in axes:
-            return is_matrix(axes)
-        # A linear map has the residual stream, "embed", on one side and all its other dims on the other.
-        from_stream = axes[dims[0]] == "embed"
-        return Linear(dims[:1], dims[1:]) if from_stream else Linear(dims[:-1], dims[-1:])
-
-    return jax.tree.map(describe, model.axes, is_leaf=is_axes)
 
 
 def abstract_state(model: Model, optimizer: Optimizer, layout: Layout) -> State:
@@ -55,11 +28,11 @@ def abstract_state(model: Model, optimizer: Optimizer, layout: Layout) -> State:
     """
     shapes = jax.eval_shape(lambda: init_state(model, optimizer, jax.random.key(0)))
 
-    def placed(axes: Axes, tree: Any) -> Any:
+    def placed(axes: Axes, tree: Tree) -> Tree:
         return jax.tree.map(lambda leaf: _placed(leaf, layout, axes), tree)
 
-    def like_params(tree: Any) -> Any:
-        return jax.tree.map(placed, model.axes, tree, is_leaf=is_axes)
+    def like_params(tree: Tree) -> Tree:
+        return jax.tree.map(lambda info, leaf: placed(info.axes, leaf), model.weights, tree)
 
     params, opt_state = shapes.pop("params"), shapes.pop("opt_state")
     slots = {name: like_params(tree) for name, tree in opt_state["slots"].items()}
@@ -82,3 +55,30 @@ def sharded_init(model: Model, optimizer: Optimizer, abstract: State, seed: int)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda key: init_state(model, optimizer, key), out_shardings=shardings)
     return make(jax.random.key(seed))
+
+
+def init_by_parts(model: Model, optimizer: Optimizer, abstract: State, seed: int) -> State:
+    """Returns the first state, part after part made where it is to live: no more than a few of them are ever
+    on the device in float32.
+
+    abstract: shapes, dtypes and shardings of the state; layers are unrolled.
+    """
+    homes = list(zip(parts(abstract["params"]), slots_by_part(abstract), strict=True))
+    infos, pace = parts(optimizer.infos), Pace()
+    stages = [model.chain.embedding, model.chain.head, *model.chain.layers]
+
+    @functools.cache
+    def program(first: int) -> Callable:
+        make = lambda key: optimizer.init_part(stages[first].init(key), infos[first])  # noqa: E731
+        return jax.jit(make, out_shardings=on_device(homes[first]))
+
+    made = []
+    for index, key in enumerate(model.part_keys(jax.random.key(seed))):
+        first = stages.index(stages[index], min(index, LAYERS))  # of equal ones, which share a program
+        home = jax.tree.map(lambda leaf: leaf.sharding, homes[index])
+        made.append(move(program(first)(key), home, donate=True))
+        pace(made[-1])
+    weights, slots = map(list, zip(*made, strict=True))
+    counters = counters_of(first_state(None, {"count": jnp.zeros((), jnp.int32)}))
+    counters = jax.device_put(counters, abstract["opt_state"]["count"].sharding)
+    return state_of(weights, slots, counters, abstract["params"])

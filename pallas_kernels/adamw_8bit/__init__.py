@@ -1,11 +1,7 @@
 """AdamW with moments in 8 bits an entry, in blocks that share a scale."""
 
-import functools
-
 import jax
 
-from pallas_kernels import dispatch
-from pallas_kernels.adamw_8bit import reference, triton, xla
 from pallas_kernels.adamw_8bit.masters import join, round_stochastically, split
 from pallas_kernels.adamw_8bit.reference import (
     Adam,
@@ -15,8 +11,11 @@ from pallas_kernels.adamw_8bit.reference import (
     dequantise,
     quantise,
 )
+from pallas_kernels.dispatch import Implementation, Operation, triton_before_xla
 
 __all__ = [
+    "OPERATION",
+    "PARTITIONED",
     "Adam",
     "Quantised",
     "Scalars",
@@ -28,6 +27,20 @@ __all__ = [
     "split",
     "update",
 ]
+
+OPERATION = Operation(
+    __name__,
+    {
+        "triton": Implementation(takes=("platform",)),
+        "xla": Implementation(),
+        "reference": Implementation(),
+    },
+    triton_before_xla,
+    function="update",
+)
+
+PARTITIONED = "reference"
+"""What XLA's partitioner can split: the only one for parameters that lie on a mesh of several devices."""
 
 
 def update(
@@ -54,8 +67,8 @@ def update(
       mu, nu: first and second moment, `quantise`d as signed and unsigned.
       key: to round by, or None. Implementations draw other bits from it.
       scalars, adam: what is the same for all parameters.
-      implementation: "triton", "xla", or "reference", which XLA can partition; None takes the first on an
-        NVIDIA GPU where it can run, and else the second.
+      implementation: one of `OPERATION.names`; None takes "triton" on an NVIDIA GPU where it can run, and
+        else "xla". On a mesh of several devices name `PARTITIONED`.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:
@@ -66,12 +79,5 @@ def update(
     """
     if remainder is not None and key is not None:
         raise ValueError("adamw_8bit: a weight with a remainder is not rounded by chance; give no key")
-    platform = dispatch.resolve_platform(platform)
-    implementations = {
-        "triton": functools.partial(triton.update, platform=platform),
-        "xla": xla.update,
-        "reference": reference.update,
-    }
     arguments = gradient, weight, remainder, mu, nu, key, scalars, adam
-    automatic = ("triton", "xla") if dispatch.on_nvidia(platform) else ("xla",)
-    return dispatch.run("adamw_8bit", implementations, automatic, implementation, *arguments)
+    return OPERATION.run(*arguments, implementation=implementation, platform=platform)

@@ -1,20 +1,46 @@
 """Causal attention within the documents of packed rows, with grouped queries."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import cudnn_packed, reference, stand_in, triton, xla
+from pallas_kernels.attention import cudnn_packed, stand_in
 from pallas_kernels.attention.segments import Segments, find_segments
+from pallas_kernels.dispatch import Implementation, Operation
 
-__all__ = ["STAND_IN", "Segments", "attention", "automatic", "find_segments"]
+__all__ = ["OPERATION", "STAND_IN", "Segments", "attention", "automatic", "find_segments"]
 
 STAND_IN = {name: name + stand_in.SUFFIX for name in ("cudnn_packed", "triton")}
 """Implementations that only their GPU can lower -> what has their memory and is lowered anywhere."""
 
 CUDNN_WORKSPACE = 20 << 30  # bytes; two rows of 8,192 tokens and 32 segments, 32 heads of 128, take 16 GiB
+
+
+def automatic(elements: int, max_segments: int, platform: str | None = None) -> tuple[str, ...]:
+    """Returns the implementations that are tried where none is named, the first first.
+
+    On an NVIDIA GPU that is cudnn_packed, or triton where cuDNN's workspace would be above CUDNN_WORKSPACE,
+    or an error: the other two cost T² whatever the documents and run there only when named. The reference
+    does so everywhere.
+
+    elements: of q on one device. max_segments: that `segments` have room for. platform: as for `attention`.
+    """
+    small = cudnn_packed.workspace_bytes(elements, max_segments) <= CUDNN_WORKSPACE
+    packed = ("cudnn_packed", "triton") if small else ("triton", "cudnn_packed")
+    return packed if dispatch.on_nvidia(platform) else (*packed, "xla")
+
+
+OPERATION = Operation(
+    __name__,
+    {
+        "cudnn_packed": Implementation(takes=("platform",)),
+        "triton": Implementation(takes=("platform",)),
+        "xla": Implementation(),
+        "reference": Implementation(),
+    },
+    automatic,
+)
 
 
 def attention(
@@ -42,9 +68,9 @@ def attention(
       k_BTKC: [B, T, K, C] keys of q's dtype; K divides H and query head h uses key head h // (H // K).
       v_BTKC: [B, T, K, C] values of q's dtype.
       segments: of `find_segments`, for the same B and T.
-      implementation: "cudnn_packed", "triton", "xla" or "reference", or several, of which the first that can
-        run is taken; None is those of `automatic`. "cudnn_packed_stand_in" and "triton_stand_in" have the
-        memory of those, for programs that are compiled and not run.
+      implementation: one of `OPERATION.names`, or several, of which the first that can run is taken; None is
+        those of `automatic`. "cudnn_packed_stand_in" and "triton_stand_in" have the memory of those, for
+        programs that are compiled and not run.
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
 
     Returns:
@@ -66,29 +92,8 @@ def attention(
         raise ValueError(f"attention: segments are of {segments.ids.shape}, q of {(B, T)} rows and tokens")
     if not q_BTHC.dtype == k_BTKC.dtype == v_BTKC.dtype:
         raise ValueError(f"attention: dtypes differ: q {q_BTHC.dtype}, k {k_BTKC.dtype}, v {v_BTKC.dtype}")
-    platform = dispatch.resolve_platform(platform)
-    implementations = {
-        "cudnn_packed": functools.partial(cudnn_packed.attention, platform=platform),
-        "triton": functools.partial(triton.attention, platform=platform),
-        "xla": xla.attention,
-        "reference": reference.attention,
-    }
-    named = implementation if isinstance(implementation, str) else None
-    if named in STAND_IN.values():
-        return stand_in.attention(named.removesuffix(stand_in.SUFFIX), q_BTHC, k_BTKC, v_BTKC, segments)
-    tried = implementation or automatic(q_BTHC.size, segments.starts.shape[1], platform)
-    return dispatch.run("attention", implementations, tried, named, q_BTHC, k_BTKC, v_BTKC, segments)
-
-
-def automatic(elements: int, max_segments: int, platform: str | None = None) -> tuple[str, ...]:
-    """Returns the implementations that are tried where none is named, the first first.
-
-    On an NVIDIA GPU that is cudnn_packed, or triton where cuDNN's workspace would be above CUDNN_WORKSPACE,
-    or an error: the other two cost T² whatever the documents and run there only when named. The reference
-    does so everywhere.
-
-    elements: of q on one device. max_segments: that `segments` have room for. platform: as for `attention`.
-    """
-    small = cudnn_packed.workspace_bytes(elements, max_segments) <= CUDNN_WORKSPACE
-    packed = ("cudnn_packed", "triton") if small else ("triton", "cudnn_packed")
-    return packed if dispatch.on_nvidia(platform) else (*packed, "xla")
+    arguments = q_BTHC, k_BTKC, v_BTKC, segments
+    if implementation in STAND_IN.values():
+        return stand_in.attention(implementation.removesuffix(stand_in.SUFFIX), *arguments)
+    facts = {"elements": q_BTHC.size, "max_segments": segments.starts.shape[1]}
+    return OPERATION.run(*arguments, implementation=implementation, platform=platform, facts=facts)

@@ -21,16 +21,45 @@ gradient needs, shard_map adds.
 """
 
 import functools
-import importlib
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.varying import vary_alike
 
-__all__ = ["all_gather_matmul", "automatic", "implementations", "load", "matmul_reduce_scatter"]
+__all__ = ["OPERATION", "WRITES_TO_PEERS", "all_gather_matmul", "automatic", "matmul_reduce_scatter"]
+
+
+def automatic(platform: str | None = None, fused: bool = False) -> tuple[str, ...]:
+    """Returns the implementations that are tried where none is named, the first first. fused: or "fused" is.
+
+    A CPU has no transfers to hide behind products. On 2 H200s the ring took longer than the plain form in
+    most shapes (docs/results.md): the products of its parts are slower than the whole one. The fused kernels
+    are faster there but have to be asked for: a program with them is compiled otherwise, CUDA loads all code
+    at its start, and one that waits for a signal that never comes holds all devices.
+    """
+    portable = ("ring", "reference") if dispatch.resolve_platform(platform) == "tpu" else ("reference",)
+    return ("mosaic_gpu", *portable) if fused else portable
+
+
+OPERATION = Operation(
+    __name__,
+    {
+        "mosaic_gpu": Implementation(takes=("platform", "named")),
+        # adds up in the memory of the result: less exactly, and in an order that may differ from run to run
+        "mosaic_gpu_adds": Implementation(takes=("platform", "named")),
+        "mosaic_tpu": Implementation(takes=("platform",)),
+        "ring": Implementation(),
+        "ring_bidirectional": Implementation(module="ring", options={"directions": 2}),
+        "reference": Implementation(),
+    },
+    automatic,
+)
+
+WRITES_TO_PEERS = ("fused", "mosaic_gpu", "mosaic_gpu_adds")
+"""What may address the memory of other GPUs; how such a program has to be compiled is said in `hopper`."""
 
 
 def all_gather_matmul(
@@ -51,7 +80,7 @@ def all_gather_matmul(
       x_MK: [M, K] this shard's rows, float32 or bfloat16.
       weights: matrices [K, N_i] of x's dtype, each this shard's columns.
       axis_name: the mesh axis over which rows and columns are split.
-      implementation: one of `implementations`; None is the first of `automatic` that can run; "fused" tries
+      implementation: one of `OPERATION.names`; None is the first of `automatic` that can run; "fused" tries
         kernels that write to peers before these, which run where they are expected to be faster. How such a
         program has to be compiled is said in `hopper`.
       backward: the same for the backward pass; None follows `implementation`.
@@ -121,44 +150,6 @@ def matmul_reduce_scatter(
     return _differentiable("matmul_reduce_scatter", operands, axis_name, implementation, backward, platform)
 
 
-def automatic(platform: str | None = None, fused: bool = False) -> tuple[str, ...]:
-    """Returns the implementations that are tried where none is named, the first first. fused: or "fused" is.
-
-    A CPU has no transfers to hide behind products. On 2 H200s the ring took longer than the plain form in
-    most shapes (docs/results.md): the products of its parts are slower than the whole one. The fused kernels
-    are faster there but have to be asked for: a program with them is compiled otherwise, CUDA loads all code
-    at its start, and one that waits for a signal that never comes holds all devices.
-    """
-    portable = ("ring", "reference") if dispatch.resolve_platform(platform) == "tpu" else ("reference",)
-    return ("mosaic_gpu", *portable) if fused else portable
-
-
-def implementations(
-    platform: str | None = None, named: bool = True
-) -> dict[str, tuple[str, dict[str, object]]]:
-    """Returns all implementations by name: the module's, and what its functions take beside `axis_name`.
-
-    "mosaic_gpu_adds" adds up in the memory of the result: less exactly, and in an order that may differ from
-    run to run.
-
-    named: whether one was asked for by name; then it runs wherever it can, be it slower than another.
-    """
-    platform = dispatch.resolve_platform(platform)
-    return {
-        "mosaic_gpu": ("mosaic_gpu", {"platform": platform, "always": named}),
-        "mosaic_gpu_adds": ("mosaic_gpu_adds", {"platform": platform, "always": named}),
-        "mosaic_tpu": ("mosaic_tpu", {"platform": platform}),
-        "ring": ("ring", {}),
-        "ring_bidirectional": ("ring", {"directions": 2}),
-        "reference": ("reference", {}),
-    }
-
-
-def load(module: str) -> ModuleType:
-    """Returns a module of this folder. Late: Mosaic takes two seconds to import, and few runs need it."""
-    return importlib.import_module(f"{__name__}.{module}")
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4, 5))
 def _differentiable(operation: str, operands: tuple, axis_name, implementation, backward, platform):
     return _run(operation, axis_name, implementation, platform, *operands)
@@ -177,17 +168,15 @@ _differentiable.defvjp(_forward, _backward)
 
 def _run(function: str, axis_name: str, implementation: str | None, platform: str | None, *arguments):
     """Calls one of the four functions of the named implementation, or of the first that can run."""
-    platform, fused = dispatch.resolve_platform(platform), implementation == "fused"
-    named = None if fused else implementation
-
-    def call(module: str, options: dict[str, object], *operands):
-        return getattr(load(module), function)(*operands, axis_name=axis_name, **options)
-
-    bound = {
-        name: functools.partial(call, module, options)
-        for name, (module, options) in implementations(platform, named is not None).items()
-    }
-    return dispatch.run(function, bound, automatic(platform, fused), named, *arguments)
+    fused = implementation == "fused"
+    return OPERATION.run(
+        *arguments,
+        implementation=None if fused else implementation,
+        platform=platform,
+        function=function,
+        facts={"fused": fused},
+        axis_name=axis_name,
+    )
 
 
 def _check_dtypes(operation: str, *arrays: jax.Array) -> None:

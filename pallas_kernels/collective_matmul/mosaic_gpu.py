@@ -106,11 +106,11 @@ def _plan(
     *,
     platform: str = "gpu",
     tiles: Tiles | None = None,
-    always: bool = False,
+    named: bool = False,
 ) -> tuple[Tiles, int]:
     """Returns the tiles and the number of thread blocks: one on each SM.
 
-    platform: where it will run. tiles: None chooses them. always: run even where the plain form is expected
+    platform: where it will run. tiles: None chooses them. named: run even where the plain form is expected
     to be faster, as with given tiles.
 
     Raises:
@@ -127,21 +127,21 @@ def _plan(
     if tiles is not None:
         problem.check(tiles)
         return tiles, _device()[1]
-    return tiles_for(problem, always)
+    return tiles_for(problem, named)
 
 
-def tiles_for(problem: Problem, always: bool) -> tuple[Tiles, int]:
+def tiles_for(problem: Problem, named: bool) -> tuple[Tiles, int]:
     """Returns the tiles and the number of thread blocks.
 
     Raises:
-      Unsupported: no tiles divide the shape or, unless `always`, the plain form is faster.
+      Unsupported: no tiles divide the shape or, unless `named`, the plain form is faster.
     """
     kind, sms = _device()
     tiles, faster = choose(problem, kind, sms)
     fused, plain = predict(problem, tiles, sms)
-    if not always and faster is False:
+    if not named and faster is False:
         raise dispatch.Unsupported(f"measured slower than the plain form at {problem.key}")
-    if not always and faster is None and fused >= plain:
+    if not named and faster is None and fused >= plain:
         raise dispatch.Unsupported(
             f"expected to be slower than the plain form at {problem.key}: {1e6 * fused:.0f} µs against "
             f"{1e6 * plain:.0f} µs"

@@ -1,15 +1,23 @@
 """The output matrix and the cross-entropy in one operation, so that whole logits never exist."""
 
-import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
-from pallas_kernels.linear_cross_entropy import reference, triton, xla
+from pallas_kernels.dispatch import Implementation, Operation, triton_before_xla
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["OPERATION", "linear_cross_entropy"]
+
+OPERATION = Operation(
+    __name__,
+    {
+        "triton": Implementation(takes=("platform",)),
+        "xla": Implementation(),
+        "reference": Implementation(),
+    },
+    triton_before_xla,
+)
 
 
 def linear_cross_entropy(
@@ -46,8 +54,8 @@ def linear_cross_entropy(
       z_loss: the weight of log(Z)² (arXiv:2204.02311), static.
       layout: of the matrix.
       axis_name: the mesh axis over which the vocabulary is split, if any.
-      implementation: "triton", "xla" or "reference"; None takes the first on an NVIDIA GPU where it can run,
-        and else the second.
+      implementation: one of `OPERATION.names`; None takes "triton" on an NVIDIA GPU where it can run, and
+        else "xla".
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
 
     Returns:
@@ -62,19 +70,13 @@ def linear_cross_entropy(
     Shoeybi et al. 2019 (arXiv:1909.08053).
     """
     _check(hidden_BTD, matrix, targets_BT, weights_BT, layout, axis_name)
-    platform = dispatch.resolve_platform(platform)
-    implementations = {
-        name: functools.partial(function, z_loss=z_loss, layout=layout, axis_name=axis_name)
-        for name, function in (
-            ("triton", functools.partial(triton.linear_cross_entropy, platform=platform)),
-            ("xla", xla.linear_cross_entropy),
-            ("reference", reference.linear_cross_entropy),
-        )
-    }
-    arguments = hidden_BTD, matrix, targets_BT, jax.lax.stop_gradient(weights_BT)
-    automatic = ("triton", "xla") if dispatch.on_nvidia(platform) else ("xla",)
-    objective, losses_BT, log_z_BT = dispatch.run(
-        "linear_cross_entropy", implementations, automatic, implementation, *arguments
+    objective, losses_BT, log_z_BT = OPERATION.run(
+        *(hidden_BTD, matrix, targets_BT, jax.lax.stop_gradient(weights_BT)),
+        implementation=implementation,
+        platform=platform,
+        z_loss=z_loss,
+        layout=layout,
+        axis_name=axis_name,
     )
     return objective, jax.lax.stop_gradient(losses_BT), jax.lax.stop_gradient(log_z_BT)
 

@@ -53,12 +53,12 @@ from gpu_clocks import Clocks
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import Data, open_data
-from jaxthru.models import flops
+from jaxthru.engine.step import Batch
+from jaxthru.models import llama
 from jaxthru.plan.cost import row_cost
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import require
 from jaxthru.train import Build, build
-from jaxthru.training.step import Batch
 
 DEFAULTS = (
     *("model.layers=4", "model.vocabulary=16384", "model.max_sequence=32768"),
@@ -252,7 +252,7 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
     }
     with phases("timed"):
         found = time_orders(runner, built, placed, arguments.timed_seconds)
-    counted = flops.train_flops(config.model, 1, 0), flops.train_flops(config.model, 0, 1)
+    counted = llama.train_flops(config.model, 1, 0), llama.train_flops(config.model, 0, 1)
     used = np.mean([(batch["segment_ids"] > 0).mean() for batch in batches[ORDERS[0]]])
     return {
         "benchmark": "balance_steps",

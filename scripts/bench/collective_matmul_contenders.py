@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.runtime import xla
-from pallas_kernels.collective_matmul import automatic, implementations, load, reference, tiles
+from pallas_kernels import dispatch
+from pallas_kernels.collective_matmul import OPERATION, automatic, reference, tiles
 from pallas_kernels.collective_matmul.shapes import Shape
-from pallas_kernels.dispatch import Unsupported
 
 NAMED = {
     "plain": "reference",
@@ -88,15 +88,18 @@ class Case:
         out = operands[: n + 1] if self.backward else results
         return self._over_shards(local, operands + results if self.backward else operands, out)
 
+    def implementation(self, name: str, named: bool) -> Callable:
+        """As `of`, of an implementation that is asked for by name or not."""
+        options = OPERATION.options(name, dispatch.resolve_platform(), named)
+        return self.of(OPERATION.load(name), **options)
+
     def dispatched(self) -> Callable:
         """Returns what runs by "fused": the first that does not refuse."""
-        known = implementations(named=False)
         for name in automatic(fused=True):
-            module, options = known[name]
-            with contextlib.suppress(Unsupported):
-                jax.eval_shape(run := self.of(load(module), **options), *self.operands())
+            with contextlib.suppress(dispatch.Unsupported):
+                jax.eval_shape(run := self.implementation(name, named=False), *self.operands())
                 return run
-        raise Unsupported("every implementation refuses")
+        raise dispatch.Unsupported("every implementation refuses")
 
     def products(self) -> tuple[Callable, tuple]:
         """Returns the products alone and their operands, of which each device has what it would gather."""
@@ -211,17 +214,14 @@ def contenders(
     without_jax: why JAX's own kernel is not to run, if so. adds: whether "fused_adds" is to.
     """
     operands, found, missing = case.operands(), {}, {}
-    known = implementations(jax.default_backend())
     named = NAMED | ({"fused_adds": "mosaic_gpu_adds"} if adds and case.gathers == case.backward else {})
-    runs = {
-        name: (lambda m=known[of][0], o=known[of][1]: case.of(load(m), **o)) for name, of in named.items()
-    }
+    runs = {name: functools.partial(case.implementation, of, named=True) for name, of in named.items()}
     runs["dispatched"] = case.dispatched
     for name, make in runs.items():
         try:
             jax.eval_shape(run := make(), *operands)
             found[name] = run, operands
-        except Unsupported as refusal:
+        except dispatch.Unsupported as refusal:
             missing[name] = str(refusal)
     if without_jax:
         missing["jax"] = without_jax

@@ -25,7 +25,7 @@ import numpy as np
 from comparison import shown
 
 from jaxthru import config as configuration
-from jaxthru.models import flops
+from jaxthru.models import llama
 from jaxthru.runtime import hardware
 
 LIMIT = 480.0  # seconds of one block, its start and compilation included
@@ -186,14 +186,14 @@ def found_in(record: dict, overrides: list[str]) -> dict[str, comparison.Row]:
         if not own:
             continue
         model = resolve(row, overrides).model
-        needed = functools.partial(flops.train_flops, model)
+        needed = functools.partial(llama.train_flops, model)
         found |= comparison.rows(own, {name: "bf16"}, needed, peak)
         host = [block["host_gib"] for block in own if block.get("host_gib") is not None]
         losses = own[-1]["line"].get("losses")
         found[name] |= {
             "falls": falls(losses) if losses else None,
             "tokens_per_step": own[0]["line"]["tokens_per_step"],
-            "parameters": flops.parameters(model),
+            "parameters": llama.parameters(model),
             "host_gib": statistics.fmean(host) if host else None,
             "slowest": slowest([block["line"] for block in own]),
         }

@@ -22,7 +22,7 @@ import comparison
 import harness
 
 from jaxthru import config as configuration
-from jaxthru.models import flops
+from jaxthru.models import llama
 from jaxthru.runtime import hardware
 
 
@@ -107,7 +107,7 @@ def summarise(record: dict, config: configuration.RunConfig) -> str:
     """Adds the summary to the record and returns what is printed of it."""
     done = record["blocks"]
     kind = comparison.device_kind(done)
-    needed = functools.partial(flops.train_flops, config.model)
+    needed = functools.partial(llama.train_flops, config.model)
     precision = {name: contender.precision for name, contender in CONTENDERS.items()}
     peers = [name for name, contender in CONTENDERS.items() if contender.is_peer and name != "plain_jax"]
     found = comparison.rows(done, precision, needed, hardware.data_sheet_flops(kind))

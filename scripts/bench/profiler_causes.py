@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxthru import train
+from jaxthru.engine.inline import InlineStep
 from jaxthru.models.layers import SwiGLU
-from jaxthru.models.ops import Ops, matrix_of
+from jaxthru.models.ops import matrix_of
 from jaxthru.profile import trace
 from jaxthru.runtime import allocator
-from jaxthru.training.step import Step
 
 NOTES = {"dispatched": [], "idle": [], "isolated": None}
 LATEST = {"metrics": None, "finished": None}
@@ -39,7 +39,7 @@ TICK = 0.0005  # how finely it is looked whether a step has finished
 
 def note_steps(after: Callable = lambda results: None) -> None:
     """Notes each call of the step. after: what the planted host does once it is dispatched."""
-    for kind in (train.CompiledStep, train.LayeredStep):
+    for kind in (train.CompiledStep, train.DispatchedStep):
 
         def called(self, state, batch, plain=kind.__call__):
             now = time.perf_counter()
@@ -98,11 +98,12 @@ def float32(_: float) -> None:
     """The feed-forward layer's last product: its operand stays in float32, and its weight is not cast."""
     note_steps()
 
-    def forward(self, ops: Ops, x_ND):
+    def forward(self, x_ND, context):
+        ops = context.ops
         gate_NM, up_NM = ops.column_parallel(x_ND, self.gate, self.up)
         gate_NM, up_NM = checkpoint_name(gate_NM, "gate"), checkpoint_name(up_NM, "up")
         y_NM = jax.nn.silu(gate_NM.astype(jnp.float32)) * up_NM.astype(jnp.float32)
-        matrix_MD, axes = matrix_of(self.down, 1)
+        matrix_MD, axes = matrix_of(self.down)
         x_ND = y_NM @ ops.layout.constrain(matrix_MD, axes, without=("fsdp",))
         return ops.constrain(x_ND.astype(ops.compute), "tokens", None)
 
@@ -120,8 +121,8 @@ def gather(_: float) -> None:
     note_steps()
     leaves = lambda state: jax.tree.leaves((state["params"], state["opt_state"]["slots"]))  # noqa: E731
 
-    def step(self, state, batch, plain=Step.__call__):
-        looked = usable(leaves(state), self.objective.model.ops.layout).astype(jnp.int32)
+    def step(self, state, batch, plain=InlineStep.__call__):
+        looked = usable(leaves(state), self.step.model.ops.layout).astype(jnp.int32)
         return plain(self, state, batch | {"tokens": batch["tokens"] * looked})
 
     def first_state(self, plain=train.Build.first_state):
@@ -136,7 +137,7 @@ def gather(_: float) -> None:
         NOTES["isolated"] = statistics.median(seconds)
         return state
 
-    Step.__call__, train.Build.first_state = step, first_state
+    InlineStep.__call__, train.Build.first_state = step, first_state
 
 
 def zeros(_: float) -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from jaxthru.models import flops
-from jaxthru.models.family import from_plain
-from jaxthru.profile import clocks, compare, events, hlo, publish
+from jaxthru.models.family import from_plain, module_of
+from jaxthru.profile import clocks, compare, events, publish
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import unprofiled
 from jaxthru.profile.ledger import Ledger
+from jaxthru.profile.read import hlo
 from jaxthru.profile.windows import BY_NAME
 
 BARS = {
@@ -176,8 +176,8 @@ def counted(run: Run) -> dict[str, Any]:
         why = "the step is several programs"
     elif ledger.run.platform == "gpu" and once:
         model = from_plain(config["model"])
-        tokens = config["train"]["rows"] * config["data"]["sequence"]
-        needed = flops.train_flops(model, 0, tokens * config["data"]["sequence"])  # of one document a row
+        tokens = config["train"]["rows"] * config["data"]["sequence"]  # of one document a row
+        needed = module_of(model).train_flops(model, 0, tokens * config["data"]["sequence"])
         attention = Attribution(modules).flops("attention") * ledger.run.devices / needed - 1
     return {
         "matmul_flops": judged("matmul_flops", share, again),

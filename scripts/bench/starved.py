@@ -63,11 +63,11 @@ from gpu_clocks import Clocks
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
-from jaxthru.models import flops
+from jaxthru.engine.step import Batch
+from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import require
 from jaxthru.train import Build, build
-from jaxthru.training.step import Batch
 
 BAR_WAIT = 0.005
 
@@ -244,7 +244,7 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         "benchmark": "starved",
         "config": Path(arguments.config).stem,
         "set": overrides,
-        "parameters": flops.parameters(config.model),
+        "parameters": llama.parameters(config.model),
         "sources": arguments.sources,
         "page_characters": starved_input.PAGE_CHARACTERS,
         "vocabulary": data.vocabulary,

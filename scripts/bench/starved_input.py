@@ -15,8 +15,8 @@ from jaxthru import config as configuration
 from jaxthru.data import tokenizer
 from jaxthru.data.loader import Place, open_data
 from jaxthru.data.state import DataState
+from jaxthru.engine.step import Batch
 from jaxthru.runtime.errors import require
-from jaxthru.training.step import Batch
 
 PAGE_CHARACTERS = 4096
 

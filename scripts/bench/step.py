@@ -22,10 +22,10 @@ import numpy as np
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
 from jaxthru.data.state import DataState
-from jaxthru.models import flops
+from jaxthru.engine.step import Batch
+from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
 from jaxthru.train import Build, build
-from jaxthru.training.step import Batch
 
 
 def packed_batches(built: Build) -> Iterator[Batch]:
@@ -88,8 +88,8 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
     span = statistics.fmean(float(step["attention_span"]) for step in values)
     line = timing.line(tokens)
     seconds = statistics.fmean(timing.seconds)
-    rate = flops.train_flops(shape, tokens, span) / seconds
-    causal = flops.train_flops(shape, tokens, tokens * built.config.data.sequence) / seconds
+    rate = llama.train_flops(shape, tokens, span) / seconds
+    causal = llama.train_flops(shape, tokens, tokens * built.config.data.sequence) / seconds
     peak = hardware.peak_flops(list(built.layout.mesh.devices.flat))
     line |= {
         "model_tflops": float(f"{rate / 1e12:.4g}"),

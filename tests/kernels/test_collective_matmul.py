@@ -268,7 +268,7 @@ def test_repeats_are_equal_bit_for_bit(name, dtype, axes):
 
 
 def test_automatic_choice():
-    names = set(collective_matmul.implementations())
+    names = set(collective_matmul.OPERATION.names)
     for platform, first in (
         ("cpu", "reference"),
         ("cuda", "reference"),

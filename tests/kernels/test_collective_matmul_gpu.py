@@ -167,14 +167,14 @@ def test_no_races_within_a_device(monkeypatch):
 @pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_gpu_adds"])
 def test_layers_share_a_kernel(name):
     """Mosaic would compile it for each of them: of 8 layers 64 kernels."""
-    module = collective_matmul.load(name)
+    module = collective_matmul.OPERATION.load(name)
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
     rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
 
     def layers(x, w):
         for _ in range(3):
-            (y,) = module.all_gather_matmul(x, (w,), axis_name="tensor", always=True)
-            x = module.matmul_reduce_scatter(y, w.T, axis_name="tensor", always=True)
+            (y,) = module.all_gather_matmul(x, (w,), axis_name="tensor", named=True)
+            x = module.matmul_reduce_scatter(y, w.T, axis_name="tensor", named=True)
         return x
 
     function = jax.shard_map(layers, mesh=mesh, in_specs=(rows, columns), out_specs=rows)
@@ -367,8 +367,8 @@ def problem_of(shape: Shape, t: int) -> Problem:
 def test_small_products_are_left_to_others():
     """Where the transfer takes less than the wait for all devices, the first that is tried gives way."""
     assert call().shape == (512, 512)  # named, it runs
-    name, options = collective_matmul.implementations("gpu", named=False)["mosaic_gpu"]
-    module = collective_matmul.load(name)
+    operation = collective_matmul.OPERATION
+    module, options = operation.load("mosaic_gpu"), operation.options("mosaic_gpu", "gpu", named=False)
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
     x, w = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((512, 256), (256, 512)))
 
@@ -411,8 +411,8 @@ def test_the_table_decides(monkeypatch):
     assert tiles_module.choose(problem, "NVIDIA H200", SMS) == (measured, False)
     assert tiles_module.choose(problem, "NVIDIA H100", SMS)[1] is None
     with pytest.raises(Unsupported, match="measured slower than the plain form"):
-        mosaic_gpu.tiles_for(problem, always=False)
-    assert mosaic_gpu.tiles_for(problem, always=True)[0] == measured
+        mosaic_gpu.tiles_for(problem, named=False)
+    assert mosaic_gpu.tiles_for(problem, named=True)[0] == measured
 
 
 def test_the_table_fits_its_problems():
@@ -470,7 +470,7 @@ def test_no_collective_runs_beside_a_kernel(over, axes, monkeypatch):
     rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
 
     def local(x, w, z):
-        (y,) = mosaic_gpu.all_gather_matmul(x, (w,), axis_name="tensor", always=True)
+        (y,) = mosaic_gpu.all_gather_matmul(x, (w,), axis_name="tensor", named=True)
         return y, jax.lax.psum(z, over)
 
     function = jax.shard_map(
@@ -498,7 +498,7 @@ def test_no_kernel_is_in_a_graph(monkeypatch):
     rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
 
     def local(x, w):
-        (y,) = mosaic_gpu.all_gather_matmul(jnp.sin(x) * 2, (w,), axis_name="tensor", always=True)
+        (y,) = mosaic_gpu.all_gather_matmul(jnp.sin(x) * 2, (w,), axis_name="tensor", named=True)
         return jnp.cos(y) @ y[:4096].T
 
     function = jax.shard_map(local, mesh=mesh, in_specs=(rows, columns), out_specs=columns)

@@ -130,7 +130,7 @@ COLLECTIVES = {
 }
 
 
-COLLECTIVE_IMPLEMENTATIONS = [name for name in collective_matmul.implementations() if name != "mosaic_tpu"]
+COLLECTIVE_IMPLEMENTATIONS = [name for name in collective_matmul.OPERATION.names if name != "mosaic_tpu"]
 
 
 @slow_but_for(

@@ -16,6 +16,7 @@ from jaxthru.plan import fit
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
+from jaxthru.runtime.weights import WeightInfo
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 TOKENS, EMBED, HEADS, HEAD_DIM, MLP = 256, 64, 4, 16, 128
@@ -26,7 +27,9 @@ class Weight:
     """What `Ops` sees of a parameter."""
 
     def __init__(self, values, *axes):
-        self.values, self.logical_axes, self.shape = values, axes, values.shape
+        self.values, self.shape = values, values.shape
+        inputs = values.ndim - 1 if axes[-1] == "embed" else 1
+        self.info = WeightInfo(axes, "matrix", tuple(range(inputs)))
 
     def __getitem__(self, _):
         return self.values
@@ -173,8 +176,8 @@ def test_all_three_matmuls_are_in_float8(compute):
 
 def test_embedding_and_output_matrix_stay_out():
     made, batch = tiny.make(float8=True, vocabulary=640), tiny.batch(0)
-    objective, params = made.step.objective, made.state["params"]
-    jaxpr = jax.make_jaxpr(jax.grad(lambda p: objective(p, batch, jnp.float32(1))[0]))(params).jaxpr
+    params = made.state["params"]
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: made.loss(p, batch, jnp.float32(1))[0]))(params).jaxpr
     shapes = [
         v.aval.shape
         for e in equations(jaxpr)
@@ -262,9 +265,9 @@ def test_inputs_are_kept_in_float8():
     """`projections` quantises no input twice: as many casts of activations as with everything kept."""
 
     def casts(policy):
-        objective = tiny.make(float8=True, remat=policy).step.objective
+        made = tiny.make(float8=True, remat=policy)
         params = tiny.make(float8=True).state["params"]
-        jaxpr = jax.make_jaxpr(jax.grad(lambda p: objective(p, tiny.batch(0), jnp.float32(1))[0]))(params)
+        jaxpr = jax.make_jaxpr(jax.grad(lambda p: made.loss(p, tiny.batch(0), jnp.float32(1))[0]))(params)
         rows = tiny.ROWS * tiny.SEQUENCE
         return sum(
             e.primitive.name == "convert_element_type"
@@ -319,12 +322,12 @@ def test_what_is_not_finite_shows(where, bad, compute):
 def test_a_step_that_is_not_finite_is_skipped():
     made = tiny.make(float8=True)
     state = made.fresh()
-    up = state["params"]["layers"]["mlp"]["up"]
-    state["params"]["layers"]["mlp"]["up"] = up.at[0, 0, 0].set(jnp.inf)
-    before = np.asarray(state["params"]["layers"]["mlp"]["down"])
+    up = tiny.layers(state["params"])["mlp"]["up"]
+    tiny.layers(state["params"])["mlp"]["up"] = up.at[0, 0, 0].set(jnp.inf)
+    before = np.asarray(tiny.layers(state["params"])["mlp"]["down"])
     state, metrics = made.compiled(state, made.batch(0))
     assert int(metrics["skipped"]) == 1
-    np.testing.assert_array_equal(state["params"]["layers"]["mlp"]["down"], before)
+    np.testing.assert_array_equal(tiny.layers(state["params"])["mlp"]["down"], before)
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])

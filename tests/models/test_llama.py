@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from tiny import bind
 
 from jaxthru import config as configuration
-from jaxthru.models import flops
-from jaxthru.models.bind import bind
+from jaxthru.engine.inline import hidden as hidden_of
+from jaxthru.models import llama
 from jaxthru.models.layers import RMSNorm, rotary_angles, rotate
 from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.llama import RopeScaling
@@ -39,7 +40,7 @@ def model(policy: str = "none", **shape):
 
 
 def loss_and_logits(params, bound, batch):
-    hidden = bound.hidden(params, batch, 8).reshape(*batch["tokens"].shape, -1)
+    hidden = hidden_of(bound, params, batch, 8).reshape(*batch["tokens"].shape, -1)
     matrix, axes = bound.output_matrix(params)
     logits = jnp.einsum(f"btd,{'dv' if axes == ('embed', 'vocab') else 'vd'}->btv", hidden, matrix)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)[..., 0]
@@ -55,9 +56,9 @@ def logits_and_gradient(bound, params, batch):
 
 def unstack(params, layers):
     def layer(i):
-        return jax.tree.map(lambda leaf: leaf[i], params["layers"])
+        return jax.tree.map(lambda leaf: leaf[i], tiny.layers(params))
 
-    return {**params, "layers": tuple(layer(i) for i in range(layers))}
+    return {**params, "layers": ((tuple(layer(i) for i in range(layers)),),)}
 
 
 @pytest.mark.parametrize("shape", FAMILY.values(), ids=FAMILY)
@@ -124,7 +125,7 @@ def test_policies_keep_what_they_name(policy):
     """A name that no layer gives would silently keep nothing."""
     bound = model()
     params = jax.eval_shape(bound.init, jax.random.key(0))
-    text = str(jax.make_jaxpr(lambda params: bound.hidden(params, tiny.batch(0), 8))(params))
+    text = str(jax.make_jaxpr(lambda params: hidden_of(bound, params, tiny.batch(0), 8))(params))
     # The statistics are the GPU kernel's alone, float8 is that of float8 matmuls (test_fp8.py).
     given = set(KEPT[policy]) - {"attention_statistics", "float8"}
     assert all(f"name[name={name}]" in text for name in given)
@@ -134,7 +135,7 @@ def test_too_many_segments_come_out_as_nan():
     bound = model()
     batch = tiny.batch(0)
     batch["segment_ids"][3] = np.arange(tiny.SEQUENCE) // 4 + 1
-    hidden = bound.hidden(bound.init(jax.random.key(0)), batch, 8).reshape(tiny.ROWS, tiny.SEQUENCE, -1)
+    hidden = hidden_of(bound, bound.init(jax.random.key(0)), batch, 8).reshape(tiny.ROWS, tiny.SEQUENCE, -1)
     assert np.isnan(hidden[3]).all() and np.isfinite(hidden[:3]).all()
 
 
@@ -246,7 +247,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes_have_their_published_sizes(name):
     shape = configuration.load(ROOT / "configs" / f"{name}.py").model
-    assert flops.parameters(shape) == PUBLISHED[name]
+    assert llama.parameters(shape) == PUBLISHED[name]
     bound = bind(
         shape, Ops(Layout(make_mesh(MeshConfig(), jax.devices()[:1])), jnp.dtype(jnp.float32)), "none"
     )
@@ -257,7 +258,7 @@ def test_published_shapes_have_their_published_sizes(name):
 def first_loss(path) -> tuple[float, float]:
     """Returns (first loss of a configuration with one layer, ln(vocabulary))."""
     shape = dataclasses.replace(configuration.load(path).model, layers=1, loop="scan")
-    while flops.parameters(shape) > 2e9:  # 70B: half as wide, so that it fits a test machine's memory
+    while llama.parameters(shape) > 2e9:  # 70B: half as wide, so that it fits a test machine's memory
         halves = {name: getattr(shape, name) // 2 for name in ("embed", "heads", "kv_heads", "mlp")}
         shape = dataclasses.replace(shape, **halves)
     bound = bind(
@@ -295,11 +296,11 @@ def test_the_first_loss_is_that_of_guessing(path):
 def test_flops_of_a_causal_row():
     shape = configuration.load(ROOT / "configs" / "llama3_8b_8layer.py").model
     tokens = 8192
-    n = flops.matmul_parameters(shape)
+    n = llama.matmul_parameters(shape)
     assert n == 8 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336) + 4096 * 128256
     expected = tokens * (6 * n + 6 * 8 * 32 * 128 * tokens)
-    assert flops.train_flops(shape, tokens, tokens**2) == pytest.approx(expected)
+    assert llama.train_flops(shape, tokens, tokens**2) == pytest.approx(expected)
     # Two documents of half the length need half of the attention.
     attention = expected - 6 * n * tokens
-    halves = flops.train_flops(shape, tokens, 2 * (tokens // 2) ** 2)
+    halves = llama.train_flops(shape, tokens, 2 * (tokens // 2) ** 2)
     assert halves == pytest.approx(expected - attention / 2)

@@ -41,7 +41,7 @@ def loss_and_gradients(mesh: tuple[int, int, int], axes, hidden, matrix, targets
 
 def test_every_collective_matmul_can_be_asked_for():
     named = typing.get_args(typing.get_type_hints(KernelsConfig)["collective_matmul"])
-    assert set(collective_matmul.implementations()) == set(named) - {"auto", "fused", "none"}
+    assert set(collective_matmul.OPERATION.names) == set(named) - {"auto", "fused", "none"}
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")

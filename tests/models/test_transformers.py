@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import bind
 
-from jaxthru.models.bind import bind
+from jaxthru.engine.inline import hidden
+from jaxthru.engine.objective import Objective
 from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.llama import RopeScaling
 from jaxthru.models.ops import Ops
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.loss import Objective
 from pallas_kernels.testing import assert_close
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -82,7 +83,7 @@ def parameters(arrays: dict[str, np.ndarray], config: ModelConfig) -> dict:
         head["matrix"] = arrays["lm_head.weight"].T
     return {
         "embedding": {"table": arrays["model.embed_tokens.weight"]},
-        "layers": layers,
+        "layers": ((layers,),),
         "head": head,
     }
 
@@ -115,8 +116,8 @@ def test_logits_and_gradients(name):
     }
 
     def loss(params):
-        hidden_ND = model.hidden(params, batch, 1)
-        return objective.of_hidden(params, hidden_ND, batch, 1 / mask.sum())[0], hidden_ND
+        hidden_ND = hidden(model, params, batch, 1)
+        return objective(params, hidden_ND, batch, 1 / mask.sum())[0], hidden_ND
 
     (minimised, hidden_ND), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
     matrix, axes = model.output_matrix(weights)

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import optax
 
 from jaxthru.optim.formats import rounding_key
-from jaxthru.optim.optimizer import Linear, OptimConfig, Optimizer, make_schedule
+from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
+from jaxthru.runtime.weights import WeightInfo
 
 VOCABULARY, EMBED, MLP, ROWS, STEPS = 64, 32, 64, 128, 1000
-MATRICES = {
-    "embedding": True,
-    "norm": False,
-    "up": Linear((0,), (1,)),
-    "down": Linear((0,), (1,)),
-    "out": True,
+INFOS = {
+    "embedding": WeightInfo((None, None), "table"),
+    "norm": WeightInfo((None,), "norm"),
+    "up": WeightInfo((None, None), "matrix", inputs=(0,)),
+    "down": WeightInfo((None, None), "matrix", inputs=(0,)),
+    "out": WeightInfo((None, None), "table"),
 }
 
 
@@ -64,7 +65,7 @@ def update(optimizer, schedule, gradients, weights, opt_state):
         learning_rate=schedule(count),
         clip_scale=optimizer.clip_scale(optax.tree.norm(gradients)),
         finite=jnp.bool(True),
-        matrices=optimizer.matrices,
+        infos=optimizer.infos,
         key=rounding_key(0, count, 0),
     )
     return weights, {"count": count + 1, "slots": slots}
@@ -74,7 +75,7 @@ def update(optimizer, schedule, gradients, weights, opt_state):
 def final_loss(seed: int = 0, **config) -> float:
     """Returns the loss on 16,384 fresh tokens after STEPS updates."""
     optim = OptimConfig(**{"learning_rate": 1e-2, **config})
-    optimizer, schedule = Optimizer(optim, MATRICES), make_schedule(optim, STEPS)
+    optimizer, schedule = Optimizer(optim, INFOS), make_schedule(optim, STEPS)
 
     @jax.jit
     def run():

@@ -8,18 +8,19 @@ import pytest
 import small
 
 from jaxthru.optim.formats import FORMATS, decode, rounding_key
-from jaxthru.optim.optimizer import Linear, OptimConfig, Optimizer
+from jaxthru.optim.optimizer import OptimConfig, Optimizer
 from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels.adamw_8bit import join
 
 
-def arguments(optimizer, matrices=None, **changed):
+def arguments(optimizer, infos=None, **changed):
     given = {
         "count": jnp.int32(0),
         "learning_rate": jnp.float32(1e-2),
         "clip_scale": jnp.float32(1),
         "finite": jnp.bool(True),
-        "matrices": optimizer.matrices if matrices is None else matrices,
+        "infos": optimizer.infos if infos is None else infos,
         "key": rounding_key(0, jnp.int32(0), 0),
     }
     return given | changed
@@ -51,10 +52,10 @@ def test_float32_adamw_is_that_of_optax():
             config.b2,
             config.epsilon,
             weight_decay=config.weight_decay,
-            mask={name: bool(matrix) for name, matrix in small.MATRICES.items()},
+            mask={name: info.decays for name, info in small.INFOS.items()},
         ),
     )
-    optimizer = Optimizer(config, small.MATRICES)
+    optimizer = Optimizer(config, small.INFOS)
     params = small.init(0)
     wanted, chain_state = params, chain.init(params)
     weights, opt_state = optimizer.init(params)
@@ -79,7 +80,7 @@ def test_float32_adamw_is_that_of_optax():
 def test_8_bit_adamw_is_that_of_the_books(state):
     """Two updates, each by hand in float64 from the moments that the codes before it stand for."""
     config = OptimConfig(**SETTINGS, state=state)
-    optimizer = Optimizer(config, {"w": True})
+    optimizer = Optimizer(config, {"w": WeightInfo((None, None), "table")})
     weights, opt_state = optimizer.init({"w": small.init(0)["up"]})
     slots = opt_state["slots"]
 
@@ -105,7 +106,7 @@ def test_8_bit_adamw_is_that_of_the_books(state):
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_what_is_not_finite_leaves_all_as_it_was(name, state):
-    optimizer = Optimizer(OptimConfig(name=name, state=state), small.MATRICES)
+    optimizer = Optimizer(OptimConfig(name=name, state=state), small.INFOS)
     weights, opt_state = optimizer.init(small.init(0))
     kept = optimizer.update(gradients(), weights, opt_state["slots"], **arguments(optimizer))
     assert not np.array_equal(kept[0]["up"], weights["up"])
@@ -116,7 +117,7 @@ def test_what_is_not_finite_leaves_all_as_it_was(name, state):
 @pytest.mark.parametrize("state", FORMATS)
 def test_a_part_alone_comes_out_as_with_its_neighbours(state):
     """Norms keep float32 in every format; gradients may be of a narrower type."""
-    optimizer = Optimizer(OptimConfig(state=state), small.MATRICES)
+    optimizer = Optimizer(OptimConfig(state=state), small.INFOS)
     weights, opt_state = optimizer.init(small.init(0))
     given = jax.tree.map(lambda x: x.astype(jnp.bfloat16), gradients())
     names = ("down", "embedding")  # the first of the leaves, so that their indices are the same
@@ -129,7 +130,7 @@ def test_a_part_alone_comes_out_as_with_its_neighbours(state):
         part(given),
         part(weights),
         {name: part(tree) for name, tree in opt_state["slots"].items()},
-        **arguments(optimizer, matrices=part(optimizer.matrices)),
+        **arguments(optimizer, infos=part(optimizer.infos)),
     )
     assert_same(alone, part(whole))
     assert_same(part_slots, {name: part(tree) for name, tree in slots.items()})
@@ -145,7 +146,7 @@ def test_clipping():
 
 
 def test_muon_keeps_one_momentum_and_trains():
-    optimizer = Optimizer(OptimConfig(name="muon"), small.MATRICES)
+    optimizer = Optimizer(OptimConfig(name="muon"), small.INFOS)
     slots = optimizer.init(small.init(0))[1]["slots"]
     assert {name for name, slot in slots["nu"].items() if slot is None} == {"up", "down"}
     assert small.final_loss(learning_rate=1e-3, name="muon") < 3.0, "it starts at 4.4"
@@ -159,7 +160,10 @@ def test_muon_in_8_bits_ends_where_float32_does():
 
 def test_muon_makes_each_linear_map_orthogonal():
     """A stack of maps with two output dims is orthogonalised map by map, over its two sides."""
-    optimizer = Optimizer(OptimConfig(name="muon", weight_decay=0.0), {"w": Linear((1,), (2, 3))})
+    optimizer = Optimizer(
+        OptimConfig(name="muon", weight_decay=0.0),
+        {"w": WeightInfo((None,) * 4, "matrix", inputs=(1,), stack=(0,))},
+    )
     gradient = jax.random.normal(jax.random.key(0), (3, 16, 4, 8))
     weights, opt_state = optimizer.init({"w": jnp.zeros((3, 16, 4, 8))})
     stepped, _ = optimizer.update(
@@ -172,7 +176,7 @@ def test_muon_makes_each_linear_map_orthogonal():
 
 
 def test_stochastic_rounding_asks_for_its_key():
-    optimizer = Optimizer(OptimConfig(state="stochastic_rounding"), small.MATRICES)
+    optimizer = Optimizer(OptimConfig(state="stochastic_rounding"), small.INFOS)
     weights, opt_state = optimizer.init(small.init(0))
     with pytest.raises(ValueError, match="stochastic_rounding': an update needs a key"):
         optimizer.update(gradients(), weights, opt_state["slots"], **arguments(optimizer, key=None))

@@ -11,6 +11,7 @@ from cases import named, slow_but_for
 
 from jaxthru.optim.formats import FORMATS, rounding_key
 from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
+from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels.adamw_8bit import join, reference, round_stochastically, split
 
 # So low that the loss still falls at the end, and most updates are under half a unit of a bfloat16 weight.
@@ -38,7 +39,7 @@ def test_bytes_per_parameter():
 @pytest.mark.parametrize("state", FORMATS)
 def test_the_table_says_what_is_kept(state):
     shape = (64, 512)
-    optimizer = Optimizer(OptimConfig(state=state), {"w": True})
+    optimizer = Optimizer(OptimConfig(state=state), {"w": WeightInfo((None, None), "table")})
     weights, opt_state = jax.eval_shape(optimizer.init, {"w": jax.ShapeDtypeStruct(shape, jnp.float32)})
     kept = FORMATS[state].bytes_per_parameter(last=512)
     held = [
@@ -106,7 +107,7 @@ def test_a_split_master_is_a_float32_master_to_the_bit(bit_exact):
     """200 steps: both forward passes see the master rounded to bfloat16, in the one program's weights and
     in the other's rounded ones."""
     schedule = make_schedule(OptimConfig(learning_rate=RATE), small.STEPS)
-    matrices = small.MATRICES
+    infos = small.INFOS
 
     @jax.jit  # one compiled gradient for both: nothing but the update may differ
     def gradients(weights, index):
@@ -114,11 +115,11 @@ def test_a_split_master_is_a_float32_master_to_the_bit(bit_exact):
 
     @jax.jit
     def rounded(weights):
-        return {name: split(w)[0].astype(w.dtype) if matrices[name] else w for name, w in weights.items()}
+        return {name: split(w)[0].astype(w.dtype) if infos[name].decays else w for name, w in weights.items()}
 
     finals = []
     for state, forward in (("float32", rounded), ("split_master_float32", jax.jit(small.wide))):
-        optimizer = Optimizer(OptimConfig(learning_rate=RATE, state=state), matrices)
+        optimizer = Optimizer(OptimConfig(learning_rate=RATE, state=state), infos)
         update = jax.jit(functools.partial(small.update, optimizer, schedule))
         weights, opt_state = optimizer.init(small.init(0))
         for index in range(200):
@@ -127,7 +128,7 @@ def test_a_split_master_is_a_float32_master_to_the_bit(bit_exact):
     (exact, exact_state), (weights, opt_state) = finals
     slots = opt_state["slots"]
     for name, wanted in exact.items():
-        found = join(weights[name], slots["remainder"][name]) if matrices[name] else weights[name]
+        found = join(weights[name], slots["remainder"][name]) if infos[name].decays else weights[name]
         np.testing.assert_array_equal(found, wanted, err_msg=name)
         for moment in ("mu", "nu"):
             np.testing.assert_array_equal(slots[moment][name], exact_state["slots"][moment][name])

@@ -18,7 +18,7 @@ from jaxthru.plan.assemble import assemble
 from jaxthru.plan.fit import fit
 from jaxthru.plan.memory import stand_in
 from jaxthru.runtime import aot, xla
-from pallas_kernels import collective_matmul
+from pallas_kernels import dispatch
 
 cuda = pytest.mark.compiles_for("cuda")
 
@@ -193,9 +193,9 @@ def test_the_ring_hides_what_plain_collectives_show():
 def test_nothing_runs_beside_kernels_that_wait_for_peers(monkeypatch):
     """Where another axis has its collectives, these run in line: one beside a kernel may hold the
     multiprocessors that the kernel's peer waits for."""
-    known = collective_matmul.implementations
-    on_gpu = lambda platform=None, named=True: known("gpu", named)  # noqa: E731
-    monkeypatch.setattr(collective_matmul, "implementations", on_gpu)
+    known = dispatch.Operation.options
+    on_gpu = lambda operation, name, platform, named: known(operation, name, "gpu", named)  # noqa: E731
+    monkeypatch.setattr(dispatch.Operation, "options", on_gpu)
 
     fused = "mesh.tensor=2", "kernels.collective_matmul=mosaic_gpu", "model.layers=1"
     hlo = compiled(*FSDP, *fused, devices=4, **xla.for_peers("gpu"))

@@ -11,18 +11,19 @@ import pytest
 from runs import ROOT
 
 from jaxthru import config as configuration
-from jaxthru.models import flops
-from jaxthru.plan import arithmetic, levels, memory, rehearsal
+from jaxthru.engine import rehearsed
+from jaxthru.engine.offload import HOST
+from jaxthru.engine.programs import compiler_with
+from jaxthru.models import llama
+from jaxthru.plan import arithmetic, levels, memory
 from jaxthru.plan.__main__ import main
 from jaxthru.plan.assemble import assemble
 from jaxthru.plan.fit import fit
 from jaxthru.plan.memory import MemoryPlan, Moment, Room
-from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
+from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError
-from jaxthru.training.offload import HOST
-from jaxthru.training.parts import init_by_parts
-from jaxthru.training.programs import compiler_with
+from jaxthru.training.state import init_by_parts
 
 GIB = 2**30
 cuda = pytest.mark.compiles_for("cuda")
@@ -89,7 +90,7 @@ def test_a_step_is_taken_apart_for_a_gpu_that_is_not_here():
         "remat.policy=projections",
     )
     plan = memory.resident(config, aot.TARGETS["h200"], segments=8)
-    parameters = flops.parameters(config.model)
+    parameters = llama.parameters(config.model)
     assert plan.device["parameters"] == 4 * parameters
     assert 8 * parameters <= plan.device["optimizer"] < 9 * parameters
     assert plan.device["activations"] > 0
@@ -105,7 +106,7 @@ def in_micro_batches(layers: int):
     split = ["train.rows=8", "train.microbatches=4", "data.sequence=1024", "optim.state=split_master"]
     config = load("quickstart", *shape, *split, f"model.layers={layers}")
     tables = 2 * config.model.vocabulary * config.model.embed
-    parameters = (flops.parameters(config.model) - tables) // layers
+    parameters = (llama.parameters(config.model) - tables) // layers
     return config, 8 * parameters, 4 * parameters, 2 * config.data.sequence * config.model.embed * 2
 
 
@@ -225,7 +226,7 @@ def test_the_fullest_moment_of_several_programs_counts():
 
     forward = Moment("forward", program(activations=7), {"parameters": 10}, {"optimizer": 30})
     backward = Moment("backward", program(activations=5, gradients=4), {"parameters": 10}, {"optimizer": 30})
-    plan = memory.layered([forward, backward])
+    plan = memory.fullest([forward, backward])
     assert plan.peak_device == 19 and plan.device["gradients"] == 4 and plan.device["parameters"] == 10
     assert plan.peak_host == 30
     assert plan.notes == ("the peak is in backward",)
@@ -325,7 +326,7 @@ def resting(made) -> int:
 
 
 def nothing(name, lowered):
-    return rehearsal.NOTHING
+    return rehearsed.NOTHING
 
 
 @pytest.mark.parametrize("state", ["float32", "split_master", "split_master_int8", "stochastic_rounding"])
@@ -334,8 +335,8 @@ def test_the_plan_of_a_layered_step_adds_up(offload, state):
     """Beside its programs the moments are those of the schedule, and the arithmetic is near them."""
     config = load("quickstart", *TINY, *OFFLOADS[offload], f"optim.state={state}")
     made = assembled(config)
-    moments = rehearsal.rehearse(made, nothing, None)
-    plan = memory.layered(moments)
+    moments = memory.rehearsed(made, nothing, None)
+    plan = memory.fullest(moments)
     assert sum(plan.device.values()) == plan.peak_device > 0
     assert sum(plan.host.values()) == plan.peak_host > 0
     at_rest = resting(made)
@@ -352,17 +353,17 @@ def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
     """Over PCIe, both ways: what docs/memory.md says for a level."""
     settings = "precision.compute=bfloat16", "optim.state=split_master"
     config = load("quickstart", *TINY, *OFFLOADS[offload], *settings)
-    copied, put = [], rehearsal._Account.put
+    copied, put = [], rehearsed._Account.put
 
     def counted(account, arrays, shardings):
         copied.extend(array.size for array in arrays)
         return put(account, arrays, shardings)
 
-    monkeypatch.setattr(rehearsal._Account, "put", counted)
-    rehearsal.rehearse(assembled(config), nothing, None)
+    monkeypatch.setattr(rehearsed._Account, "put", counted)
+    memory.rehearsed(assembled(config), nothing, None)
     level, state = config.offload.level, config.optim.state
     plan, moved = arithmetic.estimate(config, level, state, config.offload.fraction)
-    wanted = rehearsal.STEPS * moved
+    wanted = rehearsed.STEPS * moved
     if config.optim.clip_rule == "exact":
         wanted += plan.host["parameters"]  # fetched once more, for the update that waits at the end
     assert sum(copied) == pytest.approx(wanted, rel=0.03)
@@ -384,19 +385,19 @@ def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
     assert kept(state) == planned
     batch = {name: jnp.ones(leaf.shape, leaf.dtype) for name, leaf in made.batch.items()}
     batch = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), batch, made.batch)
-    step = made.layered(compiler_with({}))
+    step = made.dispatched(compiler_with({}))
     state = step.settled(step(state, batch)[0])
     assert kept(state) == planned
 
 
 def test_a_copy_counts_on_both_ends_until_the_host_has_waited():
     config = load("quickstart", *TINY, *OFFLOADS["gradients, previous"], "optim.state=split_master")
-    moments = rehearsal.rehearse(assembled(config), nothing, None)
+    moments = memory.rehearsed(assembled(config), nothing, None)
     assert max(moment.host["staging"] for moment in moments) > 0
     last = [moment for moment in moments if moment.name == "forward"][-1]
     assert last.host["staging"] == 0  # by then the step before is over
     count = sum(moment.name == "update_layer" for moment in moments)
-    assert count == rehearsal.STEPS * config.model.layers
+    assert count == rehearsed.STEPS * config.model.layers
 
 
 @cuda
@@ -405,7 +406,7 @@ def test_a_layered_step_is_planned_for_a_gpu_that_is_not_here():
     config = load(
         "quickstart", *TINY, *offload, "precision.compute=bfloat16", "optim.state=split_master_int8"
     )
-    plan = rehearsal.layered_step(config, aot.TARGETS["h200"], segments=8)
+    plan = memory.dispatched(config, aot.TARGETS["h200"], segments=8)
     assert plan.device["activations"] > 0 and plan.device["staging"] > 0
     assert plan.host["parameters"] > 0 and plan.host["optimizer"] > plan.host["parameters"]
     assert sum(plan.device.values()) == plan.peak_device and sum(plan.host.values()) == plan.peak_host
@@ -521,8 +522,8 @@ def test_a_host_has_room_for_its_own_devices(monkeypatch):
 
 
 def test_the_pending_update_of_exact_clipping_is_in_the_plan():
-    moments = rehearsal.rehearse(
+    moments = memory.rehearsed(
         assembled(load("quickstart", *TINY, *OFFLOADS["optimizer, exact"])), nothing, None
     )
     layers = [moment for moment in moments if moment.name == "update_layer"]
-    assert len(layers) == rehearsal.STEPS * 5
+    assert len(layers) == rehearsed.STEPS * 5

@@ -7,11 +7,11 @@ import pytest
 import tiny
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxthru.models import flops
-from jaxthru.profile import hlo
+from jaxthru.models import llama
 from jaxthru.profile.attribution import Attribution, layer_and_phase
 from jaxthru.profile.build import matmul
 from jaxthru.profile.ledger import Clock
+from jaxthru.profile.read import hlo
 from jaxthru.runtime import aot
 from pallas_kernels.collective_matmul import hopper
 
@@ -26,12 +26,12 @@ def attributed(**settings) -> Attribution:
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
 def test_flops_are_those_that_the_model_needs(loop):
     found = attributed(loop=loop)
-    needed = 6 * flops.matmul_parameters(tiny.SHAPE) * TOKENS
+    needed = 6 * llama.matmul_parameters(tiny.SHAPE) * TOKENS
     assert found.flops("matmul") == pytest.approx(needed, rel=0.01)
     # The portable attention multiplies the whole square, of which a causal mask leaves half.
     assert found.flops("attention") / 2 == pytest.approx(ATTENTION, rel=0.01)
     both = found.flops("matmul") + found.flops("attention") / 2
-    assert both == pytest.approx(flops.train_flops(tiny.SHAPE, TOKENS, tiny.ROWS * 64**2), rel=0.01)
+    assert both == pytest.approx(llama.train_flops(tiny.SHAPE, TOKENS, tiny.ROWS * 64**2), rel=0.01)
 
 
 def test_what_is_computed_again_is_told_apart():

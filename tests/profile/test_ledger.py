@@ -9,11 +9,12 @@ import planes
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.profile import hlo, ledger, lint, memory, waterfall
+from jaxthru.profile import ledger, lint, waterfall
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import build
 from jaxthru.profile.events import Event, Trace
 from jaxthru.profile.measured import Measured, whole
+from jaxthru.profile.read import buffers, hlo
 from jaxthru.profile.windows import Ran, Window, _called
 
 
@@ -73,7 +74,7 @@ def collected(run: Path, *, graphs: bool) -> Path:
     run.joinpath("config.json").write_text(json.dumps(CONFIG))
     run.joinpath("environment.json").write_text(json.dumps({"versions": {"jax": "0"}}))
     rows = [
-        {"step": step, "tokens": 1000, "model_tflops": 1e-6, "step_seconds": 990e-9 + step * 1e-9}
+        {"step": step, "tokens": 1000, "attention_span": 250_000.0, "step_seconds": 990e-9 + step * 1e-9}
         for step in range(1, 30)
     ]
     run.joinpath("metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -97,6 +98,7 @@ def test_the_ledger_of_two_gpus(tmp_path):
     assert lines == pytest.approx({name: EXPECTED.get(name, 0.0) for name in ledger.LINES}, abs=1e-12)
     assert sum(lines.values()) == pytest.approx(found.window.step_seconds, rel=1e-12) == 1e-6
     assert found.run.config == "small" and found.run.tokens_per_step == 1000
+    assert found.run.attention_span_per_token == 250
     assert found.window.attribution_seconds is None and found.window.first_step == 5
     loop = [990e-9 + step * 1e-9 for step in range(4, 30) if step not in range(5, 11)]
     assert found.window.loop_seconds == pytest.approx(sorted(loop)[len(loop) // 2], rel=2e-3)
@@ -185,6 +187,14 @@ def test_what_was_not_collected_is_said(tmp_path):
         build(tmp_path / "runs" / "small" / "1" / "profile" / "5")
 
 
+def test_rows_of_an_older_version_are_said_to_be_such(tmp_path):
+    folder = collected(tmp_path, graphs=False)
+    rows = tmp_path / "metrics.jsonl"
+    rows.write_text(rows.read_text().replace('"attention_span": 250000.0, ', ""))
+    with pytest.raises(ValueError, match="no attention_span: an older version wrote it"):
+        build(folder)
+
+
 def test_the_benchmark_of_exposed_copies_reads_a_profile(tmp_path, bench):
     found = bench("exposed_copies").measure(collected(tmp_path / "runs" / "small" / "1", graphs=True))
     assert found["steps"] == 2 and found["step_seconds"] == 1e-6
@@ -260,7 +270,7 @@ def test_the_page_explains_each_line_and_part_of_a_ledger():
     tables = {
         ("Lines", "matmul"): set(ledger.LINES),
         ("matmul", "How it is measured"): parts,
-        ("Memory", "Lint"): {*memory.CATEGORIES, "fragmentation", "beside"},
+        ("Memory", "Lint"): {*buffers.CATEGORIES, "fragmentation", "beside"},
         ("Lint", "The rest of the file"): {rule.__name__ for rule in (*rules, lint.attention_again)},
         ("The rest of the file", ""): fields - {"lines", "matmul", "memory", "lint"},
     }

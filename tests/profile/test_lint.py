@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxthru.profile import hlo
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.lint import lint
+from jaxthru.profile.read import hlo
 
 CONFIG = {
     "mesh": {"data": 1, "fsdp": 2, "tensor": 1},

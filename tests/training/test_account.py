@@ -88,6 +88,21 @@ def test_a_wait_belongs_to_the_step_that_finishes_next():
     assert first["loss_by_source"] == {"a": 1.0, "b": None}
 
 
+def test_what_a_model_adds_is_passed_on_by_its_name():
+    listener = Listener()
+    made = account(listener)
+    made.dispatched(1, metrics())
+    load = jnp.asarray([1, 3], jnp.int32)
+    made.dispatched(2, metrics() | {"balance": jnp.asarray(0.5, jnp.bfloat16), "expert_load": load})
+    made.settle()
+    first, second = listener.rows
+    assert {*second} - {*first} == {"balance", "expert_load"} and first["attention_span"] == 4
+    assert (second["balance"], second["expert_load"]) == (0.5, [1, 3])
+    made.dispatched(3, metrics() | {"mfu": load})
+    with pytest.raises(ValueError, match="metric 'mfu': every step has one of this name"):
+        made.settle()
+
+
 def test_an_idle_device_is_seen(later):
     listener, first, second = Listener(), metrics(), metrics()
     made = account(listener)

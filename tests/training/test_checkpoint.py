@@ -24,10 +24,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from orbax.checkpoint._src.serialization import worker_memory_utils
 from processes import finish, start_processes
 
+from jaxthru.engine.offload import in_place
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import checkpoint, layout, orbax_settings
 from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, newest_data_state
-from jaxthru.training.offload import in_place
 from jaxthru.training.seal import sealed_names
 
 LAYERS = 3
@@ -41,7 +41,7 @@ def make_state(form, mesh=None, seed=0):
         return random.standard_normal(shape, dtype=np.float32)
 
     layers = [{"norm": array(16), "mlp": {"up": array(16, 32)}} for _ in range(LAYERS)]
-    params = {"embedding": array(64, 16), "layers": tuple(layers), "final": array(16)}
+    params = {"embedding": array(64, 16), "layers": ((tuple(layers),),), "final": array(16)}
     moments = [jax.tree.map(lambda x: array(*x.shape), params) for _ in range(2)]
     adam = optax.ScaleByAdamState(count=np.int32(7), mu=moments[0], nu=moments[1])
     opt_state = (optax.EmptyState(), adam, {"clip": optax.EmptyState()})
@@ -57,7 +57,8 @@ def make_state(form, mesh=None, seed=0):
 
 
 def stacked(tree):
-    return {**tree, "layers": jax.tree.map(lambda *leaves: np.stack(leaves), *tree["layers"])}
+    (layers,) = tree["layers"][0]
+    return {**tree, "layers": ((jax.tree.map(lambda *leaves: np.stack(leaves), *layers),),)}
 
 
 def make_mesh(fsdp, tensor):
@@ -119,7 +120,7 @@ def test_disk_has_one_entry_per_layer():
         assert sorted(disk["opt_state"]["1"]["mu"]["layers"]) == ["0", "1", "2"]
         assert disk["params"]["layers"]["1"]["mlp"]["up"].shape == (16, 32)
         np.testing.assert_array_equal(
-            disk["params"]["layers"]["2"]["norm"], make_state("unroll")["params"]["layers"][2]["norm"]
+            disk["params"]["layers"]["2"]["norm"], make_state("unroll")["params"]["layers"][0][0][2]["norm"]
         )
 
 
@@ -159,7 +160,7 @@ def test_a_donated_update_straight_after_save_does_not_reach_the_disk(tmp_path, 
 @pytest.mark.gpu
 def test_on_a_gpu_too_and_without_a_second_copy(tmp_path):
     layers = {name: jnp.full((8, 4096, 2048), index, jnp.float32) for index, name in enumerate("abcd")}
-    state = {"step": jnp.int32(0), "params": {"embedding": jnp.zeros((8192, 1024)), "layers": layers}}
+    state = {"step": jnp.int32(0), "params": {"embedding": jnp.zeros((8192, 1024)), "layers": ((layers,),)}}
     stacked = layers["a"].nbytes
     del layers
     shapes = abstract(state)
@@ -177,7 +178,7 @@ def test_on_a_gpu_too_and_without_a_second_copy(tmp_path):
         _, restored, _ = checkpointer.restore(shapes)
     assert int(restored["step"]) == 1
     for index, name in enumerate("abcd"):
-        assert np.unique(restored["params"]["layers"][name]).tolist() == [index + 1.0]
+        assert np.unique(restored["params"]["layers"][0][0][name]).tolist() == [index + 1.0]
 
 
 def in_two_places(size: int, count: int = 8) -> dict:
@@ -415,11 +416,11 @@ def with_bias(state):
 
 
 def fewer_layers(state):
-    state["params"]["layers"] = state["params"]["layers"][:2]
+    state["params"]["layers"] = ((state["params"]["layers"][0][0][:2],),)
 
 
 def wider(state):
-    state["params"]["layers"][1]["norm"] = jnp.zeros(17)
+    state["params"]["layers"][0][0][1]["norm"] = jnp.zeros(17)
 
 
 def in_half(state):
@@ -664,7 +665,7 @@ def place(array, spec):
 
 def state(step):
     layers = {"w": place(full + step, P(None, "fsdp"))}
-    return {"step": place(np.int32(step), P()), "params": {"layers": layers}}
+    return {"step": place(np.int32(step), P()), "params": {"layers": ((layers,),)}}
 
 shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
 directory = Path(sys.argv[1])
@@ -680,7 +681,7 @@ with Checkpointer(directory, CheckpointConfig()) as checkpointer:
     multihost_utils.sync_global_devices("damaged")
     step, found, data = checkpointer.restore(shapes)
     assert step == 2 and data == {"step": 2}
-    for shard in found["params"]["layers"]["w"].addressable_shards:
+    for shard in found["params"]["layers"][0][0]["w"].addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), (full + 2)[shard.index])
     print("restored", step, flush=True)
 jax.distributed.shutdown()
@@ -696,9 +697,9 @@ def test_two_processes_write_their_shards(tmp_path):
     # One process reads what two wrote, unrolled.
     full = np.arange(3 * 8 * 64, dtype=np.float32).reshape(3, 8, 64)
     layer = {"w": jnp.zeros((8, 64))}
-    shapes = abstract({"step": jnp.int32(0), "params": {"layers": (layer, layer, layer)}})
+    shapes = abstract({"step": jnp.int32(0), "params": {"layers": (((layer, layer, layer),),)}})
     with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
         step, state, _ = checkpointer.restore(shapes)
     assert step == 2
     for i in range(3):
-        np.testing.assert_array_equal(state["params"]["layers"][i]["w"], full[i] + 2)
+        np.testing.assert_array_equal(state["params"]["layers"][0][0][i]["w"], full[i] + 2)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxthru.engine.objective import Objective
 from jaxthru.runtime.errors import InputError
 from jaxthru.training.evaluate import EvaluateConfig, Evaluation, NoEvaluation
-from jaxthru.training.loss import Objective
 
 
 def evaluation(sums, batches=(None,), **config) -> Evaluation:
@@ -53,7 +53,7 @@ def test_the_loss_mask_and_the_sources_are_the_batch_s():
     ops = SimpleNamespace(linear_cross_entropy=lambda *_: (jnp.zeros(()), jnp.asarray(cross_entropy), None))
     model = SimpleNamespace(ops=ops, output_matrix=lambda params: (params, None))
     objective = Objective(model, 0.0, 8, 3)
-    sums = lambda params, batch, weight: objective.of_hidden(params, None, batch, weight)[1]  # noqa: E731
+    sums = lambda params, batch, weight: objective(params, None, batch, weight)[1]  # noqa: E731
     row = evaluation(sums, [jax.tree.map(jnp.asarray, batch)])(0, None)
     counts = mask.astype(bool)
     assert row["loss"] == pytest.approx(cross_entropy[counts].mean(), rel=1e-6)

@@ -1,6 +1,7 @@
 """Rows, event files, progress and the final table."""
 
 import io
+import math
 import threading
 import time
 from pathlib import Path
@@ -10,8 +11,9 @@ import rich.console
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
-from jaxthru.training import display, metrics
-from jaxthru.training.metrics import FinishedStep, Meter, MetricsConfig, NoRecord, open_record
+from jaxthru.training import display, record
+from jaxthru.training.metrics import FinishedStep, Meter, MetricsConfig, check_names
+from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import METRICS_FIELDS, RunDirectory
 
 
@@ -51,6 +53,24 @@ def test_a_row_has_the_contract_s_fields(monkeypatch):
     assert row["mfu"] == pytest.approx(row["model_tflops"] / 4)
     assert row["goodput"] == pytest.approx(0.4)
     assert row["hbm_peak_bytes"] is None
+
+
+def test_further_metrics_follow_the_contract_s(monkeypatch):
+    meter, later = make_meter(monkeypatch, peak_flops=None)
+    later(1.0)
+    row = meter.row(finished(1, further={"balance_loss": 0.25, "expert_load": [3, 5]}))
+    assert {*row} - {*METRICS_FIELDS} == {"balance_loss", "expert_load"}
+    assert row["attention_span"] == 50_000 and row["expert_load"] == [3, 5]
+
+
+@pytest.mark.parametrize("name", ["loss", "mfu", "step", "attention_span", "source_loss", "skipped_in_a_row"])
+def test_a_further_metric_takes_no_other_s_name(monkeypatch, name):
+    said = f"metric '{name}': every step has one of this name; give it another"
+    with pytest.raises(ValueError, match=said):
+        check_names(["balance_loss", name])
+    meter, _ = make_meter(monkeypatch, peak_flops=None)
+    with pytest.raises(ValueError, match=said):
+        meter.row(finished(1, further={name: 1.0}))
 
 
 def test_mfu_is_unknown_without_a_peak(monkeypatch):
@@ -98,13 +118,13 @@ def read_events(run):
     return shown
 
 
-def write_run(run, steps, resumed=0, tensorboard=True):
+def write_run(run, steps, resumed=0, tensorboard=True, **changes):
     meter = Meter(lambda tokens, span: 1e9 * tokens, peak_flops=None)
-    record = open_record(MetricsConfig(tensorboard=tensorboard), run, resumed)
+    opened = open_record(MetricsConfig(tensorboard=tensorboard), run, resumed)
     for step in steps:
-        record.step(meter.row(finished(step)))
+        opened.step(meter.row(finished(step, **changes)))
         if step % 4 == 0:
-            record.evaluation(
+            opened.evaluation(
                 {"step": step, "loss": 6.0 / step, "loss_by_source": {"prose": 6.0 / step}, "tokens": 64}
             )
 
@@ -122,6 +142,19 @@ def test_rows_and_events_survive_a_resume(tmp_path):
     assert events["eval/loss"] == {4: 1.5, 8: 0.75}
     assert "train/mfu" not in events
     assert "train/step" not in events
+
+
+def test_further_metrics_are_in_every_sink(tmp_path):
+    run = RunDirectory(tmp_path)
+    write_run(run, [1], further={"balance_loss": 0.25, "expert_load": [3.0, math.nan, 5.0]})
+    (row,) = run.read_metrics()
+    assert (row["balance_loss"], row["expert_load"]) == (0.25, [3, None, 5])
+    events = read_events(run)
+    assert events["train/balance_loss"] == {1: 0.25}
+    assert {tag: values[1] for tag, values in events.items() if "load" in tag} == {
+        "train/expert_load/0": 3,
+        "train/expert_load/2": 5,
+    }
 
 
 @pytest.mark.parametrize("begin", [0, 3])
@@ -151,11 +184,11 @@ def test_tensorboard_can_be_switched_off(tmp_path):
 
 
 def test_other_processes_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "is_primary", lambda: False)
+    monkeypatch.setattr(record, "is_primary", lambda: False)
     monkeypatch.setattr(display, "is_primary", lambda: False)
     run = RunDirectory(tmp_path / "run")
     write_run(run, range(1, 5))
-    assert isinstance(open_record(MetricsConfig(), run), NoRecord)
+    assert not open_record(MetricsConfig(), run).sinks
     assert not run.path.exists()
     with display.open_progress(10) as progress:
         progress.update({})

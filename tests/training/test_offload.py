@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxthru.models.bind import parts
+from jaxthru.engine import offload
+from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.model import LAYERS, parts
+from jaxthru.engine.offload import AHEAD, HOST, Fetched, OffloadConfig, Pace, move, on_device, placed
 from jaxthru.runtime.errors import InputError
-from jaxthru.training import offload
-from jaxthru.training.layered import LayeredStep
-from jaxthru.training.offload import AHEAD, HOST, Fetched, OffloadConfig, Pace, move, on_device, placed
-from jaxthru.training.parts import LAYERS, init_by_parts
-from jaxthru.training.state import sharded_init
+from jaxthru.training.state import init_by_parts, sharded_init
 
 
 def test_fractions_are_spread_evenly_over_the_depth():
@@ -81,7 +80,7 @@ def check_homes(state: dict, config: OffloadConfig) -> None:
     assert count + len(scalars) == len(jax.tree.leaves(state))
 
 
-def advanced(compiled: LayeredStep, state: dict, batch: dict) -> tuple[dict, dict]:
+def advanced(compiled: DispatchedStep, state: dict, batch: dict) -> tuple[dict, dict]:
     """Returns the state after a step, with all of its updates made, and the step's metrics."""
     state, metrics = compiled(state, batch)
     return compiled.settled(state), metrics
@@ -106,7 +105,7 @@ FORMS = {
 )
 def test_a_step_leaves_the_state_where_it_was_and_nothing_beside_it(clip_rule, config):
     whole = make(clip_rule=clip_rule)
-    compiled, state = tiny.layered(whole, config)
+    compiled, state = tiny.dispatched(whole, config)
     check_homes(state, config)
     batches = [whole.batch(index) for index in range(3)]
     state, metrics = advanced(compiled, state, batches[0])  # what is made once is there now
@@ -130,7 +129,7 @@ def test_no_more_than_a_few_parts_are_ever_on_the_device():
     most = AHEAD + 3
     config = OffloadConfig("parameters", activations="inputs", staging_gib=0.0)
     whole = make(clip_rule="previous", layers=5)
-    compiled, state = tiny.layered(whole, config)
+    compiled, state = tiny.dispatched(whole, config)
     layer = (
         parts(whole.state["params"])[LAYERS],
         [parts(tree)[LAYERS] for tree in whole.state["opt_state"]["slots"].values()],

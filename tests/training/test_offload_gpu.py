@@ -14,10 +14,11 @@ import pytest
 import tiny
 from runs import kill, make_workplace, resumed_from
 
-from jaxthru.models.bind import from_parts, parts
-from jaxthru.training.layered import LayeredStep
-from jaxthru.training.offload import HOST, OffloadConfig, placed
-from jaxthru.training.parts import EMBEDDING, HEAD, LAYERS, init_by_parts
+from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.gradients import gradient_dtype
+from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, from_parts, parts
+from jaxthru.engine.offload import HOST, OffloadConfig, placed
+from jaxthru.training.state import init_by_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -66,12 +67,15 @@ def between_canaries(state: dict, abstract: dict, canaries: Canaries) -> dict:
     return state | {"params": params, "opt_state": opt_state | {"slots": slots}}
 
 
-def record(compiled: LayeredStep, whole: tiny.Tiny, layers: int) -> None:
+def record(compiled: DispatchedStep, whole: tiny.Tiny, layers: int) -> None:
     """Has the backward programs return recorded gradients in place of their own: the same for each step of
     the same number, whatever the weights are by then."""
-    shapes = parts(jax.eval_shape(lambda: whole.step.objective.model.init(jax.random.key(0))))
-    stand_ins = whole.step.objective.model.layer_stand_ins(shapes[LAYERS])
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, [shapes[EMBEDDING], shapes[HEAD], stand_ins])
+    model = whole.step.model
+    shapes = parts(jax.eval_shape(lambda: model.init(jax.random.key(0))))[: LAYERS + 1]
+    dtypes = [
+        jax.tree.map(lambda info: gradient_dtype(info, model.ops.compute), infos)
+        for infos in parts(model.weights)[: LAYERS + 1]
+    ]
 
     def draw(key, index):
         leaves, structure = jax.tree.flatten(shapes[index])
@@ -84,7 +88,7 @@ def record(compiled: LayeredStep, whole: tiny.Tiny, layers: int) -> None:
         return jax.tree.unflatten(structure, drawn)
 
     draw = jax.jit(draw, static_argnums=1, out_shardings=whole.layout.sharding(()))
-    head, backward, embed_backward = compiled.head, compiled.backward, compiled.embed_backward
+    head, (backward,), embed_backward = compiled.head, compiled.backward, compiled.embed_backward
     calls = {"step": 0, "layer": 0}
 
     def key(part: int) -> jax.Array:
@@ -105,7 +109,7 @@ def record(compiled: LayeredStep, whole: tiny.Tiny, layers: int) -> None:
         embed_backward(*arguments)
         return draw(key(EMBEDDING), EMBEDDING), arguments[-1]
 
-    compiled.head, compiled.backward = recorded_head, recorded_backward
+    compiled.head, compiled.backward = recorded_head, [recorded_backward]
     compiled.embed_backward = recorded_embed_backward
 
 
@@ -119,7 +123,7 @@ def test_offloaded_and_resident_updates_agree_to_the_bit(state):
     whole = make(state, **(WIDE if jax.default_backend() == "gpu" else {}))
     layers, batch, ends = 4, whole.batch(0), []
     for config in (OffloadConfig(), OffloadConfig("parameters"), OffloadConfig("optimizer", 0.5)):
-        compiled, first = tiny.layered(whole, config)
+        compiled, first = tiny.dispatched(whole, config)
         record(compiled, whole, layers)
         canaries = Canaries(whole.layout.sharding((None,)))
         found = between_canaries(first, placed(whole.abstract, config), canaries)
@@ -160,7 +164,7 @@ def test_losses_are_those_without_offload(level):
     """bfloat16 throughout; each level against level none, the whole step in one program."""
     config, clip_rule = LEVELS[level]
     whole = make("split_master_int8", clip_rule)
-    compiled, found = tiny.layered(whole, config)
+    compiled, found = tiny.dispatched(whole, config)
     expected = whole.fresh()
     wanted, losses = [], []
     for index in range(20):
@@ -225,7 +229,7 @@ def test_pinned_memory_holds_the_state():
     config = OffloadConfig("parameters")
     abstract = placed(whole.abstract, config)
     step, before = whole.step, device.memory_stats()["bytes_in_use"]
-    state = init_by_parts(step.objective.model, step.optimizer, abstract, 0)
+    state = init_by_parts(step.model, step.optimizer, abstract, 0)
     in_use = lambda: device.memory_stats()["bytes_in_use"] - before  # noqa: E731
     leaves = jax.tree.leaves(state)
     away = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == HOST)
@@ -233,7 +237,7 @@ def test_pinned_memory_holds_the_state():
     slack = 8 << 20
     assert away > 600 << 20 and here < 1 << 20
     assert comes_below(here + slack, in_use, state)
-    compiled = LayeredStep(step, config, abstract, whole.inputs, tiny.compile_once)
+    compiled = DispatchedStep(step, config, abstract, whole.inputs, tiny.compile_once)
     for index in range(2):
         state, metrics = compiled(state, whole.batch(index))
         state = compiled.settled(state)

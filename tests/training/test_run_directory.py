@@ -103,10 +103,24 @@ def test_what_is_not_finite_is_null(tmp_path):
     assert (row["loss"], row["grad_norm"], row["loss_by_source"]) == (None, None, {"a": None})
 
 
-def test_unknown_and_missing_fields_are_refused(tmp_path):
+def test_further_fields_follow_and_survive_a_cut(tmp_path):
     run = RunDirectory(tmp_path)
-    with pytest.raises(ValueError, match=r"unknown fields \['lose'\], missing fields \[\]"):
-        run.append_metrics(metrics_row(1, lose=1.0))
+    old = {field: 0 for field in METRICS_FIELDS if field != "attention_span"} | {"step": 1}
+    run.metrics.write_text(json.dumps(old) + "\n")  # as versions wrote it that did not keep it
+    further = {"balance": np.float32("nan"), "load": np.asarray([1.5, np.inf], np.float32)}
+    for step in (2, 3):
+        run.append_metrics(further | metrics_row(step))
+    run.cut(2)
+    before, row = run.read_metrics()
+    assert before == dict.fromkeys(METRICS_FIELDS, 0) | {"step": 1, "attention_span": None}
+    assert tuple(row) == (*METRICS_FIELDS, "balance", "load")
+    assert (row["balance"], row["load"]) == (None, [1.5, None])
+
+
+def test_missing_fields_are_refused(tmp_path):
+    run = RunDirectory(tmp_path)
+    with pytest.raises(ValueError, match=r"missing fields \['loss'\]"):
+        run.append_metrics({field: None for field in METRICS_FIELDS if field != "loss"})
     with pytest.raises(ValueError, match=r"missing fields \['tokens'\]"):
         run.append_eval({field: None for field in EVAL_FIELDS if field != "tokens"})
     assert not run.metrics.exists()

@@ -6,9 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny import SHAPE, make
+from tiny import SHAPE, bind, make
 
-from jaxthru.models.bind import bind
 from jaxthru.models.ops import Ops
 from jaxthru.runtime.errors import TrainingError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh

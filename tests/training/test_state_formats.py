@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxthru.engine.inline import InlineStep
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer
 
@@ -22,8 +23,10 @@ def optim(state, **config):
 )
 def test_slots_are_sharded_as_their_parameters(mesh, config):
     made = tiny.make(mesh, optim=config, loop="unroll")
-    up = made.state["params"]["layers"][1]["mlp"]["up"]
-    slots = {name: tree["layers"][1]["mlp"]["up"] for name, tree in made.state["opt_state"]["slots"].items()}
+    up = tiny.layers(made.state["params"])[1]["mlp"]["up"]
+    slots = {
+        name: tiny.layers(tree)[1]["mlp"]["up"] for name, tree in made.state["opt_state"]["slots"].items()
+    }
     for codes in (slots["mu"].codes, slots["nu"] and slots["nu"].codes, slots["remainder"]):
         assert codes is None or codes.sharding.is_equivalent_to(up.sharding, 2)
     # [64, 128] in blocks of 128: one scale a row, which no two devices of a row's can share out.
@@ -50,7 +53,7 @@ def test_int8_state_resumes_in_either_form(tmp_path, saved, read):
     with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
         step, resumed, _ = checkpointer.restore(abstract)
     assert step == 3
-    layers = [resumed["opt_state"]["slots"]["nu"]["layers"], state["opt_state"]["slots"]["nu"]["layers"]]
+    layers = [tiny.layers(each["opt_state"]["slots"]["nu"]) for each in (resumed, state)]
     unrolled, stacked = layers if read == "unroll" else layers[::-1]
     for index in range(tiny.SHAPE.layers):
         for one, whole in zip(unrolled[index]["mlp"]["up"], stacked["mlp"]["up"], strict=True):
@@ -68,7 +71,7 @@ def test_gradients_of_bfloat16_weights(shape, microbatches):
     config = optim("split_master_int8")
     made = tiny.make(compute="bfloat16", microbatches=microbatches, optim=config, **shape)
     assert made.state["params"]["embedding"]["table"].dtype == jnp.bfloat16
-    _, gradients = jax.eval_shape(made.step.gradients, made.state["params"], tiny.batch(0))
+    _, gradients = jax.eval_shape(InlineStep(made.step).gradients, made.state["params"], tiny.batch(0))
     outer = {
         gradients[part][name].dtype
         for part in ("embedding", "head")
@@ -76,7 +79,7 @@ def test_gradients_of_bfloat16_weights(shape, microbatches):
         if name != "norm"
     }
     assert outer == {jnp.dtype(jnp.float32)}
-    layer = gradients["layers"]["mlp"]["up"].dtype
+    layer = tiny.layers(gradients)["mlp"]["up"].dtype
     assert layer == (jnp.bfloat16 if microbatches == 1 else jnp.float32)
 
 

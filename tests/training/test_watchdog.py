@@ -11,7 +11,9 @@ from jaxthru.training.watchdog import Watchdog
 
 STEPS = """
 import sys, time
+from jaxthru.training import watchdog
 from jaxthru.training.watchdog import Watchdog
+{before}
 
 def hanging_collective():
     time.sleep(30)
@@ -27,8 +29,12 @@ print("finished", flush=True)
 """
 
 
-def run(then, first=60.0, steps=6):
-    command = [sys.executable, "-c", STEPS.replace("{then}", then), str(first), str(steps)]
+NO_TIMERS = "watchdog.PosixTimer = lambda *_: open('/nowhere')"
+
+
+def run(then, first=60.0, steps=6, before=""):
+    program = STEPS.replace("{then}", then).replace("{before}", before)
+    command = [sys.executable, "-c", program, str(first), str(steps)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -41,6 +47,39 @@ def test_a_hanging_step_ends_the_process_with_all_stacks():
     assert "in hanging_collective" in "\n".join(stacks)
     assert sum(line.startswith(("Thread", "Current thread")) for line in stacks) == 2
     assert "finished" not in ran.stdout
+
+
+KEEPING_THE_LOCK = "import ctypes; ctypes.PyDLL(None).sleep({seconds})"
+
+
+def test_a_call_that_keeps_the_interpreter_s_lock_ends_the_process_too():
+    started = time.monotonic()
+    ran = run(KEEPING_THE_LOCK.format(seconds=60))
+    assert ran.returncode == 70 and time.monotonic() - started < 30
+    line, timeout, *stacks = ran.stderr.splitlines()
+    said = "watchdog: no Python has run for 2 s: a call into C keeps the interpreter's lock; the stacks"
+    assert said in line and line.endswith("exit code 70") and timeout.startswith("Timeout (0:00:0")
+    assert '  File "<string>", line 16 in <module>' in stacks
+    assert sum(line.startswith("Thread") for line in stacks) == 2
+    assert "finished" not in ran.stdout
+
+
+def test_without_timers_faulthandler_ends_it():
+    ran = run(KEEPING_THE_LOCK.format(seconds=60), before=NO_TIMERS)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("Timeout (0:00:0") and "line 16 in <module>" in ran.stderr
+
+
+def test_a_call_that_keeps_the_lock_may_take_its_time_in_a_pause():
+    """So much that an end that was not put off for it would have come."""
+    then = "with watchdog.paused(): " + KEEPING_THE_LOCK.format(seconds=7)
+    ran = run(then)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "finished\n", "")
+
+
+def test_a_forked_child_ends():
+    ran = run("os.fork() or sys.exit(); assert os.wait()[1] == 0", before="import os")
+    assert (ran.returncode, ran.stdout) == (0, "finished\n")
 
 
 def test_a_pause_and_an_end_are_no_hang():

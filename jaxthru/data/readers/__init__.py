@@ -1,6 +1,11 @@
-"""From files to documents: one module a format. A record that cannot be read is reported, never dropped."""
+"""From files to documents: one module a format. A record that cannot be read is reported, never dropped.
+
+A reader is a function (files, *, options) -> documents and damage. Its keyword arguments are the options of a
+recipe that it reads, by name: it is given no others, and `data.corpus` makes them part of a store's key.
+"""
 
 import hashlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -11,7 +16,7 @@ from jaxthru.data.readers.record import Damage, Document, origin_of
 from jaxthru.data.transform import apply, find_transform
 from jaxthru.runtime.errors import InputError
 
-__all__ = ["Damage", "Document", "held_out", "read"]
+__all__ = ["Damage", "Document", "held_out", "options", "read"]
 
 READERS = {
     "text": text.read,
@@ -21,6 +26,11 @@ READERS = {
     "tar": tar.read,
     "array_record": array_record.read,
 }
+
+
+def options(format: str) -> list[str]:
+    """Returns the options of a recipe that a format's reader reads."""
+    return inspect.getfullargspec(READERS[format]).kwonlyargs
 
 
 def read(files: list[File], recipe: Recipe, left_out: Counter | None = None) -> Iterator[Document | Damage]:
@@ -33,7 +43,8 @@ def read(files: list[File], recipe: Recipe, left_out: Counter | None = None) -> 
     transform = find_transform(recipe.transform) if recipe.transform else None
     seen: set[int] = set()
     size = 0
-    for item in READERS[recipe.format](files, recipe):
+    given = {name: getattr(recipe, name) for name in options(recipe.format)}
+    for item in READERS[recipe.format](files, **given):
         if transform and isinstance(item, Document):
             item = _transformed(item, transform, follows=recipe.format == "docstrings")
         if isinstance(item, Document):

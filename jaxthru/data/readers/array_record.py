@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from jaxthru.data.files import File
-from jaxthru.data.mix import Recipe
 from jaxthru.data.readers.record import HARMLESS, Damage, Document, Place, from_bytes, from_json, over_long
 from jaxthru.data.readers.streams import optional
 
@@ -23,8 +22,8 @@ OF_RECORDS = b"rt"
 """The kinds of chunks that hold records."""
 
 
-def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
-    """Yields the text of each record: all of it, or what its JSON holds if the recipe has a `text_key`.
+def read(files: list[File], *, text_key: str, max_record_bytes: int) -> Iterator[Document | Damage]:
+    """Yields the text of each record: all of it, or what its JSON holds if there is a `text_key`.
 
     The format has a checksum for each group of records: what fails is what is lost. A file that is cut off
     has lost its index, and so everything.
@@ -37,14 +36,14 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
             yield Place(str(file.path), "whole file").damage(_why_not(reader))
             continue
         for numbers, size in _groups(file, reader.num_records()):
-            for number, content in _records(reader, numbers, size, recipe.max_record_bytes):
+            for number, content in _records(reader, numbers, size, max_record_bytes):
                 place = Place(str(file.path), f"record {number}")
                 if isinstance(content, str):
                     yield place.damage(content)
-                elif content is None or len(content) > recipe.max_record_bytes:
-                    yield place.damage(over_long(recipe))
-                elif recipe.text_key:
-                    yield from_json(content, place, recipe)
+                elif content is None or len(content) > max_record_bytes:
+                    yield place.damage(over_long(max_record_bytes))
+                elif text_key:
+                    yield from_json(content, place, text_key)
                 else:
                     yield from_bytes(content, place)
         reader.close()

@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxthru.data.files import File
-from jaxthru.data.mix import Recipe
 from jaxthru.data.readers import prose
 from jaxthru.data.readers.record import Damage, Document, Place, origin_of, over_long
 from jaxthru.runtime.cores import usable_cores
 
 
-def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
+def read(files: list[File], *, max_record_bytes: int) -> Iterator[Document | Damage]:
     """Yields the prose of each file that has some, parsed in child processes a few batches ahead."""
     workers = min(usable_cores(), 16)
     batches = deque(files[start : start + 64] for start in range(0, len(files), 64))
@@ -24,12 +23,12 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
         while batches or running:
             while batches and len(running) < 2 * workers:
                 batch = batches.popleft()
-                running.append((batch, pool.submit(_in_child, batch, recipe.max_record_bytes)))
+                running.append((batch, pool.submit(_in_child, batch, max_record_bytes)))
             batch, result = running.popleft()
             for file, text in zip(batch, result.result(), strict=True):
                 place = Place(str(file.path), "whole file")
-                if file.size > recipe.max_record_bytes:
-                    yield place.damage(over_long(recipe))
+                if file.size > max_record_bytes:
+                    yield place.damage(over_long(max_record_bytes))
                 elif text is None:
                     yield place.damage("not UTF-8, or not valid Python")
                 elif text:

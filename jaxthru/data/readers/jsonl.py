@@ -4,23 +4,22 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from jaxthru.data.files import File
-from jaxthru.data.mix import Recipe
 from jaxthru.data.readers.record import Damage, Document, Place, from_json, over_long
 from jaxthru.data.readers.streams import READ_ERRORS, cannot_be_read, opened
 
 
-def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
+def read(files: list[File], *, text_key: str, max_record_bytes: int) -> Iterator[Document | Damage]:
     """Yields the text of each line that is not blank. Only `\\n` ends a line: JSON may hold U+2028."""
     for file in files:
         path, number = str(file.path), 0
         try:
             with opened(file.path) as stream:
-                for number, line in enumerate(_lines(stream, recipe.max_record_bytes), start=1):
+                for number, line in enumerate(_lines(stream, max_record_bytes), start=1):
                     place = Place(path, f"line {number}")
                     if line is None:
-                        yield place.damage(over_long(recipe))
+                        yield place.damage(over_long(max_record_bytes))
                     elif line.strip():
-                        yield from_json(line, place, recipe)
+                        yield from_json(line, place, text_key)
         except READ_ERRORS as error:
             yield Place(path, f"after line {number}").damage(cannot_be_read(error))
 

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 
 from jaxthru.data.files import File
-from jaxthru.data.mix import Recipe
 from jaxthru.data.readers.record import HARMLESS, KEYS_SHOWN, Damage, Document, Place, from_value, over_long
 from jaxthru.data.readers.streams import optional
 
@@ -20,46 +19,48 @@ DICTIONARY = re.compile(rb"\x15\x04\x15([\x80-\xff]*[\x00-\x7f])", re.DOTALL)
 parquet.thrift of apache/parquet-format, in Thrift's compact protocol."""
 
 
-def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
+def read(files: list[File], *, text_key: str, max_record_bytes: int) -> Iterator[Document | Damage]:
     """Yields the text of each row. What a damaged page holds is lost with the rest of its row group."""
     for file in files:
         pyarrow, parquet = optional("pyarrow", file.path), optional("pyarrow.parquet", file.path)
         whole = Place(str(file.path), "whole file")
         try:
             with parquet.ParquetFile(file.path, page_checksum_verification=True) as table:
-                if recipe.text_key not in table.schema_arrow.names:
+                if text_key not in table.schema_arrow.names:
                     names = ", ".join(map(repr, table.schema_arrow.names[:KEYS_SHOWN]))
-                    yield whole.damage(f"no column {recipe.text_key!r}; it has {names}")
+                    yield whole.damage(f"no column {text_key!r}; it has {names}")
                     continue
                 row = 0
                 for group in range(table.num_row_groups):
                     rows = range(row, row + table.metadata.row_group(group).num_rows)
-                    yield from _group(table, group, rows, file, recipe)
+                    yield from _group(table, group, rows, file, text_key, max_record_bytes)
                     row = rows.stop
         except (pyarrow.ArrowException, OSError) as error:
             yield whole.damage(_reason(error))
 
 
-def _group(table, group: int, rows: range, file: File, recipe: Recipe) -> Iterator[Document | Damage]:
-    row, path, most = rows.start, str(file.path), recipe.max_record_bytes
+def _group(
+    table, group: int, rows: range, file: File, text_key: str, most: int
+) -> Iterator[Document | Damage]:
+    row, path = rows.start, str(file.path)
     metadata = table.metadata.row_group(group)
     columns = (metadata.column(number) for number in range(metadata.num_columns))
-    column = next((one for one in columns if one.path_in_schema == recipe.text_key), None)  # None: nested
+    column = next((one for one in columns if one.path_in_schema == text_key), None)  # None: nested
     size = column.total_uncompressed_size if column else 0
     if size > len(rows) * (most + HEADERS) and (len(rows) == 1 or size > HARMLESS):
-        yield from (Damage(path, f"row {number}", over_long(recipe)) for number in rows)
+        yield from (Damage(path, f"row {number}", over_long(most)) for number in rows)
         return
     pyarrow = optional("pyarrow", file.path)
     try:
-        for value in _values(table, group, column, file, recipe):
-            yield _cell(value, Place(path, f"row {row}"), recipe)
+        for value in _values(table, group, column, file, text_key, most):
+            yield _cell(value, Place(path, f"row {row}"), text_key, most)
             row += 1
     except (pyarrow.ArrowException, OSError) as error:
         for lost in range(row, rows.stop):
             yield Damage(path, f"row {lost}", _reason(error))
 
 
-def _values(table, group: int, column, file: File, recipe: Recipe) -> Iterator:
+def _values(table, group: int, column, file: File, text_key: str, most: int) -> Iterator:
     """Yields the values of a row group, None for a text that is too long.
 
     A dictionary holds a value once, and decoded each row that has it takes memory for its own: where one may
@@ -68,15 +69,11 @@ def _values(table, group: int, column, file: File, recipe: Recipe) -> Iterator:
     """
     pyarrow, parquet = optional("pyarrow", file.path), optional("pyarrow.parquet", file.path)
     count, batches = ROWS, contextlib.nullcontext(table)
-    if (
-        column
-        and column.physical_type == "BYTE_ARRAY"
-        and _dictionary_bytes(file, column) > recipe.max_record_bytes
-    ):
-        keys = {"page_checksum_verification": True, "read_dictionary": [recipe.text_key]}
+    if column and column.physical_type == "BYTE_ARRAY" and _dictionary_bytes(file, column) > most:
+        keys = {"page_checksum_verification": True, "read_dictionary": [text_key]}
         count, batches = INDICES, parquet.ParquetFile(file.path, **keys)
     with batches as opened:
-        for batch in opened.iter_batches(batch_size=count, row_groups=[group], columns=[recipe.text_key]):
+        for batch in opened.iter_batches(batch_size=count, row_groups=[group], columns=[text_key]):
             values = batch.column(0)
             encoded = pyarrow.types.is_dictionary(values.type)
             texts = values.dictionary if encoded else values
@@ -88,7 +85,7 @@ def _values(table, group: int, column, file: File, recipe: Recipe) -> Iterator:
                 if place is None or lengths[place] is None:
                     yield pyarrow.scalar(None)
                 else:
-                    yield texts[place] if lengths[place] <= recipe.max_record_bytes else None
+                    yield texts[place] if lengths[place] <= most else None
 
 
 def _dictionary_bytes(file: File, column) -> int:
@@ -100,16 +97,16 @@ def _dictionary_bytes(file: File, column) -> int:
     return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(number)) >> 1
 
 
-def _cell(value, place: Place, recipe: Recipe) -> Document | Damage:
+def _cell(value, place: Place, text_key: str, most: int) -> Document | Damage:
     if value is None:
-        return place.damage(over_long(recipe))
+        return place.damage(over_long(most))
     try:
         text = value.as_py()
     except UnicodeDecodeError:
         return place.damage("not UTF-8")
     except (ValueError, OverflowError):  # a time that Python's own cannot hold
         text = None
-    return from_value(text, place, f"no text in column {recipe.text_key!r}")
+    return from_value(text, place, f"no text in column {text_key!r}")
 
 
 def _reason(error: Exception) -> str:

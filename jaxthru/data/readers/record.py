@@ -4,8 +4,6 @@ import hashlib
 import json
 from typing import NamedTuple
 
-from jaxthru.data.mix import Recipe
-
 HARMLESS = 1 << 26
 """Bytes of a group of records that are decompressed though it holds some that are too long: the others are to
 be had."""
@@ -55,13 +53,13 @@ def origin_of(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def over_long(recipe: Recipe) -> str:
+def over_long(max_record_bytes: int) -> str:
     """Returns the reason for a record that is longer than its recipe allows."""
-    return f"longer than max_record_bytes = {recipe.max_record_bytes}"
+    return f"longer than max_record_bytes = {max_record_bytes}"
 
 
-def from_json(content: bytes, place: Place, recipe: Recipe) -> Document | Damage:
-    """Returns the document that a JSON object holds under the recipe's `text_key`."""
+def from_json(content: bytes, place: Place, text_key: str) -> Document | Damage:
+    """Returns the document that a JSON object holds under `text_key`."""
     try:
         # Not json.loads of bytes, which takes what begins like UTF-16 for UTF-16.
         record = json.loads(content.decode("utf-8-sig"))
@@ -69,11 +67,11 @@ def from_json(content: bytes, place: Place, recipe: Recipe) -> Document | Damage
         return place.damage("not UTF-8")
     except (ValueError, RecursionError):
         return place.damage("not valid JSON")
-    if not isinstance(record, dict) or recipe.text_key in record or not record:
-        text = record.get(recipe.text_key) if isinstance(record, dict) else None
-        return from_value(text, place, f"no text under {recipe.text_key!r}")
+    if not isinstance(record, dict) or text_key in record or not record:
+        text = record.get(text_key) if isinstance(record, dict) else None
+        return from_value(text, place, f"no text under {text_key!r}")
     keys = ", ".join(repr(key[:40]) for key in list(record)[:KEYS_SHOWN])
-    return place.damage(f"no text under {recipe.text_key!r}; its keys: {keys}")
+    return place.damage(f"no text under {text_key!r}; its keys: {keys}")
 
 
 def from_bytes(content: bytes, place: Place) -> Document | Damage:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from jaxthru.data.files import File
-from jaxthru.data.mix import Recipe
 from jaxthru.data.readers.record import Damage, Document, Place, from_bytes, from_json, over_long
 from jaxthru.data.readers.streams import READ_ERRORS, cannot_be_read, opened
 
@@ -18,8 +17,11 @@ HEADER_BYTES = 1 << 20
 """Extended headers hold long names: a larger one is damage, or meant to fill memory."""
 
 
-def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
-    """Yields the text of each sample: of its member with the recipe's `extension`; if "", `txt` or `json`."""
+def read(
+    files: list[File], *, text_key: str, extension: str, max_record_bytes: int
+) -> Iterator[Document | Damage]:
+    """Yields the text of each sample: of its member with this `extension`; if "", `txt` or `json`."""
+    wanted = (extension.removeprefix("."),) if extension else ("txt", "json")
     for file in files:
         path, end, sample = str(file.path), 0, None
         try:
@@ -32,12 +34,13 @@ def read(files: list[File], recipe: Recipe) -> Iterator[Document | Damage]:
                         end = member.offset
                         if member.isdir():
                             continue
-                        key, extension = _split(member.name)
-                        if sample is None or key != sample.key or extension in sample.extensions:
+                        key, kind = _split(member.name)
+                        if sample is None or key != sample.key or kind in sample.extensions:
                             if sample is not None:
                                 yield sample.item()
-                            sample = _Sample(key, Place(path, f"sample {key!r} at byte {end}"), recipe)
-                        sample.add(archive, member, extension)
+                            place = Place(path, f"sample {key!r} at byte {end}")
+                            sample = _Sample(key, place, wanted, text_key, max_record_bytes)
+                        sample.add(archive, member, kind)
                     _check_end(archive)
             if sample is not None:
                 yield sample.item()
@@ -57,9 +60,8 @@ def _check_end(archive: tarfile.TarFile) -> None:
 class _Sample:
     """The members of one key so far."""
 
-    def __init__(self, key: str, place: Place, recipe: Recipe):
-        self.key, self.place, self.recipe = key, place, recipe
-        self.wanted = (recipe.extension.removeprefix("."),) if recipe.extension else ("txt", "json")
+    def __init__(self, key: str, place: Place, wanted: tuple[str, ...], text_key: str, most: int):
+        self.key, self.place, self.wanted, self.text_key, self.most = key, place, wanted, text_key, most
         self.extensions: set[str] = set()
         self.contents: dict[str, bytes] = {}
         self.refused = ""
@@ -72,8 +74,8 @@ class _Sample:
         elif member.name.startswith("/") or ".." in member.name.split("/"):
             self.refused = f"unsafe member {member.name!r}: its path leads out of the archive"
         elif extension in self.wanted:
-            if member.size > self.recipe.max_record_bytes:
-                self.refused = over_long(self.recipe)
+            if member.size > self.most:
+                self.refused = over_long(self.most)
             else:
                 self.contents[extension] = archive.extractfile(member).read()
 
@@ -89,7 +91,7 @@ class _Sample:
             if extension in self.contents:
                 content = self.contents[extension]
                 if extension.endswith("json"):
-                    return from_json(content, self.place, self.recipe)
+                    return from_json(content, self.place, self.text_key)
                 return from_bytes(content, self.place)
         return self.place.damage(f"no member .{' or .'.join(self.wanted)}")
 

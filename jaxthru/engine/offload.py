@@ -1,6 +1,6 @@
 """Where the training state lives, and how it moves: host memory through JAX's memory kinds.
 
-A part is what is updated at once: the embedding, the head, or one layer (models/bind.py `parts`). A part on
+A part is what is updated at once: the embedding, the head, or one layer (engine/model.py `parts`). A part on
 the host is fetched to the device ahead of its use and stored back behind it, by transfers that JAX dispatches
 on their own: on an H200 they run in both directions at once (90 GB/s measured) and beside compute, where
 copies within one compiled program share 54 GB/s.
@@ -16,9 +16,9 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Sharding
 
-from jaxthru.models.bind import from_parts, parts
+from jaxthru.engine.model import from_parts, parts
+from jaxthru.engine.step import State
 from jaxthru.runtime.errors import require
-from jaxthru.training.state import State
 
 Tree = Any
 HOST = "pinned_host"
@@ -202,3 +202,16 @@ class Pace:
         self._latest.append(result)
         if len(self._latest) > AHEAD:
             jax.block_until_ready(self._latest.popleft())
+
+
+def free_host(tree: Tree) -> None:
+    """Frees what of a tree lies in host memory; the runtime waits for copies that still read it."""
+    for leaf in jax.tree.leaves(tree):
+        if leaf.sharding.memory_kind == HOST:
+            leaf.delete()
+
+
+def emptied(stack: list[Tree]) -> Iterator[Tree]:
+    """Yields from the top of a list, and forgets what was yielded."""
+    while stack:
+        yield stack.pop()

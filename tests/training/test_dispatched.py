@@ -9,12 +9,12 @@ import pytest
 import tiny
 from cases import named, slow_but_for
 
-from jaxthru.models.bind import parts
+from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.model import parts
+from jaxthru.engine.offload import OffloadConfig, placed
+from jaxthru.engine.programs import compiler_with
 from jaxthru.optim.formats import decode
 from jaxthru.runtime import first_run
-from jaxthru.training.layered import LayeredStep
-from jaxthru.training.offload import OffloadConfig, placed
-from jaxthru.training.programs import compiler_with
 from pallas_kernels.adamw_8bit import Quantised, join
 from pallas_kernels.testing import assert_close
 
@@ -83,7 +83,7 @@ def test_a_mesh_as_one_device(level, mesh):
 def test_a_bad_batch_changes_nothing_and_is_counted(level):
     config, settings = LEVELS[level]
     whole = tiny.make(loop="unroll", remat="attention", optim=optim(**settings))
-    compiled, state = tiny.layered(whole, config)
+    compiled, state = tiny.dispatched(whole, config)
     for _ in range(2):
         state, _ = compiled(state, whole.batch(0))
     state = compiled.settled(state)
@@ -118,11 +118,11 @@ def test_parts_updated_before_a_gradient_that_is_not_finite_are_told():
     """With clip_rule = previous each part is updated at once, from the head down."""
     config, settings = LEVELS["gradients, previous"]
     whole = tiny.make(loop="unroll", remat="attention", optim=optim(**settings))
-    compiled, state = tiny.layered(whole, config)
+    compiled, state = tiny.dispatched(whole, config)
     for index in range(2):
         state, metrics = compiled(state, whole.batch(index))
         assert not metrics["partly_updated"]
-    first = state["params"]["layers"][0]
+    first = tiny.layers(state["params"])[0]
     # 0 × 1e30: the loss is as without this layer's attention, the gradient of the 0 has no finite norm.
     first["attention_norm"]["scale"] = first["attention_norm"]["scale"] * 0
     first["attention"]["value"] = first["attention"]["value"] * 1e30
@@ -138,10 +138,10 @@ def test_parts_updated_before_a_gradient_that_is_not_finite_are_told():
 
 def test_evaluation_reads_weights_from_where_they_live():
     whole = tiny.make(loop="unroll", remat="attention", tied_embeddings=True)
-    compiled, state = tiny.layered(whole, OffloadConfig("parameters"))
-    weight, objective = jnp.float32(0.5), jax.jit(whole.step.objective)
+    compiled, state = tiny.dispatched(whole, OffloadConfig("parameters"))
+    weight, objective = jnp.float32(0.5), jax.jit(whole.loss)
     for index in range(2):
-        found = compiled.loss_sums(state["params"], whole.batch(index), weight)
+        found = compiled.loss_terms(state["params"], whole.batch(index), weight)
         wanted = objective(whole.state["params"], whole.batch(index), weight)[1]
         assert found.keys() == wanted.keys()
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
@@ -190,7 +190,7 @@ def test_the_first_run_of_each_program_is_alone(level, monkeypatch):
 
     names = []
     abstract = placed(whole.abstract, config)
-    compiled = LayeredStep(whole.step, config, abstract, whole.inputs, compiler, put)
+    compiled = DispatchedStep(whole.step, config, abstract, whole.inputs, compiler, put)
     state = jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))
     for index in range(2):  # under exact clipping, the second makes the update of the first
         state, _ = compiled(state, whole.batch(index))
@@ -217,7 +217,7 @@ def as_the_whole(config: OffloadConfig, *, mesh=(1, 1, 1), steps: int = 3, **set
     """Fails unless a layered step on a mesh gives the losses and the state of the whole one on one device."""
     whole = tiny.make(**settings)
     sharded = whole if mesh == (1, 1, 1) else tiny.make(mesh, **settings)
-    compiled, found = tiny.layered(sharded, config)
+    compiled, found = tiny.dispatched(sharded, config)
     expected = whole.fresh()
     for index in range(steps):
         expected, wanted = whole.compiled(expected, whole.batch(index))

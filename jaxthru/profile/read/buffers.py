@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from jaxthru.profile.hlo import within
+from jaxthru.profile.read.hlo import within
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "staging", "other")
 """gradients: temporaries from the model or the loss that the optimizer, or a result, reads. activations: the

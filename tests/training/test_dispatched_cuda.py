@@ -8,12 +8,11 @@ import jax
 import pytest
 import tiny
 
-from jaxthru.models.bind import parts
+from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.model import LAYERS, parts
+from jaxthru.engine.offload import HOST, OffloadConfig, placed
+from jaxthru.engine.programs import lower
 from jaxthru.runtime import aot
-from jaxthru.training.layered import LayeredStep
-from jaxthru.training.offload import HOST, OffloadConfig, placed
-from jaxthru.training.parts import LAYERS
-from jaxthru.training.programs import lower
 from pallas_kernels import adamw_8bit
 from pallas_kernels.adamw_8bit import Adam, Quantised, Scalars, xla
 
@@ -64,7 +63,7 @@ def compile_all(whole: tiny.Tiny, config: OffloadConfig) -> dict[str, Compiled]:
         found[name] = Compiled(_programs[text], arguments, results)
         return here, results
 
-    LayeredStep(whole.step, config, placed(whole.abstract, config), whole.inputs, compile_)
+    DispatchedStep(whole.step, config, placed(whole.abstract, config), whole.inputs, compile_)
     return found
 
 

@@ -9,37 +9,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxthru.models.bind import Model
-
-Batch = dict[str, jax.Array]
-Metrics = dict[str, jax.Array]
+from jaxthru.engine.model import Batch, Model
+from jaxthru.engine.terms import Terms
+from jaxthru.models import scopes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Objective:
-    """The loss of a batch. max_segments: most segments in a row. sources: how many the mix has."""
+    """The cross-entropy of a batch. max_segments: most segments in a row. sources: how many the mix has."""
 
     model: Model
     z_loss: float
     max_segments: int
     sources: int
 
-    def __call__(self, params: Any, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Metrics]:
+    def __call__(
+        self, params: Any, hidden_ND: jax.Array, batch: Batch, weight: jax.Array
+    ) -> tuple[jax.Array, Terms]:
         """Returns `weight` × the summed loss to minimise, and sums of cross-entropy for the record.
 
-        weight: one over the tokens that count, of the whole batch where this is a part of it. With
-        gradients asked for, those of the logits are formed along with the loss.
+        params: without layers will do. hidden_ND: of the head. weight: one over the tokens that count, of the
+        whole batch where this is a part of it. With gradients asked for, those of the logits are formed along
+        with the loss.
         """
-        with jax.named_scope("model"):
-            hidden_ND = self.model.hidden(params, batch, self.max_segments)
-        return self.of_hidden(params, hidden_ND, batch, weight)
-
-    def of_hidden(
-        self, params: Any, hidden_ND: jax.Array, batch: Batch, weight: jax.Array
-    ) -> tuple[jax.Array, Metrics]:
-        """Returns the same from the normed output of the last layer. params: without layers will do."""
         mask = batch["loss_mask"]
-        with jax.named_scope("loss"):
+        with jax.named_scope(scopes.LOSS):
             minimised, cross_entropy, _ = self.model.ops.linear_cross_entropy(
                 hidden_ND,
                 *self.model.output_matrix(params),

@@ -1,8 +1,8 @@
-"""The layered step's own schedule, run with arrays that have a size and a place but no values.
+"""The rehearsed executor: arrays have a size and a place but no values.
 
-`LayeredStep.__call__` is what is run: its programs and its copies are stand-ins that keep account of what
-lives where, and so the account cannot differ from the schedule. What a program needs beside its arguments
-is read from its compile.
+The dispatched step's own schedule is what is run: its programs and its copies are stand-ins that keep account
+of what lives where, and so the account cannot differ from the schedule. What a program needs beside its
+arguments is read from its compile.
 
 Approximate, to the safe side: a copy is taken to end only when the host has waited for it, or for a program
 that needs it; until then both ends of it are counted, as `staging`. What only programs use is free as soon as
@@ -11,27 +11,26 @@ the last of them is dispatched, for they run in that order.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
-from jaxthru.config import RunConfig
-from jaxthru.plan.assemble import Assembled
-from jaxthru.plan.memory import MemoryPlan, Moment, layered, traced
-from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
-from jaxthru.runtime import aot
+from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.offload import HOST
+from jaxthru.engine.programs import lower
+from jaxthru.engine.step import Batch, State
+from jaxthru.models import scopes
+from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.offload import HOST
-from jaxthru.training.programs import lower
 
 Tree = Any
 NOTHING = Breakdown(dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0), 0, 0, "")
 STEPS = 2  # the second begins while the last copies of the first are under way
 
 RESULTS = {
-    "embed": "activations",
-    "forward": ("activations", "activations", "other"),
+    "embed": ("activations", "other"),
+    "forward": ("activations", "activations", "other", "other"),
     "head": ("other", "activations", "gradients", "gradients", "other"),
     "backward": ("activations", "gradients", "other"),
     "embed_backward": ("gradients", "other"),
@@ -47,7 +46,9 @@ OUTPUT |= dict.fromkeys(("head", "backward", "embed_backward"), "gradients")
 """Category of a program's large results; of others it is `other`."""
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
+    """Returns a program's name without the kind of stage that it is for."""
+    name = scopes.program_of(name)
     return "update" if name.startswith("update") else name
 
 
@@ -55,48 +56,45 @@ Analysis = Callable[[str, jax.stages.Lowered], Breakdown]
 """What a program, by name, needs beside its arguments."""
 
 
-def compiled_for(target: aot.Target, devices: int) -> Analysis:
-    """Returns the analysis that compiles each program for a GPU."""
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One program of a step that is made of several, while it runs.
 
-    def analyse(name: str, lowered: jax.stages.Lowered) -> Breakdown:
-        kind, dump = _kind(name), aot.compile_for(lowered, target, devices).dump
-        return breakdown(dump, lambda _: None, TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, "other"))
+    program: what it needs beside arrays that live before it runs, its arguments among them. beside: bytes by
+    category of those on the device. host: of those on the host.
+    """
 
-    return analyse
-
-
-def layered_step(
-    config: RunConfig, target: aot.Target, devices: int = 1, segments: int | None = None
-) -> MemoryPlan:
-    """Returns the memory of the layered step, as `memory.resident` does of the other. Raises InputError."""
-    made, notes, how = traced(config, target, devices, segments)
-    notes += (
-        f"each program {how}",
-        "arrays are those of the step's own schedule; a copy counts on both ends until the host has waited "
-        "for it",
-    )
-    return layered(rehearse(made, compiled_for(target, devices)), notes)
+    name: str
+    program: Breakdown
+    beside: Mapping[str, int]
+    host: Mapping[str, int]
 
 
-def rehearse(made: Assembled, analysis: Analysis, platform: str | None = "cuda") -> list[Moment]:
-    """Returns the moments of a layered step: each program while it runs, and each start of copies.
+def rehearse(
+    make: Callable[[Callable, Callable], DispatchedStep],
+    state: State,
+    batch: Batch,
+    layout: Layout,
+    analysis: Analysis,
+    platform: str | None = "cuda",
+) -> list[Moment]:
+    """Returns the moments of a dispatched step: each program while it runs, and each start of copies.
 
-    platform: what the programs are lowered for.
+    make: (compiler, put) -> the step. state, batch: abstract. platform: what the programs are lowered for.
     """
     account = _Account()
-    layout = made.step.objective.model.ops.layout
 
     def compiler(name, function, arguments, donate=(), out_shardings=None, **statics):
         lowered = lower(name, function, arguments, donate, out_shardings, platform, **statics)
         results = _placed(lowered.out_info, layout)
         return _Program(account, name, analysis(name, lowered), results, donate), results
 
-    step = made.layered(compiler, account.put)
+    step = make(compiler, account.put)
     kinds = {"params": "parameters", "opt_state": "optimizer"}
-    state = {name: account.arrays(tree, kinds.get(name, "other")) for name, tree in made.abstract.items()}
+    arrays = {name: account.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}
     for _ in range(STEPS):
-        state, _ = step(state, account.arrays(made.batch, "other"))
-    step.settled(state)  # before a checkpoint and an evaluation; nothing else paces the stores
+        arrays, _ = step(arrays, account.arrays(batch, "other"))
+    step.settled(arrays)  # before a checkpoint and an evaluation; nothing else paces the stores
     return account.moments
 
 
@@ -237,7 +235,7 @@ class _Program:
         for index in self.donate:
             for leaf in jax.tree.leaves(arguments[index]):
                 leaf.delete()
-        kinds = RESULTS.get(_kind(self.name), "other")
+        kinds = RESULTS.get(kind_of(self.name), "other")
         if isinstance(kinds, str):
             return account.arrays(self.results, kinds, account.programs)
         pairs = zip(self.results, kinds, strict=True)

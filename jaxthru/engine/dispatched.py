@@ -1,0 +1,320 @@
+"""The dispatched executor: an update as a chain of programs, one a stage, that the host starts.
+
+Equal stages share their programs, and what a stage needs can come from host memory while others compute. No
+tree of gradients need ever exist: those of micro-batches add up within a stage's program, and may be used at
+once.
+
+Shapes: M micro-batches, R rows of one, T tokens, N = R·T, D embed.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, parts
+from jaxthru.engine.offload import (
+    HOST,
+    Fetched,
+    OffloadConfig,
+    Pace,
+    Stores,
+    emptied,
+    free_host,
+    hosted,
+    move,
+    on_device,
+)
+from jaxthru.engine.programs import Programs, by_rows, placed, shardings
+from jaxthru.engine.step import State, Step, counters_of, slots_by_part, state_of
+from jaxthru.engine.terms import Terms
+from jaxthru.models import scopes
+from jaxthru.models.stage import distinct
+from jaxthru.runtime.first_run import FirstAlone
+
+Tree = Any
+
+
+class Pending(NamedTuple):
+    """An update whose gradients have got their norm, and whose parts wait for the next forward pass to come
+    by: what then moves to and from the host does so beside the layers' compute.
+
+    known: the last arguments of `Programs.update` but the index. slots, gradients: on their way, in the order
+    of the forward pass.
+    """
+
+    known: tuple[State, jax.Array, jax.Array]
+    slots: Fetched
+    gradients: Fetched
+
+
+class DispatchedStep:
+    """One update, dispatched as programs and transfers; called as the compiled inline step, and uses up the
+    state that it is given, as a donated call does."""
+
+    def __init__(
+        self,
+        step: Step,
+        config: OffloadConfig,
+        abstract: State,
+        batch: Batch,
+        compiler: Callable,
+        put: Callable = jax.device_put,
+    ):
+        """abstract, batch: what it will be called with, where it will lie. compiler: see `compiler_with`.
+        put: starts copies, see `move`. With both replaced, the schedule is rehearsed (rehearsed.py)."""
+        self.step, self.config = step, config
+        self._move, self._fetched = (functools.partial(function, put=put) for function in (move, Fetched))
+        self.chain, layout = step.model.chain, step.model.ops.layout
+        programs = Programs(step)
+        self.held, self.tied = programs.held, self.chain.tied
+        weights, slots = parts(abstract["params"]), slots_by_part(abstract)
+        self.weights_home, self.slots_home = shardings(weights), shardings(slots)
+        self.weights_used, self.slots_used = (
+            [on_device(tree) for tree in trees] for trees in (weights, slots)
+        )
+        self.order = [EMBEDDING, *range(LAYERS, len(weights)), HEAD]
+        self.staging = round(config.staging_gib * 2**30)
+        self.stores = Stores(self.staging)
+        self.inputs_used = layout.sharding((None, "tokens", None))
+        offloaded = config.activations != "none"
+        self.inputs_home = self.inputs_used.with_memory_kind(HOST) if offloaded else self.inputs_used
+        self.programs = []
+
+        def compile_(*arguments, **settings):
+            program, results = compiler(*arguments, **settings)
+            self.programs.append(program)
+            return program, results
+
+        kinds = distinct(self.chain.layers)
+        of_kind = [kinds.index(stage) for stage in self.chain.layers]
+        self.kinds = {LAYERS + layer: kind for layer, kind in enumerate(of_kind)}
+        first = [LAYERS + of_kind.index(kind) for kind in range(len(kinds))]
+        weights, slots = placed(weights, self.weights_used), placed(slots, self.slots_used)
+        self._compile(compile_, programs, kinds, first, weights, slots, counters_of(abstract), batch)
+        self.gradients_home = self.weights_used
+        if config.level in ("gradients", "parameters"):
+            self.gradients_home = shardings(hosted(weights, config))
+
+        self._eval_embed, self._eval_head = (
+            FirstAlone(jax.jit(function)) for function in (programs.eval_embed, programs.eval_head)
+        )
+        block = functools.partial(functools.partial, programs.eval_block)
+        self._eval_block = [FirstAlone(jax.jit(block(stage=stage))) for stage in kinds]
+
+    def _compile(self, compile_, programs, kinds, first, weights, slots, counters, batch) -> None:
+        """Compiles every program for what the ones before it return. first: the first part of each kind."""
+        layout, used = self.step.model.ops.layout, self.weights_used
+        scalar, rows, stream = layout.sharding(()), layout.sharding((None, "batch")), self.inputs_used
+        self.begin, (batch_MRT, context, weight) = compile_(
+            scopes.BEGIN,
+            programs.begin,
+            (batch,),
+            out_shardings=(rows, by_rows(programs, batch, rows, scalar), scalar),
+        )
+        self.embed, (x, terms) = compile_(
+            scopes.EMBED,
+            programs.embed,
+            (weights[EMBEDDING], batch_MRT, context),
+            out_shardings=(stream, scalar),
+        )
+        self.forward, self.backward, self.kept_used, self.kept_home, layers = [], [], [], [], []
+        names = [stage.name if len(kinds) > 1 else "" for stage in kinds]
+        names = [f"{name}{at}" if names.count(name) > 1 else name for at, name in enumerate(names)]
+        for name, stage, part in zip(names, kinds, first, strict=True):
+            forward, (_, kept, more, _) = compile_(
+                scopes.program(scopes.FORWARD, name),
+                programs.forward,
+                (weights[part], x, context),
+                out_shardings=(stream, None, scalar, scalar),
+                stage=stage,
+            )
+            self.forward.append(forward)
+            self.kept_used.append(shardings(kept))
+            to_host = self.config.activations == "names"
+            home = [each.with_memory_kind(HOST) if to_host else each for each in self.kept_used[-1]]
+            self.kept_home.append(home)
+            layers.append((kept, more))
+        table = weights[EMBEDDING] if self.tied else None
+        self.head, (of_head, dx, d_head, d_table, squares) = compile_(
+            scopes.LOSS_HEAD,
+            programs.head,
+            (weights[HEAD], table, x, batch_MRT, weight, context),
+            donate=(2,),
+            out_shardings=(scalar, stream, used[HEAD], table and used[EMBEDDING], scalar),
+        )
+        gradients = {HEAD: d_head}
+        for name, stage, part, (kept, _) in zip(names, kinds, first, layers, strict=True):
+            backward, (_, gradients[part], _) = compile_(
+                scopes.program(scopes.BACKWARD, name),
+                programs.backward,
+                (weights[part], x, kept, dx, context, squares),
+                donate=(3,),
+                out_shardings=(stream, used[part], scalar),
+                stage=stage,
+            )
+            self.backward.append(backward)
+        self.embed_backward, (gradients[EMBEDDING], _) = compile_(
+            scopes.EMBED_BACKWARD,
+            programs.embed_backward,
+            (weights[EMBEDDING], batch_MRT, context, dx, d_table, squares),
+            donate=(4,),
+            out_shardings=(used[EMBEDDING], scalar),
+        )
+        self.update, infos = {}, parts(self.step.optimizer.infos)
+        of_layers = [scopes.program(scopes.UPDATE_LAYER, name) for name in names]
+        called = dict(zip(first, of_layers, strict=True))
+        called |= {EMBEDDING: scopes.UPDATE_EMBEDDING, HEAD: scopes.UPDATE_HEAD}
+        index = jax.ShapeDtypeStruct((), jnp.int32, sharding=scalar)
+        for part in (EMBEDDING, HEAD, *first):
+            self.update[part], _ = compile_(
+                called[part],
+                programs.update,
+                (weights[part], slots[part], gradients[part], counters, squares, of_head["loss"], index),
+                donate=(0, 1),
+                out_shardings=(used[part], self.slots_used[part]),
+                infos=infos[part],
+            )
+        self.update |= {part: self.update[first[kind]] for part, kind in self.kinds.items()}
+        terms = [terms, *(layers[kind][1] for kind in self.kinds.values()), of_head]
+        self.finish, _ = compile_(
+            scopes.FINISH, programs.finish, (counters, batch, terms, squares, squares), out_shardings=scalar
+        )
+        self.indices = [jax.device_put(jnp.int32(part), scalar) for part in range(len(weights))]
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
+        """Returns the next state and this update's metrics, as `Step` does.
+
+        With optim.clip_rule = exact the next state is one with a `Pending` update, see there.
+        """
+        weights, slots, pending = _taken(state)
+        counters, layers, pace = counters_of(state), self.order[1:-1], Pace()
+        batch_MRT, context, weight = self.begin(batch)
+
+        trees = self._renewed(weights, slots, pending)
+        embedding = next(trees)
+        x_MND, of_embedding = self.embed(embedding, batch_MRT, context)
+        table = embedding if self.tied else None
+        del embedding
+        inputs, kept, terms = [], [], [of_embedding]
+        for index in layers:
+            kind = self.kinds[index]
+            y_MND, needed, more, there = self.forward[kind](next(trees), x_MND, context)
+            inputs.append(self._move(x_MND, self.inputs_home, donate=True))
+            kept.append((self._move(needed, self.kept_home[kind], donate=True), self.kept_used[kind]))
+            terms.append(more)
+            x_MND = y_MND
+            del needed, y_MND
+            pace(there)
+        head = next(trees)
+
+        # A transfer waits for all programs dispatched before it: those that follow come after.
+        backward = [HEAD, *reversed(layers), EMBEDDING]
+        coming = self._fetched_slots(slots, self.order if self.held else backward)
+        coming.start()
+        used_at_once = iter(()) if self.held else coming
+        slot = next(used_at_once, None)
+        sums, dx_MND, gradients, d_table, of_head = self.head(head, table, x_MND, batch_MRT, weight, context)
+        terms.append(sums)
+        squares = of_head
+        del x_MND, table, trees
+        held: dict[int, Tree] = {}
+
+        def done(index: int, tree: Tree, slot: Tree, gradients: Tree) -> None:
+            """Uses a part's gradients at once, or holds them until the norm of all is known."""
+            if self.held:
+                held[index] = self._move(gradients, self.gradients_home[index], donate=True)
+                self.stores(held[index])
+            else:
+                known = counters, squares, sums["loss"]
+                self._renew(index, tree, slot, gradients, known, weights, slots)
+            pace(squares)
+
+        done(HEAD, head, slot, gradients)
+        del head, slot, gradients
+        trees = self._fetched_weights(weights, backward[1:])
+        inputs = self._fetched(((x_MND, self.inputs_used) for x_MND in emptied(inputs)), donate=True)
+        kept = self._fetched(emptied(kept), donate=True)
+        for index in reversed(layers):
+            tree, slot = next(trees), next(used_at_once, None)
+            dx_MND, gradients, squares = self.backward[self.kinds[index]](
+                tree, next(inputs), next(kept), dx_MND, context, squares
+            )
+            done(index, tree, slot, gradients)
+            del tree, slot, gradients
+        tree, slot = next(trees), next(used_at_once, None)
+        gradients, squares = self.embed_backward(tree, batch_MRT, context, dx_MND, d_table, squares)
+        done(EMBEDDING, tree, slot, gradients)
+        del tree, slot, gradients, dx_MND
+
+        following, metrics = self.finish(counters, batch, terms, of_head, squares)
+        state = state_of(weights, slots, following, state["params"])
+        if self.held:
+            gradients = ((held.pop(index), self.weights_used[index]) for index in self.order)
+            gradients = self._fetched(gradients, donate=True)
+            state["pending"] = Pending((counters, squares, sums["loss"]), coming, gradients)
+        return state, metrics
+
+    def settled(self, state: State) -> State:
+        """Returns the state with its pending update made, as a checkpoint and an evaluation want it."""
+        weights, slots, pending = _taken(state)
+        if pending is None:
+            return state
+        for _ in self._renewed(weights, slots, pending):
+            pass
+        return state_of(weights, slots, counters_of(state), state["params"])
+
+    def _renewed(self, weights: list[Tree], slots: list[Tree], pending: Pending | None) -> Iterator[Tree]:
+        """Yields the weights of all parts on the device, in the order of the forward pass, each with its
+        pending update made."""
+        trees = self._fetched_weights(weights, self.order)
+        for index in self.order:  # and no local name holds on to what is yielded
+            if pending:
+                columns = trees, pending.slots, pending.gradients
+                yield self._renew(index, *map(next, columns), pending.known, weights, slots)
+            else:
+                yield next(trees)
+
+    def _renew(
+        self, index: int, tree: Tree, slot: Tree, gradients: Tree, known: tuple, weights: list, slots: list
+    ) -> Tree:
+        """Updates a part, of which all is on the device, and starts to store it where it lives. Returns its
+        weights on the device. known: the last arguments of `Programs.update` but the index."""
+        tree, slot = self.update[index](tree, slot, gradients, *known, self.indices[index])
+        free_host((weights[index], slots[index]))
+        weights[index] = self._move(tree, self.weights_home[index])
+        slots[index] = self._move(slot, self.slots_home[index], donate=True)
+        self.stores((weights[index], slots[index]))
+        return tree
+
+    def as_text(self) -> str:
+        """Returns the compiled programs' HLO."""
+        return "\n\n".join(program.as_text() for program in self.programs)
+
+    def _fetched_weights(self, weights: list[Tree], order: list[int]) -> Fetched:
+        return self._fetched((weights[index], self.weights_used[index]) for index in order)
+
+    def _fetched_slots(self, slots: list[Tree], order: list[int]) -> Fetched:
+        return self._fetched(((slots[index], self.slots_used[index]) for index in order), self.staging)
+
+    def loss_terms(self, params: Tree, batch: Batch, weight: jax.Array) -> Terms:
+        """Returns the terms of a batch of one micro-batch, those of the head alone.
+
+        Compiled at its first use, for the shape of its batch, which all batches share.
+        """
+        trees = self._fetched_weights(parts(params), self.order)
+        embedding = next(trees)
+        x_ND, context, _ = self._eval_embed(embedding, batch, weight)
+        table = embedding if self.tied else None
+        del embedding
+        pace = Pace()
+        for kind in self.kinds.values():
+            x_ND, _, there = self._eval_block[kind](next(trees), x_ND, context)
+            pace(there)
+        return self._eval_head(next(trees), table, x_ND, batch, weight, context)
+
+
+def _taken(state: State) -> tuple[list[Tree], list[Tree], Pending | None]:
+    return parts(state["params"]), slots_by_part(state), state.get("pending")

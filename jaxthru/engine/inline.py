@@ -1,0 +1,267 @@
+"""The inline executor: the whole step in one compiled program.
+
+Shapes: B rows, T tokens, N = B·T, D embed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from jaxthru.engine import walk
+from jaxthru.engine.gradients import added, linearise, squares, token_weight
+from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, Model, from_parts, parts, unrolled
+from jaxthru.engine.objective import Objective
+from jaxthru.engine.step import State, Step, counters_of, slots_by_part, state_of
+from jaxthru.engine.terms import Terms, merged, none_yet, over_first
+from jaxthru.models import scopes
+from jaxthru.models.stage import Context, Group
+from jaxthru.runtime.first_run import FirstAlone
+
+Tree = Any
+Back = Callable[[jax.Array], jax.Array]
+"""Goes back through some of the chain: from the gradient of its output to that of its input."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InlineStep:
+    """A step as one function: (state, batch) -> (state, metrics)."""
+
+    __name__ = scopes.STEP  # what traces call the compiled program
+
+    step: Step
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
+        """Returns the next state and this update's metrics, all on the device.
+
+        A non-finite loss or gradient norm leaves parameters and optimizer as they were and is counted.
+        """
+        step, counters = self.step, counters_of(state)
+        terms, gradients = self.gradients(state["params"], batch)
+        with jax.named_scope(scopes.OPTIMIZER):
+            if step.model.ops.layout.mesh.size > 1:
+                gradients = stored_order(gradients)
+            norm = jnp.sqrt(squares(gradients))
+            known = {"counters": counters, "norm": norm, "loss": terms["loss"]}
+            columns = (
+                parts(gradients),
+                parts(state["params"]),
+                slots_by_part(state),
+            )
+            updated = [
+                step.update(index, *part, infos=infos, **known)
+                for index, (*part, infos) in enumerate(zip(*columns, parts(step.model.weights), strict=True))
+            ]
+        following, metrics = step.finish(counters, batch, terms, norm)
+        return state_of(*map(list, zip(*updated, strict=True)), following, state["params"]), metrics
+
+    def gradients(self, params: Tree, batch: Batch) -> tuple[Terms, Tree]:
+        """Returns the terms of the batch and its gradients, micro-batch after micro-batch."""
+        step, model, weight = self.step, self.step.model, token_weight(batch)
+        if step.microbatches == 1:
+            return micro_batch(step.objective, params, batch, weight)
+        pieces = jax.tree.map(step.split, batch)
+        first = jax.tree.map(lambda piece: piece[0], pieces)
+        shapes, _ = jax.eval_shape(lambda: micro_batch(step.objective, params, first, weight))
+
+        def zeros(info, leaf: jax.Array) -> jax.Array | None:
+            zero = jnp.zeros(leaf.shape, jnp.float32)
+            return model.ops.layout.constrain(zero, info.axes) if info.trains else None
+
+        def add(total: tuple, piece: Batch) -> tuple:
+            terms, sums = total
+            more, sums = micro_batch(step.objective, params, piece, weight, sums)
+            return (merged(model.chain, terms, more), sums), None
+
+        begun = none_yet(model.chain, shapes), jax.tree.map(zeros, model.weights, params)
+        return jax.lax.scan(add, begun, pieces)[0]
+
+
+def micro_batch(
+    objective: Objective, params: Tree, batch: Batch, weight: jax.Array, sums: Tree | None = None
+) -> tuple[Terms, Tree]:
+    """Returns the terms of a micro-batch and its gradients, added to `sums` where there are some."""
+    model, chain = objective.model, objective.model.chain
+    context = model.context(batch, objective.max_segments, weight)
+    made: dict[int, Tree] = {}
+    before = None if sums is None else parts(sums)
+
+    def book(index: int, gradients: Tree) -> None:
+        made[index] = gradients if before is None else added(before[index], gradients)
+
+    embed = walk.embedding(model, batch["tokens"], context)
+    link = linearise(embed, params["embedding"], chain.embedding.weights, model.ops.compute, given=context)
+    (x_ND, _), terms = link.result, link.aux
+    back, index = [], LAYERS
+    for group, trees in zip(chain.groups, params["layers"], strict=True):
+        forward = _unrolled if unrolled(trees) else _scanned
+        x_ND, more, backward = forward(model, group, trees, x_ND, context, index, book)
+        terms = merged(chain, terms, more)
+        back.append(backward)
+        index += len(group.blocks) * (group.repetitions if unrolled(trees) else 1)
+    trees = walk.head_params(model, params["embedding"], params["head"])
+    more, gradients, dx_ND = walk.linearised_head(objective, trees, x_ND, batch, weight, context)
+    terms = merged(chain, terms, more)
+    book(HEAD, gradients["head"])
+    for backward in reversed(back):
+        dx_ND = backward(dx_ND, {} if sums is None else made)
+    (of_embedding,) = link.pullback(walk.cotangents(link, dx_ND, context))
+    if chain.tied:
+        of_embedding = jax.tree.map(jnp.add, gradients["embedding"], of_embedding)
+    book(EMBEDDING, of_embedding)
+    return terms, from_parts([made[index] for index in range(len(made))], params)
+
+
+def _unrolled(
+    model: Model, group: Group, trees: Tree, x_ND: jax.Array, context: Context, first: int, book: Callable
+) -> tuple[jax.Array, Terms, Back]:
+    """Returns the output of a group's layers, which lie one by one, their terms, and the way back.
+
+    first: index of the first, as `parts` counts. book: takes (index, gradients).
+    """
+    links, terms = [], {}
+    for repetition in zip(*trees, strict=True):
+        for stage, tree in zip(group.blocks, repetition, strict=True):
+            links.append(walk.linearised_block(model, stage, tree, x_ND, context))
+            x_ND, terms = links[-1].result[0], merged(model.chain, terms, links[-1].aux)
+    # On several devices a layer later: meanwhile gradients are on their way between them.
+    later = int(model.ops.layout.mesh.size > 1)
+
+    def backward(dx_ND: jax.Array, sums: dict[int, Tree]) -> jax.Array:
+        for at in reversed(range(len(links))):
+            gradients, dx_ND = links[at].pullback(walk.cotangents(links[at], dx_ND, context))
+            book(first + at, gradients)
+            if (made := first + at + later) in sums:
+                # Goes on to the layer before only when these sums are made: left to itself, XLA puts off
+                # products that nothing waits for, and keeps their operands, or the gradients, of all layers.
+                dx_ND, sums[made] = jax.lax.optimization_barrier((dx_ND, sums[made]))
+        return dx_ND
+
+    return x_ND, terms, backward
+
+
+def _scanned(
+    model: Model, group: Group, trees: Tree, x_ND: jax.Array, context: Context, first: int, book: Callable
+) -> tuple[jax.Array, Terms, Back]:
+    """Returns the same of a group whose layers are stacked, by a loop over its repetitions."""
+    blocks = list(enumerate(group.blocks))
+
+    def forward(x_ND: jax.Array, trees: Tree) -> tuple:
+        saved, terms = [], {}
+        for at, stage in blocks:
+            link = walk.linearised_block(model, stage, trees[at], x_ND, context)
+            saved.append((x_ND, link.kept))
+            x_ND, terms = link.result[0], merged(model.chain, terms, link.aux)
+        return x_ND, (saved, terms)
+
+    def back(dx_ND: jax.Array, each: tuple) -> tuple:
+        (trees, saved), gradients = each, [None] * len(blocks)
+        for at, stage in reversed(blocks):
+            x_ND, kept = saved[at]
+            link = walk.linearised_block(model, stage, trees[at], x_ND, context, kept)
+            gradients[at], dx_ND = link.pullback(walk.cotangents(link, dx_ND, context))
+        return dx_ND, gradients
+
+    x_ND, (saved, terms) = jax.lax.scan(forward, x_ND, trees)
+
+    def backward(dx_ND: jax.Array, sums: dict[int, Tree]) -> jax.Array:
+        dx_ND, gradients = jax.lax.scan(back, dx_ND, (trees, saved), reverse=True)
+        for at, of_block in enumerate(gradients):
+            book(first + at, of_block)
+        return dx_ND
+
+    return x_ND, over_first(model.chain, terms), backward
+
+
+def forward(model: Model, params: Tree, batch: Batch, context: Context) -> tuple[jax.Array, list, Terms]:
+    """Returns the last block's output [N, D], auxiliary losses, and terms, with nothing kept for a gradient
+    that is not asked for."""
+    chain = model.chain
+    (x_ND, losses), terms = walk.embedding(model, batch["tokens"], context)(params["embedding"])
+    losses = list(losses.values())
+
+    def repetition(group: Group, x_ND: jax.Array, trees: Tree) -> tuple:
+        losses, terms = [], {}
+        for stage, tree in zip(group.blocks, trees, strict=True):
+            (x_ND, more), of_stage = walk.block(model, stage, context)(tree, x_ND)
+            losses, terms = [*losses, *more.values()], merged(chain, terms, of_stage)
+        return x_ND, (losses, terms)
+
+    for group, trees in zip(chain.groups, params["layers"], strict=True):
+        if unrolled(trees):
+            for each in zip(*trees, strict=True):
+                x_ND, (more, of_layers) = repetition(group, x_ND, each)
+                losses, terms = losses + more, merged(chain, terms, of_layers)
+        else:
+            one = functools.partial(repetition, group)
+            x_ND, (more, of_layers) = jax.lax.scan(one, x_ND, trees)
+            losses += [jnp.sum(each) for each in more]
+            terms = merged(chain, terms, over_first(chain, of_layers))
+    return x_ND, losses, terms
+
+
+def loss(objective: Objective, params: Tree, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Terms]:
+    """Returns what a step minimises of a batch of one micro-batch, and its terms. weight: one token's."""
+    model = objective.model
+    context = model.context(batch, objective.max_segments, weight)
+    x_ND, losses, terms = forward(model, params, batch, context)
+    head = walk.head(objective, batch, weight, context)
+    (minimised, more), of_head = head(walk.head_params(model, params["embedding"], params["head"]), x_ND)
+    minimised += sum(each * context.share for each in (*losses, *more.values()))
+    return minimised, merged(model.chain, terms, of_head)
+
+
+def hidden(model: Model, params: Tree, batch: Batch, max_segments: int) -> jax.Array:
+    """Returns the normed output of the last block, [N, D] in the compute dtype, sharded over tokens.
+
+    batch: `tokens`, `positions`, `segment_ids`, each int32 [B, T], and `loss_mask`. A row with more than
+    `max_segments` segments comes out as NaN.
+    """
+    context = model.context(batch, max_segments, token_weight(batch))
+    x_ND, _, _ = forward(model, params, batch, context)
+    with jax.named_scope(scopes.MODEL):
+        return model.chain.head.apply(params["head"], x_ND, context)[0]
+
+
+def stored_order(gradients: Tree) -> Tree:
+    """Returns the gradients with their elements in memory in the order of the parameters'.
+
+    A reduce-scatter along another dim than the first gives them with that dim first. XLA would put them in
+    order within the update, whose results could then not take the place of its inputs: each of the state's
+    arrays would be copied, at a third of the speed. The barrier keeps it from that; the norm waits for all
+    gradients anyway.
+    """
+    ordered = jax.tree.map(
+        lambda leaf: with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))), gradients
+    )
+    return jax.lax.optimization_barrier(ordered)
+
+
+class CompiledStep:
+    """A step as one program. `dispatched.DispatchedStep` is called alike.
+
+    loss_terms: (params, batch, one token's weight) -> the terms, compiled at its first use.
+    """
+
+    def __init__(self, program: jax.stages.Compiled, objective: Objective):
+        self._run = FirstAlone(program)
+        self.program = program
+        self.loss_terms = FirstAlone(
+            jax.jit(lambda params, batch, weight: loss(objective, params, batch, weight)[1])
+        )
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
+        """Returns the next state and the update's metrics; takes over the state."""
+        return self._run(state, batch)
+
+    def as_text(self) -> str:
+        """Returns the compiled program's HLO."""
+        return self._run.as_text()
+
+    def settled(self, state: State) -> State:
+        """Returns the state: all of its updates are made."""
+        return state

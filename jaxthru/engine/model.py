@@ -1,0 +1,153 @@
+"""A chain of stages bound to a layout, and the trees of its parameters.
+
+`params` is {"embedding": tree, "layers": groups, "head": tree}. A group is a tuple with an entry for each
+block of its pattern: a tree whose arrays are stacked over the repetitions (`model.loop = "scan"`), or a tuple
+with a tree for each (`"unroll"`).
+
+Shapes: B rows, T tokens, N = B·T, D embed.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxthru.models import scopes
+from jaxthru.models.ops import Ops
+from jaxthru.models.stage import Chain, Context, Extras, Stage, distinct
+from jaxthru.runtime.sharding import Axes
+from jaxthru.runtime.weights import WeightInfo
+from pallas_kernels.attention import find_segments
+
+Tree = Any
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """policy: of rematerialisation. loop: `scan` or `unroll`."""
+
+    chain: Chain
+    ops: Ops
+    policy: str
+    loop: str
+
+    @property
+    def weights(self) -> Tree:
+        """What each parameter is, a WeightInfo, in the structure of `params`."""
+
+        def block(stage: Stage, repetitions: int) -> Tree:
+            if self.loop == "unroll":
+                return (stage.weights,) * repetitions
+            return jax.tree.map(WeightInfo.stacked, stage.weights)
+
+        groups = tuple(
+            tuple(block(stage, group.repetitions) for stage in group.blocks) for group in self.chain.groups
+        )
+        return {"embedding": self.chain.embedding.weights, "layers": groups, "head": self.chain.head.weights}
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the parameters are."""
+        abstract = jax.eval_shape(self.init, jax.random.key(0))
+        return sum(leaf.size for leaf in jax.tree.leaves(abstract))
+
+    def init(self, key: jax.Array) -> Tree:
+        """Returns fresh parameters, all float32; the same values for `scan` and `unroll`, on any mesh."""
+        first, last, *keys = self.part_keys(key)
+        groups = []
+        for group in self.chain.groups:
+            count = len(group.blocks)
+            own, keys = keys[: count * group.repetitions], keys[count * group.repetitions :]
+            groups.append(tuple(self._init(stage, own[at::count]) for at, stage in enumerate(group.blocks)))
+        embedding, head = self.chain.embedding, self.chain.head
+        return {"embedding": embedding.init(first), "layers": tuple(groups), "head": head.init(last)}
+
+    def _init(self, stage: Stage, keys: list[jax.Array]) -> Tree:
+        if self.loop == "scan":
+            return jax.vmap(stage.init)(jnp.stack(keys))
+        return tuple(map(stage.init, keys))
+
+    def part_keys(self, key: jax.Array) -> list[jax.Array]:
+        """Returns the keys that embedding, head and each layer are made from, of the key of them all."""
+        first, layers, last = jax.random.split(key, 3)
+        return [first, last, *jax.random.split(layers, len(self.chain.layers))]
+
+    def context(self, batch: Batch, max_segments: int, weight: jax.Array) -> Context:
+        """Returns what all stages need of a micro-batch. weight: one over the whole batch's tokens."""
+        positions = batch["positions"]
+        segments = find_segments(batch["segment_ids"], max_segments)
+        share = jnp.sum(batch["loss_mask"]) * weight
+        return Context(positions, segments, self.chain.prepare(positions), share, self.ops)
+
+    def embed(self, params: Tree, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Extras]:
+        """Returns the first block's input [N, D]; for a row of too many segments NaN, so that no step is ever
+        made from it. params: of the embedding."""
+        with jax.named_scope(scopes.MODEL), jax.named_scope(scopes.EMBEDDING):
+            x_ND, extras = self.chain.embedding.apply(params, tokens_BT, context)
+            # Said of rows, or the partitioner would split them as tokens, and gather what they came from.
+            overflow_B = self.ops.constrain(context.segments.overflow, "batch")
+            overflow_N = jnp.repeat(overflow_B, tokens_BT.shape[1])
+            return jnp.where(overflow_N[:, None], jnp.nan, x_ND).astype(x_ND.dtype), extras
+
+    def attention_shapes(self, rows: int, sequence: int) -> list[tuple[int, int, int]]:
+        """Returns (heads, kv_heads, head_dim) of each kind of attention that blocks ask for, with so many
+        rows of so many tokens."""
+        found: list[tuple[int, int, int]] = []
+
+        def note(q_BTHC: jax.Array, k_BTKC: jax.Array, *_: Any) -> jax.Array:
+            found.append((q_BTHC.shape[2], k_BTKC.shape[2], q_BTHC.shape[3]))
+            return q_BTHC
+
+        def run(params: list[Tree]) -> None:
+            ids = jnp.ones((rows, sequence), jnp.int32)
+            batch = {"segment_ids": ids, "positions": ids, "loss_mask": ids.astype(jnp.float32)}
+            context = dataclasses.replace(self.context(batch, 1, jnp.float32(1)), attention=note)
+            x_ND, _ = self.embed(params[0], ids, context)
+            for stage, tree in zip(kinds, params[1:], strict=True):
+                stage.apply(tree, x_ND, context)
+
+        kinds = distinct(self.chain.layers)
+        inits = [stage.init for stage in (self.chain.embedding, *kinds)]
+        jax.eval_shape(run, jax.eval_shape(lambda key: [init(key) for init in inits], jax.random.key(0)))
+        return list(dict.fromkeys(found))
+
+    def output_matrix(self, params: Tree) -> tuple[jax.Array, Axes]:
+        """Returns the matrix that turns hidden vectors into logits, as it is stored, and its axes. params:
+        without layers will do."""
+        matrix, info = params, {"embedding": self.chain.embedding.weights, "head": self.chain.head.weights}
+        for name in self.chain.output:
+            matrix, info = matrix[name], info[name]
+        return matrix, info.axes
+
+
+EMBEDDING, HEAD, LAYERS = 0, 1, 2
+"""Where `parts` has the embedding, the head and the first block."""
+
+
+def parts(tree: Tree) -> list[Tree]:
+    """Returns what a tree in the structure of `params` is updated by: embedding, head, and each layer in its
+    order (of scanned layers, each stacked block)."""
+    blocks = []
+    for group in tree["layers"]:
+        blocks += [tree for each in zip(*group, strict=True) for tree in each] if unrolled(group) else group
+    return [tree["embedding"], tree["head"], *blocks]
+
+
+def from_parts(parts: list[Tree], like: Tree) -> Tree:
+    """Returns the tree that `parts` took apart. like: a tree whose layers lie alike."""
+    embedding, head, *blocks = parts
+    groups, rest = [], iter(blocks)
+    for group in like["layers"]:
+        if unrolled(group):
+            each = [[next(rest) for _ in group] for _ in group[0]]
+            groups.append(tuple(zip(*each, strict=True)))
+        else:
+            groups.append(tuple(next(rest) for _ in group))
+    return {"embedding": embedding, "layers": tuple(groups), "head": head}
+
+
+def unrolled(group: tuple[Tree, ...]) -> bool:
+    """Says whether a group's layers lie one by one, not stacked."""
+    return isinstance(group[0], tuple)

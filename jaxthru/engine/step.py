@@ -1,0 +1,202 @@
+"""One update but for its gradients: norm, finite check, clipping, skipping, and what is recorded.
+
+Written once; every executor (inline.py, dispatched.py) calls it with gradients of its own.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxthru.data.batch import BATCH_FIELDS
+from jaxthru.engine.model import Batch, Model, from_parts, parts
+from jaxthru.engine.objective import Objective
+from jaxthru.engine.terms import Terms
+from jaxthru.optim.formats import rounding_key
+from jaxthru.optim.optimizer import Optimizer
+from jaxthru.runtime.errors import require
+
+Tree = Any
+State = dict[str, Any]
+"""`step`: updates tried, int32. `params`: the weights, and `opt_state`: {"count", "slots"}, as the optimizer
+keeps them. `grad_norm`: of the last update that was made, float32, 0 before the first. `skipped`: updates
+skipped for non-finite values, in all; `skipped_in_a_row`: since the last good one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """steps: updates in the whole run. rows: per step, over all devices. microbatches: parts of a step
+    whose gradients are added up. z_loss: weight of log(Z)^2 (arXiv:2204.02311), 0 is off.
+    deterministic: bit-exact repeats on a GPU too, at some cost in speed; each start compiles the step anew.
+    skip_limit: this many updates in a row skipped for a non-finite loss or gradient stop the run.
+    """
+
+    steps: int = 1000
+    seed: int = 0
+    rows: int = 8
+    microbatches: int = 1
+    z_loss: float = 0.0
+    deterministic: bool = False
+    skip_limit: int = 10
+
+    def __post_init__(self):
+        for name in ("steps", "rows", "microbatches", "skip_limit"):
+            value = getattr(self, name)
+            require(value >= 1, f"train.{name} = {value}: must be at least 1")
+        require(self.steps < 2**31, f"train.steps = {self.steps}: must be below 2**31")
+        require(0 <= self.seed < 2**63, f"train.seed = {self.seed}: must be at least 0, below 2**63")
+        require(self.z_loss >= 0, f"train.z_loss = {self.z_loss}: must be at least 0")
+        require(
+            self.rows % self.microbatches == 0,
+            f"train.rows = {self.rows}: must be a multiple of train.microbatches = {self.microbatches}",
+        )
+
+
+def abstract_batch(rows: int, sequence: int, sharding: jax.sharding.Sharding) -> Batch:
+    """Returns the shapes, dtypes and sharding of a batch, to compile for."""
+    return {
+        name: jax.ShapeDtypeStruct((rows, sequence), dtype, sharding=sharding)
+        for name, dtype in BATCH_FIELDS.items()
+    }
+
+
+def check_groups(train: TrainConfig, groups: int, shards: int) -> None:
+    """Raises InputError unless each device can take its share of every micro-batch from its own rows.
+
+    groups: canonical groups of rows. shards: devices that rows are split over.
+    """
+    blocks = microbatch_blocks(train.rows, groups, train.microbatches)
+    require(
+        train.microbatches == 1 or blocks % shards == 0,
+        f"data.groups = {groups}: with train.rows = {train.rows} and train.microbatches = "
+        f"{train.microbatches} it must be a multiple of mesh.data × mesh.fsdp = {shards}",
+    )
+
+
+def microbatch_blocks(rows: int, groups: int, microbatches: int) -> int:
+    """Returns into how many blocks of whole groups rows are laid so that each splits into micro-batches."""
+    return math.gcd(groups, rows // microbatches)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """One update. groups: canonical groups of rows; the batch's row order is group-major. seed: the run's."""
+
+    objective: Objective
+    optimizer: Optimizer
+    schedule: optax.Schedule
+    microbatches: int
+    groups: int
+    seed: int
+
+    @property
+    def model(self) -> Model:
+        return self.objective.model
+
+    def split(self, array_RT: jax.Array) -> jax.Array:
+        """Returns the micro-batches [microbatches, rows / microbatches, T].
+
+        Micro-batch k takes the k-th slice of every group, so that each device splits the rows that it
+        holds. Groups of fewer rows than there are micro-batches are first joined with their neighbours.
+        """
+        rows, sequence = array_RT.shape
+        blocks = microbatch_blocks(rows, self.groups, self.microbatches)
+        pieces = array_RT.reshape(blocks, self.microbatches, -1, sequence)
+        pieces = jnp.moveaxis(pieces, 1, 0).reshape(self.microbatches, -1, sequence)
+        return self.model.ops.constrain(pieces, None, "batch", "sequence")
+
+    def update(
+        self,
+        index: int | jax.Array,
+        gradients: Tree,
+        weights: Tree,
+        slots: dict[str, Tree],
+        *,
+        infos: Tree,
+        counters: State,
+        norm: jax.Array,
+        loss: jax.Array,
+    ) -> tuple[Tree, dict[str, Tree]]:
+        """Returns the next weights and slots of one part, so that parts updated one at a time, in any order,
+        come out the same to the bit. A loss or norm that is not finite leaves them as they are.
+
+        index: of the part, see `model.parts`. infos: a WeightInfo for each of its weights. counters: see
+        `counters_of`. norm: of the gradients, all or those known so far.
+        """
+        count, optimizer = counters["count"], self.optimizer
+        clip_scale, usable = optimizer.clipping(norm, counters["grad_norm"])
+        return optimizer.update(
+            gradients,
+            weights,
+            slots,
+            count=count,
+            learning_rate=self.schedule(count),
+            clip_scale=clip_scale,
+            finite=jnp.isfinite(loss) & jnp.isfinite(norm) & usable,
+            infos=infos,
+            key=rounding_key(self.seed, count, index),
+        )
+
+    def finish(self, counters: State, batch: Batch, terms: Terms, norm: jax.Array) -> tuple[State, Terms]:
+        """Returns the next counters and this update's metrics. norm: of all gradients."""
+        finite = jnp.isfinite(terms["loss"]) & jnp.isfinite(norm)
+        used = finite & self.optimizer.clipping(norm, counters["grad_norm"])[1]
+        missed = 1 - finite.astype(jnp.int32)
+        following = {
+            "step": counters["step"] + 1,
+            "count": counters["count"] + used.astype(jnp.int32),
+            "grad_norm": jnp.where(finite, norm, counters["grad_norm"]),
+            "skipped": counters["skipped"] + missed,
+            "skipped_in_a_row": (counters["skipped_in_a_row"] + 1) * missed,
+        }
+        metrics = {
+            **terms,
+            "grad_norm": norm,
+            "learning_rate": self.schedule(counters["count"]),
+            "skipped": following["skipped"],
+            "skipped_in_a_row": following["skipped_in_a_row"],
+            "partly_updated": jnp.asarray(False),
+            # Σ length² over documents, of which each token adds 2 × position + 1.
+            "attention_span": jnp.sum(
+                jnp.where(batch["segment_ids"] > 0, 2 * batch["positions"] + 1, 0).astype(jnp.float32)
+            ),
+            "tokens": jnp.sum((batch["segment_ids"] > 0).astype(jnp.int32)),
+        }
+        return following, metrics
+
+
+def counters_of(state: State) -> State:
+    """Returns the scalars of a state, `count` of updates made among them."""
+    trees = ("params", "opt_state", "pending")
+    scalars = {name: leaf for name, leaf in state.items() if name not in trees}
+    return scalars | {"count": state["opt_state"]["count"]}
+
+
+def state_of(weights: list[Tree], slots: list[dict[str, Tree]], counters: State, like: Tree) -> State:
+    """Returns a state of its parts. like: params whose layers lie alike."""
+    params = from_parts(weights, like)
+    columns = {name: from_parts([slot[name] for slot in slots], params) for name in slots[0]}
+    scalars = {name: leaf for name, leaf in counters.items() if name != "count"}
+    return scalars | {"params": params, "opt_state": {"count": counters["count"], "slots": columns}}
+
+
+def slots_by_part(state: State) -> list[dict[str, Tree]]:
+    """Returns the optimizer's slots of each part."""
+    columns = {name: parts(tree) for name, tree in state["opt_state"]["slots"].items()}
+    return [dict(zip(columns, of, strict=True)) for of in zip(*columns.values(), strict=True)]
+
+
+def first_state(params: Tree, opt_state: Tree) -> State:
+    """Returns the state of these parameters before the first update."""
+    zero = jnp.zeros((), jnp.int32)
+    return {
+        "step": zero,
+        "params": params,
+        "opt_state": opt_state,
+        "grad_norm": jnp.zeros((), jnp.float32),
+        "skipped": zero,
+        "skipped_in_a_row": zero,
+    }

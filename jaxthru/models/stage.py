@@ -1,0 +1,158 @@
+"""A model as a chain of stages: embedding, blocks, head. What a family hands to the engine.
+
+Shapes: B rows, T tokens, N = B·T, D embed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+from flax import nnx
+
+from jaxthru.models.ops import Ops
+from pallas_kernels.attention import Segments
+
+Tree = Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("positions", "segments", "prepared", "share"),
+    meta_fields=("ops", "attention"),
+)
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a run gives to every stage.
+
+    positions: int32 [B, T], restarting in each document. segments: of `pallas_kernels.attention`. prepared:
+    what `Chain.prepare` made of positions, e.g. rotary angles. share: of the step's tokens that count, those
+    of this micro-batch. ops: linear maps and the mesh's operations as this run does them. attention:
+    takes the place of theirs, (queries, keys, values, segments) -> heads' outputs.
+    """
+
+    positions: jax.Array
+    segments: Segments
+    prepared: Tree
+    share: jax.Array
+    ops: Ops
+    attention: Callable[..., jax.Array] | None = None
+
+    def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array) -> jax.Array:
+        """Returns causal attention within documents, [B, T, H, C]."""
+        attention = self.attention or self.ops.attention
+        return attention(q_BTHC, k_BTKC, v_BTKC, self.segments)
+
+
+class Extras(NamedTuple):
+    """What a stage has beside its output, of the micro-batch that it was given.
+
+    losses: {name: scalar}, auxiliary losses: means over its tokens, which the step minimises beside the
+    cross-entropy and records. metrics: {name: array} for the record, declared as `Stage.metrics`. cache: of
+    keys and values.
+    """
+
+    losses: Mapping[str, jax.Array] = {}
+    metrics: Mapping[str, jax.Array] = {}
+    cache: Tree = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """reduce: how values of several micro-batches, and of several stages, become one: `mean` weighs
+    micro-batches by their tokens. Stages see the micro-batch of all devices, so over these nothing is left
+    to add."""
+
+    reduce: Literal["sum", "mean", "max"] = "sum"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One link of the chain. Equal stages share their compiled programs.
+
+    name: of its kind, in programs' names. apply: (params, x, context) -> (y, Extras). init: key -> params,
+    float32. weights: a WeightInfo for each of the params. kept: numbers per token of the activations that
+    have a name (`jax.ad_checkpoint.checkpoint_name`), and as "rest" of what else the backward pass needs if
+    nothing is computed again; see `remat.kept_bytes`. metrics: those that `apply` gives. scopes: name scopes
+    of its own, which the profiler is to tell apart.
+    """
+
+    name: str
+    apply: Callable[[Tree, Any, Context], tuple[Any, Extras]]
+    init: Callable[[jax.Array], Tree]
+    weights: Tree
+    kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
+    scopes: tuple[str, ...] = ()
+
+
+class Group(NamedTuple):
+    """A pattern of blocks, repeated."""
+
+    blocks: tuple[Stage, ...]
+    repetitions: int
+
+
+class Chain(NamedTuple):
+    """A family's model. prepare: positions [B, T] -> what all blocks need of them. output: where in the
+    params of embedding and head the matrix is that makes logits, e.g. ("head", "matrix")."""
+
+    embedding: Stage
+    groups: tuple[Group, ...]
+    head: Stage
+    output: tuple[str, ...]
+    prepare: Callable[[jax.Array], Tree] = lambda positions_BT: None
+
+    @property
+    def tied(self) -> bool:
+        """Says whether the embedding's table also makes the logits."""
+        return self.output[0] == "embedding"
+
+    @property
+    def layers(self) -> list[Stage]:
+        """All blocks, in the order of the forward pass."""
+        return [stage for group in self.groups for stage in group.blocks * group.repetitions]
+
+    @property
+    def stages(self) -> Iterator[Stage]:
+        """All stages that differ."""
+        return iter([self.embedding, *distinct(self.layers), self.head])
+
+
+def repeated(pattern: Sequence[Stage], layers: int) -> tuple[Group, ...]:
+    """Returns the groups of so many layers: the pattern as often as it fits, and the rest of one."""
+    whole, rest = divmod(layers, len(pattern))
+    groups = Group(tuple(pattern), whole), Group(tuple(pattern[:rest]), 1)
+    return tuple(group for group in groups if group.blocks and group.repetitions)
+
+
+def distinct(stages: Sequence[Stage]) -> list[Stage]:
+    """Returns the stages that are not equal to one before."""
+    return [stage for index, stage in enumerate(stages) if stage not in stages[:index]]
+
+
+def module_stage(name: str, module: Callable[..., nnx.Module], config: Any, **about: Any) -> Stage:
+    """Returns the stage of a Flax NNX module, made as `module(config, rngs)`, whose parameters are all
+    `layers.Weight`s. It is called as (x, context), and returns y, or (y, Extras).
+
+    config: hashable; equal ones make equal stages. about: further fields of the Stage.
+    """
+    return Stage(name, *_bound(module, config), **about)
+
+
+@functools.cache
+def _bound(module: Callable[..., nnx.Module], config: Any) -> tuple[Callable, Callable, Tree]:
+    """Returns `apply`, `init` and `weights` of a module. What is compiled walks no module graph."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: module(config, nnx.Rngs(params=0))))
+
+    def init(key: jax.Array) -> Tree:
+        return nnx.to_pure_dict(nnx.state(module(config, nnx.Rngs(params=key))))
+
+    def apply(params: Tree, x: Any, context: Context) -> tuple[Any, Extras]:
+        result = nnx.merge(graph, params)(x, context)
+        return result if isinstance(result, tuple) else (result, Extras())
+
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    weights = jax.tree.map(lambda variable: variable.info, state, is_leaf=is_variable)
+    return apply, init, nnx.to_pure_dict(weights)

@@ -1,0 +1,40 @@
+"""What a weight is: said once, where it is made, and read by sharding, the optimizer and the engine."""
+
+import dataclasses
+from typing import Literal
+
+from jaxthru.runtime.sharding import Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightInfo:
+    """axes: one logical axis a dim; None is never sharded.
+    role: `matrix`: a linear map within a block, or a stack of such maps. `table`: an embedding or an output
+        matrix. `norm`: a norm's scale. `bias`: anything else that is added or scales.
+    inputs: the dims of a linear map that it sums over. stack: dims that count maps of the same kind (layers,
+        experts). All others are its outputs.
+    trains: without, it has neither gradient nor optimizer state, and is never updated.
+    """
+
+    axes: Axes
+    role: Literal["matrix", "table", "norm", "bias"]
+    inputs: tuple[int, ...] = ()
+    stack: tuple[int, ...] = ()
+    trains: bool = True
+
+    @property
+    def decays(self) -> bool:
+        """Says whether weight decay and the formats of `optim.state` are for it: norms and biases are small,
+        and stay float32."""
+        return self.role in ("matrix", "table")
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The dims that a linear map gives."""
+        return tuple(dim for dim in range(len(self.axes)) if dim not in self.inputs + self.stack)
+
+    def stacked(self) -> "WeightInfo":
+        """Returns what this weight is with those of all layers stacked, by a leading dim."""
+        shifted = {name: tuple(dim + 1 for dim in getattr(self, name)) for name in ("inputs", "stack")}
+        stack = (0, *shifted.pop("stack"))
+        return dataclasses.replace(self, axes=("layers", *self.axes), stack=stack, **shifted)

@@ -1,0 +1,1 @@
+"""Where rows of metrics go, one file each: see `training.record.Sink`."""
