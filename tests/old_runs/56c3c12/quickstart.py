@@ -1,5 +1,7 @@
 """A small Llama on the text that every machine with jaxthru holds: a few minutes on two CPU cores."""
 
+from jaxthru.training.step import TrainConfig
+
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import DataConfig
 from jaxthru.models.layers import PrecisionConfig
@@ -7,7 +9,6 @@ from jaxthru.models.llama import ModelConfig
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.training.checkpoint import CheckpointConfig
 from jaxthru.training.evaluate import EvaluateConfig
-from jaxthru.training.step import TrainConfig
 
 
 def config() -> RunConfig:
