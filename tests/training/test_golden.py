@@ -1,17 +1,10 @@
-"""Recorded losses: a change that claims no numeric effect leaves them as they are."""
+"""Recorded numbers: a change that claims no numeric effect leaves them as they are.
 
-import json
-from pathlib import Path
+`python scripts/golden.py keep` records them anew, on purpose; `scripts/golden.py compare` compares two commits on
+one machine, to the bit.
+"""
 
 import numpy as np
-import tiny
-
-GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "tiny_losses.json"
-
-
-def test_losses_are_those_recorded():
-    """To 1e-4: processors differ in the order of their sums. To record anew, on purpose:
-    `python -c "import tiny, json; print(json.dumps(tiny.make().losses(20)))" > golden/tiny_losses.json`
-    from tests/.
-    """
-    np.testing.assert_allclose(tiny.make().losses(20), json.loads(GOLDEN.read_text()), atol=1e-4, rtol=0)
+import pytest
+from cases import named, slow_but_for
+from recording import CASES, KEPT, has_rounding, kept, words_of
