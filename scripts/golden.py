@@ -34,8 +34,8 @@ from recording import (  # noqa: E402
     STEPS,
     Arrays,
     first_gradients,
-    has_rounding,
     kept,
+    precision,
     train,
     words_of,
 )
@@ -75,11 +75,14 @@ def difference(old: np.ndarray, new: np.ndarray) -> float:
     return float(np.abs(old - new).max()) / greatest if greatest else math.inf
 
 
+ROUNDED = {"first weights": 1e-6, "gradients": 1e-5, "losses": 1e-4}
 BARS = {
     "float32": {"first weights": 1e-6, "losses 1-3": 1e-6, "loss 20": 1e-5},
-    "rounded": {"first weights": 1e-6, "gradients": 1e-5, "losses": 1e-4},
+    "state": ROUNDED,
+    "products": ROUNDED,
 }
-"""The greatest relative differences that pass with a reason. Of other kinds any passes."""
+"""`precision` of a case -> the greatest relative differences that pass, with a reason. Of other kinds any
+passes."""
 SHOWN = ("losses 1-3", "loss 20", "losses", "norms", "first weights", "gradients", "weights")
 
 
@@ -98,15 +101,14 @@ def differences(name: str, old: Mapping[str, np.ndarray], new: Mapping[str, np.n
 
 def judged(name: str, found: dict[str, float]) -> dict[str, Any]:
     """Returns a row of the table: the differences, the reason for them, and what is wrong, if anything."""
-    precision = "rounded" if has_rounding(words_of(name)) else "float32"
-    wrong = [
-        f"{kind} {found[kind]:.1e} > {bar:.0e}" for kind, bar in BARS[precision].items() if found[kind] > bar
-    ]
+    kind_of_case = precision(words_of(name))
+    bars = BARS[kind_of_case].items()
+    wrong = [f"{kind} {found[kind]:.1e} > {bar:.0e}" for kind, bar in bars if found[kind] > bar]
     reason = None
     if any(found.values()):
         reason = next((why for pattern, why in REASONS.items() if fnmatch.fnmatchcase(name, pattern)), None)
         wrong += [] if reason else ["REASONS has none for it"]
-    return {"name": name, "precision": precision, **found, "reason": reason, "wrong": wrong}
+    return {"name": name, "precision": kind_of_case, **found, "reason": reason, "wrong": wrong}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
