@@ -13,9 +13,9 @@ TOLERANCES = {
     "state": {"losses": 5e-4, "norms": 1e-2, "gradients": 2e-5, "weights": 1e-2},
     "products": {"losses": 2e-2, "norms": 0.4, "gradients": 0.2, "weights": 0.6},
 }
-"""Three to ten times what one core instead of two, and XLA's optimisation instead of none, were seen to change:
-processors differ in the order of their sums as these do. Where products are rounded to 3 or 7 bits, or a state
-to 7, a difference in float32's last bit sometimes becomes one of those."""
+"""Three to ten times what one core instead of two, and XLA's optimisation instead of none, were seen to
+change: processors differ in the order of their sums as these do. Where products are rounded to 3 or 7 bits, or
+a state to 7, a difference in float32's last bit sometimes becomes one of those."""
 
 FAST = (
     "scan",
