@@ -11,6 +11,12 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
+# Tests compile much and compute little. Without optimisation, and with the emitters that make no MLIR context
+# for each fusion, compiling takes a quarter of the time.
+UNOPTIMISED = (
+    "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 COMPILERS = {"cuda": "jax_cuda13_plugin", "triton": "triton", "tpu": "libtpu"}  # for what, and its package
 
 
@@ -24,13 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test module imports JAX. GPU tests alone see a GPU."""
-    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+    flags = [os.environ.get("XLA_FLAGS", ""), EIGHT_DEVICES]
     if not on_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Tests compile much and compute little. Without optimisation, and with the emitters that make no MLIR
-        # context for each fusion, compiling takes a quarter of the time.
-        flags.append("--xla_backend_optimization_level=0")
-        flags.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
+        flags.append(UNOPTIMISED)
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
     kept = tempfile.mkdtemp(prefix="jaxthru-compiled-")
     config.add_cleanup(lambda: shutil.rmtree(kept, ignore_errors=True))

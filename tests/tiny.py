@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from batches import ROWS, SEQUENCE, SOURCES, VOCABULARY, batch
 
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import InlineStep, loss
@@ -22,8 +23,7 @@ from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.state import abstract_state, sharded_init
 
-SHAPE = ModelConfig(vocabulary=512, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
-ROWS, SEQUENCE, SOURCES = 8, 64, 2
+SHAPE = ModelConfig(vocabulary=VOCABULARY, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
 OPTIM = OptimConfig(learning_rate=1e-2)
 
 
@@ -84,26 +84,6 @@ def layers(params: dict) -> tuple:
     """Returns the unrolled layers of a model with one kind of block; scanned, the stacked one."""
     ((block,),) = params["layers"]
     return block
-
-
-def batch(index: int) -> dict[str, np.ndarray]:
-    """Rows of two documents and padding, with unequal loss masks, and targets that can be learnt."""
-    draw = np.random.default_rng(index)
-    tokens = draw.integers(0, SHAPE.vocabulary, (ROWS, SEQUENCE)).astype(np.int32)
-    borders = draw.integers(8, SEQUENCE - 16, (ROWS, 1))
-    ends = draw.integers(SEQUENCE - 12, SEQUENCE + 1, (ROWS, 1))
-    place = np.arange(SEQUENCE)[None]
-    segment_ids = np.where(place < ends, 1 + (place >= borders), 0).astype(np.int32)
-    positions = np.where(place >= ends, place - ends, np.where(place >= borders, place - borders, place))
-    answered = (segment_ids > 0) & (draw.random((ROWS, SEQUENCE)) < np.linspace(0.3, 1, ROWS)[:, None])
-    return {
-        "tokens": tokens,
-        "targets": np.where(answered, (tokens * 7 + 1) % SHAPE.vocabulary, 0).astype(np.int32),
-        "segment_ids": segment_ids,
-        "positions": positions.astype(np.int32),
-        "loss_mask": answered.astype(np.float32),
-        "source": np.broadcast_to(np.arange(ROWS, dtype=np.int32)[:, None] % SOURCES, tokens.shape).copy(),
-    }
 
 
 @functools.cache
