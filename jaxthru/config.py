@@ -15,7 +15,7 @@ from jaxthru.models.layers import PrecisionConfig
 from jaxthru.models.llama import ModelConfig
 from jaxthru.models.remat import RematConfig
 from jaxthru.optim.optimizer import OptimConfig
-from jaxthru.profile.trace import ProfileConfig
+from jaxthru.profile.collect.trace import ProfileConfig
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 from jaxthru.runtime.mesh import MeshConfig

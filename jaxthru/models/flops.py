@@ -1,6 +1,14 @@
 """The only FLOP count: what a step needs, whatever it in fact computes."""
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxthru.models import family
 from jaxthru.models.llama import ModelConfig
+from jaxthru.profile.read.facts import Facts
 
 
 def matmul_parameters(config: ModelConfig) -> int:
@@ -26,3 +34,28 @@ def train_flops(config: ModelConfig, tokens: float, attention_span: float) -> fl
     """
     attention = 6 * config.layers * config.heads * config.head_dim * attention_span
     return 6.0 * matmul_parameters(config) * tokens + attention
+
+
+def facts_of(model: ModelConfig | Mapping[str, Any], compute: str) -> Facts:
+    """Returns what the profiler goes by. model: also as the plain values of an older run's config.json.
+    compute: the dtype of activations. Raises InputError."""
+    if isinstance(model, Mapping):
+        cls = family.config_class(model.get("family", family.SHIPPED[0]), trusted=False)
+        known = {field.name for field in dataclasses.fields(cls)} - {"rope_scaling"}  # needs no FLOPs
+        model = cls(**{name: value for name, value in model.items() if name in known})
+    layers, embed, mlp, item = model.layers, model.embed, model.mlp, jnp.dtype(compute).itemsize
+    heads = 2 * (model.heads + model.kv_heads) * model.head_dim
+    kept = {"full": 0, "attention": heads + embed, "gate": heads + embed + mlp}
+    kept["projections"] = kept["gate"] + mlp
+    kept["none"] = kept["projections"] + 3 * embed + 2 * mlp  # norms, products
+    again = {"full": 2 * mlp + heads, "attention": 2 * mlp, "gate": mlp, "projections": 0, "none": 0}
+    return Facts(
+        matmul_flops_per_token=train_flops(model, 1, 0),
+        attention_flops=train_flops(model, 0, 1),
+        layers=layers,
+        layer_parameters=layers * embed * (heads + 3 * mlp),
+        widths={"embed": embed, "mlp": mlp, "vocabulary": model.vocabulary},
+        split_widths=("mlp", "vocabulary"),
+        kept={policy: layers * item * width for policy, width in kept.items()},
+        recomputed={policy: 2 * layers * embed * width for policy, width in again.items()},
+    )

@@ -6,12 +6,13 @@ and noted as counted.
 """
 
 import dataclasses
+import math
 
 from jaxthru.config import RunConfig
 from jaxthru.models import flops
 from jaxthru.optim.formats import FORMATS
 from jaxthru.plan.memory import MemoryPlan
-from jaxthru.profile.memory import CATEGORIES
+from jaxthru.profile.read.buffers import CATEGORIES
 from jaxthru.training.offload import AHEAD, OffloadConfig
 
 LOSS_CHUNK = 2048  # tokens whose logits exist at once in linear_cross_entropy
@@ -39,11 +40,12 @@ class Sizes:
         tables = (table,) if shape.tied_embeddings else (table, table)
         layer = (flops.matmul_parameters(shape) - table) // shape.layers
         matrices = layer * shape.layers + sum(tables)
-        data, fsdp, tensor = config.mesh.shape(devices)
-        tokens = train.rows * config.data.sequence // (data * fsdp * tensor)
+        mesh = config.mesh.shape(devices)
+        tokens = train.rows * config.data.sequence // math.prod(mesh.values())
+        tensor = mesh["tensor"]
         small = flops.parameters(shape) - matrices
         part = tokens // train.microbatches
-        return cls(shape.layers, layer, tables, small, tokens, part, fsdp * tensor, tensor)
+        return cls(shape.layers, layer, tables, small, tokens, part, mesh["fsdp"] * tensor, tensor)
 
     @property
     def matrices(self) -> int:

@@ -9,9 +9,10 @@ import rich.table
 
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
+from jaxthru.models.scopes import PURPOSES
 from jaxthru.plan.assemble import Assembled, assemble
 from jaxthru.plan.fit import attention_by, fit
-from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
+from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, hardware, xla
 from jaxthru.runtime.errors import InputError
 from pallas_kernels.attention import STAND_IN, automatic
@@ -22,8 +23,8 @@ DOCUMENTS = 32
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by category (`profile.memory.CATEGORIES`): on one device, at the moment when it needs the most,
-    and on the host, of all its devices. Each adds up to its peak."""
+    """Bytes by category (`profile.read.buffers`): on one device, at the moment when it needs the most, and on
+    the host, of all its devices. Each adds up to its peak."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -96,7 +97,7 @@ def resident(
     """Returns the memory of the step without offload, by compiling it for the device. See `traced`."""
     made, notes, how = traced(config, target, devices, segments)
     program = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target, devices)
-    found = breakdown(program.dump)
+    found = breakdown(program.dump, PURPOSES)
     notes += (
         how,
         f"the peak is in {found.at}",

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 
 from jaxthru.config import RunConfig
+from jaxthru.models.scopes import PURPOSES
 from jaxthru.plan.assemble import Assembled
 from jaxthru.plan.memory import MemoryPlan, Moment, layered, traced
-from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
+from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.offload import HOST
@@ -60,7 +61,8 @@ def compiled_for(target: aot.Target, devices: int) -> Analysis:
 
     def analyse(name: str, lowered: jax.stages.Lowered) -> Breakdown:
         kind, dump = _kind(name), aot.compile_for(lowered, target, devices).dump
-        return breakdown(dump, lambda _: None, TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, "other"))
+        unnamed, output = TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, "other")
+        return breakdown(dump, PURPOSES, lambda _: None, unnamed, output)
 
     return analyse
 

@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
-from jaxthru.profile import memory
+from jaxthru.models.scopes import PURPOSES
 from jaxthru.profile.attribution import Attribution, layer_and_phase
 from jaxthru.profile.ledger import Buffer, Memory
+from jaxthru.profile.read import buffers
 from jaxthru.runtime import aot
 
 BUFFERS = 20
@@ -24,21 +25,21 @@ def footprint(
     programs = {name: dump for name, dump in _dumps(folder).items() if len(dump) == len(aot.DUMPED)}
     if not programs:
         return None
-    parts = {name: memory.breakdown(dump) for name, dump in programs.items()}
+    parts = {name: buffers.breakdown(dump, PURPOSES) for name, dump in programs.items()}
     name = max(parts, key=lambda name: parts[name].peak_device)
     categories = dict(parts[name].device)
     if peak_bytes is not None:
         # Of a step of several programs the dump knows what one needs, and not what lives beside it.
         rest = "fragmentation" if len(programs) == 1 else "beside"
         categories[rest] = max(peak_bytes - parts[name].peak_device, 0)
-    allocations, values = memory.parse(programs[name])
-    purpose = memory.Purpose(values, "other")
-    buffers = [
+    allocations, values = buffers.parse(programs[name])
+    purpose = buffers.Purpose(values, PURPOSES, "other")
+    there = [
         (size, category, value)
-        for found, value, size, category in memory.held(allocations, purpose)
-        if value and found.space != memory.HOST
+        for found, value, size, category in buffers.held(allocations, purpose)
+        if value and found.space != buffers.HOST
     ]
-    for size, category, value in buffers:
+    for size, category, value in there:
         layer = _layer(value, name, attribution) if category == "activations" else "other"
         if layer != "other":
             of = f"activations of {layer}"
@@ -47,7 +48,7 @@ def footprint(
     return Memory(
         peak_bytes=peak_bytes,
         categories=categories,
-        buffers=_largest(buffers, name, attribution),
+        buffers=_largest(there, name, attribution),
         curve=_curve(allocations),
         host_pinned_bytes=host_pinned_bytes,
     )
@@ -64,10 +65,10 @@ def _dumps(folder: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def _layer(value: memory.Value, module: str, attribution: Attribution) -> str:
+def _layer(value: buffers.Value, module: str, attribution: Attribution) -> str:
     """Returns the kind of layer that makes an array. What a scan keeps of all layers is made by its loop: it
     is of the layer of what each round writes into it."""
-    layer, of = layer_and_phase(value.made, module)[0], attribution.modules.get(module)
+    layer, of = layer_and_phase(value.made, module, attribution.kinds)[0], attribution.modules.get(module)
     made, element = of and of.find(value.instruction), re.search(r"\{(\d+)\}$", value.name)
     if layer != "other" or not made or not element:
         return layer
@@ -83,22 +84,22 @@ def _layer(value: memory.Value, module: str, attribution: Attribution) -> str:
 
 
 def _largest(
-    buffers: list[tuple[int, str, memory.Value]], module: str, attribution: Attribution
+    there: list[tuple[int, str, buffers.Value]], module: str, attribution: Attribution
 ) -> tuple[Buffer, ...]:
     found = []
-    for size, category, value in sorted(buffers, key=lambda row: -row[0])[:BUFFERS]:
+    for size, category, value in sorted(there, key=lambda row: -row[0])[:BUFFERS]:
         work = attribution.find(module, value.instruction)
         found.append(Buffer(size, value.made, work.source if work else None, category))
     return tuple(found)
 
 
-def _curve(allocations: list[memory.Allocation]) -> tuple[tuple[float, float], ...]:
+def _curve(allocations: list[buffers.Allocation]) -> tuple[tuple[float, float], ...]:
     """Returns (position from 0 to 1, bytes): what lives throughout, and temporaries. Of many points, the
     highest of each stretch is kept."""
     constant = sum(
-        found.size for found in allocations if found.kind != "temporary" and found.space != memory.HOST
+        found.size for found in allocations if found.kind != "temporary" and found.space != buffers.HOST
     )
-    points = memory.curve(allocations)
+    points = buffers.curve(allocations)
     last = max((at for at, _ in points), default=0) or 1
     highest: dict[int, tuple[int, int]] = {}
     for at, size in points:

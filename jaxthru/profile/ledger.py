@@ -11,6 +11,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from jaxthru.profile.read.facts import Facts
+
 VERSION = 1
 
 LINES = (
@@ -222,6 +224,7 @@ class Ledger:
     memory: Memory | None = None
     lint: tuple[Lint, ...] = ()
     advice: tuple[Advice, ...] = ()
+    model: Facts | None = None
     version: int = VERSION
 
     def seconds(self, line: str) -> float:
@@ -242,7 +245,7 @@ def from_json(data: dict[str, Any]) -> Ledger:
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise ValueError(f"ledger version {version!r}: this jaxthru reads version {VERSION}")
-    return _read(Ledger, data)
+    return typed(Ledger, data)
 
 
 def read(path: Path) -> Ledger:
@@ -250,18 +253,18 @@ def read(path: Path) -> Ledger:
     return from_json(json.loads(path.read_text()))
 
 
-def _read(kind: Any, value: Any) -> Any:
+def typed(kind: Any, value: Any) -> Any:
     """Returns a JSON value as the type that a field is declared with."""
     if value is None:
         return None
     if dataclasses.is_dataclass(kind):
         types_ = typing.get_type_hints(kind)
-        return kind(**{name: _read(types_[name], value[name]) for name in value})
+        return kind(**{name: typed(types_[name], value[name]) for name in value})
     if isinstance(kind, types.UnionType):
-        return _read(next(one for one in kind.__args__ if one is not types.NoneType), value)
+        return typed(next(one for one in kind.__args__ if one is not types.NoneType), value)
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)
         if inner[-1] is Ellipsis:
-            return tuple(_read(inner[0], item) for item in value)
-        return tuple(_read(one, item) for one, item in zip(inner, value, strict=True))
+            return tuple(typed(inner[0], item) for item in value)
+        return tuple(typed(one, item) for one, item in zip(inner, value, strict=True))
     return value

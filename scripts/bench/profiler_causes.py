@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxthru import train
 from jaxthru.models.layers import SwiGLU
 from jaxthru.models.ops import Ops, matrix_of
-from jaxthru.profile import trace
+from jaxthru.profile.collect import trace
 from jaxthru.runtime import allocator
 from jaxthru.training.step import Step
 
@@ -197,7 +197,7 @@ class Turns:
 def take_turns(count: int) -> None:
     """Has the loop trace so many turns behind its profile."""
     opened = train.open_profile
-    train.open_profile = lambda *arguments: Turns(opened(*arguments), arguments[5], count)
+    train.open_profile = lambda *arguments, **more: Turns(opened(*arguments, **more), arguments[5], count)
 
 
 CAUSES = {

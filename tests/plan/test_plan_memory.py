@@ -12,12 +12,13 @@ from runs import ROOT
 
 from jaxthru import config as configuration
 from jaxthru.models import flops
+from jaxthru.models.scopes import PURPOSES
 from jaxthru.plan import arithmetic, levels, memory, rehearsal
 from jaxthru.plan.__main__ import main
 from jaxthru.plan.assemble import assemble
 from jaxthru.plan.fit import fit
 from jaxthru.plan.memory import MemoryPlan, Moment, Room
-from jaxthru.profile.memory import CATEGORIES, Breakdown, breakdown
+from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError
 from jaxthru.training.offload import HOST
@@ -153,7 +154,7 @@ def test_state_on_the_host_is_found_there_and_its_copies_are_staging():
     gradient = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=device)
     jitted = jax.jit(update, donate_argnums=0, out_shardings=where)
     program = aot.compile_for(aot.lower(jitted, state, gradient), aot.TARGETS["h100"])
-    found = breakdown(program.dump)
+    found = breakdown(program.dump, PURPOSES)
     array = 4 << 20
     assert found.host == dict.fromkeys(CATEGORIES, 0) | {"optimizer": array}  # in place: no second copy
     assert found.peak_host == array
@@ -185,7 +186,7 @@ def test_the_reader_of_buffer_assignments_agrees_with_xla(tmp_path):
         .lower(state, array)
         .compile(compiler_options=aot.dump_options(tmp_path))
     )
-    found = breakdown(aot.read_dump(tmp_path))
+    found = breakdown(aot.read_dump(tmp_path), PURPOSES)
     stats = compiled.memory_analysis()
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     # A CPU program has a few bytes of constants besides.

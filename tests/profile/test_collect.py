@@ -14,9 +14,10 @@ import pytest
 from processes import finish, start_processes
 from runs import make_workplace
 
-from jaxthru.profile import clocks, ledger, trace
+from jaxthru.profile import ledger
 from jaxthru.profile.build import build
-from jaxthru.profile.trace import NoProfile, ProfileConfig, open_profile
+from jaxthru.profile.collect import clocks, trace
+from jaxthru.profile.collect.trace import NoProfile, ProfileConfig, open_profile
 from jaxthru.runtime.errors import InputError
 
 AT, STEPS = 6, 5
@@ -169,7 +170,7 @@ def test_a_run_that_ends_with_the_last_step_profiled(place):
 
 def test_switched_off_it_is_nothing(tmp_path):
     program = lambda state, batch: None  # noqa: E731
-    off = open_profile(ProfileConfig(), tmp_path, program, None, 0, 20)
+    off = open_profile(ProfileConfig(), tmp_path, program, None, 0, 20, None, {})
     assert isinstance(off, NoProfile) and off.program is program
     assert not any(map(off.begins, range(10)))
     with off.span("dispatch", 3):
@@ -220,7 +221,8 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
         return named
 
     noted = []
-    profile = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 8, noted.append)
+    config, handed = ProfileConfig(at=4, steps=2), (None, {"scopes": ["experts"]})
+    profile = open_profile(config, tmp_path, plain, recompile, 0, 8, *handed, noted.append)
     programs = {}
     for step in range(1, 14):
         if profile.begins(step):
@@ -235,10 +237,11 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
         "attribution": {"first_step": 4, "steps": 2},
         "production": {"first_step": 7, "steps": 2},
     }
+    assert taken["scopes"] == ["experts"]
     assert (tmp_path / "4" / "attribution.hlo.txt").read_text() == "named"
     assert noted == ["compiling the profiled step", *["collecting the profile"] * 2]
     # Of a run that is too short for both, the one without which there is no ledger.
-    short = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 7)
+    short = open_profile(config, tmp_path, plain, recompile, 0, 7, *handed)
     assert [(one.name, one.first_step) for one in short._passes] == [("production", 4)]
 
 
@@ -251,7 +254,8 @@ def test_a_run_does_not_wait_for_ever_for_the_names_of_kernels(tmp_path, monkeyp
     monkeypatch.setattr(trace, "COMPILING", 0.05)
     monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
     plain = SimpleNamespace(as_text=lambda: "plain")
-    profile = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, lambda _: slow.wait(), 0, 8)
+    config = ProfileConfig(at=4, steps=2)
+    profile = open_profile(config, tmp_path, plain, lambda _: slow.wait(), 0, 8, None, {})
     for step in range(1, 12):
         if profile.begins(step):
             profile.begin()
@@ -269,12 +273,12 @@ def test_a_step_that_a_run_does_not_take_is_said(tmp_path, monkeypatch, start, l
     """As where a run goes on behind it, or its data end before it."""
     heard = []
     monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
-    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last)
+    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last, None, {})
     where = f"profile.at = 4: nothing is profiled, as this run takes steps {start + 1} to {last}"
     assert heard == [where] * said
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "collected.json").touch()  # it was profiled before the run was stopped
-    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last)
+    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last, None, {})
     assert heard == [where] * said
 
 
@@ -287,9 +291,8 @@ def test_a_profile_that_cannot_be_read_does_not_cost_the_run(tmp_path, monkeypat
         raise error
 
     heard = []
-    monkeypatch.setattr(trace, "publish", publish)
     monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
-    profile = open_profile(ProfileConfig(at=4), tmp_path, None, None, 0, 9)
+    profile = open_profile(ProfileConfig(at=4), tmp_path, None, None, 0, 9, publish, {})
     profile._coming.clear()  # all was traced
     profile.finish()
     assert heard == [f"{tmp_path / '4'}: no ledger: {said}"]
@@ -302,7 +305,7 @@ def test_a_trace_that_cannot_be_written_does_not_cost_the_run(tmp_path, monkeypa
     heard, closed = [], []
     monkeypatch.setattr(trace.jax.profiler, "stop_trace", full)
     monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
-    profile = open_profile(ProfileConfig(at=4), tmp_path, "the step", None, 0, 9)
+    profile = open_profile(ProfileConfig(at=4), tmp_path, "the step", None, 0, 9, None, {})
     profile._running, profile.program = profile._coming.pop(0), "the traced step"
     profile._open.callback(closed.append, True)
     profile.close()

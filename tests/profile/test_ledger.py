@@ -9,11 +9,13 @@ import planes
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.profile import hlo, ledger, lint, memory, waterfall
+from jaxthru.profile import ledger, lint, waterfall
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import build
-from jaxthru.profile.events import Event, Trace
 from jaxthru.profile.measured import Measured, whole
+from jaxthru.profile.read import buffers, events, hlo
+from jaxthru.profile.read.events import Event, Trace
+from jaxthru.profile.read.facts import Facts
 from jaxthru.profile.windows import Ran, Window, _called
 
 
@@ -180,6 +182,37 @@ def test_a_trace_without_a_device_is_said(tmp_path):
         build(folder)
 
 
+FACTS = Facts(6.0 * MATMUL_PARAMETERS, 60.0, 1, 700, {"embed": 10}, (), {"none": 0}, {"none": 0})
+
+
+def test_a_runs_own_facts_and_scopes_count(tmp_path):
+    folder = collected(tmp_path / "runs" / "small" / "1", graphs=False)
+    older = build(folder)
+    assert older.matmul.model_flops == FACTS.flops(1000, 0)
+    text = (folder / "step.hlo.txt").read_text().replace("/mlp/", "/router/")
+    (folder / "step.hlo.txt").write_text(text)
+    about = json.loads((folder / "collected.json").read_text())
+    about |= {"model": dataclasses.asdict(FACTS), "scopes": ["router"]}
+    (folder / "collected.json").write_text(json.dumps(about))
+    (folder.parents[1] / "config.json").write_text(json.dumps(CONFIG | {"model": {"family": "not.there"}}))
+    rows = folder.parents[1] / "metrics.jsonl"
+    rows.write_text(rows.read_text().replace('"model_tflops": 1e-06', '"attention_span": 250000.0'))
+    found = build(folder)
+    assert found.model == FACTS and found.matmul == older.matmul
+    assert found.run.attention_span_per_token == 250
+    assert {scope.layer for scope in older.scopes} - {scope.layer for scope in found.scopes} == {"mlp"}
+    assert "router" in {scope.layer for scope in found.scopes}
+
+
+def test_a_trace_and_its_program_are_read_once(tmp_path, monkeypatch):
+    read, opened, parsed = events.read, [], []
+    monkeypatch.setattr(events, "read", lambda folder: opened.append(folder.name) or read(folder))
+    modules = hlo.modules
+    monkeypatch.setattr(hlo, "modules", lambda text: parsed.append(text) or modules(text))
+    build(collected(tmp_path / "runs" / "small" / "1", graphs=True))
+    assert sorted(opened) == ["attribution", "production"] and len(parsed) == 2
+
+
 def test_what_was_not_collected_is_said(tmp_path):
     with pytest.raises(ValueError, match="was the run profiled"):
         build(tmp_path / "runs" / "small" / "1" / "profile" / "5")
@@ -260,7 +293,7 @@ def test_the_page_explains_each_line_and_part_of_a_ledger():
     tables = {
         ("Lines", "matmul"): set(ledger.LINES),
         ("matmul", "How it is measured"): parts,
-        ("Memory", "Lint"): {*memory.CATEGORIES, "fragmentation", "beside"},
+        ("Memory", "Lint"): {*buffers.CATEGORIES, "fragmentation", "beside"},
         ("Lint", "The rest of the file"): {rule.__name__ for rule in (*rules, lint.attention_again)},
         ("The rest of the file", ""): fields - {"lines", "matmul", "memory", "lint"},
     }
