@@ -76,14 +76,10 @@ def test_imports_point_left(path):
 
 def test_a_configuration_loads_without_the_profiler():
     """Neither the report nor the tables, nor what else makes a ledger of a profile."""
-    script = (
-        "import sys, jaxthru.config; print(*(name for name in sys.modules if name.startswith('jaxthru.')))"
-    )
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert "jaxthru.profile.collect.trace" in loaded.split()
-    assert {package_of(name) for name in loaded.split() if name.startswith("jaxthru.profile.")} <= {
-        *("profile/read", "profile/collect"),
-    }
+    command = [sys.executable, "-c", "import sys, jaxthru.config; print(*sys.modules)"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    rooms = {package_of(name) for name in said.split() if name.startswith("jaxthru.profile.")}
+    assert {"profile/collect"} <= rooms <= {"profile/collect", "profile/read"}
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from jaxthru.models import flops
-from jaxthru.models.llama import ModelConfig
 from jaxthru.profile import compare, frequency, publish
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import unprofiled
@@ -177,9 +175,8 @@ def counted(run: Run) -> dict[str, Any]:
     if len(modules) > 1:
         why = "the step is several programs"
     elif ledger.run.platform == "gpu" and once:
-        model = ModelConfig(**config["model"] | {"rope_scaling": None})
         tokens = config["train"]["rows"] * config["data"]["sequence"]
-        needed = flops.train_flops(model, 0, tokens * config["data"]["sequence"])  # of one document a row
+        needed = ledger.model.flops(0, tokens * config["data"]["sequence"])  # of one document a row
         attention = Attribution(modules).flops("attention") * ledger.run.devices / needed - 1
     return {
         "matmul_flops": judged("matmul_flops", share, again),
