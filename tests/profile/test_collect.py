@@ -15,7 +15,7 @@ from processes import finish, start_processes
 from runs import make_workplace
 
 from jaxthru.profile import ledger
-from jaxthru.profile.build import build
+from jaxthru.profile.build import build, facts
 from jaxthru.profile.collect import clocks, trace
 from jaxthru.profile.collect.trace import NoProfile, ProfileConfig, open_profile
 from jaxthru.runtime.errors import InputError
@@ -57,6 +57,14 @@ def test_the_ledger_closes(run, found):
     between = max(sum(step.lines[line] for line in IDLE) for step in found.devices[0].steps)
     assert len(mine) == len(of) == STEPS - 1
     assert sum(mine) == pytest.approx(sum(of), abs=0.02 * sum(of) + 2 * between)
+
+
+def test_a_run_writes_down_what_its_ledger_knows_of_the_model(run, found):
+    config = json.loads((run / "config.json").read_text())
+    collected = json.loads((run / "profile" / str(AT) / "collected.json").read_text())
+    assert found.model == facts(config, collected) == facts(config, {})  # as of an older run
+    of_a_token = collected["model"]["matmul_flops_per_token"]
+    assert of_a_token * found.run.tokens_per_step == found.matmul.model_flops
 
 
 def test_every_layer_and_phase_is_seen(found):
