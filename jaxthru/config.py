@@ -20,7 +20,7 @@ from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.llama import RopeScaling as RopeScaling
 from jaxthru.models.remat import RematConfig
 from jaxthru.optim.optimizer import OptimConfig
-from jaxthru.profile.trace import ProfileConfig
+from jaxthru.profile.collect.trace import ProfileConfig
 from jaxthru.runtime import plain
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require

@@ -28,6 +28,8 @@ MODULES = {
     "plan.cost": "jaxthru.build.cost",
     "plan.fit": "jaxthru.build.checks",
     "plan.levels": "jaxthru.build.choices",
+    "profile.clocks": "jaxthru.profile.collect.clocks",
+    "profile.events": "jaxthru.profile.read.events",
     "profile.hlo": "jaxthru.profile.read.hlo",
     "profile.memory": "jaxthru.profile.read.buffers",
     "profile.trace": "jaxthru.profile.collect.trace",

@@ -21,12 +21,13 @@ from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep
 from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import Batch, State, Step
-from jaxthru.models import family
+from jaxthru.models import facts, family
 from jaxthru.plan import levels
 from jaxthru.plan.assemble import assemble
 from jaxthru.plan.cost import row_cost
 from jaxthru.plan.fit import asked_for, attention_by, fit
-from jaxthru.profile.trace import open_profile
+from jaxthru.profile.collect.trace import open_profile
+from jaxthru.profile.publish import present
 from jaxthru.runtime import allocator, distributed, hardware, xla
 from jaxthru.runtime.errors import InputError, exit_code, leave, require
 from jaxthru.runtime.sharding import Layout
@@ -64,9 +65,8 @@ class Build:
 
     def first_state(self) -> State:
         """Returns the state before the first update."""
-        model, optimizer = self.step.objective.model, self.step.optimizer
         make = init_by_parts if self.config.offload.layered else sharded_init
-        return make(model, optimizer, self.abstract, self.config.train.seed)
+        return make(self.step.objective.model, self.step.optimizer, self.abstract, self.config.train.seed)
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
@@ -167,8 +167,9 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
         distributed.StopSignal() as stop,
     ):
         account = built.account(int(state["skipped"]), started, record, progress, watchdog)
-        programs = built.compiled, built.recompile
-        profile = open_profile(config.profile, directory.profile, *programs, start, steps, progress.note)
+        model = facts.facts(config.model, config.precision.compute)
+        step_of = built.compiled, built.recompile, start, steps
+        profile = open_profile(config.profile, directory.profile, *step_of, present, model, progress.note)
 
         def evaluate(step: int) -> None:
             with account.apart(), profile.span("evaluate"):
@@ -218,8 +219,7 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
 
 def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, DataState]:
     """Returns the newest checkpoint's state and data state, or those before the first update."""
-    data = built.data
-    restored = checkpointer.restore(built.abstract)
+    data, restored = built.data, checkpointer.restore(built.abstract)
     if restored is None:
         return built.first_state(), DataState(0, ((0, data.mixing),), data.keys)
     step, state, saved = restored

@@ -1,6 +1,8 @@
 """The direction of imports, and who may import what: see CONTRIBUTING.md."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,24 +15,27 @@ LEVEL = {
     "moved": 1,
     "optim": 1,
     "data": 1,
-    "profile.read": 1,
+    "profile/read": 1,
     "models": 2,
     "engine": 3,
     "training": 4,
-    "profile": 5,
+    "profile/collect": 5,
     "config": 6,
-    "plan": 7,
-    "train": 8,
+    "build": 7,
+    "profile": 8,
+    "plan": 9,
+    "train": 10,
 }
+"""Room -> its place in the order, from left to right; "profile" is what is in neither of its two rooms."""
 
 
 def package_of(module: str) -> str | None:
-    """Returns the package (a key of LEVEL) that a dotted module name belongs to, if it is ours."""
+    """Returns the room (a key of LEVEL) that a dotted module name belongs to, if it is ours."""
     parts = module.split(".")
     if parts[0] == "pallas_kernels":
         return "pallas_kernels"
-    if parts[:3] == ["jaxthru", "profile", "read"]:
-        return "profile.read"
+    if (room := "/".join(parts[1:3])) in LEVEL:
+        return room
     return parts[1] if parts[0] == "jaxthru" and len(parts) > 1 else None
 
 
@@ -67,7 +72,15 @@ def test_imports_point_left(path):
         if other is None or other == own:
             continue
         assert LEVEL[other] < LEVEL[own], f"{path}: {own} imports {other}"
-        assert other != "config" or own in ("plan", "train"), f"{path}: only plan and train import config"
+        assert other != "config" or own in ("build", "plan", "train"), f"{path}: {own} imports config"
+
+
+def test_a_configuration_loads_without_the_profiler():
+    """Neither the report nor the tables, nor what else makes a ledger of a profile."""
+    command = [sys.executable, "-c", "import sys, jaxthru.config; print(*sys.modules)"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    rooms = {package_of(name) for name in said.split() if name.startswith("jaxthru.profile.")}
+    assert {"profile/collect"} <= rooms <= {"profile/collect", "profile/read"}
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))

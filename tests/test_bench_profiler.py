@@ -15,8 +15,9 @@ import pytest
 
 from jaxthru import config as configuration
 from jaxthru import train
-from jaxthru.profile import clocks, ledger
-from jaxthru.profile.events import Event, Trace
+from jaxthru.profile import ledger
+from jaxthru.profile.collect import clocks
+from jaxthru.profile.read.events import Event, Trace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "profile"))
@@ -63,6 +64,7 @@ def test_a_loop_without_hooks_calls_no_profiler(bench):
     assert set(with_.co_names) - set(without.co_names) <= {
         *(
             "open_profile",
+            "present",
             "profile",
             "program",
             "recompile",

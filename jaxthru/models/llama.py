@@ -120,7 +120,7 @@ def head_deviation(config: Config) -> float:
 
 def stages(config: Config) -> Chain:
     """Returns the chain of stages of a model of this shape."""
-    block = module_stage("block", Block, config, kept=kept(config))
+    block = module_stage("block", Block, config, kept=kept(config), products=products(config))
     return Chain(
         embedding=module_stage("embedding", Embedding, config),
         groups=repeated((block,), config.layers),
@@ -139,6 +139,14 @@ def kept(config: Config) -> dict[str, int]:
         **{"gate": config.mlp, "up": config.mlp},
         "rest": 3 * config.embed + 2 * config.mlp,  # norms, and what becomes of the gate
     }
+
+
+def products(config: Config) -> dict[str, int]:
+    """Returns the FLOPs per token of a block's matrix products, see `Stage.products`."""
+    widths = kept(config)
+    inputs = {"attention_out": widths["query"]}
+    names = ("query", "key", "value", "attention_out", "gate", "up")
+    return {name: 2 * inputs.get(name, config.embed) * widths[name] for name in names}
 
 
 def matmul_parameters(config: Config) -> int:

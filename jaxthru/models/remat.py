@@ -46,3 +46,10 @@ def kept_bytes(kept: Mapping[str, int], policy: str, item: int) -> int:
     """
     names = kept if policy == "none" else KEPT[policy]
     return sum(kept.get(name, 0) * (4 if name == STATISTICS else item) for name in names)
+
+
+def recomputed(products: Mapping[str, int], policy: str) -> int:
+    """Returns the FLOPs per token of a stage's products that a policy has computed again. products: of the
+    Stage."""
+    kept = products if policy == "none" else KEPT[policy]
+    return sum(flops for name, flops in products.items() if name not in kept)

@@ -16,6 +16,12 @@ ATTENTION_KERNEL = "dot_product_attention"
 LAYER_KINDS = (ATTENTION, MLP, EMBEDDING, NORM, OPTIMIZER, LOSS)
 """Scopes by which the profiler tells layers; a family's own stages may name more (`Stage.scopes`)."""
 
+PURPOSES = {"optimizer": OPTIMIZER, "loss": LOSS, "activations": MODEL, "gradients": GRADIENTS}
+"""What the memory of a temporary is for, as `profile.read.buffers` calls it -> the scope that says so."""
+
+EXCHANGES = {EMBEDDING: "embed"}
+"""Scopes whose all-to-alls are meant -> the logical axis that is split where there are any."""
+
 STEP = "train_step"
 """The program of a whole step."""
 

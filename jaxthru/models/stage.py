@@ -74,8 +74,9 @@ class Stage:
     name: of its kind, in programs' names. apply: (params, x, context) -> (y, Extras). init: key -> params,
     float32. weights: a WeightInfo for each of the params. kept: numbers per token of the activations that
     have a name (`jax.ad_checkpoint.checkpoint_name`), and as "rest" of what else the backward pass needs if
-    nothing is computed again; see `remat.kept_bytes`. metrics: those that `apply` gives. scopes: name scopes
-    of its own, which the profiler is to tell apart.
+    nothing is computed again; see `remat.kept_bytes`. products: FLOPs per token of those with a name that are
+    matrix products, which a policy may have computed again. metrics: those that `apply` gives. scopes: name
+    scopes of its own, which the profiler is to tell apart.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Stage:
     init: Callable[[jax.Array], Tree]
     weights: Tree
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    products: Mapping[str, int] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     scopes: tuple[str, ...] = ()
 

@@ -6,6 +6,7 @@ and noted as counted.
 """
 
 import dataclasses
+import math
 
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import AHEAD, OffloadConfig
@@ -39,11 +40,12 @@ class Sizes:
         tables = (table,) if shape.tied_embeddings else (table, table)
         layer = (llama.matmul_parameters(shape) - table) // shape.layers
         matrices = layer * shape.layers + sum(tables)
-        data, fsdp, tensor = config.mesh.shape(devices)
-        tokens = train.rows * config.data.sequence // (data * fsdp * tensor)
+        mesh = config.mesh.shape(devices)
+        tokens = train.rows * config.data.sequence // math.prod(mesh.values())
+        tensor = mesh["tensor"]
         small = llama.parameters(shape) - matrices
         part = tokens // train.microbatches
-        return cls(shape.layers, layer, tables, small, tokens, part, fsdp * tensor, tensor)
+        return cls(shape.layers, layer, tables, small, tokens, part, mesh["fsdp"] * tensor, tensor)
 
     @property
     def matrices(self) -> int:

@@ -14,6 +14,7 @@ from jaxthru.engine.model import Model
 from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis, Moment, kind_of, rehearse
 from jaxthru.models import family
 from jaxthru.models.ops import Ops
+from jaxthru.models.scopes import PURPOSES
 from jaxthru.plan.assemble import Assembled, assemble
 from jaxthru.plan.fit import attention_by, fit
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
@@ -27,8 +28,8 @@ DOCUMENTS = 32
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by category (`profile.memory.CATEGORIES`): on one device, at the moment when it needs the most,
-    and on the host, of all its devices. Each adds up to its peak."""
+    """Bytes by category (`profile.read.buffers`): on one device, at the moment when it needs the most, and on
+    the host, of all its devices. Each adds up to its peak."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -101,7 +102,7 @@ def resident(
     """Returns the memory of the step without offload, by compiling it for the device. See `traced`."""
     made, notes, how = traced(config, target, devices, segments)
     program = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target, devices)
-    found = breakdown(program.dump)
+    found = breakdown(program.dump, PURPOSES)
     notes += (
         how,
         f"the peak is in {found.at}",
@@ -135,7 +136,8 @@ def compiled_for(target: aot.Target, devices: int) -> Analysis:
 
     def analyse(name: str, lowered: jax.stages.Lowered) -> Breakdown:
         kind, dump = kind_of(name), aot.compile_for(lowered, target, devices).dump
-        return breakdown(dump, lambda _: None, TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, "other"))
+        unnamed, output = TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, "other")
+        return breakdown(dump, PURPOSES, lambda _: None, unnamed, output)
 
     return analyse
 

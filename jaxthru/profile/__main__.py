@@ -8,7 +8,7 @@ from pathlib import Path
 import rich.console
 
 from jaxthru.profile.compare import compare
-from jaxthru.profile.publish import config, opened, profiled, publish, show
+from jaxthru.profile.publish import config, opened, present, profiled
 from jaxthru.profile.summary import comparison
 from jaxthru.runtime.errors import exit_code
 
@@ -29,8 +29,7 @@ def _report(argv: list[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="runs/<config>/<n>")
     parser.add_argument("--step", type=int, help="where it was profiled (profile.at); default: the last")
     arguments = parser.parse_args(argv)
-    folder = profiled(arguments.run, arguments.step)
-    show(folder, publish(folder))
+    present(profiled(arguments.run, arguments.step))
     return 0
 
 

@@ -78,7 +78,7 @@ def _communication(seen: Evidence) -> Iterator[Advice]:
     if not seen["data.balance"]:
         text = "Devices waited for the slowest: even out what each has to do. At most all of that wait."
         yield _advice(seen, "exposed_communication", "data.balance", True, min(waited, exposed), text)
-    again = seen.fsdp > 1 and seen["remat.policy"] != "none" and seen["precision.matmul"] != "fp8"
+    again = seen.mesh["fsdp"] > 1 and seen["remat.policy"] != "none" and seen["precision.matmul"] != "fp8"
     if again and not seen.layered and not seen.config["remat"].get("keep_parameters"):
         need = seen.gathered_bytes()
         if seen.unused_bytes is not None and need <= seen.unused_bytes:
@@ -164,7 +164,7 @@ def _recomputation(seen: Evidence) -> Iterator[Advice]:
         return
     fitting = [policy for policy in cheaper if unused is not None and seen.kept(policy) <= unused]
     policy = fitting[-1] if fitting else cheaper[0]
-    before, after = seen.recomputed(now), seen.recomputed(policy)
+    before, after = seen.ledger.model.recomputed[now], seen.ledger.model.recomputed[policy]
     gain = again * (1 - after / before) if before else 0.0
     if now == "full":
         gain += seen.scoped("recomputation", "attention")
@@ -198,23 +198,21 @@ def _inefficiency(seen: Evidence) -> Iterator[Advice]:
     lost = seen.ledger.matmul.inefficiency_seconds
     if lost is None:
         return
-    shape, split = seen.widths(), seen.tensor
-    sizes = {"model.embed": shape["embed"], "model.mlp": shape["mlp"] / split}
-    sizes["model.vocabulary"] = seen["model.vocabulary"] / split
-    for key, size in sizes.items():
-        if size % TILE:
+    for name, width in seen.ledger.model.widths.items():
+        split = seen.tensor if name in seen.ledger.model.split_widths else 1
+        if (size := width / split) % TILE:
             whole = math.ceil(size / TILE) * TILE
             text = f"{size:g} on a device is no multiple of {TILE}: the empty part of the last tile."
-            value = whole * (1 if key == "model.embed" else split)
-            yield _advice(seen, "inefficiency", key, value, min(lost, matmul * (1 - size / whole)), text)
+            gain = min(lost, matmul * (1 - size / whole))
+            yield _advice(seen, "inefficiency", f"model.{name}", whole * split, gain, text)
 
 
 def _attention(seen: Evidence) -> Iterator[Advice]:
     peak, run = seen.ledger.matmul.peak_flops, seen.ledger.run
     if not (seen.gpu and peak and seen["kernels.attention"] in ("reference", "xla")):
         return
-    width = seen["model.layers"] * seen["model.heads"] * seen["model.head_dim"]
-    needed = 6 * width * run.attention_span_per_token * run.tokens_per_step / run.devices / peak
+    span = run.attention_span_per_token * run.tokens_per_step
+    needed = seen.ledger.model.flops(0, span) / run.devices / peak
     gain = max(0.0, seen.line("attention") - needed)
     text = (
         "A kernel made for GPUs visits only what documents allow. At most what lies above its FLOPs at peak."
@@ -281,7 +279,7 @@ def _lint(seen: Evidence) -> Iterator[Advice]:
 
 def _stacked(seen: Evidence, entry: Lint) -> bool:
     """Says whether a copy is of what a loop over the layers has stacked: see _other_kernels."""
-    stacked = f"[{seen['model.layers']}," in entry.text
+    stacked = f"[{seen.ledger.model.layers}," in entry.text
     return entry.rule == "copies" and seen["model.loop"] == "scan" and stacked
 
 

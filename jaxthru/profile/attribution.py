@@ -5,8 +5,10 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
+from jaxthru.models import scopes
+from jaxthru.models.scopes import ATTENTION_KERNEL
 from jaxthru.profile.read import hlo
 from jaxthru.profile.read.hlo import Instruction, Module, size, within
 
@@ -20,21 +22,15 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
-SCOPES = ("attention", "mlp", "embedding", "norm", "optimizer", "loss")
-"""The model's and the step's name scopes that layers are told by; the innermost counts."""
-
-ATTENTION = "dot_product_attention"
-"""The name scope of attention's kernels, without its projections."""
-
 PROGRAMS = {
-    "forward": ("other", "forward"),
-    "embed": ("embedding", "forward"),
-    "head": ("head", "loss"),
-    "backward": ("other", "backward"),
-    "embed_backward": ("embedding", "backward"),
-    "update_embedding": ("optimizer", "optimizer"),
-    "update_head": ("optimizer", "optimizer"),
-    "update_layer": ("optimizer", "optimizer"),
+    scopes.FORWARD: ("other", "forward"),
+    scopes.EMBED: (scopes.EMBEDDING, "forward"),
+    scopes.LOSS_HEAD: (scopes.HEAD, "loss"),
+    scopes.BACKWARD: ("other", "backward"),
+    scopes.EMBED_BACKWARD: (scopes.EMBEDDING, "backward"),
+    scopes.UPDATE_EMBEDDING: (scopes.OPTIMIZER, "optimizer"),
+    scopes.UPDATE_HEAD: (scopes.OPTIMIZER, "optimizer"),
+    scopes.UPDATE_LAYER: (scopes.OPTIMIZER, "optimizer"),
 }
 """Layer and phase of what no scope names, in the programs of a layered step."""
 
@@ -65,8 +61,9 @@ class Work:
 class Attribution:
     """The work of a step's programs, found by the names that a trace has."""
 
-    def __init__(self, modules: dict[str, Module]):
-        self.modules = modules
+    def __init__(self, modules: dict[str, Module], kinds: Collection[str] = ()):
+        """kinds: name scopes of the model's own, by which its layers are told too."""
+        self.modules, self.kinds = modules, kinds
         self._runs = {
             (module.name, instruction.name): runs
             for module in modules.values()
@@ -102,7 +99,7 @@ class Attribution:
     def _work(self, module: Module, instruction: Instruction) -> Work:
         named, frame = _named(module, instruction)
         kind = collective(module, instruction)
-        layer, phase = layer_and_phase(named, module.name)
+        layer, phase = layer_and_phase(named, module.name, self.kinds)
         # The result of a "-start" also holds its operands.
         made, read = sum(map(size, instruction.shapes)), sum(map(size, module.operand_shapes(instruction)))
         started = instruction.opcode.endswith("-start")
@@ -128,7 +125,7 @@ def line(module: Module, instruction: Instruction, op_name: str, kind: str | Non
         return "exposed_communication"
     if instruction.opcode == "custom-call" and COLLECTIVE_MATMULS.search(op_name):
         return "collective_matmul"
-    if within(op_name, ATTENTION):
+    if within(op_name, ATTENTION_KERNEL):
         return "attention"
     if instruction.opcode in ("copy-start", "copy-done"):
         return "exposed_host_copies"
@@ -161,7 +158,7 @@ def _is_gemm(instruction: Instruction) -> bool:
 
 def flops(module: Module, instruction: Instruction, phase: str, op_name: str) -> float:
     """Returns the floating-point operations of the matrix products in one run of an instruction."""
-    if instruction.opcode == "custom-call" and within(op_name, ATTENTION):
+    if instruction.opcode == "custom-call" and within(op_name, ATTENTION_KERNEL):
         return _attention(module, instruction, phase)
     if instruction.opcode == "custom-call" and (found := COLLECTIVE_MATMULS.search(op_name)):
         return _collective_matmul(module, instruction, gathers=found[1] == "gather_matmul")
@@ -215,17 +212,17 @@ def _collective_matmul(module: Module, instruction: Instruction, gathers: bool) 
     return 2.0 * matrices[0][0] * sum(map(math.prod, matrices[1::2]))
 
 
-def layer_and_phase(op_name: str, module: str) -> tuple[str, str]:
-    """Returns the kind of layer, and the phase (`ledger.Scope`), of an op_name such as
-    "jit(train_step)/transpose(jvp(model))/while/body/mlp/mul"."""
-    program = module.removeprefix("jit_").partition(".")[0]
-    layer, phase = PROGRAMS.get(program, ("other", "other"))
-    scopes = re.findall(rf"(?<=[/(:])({'|'.join((*SCOPES, ATTENTION))})(?=[/):])", op_name)
-    if scopes:
-        layer = {"loss": "head", ATTENTION: "attention"}.get(scopes[-1], scopes[-1])
-    if phase == "optimizer" or "optimizer" in scopes:
+def layer_and_phase(op_name: str, module: str, kinds: Collection[str] = ()) -> tuple[str, str]:
+    """Returns the kind of layer, by the innermost scope that names one, and the phase (`ledger.Scope`), of an
+    op_name such as "jit(train_step)/transpose(jvp(model))/while/body/mlp/mul". kinds: as of `Attribution`."""
+    layer, phase = PROGRAMS.get(scopes.program_of(module), ("other", "other"))
+    names = "|".join(map(re.escape, (*scopes.LAYER_KINDS, ATTENTION_KERNEL, *kinds)))
+    found = re.findall(rf"(?<=[/(:])({names})(?=[/):])", op_name)
+    if found:
+        layer = {scopes.LOSS: scopes.HEAD, ATTENTION_KERNEL: scopes.ATTENTION}.get(found[-1], found[-1])
+    if phase == "optimizer" or scopes.OPTIMIZER in found:
         return layer, "optimizer"
-    if "loss" in scopes:
+    if scopes.LOSS in found:
         return layer, "loss"
     if "rematted_computation" in op_name:
         return layer, "recomputation"
@@ -248,7 +245,7 @@ def _named(module: Module, instruction: Instruction) -> tuple[str, int]:
             return found.op_name, found.frame or instruction.frame
     near = [found for found in _near(module, instruction) if "/" in found.op_name]
     if any(found.dims("lhs_batch_dims") for found in products):  # of which only attention has some
-        near.sort(key=lambda found: not within(found.op_name, ATTENTION))
+        near.sort(key=lambda found: not within(found.op_name, ATTENTION_KERNEL))
     return (near[0].op_name, near[0].frame) if near else (instruction.op_name, instruction.frame)
 
 

@@ -5,14 +5,18 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from jaxthru.models.family import from_plain, module_of
+from jaxthru.models import facts
+from jaxthru.models.family import from_plain
 from jaxthru.moved import renewed
-from jaxthru.profile import clocks, ledger, lint
+from jaxthru.profile import frequency, ledger, lint
 from jaxthru.profile.attribution import Attribution
+from jaxthru.profile.collect import clocks
 from jaxthru.profile.footprint import footprint
 from jaxthru.profile.ledger import LINES, Ledger
 from jaxthru.profile.measured import Measured
-from jaxthru.runtime.mesh import AXES, MeshConfig
+from jaxthru.profile.read.facts import Facts
+from jaxthru.runtime import plain
+from jaxthru.runtime.mesh import shape_of
 
 KERNELS = 50
 WARM_UP = 3
@@ -25,28 +29,27 @@ def build(folder: Path) -> Ledger:
     run = folder.parent.parent
     collected = _json(folder / "collected.json")
     config, environment = renewed(_json(run / "config.json")), _json(run / "environment.json")
-    sizes = MeshConfig(**config["mesh"]).shape(collected["devices"])
-    config["mesh"] = dict(zip(AXES, sizes, strict=True))
+    config["mesh"] = shape_of(config["mesh"], collected["devices"])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.strip()]
-    taken = collected["passes"]
+    taken, model = collected["passes"], facts_of(config, collected)
     if "production" not in taken:
         raise ValueError("the run ended before its steps were traced as they are trained")
-    production = Measured(folder, "production", "step.hlo.txt", taken["production"])
-    named = production
-    if "attribution" in taken:
+    named, learned = None, {}
+    if of := taken.get("attribution"):
         # The first run of a program is alone, see `runtime.first_run`.
-        skip = int(taken["attribution"]["steps"] > 1)
-        named = Measured(folder, "attribution", "attribution.hlo.txt", taken["attribution"], skip=skip)
+        skip = int(of["steps"] > 1)
+        named = Measured(folder, "attribution", "attribution.hlo.txt", of, skip=skip, kinds=model.scopes)
         learned = {one.event.name: one.line for window in named.windows for one in window.ran if one.work}
-        production = Measured(folder, "production", "step.hlo.txt", taken["production"], learned)
+    production = Measured(
+        folder, "production", "step.hlo.txt", taken["production"], learned, kinds=model.scopes
+    )
+    named = named or production
     # A line's seconds are those of the steps as they are trained; what it is made of, of those with names.
     scale = {
         line: production.seconds[line] / named.seconds[line] if named.seconds[line] else 0.0 for line in LINES
     }
     clock = production.clock(clocks.read(folder / "production"))
-    model = from_plain(config["model"])
-    tokens, span = _tokens(rows, production.kept)
-    needed = module_of(model).train_flops(model, tokens, 0)  # without attention's
+    tokens, span = _tokens(rows, production.kept, model)
     about = ledger.Run(
         config=run.parent.name if run.name.isdecimal() else run.name,
         device_kind=collected["device_kind"],
@@ -64,7 +67,7 @@ def build(folder: Path) -> Ledger:
         lines=tuple(
             ledger.Line(line, seconds, seconds / total) for line, seconds in production.seconds.items()
         ),
-        matmul=matmul(named, production.seconds["matmul"], needed, collected, clock),
+        matmul=matmul(named, production.seconds["matmul"], model.flops(tokens, 0), collected, clock),
         scopes=named.scopes(scale),
         kernels=named.kernels(scale)[:KERNELS],
         collectives=named.collectives(),
@@ -74,7 +77,15 @@ def build(folder: Path) -> Ledger:
             folder / "dump", named.attribution, collected["peak_bytes"], collected["host_pinned_bytes"]
         ),
         lint=lint.lint(named.attribution, named.spent(scale), config, named.runs),
+        model=model,
     )
+
+
+def facts_of(config: dict[str, Any], collected: dict[str, Any]) -> Facts:
+    """Returns what a run wrote down of its model; of an older one, what follows from its configuration."""
+    if "model" in collected:
+        return plain.build(Facts, collected["model"])
+    return facts.facts(from_plain(config["model"]), config["precision"]["compute"])
 
 
 def matmul(
@@ -84,22 +95,22 @@ def matmul(
     devices, peak = collected["devices"], collected["peak_flops"]
     elsewhere = measured.attribution.flops("collective_matmul", measured.runs) * devices
     done = measured.attribution.flops("matmul", measured.runs) * devices + elsewhere
-    reference, most = clocks.reference(collected["device_kind"])
+    reference, most = frequency.reference(collected["device_kind"])
     if peak is None:
         return ledger.Matmul(done, needed, reference_mhz=reference, maximum_mhz=most)
     speed = _speed(measured.attribution)
     ideal = (needed - elsewhere) / devices / (peak * speed)
     recomputation = (done - needed) / devices / (peak * speed)
-    frequency = None
+    slowed = None
     if clock.mean_mhz and reference:
-        frequency = seconds * (1 - clock.mean_mhz / reference)
+        slowed = seconds * (1 - clock.mean_mhz / reference)
     return ledger.Matmul(
         flops=done,
         model_flops=needed,
         ideal_seconds=ideal,
         recomputation_seconds=recomputation,
-        frequency_seconds=frequency,
-        inefficiency_seconds=seconds - ideal - recomputation - (frequency or 0.0),
+        frequency_seconds=slowed,
+        inefficiency_seconds=seconds - ideal - recomputation - (slowed or 0.0),
         reference_mhz=reference,
         maximum_mhz=most,
         headroom_seconds=ideal * (1 - reference / most) if reference and most else None,
@@ -145,13 +156,16 @@ def _window(production: Measured, named: Measured, rows: list, taken: dict) -> l
     )
 
 
-def _tokens(rows: list, steps: list[int]) -> tuple[float, float]:
-    """Returns a step's mean tokens and Σ document length². Raises ValueError without the second."""
+def _tokens(rows: list, steps: list[int], model: Facts) -> tuple[float, float]:
+    """Returns a step's mean tokens and Σ document length², which follows from the FLOPs in older rows."""
     own = [row for row in rows if row["step"] in steps]
-    if any("attention_span" not in row for row in own):
-        raise ValueError("metrics.jsonl has no attention_span: an older version wrote it")
-    tokens, spans = ([row[name] for row in own] or [0.0] for name in ("tokens", "attention_span"))
-    return statistics.fmean(tokens), statistics.fmean(spans)
+    if not own:
+        return 0.0, 0.0
+    tokens = statistics.fmean(row["tokens"] for row in own)
+    if all("attention_span" in row for row in own):
+        return tokens, statistics.fmean(row["attention_span"] for row in own)
+    done = statistics.fmean((row["model_tflops"] or 0.0) * 1e12 * row["step_seconds"] for row in own)
+    return tokens, max(done - model.flops(tokens, 0), 0.0) / model.attention_flops
 
 
 def _json(path: Path) -> dict[str, Any]:

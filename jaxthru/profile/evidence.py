@@ -7,7 +7,7 @@ from typing import Any
 from jaxthru.models.kernels import KernelsConfig
 from jaxthru.profile.ledger import Ledger
 from jaxthru.runtime.aot import TARGETS
-from jaxthru.runtime.mesh import MeshConfig
+from jaxthru.runtime.mesh import shape_of
 
 MEMORY_SPARED = 0.05  # of a device's memory, kept free for what is not predicted
 
@@ -53,12 +53,7 @@ class Evidence:
     @property
     def tensor(self) -> int:
         """The devices that a layer's matrices are split over."""
-        return self._mesh[2]
-
-    @property
-    def fsdp(self) -> int:
-        """The devices that a layer's matrices are gathered from."""
-        return self._mesh[1]
+        return self.mesh["tensor"]
 
     @property
     def fused_fits(self) -> bool:
@@ -69,8 +64,9 @@ class Evidence:
         return alone and bf16 and not written and not self.layered
 
     @property
-    def _mesh(self) -> tuple[int, int, int]:
-        return MeshConfig(**self.config["mesh"]).shape(self.ledger.run.devices)
+    def mesh(self) -> dict[str, int]:
+        """The devices along each axis of the mesh."""
+        return shape_of(self.config["mesh"], self.ledger.run.devices)
 
     @property
     def tokens_at_once(self) -> float:
@@ -88,37 +84,12 @@ class Evidence:
             return None
         return max(0.0, size * (1 - MEMORY_SPARED) - memory.peak_bytes)
 
-    def widths(self) -> dict[str, float]:
-        names = ("embed", "heads", "kv_heads", "head_dim", "mlp")
-        shape = {name: self[f"model.{name}"] for name in names}
-        return shape | {
-            "query": shape["heads"] * shape["head_dim"],
-            "key": shape["kv_heads"] * shape["head_dim"],
-        }
-
     def gathered_bytes(self) -> float:
         """Returns the bytes of all layers' matrices on a device, once they are gathered."""
-        width = self.widths()
-        each = width["embed"] * (2 * width["query"] + 2 * width["key"] + 3 * width["mlp"])
-        return each * self.item * self["model.layers"] / self.tensor
-
-    @property
-    def item(self) -> int:
-        """Bytes of a number in the compute dtype."""
-        return 2 if self["precision.compute"] == "bfloat16" else 4
-
-    def recomputed(self, policy: str) -> float:
-        """Returns the matmul width that a layer's backward pass computes again for each of `embed` inputs."""
-        width = self.widths()
-        recomputed = {"projections": 0.0, "gate": width["mlp"], "attention": 2 * width["mlp"], "none": 0.0}
-        return recomputed.get(policy, 2 * width["mlp"] + 2 * width["query"] + 2 * width["key"])
+        item = 2 if self["precision.compute"] == "bfloat16" else 4
+        return self.ledger.model.layer_parameters * item / self.tensor
 
     def kept(self, policy: str) -> float:
         """Returns the bytes that a policy keeps on a device beyond those of the policy now."""
-        width = self.widths()
-        attention = 2 * width["query"] + 2 * width["key"] + width["embed"]
-        kept = {"full": 0.0, "attention": attention, "gate": attention + width["mlp"]}
-        kept["projections"] = kept["gate"] + width["mlp"]
-        kept["none"] = kept["projections"] + 3 * width["embed"] + 2 * width["mlp"]  # norms, products
-        each = kept[policy] - kept[self["remat.policy"]]
-        return each * self.item * self["model.layers"] * self.tokens_at_once / self.tensor
+        kept = self.ledger.model.kept
+        return (kept[policy] - kept[self["remat.policy"]]) * self.tokens_at_once / self.tensor

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from jaxthru.models.scopes import PURPOSES
 from jaxthru.profile.attribution import Attribution, layer_and_phase
 from jaxthru.profile.ledger import Buffer, Memory
 from jaxthru.profile.read import buffers
@@ -24,7 +25,7 @@ def footprint(
     programs = {name: dump for name, dump in _dumps(folder).items() if len(dump) == len(aot.DUMPED)}
     if not programs:
         return None
-    parts = {name: buffers.breakdown(dump) for name, dump in programs.items()}
+    parts = {name: buffers.breakdown(dump, PURPOSES) for name, dump in programs.items()}
     name = max(parts, key=lambda name: parts[name].peak_device)
     categories = dict(parts[name].device)
     if peak_bytes is not None:
@@ -32,13 +33,13 @@ def footprint(
         rest = "fragmentation" if len(programs) == 1 else "beside"
         categories[rest] = max(peak_bytes - parts[name].peak_device, 0)
     allocations, values = buffers.parse(programs[name])
-    purpose = buffers.Purpose(values, "other")
-    arrays = [
+    purpose = buffers.Purpose(values, PURPOSES, "other")
+    there = [
         (size, category, value)
         for found, value, size, category in buffers.held(allocations, purpose)
         if value and found.space != buffers.HOST
     ]
-    for size, category, value in arrays:
+    for size, category, value in there:
         layer = _layer(value, name, attribution) if category == "activations" else "other"
         if layer != "other":
             of = f"activations of {layer}"
@@ -47,7 +48,7 @@ def footprint(
     return Memory(
         peak_bytes=peak_bytes,
         categories=categories,
-        buffers=_largest(arrays, name, attribution),
+        buffers=_largest(there, name, attribution),
         curve=_curve(allocations),
         host_pinned_bytes=host_pinned_bytes,
     )
@@ -67,7 +68,7 @@ def _dumps(folder: Path) -> dict[str, dict[str, str]]:
 def _layer(value: buffers.Value, module: str, attribution: Attribution) -> str:
     """Returns the kind of layer that makes an array. What a scan keeps of all layers is made by its loop: it
     is of the layer of what each round writes into it."""
-    layer, of = layer_and_phase(value.made, module)[0], attribution.modules.get(module)
+    layer, of = layer_and_phase(value.made, module, attribution.kinds)[0], attribution.modules.get(module)
     made, element = of and of.find(value.instruction), re.search(r"\{(\d+)\}$", value.name)
     if layer != "other" or not made or not element:
         return layer
@@ -83,10 +84,10 @@ def _layer(value: buffers.Value, module: str, attribution: Attribution) -> str:
 
 
 def _largest(
-    arrays: list[tuple[int, str, buffers.Value]], module: str, attribution: Attribution
+    there: list[tuple[int, str, buffers.Value]], module: str, attribution: Attribution
 ) -> tuple[Buffer, ...]:
     found = []
-    for size, category, value in sorted(arrays, key=lambda row: -row[0])[:BUFFERS]:
+    for size, category, value in sorted(there, key=lambda row: -row[0])[:BUFFERS]:
         work = attribution.find(module, value.instruction)
         found.append(Buffer(size, value.made, work.source if work else None, category))
     return tuple(found)

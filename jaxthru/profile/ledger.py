@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxthru.profile.read.facts import Facts
 from jaxthru.runtime import plain
 
 VERSION = 1
@@ -222,6 +223,7 @@ class Ledger:
     memory: Memory | None = None
     lint: tuple[Lint, ...] = ()
     advice: tuple[Advice, ...] = ()
+    model: Facts | None = None
     version: int = VERSION
 
     def seconds(self, line: str) -> float:

@@ -5,9 +5,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxthru.models.scopes import EXCHANGES
 from jaxthru.profile.attribution import Attribution, Work
 from jaxthru.profile.ledger import Lint
 from jaxthru.profile.read.hlo import Instruction, Module, size, within
+from jaxthru.runtime.mesh import AXES
+from jaxthru.runtime.sharding import RULES
 
 LARGE = 1 << 20
 """Bytes below which a copy is nothing to speak of."""
@@ -115,17 +118,17 @@ def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
 
 
 def collectives(attribution: Attribution, config: Mapping[str, Any]) -> Found:
-    """Collectives that the mesh does not explain: FSDP gathers parameters, scatters gradients and exchanges
-    columns of embedded tokens, tensor parallelism also sums activations, data parallelism only sums
-    gradients."""
-    split = {axis: config["mesh"][axis] != 1 for axis in ("data", "fsdp", "tensor")}
+    """Collectives that the mesh does not explain: FSDP gathers parameters and scatters gradients, tensor
+    parallelism also sums activations, data parallelism only sums gradients; and what stages exchange."""
+    split = {axis: config["mesh"].get(axis, 1) != 1 for axis in AXES}
+    exchanging = [scope for scope, over in EXCHANGES.items() if any(split[axis] for axis in RULES[over])]
     for work in attribution.all():
         kind = work.collective
         if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:
             continue
         why = None
-        embeds = split["fsdp"] and within(work.instruction.op_name, "embedding")
-        if kind in ("all-to-all", "ragged-all-to-all") and not embeds:
+        meant = any(within(work.instruction.op_name, scope) for scope in exchanging)
+        if kind in ("all-to-all", "ragged-all-to-all") and not meant:
             why = "no axis of the mesh needs it: an array is laid out in two ways"
         elif kind in ("all-gather", "reduce-scatter") and not (split["fsdp"] or split["tensor"]):
             why = "nothing is split over fsdp or tensor"

@@ -4,13 +4,14 @@ import itertools
 import logging
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from pathlib import Path
 
-from jaxthru.profile import clocks, events, ledger, paint
+from jaxthru.profile import frequency, ledger, paint
 from jaxthru.profile.attribution import Attribution, Work
+from jaxthru.profile.collect import clocks
 from jaxthru.profile.ledger import LINES
-from jaxthru.profile.read import hlo
+from jaxthru.profile.read import events, hlo
 from jaxthru.profile.windows import Ran, Window, windows
 
 STRIP = 2000
@@ -31,10 +32,12 @@ class Measured:
         taken: dict[str, int],
         learned: dict[str, str] | None = None,
         skip: int = 0,
+        kinds: Collection[str] = (),
     ):
-        """text: the file of the HLO. learned: as for `windows`. skip: steps to leave out at the start."""
+        """text: the file of the HLO. learned: as for `windows`. skip: steps to leave out at the start. kinds:
+        as of `Attribution`."""
         modules = hlo.modules((folder / text).read_text())
-        self.attribution = Attribution(modules)
+        self.attribution = Attribution(modules, kinds)
         self.trace = events.read(folder / name)
         first, steps = taken["first_step"], taken["steps"]
         found = windows(self.trace, self.attribution, next(iter(modules)), first, steps, learned)
@@ -192,7 +195,7 @@ class Measured:
             for piece in window.painted
             if window.device == first.device and piece.line == "matmul"
         ]
-        return clocks.clock(self.trace, samples, first.start, self.windows[-1].end, busy)
+        return frequency.clock(self.trace, samples, first.start, self.windows[-1].end, busy)
 
 
 def whole(found: list[Window], modules: Container[str]) -> list[Window]:

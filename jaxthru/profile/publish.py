@@ -10,7 +10,7 @@ import rich.console
 from jaxthru.moved import renewed
 from jaxthru.profile import ledger
 from jaxthru.profile.advice import advise
-from jaxthru.profile.build import build
+from jaxthru.profile.build import build, facts_of
 from jaxthru.profile.ledger import Ledger
 from jaxthru.profile.report import report
 from jaxthru.profile.summary import summary
@@ -39,8 +39,10 @@ def publish(folder: Path) -> Ledger:
     configuration = config(run)
     try:
         found = build(folder) if any(folder.rglob("*.xplane.pb")) else read(folder)
+        if found.model is None:  # an older ledger
+            found = dataclasses.replace(found, model=facts_of(configuration, {}))
         found = dataclasses.replace(found, advice=advise(found, configuration))
-        page = report(found, configuration)
+        page = report(found)
     except InputError:
         raise
     except (ValueError, LookupError, TypeError, OSError) as error:  # as of files cut short, or an older run's
@@ -50,10 +52,10 @@ def publish(folder: Path) -> Ledger:
     return found
 
 
-def show(folder: Path, found: Ledger) -> None:
-    """Prints the most of a ledger that was published to a folder, and where the report is."""
+def present(folder: Path) -> None:
+    """Publishes a profile, and prints the most of its ledger and where the report is. Raises InputError."""
     console = rich.console.Console()
-    console.print(summary(found, config(folder.parent.parent)))
+    console.print(summary(publish(folder)))
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True, markup=False, highlight=False)
 
 

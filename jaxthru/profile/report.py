@@ -3,7 +3,6 @@
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from jaxthru.profile.ledger import Ledger
 from jaxthru.profile.sections import SECTIONS, Unit
@@ -12,8 +11,8 @@ from jaxthru.profile.waterfall import TITLES, doubts, figures, floor, parts
 TEMPLATE = Path(__file__).with_name("report.template.html")
 
 
-def report(ledger: Ledger, config: dict[str, Any]) -> str:
-    """Returns the page. config: nested plain values of the run's config.json."""
+def report(ledger: Ledger) -> str:
+    """Returns the page."""
     unit = Unit.of(ledger.window.step_seconds)
     made = ((title, said, section(ledger, unit)) for title, said, section in SECTIONS)
     sections = (
@@ -26,7 +25,7 @@ def report(ledger: Ledger, config: dict[str, Any]) -> str:
         heading=escape(f"Where the step of {ledger.run.config} went"),
         subtitle=escape(_subtitle(ledger)),
         verdict=f"{_verdict(ledger, unit)} {escape(doubts(ledger))}".strip(),
-        figures="".join(_figures(ledger, config, unit)),
+        figures="".join(_figures(ledger, unit)),
         sections="\n".join(sections),
         footer=escape(_footer(ledger, unit)),
     )
@@ -53,8 +52,8 @@ def _verdict(ledger: Ledger, unit: Unit) -> str:
     return escape(f"{start} Largest of the rest: {name[0].lower()}{name[1:]} ({rest}).")
 
 
-def _figures(ledger: Ledger, config: dict[str, Any], unit: Unit) -> list[str]:
-    found, window = figures(ledger, config), ledger.window
+def _figures(ledger: Ledger, unit: Unit) -> list[str]:
+    found, window = figures(ledger), ledger.window
     percent = lambda value: "–" if value is None else f"{value:.1%}"  # noqa: E731
     clock = ledger.clock.mean_mhz
     rows = [

@@ -1,7 +1,6 @@
 """What a terminal shows of a ledger, and of two compared: tables for `rich`."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import rich.box
 import rich.console
@@ -18,12 +17,9 @@ ADVICE = 3
 CHANGES = 8
 
 
-def summary(ledger: Ledger, config: dict[str, Any]) -> rich.console.Group:
-    """Returns the parts of the step, which add up to it, and the first few pieces of advice.
-
-    config: nested plain values of the run's config.json, for the MFU.
-    """
-    window, found = ledger.window, figures(ledger, config)
+def summary(ledger: Ledger) -> rich.console.Group:
+    """Returns the parts of the step, which add up to it, and the first few pieces of advice."""
+    window, found = ledger.window, figures(ledger)
     unit = Unit.of(window.step_seconds)
     said = [f"{found.tokens_per_second:,.0f} tokens/s"]
     if found.mfu is not None:

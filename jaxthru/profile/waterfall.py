@@ -4,9 +4,7 @@
 """
 
 import dataclasses
-from typing import Any
 
-from jaxthru.models.family import from_plain, module_of
 from jaxthru.profile.ledger import LINES, Ledger
 from jaxthru.runtime.hardware import data_sheet_flops
 
@@ -72,16 +70,15 @@ def floor(ledger: Ledger) -> float:
     return max(ledger.window.noise, LEAST_NOISE) * ledger.window.step_seconds
 
 
-def figures(ledger: Ledger, config: dict[str, Any]) -> Figures:
-    """Returns the figures of the headline. config: nested plain values of the run's config.json."""
+def figures(ledger: Ledger) -> Figures:
+    """Returns the figures of the headline."""
     run, matmul = ledger.run, ledger.matmul
     step = ledger.window.loop_seconds or ledger.window.step_seconds
     peak = matmul.peak_flops or data_sheet_flops(run.device_kind)
     mfu = None
-    if peak and config.get("model"):
-        model = from_plain(config["model"])
+    if peak and ledger.model:
         span = run.attention_span_per_token * run.tokens_per_step
-        mfu = module_of(model).train_flops(model, run.tokens_per_step, span) / step / (peak * run.devices)
+        mfu = ledger.model.flops(run.tokens_per_step, span) / step / (peak * run.devices)
     slower = None
     if ledger.clock.mean_mhz and matmul.reference_mhz:
         slower = ledger.clock.mean_mhz / matmul.reference_mhz

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from jaxthru.profile import paint
 from jaxthru.profile.attribution import Attribution, Work
-from jaxthru.profile.events import Event, Span, Trace
 from jaxthru.profile.paint import Painted
 from jaxthru.profile.read import hlo
+from jaxthru.profile.read.events import Event, Span, Trace
 
 BY_NAME = (
     ("exposed_communication", ("nccl", "AllReduce", "AllGather", "ReduceScatter")),

@@ -1,8 +1,9 @@
-"""The device mesh: three named axes over all devices of all processes."""
+"""The device mesh: named axes over all devices of all processes."""
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -32,30 +33,40 @@ class MeshConfig:
     transfers: Literal["auto", "collectives", "copies"] = "auto"
 
     def __post_init__(self):
-        sizes = [getattr(self, axis) for axis in AXES]
-        for axis, size in zip(AXES, sizes, strict=True):
+        for axis, size in self._wanted.items():
             require(size == -1 or size >= 1, f"mesh.{axis} = {size}: must be -1 (the rest) or at least 1")
+        sizes = [*self._wanted.values()]
         require(sizes.count(-1) <= 1, f"mesh = {sizes}: at most one axis may be -1")
+
+    @property
+    def _wanted(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def copies(self) -> bool:
         """Whether permutes between GPUs are to be copies."""
         return self.transfers == "copies"
 
-    def shape(self, devices: int) -> tuple[int, int, int]:
-        """Returns (data, fsdp, tensor) for this many devices. Raises InputError if they cannot fill it."""
-        sizes = [getattr(self, axis) for axis in AXES]
-        fixed = math.prod(size for size in sizes if size != -1)
-        wanted = f"mesh.data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]}"
+    def shape(self, devices: int) -> dict[str, int]:
+        """Returns the size of each of AXES on this many devices. Raises InputError if they cannot fill it."""
+        fixed = math.prod(size for size in self._wanted.values() if size != -1)
+        rest = -1 in self._wanted.values()
+        wanted = ", ".join(f"{axis}={size}" for axis, size in self._wanted.items())
         require(
-            devices % fixed == 0 and (-1 in sizes or fixed == devices),
-            f"{wanted}: needs {'a multiple of ' if -1 in sizes else ''}{fixed} devices, found {devices}",
+            devices % fixed == 0 and (rest or fixed == devices),
+            f"mesh.{wanted}: needs {'a multiple of ' if rest else ''}{fixed} devices, found {devices}",
         )
-        return tuple(devices // fixed if size == -1 else size for size in sizes)
+        return {axis: devices // fixed if size == -1 else size for axis, size in self._wanted.items()}
+
+
+def shape_of(values: Mapping[str, Any], devices: int) -> dict[str, int]:
+    """Returns what `shape` does of a MeshConfig's plain values, of which a newer one may lack some."""
+    return MeshConfig(**{axis: size for axis, size in values.items() if axis in AXES}).shape(devices)
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     """Returns a mesh with axes `AXES`; devices of one host are neighbours along `tensor`, then `fsdp`."""
     devices = hardware.devices() if devices is None else devices
     shape = config.shape(len(devices))
-    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    placed = np.asarray(devices).reshape([*shape.values()])
+    return Mesh(placed, (*shape,), axis_types=(AxisType.Auto,) * len(shape))

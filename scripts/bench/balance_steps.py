@@ -191,8 +191,8 @@ def table(line: dict) -> str:
 def resolve(arguments: argparse.Namespace) -> configuration.RunConfig:
     """Returns the configuration, its corpus made. Raises InputError."""
     config = configuration.load(arguments.config, [*DEFAULTS, *arguments.overrides, "train.steps=1000000"])
-    data, fsdp, _ = config.mesh.shape(len(jax.devices()))
-    shards = data * fsdp
+    mesh = config.mesh.shape(len(jax.devices()))
+    shards = mesh["data"] * mesh["fsdp"]
     require(shards > 1, f"{shards} device takes all rows: nothing to balance; run it on two or more")
     parts = arguments.microbatches
     require(parts > FEW, f"--microbatches {parts}: must be above {FEW}")

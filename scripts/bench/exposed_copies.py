@@ -15,9 +15,9 @@ from pathlib import Path
 
 import harness
 
-from jaxthru.profile.events import Event
 from jaxthru.profile.measured import Measured
 from jaxthru.profile.paint import paint
+from jaxthru.profile.read.events import Event
 from jaxthru.profile.windows import HOST_COPIES
 
 IDLE = ("data_wait", "host_gap", "dependency")

@@ -36,7 +36,8 @@ from profiler_table import table
 
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
-from jaxthru.profile import clocks, events
+from jaxthru.profile.collect import clocks
+from jaxthru.profile.read import events
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.xla import NO_MULTICAST
 

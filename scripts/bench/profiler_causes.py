@@ -29,7 +29,7 @@ from jaxthru import train
 from jaxthru.engine.inline import InlineStep
 from jaxthru.models.layers import SwiGLU
 from jaxthru.models.ops import matrix_of
-from jaxthru.profile import trace
+from jaxthru.profile.collect import trace
 from jaxthru.runtime import allocator
 
 NOTES = {"dispatched": [], "idle": [], "isolated": None}
@@ -198,7 +198,7 @@ class Turns:
 def take_turns(count: int) -> None:
     """Has the loop trace so many turns behind its profile."""
     opened = train.open_profile
-    train.open_profile = lambda *arguments: Turns(opened(*arguments), arguments[5], count)
+    train.open_profile = lambda *arguments, **more: Turns(opened(*arguments, **more), arguments[5], count)
 
 
 CAUSES = {

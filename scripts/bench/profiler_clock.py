@@ -22,8 +22,10 @@ import jax
 import jax.numpy as jnp
 from profiler_measure import capped, gemm_clock, judged
 
-from jaxthru.profile import clocks, events
-from jaxthru.profile.trace import options
+from jaxthru.profile import frequency
+from jaxthru.profile.collect import clocks
+from jaxthru.profile.collect.trace import options
+from jaxthru.profile.read import events
 from jaxthru.runtime import hardware, xla
 
 REPEATS = 40  # products between two looks at the clock
@@ -124,7 +126,7 @@ def factored(found: dict, gemm: dict, flops: float, speed: float, kind: str) -> 
 
     found: the rate as observed, and NVML's clock meanwhile. gemm: of the trace meanwhile. kind: the device's.
     """
-    peak, (reference, _) = hardware.data_sheet_flops(kind), clocks.reference(kind)
+    peak, (reference, _) = hardware.data_sheet_flops(kind), frequency.reference(kind)
     mhz = gemm["mhz"] or found["mhz"]
     if not (peak and reference and mhz and gemm["kernels"]):
         return {}
@@ -158,7 +160,7 @@ def main() -> int:
     levers, found, flops = Levers(arguments.size), {}, 2.0 * arguments.size**3 * REPEATS
     seconds = arguments.warmup_seconds, arguments.timed_seconds
     with tempfile.TemporaryDirectory() as folder:
-        # One trace for all: those after one that samples the clock lack kernels, see `profile.trace`. CUPTI
+        # One trace for all: those after one that samples the clock lack kernels, see `collect.trace`. CUPTI
         # collects as it goes: it is long, and copies nothing.
         jax.profiler.start_trace(folder, profiler_options=options(clock=True))
         for name in arguments.only:

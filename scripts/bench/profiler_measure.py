@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from jaxthru.models.family import from_plain, module_of
-from jaxthru.profile import clocks, compare, events, publish
+from jaxthru.profile import compare, frequency, publish
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import unprofiled
+from jaxthru.profile.collect import clocks
 from jaxthru.profile.ledger import Ledger
-from jaxthru.profile.read import hlo
+from jaxthru.profile.read import events, hlo
 from jaxthru.profile.windows import BY_NAME
 
 BARS = {
@@ -118,7 +118,7 @@ def capped(rows: list[tuple[int, float, float, int]]) -> dict[str, Any]:
     """Returns the means of NVML's samples, and for which share of them each reason held the clock down."""
     if not rows:
         return {"mhz": None, "watts": None, "cap_reasons": {}}
-    shares = {name: fmean(bool(row[3] & bit) for row in rows) for bit, name in clocks.REASONS.items()}
+    shares = {name: fmean(bool(row[3] & bit) for row in rows) for bit, name in frequency.REASONS.items()}
     return {
         "mhz": fmean(row[1] for row in rows),
         "watts": fmean(row[2] for row in rows),
@@ -175,9 +175,8 @@ def counted(run: Run) -> dict[str, Any]:
     if len(modules) > 1:
         why = "the step is several programs"
     elif ledger.run.platform == "gpu" and once:
-        model = from_plain(config["model"])
-        tokens = config["train"]["rows"] * config["data"]["sequence"]  # of one document a row
-        needed = module_of(model).train_flops(model, 0, tokens * config["data"]["sequence"])
+        tokens = config["train"]["rows"] * config["data"]["sequence"]
+        needed = ledger.model.flops(0, tokens * config["data"]["sequence"])  # of one document a row
         attention = Attribution(modules).flops("attention") * ledger.run.devices / needed - 1
     return {
         "matmul_flops": judged("matmul_flops", share, again),
@@ -270,9 +269,9 @@ def gemm_clock(trace: events.Trace, between: tuple[int, int] | None = None) -> d
     spans = [(event.start, event.end) for event in products]
     begun, ended = min((start for start, _ in spans), default=0), max((end for _, end in spans), default=0)
     counters = trace.counters.get(first, {}).items()
-    samples = [row for name, rows in counters if clocks.is_clock(name) for row in rows]
+    samples = [row for name, rows in counters if frequency.is_clock(name) for row in rows]
     samples = [(at, hertz / 1e6) for at, hertz in samples if begun <= at < ended and hertz > 0]
-    within = [mhz for at, mhz in samples if clocks.inside(at, spans)]
+    within = [mhz for at, mhz in samples if frequency.inside(at, spans)]
     return {
         "kernels": len(spans),
         "seconds": sum(end - start for start, end in spans) / 1e9,

@@ -15,6 +15,7 @@ from jaxthru.engine import rehearsed
 from jaxthru.engine.offload import HOST
 from jaxthru.engine.programs import compiler_with
 from jaxthru.models import llama
+from jaxthru.models.scopes import PURPOSES
 from jaxthru.plan import arithmetic, levels, memory
 from jaxthru.plan.__main__ import main
 from jaxthru.plan.assemble import assemble
@@ -158,7 +159,7 @@ def test_state_on_the_host_is_found_there_and_its_copies_are_staging():
     gradient = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=device)
     jitted = jax.jit(update, donate_argnums=0, out_shardings=where)
     program = aot.compile_for(aot.lower(jitted, state, gradient), aot.TARGETS["h100"])
-    found = breakdown(program.dump)
+    found = breakdown(program.dump, PURPOSES)
     array = 4 << 20
     assert found.host == dict.fromkeys(CATEGORIES, 0) | {"optimizer": array}  # in place: no second copy
     assert found.peak_host == array
@@ -190,7 +191,7 @@ def test_the_reader_of_buffer_assignments_agrees_with_xla(tmp_path):
         .lower(state, array)
         .compile(compiler_options=aot.dump_options(tmp_path))
     )
-    found = breakdown(aot.read_dump(tmp_path))
+    found = breakdown(aot.read_dump(tmp_path), PURPOSES)
     stats = compiled.memory_analysis()
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     # A CPU program has a few bytes of constants besides.

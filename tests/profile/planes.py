@@ -62,7 +62,7 @@ def serialized(*planes: Plane, begun: int = 0) -> bytes:
 
 
 def write(folder: Path, *planes: Plane, begun: int = 0) -> None:
-    """Writes a trace where `profile.trace` would."""
+    """Writes a trace where XLA would."""
     path = folder / "plugins" / "profile" / "now" / "host.xplane.pb"
     path.parent.mkdir(parents=True)
     path.write_bytes(serialized(*planes, begun=begun))

@@ -1,9 +1,13 @@
 """A ledger as a run on two GPUs would give, by hand: what advice, comparison and report are tested with."""
 
+import copy
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
+from jaxthru.models import facts as of_model
+from jaxthru.models.family import from_plain
 from jaxthru.profile.ledger import (
     LINES,
     Buffer,
@@ -21,6 +25,7 @@ from jaxthru.profile.ledger import (
     Scope,
     Window,
 )
+from jaxthru.profile.read.facts import Facts
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = {
@@ -86,6 +91,7 @@ def ledger(*, noise: float = 0.004, **changes) -> Ledger:
             0,
         ),
         (Lint("copies", "model/layer/attention/transpose", "copy.12", 268e6, 0.0021, "copies 268 MB"),),
+        model=facts(config()),
     )
 
 
@@ -127,17 +133,27 @@ def device(name: str, seconds: dict[str, float], total: float) -> Device:
     return Device(name, steps, tuple(strip))
 
 
-def config(**changes) -> dict:
-    """Returns nested plain values of a configuration; changes: `remat__policy="full"`."""
+@functools.cache
+def _tree() -> dict:
     from jaxthru import config as configuration
 
-    tree = configuration.to_dict(configuration.load(ROOT / "configs" / "llama3_8b_8layer.py"))
+    return configuration.to_dict(configuration.load(ROOT / "configs" / "llama3_8b_8layer.py"))
+
+
+def config(**changes) -> dict:
+    """Returns nested plain values of a configuration; changes: `remat__policy="full"`."""
+    tree = copy.deepcopy(_tree())
     tree["train"]["rows"] = 4
     for key, value in changes.items():
         group, _, name = key.partition("__")
         assert name in tree[group], key
         tree[group][name] = value
     return tree
+
+
+def facts(config: dict) -> Facts:
+    """Returns what a run of this configuration writes down of its model."""
+    return of_model.facts(from_plain(config["model"]), config["precision"]["compute"])
 
 
 def with_lint(base: Ledger, rule: str, seconds: float | None, scope: str = "model/layer/mlp") -> Ledger:

@@ -16,8 +16,14 @@ OFFLOAD = {"offload__level": "optimizer", "offload__fraction": 1.0}
 TENSOR = {"mesh__fsdp": 1, "mesh__tensor": 2}
 
 
+def advised(ledger, config=None):
+    """Returns the advice on a run of a model of this configuration."""
+    config = config or sample.config()
+    return advise(dataclasses.replace(ledger, model=sample.facts(config)), config)
+
+
 def by_key(ledger, config=None):
-    return {each.key: each for each in advise(ledger, config or sample.config())}
+    return {each.key: each for each in advised(ledger, config)}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,7 @@ def test_no_gain_exceeds_its_lines(config):
     for rule in REMEDIES:
         ledger = sample.with_lint(ledger, rule, 0.01)
     known = parts(ledger) | {line.name: line.seconds for line in ledger.lines}
-    found = advise(ledger, sample.config(**config))
+    found = advised(ledger, sample.config(**config))
     gains = [each.gain_seconds for each in found]
     known_gains = [gain for gain in gains if gain is not None]
     assert known_gains == sorted(known_gains, reverse=True)
@@ -110,7 +116,7 @@ def test_every_key_is_one_of_the_configuration():
     tree = configuration.to_dict(configuration.load(sample.ROOT / "configs" / "quickstart.py"))
     keys = {f"{group}.{name}" for group, part in tree.items() for name in part}
     for config in ({}, OFFLOAD, {"model__loop": "scan", "data__balance": False, "remat__policy": "full"}):
-        for each in advise(sample.ledger(noise=0.0), sample.config(**config)):
+        for each in advised(sample.ledger(noise=0.0), sample.config(**config)):
             assert each.key in keys | SETTINGS, each
             if each.key in keys:
                 group, _, name = each.key.partition(".")
@@ -132,10 +138,10 @@ def _typed(text: str):
 
 def test_nothing_under_the_noise_is_named():
     quiet, loud = sample.ledger(noise=0.0), sample.ledger(noise=0.02)
-    found = advise(loud, sample.config())
-    assert 0 < len(found) < len(advise(quiet, sample.config()))
+    found = advised(loud)
+    assert 0 < len(found) < len(advised(quiet))
     assert all(each.gain_seconds >= floor(loud) for each in found)
-    assert advise(sample.ledger(noise=0.9), sample.config()) == ()
+    assert advised(sample.ledger(noise=0.9)) == ()
 
 
 def test_policy_is_the_cheapest_that_fits():
@@ -172,7 +178,7 @@ def test_lint_becomes_advice(rule):
     ledger = dataclasses.replace(sample.ledger(), lint=())
     line = REMEDIES[rule][0]
     for seconds in (0.01, None):
-        found = advise(sample.with_lint(ledger, rule, seconds), sample.config())
+        found = advised(sample.with_lint(ledger, rule, seconds))
         gains = [each.gain_seconds for each in found if each.cause == rule]
         assert gains == [pytest.approx(seconds) if line and seconds else None]
     assert callable(getattr(lint, rule))
@@ -199,5 +205,5 @@ def test_copies_of_stacks_are_the_loops():
 
 def test_a_cpu_is_not_told_about_gpus():
     run = dataclasses.replace(sample.ledger().run, platform="cpu", device_kind="cpu")
-    found = advise(dataclasses.replace(sample.ledger(noise=0.0), run=run), sample.config())
+    found = advised(dataclasses.replace(sample.ledger(noise=0.0), run=run))
     assert not {"precision.matmul", "precision.compute"} & {each.key for each in found}

@@ -2,8 +2,9 @@ import time
 
 import pytest
 
-from jaxthru.profile import clocks
-from jaxthru.profile.events import Trace
+from jaxthru.profile import frequency
+from jaxthru.profile.collect import clocks
+from jaxthru.profile.read.events import Trace
 
 
 def trace(counters: dict | None = None) -> Trace:
@@ -14,13 +15,13 @@ def test_without_a_gpu_there_is_no_clock():
     with clocks.sampled(["0"]) as samples:
         time.sleep(0.05)
     assert samples.devices == {}
-    found = clocks.clock(trace(), samples, 0, 100, [])
+    found = frequency.clock(trace(), samples, 0, 100, [])
     assert (found.source, found.mean_mhz, found.samples) == ("none", None, ())
 
 
 def test_cupti_counts_where_products_run():
     counters = {"0": {"GPC Clock Frequency (Hz)": [(10, 1.4e9), (20, 1.6e9), (50, 1.9e9), (200, 1e9)]}}
-    found = clocks.clock(trace(counters), clocks.Samples({}), 0, 100, [(5, 30)])
+    found = frequency.clock(trace(counters), clocks.Samples({}), 0, 100, [(5, 30)])
     assert found.source == "cupti" and found.mean_mhz == 1500
     assert found.samples == ((10e-9, 1400), (20e-9, 1600), (50e-9, 1900))
 
@@ -64,7 +65,7 @@ def test_nvml_also_knows_power_and_reasons(tmp_path):
     clocks.Samples({"0": rows}).write(folder / "clocks.json")
     samples = clocks.read(tmp_path)
     assert samples.devices == {"0": rows}
-    found = clocks.clock(trace(), samples, 0, 100, [])
+    found = frequency.clock(trace(), samples, 0, 100, [])
     assert found.source == "nvml" and found.mean_mhz == 1600
     assert found.power == ((10e-9, 690), (50e-9, 700))
     assert found.cap_reasons == {"power cap": 1.0, "thermal (software)": 0.5}
@@ -124,10 +125,10 @@ def test_devices_are_named_as_nvml_sees_them(monkeypatch):
     ],
 )
 def test_reference_clocks(kind, expected):
-    assert clocks.reference(kind) == expected
+    assert frequency.reference(kind) == expected
 
 
 def test_long_series_are_thinned():
     counters = {"0": {clocks.COUNTER: [(at, 1e9) for at in range(5000)]}}
-    found = clocks.clock(trace(counters), clocks.Samples({}), 0, 5000, [])
-    assert 250 <= len(found.samples) <= clocks.MOST
+    found = frequency.clock(trace(counters), clocks.Samples({}), 0, 5000, [])
+    assert 250 <= len(found.samples) <= frequency.MOST

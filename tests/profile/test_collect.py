@@ -14,9 +14,11 @@ import pytest
 from processes import finish, start_processes
 from runs import make_workplace
 
-from jaxthru.profile import clocks, ledger, trace
-from jaxthru.profile.build import build
-from jaxthru.profile.trace import NoProfile, ProfileConfig, open_profile
+from jaxthru.profile import ledger
+from jaxthru.profile.build import build, facts_of
+from jaxthru.profile.collect import clocks, trace
+from jaxthru.profile.collect.trace import NoProfile, ProfileConfig, open_profile
+from jaxthru.profile.read.facts import Facts
 from jaxthru.runtime.errors import InputError
 
 AT, STEPS = 6, 5
@@ -35,6 +37,9 @@ def place(tmp_path_factory):
 def run(place):
     place.run("profiled", **PROFILED, **LARGER)
     return place.folder / "profiled"
+
+
+FACTS = Facts(6.0, 6.0, 1, 1, {}, (), {}, FACTS)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +61,14 @@ def test_the_ledger_closes(run, found):
     between = max(sum(step.lines[line] for line in IDLE) for step in found.devices[0].steps)
     assert len(mine) == len(of) == STEPS - 1
     assert sum(mine) == pytest.approx(sum(of), abs=0.02 * sum(of) + 2 * between)
+
+
+def test_a_run_writes_down_what_its_ledger_knows_of_the_model(run, found):
+    config = json.loads((run / "config.json").read_text())
+    collected = json.loads((run / "profile" / str(AT) / "collected.json").read_text())
+    assert found.model == facts_of(config, collected) == facts_of(config, {})  # as of an older run
+    of_a_token = collected["model"]["matmul_flops_per_token"]
+    assert of_a_token * found.run.tokens_per_step == found.matmul.model_flops
 
 
 def test_every_layer_and_phase_is_seen(found):
@@ -169,7 +182,7 @@ def test_a_run_that_ends_with_the_last_step_profiled(place):
 
 def test_switched_off_it_is_nothing(tmp_path):
     program = lambda state, batch: None  # noqa: E731
-    off = open_profile(ProfileConfig(), tmp_path, program, None, 0, 20)
+    off = open_profile(ProfileConfig(), tmp_path, program, None, 0, 20, None, FACTS)
     assert isinstance(off, NoProfile) and off.program is program
     assert not any(map(off.begins, range(10)))
     with off.span("dispatch", 3):
@@ -220,7 +233,8 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
         return named
 
     noted = []
-    profile = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 8, noted.append)
+    config, handed = ProfileConfig(at=4, steps=2), (None, {"scopes": ["experts"]})
+    profile = open_profile(config, tmp_path, plain, recompile, 0, 8, *handed, noted.append)
     programs = {}
     for step in range(1, 14):
         if profile.begins(step):
@@ -235,10 +249,11 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
         "attribution": {"first_step": 4, "steps": 2},
         "production": {"first_step": 7, "steps": 2},
     }
+    assert taken["scopes"] == ["experts"]
     assert (tmp_path / "4" / "attribution.hlo.txt").read_text() == "named"
     assert noted == ["compiling the profiled step", *["collecting the profile"] * 2]
     # Of a run that is too short for both, the one without which there is no ledger.
-    short = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, recompile, 0, 7)
+    short = open_profile(config, tmp_path, plain, recompile, 0, 7, *handed)
     assert [(one.name, one.first_step) for one in short._passes] == [("production", 4)]
 
 
@@ -251,7 +266,8 @@ def test_a_run_does_not_wait_for_ever_for_the_names_of_kernels(tmp_path, monkeyp
     monkeypatch.setattr(trace, "COMPILING", 0.05)
     monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
     plain = SimpleNamespace(as_text=lambda: "plain")
-    profile = open_profile(ProfileConfig(at=4, steps=2), tmp_path, plain, lambda _: slow.wait(), 0, 8)
+    config = ProfileConfig(at=4, steps=2)
+    profile = open_profile(config, tmp_path, plain, lambda _: slow.wait(), 0, 8, None, FACTS)
     for step in range(1, 12):
         if profile.begins(step):
             profile.begin()
@@ -269,12 +285,12 @@ def test_a_step_that_a_run_does_not_take_is_said(tmp_path, monkeypatch, start, l
     """As where a run goes on behind it, or its data end before it."""
     heard = []
     monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
-    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last)
+    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last, None, FACTS)
     where = f"profile.at = 4: nothing is profiled, as this run takes steps {start + 1} to {last}"
     assert heard == [where] * said
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "collected.json").touch()  # it was profiled before the run was stopped
-    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last)
+    open_profile(ProfileConfig(at=4), tmp_path, None, None, start, last, None, FACTS)
     assert heard == [where] * said
 
 
@@ -287,9 +303,8 @@ def test_a_profile_that_cannot_be_read_does_not_cost_the_run(tmp_path, monkeypat
         raise error
 
     heard = []
-    monkeypatch.setattr(trace, "publish", publish)
     monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
-    profile = open_profile(ProfileConfig(at=4), tmp_path, None, None, 0, 9)
+    profile = open_profile(ProfileConfig(at=4), tmp_path, None, None, 0, 9, publish, FACTS)
     profile._coming.clear()  # all was traced
     profile.finish()
     assert heard == [f"{tmp_path / '4'}: no ledger: {said}"]
@@ -302,7 +317,7 @@ def test_a_trace_that_cannot_be_written_does_not_cost_the_run(tmp_path, monkeypa
     heard, closed = [], []
     monkeypatch.setattr(trace.jax.profiler, "stop_trace", full)
     monkeypatch.setattr(trace.log, "warning", lambda *words: heard.append(words[0] % words[1:]))
-    profile = open_profile(ProfileConfig(at=4), tmp_path, "the step", None, 0, 9)
+    profile = open_profile(ProfileConfig(at=4), tmp_path, "the step", None, 0, 9, None, FACTS)
     profile._running, profile.program = profile._coming.pop(0), "the traced step"
     profile._open.callback(closed.append, True)
     profile.close()

@@ -3,8 +3,9 @@ import jax.numpy as jnp
 import pytest
 from planes import Plane, copy, data, kernel, write
 
-from jaxthru.profile import clocks, events
-from jaxthru.profile import trace as trace_module
+from jaxthru.profile.collect import clocks
+from jaxthru.profile.collect import trace as trace_module
+from jaxthru.profile.read import events
 
 
 def gpu(number: int = 0) -> Plane:

@@ -7,12 +7,14 @@ import pytest
 import tiny
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxthru.models import llama
-from jaxthru.profile.attribution import Attribution, layer_and_phase
+from jaxthru.models import llama, scopes
+from jaxthru.profile.attribution import PROGRAMS, Attribution, layer_and_phase
 from jaxthru.profile.build import matmul
 from jaxthru.profile.ledger import Clock
 from jaxthru.profile.read import hlo
+from jaxthru.profile.read.buffers import CATEGORIES
 from jaxthru.runtime import aot
+from jaxthru.runtime.sharding import RULES
 from pallas_kernels.collective_matmul import hopper
 
 TOKENS = tiny.ROWS * tiny.SEQUENCE
@@ -86,6 +88,32 @@ def test_instructions_say_where_they_come_from():
 )
 def test_layers_and_phases(op_name, module, expected):
     assert layer_and_phase(op_name, module) == expected
+
+
+@pytest.mark.parametrize(
+    ("op_name", "module", "expected"),
+    [
+        ("jit(train_step)/jvp(model)/mlp/experts/dot", "jit_train_step", ("experts", "forward")),
+        ("jit(train_step)/transpose(jvp(model))/experts/mlp/dot", "jit_train_step", ("mlp", "backward")),
+        ("jit(backward__moe)/jvp(jvp())/dot", "jit_backward__moe", ("other", "recomputation")),
+        (
+            "jit(backward__moe)/transpose(jvp(jvp()))/experts/dot",
+            "jit_backward__moe",
+            ("experts", "backward"),
+        ),
+    ],
+)
+def test_layers_by_scopes_of_the_models_own(op_name, module, expected):
+    """And in programs of a kind of block: "backward__moe"."""
+    assert layer_and_phase(op_name, module, ["experts"]) == expected
+    assert layer_and_phase(op_name, module)[0] in (expected[0], "mlp", "other")
+
+
+def test_what_reads_programs_has_the_names_of_those_that_there_are():
+    named = {value for name, value in vars(scopes).items() if name.isupper() and isinstance(value, str)}
+    assert set(PROGRAMS) <= named and set(scopes.PURPOSES.values()) <= named
+    assert set(scopes.EXCHANGES) <= named and set(scopes.EXCHANGES.values()) <= set(RULES)
+    assert set(scopes.PURPOSES) <= set(CATEGORIES)
 
 
 # Lines are joined where they end with a backslash: HLO has an instruction a line.

@@ -12,9 +12,10 @@ from jaxthru import config as configuration
 from jaxthru.profile import ledger, lint, waterfall
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import build
-from jaxthru.profile.events import Event, Trace
 from jaxthru.profile.measured import Measured, whole
-from jaxthru.profile.read import buffers, hlo
+from jaxthru.profile.read import buffers, events, hlo
+from jaxthru.profile.read.events import Event, Trace
+from jaxthru.profile.read.facts import Facts
 from jaxthru.profile.windows import Ran, Window, _called
 
 
@@ -182,17 +183,54 @@ def test_a_trace_without_a_device_is_said(tmp_path):
         build(folder)
 
 
+FACTS = Facts(6.0 * MATMUL_PARAMETERS, 60.0, 1, 700, {"embed": 10}, (), {"none": 0}, {"none": 0}, ("router",))
+
+
+def test_a_runs_own_facts_and_scopes_count(tmp_path):
+    folder = collected(tmp_path / "runs" / "small" / "1", graphs=False)
+    older = build(folder)
+    assert older.matmul.model_flops == FACTS.flops(1000, 0)
+    text = (folder / "step.hlo.txt").read_text().replace("/mlp/", "/router/")
+    (folder / "step.hlo.txt").write_text(text)
+    about = json.loads((folder / "collected.json").read_text())
+    about |= {"model": dataclasses.asdict(FACTS)}
+    (folder / "collected.json").write_text(json.dumps(about))
+    (folder.parents[1] / "config.json").write_text(json.dumps(CONFIG | {"model": {"family": "not.there"}}))
+    rows = folder.parents[1] / "metrics.jsonl"
+    rows.write_text(rows.read_text().replace('"model_tflops": 1e-06', '"attention_span": 250000.0'))
+    found = build(folder)
+    assert found.model == FACTS and found.matmul == older.matmul
+    assert found.run.attention_span_per_token == 250
+    assert {scope.layer for scope in older.scopes} - {scope.layer for scope in found.scopes} == {"mlp"}
+    assert "router" in {scope.layer for scope in found.scopes}
+
+
+def test_a_trace_and_its_program_are_read_once(tmp_path, monkeypatch):
+    read, opened, parsed = events.read, [], []
+    monkeypatch.setattr(events, "read", lambda folder: opened.append(folder.name) or read(folder))
+    modules = hlo.modules
+    monkeypatch.setattr(hlo, "modules", lambda text: parsed.append(text) or modules(text))
+    build(collected(tmp_path / "runs" / "small" / "1", graphs=True))
+    assert sorted(opened) == ["attribution", "production"] and len(parsed) == 2
+
+
 def test_what_was_not_collected_is_said(tmp_path):
     with pytest.raises(ValueError, match="was the run profiled"):
         build(tmp_path / "runs" / "small" / "1" / "profile" / "5")
 
 
-def test_rows_of_an_older_version_are_said_to_be_such(tmp_path):
+def test_of_rows_without_a_span_it_follows_from_their_flops(tmp_path):
     folder = collected(tmp_path, graphs=False)
-    rows = tmp_path / "metrics.jsonl"
-    rows.write_text(rows.read_text().replace('"attention_span": 250000.0, ', ""))
-    with pytest.raises(ValueError, match="no attention_span: an older version wrote it"):
-        build(folder)
+    newer = build(folder)
+    done = newer.model.flops(1000, 250_000) / 1e12
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        del row["attention_span"]
+        row["model_tflops"] = done / row["step_seconds"]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert build(folder).run.attention_span_per_token == pytest.approx(250)
+    assert build(folder).matmul == newer.matmul
 
 
 def test_the_benchmark_of_exposed_copies_reads_a_profile(tmp_path, bench):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
+from jaxthru.models.scopes import EXCHANGES
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.lint import lint
 from jaxthru.profile.read import hlo
@@ -101,6 +102,20 @@ def test_columns_of_embedded_tokens_are_exchanged_over_fsdp(fsdp, found, scope):
         f'metadata={{op_name="{scope}/shard_map/all_to_all"}}',
     )
     assert len(findings(text, "collectives", mesh={"data": 1, "fsdp": fsdp, "tensor": 2})) == found
+
+
+def test_an_all_to_all_is_meant_in_scopes_that_exchange(monkeypatch):
+    text = program(
+        "%a = bf16[2,512,64] parameter(0)",
+        "%c.1 = bf16[2,512,64] all-to-all(%a), dimensions={0}, "
+        'metadata={op_name="jit(train_step)/jvp(model)/mlp/experts/all_to_all"}',
+        "ROOT %c.2 = bf16[2,512,64] all-to-all(%c.1), dimensions={0}, "
+        'metadata={op_name="jit(train_step)/jvp(model)/mlp/all_to_all"}',
+    )
+    assert {entry.instruction for entry in findings(text, "collectives")} == {"c.1", "c.2"}
+    monkeypatch.setitem(EXCHANGES, "experts", "embed")
+    (entry,) = findings(text, "collectives")
+    assert entry.instruction == "c.2" and "no axis of the mesh needs it" in entry.text
 
 
 def test_loops_of_unknown_length():

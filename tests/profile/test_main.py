@@ -50,6 +50,13 @@ def test_a_ledger_whose_trace_was_deleted_is_read_as_it_is(tmp_path):
     assert ledger.read(path / "profile/20/ledger.json").lines == sample.ledger().lines
 
 
+def test_a_ledger_of_before_facts_were_written_has_them_of_its_configuration(tmp_path, capsys):
+    path = run(tmp_path / "run", dataclasses.replace(sample.ledger(), model=None))
+    assert main([str(path)]) == 0
+    assert "MFU 46.9%" in capsys.readouterr().out
+    assert ledger.read(path / "profile/20/ledger.json").model == sample.ledger().model
+
+
 def test_step_chooses_the_profile(tmp_path, capsys):
     path = run(run(tmp_path / "run"), sample.ledger(data_wait=0.2), step=40)
     assert main([str(path)]) == 0
@@ -167,7 +174,7 @@ def test_steps_unlike_the_others_are_said(tmp_path, capsys, window, said):
 def test_summary_adds_up():
     console = rich.console.Console(width=100, record=True, file=io.StringIO())
     found = dataclasses.replace(sample.ledger(), advice=())
-    console.print(summary(found, sample.config()))
+    console.print(summary(found))
     said = console.export_text()
     numbers = [float(line.split()[-2]) for line in said.splitlines() if line.rstrip().endswith("%")]
     assert sum(numbers[:-1]) == pytest.approx(numbers[-1], abs=0.1)

@@ -85,7 +85,7 @@ class Text(HTMLParser):
 
 
 def test_a_clock_above_reference_goes_back():
-    page = report(sample.ledger(frequency=-0.02), sample.config())
+    page = report(sample.ledger(frequency=-0.02))
     assert "-20.0\N{NO-BREAK SPACE}ms" in page
     assert not re.search(r"(left|width):-", page)
 
@@ -93,26 +93,26 @@ def test_a_clock_above_reference_goes_back():
 @pytest.mark.parametrize("make", [full, bare, crowded])
 def test_page_is_whole_and_needs_no_network(make):
     page = Text()
-    page.feed(report(make(), sample.config()))
+    page.feed(report(make()))
     assert page.open == []
     assert page.addresses == ["data:,"]
     assert "url(" not in TEMPLATE_CSS
     assert not re.search(r"\bNone\b|\bnan\b", " ".join(page.words))
 
 
-TEMPLATE_CSS = report(bare(), {})
+TEMPLATE_CSS = report(bare())
 
 
 def test_page_says_what_the_ledger_says():
     ledger = full()
     text = Text()
-    text.feed(report(ledger, sample.config()))
+    text.feed(report(ledger))
     said = " ".join(text.words).replace("\N{NO-BREAK SPACE}", " ")
     for name, seconds in parts(ledger).items():
         assert TITLES[name][0].lower() in said.lower(), name
         if seconds:
             assert f"{1e3 * seconds:.1f} ms" in said, name
-    found = figures(ledger, sample.config())
+    found = figures(ledger)
     assert f"{found.tokens_per_second:,.0f}" in said
     assert f"{found.mfu:.1%}" in said
     assert f"{found.sustained:.1%}" in said
@@ -125,16 +125,15 @@ def test_page_says_what_the_ledger_says():
 
 def test_figures_are_those_of_the_definition():
     """MFU by hand: 6 × matmul parameters and attention, over the data sheet's peak."""
-    ledger, config = sample.ledger(), sample.config()
-    model = config["model"]
+    ledger, model = sample.ledger(), sample.config()["model"]
     layer = model["embed"] * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 14336)
     per_token = 6 * (8 * layer + 4096 * 128256) + 6 * 8 * 32 * 128 * 1100
     step = ledger.window.loop_seconds
-    found = figures(ledger, config)
+    found = figures(ledger)
     assert found.mfu == pytest.approx(32768 * per_token / step / (2 * 989.5e12))
     assert found.sustained == pytest.approx(found.mfu * 1830 / 1540)
     assert found.tokens_per_second == pytest.approx(32768 / step)
-    assert figures(bare(), config).mfu is None
+    assert figures(bare()).mfu is None
 
 
 def test_what_is_beyond_the_program_is_not_its_peak():
@@ -142,7 +141,7 @@ def test_what_is_beyond_the_program_is_not_its_peak():
     beyond = memory.categories | {"fragmentation": 3.9e9}
     found = dataclasses.replace(sample.ledger(), memory=dataclasses.replace(memory, categories=beyond))
     text = Text()
-    text.feed(report(found, sample.config()))
+    text.feed(report(found))
     at = text.words.index("program's peak")
     assert text.words[at + 1 : at + 3] == ["57.30\N{NO-BREAK SPACE}GB", "93.6%"]
 
@@ -179,12 +178,12 @@ def structure(page: str) -> list[tuple[str, list[str]]]:
 
 def test_no_name_can_break_the_page():
     """Whatever a trace, a program's text, a configuration or a host calls a thing, in the page it is text."""
-    ledger, config, found = full(), sample.config(), {}
+    ledger, found = full(), {}
     many = tuple(dataclasses.replace(ledger.lint[0], scope=f"scope {number}") for number in range(2))
     in_words = Advice("copies", "a key", "some words", 0.1, 0.2, "a `name` in code")
     ledger = dataclasses.replace(ledger, lint=ledger.lint + many, advice=(*ledger.advice, in_words))
-    page = report(planted(ledger, PLANT, found), config)
-    harmless = report(planted(ledger, "name", {}), config)
+    page = report(planted(ledger, PLANT, found))
+    harmless = report(planted(ledger, "name", {}))
     assert structure(page) == structure(harmless)  # not one element or attribute more
     assert {at for mark, at in found.items() if html.escape(mark) in page} == {
         *("run.config", "run.device_kind", "run.versions", "clock.source", "clock.cap_reasons"),
@@ -200,7 +199,7 @@ def test_charts_carry_what_they_show():
     ledger, charts = full(), []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tag == "svg" and charts.append(dict(attributes))
-    parser.feed(report(ledger, sample.config()))
+    parser.feed(report(ledger))
     strips = [chart for chart in charts if chart["class"] == "strip"]
     for device, chart in zip(ledger.devices, strips, strict=True):
         assert json.loads(chart["data-spans"]) == [[round(a, 7), round(b, 7), c] for a, b, c in device.strip]
@@ -268,7 +267,7 @@ def page(tmp_path_factory):
 @pytest.mark.parametrize("width", [1280, 768, 390])
 def test_nothing_overlaps_in_a_browser(page, tmp_path, width, scheme, make):
     path = tmp_path / "report.html"
-    path.write_text(report(make(), sample.config()))
+    path.write_text(report(make()))
     page.show(path, width, scheme=scheme)
     page.run("document.querySelectorAll('details').forEach((each) => { each.open = true })")
     boxes = page.run(BOXES)
@@ -292,7 +291,7 @@ def test_nothing_overlaps_in_a_browser(page, tmp_path, width, scheme, make):
 @needs_chromium
 def test_pointing_reads_values_off_the_charts(page, tmp_path):
     path = tmp_path / "report.html"
-    path.write_text(report(full(), sample.config()))
+    path.write_text(report(full()))
     page.show(path, 1280)
     for kind, expected in (("strip", r"ms: .+, for [\d.]+ ms"), ("series", r"after [\d.]+ s: [\d,.]+ MHz")):
         chart = f"document.querySelector('svg.{kind}')"
@@ -307,7 +306,7 @@ def test_pointing_reads_values_off_the_charts(page, tmp_path):
 @needs_chromium
 def test_numbers_are_aligned_at_the_right(page, tmp_path):
     path = tmp_path / "report.html"
-    path.write_text(report(full(), sample.config()))
+    path.write_text(report(full()))
     page.show(path, 1280)
     kinds = page.run(
         "[...document.querySelectorAll('.number')].map((each) => getComputedStyle(each).textAlign)"

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import InputError
-from jaxthru.runtime.mesh import MeshConfig, make_mesh
+from jaxthru.runtime.mesh import AXES, MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
 
 
@@ -51,7 +51,7 @@ def test_constrain_lays_an_array_out():
     ],
 )
 def test_meshes(config, devices, shape):
-    assert config.shape(devices) == shape
+    assert config.shape(devices) == dict(zip(AXES, shape, strict=True))
 
 
 @pytest.mark.parametrize(

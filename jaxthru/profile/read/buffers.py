@@ -2,9 +2,8 @@
 
 XLA writes text (`xla_dump_to`): each allocation with the values that lie in it, each value with the
 instruction that makes it and those that read it, and from which instruction to which it lives. Sizes and
-places are exact. What a temporary is *for* XLA does not know: that is read off the name scopes of jaxthru's
-step ("model", "loss", "optimizer") in the instruction that makes it, and is as good as those names are after
-fusion.
+places are exact. What a temporary is *for* XLA does not know: that is read off the name scopes of the step in
+the instruction that makes it, and is as good as those names are after fusion.
 """
 
 import dataclasses
@@ -75,18 +74,20 @@ class Allocation:
 
 def breakdown(
     dump: Mapping[str, str],
+    scopes: Mapping[str, str],
     argument: Callable[[str], str | None] = by_path,
     unnamed: str = "other",
     output: str | None = None,
 ) -> Breakdown:
     """Returns what a compiled program's memory is made of.
 
-    dump: texts `buffer-assignment`, `values` and `live-range` of XLA. argument: the op_name of an argument,
-    which is its path, to its category; None is not counted. unnamed: the category of temporaries that no
-    scope names. output: that of results that take over no argument's memory; None asks the scopes.
+    dump: texts `buffer-assignment`, `values` and `live-range` of XLA. scopes: as for `Purpose`. argument: the
+    op_name of an argument, which is its path, to its category; None is not counted. unnamed: the category of
+    temporaries that no scope names. output: that of results that take over no argument's memory; None asks
+    the scopes.
     """
     allocations, values = parse(dump)
-    purpose = Purpose(values, unnamed)
+    purpose = Purpose(values, scopes, unnamed)
     spaces = {space: dict.fromkeys(CATEGORIES, 0) for space in (0, HOST)}
     for found, _, size, category in held(allocations, purpose, argument, output):
         spaces[HOST if found.space == HOST else 0][category] += size
@@ -233,8 +234,10 @@ def alive(values: list[Value], moment: int) -> list[Value]:
 class Purpose:
     """What a temporary is for."""
 
-    def __init__(self, values: list[Value], otherwise: str):
-        self.otherwise = otherwise
+    def __init__(self, values: list[Value], scopes: Mapping[str, str], otherwise: str):
+        """scopes: the names of those of "optimizer", "loss", "activations" and "gradients", where these are
+        added up over micro-batches. otherwise: what no scope names."""
+        self.scopes, self.otherwise = scopes, otherwise
         self.op_names = {value.instruction: value.made for value in values if not value.phi}
         self.made_by: dict[str, list[Value]] = {}
         for value in values:
@@ -246,25 +249,29 @@ class Purpose:
     def __call__(self, value: Value) -> str:
         if value.instruction.startswith("copy-start") and not value.phi:
             return "staging"
-        if within(value.made, "optimizer"):
+        if within(value.made, self.scopes["optimizer"]):
             return "optimizer"
         if self.reaches_optimizer(value, set()):
             return "gradients"
-        return PURPOSES.get(self.scope(value), self.otherwise)
+        return self.named(value) or self.otherwise
 
-    def scope(self, value: Value) -> str:
-        """Returns the scope of the instruction that makes an array, or, where fusion left it no name, of
-        those that read it, or of the arrays that take over its memory."""
+    def named(self, value: Value) -> str:
+        """Returns what the instruction is for that makes an array, or, where fusion left it no name, those
+        that read it, or what makes the arrays that take over its memory."""
         after, seen = [value], {id(value)}
         for array in after:  # grows
             for name in (array.made, *(self.op_names.get(name, "") for name in array.readers)):
-                for scope in SCOPES:
-                    if within(name, scope):
-                        return scope
+                if found := self.of(name):
+                    return found
             fresh = [other for other in self.handed_on(array) if id(other) not in seen]
             seen |= {id(other) for other in fresh}
             after += fresh
         return ""
+
+    def of(self, op_name: str) -> str:
+        """Returns what an op_name says of its purpose, "" where it lies in none of the scopes."""
+        phases = ("optimizer", "loss", "activations")
+        return next((phase for phase in phases if within(op_name, self.scopes[phase])), "")
 
     def handed_on(self, value: Value) -> list[Value]:
         """Returns the arrays that take over an array's memory with what is in it: of a loop that carries it,
@@ -281,7 +288,7 @@ class Purpose:
         """Says whether the optimizer reads this array's memory before it is used for anything else, or a sum
         over micro-batches to which it is added."""
         seen.add(id(value))
-        if any(within(self.op_names.get(name, ""), "optimizer") for name in value.readers):
+        if any(within(self.op_names.get(name, ""), self.scopes["optimizer"]) for name in value.readers):
             return True
         sums = (name for name in value.readers if self.adds(name))
         after = [*self.handed_on(value), *(made for name in sums for made in self.made_by.get(name, ()))]
@@ -291,9 +298,4 @@ class Purpose:
         """Says whether an instruction adds to sums of gradients: in a scope of that name, or outside of the
         model, the loss and the optimizer."""
         name = self.op_names.get(instruction, "")
-        outside = not any(within(name, scope) for scope in SCOPES)
-        return name.endswith("/add") and (outside or within(name, "gradients"))
-
-
-PURPOSES = {"optimizer": "optimizer", "loss": "loss", "model": "activations"}
-SCOPES = tuple(PURPOSES)
+        return name.endswith("/add") and (not self.of(name) or within(name, self.scopes["gradients"]))

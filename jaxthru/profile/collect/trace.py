@@ -23,8 +23,8 @@ from typing import Any
 
 import jax
 
-from jaxthru.profile import clocks
-from jaxthru.profile.publish import publish, show
+from jaxthru.profile.collect import clocks
+from jaxthru.profile.read.facts import Facts
 from jaxthru.runtime import aot, distributed, hardware, xla
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import require
@@ -93,13 +93,14 @@ class Profile:
         program: Callable,
         recompile: Callable[[dict], Callable],
         passes: list[Pass],
+        publish: Callable[[Path], None],
+        model: Facts,
         say: Callable[[str], None],
     ):
-        """program: the compiled step. recompile: compiles it with these options of XLA. passes: in order.
-        say: shows what the run waits for."""
-        self.folder, self.program, self.compiled, self._say = folder, program, program, say
-        self._recompile, self._passes = recompile, passes
-        self._coming = list(self._passes)
+        """program: the compiled step. recompile: compiles it with these options of XLA. passes: in order."""
+        self.folder, self.program, self.compiled = folder, program, program
+        self._publish, self._model, self._say = publish, model, say
+        self._recompile, self._passes, self._coming = recompile, passes, list(passes)
         self._running: Pass | None = None
         self._open = contextlib.ExitStack()
         self._samples: clocks.Samples | None = None
@@ -215,7 +216,7 @@ class Profile:
             return
         self._say("reading the profile")
         try:
-            show(self.folder, publish(self.folder))
+            self._publish(self.folder)
         except ValueError as error:  # a profile that cannot be read must not cost the run
             log.warning("%s: no ledger: %s", self.folder, error)
         except Exception as error:  # nor must a fault of the profiler fail it
@@ -235,6 +236,7 @@ class Profile:
             "peak_bytes": self._peak or hardware.peak_bytes(),
             "host_pinned_bytes": self._pinned,
             "passes": {one.name: {"first_step": one.first_step, "steps": one.steps} for one in taken},
+            "model": dataclasses.asdict(self._model),
         }
 
 
@@ -295,20 +297,20 @@ def open_profile(
     recompile: Callable[[dict], Callable],
     start: int,
     last: int,
+    publish: Callable[[Path], None],
+    model: Facts,
     say: Callable[[str], None] = log.info,
 ) -> Profile | NoProfile:
     """Returns what the loop calls between its steps; see `Profile`.
 
-    start: the step that the run goes on from. last: its last. say: shows what the run waits for.
+    start: the step that the run goes on from. last: its last. publish: makes a report of what a folder holds.
+    model: what the ledger goes by. say: shows what the run waits for.
     """
     if not config.at:
         return NoProfile(program)
     folder, reached = directory / str(config.at), start < config.at <= last
     if not reached and not (folder / "collected.json").is_file() and distributed.is_primary():
-        log.warning(
-            "profile.at = %d: nothing is profiled, as this run takes steps %d to %d",
-            config.at,
-            start + 1,
-            last,
-        )
-    return Profile(folder, program, recompile, _passes(config, program, start, last), say)
+        steps = config.at, start + 1, last
+        log.warning("profile.at = %d: nothing is profiled, as this run takes steps %d to %d", *steps)
+    passes = _passes(config, program, start, last)
+    return Profile(folder, program, recompile, passes, publish, model, say)

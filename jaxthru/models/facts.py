@@ -1,0 +1,60 @@
+"""What the profiler goes by of a family's model, which it knows nothing else of."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from jaxthru.models.family import FamilyConfig, module_of
+from jaxthru.models.remat import KEPT, kept_bytes, recomputed
+from jaxthru.models.stage import Chain, Stage, distinct
+from jaxthru.profile.read.facts import Facts
+from jaxthru.runtime.sharding import RULES
+from jaxthru.runtime.weights import WeightInfo
+
+POLICIES = (*KEPT, "none")
+
+
+def facts(config: FamilyConfig, compute: str) -> Facts:
+    """Returns the facts of a model of this shape. compute: the dtype of activations."""
+    family, item = module_of(config), jnp.dtype(compute).itemsize
+    chain: Chain = family.stages(config)
+    blocks = [(stage, chain.layers.count(stage)) for stage in distinct(chain.layers)]
+    ends = _matrices(chain.embedding) + _matrices(chain.head)
+    matrices = [(_matrices(stage), count) for stage, count in blocks]
+    dims = dict(_dims(itertools.chain(ends, *(each for each, _ in matrices))))
+    keys = [field.name for field in dataclasses.fields(config)]
+    named = {key: axis for key in keys for axis in dims if key.startswith(axis)}  # "vocabulary" of "vocab"
+    return Facts(
+        matmul_flops_per_token=family.train_flops(config, 1, 0),
+        attention_flops=family.train_flops(config, 0, 1),
+        layers=len(chain.layers),
+        layer_parameters=sum(count * math.prod(shape) for each, count in matrices for _, shape in each),
+        widths={key: dims[axis] for key, axis in named.items()},
+        split_widths=tuple(key for key, axis in named.items() if "tensor" in RULES[axis]),
+        kept={
+            one: sum(count * kept_bytes(stage.kept, one, item) for stage, count in blocks) for one in POLICIES
+        },
+        recomputed={
+            one: sum(count * recomputed(stage.products, one) for stage, count in blocks) for one in POLICIES
+        },
+        scopes=tuple({scope: None for stage in chain.stages for scope in stage.scopes}),
+    )
+
+
+def _matrices(stage: Stage) -> list[tuple[WeightInfo, tuple[int, ...]]]:
+    """Returns what each matrix or table of a stage is, and its shape."""
+    shapes = jax.tree.leaves(jax.eval_shape(stage.init, jax.random.key(0)))
+    pairs = zip(jax.tree.leaves(stage.weights), shapes, strict=True)
+    return [(info, leaf.shape) for info, leaf in pairs if info.role in ("matrix", "table")]
+
+
+def _dims(matrices: Iterable[tuple[WeightInfo, tuple[int, ...]]]) -> Iterator[tuple[str, int]]:
+    """Yields logical axis and size of the dims that are a matrix's whole width."""
+    for info, shape in matrices:
+        for side in (info.inputs, info.outputs):
+            if len(side) == 1 and info.axes[side[0]]:
+                yield info.axes[side[0]], shape[side[0]]

@@ -1,0 +1,1 @@
+"""What runs while a run is profiled."""
