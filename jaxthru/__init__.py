@@ -13,7 +13,7 @@ _HOME = {
     "RunConfig": ("jaxthru.config", "RunConfig"),
     "load_config": ("jaxthru.config", "load"),
     "open_data": ("jaxthru.data.loader", "open_data"),
-    "build": ("jaxthru.train", "build"),
+    "build_step": ("jaxthru.build.compiled", "build_step"),
     "run": ("jaxthru.train", "run"),
     "RunDirectory": ("jaxthru.training.run_directory", "RunDirectory"),
 }
@@ -22,6 +22,8 @@ sys.meta_path.insert(0, moved.Finder)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "build":
+        return importlib.import_module("jaxthru.build")
     if name not in _HOME:
         raise AttributeError(f"module 'jaxthru' has no attribute {name!r}")
     module, attribute = _HOME[name]

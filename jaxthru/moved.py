@@ -24,8 +24,9 @@ CLASSES = (
 """Where configuration files had their classes from; all are CONFIG's now. Within `jaxthru`."""
 
 MODULES = {
+    "plan.arithmetic": "jaxthru.build.memory_estimate",
     "plan.assemble": "jaxthru.build.step",
-    "plan.cost": "jaxthru.build.cost",
+    "plan.cost": "jaxthru.build.compiled",
     "plan.fit": "jaxthru.build.checks",
     "plan.levels": "jaxthru.build.choices",
     "profile.clocks": "jaxthru.profile.collect.clocks",

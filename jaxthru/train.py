@@ -2,153 +2,32 @@
 
 import argparse
 import dataclasses
-import functools
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import jax
-import numpy as np
-
 from jaxthru import config as configuration
+from jaxthru.build import choices
+from jaxthru.build.checks import fit
+from jaxthru.build.compiled import Build, build_step
 from jaxthru.config import RunConfig
-from jaxthru.data.batch import check_batch
-from jaxthru.data.loader import Batches, Data, open_data, prepare_data
-from jaxthru.data.placement import local_rows, to_global
+from jaxthru.data.loader import open_data, prepare_data
 from jaxthru.data.state import DataState
-from jaxthru.engine.dispatched import DispatchedStep
-from jaxthru.engine.inline import CompiledStep
 from jaxthru.engine.offload import in_place
-from jaxthru.engine.step import Batch, State, Step
-from jaxthru.models import facts, family
-from jaxthru.plan import levels
-from jaxthru.plan.assemble import assemble
-from jaxthru.plan.cost import row_cost
-from jaxthru.plan.fit import asked_for, attention_by, fit
+from jaxthru.engine.step import State
+from jaxthru.models import facts
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.publish import present
-from jaxthru.runtime import allocator, distributed, hardware, xla
-from jaxthru.runtime.errors import InputError, exit_code, leave, require
-from jaxthru.runtime.sharding import Layout
-from jaxthru.training.account import Account
+from jaxthru.runtime import allocator, distributed, xla
+from jaxthru.runtime.errors import exit_code, leave, require
 from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
-from jaxthru.training.evaluate import Evaluation, NoEvaluation
-from jaxthru.training.metrics import Meter
 from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.self_check import check_attention
-from jaxthru.training.state import init_by_parts, sharded_init
 from jaxthru.training.watchdog import Watchdog
-from pallas_kernels.dispatch import Unsupported
 
 log = logging.getLogger("jaxthru")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Build:
-    """What a configuration becomes on this machine, compiled and ready to run.
-
-    abstract: shapes, dtypes and shardings of the state. compiled: (state, batch) -> (state, metrics).
-    recompile: compiles it again, with more of XLA's options.
-    """
-
-    config: RunConfig
-    data: Data
-    layout: Layout
-    step: Step
-    abstract: State
-    compiled: CompiledStep | DispatchedStep
-    compile_seconds: float
-    recompile: Callable[[dict], CompiledStep | DispatchedStep]
-
-    def first_state(self) -> State:
-        """Returns the state before the first update."""
-        make = init_by_parts if self.config.offload.layered else sharded_init
-        return make(self.step.objective.model, self.step.optimizer, self.abstract, self.config.train.seed)
-
-    def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
-        """Returns this process's part of a batch of so many rows as the global batch on the devices."""
-        check_batch(batch, len(batch["tokens"]), self.config.data.sequence)
-        return to_global(batch, self.layout.sharding(("batch", "sequence")), rows)
-
-    def batches(self, data_state: DataState) -> Batches:
-        """Returns the batches of the updates after `data_state.step`, on the devices; close it."""
-        train = self.config.train
-        return self.data.train_batches(
-            data_state.schedule,
-            seed=train.seed,
-            rows=train.rows,
-            steps=train.steps,
-            start=data_state.step,
-            local_rows=self._local_rows(train.rows),
-            cost=row_cost(self.config),
-            place=functools.partial(self.place, rows=train.rows),
-        )
-
-    def evaluation(self) -> Evaluation | NoEvaluation:
-        """Returns the held-out evaluation, compiled."""
-        config = self.config.evaluate
-        if config.rows == 0:
-            return NoEvaluation()
-        # As many rows at once as a micro-batch of training has, so that it fits the memory that fits those.
-        rows = self.config.train.rows // self.config.train.microbatches
-        batches = self.data.held_out_batches(
-            total_rows=config.rows, rows=rows, local_rows=self._local_rows(rows)
-        )
-        if not batches:
-            log.info("no text is held out: nothing to evaluate on")
-            return NoEvaluation()
-        batches = [self.place(batch, rows) for batch in batches]
-        return Evaluation(config, self.compiled.loss_terms, batches, self.data.names)
-
-    def account(self, skipped: int, started: float, *listeners) -> Account:
-        """Returns the account of finished steps. listeners: the record, the display, the watchdog."""
-        model, devices = self.config.model, list(self.layout.mesh.devices.flat)
-        needed = functools.partial(family.module_of(model).train_flops, model)
-        meter = Meter(needed, hardware.peak_flops(devices), skipped, started)
-        return Account(meter, self.data.names, self.config.train.skip_limit, *listeners)
-
-    def _local_rows(self, rows: int) -> slice:
-        return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
-
-
-def build(
-    config: RunConfig, data: Data, devices: list[jax.Device] | None = None, autotuned: Path | None = None
-) -> Build:
-    """Returns the compiled step for a configuration. autotuned: a folder of what autotuning has chosen, by
-    which it is compiled anew. Raises InputError if configuration, data and devices do not fit each other."""
-    xla.configure(config.kernels.writes_to_peers)
-    config = levels.ready(config)
-    train, shape = config.train, config.model
-    layout = fit(config, devices)
-    levels.reserve(config, list(layout.mesh.devices.flat))
-    require(
-        data.vocabulary <= shape.vocabulary,
-        f"model.vocabulary = {shape.vocabulary}: smaller than the tokenizer's {data.vocabulary}",
-    )
-    if data.vocabulary < shape.vocabulary:
-        log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
-    segments, sources = data.segments, len(data.names)
-    made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
-    options = xla.compiler_options(
-        jax.default_backend(),
-        layout.mesh.size,
-        train.deterministic,
-        writes_to_peers=config.kernels.writes_to_peers,
-        copies=config.mesh.copies,
-        autotuned=autotuned,
-    )
-    compile_ = xla.nothing_kept(autotuned is not None)(made.compile)
-    started = time.monotonic()
-    try:
-        compiled = compile_(options)
-    except Unsupported as refusal:
-        raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
-    seconds = time.monotonic() - started
-    recompile = lambda more: compile_(options | more)  # noqa: E731
-    return Build(config, data, layout, made.step, made.abstract, compiled, seconds, recompile)
 
 
 def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float) -> State:
@@ -249,7 +128,7 @@ def run(
     started = time.monotonic()
     xla.configure(config.kernels.writes_to_peers)
     distributed.initialize()
-    config = levels.ready(config)
+    config = choices.ready(config)
     if directory:
         distributed.from_first(lambda: check_resumable(config, directory, resume))
         if (newest_step(directory.checkpoints) or 0) >= config.train.steps:
@@ -262,7 +141,7 @@ def run(
     keys = distributed.from_first(lambda: prepare_data(config.data, begun))
     data = open_data(config.data, prepare=False, begun=keys)
     directory = directory or RunDirectory.fresh(name)
-    built = build(config, data, autotuned=directory.autotune if config.train.deterministic else None)
+    built = build_step(config, data, autotuned=directory.autotune if config.train.deterministic else None)
     describe(built)
     rows = config.train.rows // config.train.microbatches
     check_attention(built.step.objective.model, rows, config.data.sequence, data.segments)

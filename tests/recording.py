@@ -143,8 +143,8 @@ def devices_of(config: Any) -> list[jax.Device]:
 
 def program(words: dict[str, str]) -> Program:
     """Returns the step of a configuration."""
-    from jaxthru.plan.assemble import assemble
-    from jaxthru.plan.fit import attention_by, fit
+    from jaxthru.build.checks import attention_by, fit
+    from jaxthru.build.step import assemble
     from jaxthru.training.state import sharded_init
 
     try:

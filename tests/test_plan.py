@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from runs import ROOT
 
+from jaxthru.build.compiled import row_cost
 from jaxthru.config import load
 from jaxthru.data.loader import open_data
 from jaxthru.plan.__main__ import main
-from jaxthru.plan.cost import row_cost
 from jaxthru.plan.data import forecast
 
 MIX = """

@@ -439,7 +439,7 @@ def test_a_notebook_needs_only_public_names(place, whole, tmp_path):
         "import sys, jaxthru\n"
         "assert 'jax' not in sys.modules, 'import jaxthru should do no work'\n"
         "config = jaxthru.load_config(sys.argv[1], ['train.steps=42'])\n"
-        "made = jaxthru.build(config, jaxthru.open_data(config.data))\n"
+        "made = jaxthru.build_step(config, jaxthru.open_data(config.data))\n"
         "slow = [name for name in sys.modules if name.startswith('jax.experimental.mosaic')]\n"
         "assert not slow, f'two seconds of every start: {slow}'\n"
         "import os\n"

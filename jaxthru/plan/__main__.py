@@ -9,10 +9,12 @@ import rich.console
 import rich.table
 
 from jaxthru import config as configuration
+from jaxthru.build import choices
+from jaxthru.build.checks import asked_for
+from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib
 from jaxthru.data.loader import open_data
-from jaxthru.plan import arithmetic, levels, memory
+from jaxthru.plan import memory
 from jaxthru.plan.data import forecast
-from jaxthru.plan.fit import asked_for
 from jaxthru.plan.plot import svg
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.atomic import write_atomically
@@ -47,28 +49,29 @@ def _memory(arguments: argparse.Namespace) -> int:
     room = memory.room(config, target)
     plan, resident = _plan(config, target, devices, arguments.segments)
     _show(memory.table(plan), [*room.said, *plan.notes])
-    proposals = levels.propose(config, room, resident=resident, devices=devices)
-    _show(levels.table(proposals), [] if proposals else ["Nothing fits, at any level and in any format."])
+    proposals = choices.propose(config, room, resident=resident, devices=devices)
+    none = [] if proposals else ["Nothing fits, at any level and in any format."]
+    _show(memory.proposal_table(proposals), none)
     short = room.lacks(plan)
-    fits = f"fits: {memory.gib(plan.peak_device)} of {memory.gib(room.device)} GiB"
+    fits = f"fits: {gib(plan.peak_device)} of {gib(room.device)} GiB"
     if plan.peak_host:
-        fits += f", on the host {memory.gib(plan.peak_host)} of {memory.gib(room.host)}"
+        fits += f", on the host {gib(plan.peak_host)} of {gib(room.host)}"
     _show(None, short or [fits])
     return 1 if short else 0
 
 
-def _plan(config, target, devices, segments) -> tuple[memory.MemoryPlan, memory.MemoryPlan | None]:
+def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | None]:
     """Returns the plan of a configuration, and the same if it is that of the resident step, compiled."""
     offload, state = config.offload, config.optim.state
     if offload.level == "auto":
         room = memory.room(config, target)
-        config = levels.resolve(config, room, devices)
+        config = choices.resolve(config, room, devices)
         level, fraction = config.offload.level, config.offload.fraction
         found = f"offload.level = auto is {level}, offload.fraction = {fraction:g}"
         plan, resident = _plan(config, target, devices, segments)
         return dataclasses.replace(plan, notes=(found, *plan.notes)), resident
     if not aot.available():
-        plan, _ = arithmetic.estimate(config, offload.level, state, offload.fraction, devices=devices)
+        plan, _ = estimate(config, offload.level, state, offload.fraction, devices=devices)
         note = 'an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
         return dataclasses.replace(plan, notes=(note, *plan.notes)), None
     try:

@@ -10,10 +10,10 @@ import rich.box
 import rich.console
 import rich.table
 
+from jaxthru.build.compiled import row_cost
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import Data
 from jaxthru.engine.step import microbatch_blocks
-from jaxthru.plan.cost import row_cost
 from jaxthru.plan.plot import Panel
 
 

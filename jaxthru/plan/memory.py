@@ -8,6 +8,10 @@ import jax.numpy as jnp
 import rich.box
 import rich.table
 
+from jaxthru.build.checks import attention_by, fit
+from jaxthru.build.choices import Proposal
+from jaxthru.build.memory_estimate import MemoryPlan, Room, gib, host_room
+from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
 from jaxthru.engine.model import Model
@@ -15,56 +19,13 @@ from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis, Moment, kind_o
 from jaxthru.models import family
 from jaxthru.models.ops import Ops
 from jaxthru.models.scopes import PURPOSES
-from jaxthru.plan.assemble import Assembled, assemble
-from jaxthru.plan.fit import attention_by, fit
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
-from jaxthru.runtime import aot, hardware, xla
+from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError
 from pallas_kernels.attention import STAND_IN, automatic
 
 DOCUMENTS = 32
 """Most documents assumed in a row where the corpus is not prepared: they size tables and workspaces."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by category (`profile.read.buffers`): on one device, at the moment when it needs the most, and on
-    the host, of all its devices. Each adds up to its peak."""
-
-    device: dict[str, int]
-    host: dict[str, int]
-    peak_device: int
-    peak_host: int
-    notes: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Room:
-    """Bytes that a plan may take on a device and on the host. said: where the two come from."""
-
-    device: int
-    host: int
-    said: tuple[str, ...] = ()
-
-    def holds(self, plan: MemoryPlan) -> bool:
-        """Says whether a plan fits."""
-        return plan.peak_device <= self.device and plan.peak_host <= self.host
-
-    def lacks(self, plan: MemoryPlan) -> list[str]:
-        """Returns what a plan has too little of, a line each that names the setting."""
-        short = []
-        if plan.peak_device > self.device:
-            short.append(
-                f"does not fit: {gib(plan.peak_device)} GiB on the device, which has {gib(self.device)}; "
-                "more micro-batches, remat.policy or offload.level make it less"
-            )
-        if plan.peak_host > self.host:
-            short.append(
-                f"does not fit: {gib(plan.peak_host)} GiB on the host, which may pin "
-                f"{gib(self.host)} (offload.host_gib); optim.state or a smaller offload.fraction makes it "
-                "less"
-            )
-        return short
 
 
 def room(config: RunConfig, target: aot.Target) -> Room:
@@ -81,19 +42,6 @@ def room(config: RunConfig, target: aot.Target) -> Room:
         ),
     )
     return Room(int(target.memory * share), host, said)
-
-
-PROCESS = 8 << 30
-"""Bytes of host memory that a process takes beside what it pins: 6 to 7 GiB with CUDA and XLA on an H200."""
-
-
-def host_room(config: RunConfig) -> int:
-    """Returns the bytes that a configuration may pin on this host."""
-    given = config.offload.host_gib
-    if given:
-        return round(given * 2**30)
-    limit = hardware.host_limit_bytes()
-    return limit - min(PROCESS, limit // 2)
 
 
 def resident(
@@ -203,11 +151,6 @@ def stand_in(config: RunConfig, layout, segments: int) -> str:
     return STAND_IN.get(chosen, chosen)
 
 
-def gib(size: float) -> str:
-    """Returns bytes in GiB, as text."""
-    return f"{size / 2**30:,.1f}"
-
-
 def table(plan: MemoryPlan) -> rich.table.Table:
     """Returns the plan's bytes by category."""
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
@@ -218,4 +161,27 @@ def table(plan: MemoryPlan) -> rich.table.Table:
         sizes = plan.device[name], plan.host[name]
         table.add_row(name, *(f"{size / 2**30:,.2f}" if size else "" for size in sizes))
     table.add_row("peak", *(f"{size / 2**30:,.2f}" for size in (plan.peak_device, plan.peak_host)))
+    return table
+
+
+PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)
+
+
+def proposal_table(proposals: list[Proposal]) -> rich.table.Table:
+    """Returns what was proposed, the cheapest first."""
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns take it
+    for column in ("optim.state", "offload.level"):
+        table.add_column(column, no_wrap=True)
+    for column in ("fraction", "device\nGiB", "host\nGiB", "moved\nGB", "PCIe\nseconds"):
+        table.add_column(column, justify="right")
+    for found in proposals:
+        table.add_row(
+            found.state,
+            found.level,
+            f"{found.fraction:.2f}",
+            gib(found.plan.peak_device),
+            gib(found.plan.peak_host),
+            f"{found.moved / 1e9:,.0f}",
+            f"{found.moved / PCIE:.2f}",
+        )
     return table

@@ -52,13 +52,12 @@ import row_costs
 from gpu_clocks import Clocks
 
 from jaxthru import config as configuration
+from jaxthru.build.compiled import Build, build_step, row_cost
 from jaxthru.data.loader import Data, open_data
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
-from jaxthru.plan.cost import row_cost
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import require
-from jaxthru.train import Build, build
 
 DEFAULTS = (
     *("model.layers=4", "model.vocabulary=16384", "model.max_sequence=32768"),
@@ -222,7 +221,7 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
     shape, train = config.data, config.train
     plain = dataclasses.replace(config, data=dataclasses.replace(shape, balance=False))
     with phases("compiling"):
-        programs = {one.train.microbatches: build(one, data) for one in (plain, shortened(plain))}
+        programs = {one.train.microbatches: build_step(one, data) for one in (plain, shortened(plain))}
         built = programs[train.microbatches]
         runner = Runner(built)
     batches = {ORDERS[0]: host_batches(plain, data, arguments.steps)}

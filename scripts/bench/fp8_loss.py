@@ -25,10 +25,10 @@ import jax
 import numpy as np
 
 from jaxthru import config as configuration
+from jaxthru.build.compiled import Build, build_step
 from jaxthru.config import DataConfig, EvaluateConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from jaxthru.data.loader import open_data
 from jaxthru.data.state import DataState
-from jaxthru.train import Build, build
 from jaxthru.training.evaluate import Evaluation
 
 WINDOW = 20
@@ -122,7 +122,7 @@ def main() -> int:
     for matmul in ("compute", "fp8"):
         config = configuration.load(arguments.config, [*overrides, f"precision.matmul={matmul}"])
         with open_data(config.data) as data:
-            built = build(config, data)
+            built = build_step(config, data)
             evaluation = built.evaluation()
             results[matmul] = []
             for seed in range(arguments.seeds):

@@ -62,12 +62,12 @@ import starved_transform
 from gpu_clocks import Clocks
 
 from jaxthru import config as configuration
+from jaxthru.build.compiled import Build, build_step
 from jaxthru.data.loader import open_data
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import require
-from jaxthru.train import Build, build
 
 BAR_WAIT = 0.005
 
@@ -210,7 +210,7 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         data = open_data(config.data)
     with phases("compiling"):
         data.segments = max(data.segments, 16)  # Grain packs other rows, with more documents perhaps
-        built = build(config, data, jax.devices()[:1])
+        built = build_step(config, data, jax.devices()[:1])
         runner = Runner(built)
     placed = functools.partial(place, built=built)
     opens = {

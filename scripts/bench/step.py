@@ -20,12 +20,12 @@ import jax
 import numpy as np
 
 from jaxthru import config as configuration
+from jaxthru.build.compiled import Build, build_step
 from jaxthru.data.loader import open_data
 from jaxthru.data.state import DataState
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
-from jaxthru.train import Build, build
 
 
 def packed_batches(built: Build) -> Iterator[Batch]:
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> dict:
     if arguments.causal_rows:
         data = copy.copy(data)
         data.segments = 1
-    built = build(config, data)
+    built = build_step(config, data)
     rows = np.load(arguments.causal_rows) if arguments.causal_rows else None
     batches = packed_batches(built) if rows is None else causal_batches(built, rows)
     return {

@@ -26,10 +26,10 @@ from gpu_clocks import Clocks, mean
 from step import packed_batches
 
 from jaxthru import config as configuration
+from jaxthru.build.compiled import Build, build_step
 from jaxthru.data.loader import open_data
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError
-from jaxthru.train import Build, build
 
 FIRST = ("loss", "grad_norm")
 COMPILES, RUNS = 240.0, 90.0  # seconds that a contender may take to compile, and to run its first step
@@ -49,7 +49,7 @@ def build_all(config: str, common: list[str], wanted: dict[str, list[str]]) -> t
         resolved = configuration.load(config, [*common, *settings, "train.steps=1000000"])
         with checks.ends_within(COMPILES, f"{name} compiles"):
             try:
-                made = build(resolved, open_data(resolved.data))
+                made = build_step(resolved, open_data(resolved.data))
             except InputError as refusal:
                 missing[name] = str(refusal)
                 continue

@@ -9,10 +9,10 @@ import pytest
 import tiny
 from cases import named, slow_but_for
 
+from jaxthru.build import checks as fit
 from jaxthru.models import fp8
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import KEPT
-from jaxthru.plan import fit
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout

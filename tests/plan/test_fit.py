@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.plan.fit import fit
+from jaxthru.build.checks import fit
 from jaxthru.runtime.errors import InputError
 
 

@@ -14,8 +14,8 @@ import jax
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.plan.assemble import assemble
-from jaxthru.plan.fit import fit
+from jaxthru.build.checks import fit
+from jaxthru.build.step import assemble
 from jaxthru.plan.memory import stand_in
 from jaxthru.runtime import aot, xla
 from pallas_kernels import dispatch

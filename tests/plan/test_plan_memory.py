@@ -1,4 +1,4 @@
-"""What a configuration needs on a GPU: read from a compile, and by arithmetic."""
+"""What a configuration needs on a GPU: read from a compile, and by memory_estimate."""
 
 import os
 import subprocess
@@ -11,16 +11,18 @@ import pytest
 from runs import ROOT
 
 from jaxthru import config as configuration
+from jaxthru.build import choices, memory_estimate
+from jaxthru.build.checks import fit
+from jaxthru.build.memory_estimate import MemoryPlan, Room
+from jaxthru.build.step import assemble
 from jaxthru.engine import rehearsed
 from jaxthru.engine.offload import HOST
 from jaxthru.engine.programs import compiler_with
+from jaxthru.engine.rehearsed import Moment
 from jaxthru.models import llama
 from jaxthru.models.scopes import PURPOSES
-from jaxthru.plan import arithmetic, levels, memory
+from jaxthru.plan import memory
 from jaxthru.plan.__main__ import main
-from jaxthru.plan.assemble import assemble
-from jaxthru.plan.fit import fit
-from jaxthru.plan.memory import MemoryPlan, Moment, Room
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError
@@ -235,19 +237,19 @@ def test_the_fullest_moment_of_several_programs_counts():
 
 def test_levels_move_bytes_from_the_device_to_the_host():
     config = load("llama3_8b", "train.rows=2", "train.microbatches=1", "optim.clip_rule=exact")
-    sizes = arithmetic.Sizes.of(config)
+    sizes = memory_estimate.Sizes.of(config)
     P, tables = sizes.matrices, sum(sizes.tables)
-    plans = {level: arithmetic.estimate(config, level, "split_master")[0] for level in levels.LEVELS}
-    moved = {level: arithmetic.estimate(config, level, "split_master")[1] for level in levels.LEVELS}
+    plans = {level: memory_estimate.estimate(config, level, "split_master")[0] for level in choices.LEVELS}
+    moved = {level: memory_estimate.estimate(config, level, "split_master")[1] for level in choices.LEVELS}
     assert plans["none"].peak_host == moved["none"] == 0
     assert plans["optimizer"].host["optimizer"] == 6 * P
     assert moved["optimizer"] == 12 * P
     # Exact clipping: the gradients wait there for the norm, those of the tables in float32.
     assert plans["gradients"].host["gradients"] == 2 * (P - tables) + 4 * tables
     assert plans["parameters"].host["parameters"] == 2 * P
-    peaks = [plans[level].peak_device for level in levels.LEVELS]
+    peaks = [plans[level].peak_device for level in choices.LEVELS]
     assert peaks == sorted(peaks, reverse=True)
-    half = arithmetic.estimate(config, "optimizer", "split_master", 0.5)[0]
+    half = memory_estimate.estimate(config, "optimizer", "split_master", 0.5)[0]
     assert half.host["optimizer"] == pytest.approx(3 * P, rel=0.05)  # of whole parts
     for plan in (*plans.values(), half):
         assert sum(plan.device.values()) == plan.peak_device and sum(plan.host.values()) == plan.peak_host
@@ -256,7 +258,7 @@ def test_levels_move_bytes_from_the_device_to_the_host():
 def test_the_arithmetic_of_a_resident_step_is_near_its_compile():
     """Measured on an H200 with all of it compiled: 126.4 GiB; 47.1 GiB."""
     for name, measured in (("llama3_8b_one_gpu", 126.4), ("llama3_8b_8layer", 47.1)):
-        plan, _ = arithmetic.estimate(load(name, "mesh.fsdp=1"), "none", "float32")
+        plan, _ = memory_estimate.estimate(load(name, "mesh.fsdp=1"), "none", "float32")
         assert abs(plan.peak_device / GIB / measured - 1) < 0.05, plan.peak_device / GIB
 
 
@@ -266,25 +268,25 @@ def test_the_arithmetic_of_a_resident_step_is_near_its_compile():
 )
 def test_the_arithmetic_of_micro_batches_is_near_their_compile(shape, compiled):
     settings = f"optim.clip_rule=exact offload.level=none model.loop={shape}".split()
-    plan, _ = arithmetic.estimate(load("llama3_8b", *settings), "none", "split_master")
+    plan, _ = memory_estimate.estimate(load("llama3_8b", *settings), "none", "split_master")
     assert abs(plan.peak_device / GIB / compiled - 1) < 0.02, plan.peak_device / GIB
 
 
 def test_what_fits_with_the_least_traffic_is_proposed():
     config = load("llama3_8b_one_gpu", "mesh.fsdp=1")
     wide = Room(134 * GIB, 500 * GIB)
-    first = levels.propose(config, wide)[0]
+    first = choices.propose(config, wide)[0]
     assert (first.level, first.state, first.fraction, first.moved) == ("none", "float32", 0, 0)
     narrow = Room(60 * GIB, 100 * GIB)
-    found = levels.propose(config, narrow)
+    found = choices.propose(config, narrow)
     assert found and all(narrow.holds(proposal.plan) for proposal in found)
     assert [proposal.moved for proposal in found] == sorted(proposal.moved for proposal in found)
-    assert not levels.propose(config, Room(1 * GIB, 1 * GIB))
+    assert not choices.propose(config, Room(1 * GIB, 1 * GIB))
     slow = load("llama3_8b_one_gpu", "mesh.fsdp=1", "optim.b2=0.999")
-    states = {proposal.state for proposal in levels.propose(slow, Room(134 * GIB, 500 * GIB))}
+    states = {proposal.state for proposal in choices.propose(slow, Room(134 * GIB, 500 * GIB))}
     assert states == {"float32", "split_master_float32"}  # for optim.b2 is too slow for the others
     kept = load("llama3_8b_one_gpu", "mesh.fsdp=1", "remat.keep_parameters=true")
-    assert {proposal.level for proposal in levels.propose(kept, Room(134 * GIB, 500 * GIB))} == {"none"}
+    assert {proposal.level for proposal in choices.propose(kept, Room(134 * GIB, 500 * GIB))} == {"none"}
 
 
 def test_what_lacks_names_the_setting():
@@ -343,7 +345,7 @@ def test_the_plan_of_a_layered_step_adds_up(offload, state):
     at_rest = resting(made)
     assert all(min(moment.host.values()) >= 0 and min(moment.beside.values()) >= 0 for moment in moments)
     assert at_rest <= plan.peak_host
-    estimate, _ = arithmetic.estimate(config, config.offload.level, state, config.offload.fraction)
+    estimate, _ = memory_estimate.estimate(config, config.offload.level, state, config.offload.fraction)
     assert estimate.host["optimizer"] + estimate.host["parameters"] == pytest.approx(
         at_rest, rel=0.02
     )  # scales of small blocks
@@ -363,7 +365,7 @@ def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
     monkeypatch.setattr(rehearsed._Account, "put", counted)
     memory.rehearsed(assembled(config), nothing, None)
     level, state = config.offload.level, config.optim.state
-    plan, moved = arithmetic.estimate(config, level, state, config.offload.fraction)
+    plan, moved = memory_estimate.estimate(config, level, state, config.offload.fraction)
     wanted = rehearsed.STEPS * moved
     if config.optim.clip_rule == "exact":
         wanted += plan.host["parameters"]  # fetched once more, for the update that waits at the end
@@ -426,16 +428,16 @@ def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatc
 
 def test_auto_is_the_first_level_that_fits():
     config = load("llama3_8b", "offload.level=auto")
-    found = {size: levels.resolve(config, Room(size * GIB, 200 * GIB)).offload for size in (142, 80, 60, 40)}
+    found = {size: choices.resolve(config, Room(size * GIB, 200 * GIB)).offload for size in (142, 80, 60, 40)}
     assert [offload.level for offload in found.values()] == ["none", "optimizer", "optimizer", "parameters"]
     assert found[80].fraction < found[60].fraction <= 1
     for size, offload in found.items():
-        plan, _ = arithmetic.estimate(config, offload.level, "split_master", offload.fraction)
+        plan, _ = memory_estimate.estimate(config, offload.level, "split_master", offload.fraction)
         assert Room(size * GIB, 200 * GIB).holds(plan)
     inputs = load("llama3_8b", "offload.level=auto", "offload.activations=inputs")
-    assert levels.resolve(inputs, Room(142 * GIB, 200 * GIB)).offload.level == "none"
+    assert choices.resolve(inputs, Room(142 * GIB, 200 * GIB)).offload.level == "none"
     fixed = load("llama3_8b")
-    assert levels.resolve(fixed, Room(1, 1)) is fixed
+    assert choices.resolve(fixed, Room(1, 1)) is fixed
 
 
 def test_auto_refuses_what_fits_nowhere():
@@ -443,45 +445,45 @@ def test_auto_refuses_what_fits_nowhere():
     with pytest.raises(
         InputError, match=r"auto.*split_master_float32.*GiB on the device.*stochastic_round.* fits"
     ):
-        levels.resolve(config, Room(40 * GIB, 40 * GIB))
+        choices.resolve(config, Room(40 * GIB, 40 * GIB))
     with pytest.raises(InputError, match=r"no optim\.state fits"):
-        levels.resolve(config, Room(1 * GIB, 1 * GIB))
+        choices.resolve(config, Room(1 * GIB, 1 * GIB))
 
 
 def test_pinned_memory_is_reserved_for_what_is_offloaded(monkeypatch):
     asked = []
-    monkeypatch.setattr(levels.pinned_memory, "limit", lambda *sizes: asked.append(sizes))
-    levels.ready(load("quickstart"))
+    monkeypatch.setattr(choices.pinned_memory, "limit", lambda *sizes: asked.append(sizes))
+    choices.ready(load("quickstart"))
     assert asked == []
     config = load("llama3_8b", "offload.host_gib=100")
-    levels.ready(config)
+    choices.ready(config)
     [(needed, allowed)] = asked
     assert allowed == 100 * GIB
-    plan, _ = arithmetic.estimate(config, "gradients", "split_master", config.offload.fraction)
+    plan, _ = memory_estimate.estimate(config, "gradients", "split_master", config.offload.fraction)
     assert needed == plan.peak_host + 8 * 128_256 * 4096
     needed = plan.peak_host
-    assert levels.pinned(load("llama3_8b", "offload.level=auto")) == 0
-    assert levels.pinned(load("llama3_8b", "mesh.data=-1", "mesh.fsdp=1")) == 0
-    assert levels.pinned(load("llama3_8b", "mesh.data=2", "mesh.fsdp=1")) == 2 * needed
-    assert levels.pinned(load("llama3_8b", "mesh.tensor=2")) == needed  # split, the state
+    assert choices.pinned(load("llama3_8b", "offload.level=auto")) == 0
+    assert choices.pinned(load("llama3_8b", "mesh.data=-1", "mesh.fsdp=1")) == 0
+    assert choices.pinned(load("llama3_8b", "mesh.data=2", "mesh.fsdp=1")) == 2 * needed
+    assert choices.pinned(load("llama3_8b", "mesh.tensor=2")) == needed  # split, the state
 
 
 def test_what_a_process_of_gpus_keeps_on_the_host_is_pinned_at_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(levels.pinned_memory, "reserve", asked.append)
+    monkeypatch.setattr(choices.pinned_memory, "reserve", asked.append)
     here, there = ([Mock(platform="gpu") for _ in range(2)] for _ in range(2))
     monkeypatch.setattr(jax, "local_devices", lambda: here)
     config = load("llama3_8b", "offload.host_gib=100")
-    state, saving = levels.pinned(config), levels.saved_at_once(config)
-    levels.reserve(config, here[:1])
-    levels.reserve(config, here)  # which split the state
-    levels.reserve(config, here + there)
+    state, saving = choices.pinned(config), choices.saved_at_once(config)
+    choices.reserve(config, here[:1])
+    choices.reserve(config, here)  # which split the state
+    choices.reserve(config, here + there)
     each = state + saving, state + saving, state // 2 + saving
-    assert asked == [levels.pinned_memory.spared(needed) for needed in each]
-    levels.reserve(load("llama3_8b", "offload.host_gib=30"), here[:1])
+    assert asked == [choices.pinned_memory.spared(needed) for needed in each]
+    choices.reserve(load("llama3_8b", "offload.host_gib=30"), here[:1])
     assert asked[3] == 30 * GIB  # all that may be
-    levels.reserve(config, jax.devices()[:1])
-    levels.reserve(load("quickstart"), here)
+    choices.reserve(config, jax.devices()[:1])
+    choices.reserve(load("quickstart"), here)
     assert len(asked) == 4
 
 
@@ -489,10 +491,10 @@ def test_activations_in_pinned_memory_are_one_copy_on_any_mesh():
     config = load("llama3_8b", "offload.activations=inputs")
     shape, tokens = config.model, config.train.rows * config.data.sequence
     inputs = 2 * shape.embed * tokens * shape.layers
-    state = levels.pinned(load("llama3_8b"))
+    state = choices.pinned(load("llama3_8b"))
 
     def pinned(*mesh: str) -> float:
-        return levels.pinned(load("llama3_8b", "offload.activations=inputs", *mesh))
+        return choices.pinned(load("llama3_8b", "offload.activations=inputs", *mesh))
 
     assert pinned() == pytest.approx(state + inputs)
     assert pinned("mesh.tensor=2") == pytest.approx(state + inputs)
@@ -505,7 +507,7 @@ def test_staging_counts_in_both_directions(clip_rule):
         config = load(
             "llama3_8b", f"offload.staging_gib={gib}", "offload.fraction=1", f"optim.clip_rule={clip_rule}"
         )
-        return arithmetic.estimate(config, "optimizer", "split_master")[0]
+        return memory_estimate.estimate(config, "optimizer", "split_master")[0]
 
     narrow, wide, wider = plan(0), plan(10), plan(12)
     assert narrow.peak_device < wide.peak_device and narrow.peak_host < wide.peak_host
@@ -517,8 +519,8 @@ def test_staging_counts_in_both_directions(clip_rule):
 def test_a_host_has_room_for_its_own_devices(monkeypatch):
     rooms = []
     monkeypatch.setattr(jax, "local_device_count", lambda: jax.device_count() // 2)
-    monkeypatch.setattr(levels, "resolve", lambda config, room, devices: rooms.append(room) or config)
-    levels.resolve_here(load("llama3_8b", "offload.level=auto", "offload.host_gib=100"))
+    monkeypatch.setattr(choices, "resolve", lambda config, room, devices: rooms.append(room) or config)
+    choices.resolve_here(load("llama3_8b", "offload.level=auto", "offload.host_gib=100"))
     assert [room.host for room in rooms] == [200 * GIB]
 
 

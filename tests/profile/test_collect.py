@@ -1,5 +1,6 @@
 """The command profiles itself: what is collected, and that the ledger agrees with the loop's clock."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -39,7 +40,7 @@ def run(place):
     return place.folder / "profiled"
 
 
-FACTS = Facts(6.0, 6.0, 1, 1, {}, (), {}, FACTS)
+FACTS = Facts(6.0, 6.0, 1, 1, {}, (), {}, {})
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +234,7 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
         return named
 
     noted = []
-    config, handed = ProfileConfig(at=4, steps=2), (None, {"scopes": ["experts"]})
+    config, handed = ProfileConfig(at=4, steps=2), (None, FACTS)
     profile = open_profile(config, tmp_path, plain, recompile, 0, 8, *handed, noted.append)
     programs = {}
     for step in range(1, 14):
@@ -249,7 +250,7 @@ def test_a_gpu_takes_another_pass_without_graphs(tmp_path, monkeypatch):
         "attribution": {"first_step": 4, "steps": 2},
         "production": {"first_step": 7, "steps": 2},
     }
-    assert taken["scopes"] == ["experts"]
+    assert taken["model"] == json.loads(json.dumps(dataclasses.asdict(FACTS)))
     assert (tmp_path / "4" / "attribution.hlo.txt").read_text() == "named"
     assert noted == ["compiling the profiled step", *["collecting the profile"] * 2]
     # Of a run that is too short for both, the one without which there is no ledger.

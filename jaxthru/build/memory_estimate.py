@@ -12,8 +12,68 @@ from jaxthru.config import RunConfig
 from jaxthru.engine.offload import AHEAD, OffloadConfig
 from jaxthru.models import llama
 from jaxthru.optim.formats import FORMATS
-from jaxthru.plan.memory import MemoryPlan
 from jaxthru.profile.read.buffers import CATEGORIES
+from jaxthru.runtime import hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by category (`profile.read.buffers`): on one device, at the moment when it needs the most, and on
+    the host, of all its devices. Each adds up to its peak."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    peak_device: int
+    peak_host: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Bytes that a plan may take on a device and on the host. said: where the two come from."""
+
+    device: int
+    host: int
+    said: tuple[str, ...] = ()
+
+    def holds(self, plan: MemoryPlan) -> bool:
+        """Says whether a plan fits."""
+        return plan.peak_device <= self.device and plan.peak_host <= self.host
+
+    def lacks(self, plan: MemoryPlan) -> list[str]:
+        """Returns what a plan has too little of, a line each that names the setting."""
+        short = []
+        if plan.peak_device > self.device:
+            short.append(
+                f"does not fit: {gib(plan.peak_device)} GiB on the device, which has {gib(self.device)}; "
+                "more micro-batches, remat.policy or offload.level make it less"
+            )
+        if plan.peak_host > self.host:
+            short.append(
+                f"does not fit: {gib(plan.peak_host)} GiB on the host, which may pin "
+                f"{gib(self.host)} (offload.host_gib); optim.state or a smaller offload.fraction makes it "
+                "less"
+            )
+        return short
+
+
+PROCESS = 8 << 30
+"""Bytes of host memory that a process takes beside what it pins: 6 to 7 GiB with CUDA and XLA on an H200."""
+
+
+def host_room(config: RunConfig) -> int:
+    """Returns the bytes that a configuration may pin on this host."""
+    given = config.offload.host_gib
+    if given:
+        return round(given * 2**30)
+    limit = hardware.host_limit_bytes()
+    return limit - min(PROCESS, limit // 2)
+
+
+def gib(size: float) -> str:
+    """Returns bytes in GiB, as text."""
+    return f"{size / 2**30:,.1f}"
+
 
 LOSS_CHUNK = 2048  # tokens whose logits exist at once in linear_cross_entropy
 

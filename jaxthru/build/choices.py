@@ -4,13 +4,10 @@ import dataclasses
 import logging
 
 import jax
-import rich.box
-import rich.table
 
+from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate, gib, host_room
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
-from jaxthru.plan.arithmetic import estimate
-from jaxthru.plan.memory import MemoryPlan, Room, gib, host_room
 from jaxthru.runtime import distributed, hardware
 from jaxthru.runtime import pinned as pinned_memory
 from jaxthru.runtime.errors import InputError
@@ -169,26 +166,3 @@ CERTAIN = 0.90
 """Share of the device that a plan by arithmetic may fill: it is up to 1 % below the compiled peak (on several
 devices 6 %), what was measured up to 5 % above that, and this is not all either (first steps, evaluation,
 holes in the memory)."""
-
-
-PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)
-
-
-def table(proposals: list[Proposal]) -> rich.table.Table:
-    """Returns what was proposed, the cheapest first."""
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns take it
-    for column in ("optim.state", "offload.level"):
-        table.add_column(column, no_wrap=True)
-    for column in ("fraction", "device\nGiB", "host\nGiB", "moved\nGB", "PCIe\nseconds"):
-        table.add_column(column, justify="right")
-    for found in proposals:
-        table.add_row(
-            found.state,
-            found.level,
-            f"{found.fraction:.2f}",
-            gib(found.plan.peak_device),
-            gib(found.plan.peak_host),
-            f"{found.moved / 1e9:,.0f}",
-            f"{found.moved / PCIE:.2f}",
-        )
-    return table
