@@ -1,11 +1,14 @@
 """The direction of imports, and who may import what: see CONTRIBUTING.md."""
 
 import ast
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from jaxthru.models import family, llama
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,6 +75,7 @@ def test_imports_point_left(path):
         if other is None or other == own:
             continue
         assert LEVEL[other] < LEVEL[own], f"{path}: {own} imports {other}"
+        assert {own, other} != {"train", "plan"}, f"{path}: a run needs no plan"
         assert other != "config" or own in ("build", "plan", "train"), f"{path}: {own} imports config"
 
 
@@ -109,3 +113,43 @@ def test_rooms_are_not_crowded():
     assert not crowded
     for config in ROOT.glob("configs/*.py"):
         assert len(config.read_text().splitlines()) <= 80, config
+
+
+FAMILY_NEUTRAL = ("plan", "profile", "training", "engine", "build")
+
+
+@pytest.mark.parametrize("room", FAMILY_NEUTRAL)
+def test_no_family_is_known_by_name_or_by_its_keys(room):
+    """Beside its own file. `layers` counts as a key only of a model, for engines have layers too."""
+    keys = {field.name for field in dataclasses.fields(llama.Config)} - {"loop", "layers"}
+    names = {*family.SHIPPED, "ModelConfig"}
+    for path in sorted((ROOT / "jaxthru" / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                of_model = isinstance(node.value, ast.Attribute) and node.value.attr == "model"
+                assert node.attr not in keys | names, f"{path}:{node.lineno}: .{node.attr}"
+                assert not (of_model and node.attr == "layers"), f"{path}:{node.lineno}: model.layers"
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                key = node.value.removeprefix("model.")
+                named = key in keys | names and (key != node.value or key not in NEUTRAL_WORDS)
+                assert not named, f"{path}:{node.lineno}: {node.value!r}"
+            if isinstance(node, ast.ImportFrom):
+                imported = {alias.name for alias in node.names} | {f"{node.module}".rpartition(".")[2]}
+                assert not imported & names, f"{path}:{node.lineno}: imports {imported & names}"
+
+
+NEUTRAL_WORDS = {"embed", "heads", "kv_heads", "head_dim", "mlp"}
+"""Keys that are also names of logical axes and scopes."""
+
+
+def test_no_function_is_long():
+    """80 lines, of `jaxthru`: from its `def` to its end, without the docstring."""
+    long = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if path.is_relative_to(ROOT / "jaxthru") and isinstance(node, ast.FunctionDef):
+                documented = ast.get_docstring(node) is not None
+                lines = node.end_lineno - node.lineno + 1
+                lines -= node.body[0].end_lineno - node.body[0].lineno + 1 if documented else 0
+                long += [f"{path}: {node.name}, {lines} lines"] * (lines > 80)
+    assert not long, "; ".join(long)

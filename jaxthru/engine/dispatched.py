@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, parts
 from jaxthru.engine.offload import (
@@ -65,7 +66,7 @@ class DispatchedStep:
     ):
         """abstract, batch: what it will be called with, where it will lie. compiler: see `compiler_with`.
         put: starts copies, see `move`. With both replaced, the schedule is rehearsed (rehearsed.py)."""
-        self.step, self.config = step, config
+        self.step, self.config, self._put = step, config, put
         self._move, self._fetched = (functools.partial(function, put=put) for function in (move, Fetched))
         self.chain, layout = step.model.chain, step.model.ops.layout
         programs = Programs(step)
@@ -182,7 +183,7 @@ class DispatchedStep:
         self.finish, _ = compile_(
             scopes.FINISH, programs.finish, (counters, batch, terms, squares, squares), out_shardings=scalar
         )
-        self.indices = [jax.device_put(jnp.int32(part), scalar) for part in range(len(weights))]
+        self.indices = self._put([np.int32(part) for part in range(len(weights))], [scalar] * len(weights))
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
         """Returns the next state and this update's metrics, as `Step` does.

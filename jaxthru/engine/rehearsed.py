@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.offload import HOST
@@ -132,7 +133,7 @@ class _Array:
         self.category, self.made, self.comes, self.gone = category, made, comes, False
         self.read: list[_Copy] = []
         size = self.dtype.itemsize * math.prod(sharding.shard_shape(tuple(self.shape)))
-        self.size = size * (len(sharding.device_set) if self.on_host else 1)
+        self.size = size * (sharding.mesh.size if self.on_host else 1)
         account.add(self.on_host, category, self.size)
 
     @property
@@ -187,6 +188,9 @@ class _Account:
         """Stands for jax.device_put."""
         copied = []
         for array, sharding in zip(arrays, shardings, strict=True):
+            if isinstance(array, np.generic):  # of the host's own
+                copied.append(_Array(self, array, sharding, "other", 0))
+                continue
             copy = _Copy(sharding.memory_kind == HOST, array.made)
             self.copies.append(copy)
             array.read.append(copy)
