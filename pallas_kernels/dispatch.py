@@ -5,12 +5,14 @@ refuses by raising `Unsupported` while it is traced, from static facts alone: pl
 compute capability, installed libraries. So a choice is made once per compilation and costs a step nothing.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
 import logging
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -24,9 +26,22 @@ class Unsupported(Exception):
     """An implementation cannot run here; the message says what it needs and what it found."""
 
 
+_assumed = contextvars.ContextVar[str | None]("assumed", default=None)
+
+
+@contextlib.contextmanager
+def assumed(platform: str) -> Iterator[None]:
+    """Has what is traced within be for a platform. JAX is not asked for its backend, which would start it."""
+    token = _assumed.set(platform)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def resolve_platform(platform: str | None = None) -> str:
     """Returns "cpu", "gpu" or "tpu": where the computation will run, by default on JAX's default backend."""
-    platform = platform or jax.default_backend()
+    platform = platform or _assumed.get() or jax.default_backend()
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 

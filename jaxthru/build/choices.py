@@ -1,6 +1,8 @@
 """Which level of offload, which format of the state and which share of the layers: by arithmetic."""
 
+import bisect
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -8,6 +10,7 @@ import jax
 from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate, gib, host_room
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
+from jaxthru.models import family
 from jaxthru.runtime import distributed, hardware
 from jaxthru.runtime import pinned as pinned_memory
 from jaxthru.runtime.errors import InputError
@@ -47,8 +50,7 @@ def pinned(config: RunConfig) -> int:
     mesh = dataclasses.replace(mesh, fsdp=1)
     config = dataclasses.replace(config, mesh=mesh)
     devices = mesh.data * mesh.tensor
-    plan, _ = estimate(config, offload.level, config.optim.state, offload.fraction, devices=devices)
-    return plan.peak_host
+    return estimate(config, devices=devices)[0].peak_host
 
 
 def saved_at_once(config: RunConfig) -> int:
@@ -80,7 +82,7 @@ def reserve(config: RunConfig, devices: list[jax.Device]) -> None:
     offload, here = config.offload, [device for device in devices if device in jax.local_devices()]
     if not offload.layered or devices[0].platform != "gpu":
         return
-    plan, _ = estimate(config, offload.level, config.optim.state, offload.fraction, devices=len(devices))
+    plan, _ = estimate(config, devices=len(devices))
     kept = plan.peak_host * len(here) // len(devices) + saved_at_once(config)
     pinned_memory.reserve(min(pinned_memory.spared(kept), host_room(config)))
 
@@ -112,13 +114,21 @@ def propose(
 
 def _least(config, level, state, room, resident=None, devices=1) -> Proposal | None:
     """Returns a level with the least fraction that fits, if any does."""
-    count = config.model.layers + 2  # embedding and head are parts too
-    steps = (0,) if level == "none" else range(1, count + 1)
-    for fraction in (step / count for step in steps):
-        plan, moved = estimate(config, level, state, fraction, resident=resident, devices=devices)
-        if room.holds(plan):
-            return Proposal(level, state, fraction, plan, moved)
-    return None
+    optim = dataclasses.replace(config.optim, state=state)
+
+    @functools.cache
+    def planned(step: int) -> tuple[MemoryPlan, int]:
+        offload = dataclasses.replace(config.offload, level=level, fraction=step / count or 1.0)
+        tried = dataclasses.replace(config, offload=offload, optim=optim)
+        return estimate(tried, resident=resident, devices=devices)
+
+    # Embedding and head are parts too. The more of them are on the host, the less is on the device.
+    count = len(family.module_of(config.model).stages(config.model).layers) + 2
+    steps = range(1, count + 1) if level != "none" else range(1)
+    least = bisect.bisect_left(steps, True, key=lambda step: planned(step)[0].peak_device <= room.device)
+    if least == len(steps) or not room.holds(planned(steps[least])[0]):
+        return None
+    return Proposal(level, state, steps[least] / count, *planned(steps[least]))
 
 
 def resolve_here(config: RunConfig) -> RunConfig:
@@ -149,7 +159,10 @@ def resolve(config: RunConfig, room: Room, devices: int = 1) -> RunConfig:
     fits = (_least(config, level, config.optim.state, room, devices=devices) for level in LEVELS)
     first = next((proposal for proposal in fits if proposal), None)
     if first is None:
-        most, _ = estimate(config, LEVELS[-1], config.optim.state, devices=devices)
+        most, _ = estimate(
+            dataclasses.replace(config, offload=dataclasses.replace(config.offload, level=LEVELS[-1])),
+            devices=devices,
+        )
         others = [proposal.state for proposal in propose(config, room, devices=devices)]
         advice = f"optim.state = {' or '.join(map(repr, others))} fits" if others else "no optim.state fits"
         raise InputError(

@@ -1,19 +1,35 @@
-"""What a level of offload needs, by arithmetic: before anything is compiled.
+"""What memory a configuration needs, before anything is compiled and before any device is touched.
 
-Bytes per parameter of each format (`optim.formats`), where each level keeps them, and what is on its way. The
-resident step's activations are those of its compile, where there is one; a layered step's are counted here
-and noted as counted.
+The account is that of `plan memory`: a dispatched step is rehearsed (engine/rehearsed.py), here on a mesh of
+no devices. What its programs need beside their arguments comes from formulas in place of their compiles, and
+so does all that a resident step needs beside its state.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxthru.build.checks import attention_by
+from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
-from jaxthru.engine.offload import AHEAD, OffloadConfig
-from jaxthru.models import llama
+from jaxthru.engine import programs
+from jaxthru.engine.model import parts
+from jaxthru.engine.offload import OffloadConfig, on_device, placed
+from jaxthru.engine.rehearsed import Moment, kind_of, rehearse
+from jaxthru.models import scopes
+from jaxthru.models.remat import kept_bytes
 from jaxthru.optim.formats import FORMATS
-from jaxthru.profile.read.buffers import CATEGORIES
+from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
 from jaxthru.runtime import hardware
+from jaxthru.runtime.sharding import Layout
+from pallas_kernels import dispatch
+from pallas_kernels.attention import STAND_IN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,199 +91,169 @@ def gib(size: float) -> str:
     return f"{size / 2**30:,.1f}"
 
 
-LOSS_CHUNK = 2048  # tokens whose logits exist at once in linear_cross_entropy
+LOSS_CHUNK = 2048
+"""Tokens whose logits exist at once in linear_cross_entropy."""
+
+WORK = 1.5
+"""Numbers that a block's backward pass has at once for each that it could keep: what it makes again, and
+gradients on their way through it."""
+
+
+def estimate(
+    config: RunConfig, *, resident: MemoryPlan | None = None, devices: int = 1
+) -> tuple[MemoryPlan, int]:
+    """Returns the memory that a configuration needs, and the bytes that a device moves over PCIe a step.
+
+    resident: of the configuration's own step without offload, compiled; its transients are taken for level
+    `none`.
+    """
+    if not config.offload.layered:
+        made, _ = _assembled(config, devices)
+        return _resident(made, Sizes.of(made), resident), 0
+    # The host runs layer after layer, see `checks.fit`.
+    policy = "projections" if config.remat.policy == "none" else config.remat.policy
+    base = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, loop="unroll"),
+        remat=dataclasses.replace(config.remat, policy=policy, keep_parameters=False),
+        offload=OffloadConfig(),
+    )
+    made, trace = _assembled(base, devices)
+    made = dataclasses.replace(made, offload=config.offload, abstract=placed(made.abstract, config.offload))
+    sizes, int8 = Sizes.of(made), FORMATS[config.optim.state].moments == "int8"
+
+    def needs(name: str, _: Any) -> Breakdown:
+        kind, device = kind_of(name), dict.fromkeys(CATEGORIES, 0)
+        if kind == scopes.LOSS_HEAD:
+            device |= {"loss": sizes.logits + sizes.item * sizes.table, "gradients": 4 * sizes.table}
+        elif kind == scopes.BACKWARD:
+            # The input, the output and their gradients of all micro-batches, and weights as products take them.
+            passing = 3 * sizes.stream * made.step.microbatches
+            device["activations"] = sizes.work + passing + sizes.gathered // len(made.step.model.chain.layers)
+            device["gradients"] = sizes.layer * (sizes.item + 4 * (config.train.microbatches > 1))
+        elif kind == scopes.EMBED_BACKWARD:
+            device["gradients"] = 4 * sizes.table
+        elif kind == "update" and int8 and devices > 1:
+            # Both moments in float32, where XLA partitions the update; on one device it goes slab by slab.
+            of_layer = scopes.program_of(name) == scopes.UPDATE_LAYER
+            device["optimizer"] = 8 * (sizes.layer if of_layer else sizes.table)
+        return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")
+
+    layout = made.step.model.ops.layout
+    with dispatch.assumed("cpu"):
+        found = rehearse(made.dispatched, made.abstract, made.batch, layout, needs, trace)
+    return fullest(found.moments, ("of the dispatched step: estimated, not compiled",)), found.moved
+
+
+@functools.lru_cache(maxsize=16)
+def _assembled(config: RunConfig, devices: int) -> tuple[Assembled, Callable]:
+    """Returns the step on a mesh of no devices, and `programs.trace` that remembers what it has traced."""
+    shape = config.mesh.shape(devices)
+    layout = Layout(AbstractMesh((*shape.values(),), (*shape,), axis_types=(AxisType.Auto,) * len(shape)))
+    attention = attention_by(config, "gpu")
+    attention = STAND_IN.get("triton" if attention == "auto" else attention, attention)
+    made = assemble(config, layout, segments=1, sources=1, attention=attention)
+    # No devices, no memory kind that they would have by default.
+    abstract = programs.placed(made.abstract, on_device(made.abstract))
+    made = dataclasses.replace(made, abstract=abstract)
+    known: dict[str, jax.stages.Traced] = {}
+
+    def trace(name: str, *arguments, **settings) -> jax.stages.Traced:
+        if name not in known:
+            known[name] = programs.trace(name, *arguments, **settings)
+        return known[name]
+
+    return made, trace
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Parameters of a layer's matrices, of each table (embedding, output matrix), and of what is no matrix;
-    tokens of a step and of a micro-batch on one device, which along `tensor` has all tokens of a part of the
-    heads and of mlp. shards: devices that the state is split over; tensor: that a gathered layer is."""
+    """What the formulas go by, on one device. layer, layers, tables: parameters of the largest layer (where
+    layers are unrolled), of all, and of embedding and head, as the state is split. table: of the larger of
+    these. item: bytes of a number in the compute dtype. stream: bytes of a block's input. kept: of what all
+    blocks keep. work: of what one block's backward pass has beside that. logits: of those of a chunk.
+    gathered: of all layers' weights as products take them, where that is not as they are stored."""
 
-    layers: int
     layer: int
-    tables: tuple[int, ...]
-    small: int
-    tokens: int
-    part: int
-    shards: int = 1
-    tensor: int = 1
+    layers: int
+    table: int
+    tables: int
+    item: int
+    stream: int
+    kept: int
+    work: int
+    logits: int
+    gathered: int
 
     @classmethod
-    def of(cls, config: RunConfig, devices: int = 1) -> "Sizes":
-        shape, train = config.model, config.train
-        table = shape.vocabulary * shape.embed
-        tables = (table,) if shape.tied_embeddings else (table, table)
-        layer = (llama.matmul_parameters(shape) - table) // shape.layers
-        matrices = layer * shape.layers + sum(tables)
-        mesh = config.mesh.shape(devices)
-        tokens = train.rows * config.data.sequence // math.prod(mesh.values())
-        tensor = mesh["tensor"]
-        small = llama.parameters(shape) - matrices
-        part = tokens // train.microbatches
-        return cls(shape.layers, layer, tables, small, tokens, part, mesh["fsdp"] * tensor, tensor)
-
-    @property
-    def matrices(self) -> int:
-        return self.layers * self.layer + sum(self.tables)
-
-    def parts(self) -> list[int]:
-        """Parameters of the matrices of what is fetched and updated at once, in the order of the forward
-        pass."""
-        head = self.tables[1] if len(self.tables) > 1 else 0
-        return [self.tables[0], *(self.layer,) * self.layers, head]
-
-
-def estimate(
-    config: RunConfig,
-    level: str,
-    state: str,
-    fraction: float = 1.0,
-    *,
-    resident: MemoryPlan | None = None,
-    devices: int = 1,
-) -> tuple[MemoryPlan, int]:
-    """Returns the memory that a level needs, and the bytes that it moves over PCIe a step.
-
-    state: the format, as `optim.state` names it. fraction: share of the parts that are on the host. resident:
-    of the configuration's own step without offload, compiled; its transients are taken for level "none".
-    """
-    sizes, shape, activations = Sizes.of(config, devices), config.model, config.offload.activations
-    format = FORMATS[state]
-    weights, *kept = format.bytes_per_parameter()
-    kept = sum(kept)
-    P, small = sizes.matrices / sizes.shards, 12 * sizes.small / sizes.shards
-    device, host = dict.fromkeys(CATEGORIES, 0.0), dict.fromkeys(CATEGORIES, 0.0)
-    device["parameters"], device["optimizer"] = weights * P + small / 3, kept * P + small * 2 / 3
-    if level == "none" and activations == "none":
-        own = _transients(config, sizes) if resident is None else resident.device
-        device |= {name: size for name, size in own.items() if name not in ("parameters", "optimizer")}
-        return _plan(device, host, ("the transients are those of the resident step",)), 0
-
-    chosen = OffloadConfig(level, fraction or 1.0).on_host(len(sizes.parts()))
-    parts = [size / sizes.shards for size in sizes.parts()]
-    there = [size * out for size, out in zip(parts, chosen, strict=True)]
-    away, layer, largest = sum(there), sizes.layer / sizes.shards, max(parts)
-    sent = kept + weights * (level == "parameters")
-    exact = config.optim.clip_rule == "exact"
-    device["optimizer"] -= kept * away
-    host["optimizer"] = kept * away
-    moved = 2 * kept * away
-    if level == "parameters":
-        device["parameters"] -= weights * away
-        host["parameters"] = weights * away
-        moved += 3 * weights * away  # forward, backward, and stored after the update
-
-    # On its way at once, in either direction: AHEAD parts (those that stay count), beside the one in use if
-    # they are fetched, or staging_gib if that is more: see `Fetched` and `Stores`. Weights are fetched by the
-    # first rule alone.
-    limit = config.offload.staging_gib * 2**30 / sizes.shards
-
-    def fetched(order: list[float]) -> float:
-        near = _most(order, AHEAD + 1)
-        return min(max(kept * near, limit), kept * away) + (sent - kept) * near
-
-    def stored(order: list[float]) -> float:
-        return min(max(sent * _most(order, AHEAD), limit), sent * away)
-
-    def both(coming: list[float], going: list[float]) -> float:
-        return min(fetched(coming) + stored(going), sent * away)
-
-    # On the host: what is being stored, beside what it replaces. Exact clipping's updates are not paced by a
-    # backward pass: then the last part's store begins with the others that may be on their way.
-    storing = max(sent * _most(there, AHEAD + 1), limit + sent * there[-1] * exact)
-    host["staging"] = min(storing, sent * away)
-
-    D, M, H, K, C = shape.embed, shape.mlp, shape.heads, shape.kv_heads, shape.head_dim
-    inputs, names = 2 * D * sizes.tokens, _kept(config) * sizes.tokens
-    gone = inputs * (activations != "none") + names * (activations == "names")
-    host["activations"], moved = gone * sizes.layers, moved + 2 * gone * sizes.layers
-    near = inputs + names - gone
-    stack = near * sizes.layers + gone * min(AHEAD + 1, sizes.layers)
-    # One layer's work: its input, output and their gradients, and what the backward pass makes again.
-    work = 3 * inputs + 2 * sizes.part * (6 * D + 4 * (H + K) * C + 6 * M)
-    work += 2 * layer * (weights > 2)  # its weights in the compute dtype
-    one = 2 * layer + 4 * layer * (config.train.microbatches > 1)  # summed in float32
-    table = 4 * max(sizes.tables) / sizes.shards
-    tied = table * (len(sizes.tables) == 1)  # as output matrix, until the embedding's gradient is there
-    loss = {"activations": stack + inputs, "loss": 4 * LOSS_CHUNK * shape.vocabulary + table / 2}
-    loss["gradients"] = table
-    backward = {"activations": stack + work, "gradients": one + (table if exact else tied)}
-    # Both moments in float32, where XLA partitions the update; on one device it goes slab by slab.
-    update = 8 * largest * (format.moments == "int8" and devices > 1)
-    moments = [loss, backward]  # that may be the fullest
-    if exact:
-        # The first parts' slots come before the head's program, while the last parts are stored, and stay.
-        ahead = fetched(there[: AHEAD + 1])
-        loss["staging"] = both(there[: AHEAD + 1], there[-AHEAD:])
-        backward["staging"] = both(there[: AHEAD + 1], there[-1:])
-        gradients = [table * (size > 0) for size in parts]
-        gradients[1:-1] = [2 * layer] * sizes.layers
-        held = [size * out * (level != "optimizer") for size, out in zip(gradients, chosen, strict=True)]
-        host["gradients"], moved = sum(held), moved + 2 * sum(held)
-        backward["staging"] += _most(held[1:-1], AHEAD)
-        left = sum(gradients) - sum(held)
-        end = {"activations": work, "gradients": left, "staging": ahead + _most(held[1:-1], AHEAD)}
-        coming = _most(held, AHEAD + 1)
-        begun = {"activations": inputs, "gradients": left, "optimizer": update}
-        begun["staging"] = fetched(there[: AHEAD + 1]) + coming
-        after = {"activations": inputs, "gradients": left - (gradients[0] - held[0])}
-        after |= {"optimizer": update * layer / largest, "staging": both(there, there) + coming}
-        done = {"activations": stack + inputs, "gradients": table, "optimizer": update}
-        done["staging"] = both(there[-AHEAD - 1 :], there[-AHEAD - 1 : -1])
-        moments += [end, begun, after, done]
-    else:
-        loss["staging"] = fetched(there[-AHEAD - 1 :])
-        backward["staging"] = both(there[1:-1], there)
-        updated = {"gradients": table, "optimizer": update}
-        head = {"activations": stack + inputs, "staging": loss["staging"]}
-        embedding = {"activations": inputs, "staging": both(there[: AHEAD + 1], there[1:-1])}
-        moments += [head | updated, embedding | updated]
-    for name, size in max(moments, key=lambda moment: sum(moment.values())).items():
-        device[name] += size
-    return _plan(device, host, ("of the layered step: by arithmetic, not compiled",), devices), round(moved)
+    def of(cls, made: Assembled) -> "Sizes":
+        model, micro = made.step.model, made.step.microbatches
+        mesh, chain, item = model.ops.layout.mesh, model.chain, jnp.dtype(model.ops.compute).itemsize
+        params = parts(made.abstract["params"])
+        embedding, head, *layers = [sum(map(_shard, jax.tree.leaves(tree))) for tree in params]
+        # Along `tensor` a device has all tokens of a part of the heads and of the feed-forward's width.
+        tokens = made.batch["tokens"].size // mesh.size // micro
+        dims = dict(chain.dims)
+        kept = [kept_bytes(stage.kept, model.policy, item) for stage in chain.layers]
+        widest = max(sum(stage.kept.values()) for stage in chain.layers)
+        stored = params[-1] and jax.tree.leaves(params[-1])[0].dtype.itemsize
+        cast = mesh.shape["fsdp"] > 1 or stored != item
+        return cls(
+            layer=max(layers),
+            layers=sum(layers),
+            table=max(embedding, head),
+            tables=embedding + head,
+            item=item,
+            stream=item * dims["embed"] * tokens,
+            kept=sum(kept) * tokens,
+            work=round(WORK * item * widest * tokens),
+            logits=4 * LOSS_CHUNK * dims["vocab"],
+            gathered=item * sum(layers) * mesh.shape["fsdp"] if cast else 0,
+        )
 
 
-def _most(parts: list[float], count: int) -> float:
-    """Returns the largest sum of so many neighbours."""
-    return max((sum(parts[i : i + count]) for i in range(len(parts))), default=0.0)
+def _shard(leaf: jax.ShapeDtypeStruct) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
-def _kept(config: RunConfig) -> int:
-    """Returns the bytes per token that remat.policy keeps of a layer beside its input."""
-    shape = config.model
-    D, M, H, K, C = shape.embed, shape.mlp, shape.heads, shape.kv_heads, shape.head_dim
-    attention = 2 * (2 * H + 2 * K) * C + 4 * H + 2 * D
-    kept = {"full": 0, "attention": attention, "gate": attention + 2 * M, "projections": attention + 4 * M}
-    return kept.get(config.remat.policy, attention + 6 * M + 6 * D)
-
-
-def _transients(config: RunConfig, sizes: Sizes) -> dict[str, float]:
-    """Returns what a resident step needs besides its state, by arithmetic: at the loss, or after the backward
-    pass, whichever is more."""
-    shape = config.model
-    D, M = shape.embed, shape.mlp
-    activations = (2 * D + _kept(config)) * sizes.layers * sizes.part
-    if config.remat.keep_parameters or config.remat.policy == "none":
-        activations += 2 * sizes.layers * sizes.layer / sizes.tensor
-    table = sizes.tables[-1] / sizes.shards
-    loss = 2 * table + 4 * LOSS_CHUNK * shape.vocabulary
-    tables = 4 * sum(sizes.tables) / sizes.shards
-    gradients = 2 * sizes.layers * sizes.layer / sizes.shards + tables
-    work = 2 * sizes.part * (8 * D + 6 * M)
-    if config.train.microbatches > 1:
+def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> MemoryPlan:
+    """Returns the memory of a step that is one program: its state, and what else it needs at the loss or
+    after the backward pass, whichever is more."""
+    model, state = made.step.model, dict.fromkeys(CATEGORIES, 0)
+    for name, key in (("parameters", "params"), ("optimizer", "opt_state")):
+        state[name] = sum(leaf.dtype.itemsize * _shard(leaf) for leaf in jax.tree.leaves(made.abstract[key]))
+    count = len(model.chain.layers)
+    activations = sizes.stream * count + sizes.kept
+    if model.ops.keep_parameters or model.policy == "none":
+        activations += sizes.gathered
+    loss = {"activations": activations, "loss": sizes.item * sizes.table + sizes.logits}
+    loss["gradients"] = 4 * sizes.table
+    of_layers = sizes.item * sizes.layers
+    backward = {"activations": sizes.work, "gradients": of_layers + 4 * sizes.tables}
+    if made.step.microbatches > 1:
         # Sums in float32, to which unrolled layers add one after another; of scanned ones all gradients come
         # first.
-        sums, new = 4 * sizes.matrices / sizes.shards, 4 * table
-        if shape.loop == "scan":
-            new += 2 * sizes.layers * sizes.layer / sizes.shards
-        return {"activations": activations + work, "gradients": sums + new}
-    if activations + loss + 4 * table >= gradients + work:
-        return {"activations": activations, "loss": loss, "gradients": 4 * table}
-    return {"activations": work, "gradients": gradients}
+        sums = 4 * (sizes.layers + sizes.tables + sizes.table) + of_layers * (model.loop == "scan")
+        loss = backward = {"activations": activations + sizes.work, "gradients": sums}
+    more = max(loss, backward, key=lambda moment: sum(moment.values()))
+    if compiled is not None:
+        more = {name: size for name, size in compiled.device.items() if not state[name]}
+    device, host = state | more, dict.fromkeys(CATEGORIES, 0)
+    return MemoryPlan(
+        device, host, sum(device.values()), 0, ("the transients are those of the resident step",)
+    )
 
 
-def _plan(device: dict, host: dict, notes: tuple[str, ...], devices: int = 1) -> MemoryPlan:
-    device = {name: round(value) for name, value in device.items()}
-    host = {name: round(value * devices) for name, value in host.items()}
-    return MemoryPlan(device, host, sum(device.values()), sum(host.values()), notes)
+def fullest(moments: Iterable[Moment], notes: tuple[str, ...] = ()) -> MemoryPlan:
+    """Returns the memory of a step of several programs: that of the moment which needs the most."""
+
+    def total(moment: Moment) -> int:
+        return moment.program.peak_device + sum(moment.beside.values())
+
+    moments = list(moments)
+    most = max(moments, key=total)
+    host = max(moments, key=lambda moment: moment.program.peak_host + sum(moment.host.values()))
+    device = {name: most.program.device[name] + most.beside.get(name, 0) for name in CATEGORIES}
+    on_host = {name: host.program.host[name] + host.host.get(name, 0) for name in CATEGORIES}
+    notes += (f"the peak is in {most.name}",)
+    return MemoryPlan(device, on_host, sum(device.values()), sum(on_host.values()), notes)

@@ -198,19 +198,18 @@ def compiler_with(options: dict[str, Any]) -> Callable:
     step copies are nearly always under way, so the first run of each program waits for them."""
 
     def compile_(name, function, arguments, donate=(), out_shardings=None, **statics):
-        lowered = lower(name, function, arguments, donate, out_shardings, **statics)
-        compiled = lowered.compile(compiler_options=options)
-        return FirstAlone(compiled), placed(lowered.out_info, compiled.output_shardings)
+        traced = trace(name, function, arguments, donate, out_shardings, **statics)
+        compiled = traced.lower().compile(compiler_options=options)
+        return FirstAlone(compiled), placed(traced.out_info, compiled.output_shardings)
 
     return compile_
 
 
-def lower(name, function, arguments, donate, out_shardings, platform: str | None = None, **statics):
+def trace(name, function, arguments, donate=(), out_shardings=None, **statics) -> jax.stages.Traced:
     """Returns one of the programs, traced for abstract arguments. name: what traces call it."""
     function = functools.partial(function, **statics)
     function.__name__ = name
-    traced = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).trace(*arguments)
-    return traced.lower(lowering_platforms=(platform,) if platform else None)
+    return jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).trace(*arguments)
 
 
 def placed(tree: Tree, shardings: Tree) -> Tree:

@@ -10,16 +10,17 @@ the last of them is dispatched, for they run in that order.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.offload import HOST
-from jaxthru.engine.programs import lower
+from jaxthru.engine.programs import trace
 from jaxthru.engine.step import Batch, State
 from jaxthru.models import scopes
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
@@ -53,7 +54,7 @@ def kind_of(name: str) -> str:
     return "update" if name.startswith("update") else name
 
 
-Analysis = Callable[[str, jax.stages.Lowered], Breakdown]
+Analysis = Callable[[str, jax.stages.Traced], Breakdown]
 """What a program, by name, needs beside its arguments."""
 
 
@@ -71,32 +72,42 @@ class Moment:
     host: Mapping[str, int]
 
 
+class Rehearsal(NamedTuple):
+    """moments: each program while it runs, and each start of copies. moved: bytes that a step copies
+    between a device and its host, both ways."""
+
+    moments: list[Moment]
+    moved: int
+
+
 def rehearse(
     make: Callable[[Callable, Callable], DispatchedStep],
     state: State,
     batch: Batch,
     layout: Layout,
     analysis: Analysis,
-    platform: str | None = "cuda",
-) -> list[Moment]:
-    """Returns the moments of a dispatched step: each program while it runs, and each start of copies.
+    trace: Callable[..., jax.stages.Traced] = trace,
+) -> Rehearsal:
+    """Returns what two steps need, dispatched one after the other.
 
-    make: (compiler, put) -> the step. state, batch: abstract. platform: what the programs are lowered for.
+    make: (compiler, put) -> the step. state, batch: abstract. trace: as `programs.trace`, which a caller may
+    want to remember what it returned.
     """
-    account = _Account()
+    account, moved = _Account(), []
 
-    def compiler(name, function, arguments, donate=(), out_shardings=None, **statics):
-        lowered = lower(name, function, arguments, donate, out_shardings, platform, **statics)
-        results = _placed(lowered.out_info, layout)
-        return _Program(account, name, analysis(name, lowered), results, donate), results
+    def compiler(name, function, arguments, donate=(), **settings):
+        traced = trace(name, function, arguments, donate, **settings)
+        results = _placed(traced.out_info, layout)
+        return _Program(account, name, analysis(name, traced), results, donate), results
 
     step = make(compiler, account.put)
     kinds = {"params": "parameters", "opt_state": "optimizer"}
     arrays = {name: account.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}
     for _ in range(STEPS):
         arrays, _ = step(arrays, account.arrays(batch, "other"))
+        moved.append(account.moved)
     step.settled(arrays)  # before a checkpoint and an evaluation; nothing else paces the stores
-    return account.moments
+    return Rehearsal(account.moments, moved[-1] - moved[-2])
 
 
 def _placed(results: Tree, layout: Layout) -> Tree:
@@ -122,6 +133,11 @@ class _Copy:
     frees: list[tuple[bool, str, int]] = dataclasses.field(default_factory=list)
 
 
+@functools.cache
+def _shard_size(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> int:
+    return math.prod(sharding.shard_shape(shape))
+
+
 class _Array:
     """Stands for a jax.Array. made: number of the program that makes it. comes: the copy that does. read:
     those that read it."""
@@ -132,7 +148,7 @@ class _Array:
         self.account, self.shape, self.dtype, self.sharding = account, like.shape, like.dtype, sharding
         self.category, self.made, self.comes, self.gone = category, made, comes, False
         self.read: list[_Copy] = []
-        size = self.dtype.itemsize * math.prod(sharding.shard_shape(tuple(self.shape)))
+        size = self.dtype.itemsize * _shard_size(tuple(self.shape), sharding)
         self.size = size * (sharding.mesh.size if self.on_host else 1)
         account.add(self.on_host, category, self.size)
 
@@ -175,7 +191,7 @@ class _Account:
         self.live = [dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)]
         self.copies: list[_Copy] = []
         self.moments: list[Moment] = []
-        self.programs, self.latest = 0, "start"
+        self.programs, self.latest, self.moved = 0, "start", 0
 
     def add(self, on_host: bool, category: str, size: int) -> None:
         self.live[on_host][category] += size
@@ -196,6 +212,7 @@ class _Account:
             array.read.append(copy)
             category = array.category if copy.to_host else "staging"
             copied.append(_Array(self, array, sharding, category, array.made, copy))
+            self.moved += min(array.size, copied[-1].size)
         if copied:
             self.moment(f"the copies after {self.latest}", NOTHING)
         return copied

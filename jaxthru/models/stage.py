@@ -117,6 +117,16 @@ class Chain(NamedTuple):
         return [stage for group in self.groups for stage in group.blocks * group.repetitions]
 
     @property
+    def dims(self) -> list[tuple[str, int]]:
+        """Logical axis and size of each dim of a weight, all that there are; an axis may have several."""
+        found: dict[tuple[str, int], None] = {}
+        for stage in self.stages:
+            shapes = jax.eval_shape(stage.init, jax.random.key(0))
+            for info, leaf in zip(jax.tree.leaves(stage.weights), jax.tree.leaves(shapes), strict=True):
+                found |= {pair: None for pair in zip(info.axes, leaf.shape, strict=True) if pair[0]}
+        return list(found)
+
+    @property
     def stages(self) -> Iterator[Stage]:
         """All stages that differ."""
         return iter([self.embedding, *distinct(self.layers), self.head])

@@ -62,7 +62,7 @@ def _memory(arguments: argparse.Namespace) -> int:
 
 def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | None]:
     """Returns the plan of a configuration, and the same if it is that of the resident step, compiled."""
-    offload, state = config.offload, config.optim.state
+    offload = config.offload
     if offload.level == "auto":
         room = memory.room(config, target)
         config = choices.resolve(config, room, devices)
@@ -71,7 +71,7 @@ def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | N
         plan, resident = _plan(config, target, devices, segments)
         return dataclasses.replace(plan, notes=(found, *plan.notes)), resident
     if not aot.available():
-        plan, _ = estimate(config, offload.level, state, offload.fraction, devices=devices)
+        plan, _ = estimate(config, devices=devices)
         note = 'an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
         return dataclasses.replace(plan, notes=(note, *plan.notes)), None
     try:

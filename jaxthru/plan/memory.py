@@ -1,7 +1,6 @@
 """What memory a configuration needs on a GPU that need not be here, what it is made of, and if it fits."""
 
 import dataclasses
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import rich.table
 
 from jaxthru.build.checks import attention_by, fit
 from jaxthru.build.choices import Proposal
-from jaxthru.build.memory_estimate import MemoryPlan, Room, gib, host_room
+from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
@@ -73,36 +72,22 @@ def dispatched(
     return fullest(rehearsed(made, compiled_for(target, devices)), notes)
 
 
-def rehearsed(made: Assembled, analysis: Analysis, platform: str | None = "cuda") -> list[Moment]:
+def rehearsed(made: Assembled, analysis: Analysis) -> list[Moment]:
     """Returns the moments of an assembled step, see `rehearse`."""
     layout = made.step.model.ops.layout
-    return rehearse(made.dispatched, made.abstract, made.batch, layout, analysis, platform)
+    return rehearse(made.dispatched, made.abstract, made.batch, layout, analysis).moments
 
 
 def compiled_for(target: aot.Target, devices: int) -> Analysis:
     """Returns the analysis that compiles each program for a GPU."""
 
-    def analyse(name: str, lowered: jax.stages.Lowered) -> Breakdown:
+    def analyse(name: str, traced: jax.stages.Traced) -> Breakdown:
+        lowered = traced.lower(lowering_platforms=("cuda",))
         kind, dump = kind_of(name), aot.compile_for(lowered, target, devices).dump
         unnamed, output = TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, "other")
         return breakdown(dump, PURPOSES, lambda _: None, unnamed, output)
 
     return analyse
-
-
-def fullest(moments: Iterable[Moment], notes: tuple[str, ...] = ()) -> MemoryPlan:
-    """Returns the memory of a step of several programs: that of the moment which needs the most."""
-
-    def total(moment: Moment) -> int:
-        return moment.program.peak_device + sum(moment.beside.values())
-
-    moments = list(moments)
-    most = max(moments, key=total)
-    host = max(moments, key=lambda moment: moment.program.peak_host + sum(moment.host.values()))
-    device = {name: most.program.device[name] + most.beside.get(name, 0) for name in CATEGORIES}
-    on_host = {name: host.program.host[name] + host.host.get(name, 0) for name in CATEGORIES}
-    notes += (f"the peak is in {most.name}",)
-    return MemoryPlan(device, on_host, sum(device.values()), sum(on_host.values()), notes)
 
 
 def traced(
