@@ -13,7 +13,7 @@ from jaxthru.engine.inline import InlineStep, loss
 from jaxthru.engine.model import Model
 from jaxthru.engine.objective import Objective
 from jaxthru.engine.offload import OffloadConfig, placed
-from jaxthru.engine.programs import lower
+from jaxthru.engine.programs import trace
 from jaxthru.engine.step import Step, abstract_batch
 from jaxthru.models import family
 from jaxthru.models.llama import Config as ModelConfig
@@ -135,7 +135,7 @@ _compiled: dict = {}
 
 def compile_once(name, function, arguments, donate=(), out_shardings=None, **statics):
     """Compiles for DispatchedStep. What two levels have in common, which is nearly all, is compiled once."""
-    lowered = lower(name, function, arguments, donate, out_shardings, **statics)
+    lowered = trace(name, function, arguments, donate, out_shardings, **statics).lower()
     meshes = {leaf.sharding.mesh for leaf in jax.tree.leaves(arguments)}
     types = str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), arguments))  # of those not used, too
     key = lowered.as_text(), types, str(lowered.out_tree), str(meshes)

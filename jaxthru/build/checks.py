@@ -4,6 +4,7 @@ import jax
 
 from jaxthru.config import RunConfig
 from jaxthru.engine.step import check_groups
+from jaxthru.models import family
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
@@ -25,13 +26,10 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
             "tokens",
             train.rows // train.microbatches * config.data.sequence,
         ),
-        "model.embed": ("embed", shape.embed),
-        "model.heads": ("heads", shape.heads),
-        "model.kv_heads": ("kv_heads", shape.kv_heads),
-        "model.mlp": ("mlp", shape.mlp),
-        "model.vocabulary": ("vocab", shape.vocabulary),
     }
     check_divisible(layout, sizes)
+    for axis, size in family.module_of(shape).stages(shape).dims:
+        check_divisible(layout, {shape.key(axis): (axis, size)})
     check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
     device = layout.mesh.devices.flat[0]
     require(

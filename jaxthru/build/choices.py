@@ -56,7 +56,9 @@ def pinned(config: RunConfig) -> int:
 def saved_at_once(config: RunConfig) -> int:
     """Returns the bytes of pinned memory that a save takes at most, for what of the state is on the device:
     two arrays as large as the largest (see `Checkpointer`)."""
-    return 8 * config.model.vocabulary * config.model.embed if config.offload.level != "none" else 0
+    if config.offload.level == "none":
+        return 0
+    return 8 * max(stage.largest for stage in family.module_of(config.model).stages(config.model).stages)
 
 
 def ready(config: RunConfig) -> RunConfig:

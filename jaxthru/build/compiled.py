@@ -123,15 +123,14 @@ def build_step(
     which it is compiled anew. Raises InputError if configuration, data and devices do not fit each other."""
     xla.configure(config.kernels.writes_to_peers)
     config = choices.ready(config)
-    train, shape = config.train, config.model
+    train = config.train
     layout = fit(config, devices)
     choices.reserve(config, list(layout.mesh.devices.flat))
-    require(
-        data.vocabulary <= shape.vocabulary,
-        f"model.vocabulary = {shape.vocabulary}: smaller than the tokenizer's {data.vocabulary}",
-    )
-    if data.vocabulary < shape.vocabulary:
-        log.info("the tokenizer uses %d of model.vocabulary = %d", data.vocabulary, shape.vocabulary)
+    vocabulary = dict(family.module_of(config.model).stages(config.model).dims)["vocab"]
+    which = f"{config.model.key('vocab')} = {vocabulary}"
+    require(data.vocabulary <= vocabulary, f"{which}: smaller than the tokenizer's {data.vocabulary}")
+    if data.vocabulary < vocabulary:
+        log.info("the tokenizer uses %d of %s", data.vocabulary, which)
     segments, sources = data.segments, len(data.names)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
     options = xla.compiler_options(

@@ -127,7 +127,7 @@ def estimate(
         if kind == scopes.LOSS_HEAD:
             device |= {"loss": sizes.logits + sizes.item * sizes.table, "gradients": 4 * sizes.table}
         elif kind == scopes.BACKWARD:
-            # The input, the output and their gradients of all micro-batches, and weights as products take them.
+            # Input, output and gradients of all micro-batches, and weights as products take them.
             passing = 3 * sizes.stream * made.step.microbatches
             device["activations"] = sizes.work + passing + sizes.gathered // len(made.step.model.chain.layers)
             device["gradients"] = sizes.layer * (sizes.item + 4 * (config.train.microbatches > 1))

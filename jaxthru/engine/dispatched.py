@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, parts
@@ -168,7 +167,7 @@ class DispatchedStep:
         of_layers = [scopes.program(scopes.UPDATE_LAYER, name) for name in names]
         called = dict(zip(first, of_layers, strict=True))
         called |= {EMBEDDING: scopes.UPDATE_EMBEDDING, HEAD: scopes.UPDATE_HEAD}
-        index = jax.ShapeDtypeStruct((), jnp.int32, sharding=scalar)
+        index = jax.ShapeDtypeStruct((), np.int32, sharding=scalar)
         for part in (EMBEDDING, HEAD, *first):
             self.update[part], _ = compile_(
                 called[part],

@@ -32,6 +32,12 @@ class FamilyConfig:
         """The family's name: of a shipped one its file's, otherwise the whole name of the module."""
         return type(self).__module__.removeprefix(f"{__package__}.")
 
+    def key(self, axis: str) -> str:
+        """Returns the key that sets the size of a logical axis, by its name, as `vocabulary` does of `vocab`;
+        without one, the axis within the model."""
+        names = [field.name for field in dataclasses.fields(self) if field.name.startswith(axis)]
+        return f"model.{names[0] if names else axis}"
+
 
 def module_of(config: FamilyConfig) -> ModuleType:
     """Returns the module that a configuration is of."""

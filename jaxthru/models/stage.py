@@ -88,6 +88,16 @@ class Stage:
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     scopes: tuple[str, ...] = ()
 
+    @property
+    def shapes(self) -> Tree:
+        """The params' shapes and dtypes."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    @property
+    def largest(self) -> int:
+        """Numbers in the largest of the params' arrays."""
+        return max((leaf.size for leaf in jax.tree.leaves(self.shapes)), default=0)
+
 
 class Group(NamedTuple):
     """A pattern of blocks, repeated."""
@@ -121,8 +131,7 @@ class Chain(NamedTuple):
         """Logical axis and size of each dim of a weight, all that there are; an axis may have several."""
         found: dict[tuple[str, int], None] = {}
         for stage in self.stages:
-            shapes = jax.eval_shape(stage.init, jax.random.key(0))
-            for info, leaf in zip(jax.tree.leaves(stage.weights), jax.tree.leaves(shapes), strict=True):
+            for info, leaf in zip(jax.tree.leaves(stage.weights), jax.tree.leaves(stage.shapes), strict=True):
                 found |= {pair: None for pair in zip(info.axes, leaf.shape, strict=True) if pair[0]}
         return list(found)
 

@@ -11,7 +11,7 @@ import tiny
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.model import LAYERS, parts
 from jaxthru.engine.offload import HOST, OffloadConfig, placed
-from jaxthru.engine.programs import lower
+from jaxthru.engine.programs import trace
 from jaxthru.runtime import aot
 from pallas_kernels import adamw_8bit
 from pallas_kernels.adamw_8bit import Adam, Quantised, Scalars, xla
@@ -56,7 +56,8 @@ def compile_all(whole: tiny.Tiny, config: OffloadConfig) -> dict[str, Compiled]:
 
     def compile_(name, function, arguments, donate=(), out_shardings=None, **statics):
         here, results = tiny.compile_once(name, function, arguments, donate, out_shardings, **statics)
-        lowered = lower(name, function, arguments, donate, out_shardings, platform="cuda", **statics)
+        traced = trace(name, function, arguments, donate, out_shardings, **statics)
+        lowered = traced.lower(lowering_platforms=("cuda",))
         text = lowered.as_text()
         if text not in _programs:
             _programs[text] = aot.compile_for(lowered, aot.target("h200"))
