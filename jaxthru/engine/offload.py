@@ -124,9 +124,11 @@ def move(tree: Tree, shardings: Tree, *, donate: bool = False, put: Callable = j
 
     donate: frees each leaf that was copied as soon as its copy is done. put: (arrays, shardings) -> copies.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    targets: list[Sharding] = structure.flatten_up_to(shardings)
-    away = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind != targets[i].memory_kind]
+    # None is the gradient of what does not train, where its weight has a sharding.
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+    targets: list[Sharding | None] = structure.flatten_up_to(shardings)
+    moved = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    away = [i for i in moved if leaves[i].sharding.memory_kind != targets[i].memory_kind]
     copies = put([leaves[i] for i in away], [targets[i] for i in away])
     for i, copy in zip(away, copies, strict=True):
         if donate:

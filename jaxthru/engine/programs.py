@@ -89,7 +89,8 @@ class Programs:
 
         gradients, dx_MND = _accumulated(one, (x_MND, context, kept, dy_MND))
         if self.held:
-            to = lambda info, leaf: leaf.astype(gradient_dtype(info, self.model.ops.compute))  # noqa: E731
+            compute = self.model.ops.compute
+            to = lambda info, leaf: leaf.astype(gradient_dtype(info, compute)) if info.trains else None  # noqa: E731
             gradients = jax.tree.map(to, stage.weights, gradients)
         return dx_MND, gradients, so_far + squares(gradients)
 
