@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,16 +33,17 @@ SETTINGS = {
 @dataclasses.dataclass(frozen=True)
 class Workplace:
     """A folder with a mix of real text; its store is shared by all of its runs. platform: cpu or cuda.
-    xla_flags: by default those of the tests, which compile fast."""
+    settings: of all runs. xla_flags: by default those of the tests, which compile fast."""
 
     folder: Path
     platform: str = "cpu"
+    settings: dict[str, Any] = dataclasses.field(default_factory=lambda: SETTINGS)
     xla_flags: str = os.environ["XLA_FLAGS"]
     _inode_before: dict[str, int | None] = dataclasses.field(default_factory=dict)
 
     def command(self, run_dir: str, *arguments: str, **settings) -> list[str]:
         """settings: `group__key=value`."""
-        keys = SETTINGS | {"data.mix": self.folder / "mix.toml", "data.store": self.folder / "store"}
+        keys = self.settings | {"data.mix": self.folder / "mix.toml", "data.store": self.folder / "store"}
         keys |= {name.replace("__", "."): value for name, value in settings.items()}
         overrides = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
         config = str(ROOT / "configs" / "quickstart.py")
