@@ -105,4 +105,5 @@ def token_weight(batch: dict[str, jax.Array]) -> jax.Array:
 
 def squares(gradients: Tree) -> jax.Array:
     """Returns the sum of the squares of all gradients, float32."""
-    return sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients))
+    terms = (jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients))
+    return sum(terms, start=jnp.zeros((), jnp.float32))  # of what does not train there are none

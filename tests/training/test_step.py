@@ -10,6 +10,7 @@ import pytest
 import tiny
 from tiny import bind
 
+from jaxthru.engine.gradients import squares
 from jaxthru.engine.inline import InlineStep
 from jaxthru.engine.inline import hidden as hidden_of
 from jaxthru.engine.step import TrainConfig, check_groups
@@ -301,3 +302,8 @@ def test_schedules():
     np.testing.assert_allclose(wsd[80:], 1 - 0.8 * np.arange(20) / 20, rtol=1e-5)
     assert (rates(10, schedule="constant", warmup_ratio=0.0) == 1).all()
     assert rates(1, schedule="cosine")[0] > 0
+
+
+def test_a_part_of_which_nothing_trains_adds_nothing_to_the_norm():
+    nothing, some = squares({"scale": None}), squares({"matrix": jnp.full((2, 3), 2, jnp.bfloat16)})
+    assert nothing.dtype == some.dtype == jnp.float32 and (nothing, some) == (0, 24)
