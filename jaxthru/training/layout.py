@@ -78,7 +78,7 @@ def _layers(group: tuple[Tree, ...]) -> int:
     """Returns how many layers a group has."""
     if unrolled(group):
         return len(group) * len(group[0])
-    return len(group) * jax.tree.leaves(group[0])[0].shape[0]
+    return len(group) * jax.tree.leaves(group)[0].shape[0]  # a block that does not train has no slots
 
 
 def key_name(key: Any) -> str:

@@ -124,6 +124,13 @@ def test_disk_has_one_entry_per_layer():
         )
 
 
+def test_a_block_that_does_not_train_has_no_slots_and_counts_as_layers():
+    still, trains = {"up": None}, {"up": jnp.zeros((2, 16))}
+    slots = {"layers": ((still, trains, trains), (still, {"up": jnp.ones((1, 16))}))}
+    disk = layout.to_disk(slots)["layers"]
+    assert list(disk) == ["1", "4", "2", "5", "7"] and disk["7"]["up"].all()
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2)])
 def test_a_donated_update_straight_after_save_does_not_reach_the_disk(tmp_path, shape):
     mesh = make_mesh(*shape)
