@@ -15,6 +15,7 @@ import pytest
 
 from jaxthru import config as configuration
 from jaxthru import train
+from jaxthru.build import compiled
 from jaxthru.profile import ledger
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read.events import Event, Trace
@@ -157,7 +158,7 @@ def test_turns_that_are_slow_together_count_as_one(bench, monkeypatch):
 
 def test_a_planted_run_keeps_memory_as_any_other_does(bench, monkeypatch, tmp_path):
     causes, ran = bench("profiler_causes"), []
-    for kind in (train.CompiledStep, train.DispatchedStep):
+    for kind in (compiled.CompiledStep, compiled.DispatchedStep):
         monkeypatch.setattr(kind, "__call__", kind.__call__)  # which the script replaces
     monkeypatch.setattr(train.Build, "batches", train.Build.batches)
     monkeypatch.setattr(causes.allocator, "keep_freed", lambda: ran.append("keep_freed"))

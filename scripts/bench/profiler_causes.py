@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxthru import train
+from jaxthru.build import compiled
 from jaxthru.engine.inline import InlineStep
 from jaxthru.models.layers import SwiGLU
 from jaxthru.models.ops import matrix_of
@@ -39,7 +40,7 @@ TICK = 0.0005  # how finely it is looked whether a step has finished
 
 def note_steps(after: Callable = lambda results: None) -> None:
     """Notes each call of the step. after: what the planted host does once it is dispatched."""
-    for kind in (train.CompiledStep, train.DispatchedStep):
+    for kind in (compiled.CompiledStep, compiled.DispatchedStep):
 
         def called(self, state, batch, plain=kind.__call__):
             now = time.perf_counter()
