@@ -31,7 +31,8 @@ _assumed = contextvars.ContextVar[str | None]("assumed", default=None)
 
 @contextlib.contextmanager
 def assumed(platform: str) -> Iterator[None]:
-    """Has what is traced within be for a platform. JAX is not asked for its backend, which would start it."""
+    """Has what is traced within be for a platform, and never run, so that no choice is logged. JAX is not
+    asked for its backend, which would start it."""
     token = _assumed.set(platform)
     try:
         yield
@@ -58,8 +59,9 @@ def nvidia_compute_capability() -> tuple[int, int] | None:
 
 def on_nvidia(platform: str | None = None) -> bool:
     """Whether it will run on an NVIDIA GPU. Where there is no GPU to ask, "gpu" is one."""
-    another = jax.default_backend() == "gpu" and nvidia_compute_capability() is None
-    return resolve_platform(platform) == "gpu" and not another
+    if resolve_platform(platform) != "gpu":
+        return False
+    return jax.default_backend() != "gpu" or nvidia_compute_capability() is not None
 
 
 def require_nvidia(platform: str, least: tuple[int, int], below: tuple[int, int] | None = None) -> None:
@@ -218,7 +220,7 @@ class Operation:
             except Unsupported as refusal:
                 refusals.append(f"{name}: {refusal}")
                 continue
-            if (label, name) not in _logged:
+            if (label, name) not in _logged and _assumed.get() is None:
                 _logged.add((label, name))
                 reasons = f" (refused: {'; '.join(refusals)})" if refusals else ""
                 logger.info("%s: %s runs%s", label, name, reasons)

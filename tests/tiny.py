@@ -77,7 +77,7 @@ class Tiny:
 
 def bind(shape: ModelConfig, ops: Ops, policy: str) -> Model:
     """Returns the model of a shape on a layout."""
-    return Model(family.module_of(shape).stages(shape), ops, policy, shape.loop)
+    return Model(family.chain(shape), ops, policy, shape.loop)
 
 
 def layers(params: dict) -> tuple:

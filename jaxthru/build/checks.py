@@ -28,7 +28,7 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
         ),
     }
     check_divisible(layout, sizes)
-    for axis, size in family.module_of(shape).stages(shape).dims:
+    for axis, size in family.chain(shape).dims:
         check_divisible(layout, {shape.key(axis): (axis, size)})
     check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
     device = layout.mesh.devices.flat[0]

@@ -58,7 +58,7 @@ def saved_at_once(config: RunConfig) -> int:
     two arrays as large as the largest (see `Checkpointer`)."""
     if config.offload.level == "none":
         return 0
-    return 8 * max(stage.largest for stage in family.module_of(config.model).stages(config.model).stages)
+    return 8 * max(stage.largest for stage in family.chain(config.model).stages)
 
 
 def ready(config: RunConfig) -> RunConfig:
@@ -125,7 +125,7 @@ def _least(config, level, state, room, resident=None, devices=1) -> Proposal | N
         return estimate(tried, resident=resident, devices=devices)
 
     # Embedding and head are parts too. The more of them are on the host, the less is on the device.
-    count = len(family.module_of(config.model).stages(config.model).layers) + 2
+    count = len(family.chain(config.model).layers) + 2
     steps = range(1, count + 1) if level != "none" else range(1)
     least = bisect.bisect_left(steps, True, key=lambda step: planned(step)[0].peak_device <= room.device)
     if least == len(steps) or not room.holds(planned(steps[least])[0]):

@@ -7,7 +7,6 @@ so does all that a resident step needs beside its state.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ from jaxthru.config import RunConfig
 from jaxthru.engine import programs
 from jaxthru.engine.model import parts
 from jaxthru.engine.offload import OffloadConfig, on_device, placed
-from jaxthru.engine.rehearsed import Moment, kind_of, rehearse
+from jaxthru.engine.rehearsed import Moment, kind_of, shard_size
 from jaxthru.models import scopes
 from jaxthru.models.remat import kept_bytes
 from jaxthru.optim.formats import FORMATS
@@ -130,7 +129,7 @@ def estimate(
             # Input, output and gradients of all micro-batches, and weights as products take them.
             passing = 3 * sizes.stream * made.step.microbatches
             device["activations"] = sizes.work + passing + sizes.gathered // len(made.step.model.chain.layers)
-            device["gradients"] = sizes.layer * (sizes.item + 4 * (config.train.microbatches > 1))
+            device["gradients"] = sizes.layer * (sizes.item + 4 * (made.step.microbatches > 1))
         elif kind == scopes.EMBED_BACKWARD:
             device["gradients"] = 4 * sizes.table
         elif kind == "update" and int8 and devices > 1:
@@ -139,9 +138,8 @@ def estimate(
             device["optimizer"] = 8 * (sizes.layer if of_layer else sizes.table)
         return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")
 
-    layout = made.step.model.ops.layout
     with dispatch.assumed("cpu"):
-        found = rehearse(made.dispatched, made.abstract, made.batch, layout, needs, trace)
+        found = made.rehearsed(needs, trace)
     return fullest(found.moments, ("of the dispatched step: estimated, not compiled",)), found.moved
 
 
@@ -190,14 +188,14 @@ class Sizes:
         model, micro = made.step.model, made.step.microbatches
         mesh, chain, item = model.ops.layout.mesh, model.chain, jnp.dtype(model.ops.compute).itemsize
         params = parts(made.abstract["params"])
-        embedding, head, *layers = [sum(map(_shard, jax.tree.leaves(tree))) for tree in params]
+        embedding, head, *layers = map(_on_a_device, params)
         # Along `tensor` a device has all tokens of a part of the heads and of the feed-forward's width.
         tokens = made.batch["tokens"].size // mesh.size // micro
         dims = dict(chain.dims)
         kept = [kept_bytes(stage.kept, model.policy, item) for stage in chain.layers]
         widest = max(sum(stage.kept.values()) for stage in chain.layers)
-        stored = params[-1] and jax.tree.leaves(params[-1])[0].dtype.itemsize
-        cast = mesh.shape["fsdp"] > 1 or stored != item
+        stored = max(jax.tree.leaves(params[-1]), key=lambda leaf: leaf.size).dtype  # of a matrix
+        cast = mesh.shape["fsdp"] > 1 or stored.itemsize != item
         return cls(
             layer=max(layers),
             layers=sum(layers),
@@ -212,8 +210,9 @@ class Sizes:
         )
 
 
-def _shard(leaf: jax.ShapeDtypeStruct) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape))
+def _on_a_device(tree: Any) -> int:
+    """Returns how many numbers of an abstract tree are on one device."""
+    return sum(shard_size(leaf.shape, leaf.sharding) for leaf in jax.tree.leaves(tree))
 
 
 def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> MemoryPlan:
@@ -221,7 +220,8 @@ def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> Mem
     after the backward pass, whichever is more."""
     model, state = made.step.model, dict.fromkeys(CATEGORIES, 0)
     for name, key in (("parameters", "params"), ("optimizer", "opt_state")):
-        state[name] = sum(leaf.dtype.itemsize * _shard(leaf) for leaf in jax.tree.leaves(made.abstract[key]))
+        leaves = jax.tree.leaves(made.abstract[key])
+        state[name] = sum(leaf.dtype.itemsize * shard_size(leaf.shape, leaf.sharding) for leaf in leaves)
     count = len(model.chain.layers)
     activations = sizes.stream * count + sizes.kept
     if model.ops.keep_parameters or model.policy == "none":

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxthru.config import RunConfig
+from jaxthru.engine import programs
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep, InlineStep
 from jaxthru.engine.model import Batch, Model
 from jaxthru.engine.objective import Objective
 from jaxthru.engine.offload import OffloadConfig, placed
 from jaxthru.engine.programs import compiler_with, shardings
+from jaxthru.engine.rehearsed import Analysis, Rehearsal, rehearse
 from jaxthru.engine.step import State, Step, abstract_batch
 from jaxthru.models import family
 from jaxthru.models.ops import Ops
@@ -41,6 +43,11 @@ class Assembled:
     def dispatched(self, compiler: Callable, put: Callable = jax.device_put) -> DispatchedStep:
         """Returns the step as programs, compiled by `compiler`, with copies started by `put`."""
         return DispatchedStep(self.step, self.offload, self.abstract, self.batch, compiler, put)
+
+    def rehearsed(self, analysis: Analysis, trace: Callable = programs.trace) -> Rehearsal:
+        """Returns what two dispatched steps need, see `rehearse`."""
+        layout = self.step.model.ops.layout
+        return rehearse(self.dispatched, self.abstract, self.batch, layout, analysis, trace)
 
     def compile(self, options: dict[str, Any]) -> CompiledStep | DispatchedStep:
         """Returns the step, compiled for the devices of its layout."""
@@ -73,7 +80,7 @@ def assemble(
         copies=config.mesh.copies,
         keep_parameters=config.remat.keep_parameters,
     )
-    chain = family.module_of(config.model).stages(config.model)
+    chain = family.chain(config.model)
     model = Model(chain, ops, config.remat.policy, config.model.loop)
     schedule = make_schedule(config.optim, train.steps)
     # The reference is what XLA can partition.

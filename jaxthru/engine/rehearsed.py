@@ -134,7 +134,8 @@ class _Copy:
 
 
 @functools.cache
-def _shard_size(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> int:
+def shard_size(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> int:
+    """Returns how many numbers of an array are on one device."""
     return math.prod(sharding.shard_shape(shape))
 
 
@@ -148,7 +149,7 @@ class _Array:
         self.account, self.shape, self.dtype, self.sharding = account, like.shape, like.dtype, sharding
         self.category, self.made, self.comes, self.gone = category, made, comes, False
         self.read: list[_Copy] = []
-        size = self.dtype.itemsize * _shard_size(tuple(self.shape), sharding)
+        size = self.dtype.itemsize * shard_size(tuple(self.shape), sharding)
         self.size = size * (sharding.mesh.size if self.on_host else 1)
         account.add(self.on_host, category, self.size)
 

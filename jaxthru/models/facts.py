@@ -1,6 +1,5 @@
 """What the profiler goes by of a family's model, which it knows nothing else of."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -8,9 +7,10 @@ from collections.abc import Iterable, Iterator
 import jax
 import jax.numpy as jnp
 
-from jaxthru.models.family import FamilyConfig, module_of
+from jaxthru.models import family
+from jaxthru.models.family import FamilyConfig
 from jaxthru.models.remat import KEPT, kept_bytes, recomputed
-from jaxthru.models.stage import Chain, Stage, distinct
+from jaxthru.models.stage import Stage, distinct
 from jaxthru.profile.read.facts import Facts
 from jaxthru.runtime.sharding import RULES
 from jaxthru.runtime.weights import WeightInfo
@@ -20,17 +20,16 @@ POLICIES = (*KEPT, "none")
 
 def facts(config: FamilyConfig, compute: str) -> Facts:
     """Returns the facts of a model of this shape. compute: the dtype of activations."""
-    family, item = module_of(config), jnp.dtype(compute).itemsize
-    chain: Chain = family.stages(config)
+    train_flops, chain = family.module_of(config).train_flops, family.chain(config)
+    item = jnp.dtype(compute).itemsize
     blocks = [(stage, chain.layers.count(stage)) for stage in distinct(chain.layers)]
     ends = _matrices(chain.embedding) + _matrices(chain.head)
     matrices = [(_matrices(stage), count) for stage, count in blocks]
     dims = dict(_dims(itertools.chain(ends, *(each for each, _ in matrices))))
-    keys = [field.name for field in dataclasses.fields(config)]
-    named = {key: axis for key in keys for axis in dims if key.startswith(axis)}  # "vocabulary" of "vocab"
+    named = {key: axis for axis in dims if (key := config.field(axis))}
     return Facts(
-        matmul_flops_per_token=family.train_flops(config, 1, 0),
-        attention_flops=family.train_flops(config, 0, 1),
+        matmul_flops_per_token=train_flops(config, 1, 0),
+        attention_flops=train_flops(config, 0, 1),
         layers=len(chain.layers),
         layer_parameters=sum(count * math.prod(shape) for each, count in matrices for _, shape in each),
         widths={key: dims[axis] for key, axis in named.items()},

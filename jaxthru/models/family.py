@@ -35,13 +35,22 @@ class FamilyConfig:
     def key(self, axis: str) -> str:
         """Returns the key that sets the size of a logical axis, by its name, as `vocabulary` does of `vocab`;
         without one, the axis within the model."""
-        names = [field.name for field in dataclasses.fields(self) if field.name.startswith(axis)]
-        return f"model.{names[0] if names else axis}"
+        return f"model.{self.field(axis) or axis}"
+
+    def field(self, axis: str) -> str | None:
+        """Returns the field that sets the size of a logical axis, None without one."""
+        names = (field.name for field in dataclasses.fields(self))
+        return next((name for name in names if name.startswith(axis)), None)
 
 
 def module_of(config: FamilyConfig) -> ModuleType:
     """Returns the module that a configuration is of."""
     return sys.modules[type(config).__module__]
+
+
+def chain(config: FamilyConfig) -> Any:
+    """Returns the chain of stages (`stage.Chain`) of a configuration."""
+    return module_of(config).stages(config)
 
 
 def to_plain(config: FamilyConfig) -> dict[str, Any]:

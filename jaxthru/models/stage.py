@@ -90,8 +90,8 @@ class Stage:
 
     @property
     def shapes(self) -> Tree:
-        """The params' shapes and dtypes."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        """The params' shapes and dtypes. The key is made within: outside it would start JAX's backend."""
+        return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     @property
     def largest(self) -> int:

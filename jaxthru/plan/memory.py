@@ -14,7 +14,7 @@ from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
 from jaxthru.engine.model import Model
-from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis, Moment, kind_of, rehearse
+from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis, kind_of
 from jaxthru.models import family
 from jaxthru.models.ops import Ops
 from jaxthru.models.scopes import PURPOSES
@@ -69,13 +69,7 @@ def dispatched(
         "arrays are those of the step's own schedule; a copy counts on both ends until the host has waited "
         "for it",
     )
-    return fullest(rehearsed(made, compiled_for(target, devices)), notes)
-
-
-def rehearsed(made: Assembled, analysis: Analysis) -> list[Moment]:
-    """Returns the moments of an assembled step, see `rehearse`."""
-    layout = made.step.model.ops.layout
-    return rehearse(made.dispatched, made.abstract, made.batch, layout, analysis).moments
+    return fullest(made.rehearsed(compiled_for(target, devices)).moments, notes)
 
 
 def compiled_for(target: aot.Target, devices: int) -> Analysis:
@@ -127,7 +121,7 @@ def stand_in(config: RunConfig, layout, segments: int) -> str:
     """Returns the attention that takes the memory of the one which would run on the GPU."""
     train, sequence = config.train, config.data.sequence
     rows = train.rows // train.microbatches
-    chain = family.module_of(config.model).stages(config.model)
+    chain = family.chain(config.model)
     model = Model(chain, Ops(layout, jnp.dtype(config.precision.compute)), "none", "unroll")
     heads, _, head_dim = max(model.attention_shapes(rows, sequence), default=(0, 0, 0))
     elements = rows // layout.size("batch") * sequence * heads // layout.size("heads") * head_dim

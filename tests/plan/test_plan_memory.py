@@ -281,6 +281,24 @@ def test_the_arithmetic_of_micro_batches_is_near_their_compile(shape, compiled):
     assert abs(plan.peak_device / GIB / compiled - 1) < 0.02, plan.peak_device / GIB
 
 
+def test_an_estimate_starts_no_backend_and_logs_no_kernel():
+    """XLA reads how much it may pin when a backend loads, and that is what the estimate is for."""
+    code = """
+import logging
+from jax._src import xla_bridge
+from jaxthru import config as configuration
+from jaxthru.build import choices, memory_estimate
+logging.basicConfig(level=logging.INFO, format="logged %(message)s")
+for more in ([], ["offload.activations=inputs"], ["offload.level=none"], ["optim.state=split_master_int8"]):
+    config = configuration.load("configs/llama3_8b.py", more)
+    memory_estimate.estimate(config), choices.pinned(config), choices.saved_at_once(config)
+print(xla_bridge.backends_are_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
+    assert "logged" not in done.stderr
+
+
 def test_what_fits_with_the_least_traffic_is_proposed():
     config = load("llama3_8b_one_gpu", "mesh.fsdp=1")
     wide = Room(134 * GIB, 500 * GIB)
@@ -347,7 +365,7 @@ def test_the_plan_of_a_layered_step_adds_up(offload, state):
     """Beside its programs the moments are those of the schedule, and the arithmetic is near them."""
     config = load("quickstart", *TINY, *OFFLOADS[offload], f"optim.state={state}")
     made = assembled(config)
-    moments = memory.rehearsed(made, nothing)
+    moments = made.rehearsed(nothing).moments
     plan = memory.fullest(moments)
     assert sum(plan.device.values()) == plan.peak_device > 0
     assert sum(plan.host.values()) == plan.peak_host > 0
@@ -373,7 +391,7 @@ def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
         return put(account, arrays, shardings)
 
     monkeypatch.setattr(rehearsed._Account, "put", counted)
-    memory.rehearsed(made, nothing)
+    made.rehearsed(nothing)
     weights, slots = made.abstract["params"], made.abstract["opt_state"]
     exact = config.optim.clip_rule == "exact"
     wanted = 2 * on_host(slots) + 3 * on_host(
@@ -420,7 +438,7 @@ def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
 
 def test_a_copy_counts_on_both_ends_until_the_host_has_waited():
     config = load("quickstart", *TINY, *OFFLOADS["gradients, previous"], "optim.state=split_master")
-    moments = memory.rehearsed(assembled(config), nothing)
+    moments = assembled(config).rehearsed(nothing).moments
     assert max(moment.host["staging"] for moment in moments) > 0
     last = [moment for moment in moments if moment.name == "forward"][-1]
     assert last.host["staging"] == 0  # by then the step before is over
@@ -555,6 +573,6 @@ def test_a_host_has_room_for_its_own_devices(monkeypatch):
 
 
 def test_the_pending_update_of_exact_clipping_is_in_the_plan():
-    moments = memory.rehearsed(assembled(load("quickstart", *TINY, *OFFLOADS["optimizer, exact"])), nothing)
+    moments = assembled(load("quickstart", *TINY, *OFFLOADS["optimizer, exact"])).rehearsed(nothing).moments
     layers = [moment for moment in moments if moment.name == "update_layer"]
     assert len(layers) == rehearsed.STEPS * 5
