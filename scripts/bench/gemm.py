@@ -17,6 +17,17 @@ from jaxthru.runtime import xla
 REPEATS = 50  # products between two looks at the clock, so that the look costs nothing
 
 
+def operands(dtype: jnp.dtype, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns two random square matrices."""
+    return tuple(jax.random.normal(jax.random.key(seed), (size, size)).astype(dtype) for seed in (0, 1))
+
+
+@jax.jit
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns a × bᵀ: both contracted along rows, the one layout that the float8 kernels take."""
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16")
@@ -26,11 +37,7 @@ def main() -> int:
     xla.configure()
     dtype = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}[arguments.dtype]
     size = arguments.size
-    a, b = (jax.random.normal(jax.random.key(seed), (size, size)).astype(dtype) for seed in (0, 1))
-
-    @jax.jit
-    def product(a, b):  # both contracted along rows: the one layout that the float8 kernels take
-        return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+    a, b = operands(dtype, size)
 
     def dispatch():
         for _ in range(REPEATS):
