@@ -1,7 +1,6 @@
 """Configurations whose numbers are recorded, and what each gives: for scripts/golden.py and test_golden.py.
 
-All that is asked of a commit stands in `configured`, `program_now` (of older ones `program_before`) and
-`on_disk`. Weights go by their names on disk, whatever their form in memory is.
+All that is asked of a commit stands in `configured`, `program` and `on_disk`. Weights go by their names on disk, whatever their form in memory is.
 """
 
 import functools
@@ -143,13 +142,15 @@ def devices_of(config: Any) -> list[jax.Device]:
 
 def program(words: dict[str, str]) -> Program:
     """Returns the step of a configuration."""
-    from jaxthru.build.checks import attention_by, fit
-    from jaxthru.build.step import assemble
     from jaxthru.training.state import sharded_init
 
     try:
+        from jaxthru.build.checks import attention_by, fit
+        from jaxthru.build.step import assemble
         from jaxthru.training.state import init_by_parts
-    except ImportError:  # of commits that have no `jaxthru.engine`
+    except ModuleNotFoundError:  # of commits that have no jaxthru/build and no jaxthru/engine
+        from jaxthru.plan.assemble import assemble
+        from jaxthru.plan.fit import attention_by, fit
         from jaxthru.training.parts import init_by_parts
     config = configured(words)
     layout = fit(config, devices_of(config))

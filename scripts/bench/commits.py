@@ -3,12 +3,14 @@
     git worktree add build/old OLD
     python scripts/bench/commits.py --old build/old --output FILE [--rows a,b,...] [--stop-after SECONDS]
 
-Each commit compiles the step of its own configuration file; one state goes through both, A-B-A-B, so that they
-see the same clocks and one warm-up serves both. What is timed is a turn from a synchronised start to a
+Each commit compiles the step of its own configuration file; one state goes through both, A-B-A-B, so that
+they see the same clocks and one warm-up serves both. What is timed is a turn from a synchronised start to a
 synchronised end, over its steps. Batches are random tokens, packed or one document a row, the same for both.
 The first step of each, from the same state, says whether they compute the same. Peaks: of a step that is one
-program as XLA compiled it; of several, what the allocator had seen when the old commit's first steps were done,
-and then the new one's. Ratios are of the new commit's tokens per second to the old one's.
+program as XLA compiled it; of several, what the allocator had seen when the old commit's first step was done,
+and then the new one's, so such rows want a process of their own. Ratios are of the new commit's tokens per
+second to the old one's. The commit that compiles first also tunes for the other, so compile times are no
+comparison of the two: see compile_time.py.
 """
 
 import argparse
@@ -42,15 +44,13 @@ OWN = ("jaxthru", "pallas_kernels")
 @dataclasses.dataclass(frozen=True)
 class Row:
     """config: in either commit's configs/. settings: as `--set` takes them; keys that both commits have.
-    documents: in a row. steps: of a turn. warmup: seconds of both commits together. compiles: how often each
-    commit compiles it, of which the fastest counts."""
+    documents: in a row. steps: of a turn. warmup: seconds of both commits together, beside their first steps."""
 
     config: str
     settings: tuple[str, ...] = ()
     documents: int = 1
     steps: int = 10
     warmup: float = 20.0
-    compiles: int = 1
 
 
 EXACT = ("optim.clip_rule=exact", "offload.level=optimizer", "offload.fraction=0.65")
@@ -91,22 +91,17 @@ class Tree:
         """Returns the `Build` of a row, compiled."""
         with self():
             configuration = importlib.import_module("jaxthru.config")
-            assert Path(configuration.__file__).is_relative_to(self.folder), configuration.__file__
             try:
                 build = importlib.import_module("jaxthru.build.compiled").build_step
             except ModuleNotFoundError:  # before there was jaxthru/build
                 build = importlib.import_module("jaxthru.train").build
+            assert Path(build.__code__.co_filename).is_relative_to(self.folder), build.__code__.co_filename
             path = self.folder / "configs" / f"{row.config}.py"
             config = configuration.load(str(path), [*row.settings, "train.steps=1000000"])
             names = SimpleNamespace(
                 vocabulary=config.model.vocabulary, segments=row.documents, names=("random",)
             )
-            seconds = []
-            for _ in range(row.compiles):
-                jax.clear_caches()
-                built = build(config, names)
-                seconds.append(built.compile_seconds)
-        return dataclasses.replace(built, compile_seconds=seconds)
+            return build(config, names)
 
 
 def _taken_out() -> dict[str, ModuleType]:
@@ -141,7 +136,7 @@ def first_state(built: Any) -> Any:
 
 
 def like(state: Any, abstract: Any) -> Any:
-    """Returns a state with the structure of another commit's, whose leaves are alike and in the same order."""
+    """Returns a state in the structure of another commit's, whose leaves are alike and in the same order."""
     leaves, (wanted, structure) = jax.tree.leaves(state), jax.tree.flatten(abstract)
     for leaf, other in zip(leaves, wanted, strict=True):
         same = (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
@@ -150,8 +145,10 @@ def like(state: Any, abstract: Any) -> Any:
 
 
 def turn(built: Any, state: Any, source: Iterator, steps: int) -> tuple[Any, float, dict]:
-    """Returns the state after so many steps, the seconds that each took, and the last metrics. As in training,
-    a step is dispatched before the last one's metrics are read."""
+    """Returns the state after so many steps, the seconds that each took, and the last metrics.
+
+    As in training, a step is dispatched before the last one's metrics are read.
+    """
     state = like(state, built.abstract)
     jax.block_until_ready(state)
     began, previous = time.perf_counter(), None
@@ -179,8 +176,7 @@ def measure(row: Row, sides: dict[str, Tree], timed: float) -> dict[str, Any]:
     built = {}
     for side, tree in sides.items():
         built[side] = tree.build(row)
-        told = " ".join(f"{seconds:.1f}" for seconds in built[side].compile_seconds)
-        print(f"  {side}: compiled in {told} s", file=sys.stderr, flush=True)
+        print(f"  {side}: compiled in {built[side].compile_seconds:.1f} s", file=sys.stderr, flush=True)
     source = batches(built["new"], row.documents)
     batch, first, peaks = next(source), {}, {}
     for side, of in built.items():
@@ -212,7 +208,7 @@ def measure(row: Row, sides: dict[str, Tree], timed: float) -> dict[str, Any]:
             "spread": comparison.halves_apart([[seconds] for seconds in took[side]], statistics.fmean),
             "sm_clock_mhz": mean(one.mhz for one in clocks[side]),
             "power_watts": mean(one.watts for one in clocks[side]),
-            "compile_seconds": [round(seconds, 1) for seconds in of.compile_seconds],
+            "compile_seconds": round(of.compile_seconds, 1),
             "peak_hbm_bytes": peaks[side],
             "first_step": first[side],
         }
@@ -225,7 +221,6 @@ def measure(row: Row, sides: dict[str, Tree], timed: float) -> dict[str, Any]:
         "ratio": round(compared["ratio"], 4),
         "claimed": compared["claimed"],
         "peak_ratio": round(new["peak_hbm_bytes"] / old["peak_hbm_bytes"], 5) if peaks["old"] else None,
-        "compile_ratio": round(min(new["compile_seconds"]) / min(old["compile_seconds"]), 3),
         "tokens_per_step": tokens,
         "skipped_updates": int(metrics["skipped"]),
     }
@@ -256,6 +251,9 @@ def main() -> int:
     add("--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no row after so long")
     add("--output", type=Path, required=True)
     arguments = parser.parse_args()
+    # An editable install would find in its own tree what another commit does not have.
+    sys.meta_path = [finder for finder in sys.meta_path if "editable" not in finder.__module__]
+    sys.path.append(str(ROOT))
     sides = {"old": Tree(arguments.old.resolve()), "new": Tree(ROOT)}
     xla.configure()
     jax.config.update("jax_enable_compilation_cache", False)  # each compiles as at a first start
