@@ -1,6 +1,7 @@
 """Configurations whose numbers are recorded, and what each gives: for scripts/golden.py and test_golden.py.
 
-All that is asked of a commit stands in `configured`, `program` and `on_disk`. Weights go by their names on disk, whatever their form in memory is.
+All that is asked of a commit stands in `configured`, `program` and `on_disk`. Weights go by their names on
+disk, whatever their form in memory is.
 """
 
 import functools

@@ -44,7 +44,7 @@ OWN = ("jaxthru", "pallas_kernels")
 @dataclasses.dataclass(frozen=True)
 class Row:
     """config: in either commit's configs/. settings: as `--set` takes them; keys that both commits have.
-    documents: in a row. steps: of a turn. warmup: seconds of both commits together, beside their first steps."""
+    documents: in a row. steps: of a turn. warmup: seconds of both commits, beside their first steps."""
 
     config: str
     settings: tuple[str, ...] = ()
