@@ -75,7 +75,8 @@ class OffloadConfig:
 def placed(abstract: State, config: OffloadConfig) -> State:
     """Returns an abstract state with the leaves that are to live on the host there.
 
-    Scalars, norms and biases stay on the device: they are small, and each transfer has a price.
+    What has fewer than two dims, norms and most biases, stays on the device: it is small, and each transfer
+    has a price.
     """
 
     def place(tree: Tree) -> Tree:

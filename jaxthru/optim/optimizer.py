@@ -284,7 +284,8 @@ MUON_SIZE = 0.2
 
 def _unzip(tree: Any, leaves: list[tuple]) -> tuple[Tree, dict[str, Tree]]:
     """Returns weights and slots as trees, of (weight, *slots) for each parameter."""
-    weights, *slots = (tree.unflatten(column) for column in zip(*leaves, strict=True))
+    columns = zip(*leaves, strict=True) if leaves else [()] * (1 + len(SLOTS))
+    weights, *slots = map(tree.unflatten, columns)
     return weights, dict(zip(SLOTS, slots, strict=True))
 
 
