@@ -244,7 +244,9 @@ def _set(tree: dict, key: str, text: str) -> None:
     cls: type | None = RunConfig
     for depth, name in enumerate(path):
         prefix = "".join(part + "." for part in path[:depth])
-        cls = _group_in(plain.field(cls, name, prefix, text), tree.get(name))
+        rest = key.removeprefix(f"{prefix}{name}")
+        plain.check_key(name, plain.fields(cls), prefix, lambda rest=rest: f"{rest} = {text!r}")
+        cls = _group_in(plain.fields(cls)[name], tree.get(name))
         require(cls is not None, f"unknown key {key} = {text!r}: {prefix}{name} has no keys of its own")
         if tree.get(name) is None:
             tree[name] = {}
