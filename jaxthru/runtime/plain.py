@@ -3,6 +3,7 @@
 What is not of its type raises InputError, which names the key.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -25,13 +26,15 @@ def fields(cls: type) -> dict[str, Any]:
 
 def field(cls: type, name: str, prefix: str, value: Any) -> Any:
     """Returns the declared type of a field. prefix, value: of the key that asks for it, for the message."""
-    check_key(name, fields(cls), prefix, lambda: f" = {value!r}")
-    return fields(cls)[name]
+    valid = fields(cls)
+    hint = functools.partial(did_you_mean, name, [*valid], prefix)
+    require(name in valid, lambda: f"unknown key {prefix}{name} = {value!r}{hint()}")
+    return valid[name]
 
 
-def check_key(name: str, valid: Collection[str], prefix: str = "", said=lambda: "", where: str = "") -> None:
-    """Raises InputError unless a name is valid. said: returns what to say behind it."""
-    require(name in valid, lambda: f"{where}unknown key {prefix}{name}{said()}{did_you_mean(name, [*valid])}")
+def check_key(name: str, valid: Collection[str], prefix: str = "", where: str = "") -> None:
+    """Raises InputError unless a name is valid. prefix, where: what stands before it, for the message."""
+    require(name in valid, lambda: f"{where}unknown key {prefix}{name}{did_you_mean(name, [*valid])}")
 
 
 def build(cls: type, tree: Any, prefix: str = "") -> Any:
@@ -75,17 +78,24 @@ def parse(key: str, text: str, declared: Any) -> Any:
         readings.insert(0, None)
     if text.lower() in ("true", "false"):
         readings.insert(0, text.lower() == "true")
-    for number in (int, float):
-        try:
+    for number in (int, float, _whole):
+        with contextlib.suppress(ValueError, OverflowError):
             readings.append(number(text.replace("_", "")))
-        except ValueError:
-            continue
     for value in readings:
         if matches(value, declared):
             return value
     choices = [str(choice) for choice in typing.get_args(declared) if typing.get_origin(declared) is Literal]
     hint = did_you_mean(text, choices)
     raise InputError(f"{key} = {text!r}: must be {_describe(declared)}{hint if '?' in hint else ''}")
+
+
+def _whole(text: str) -> int:
+    """Returns the whole number in `1e3` or `1000.0`. Raises ValueError for others, and for what a float does
+    not hold exactly."""
+    number = float(text)
+    if not number.is_integer() or abs(number) > 2**53:
+        raise ValueError(text)
+    return int(number)
 
 
 def matches(value: Any, declared: Any) -> bool:
