@@ -37,8 +37,21 @@ moved.take_old_keys(MeshConfig, "mesh")
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything that decides a run. Each group belongs to the part of jaxthru that it is named after.
+    `ModelConfig` is that of the default family, llama.
 
-    model: of any family; `ModelConfig` is that of the default one, llama.
+    train: how long the run is, and how large a step.
+    model: the family of the model, and its shape.
+    data: which text the run reads, and how it is packed into rows.
+    optim: the optimizer, the learning rate and its schedule.
+    mesh: how many devices stand along each mesh axis.
+    precision: number formats of weights and products.
+    remat: what the backward pass computes again instead of keeping it in memory.
+    offload: what lives in the host's memory instead of the device's.
+    checkpoint: when the state is saved, and which checkpoints are kept.
+    evaluate: when the loss on held-out text is measured, and on how much of it.
+    metrics: where the numbers of each step are written.
+    profile: which steps are profiled.
+    kernels: which implementation of each operation runs.
     """
 
     train: TrainConfig = TrainConfig()
@@ -77,6 +90,11 @@ CHANGEABLE = (
     *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""
+
+
+def changeable(key: str) -> bool:
+    """Says whether a run may be resumed with another value of a key, by its whole name."""
+    return key.startswith(CHANGEABLE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +171,7 @@ def check_change(old: RunConfig, new: RunConfig, where: Path) -> list[str]:
     changed = {k: line for k, line in changed.items() if before.get(k) != after.get(k)}
     if "model.family" in changed:  # their other keys have little to do with each other
         changed = {k: line for k, line in changed.items() if k == "model.family" or k[:6] != "model."}
-    fixed = [line for key, line in changed.items() if not key.startswith(CHANGEABLE)]
+    fixed = [line for key, line in changed.items() if not changeable(key)]
     require(
         not fixed,
         f"{where} holds a run of another configuration: {', '.join(fixed)}; "
@@ -270,7 +288,7 @@ def nearest(key: str, model_family: Any = family.SHIPPED[0]) -> str:
 
 def declared_keys(model_family: Any = family.SHIPPED[0]) -> dict[str, Any]:
     """Returns {name: declared type} of all groups and keys, each by its whole name, as `optim.clip`."""
-    return dict(_walk(RunConfig, "", {"family": model_family}))
+    return {"model.family": str, **dict(_walk(RunConfig, "", {"family": model_family}))}
 
 
 def _walk(cls: type, prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
