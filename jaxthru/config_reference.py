@@ -167,9 +167,9 @@ def page(found: dict[str, Group]) -> str:
         "You want to change a setting: find its key here, and give it as `--set GROUP.KEY=VALUE`, or in a\n"
         "file like those in [configs/](../configs). In a terminal, `jaxthru config` prints what this page\n"
         "says, `jaxthru config optim` prints one group, and `jaxthru config optim.clip` one key.",
-        "A default holds where neither the file nor `--set` gives a value. When a run is resumed, a key that\n"
-        "**may change** may have another value; a key that is **fixed** must have the value that the run was\n"
-        "started with.",
+        "A default holds where neither the file nor `--set` gives a value. When a run is resumed, a key\n"
+        "that **may change** may have another value; a key that is **fixed** must have the value that the\n"
+        "run was started with.",
         "`jaxthru config --markdown > docs/configuration.md` makes this page.",
         "\n".join(f"- [{group.name}](#{group.name}): {_markdown(group.meaning)}" for group in found.values()),
     ]
