@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import json
 import runpy
 from collections.abc import Iterator, Sequence
@@ -255,35 +254,12 @@ def _declared(cls: type, name: str, prefix: str, key: str, text: str, tree: dict
     valid = plain.fields(cls)
 
     def unknown() -> str:
-        hint = nearest(key, family.name_in(tree.get("model")))
+        hint = plain.nearest(key, declared_keys(family.name_in(tree.get("model"))))
         level = f"keys of {prefix[:-1]}" if prefix else "groups"
         return f"unknown key {key} = {text!r}{hint or f'; the {level} are {", ".join(sorted(valid))}'}"
 
     require(name in valid, unknown)
     return valid[name]
-
-
-def nearest(key: str, model_family: Any = family.SHIPPED[0]) -> str:
-    """Returns `; did you mean 'optim.learning_rate'?` for what is no key, of all groups' keys; or nothing.
-
-    A key of this very name in another group comes before one of a similar name.
-    """
-    group, _, name = key.rpartition(".")
-    names: dict[str, list[str]] = {}
-    for known in declared_keys(model_family):
-        names.setdefault(known.rpartition(".")[2], []).append(known)
-    found = names.get(name, [])
-    if len(found) > 1 and group:
-        found = difflib.get_close_matches(key, found, n=1, cutoff=0.75) or found
-    if not found:
-        here = [
-            last for last, keys in names.items() if any(known.rpartition(".")[0] == group for known in keys)
-        ]
-        if near := difflib.get_close_matches(name, here, n=1):
-            found = [f"{group}.{near[0]}" if group else near[0]]
-        elif near := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
-            found = names[near[0]]
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def declared_keys(model_family: Any = family.SHIPPED[0]) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def choose(found: dict[str, Group], name: str | None) -> list[Group]:
         if keys:
             return [dataclasses.replace(group, keys=keys)]
     model_family = found["model"].keys[0].default
-    hint = configuration.nearest(name, model_family) or did_you_mean(name, list(found))
+    hint = plain.nearest(name, configuration.declared_keys(model_family)) or did_you_mean(name, list(found))
     raise InputError(f"no group or key {name}{hint}")
 
 

@@ -5,11 +5,12 @@ What is not of its type raises InputError, which names the key.
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import math
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 from jaxthru.runtime.errors import InputError, did_you_mean, require
@@ -35,6 +36,29 @@ def field(cls: type, name: str, prefix: str, value: Any) -> Any:
 def check_key(name: str, valid: Collection[str], prefix: str = "", where: str = "") -> None:
     """Raises InputError unless a name is valid. prefix, where: what stands before it, for the message."""
     require(name in valid, lambda: f"{where}unknown key {prefix}{name}{did_you_mean(name, [*valid])}")
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """Returns `; did you mean 'optim.learning_rate'?` for what is none of the known keys; or nothing.
+
+    key, known: whole names, as `optim.clip`, of groups too. One of the very same name in another group comes
+    before one of a similar name in the same group.
+    """
+    group, _, name = key.rpartition(".")
+    owners: dict[str, list[str]] = {}
+    for whole in known:
+        owners.setdefault(whole.rpartition(".")[2], []).append(whole)
+    found = owners.get(name, [])
+    if len(found) > 1 and group:
+        found = difflib.get_close_matches(key, found, n=1, cutoff=0.75) or found
+    if not found:
+        within = f"{group}." if group else ""
+        here = [last for last, keys in owners.items() if within + last in keys]
+        if near := difflib.get_close_matches(name, here, n=1):
+            found = [within + near[0]]
+        elif near := difflib.get_close_matches(name, owners, n=1, cutoff=0.75):
+            found = owners[near[0]]
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def build(cls: type, tree: Any, prefix: str = "") -> Any:
