@@ -25,6 +25,7 @@ class Sustained:
     fair: float
 
     def word(self, share: float) -> str:
+        share = round(share, 2)  # as it is written
         return "good" if share >= self.good else "fair" if share >= self.fair else "low"
 
 
@@ -56,7 +57,8 @@ def verdict(ledger: Ledger) -> str:
     if run.platform == "cpu":
         return "A run on a CPU shows that everything works; its speed is not judged."
     if found.flops_per_second is None:
-        return f"Not judged: the peak of {run.device_kind} is not known."
+        why = f"the peak of {run.device_kind}" if run.tokens_per_step else "how many tokens a step has"
+        return f"Not judged: {why} is not known."
     if against is None:
         return (
             f"{found.mfu:.0%} of the data sheet's peak. Not judged: what {run.device_kind} sustains was not "

@@ -188,9 +188,7 @@ def test_without_a_checkout_the_page_names_the_docs(monkeypatch, tmp_path):
 def test_a_finding_says_why_it_has_no_advice():
     said = words(cpu())
     assert "No setting is expected to win more than the noise of this run, 1,184.7 ms (32.0%" in said
-    assert (
-        "No advice on copies ( layout ): together they cost a step 291.0 ms at most, below the noise" in said
-    )
+    assert "No advice on copies ( layout ): together they cost a step 291.0 ms at most, below the" in said
     assert "Found in the program" in said
     quiet = dataclasses.replace(cpu(), window=dataclasses.replace(cpu().window, noise=0.004))
     said = words(with_advice(quiet, sample.config(precision__compute="float32")))
@@ -328,7 +326,8 @@ BOXES = """
     parents: (function up(node) {
       return node ? [[...document.querySelectorAll("body *")].indexOf(node), ...up(node.parentElement)] : [];
     })(element.parentElement),
-    clipped: !(clip && clip.title == clip.textContent) && element.scrollWidth > Math.ceil(element.clientWidth) + 1 && element.clientWidth > 0,
+    clipped: !(clip && clip.title == clip.textContent) &&
+      element.scrollWidth > Math.ceil(element.clientWidth) + 1 && element.clientWidth > 0,
   }));
 })
 """
@@ -381,7 +380,9 @@ CARDS = """
     for (const rect of words ? range.getClientRects() : [node.getBoundingClientRect()]) {
       const cell = words && parent.closest(".number, .title, td, th");
       const own = cell ? cell.getBoundingClientRect() : box;
-      const beyond = Math.max(left - rect.left, rect.right - right, own.left - rect.left, rect.right - own.right);
+      const beyond = Math.max(
+        left - rect.left, rect.right - right, own.left - rect.left, rect.right - own.right
+      );
       if (rect.width > 0 && beyond > 1) out.push([node.textContent.slice(0, 40), beyond]);
     }
   }
