@@ -38,7 +38,7 @@ def _bar(
     )
     cells = "".join(f'<div class="number {kind}">{escape(number)}</div>' for number in numbers)
     return (
-        f'<div class="row"><div class="title {kind}">{escape(title)}{note}</div>'
+        f'<div class="row"><div class="title {kind}"><span class="part">{escape(title)}</span>{note}</div>'
         f'<div class="track">{drawn}</div>{cells}</div>'
     )
 

@@ -33,7 +33,7 @@ H200 = re.compile(r"\bh200\b(?! nvl)", re.I)
 BF16 = Sustained("bf16", 690e12, 0.75, 0.60)
 FLOAT8 = Sustained("float8", 1293e12, 0.50, 0.40)
 """Measured on an H200 (docs/results.md, One GPU): a loop of 8192³ products, and the share of it that steps
-reach, the tuned ones 75 to 83 % in bf16 and 51 to 56 % in float8, a framework's defaults 62 % in bf16. No
+reach, the tuned ones 75 to 84 % in bf16 and 51 to 56 % in float8, a framework's defaults 62 % in bf16. No
 default was measured in float8: there "fair" begins as far below "good" as in bf16."""
 
 NARROW = 1.2

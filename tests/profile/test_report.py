@@ -378,7 +378,7 @@ CARDS = """
     const range = document.createRange();
     range.selectNodeContents(node);
     for (const rect of words ? range.getClientRects() : [node.getBoundingClientRect()]) {
-      const cell = words && parent.closest(".number, .title, td, th");
+      const cell = words && parent.closest(".number, .part, .said, td, th");
       const own = cell ? cell.getBoundingClientRect() : box;
       const beyond = Math.max(
         left - rect.left, rect.right - right, own.left - rect.left, rect.right - own.right
