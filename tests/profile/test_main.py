@@ -4,6 +4,7 @@ import dataclasses
 import html
 import io
 import json
+import re
 
 import pytest
 import rich.console
@@ -11,6 +12,7 @@ import sample
 
 from jaxthru.profile import ledger
 from jaxthru.profile.__main__ import main
+from jaxthru.profile.report import report
 from jaxthru.profile.summary import summary
 
 
@@ -186,3 +188,24 @@ def test_summary_adds_up():
     assert "MFU 46.7%" in said
     assert said.startswith("67% of what these GPUs sustain in large bf16 matrix products: fair.")
     assert "No setting is expected to win more than the noise" in said
+
+
+def test_the_terminal_says_of_a_cpu_what_the_page_says():
+    """One step time, no peak, and the same sentences."""
+    console = rich.console.Console(width=200, record=True, file=io.StringIO())
+    console.print(summary(sample.cpu()))
+    said = console.export_text().replace("\N{NO-BREAK SPACE}", " ")
+    lines = [line.strip() for line in said.splitlines()]
+    assert lines[0] == "A run on a CPU shows that everything works; its speed is not judged."
+    assert lines[1].startswith("Of a step of 3,702.1 ms, the matrix products take 67%.")
+    assert lines[2].startswith(
+        "The profiled steps took 16% more time than the median of the run's others (3,202.5"
+    )
+    assert lines[3] == "553 tokens/s"
+    assert said.count("3,202.5") == 1
+    assert "MFU" not in said and "peak" not in said
+    assert re.search(r"step +3,702.1 +100.0%", said)
+    assert "noise of this run, 1,184.7 ms (32.0% of the step)" in said
+    page = " ".join(html.unescape(report(sample.cpu())).replace("\N{NO-BREAK SPACE}", " ").split())
+    for line in lines[:3]:
+        assert line in page
