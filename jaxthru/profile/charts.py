@@ -122,12 +122,12 @@ def _digits(span: float) -> int:
 def axis(ticks: Sequence[str]) -> str:
     """Returns texts under a band, each in the middle of its place, the outer ones within the band. Of more
     than three, every other has no room on a narrow page."""
-    last = len(ticks) - 1
-    spans = (
-        f'<span{' class="wide"' if last > 2 and i % 2 else ""} style="left:{100 * i / last:g}%;'
-        f'transform:translateX(-{100 * (i > 0) if i in (0, last) else 50}%)">{escape(tick)}</span>'
-        for i, tick in enumerate(ticks)
-    )
+    last, spans = len(ticks) - 1, []
+    for i, tick in enumerate(ticks):
+        kind = "wide" if last > 2 and i % 2 else ""
+        back = {0: 0, last: 100}.get(i, 50)  # percent of its own width
+        place = f"left:{100 * i / last:g}%;transform:translateX(-{back}%)"
+        spans.append(f'<span class="{kind}" style="{place}">{escape(tick)}</span>')
     return f'<div class="axis">{"".join(spans)}</div>'
 
 

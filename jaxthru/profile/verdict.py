@@ -112,8 +112,9 @@ def relation(ledger: Ledger, unit: Unit) -> str:
 def nothing_to_win(ledger: Ledger, unit: Unit) -> str:
     """Returns what is said where no advice has a gain above the noise."""
     least, window = floor(ledger), ledger.window
+    what = "the noise of this run, " if window.loop_seconds else ""  # else it is not known
     size = f"{unit(least)} ({least / window.step_seconds:.1%} of the step)"
-    said = f"No setting is expected to win more than the noise of this run, {size}."
+    said = f"No setting is expected to win more than {what}{size}."
     if window.noise > NOISY:
         said += " Its steps differ by that much: profile on an idle machine to see smaller gains."
     return said
@@ -127,7 +128,7 @@ def unadvised(ledger: Ledger, unit: Unit) -> list[str]:
         if each.gain_seconds is not None and not each.advised
     }
     return [
-        f"No advice on {rule.replace('_', ' ')} (`{remedy}`): together they cost a step {unit(gain)} at "
-        f"most, below the noise of {unit(floor(ledger))}."
+        f"No advice on {rule.replace('_', ' ')}: another `{remedy}` is expected to win {unit(gain)} a step "
+        f"at most, below the noise of {unit(floor(ledger))}."
         for (rule, remedy), gain in gains.items()
     ]

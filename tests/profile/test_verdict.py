@@ -9,7 +9,15 @@ import sample
 
 from jaxthru.profile.ledger import Ledger
 from jaxthru.profile.unit import Unit
-from jaxthru.profile.verdict import BF16, FLOAT8, shares, sustained, thresholds, verdict
+from jaxthru.profile.verdict import (
+    BF16,
+    FLOAT8,
+    nothing_to_win,
+    shares,
+    sustained,
+    thresholds,
+    verdict,
+)
 
 RECORD = json.loads((sample.ROOT / "scripts/bench/results/one_gpu_h200.json").read_text())["summary"]["rows"]
 WORDS = {
@@ -100,3 +108,19 @@ def test_the_largest_of_the_rest_is_named_where_it_is_above_the_noise():
         "(66.0 ms, 13.4%)."
     )
     assert "No other part" in shares(sample.ledger(noise=0.5), unit)
+
+
+@pytest.mark.parametrize(
+    ("window", "said"),
+    [
+        ({"noise": 0.004}, "more than the noise of this run, 2.0 ms (0.4% of the step)."),
+        ({"noise": 0.3}, "147.3 ms (30.0% of the step). Its steps differ by that much: profile on an idle"),
+        ({"noise": 0.0, "loop_seconds": None}, "to win more than 1.0 ms (0.2% of the step)."),
+    ],
+)
+def test_noise_is_named_where_it_is_known(window, said):
+    ledger = sample.ledger()
+    ledger = dataclasses.replace(ledger, window=dataclasses.replace(ledger.window, **window))
+    words = nothing_to_win(ledger, Unit.of(0.491)).replace("\N{NO-BREAK SPACE}", " ")
+    assert said in words
+    assert words.endswith(("of the step).", "to see smaller gains."))
