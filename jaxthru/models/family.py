@@ -21,6 +21,7 @@ SHIPPED = ("llama",)
 class FamilyConfig:
     """What every family's `Config` has.
 
+    family: `llama`, or the whole name of a module of your own that has a `Config`, as `package.module`.
     loop: `scan` compiles each block of the repeated pattern once and loops over stacked parameters; `unroll`
     compiles each layer.
     """

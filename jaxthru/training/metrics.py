@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    """tensorboard: also write event files. Every step is always written to metrics.jsonl."""
+    """tensorboard: also write TensorBoard's event files. Every step is always written to metrics.jsonl."""
 
     tensorboard: bool = True
 
