@@ -72,7 +72,7 @@ class RunConfig:
 
 
 CHANGEABLE = (
-    *("train.steps", "train.microbatches", "model.loop", "data.loaders"),
+    *("train.steps", "optim.schedule_steps", "train.microbatches", "model.loop", "data.loaders"),
     *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""

@@ -46,8 +46,8 @@ def test_a_run_learns_and_leaves_what_the_contract_names(place, whole):
     assert json.loads((directory / "config.json").read_text())["train"]["steps"] == 40
     assert json.loads((directory / "environment.json").read_text())["versions"]["jax"]
     assert place.checkpoints("whole") == [35, 40]
-    assert "attention: xla runs" in whole and whole.count("attention:") == 1
-    for part in ("held-out loss", "prose", "tokens/s", "run directory", "resume: "):
+    assert "kernels: attention uses xla\n" in whole and whole.count("attention uses") == 1
+    for part in ("held-out loss", "prose", "tokens/s", "run directory", "train longer: "):
         assert part in whole
     assert "the tokenizer uses 300 of model.vocabulary = 320" in whole
 
@@ -62,8 +62,8 @@ def test_a_finished_run_started_again_prints_its_table(place, whole):
 
 def test_the_second_start_of_a_configuration_compiles_nothing(place):
     settings = {"train__steps": 3, "model__mlp": 160}
-    assert compiled(place.run("cold", **settings)) > 0
-    assert compiled(place.run("warm", **settings)) == 0
+    assert compiled(place.run("cold", "--verbose", **settings)) > 0
+    assert compiled(place.run("warm", "--verbose", **settings)) == 0
 
 
 def test_no_program_is_kept_in_a_run_directory_or_run_from_one(place, whole):

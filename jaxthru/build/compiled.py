@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxthru.build import choices
 from jaxthru.build.checks import asked_for, attention_by, fit
+from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.step import assemble
 from jaxthru.config import RunConfig
 from jaxthru.data.batch import check_batch
@@ -116,6 +117,18 @@ class Build:
         return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
 
 
+def announce(parameters: int, layout: Layout) -> None:
+    """Logs what is about to be compiled, and for which devices."""
+    mesh = layout.mesh
+    log.info(
+        "compiling the step: %s parameters on %d × %s (%s) ...",
+        f"{parameters:,}",
+        mesh.size,
+        mesh.devices.flat[0].device_kind,
+        " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+    )
+
+
 def build_step(
     config: RunConfig, data: Data, devices: list[jax.Device] | None = None, autotuned: Path | None = None
 ) -> Build:
@@ -125,6 +138,7 @@ def build_step(
     config = choices.ready(config)
     train = config.train
     layout = fit(config, devices)
+    check_host_memory(config, layout)
     choices.reserve(config, list(layout.mesh.devices.flat))
     vocabulary = dict(family.chain(config.model).dims)["vocab"]
     which = f"{config.model.key('vocab')} = {vocabulary}"
@@ -142,11 +156,13 @@ def build_step(
         autotuned=autotuned,
     )
     compile_ = xla.nothing_kept(autotuned is not None)(made.compile)
+    announce(made.step.model.parameters, layout)
     started = time.monotonic()
     try:
         compiled = compile_(options)
     except Unsupported as refusal:
         raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
     seconds = time.monotonic() - started
+    log.info("compiled in %.1f s", seconds)
     recompile = lambda more: compile_(options | more)  # noqa: E731
     return Build(config, data, layout, made.step, made.abstract, compiled, seconds, recompile)
