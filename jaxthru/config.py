@@ -38,7 +38,10 @@ class RunConfig:
     """Everything that decides a run. Each group belongs to the part of jaxthru that it is named after.
 
     model: of any family; `ModelConfig` is that of the default one, llama.
+    name: of the file that `load` read, for run directories; no key, and of no other configuration.
     """
+
+    name = "run"
 
     train: TrainConfig = TrainConfig()
     model: FamilyConfig = ModelConfig()
@@ -105,7 +108,9 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
         tree = moved.renewed(_read(Path(path)))
         for key, text in _words(overrides, tree):
             _set(tree, key, text)
-        return from_dict(tree)
+        config = from_dict(tree)
+        object.__setattr__(config, "name", Path(path).stem)
+        return config
     except OSError as error:
         raise InputError(f"--config {path}: cannot be read ({error.strerror})") from error
     except RecursionError as error:

@@ -103,7 +103,7 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
     data, restored = built.data, checkpointer.restore(built.abstract)
     if restored is None:
         log.info("initialising the parameters ...")
-        return built.first_state(), DataState(0, ((0, data.mixing),), data.keys)
+        return built.first_state(), DataState.first(data.mixing, data.keys)
     step, state, saved = restored
     log.info("resumed from step %d", step)
     return state, DataState.from_json(saved).resumed(step, data.mixing, data.keys)
@@ -128,14 +128,22 @@ def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> 
 
 
 def run(
-    config: RunConfig, directory: RunDirectory | None = None, *, name: str = "run", resume: str = "auto"
+    config: RunConfig,
+    directory: RunDirectory | Path | str | None = None,
+    *,
+    name: str | None = None,
+    resume: str = "auto",
 ) -> RunDirectory:
     """Trains, from the data's preparation to the final table, and returns the run directory.
 
-    directory: None makes a fresh runs/<name>/<n>. resume: as on the command line.
+    directory: what it holds is continued; None makes a fresh runs/<name>/<n>. name: by default that of the
+    file which `load_config` read, else `run`. resume: as on the command line.
     Raises InputError or TrainingError, with a message of one line.
     """
     started = time.monotonic()
+    name = name or config.name
+    if isinstance(directory, Path | str):
+        directory = RunDirectory(directory)
     xla.configure(config.kernels.writes_to_peers)
     distributed.initialize()
     config = choices.ready(config)
@@ -185,8 +193,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> None:
         config = configuration.from_arguments(arguments)
-        directory = None if arguments.run_dir is None else RunDirectory(arguments.run_dir)
-        run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
+        run(config, arguments.run_dir, resume=arguments.resume)
 
     arguments = parse_arguments(argv)
     log.handlers, log.propagate = [logging.StreamHandler()], False

@@ -390,7 +390,7 @@ def test_a_directory_of_another_run_is_refused(place, whole, capsys):
 def test_checkpoints_of_nobody_knows_what_are_refused(tmp_path):
     """Only config.json says with what seed, say, they were trained."""
     config, directory = load_config(ROOT / "configs" / "quickstart.py"), RunDirectory(tmp_path)
-    directory.metrics.touch()
+    directory.metrics_file.touch()
     check_resumable(config, directory, "auto")  # of a run that ended before its first checkpoint
     (directory.checkpoints / "10").mkdir(parents=True)
     with pytest.raises(InputError, match=r"own config.json cannot be used: .*no such file; put it back"):

@@ -1,4 +1,4 @@
-"""Learning rates to the last digit, their hold after the schedule's end, and what another end does to them."""
+"""Learning rates of each schedule, their hold after its end, and what another end does to them."""
 
 import math
 
@@ -78,8 +78,8 @@ def test_other_rates_for_steps_that_are_made_are_refused():
     old = Plan(config("cosine"), 10)
     with pytest.raises(
         InputError,
-        match=r"optim\.schedule_steps = 40: the learning rate of step 1, which is made, was 5\.0e-01 and would "
-        r"be 1\.2e-01; set it to 10, as it was",
+        match=r"optim\.schedule_steps = 40: the learning rate of step 1, which is made, was 5\.0e-01 and "
+        r"would be 1\.2e-01; set it to 10, as it was",
     ):
         schedule_change(old, Plan(config("cosine", schedule_steps=40), 40), 6)
     # Nothing that is made would be other: at its peak, without warm-up, a schedule may yet change its end.
