@@ -42,7 +42,7 @@ def test_it_prints_its_ends(monkeypatch):
     assert lines[1].split() == ["1", "3", "1.5", "True"] and lines[2].split()[1] == "-"
     assert lines[6].split() == ["..."] * 4 and lines[-2].split()[0] == "30"
     assert lines[-1] == "30 rows, 5 columns; unknown: mfu" and len(lines) == 1 + 5 + 1 + 5 + 1
-    monkeypatch.setenv("COLUMNS", "14")
+    monkeypatch.setenv("COLUMNS", "16")
     assert repr(Table(ROWS)).splitlines()[-1] == "30 rows, 5 columns; not shown: by.a, on; unknown: mfu"
 
 
