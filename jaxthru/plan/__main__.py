@@ -17,6 +17,7 @@ from jaxthru.plan import memory
 from jaxthru.plan.data import forecast
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError, exit_code, require
+from jaxthru.training.run_directory import RunDirectory
 from pallas_kernels.dispatch import Unsupported
 
 
@@ -33,8 +34,9 @@ def _data(arguments: argparse.Namespace) -> int:
     with open_data(config.data) as data:
         found = forecast(config, data, arguments.samples)
     _show(found.table(), found.lines())
-    folder = arguments.run_dir and Path(arguments.run_dir) / "plan_data.svg"
-    files = [path for path in (arguments.plot, folder) if path]
+    files = [] if arguments.plot is None else [Path(arguments.plot)]
+    if arguments.run_dir is not None:
+        files.append(RunDirectory(arguments.run_dir).path / "plan_data.svg")
     for path in files:
         found.picture().save(path)
     how = "--plot FILE draws the shares and the imbalance, --run-dir DIR draws them into a run directory"

@@ -7,6 +7,7 @@ eval.jsonl           one object an evaluation, with EVAL_FIELDS
 tensorboard/         event files
 checkpoints/<step>/  Orbax; <step> counts completed updates
 profile/<step>/      traces and what was read from them
+plan_data.svg        what `plan data --run-dir` drew
 autotune/            what XLA chose for a GPU by timing, as text, with train.deterministic
 damaged/<step>/      checkpoints found broken
 .lock                held while a job trains here
