@@ -18,7 +18,7 @@ from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs
-from jaxthru.engine.gradients import abstract_gradients
+from jaxthru.engine.gradients import gradient_dtype
 from jaxthru.engine.model import parts
 from jaxthru.engine.offload import OffloadConfig, on_device, placed
 from jaxthru.engine.rehearsed import Moment, kind_of, shard_size
@@ -28,6 +28,7 @@ from jaxthru.optim.formats import FORMATS
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
 from jaxthru.runtime import hardware
 from jaxthru.runtime.sharding import Layout
+from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels import dispatch
 from pallas_kernels.attention import STAND_IN
 
@@ -150,8 +151,12 @@ def indispensable(config: RunConfig, devices: int) -> dict[str, int]:
     layered = config.offload.layered
     made, _ = _assembled(dataclasses.replace(config, offload=OffloadConfig()), devices)
     params, model = made.abstract["params"], made.step.model
-    gradients = abstract_gradients(params, model.weights, model.ops.compute)
-    if layered and config.optim.clip_rule != "exact":  # each layer's is used up at once
+
+    def gradient(info: WeightInfo, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
+        return leaf.update(dtype=gradient_dtype(info, model.ops.compute)) if info.trains else None
+
+    gradients = jax.tree.map(gradient, model.weights, params)
+    if layered and config.optim.clip_rule != "exact":  # each layer's are used up at once
         gradients = None
     kept = {"parameters": params, "optimizer": made.abstract["opt_state"], "gradients": gradients}
     return {name: _bytes_on_a_device(tree) for name, tree in kept.items()}

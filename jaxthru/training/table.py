@@ -61,7 +61,7 @@ class Table:
     def __repr__(self) -> str:
         width = shutil.get_terminal_size((100, 24)).columns
         columns, used, left_out = [], 0, []
-        for name, cells in self._cells():
+        for name, cells in sorted(self._cells(), key=lambda column: "." in column[0]):  # groups come last
             wide = max(map(len, cells)) + 2
             if left_out or used + wide > width:
                 left_out.append(name)

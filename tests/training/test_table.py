@@ -38,12 +38,12 @@ def test_an_unknown_column_has_a_nearest_name():
 def test_it_prints_its_ends(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     lines = repr(Table(ROWS)).splitlines()
-    assert lines[0].split() == ["step", "loss", "by.a", "on"]
-    assert lines[1].split() == ["1", "3", "1.5", "True"] and lines[2].split()[1] == "-"
+    assert lines[0].split() == ["step", "loss", "on", "by.a"]
+    assert lines[1].split() == ["1", "3", "True", "1.5"] and lines[2].split()[1] == "-"
     assert lines[6].split() == ["..."] * 4 and lines[-2].split()[0] == "30"
     assert lines[-1] == "30 rows, 5 columns; unknown: mfu" and len(lines) == 1 + 5 + 1 + 5 + 1
     monkeypatch.setenv("COLUMNS", "16")
-    assert repr(Table(ROWS)).splitlines()[-1] == "30 rows, 5 columns; not shown: by.a, on; unknown: mfu"
+    assert repr(Table(ROWS)).splitlines()[-1] == "30 rows, 5 columns; not shown: on, by.a; unknown: mfu"
 
 
 def test_a_notebook_gets_html():
