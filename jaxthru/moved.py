@@ -28,9 +28,10 @@ MODULES = {
     "models.bind": "engine.model models.stage",
     "plan.arithmetic": "build.memory_estimate",
     "plan.assemble": "build.step",
-    "plan.cost": "build.compiled",
+    "plan.cost": "build.batches",
     "plan.fit": "build.checks",
     "plan.levels": "build.choices plan.memory",
+    "plan.plot": "training.plot",
     "plan.rehearsal": "engine.rehearsed plan.memory",
     "profile.clocks": "profile.collect.clocks profile.frequency",
     "profile.events": "profile.read.events",
@@ -78,7 +79,7 @@ GONE = {
     *("models.bind.Summing", "models.bind.wide_stand_in", "models.bind.widened"),
     *("profile.memory.PURPOSES", "profile.memory.SCOPES", "training.metrics.NoRecord"),
     *("training.metrics.NoTensorBoard", "training.parts.slots_by_name", "training.programs.lower"),
-    "training.state.matrices",
+    *("train.describe", "training.state.matrices"),
 }
 """Names that nothing has taken the place of."""
 
