@@ -2,10 +2,11 @@
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 KEYS = {"model.attention": "kernels.attention", "mesh.collective_matmul": "kernels.collective_matmul"}
 """Old key -> new. Those of `model` are of the family llama."""
 
-CONFIG = "jaxthru.config"
 CLASSES = (
     *("data.loader.DataConfig", "models.layers.PrecisionConfig", "models.llama.ModelConfig"),
     *("models.llama.RopeScaling", "models.remat.RematConfig", "optim.optimizer.OptimConfig"),
@@ -21,27 +21,69 @@ CLASSES = (
     *("training.evaluate.EvaluateConfig", "training.metrics.MetricsConfig", "training.step.TrainConfig"),
     "training.offload.OffloadConfig",
 )
-"""Where configuration files had their classes from; all are CONFIG's now. Within `jaxthru`."""
+"""Where configuration files had their classes from; all are `jaxthru.config`'s now. This and the tables below
+leave `jaxthru.` out."""
 
 MODULES = {
-    "plan.arithmetic": "jaxthru.build.memory_estimate",
-    "plan.assemble": "jaxthru.build.step",
-    "plan.cost": "jaxthru.build.batches",
-    "plan.fit": "jaxthru.build.checks",
-    "plan.levels": "jaxthru.build.choices",
-    "profile.clocks": "jaxthru.profile.collect.clocks",
-    "profile.events": "jaxthru.profile.read.events",
-    "profile.hlo": "jaxthru.profile.read.hlo",
-    "profile.memory": "jaxthru.profile.read.buffers",
-    "profile.trace": "jaxthru.profile.collect.trace",
-    "training.loss": "jaxthru.engine.objective",
-    "training.offload": "jaxthru.engine.offload",
-    "training.programs": "jaxthru.engine.programs",
-    "training.step": "jaxthru.engine.step",
+    "models.bind": "engine.model models.stage",
+    "plan.arithmetic": "build.memory_estimate",
+    "plan.assemble": "build.step",
+    "plan.cost": "build.batches",
+    "plan.fit": "build.checks",
+    "plan.levels": "build.choices plan.memory",
+    "plan.rehearsal": "engine.rehearsed plan.memory",
+    "profile.clocks": "profile.collect.clocks profile.frequency",
+    "profile.events": "profile.read.events",
+    "profile.hlo": "profile.read.hlo",
+    "profile.memory": "profile.read.buffers",
+    "profile.trace": "profile.collect.trace",
+    "training.layered": "engine.dispatched",
+    "training.loss": "engine.objective",
+    "training.offload": "engine.offload",
+    "training.parts": "engine.step engine.programs training.state",
+    "training.programs": "engine.programs",
+    "training.step": "engine.step engine.gradients engine.inline",
 }
-"""Old module, within `jaxthru` -> where its other names are now."""
+"""A module that is no more -> those that have what it held, by the same names but for NAMES."""
 
-OLD = {f"jaxthru.{name}" for name in (*MODULES, *(path.rpartition(".")[0] for path in CLASSES))}
+NAMES = {
+    "models.flops.matmul_parameters": "models.llama.matmul_parameters",
+    "models.flops.parameters": "models.llama.parameters",
+    "models.flops.train_flops": "models.llama.train_flops",
+    "models.layers.weight": "models.layers.drawn",
+    "plan.levels.table": "plan.memory.proposal_table",
+    "plan.memory.layered": "build.memory_estimate.fullest",
+    "plan.memory.Moment": "engine.rehearsed.Moment",
+    "plan.memory.PROCESS": "build.memory_estimate.PROCESS",
+    "plan.rehearsal.layered_step": "plan.memory.dispatched",
+    "profile.attribution.ATTENTION": "models.scopes.ATTENTION_KERNEL",
+    "profile.attribution.SCOPES": "models.scopes.LAYER_KINDS",
+    "profile.publish.show": "profile.publish.present",
+    "runtime.xla.limit_pinned": "runtime.pinned.limit",
+    "runtime.xla.PINNED_DEFAULT": "runtime.pinned.DEFAULT",
+    "runtime.xla.PINNED_LIMIT": "runtime.pinned.LIMIT",
+    "train.build": "build.compiled.build_step",
+    "training.layered.LayeredStep": "engine.dispatched.DispatchedStep",
+    "training.loss.Metrics": "engine.terms.Terms",
+    "training.metrics.open_record": "training.record.open_record",
+    "training.metrics.Record": "training.record.Record",
+    "training.metrics.scalars": "training.sinks.tensorboard.scalars",
+    "training.metrics.TensorBoard": "training.sinks.tensorboard.TensorBoard",
+}
+"""A name that has left a module which is still there, or has another name now -> where it is."""
+
+GONE = {
+    *("data.corpus.DECISIVE", "data.corpus.TRANSFORMS", "optim.optimizer.Linear", "models.bind.bind"),
+    *("models.bind.is_axes", "models.bind.is_matrix", "models.bind.Part", "models.bind.Substituted"),
+    *("models.bind.Summing", "models.bind.wide_stand_in", "models.bind.widened"),
+    *("profile.memory.PURPOSES", "profile.memory.SCOPES", "training.metrics.NoRecord"),
+    *("training.metrics.NoTensorBoard", "training.parts.slots_by_name", "training.programs.lower"),
+    "training.state.matrices",
+}
+"""Names that nothing has taken the place of."""
+
+OLD = {*MODULES, *(name.rpartition(".")[0] for name in (*CLASSES, *NAMES, *GONE))}
+"""The modules that something has left."""
 
 
 @functools.cache
@@ -54,15 +96,8 @@ def say_imports(source: bytes) -> None:
     """Says which classes a configuration's file imports from an old place, though they may still be there."""
     for node in ast.walk(ast.parse(source)):
         for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-            if (home := _home(f"{node.module}", alias.name)) == CONFIG:
-                say(f"{node.module}.{alias.name}: import {alias.name} from {home}")
-
-
-def _home(module: str, name: str) -> str | None:
-    """Returns the module to import a name of an old one from."""
-    if f"{module}.{name}".removeprefix("jaxthru.") in CLASSES:
-        return CONFIG
-    return MODULES.get(module.removeprefix("jaxthru."))
+            if (old := f"{node.module}.{alias.name}").removeprefix("jaxthru.") in CLASSES:
+                say(f"{old}: import {alias.name} from jaxthru.config")
 
 
 class Finder:
@@ -70,7 +105,7 @@ class Finder:
 
     @staticmethod
     def find_spec(module: str, path=None, target=None) -> ModuleSpec | None:
-        if module not in OLD:
+        if module.removeprefix("jaxthru.") not in OLD:
             return None
         gone = SimpleNamespace(create_module=lambda spec: None, exec_module=lambda module: None)
         spec = PathFinder.find_spec(module, path, target) or ModuleSpec(module, gone)
@@ -85,14 +120,28 @@ class Finder:
 
 
 def _left(module: str, name: str) -> Any:
-    """Returns what has left a module. Raises AttributeError."""
-    home = _home(module, name)
-    with contextlib.suppress(ImportError):
-        if home and not name.startswith("__"):
-            found = getattr(importlib.import_module(home), name)
-            say(f"{module}.{name}: import {name} from {home}")
+    """Returns what has left a module. Raises ImportError for what is gone, or AttributeError."""
+    old = f"{module}.{name}"
+    if old.removeprefix("jaxthru.") in GONE:  # `from ... import` hides what an AttributeError says
+        raise ImportError(f"{old}: is gone, and nothing has taken its place")
+    for home, new in _places(module.removeprefix("jaxthru."), name):
+        with contextlib.suppress(ImportError, AttributeError):
+            found = getattr(importlib.import_module(home), new)
+            say(f"{old}: import {new} from {home}")
             return found
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _places(module: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yields where a name of an old module may be: a module, and the name in it."""
+    old = f"{module}.{name}"
+    if old in CLASSES:
+        yield "jaxthru.config", name
+    elif old in NAMES:
+        home, _, new = NAMES[old].rpartition(".")
+        yield f"jaxthru.{home}", new
+    elif not name.startswith("__"):
+        yield from ((f"jaxthru.{home}", name) for home in MODULES.get(module, "").split())
 
 
 def renewed(tree: dict[str, Any]) -> dict[str, Any]:
@@ -117,8 +166,13 @@ def renewed(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_old_keys(cls: type, group: str) -> None:
-    """Lets a group's class be made with keys that have left it. They wait in the instance's `old_keys`."""
+    """Lets a group's class be made with keys that have left it. They wait in the instance's `old_keys`.
+
+    Until a RunConfig takes them over they are fields of the instance too, of those that only `__init__` sees:
+    `dataclasses.replace` hands them on, and nothing else of `dataclasses` knows of them.
+    """
     names = [old.removeprefix(f"{group}.") for old in KEYS if old.startswith(f"{group}.")]
+    passed = dataclasses.make_dataclass("Old", [(name, dataclasses.InitVar, None) for name in names])
     make: Callable = cls.__init__
 
     @functools.wraps(make)
@@ -126,6 +180,7 @@ def take_old_keys(cls: type, group: str) -> None:
         old = {name: keys.pop(name) for name in names if name in keys}
         make(self, *values, **keys)
         if old:
-            object.__setattr__(self, "old_keys", old)
+            fields = {name: field for name, field in passed.__dataclass_fields__.items() if name in old}
+            vars(self).update(old, old_keys=old, __dataclass_fields__=cls.__dataclass_fields__ | fields)
 
     cls.__init__ = init

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,32 +122,120 @@ def test_rooms_are_not_crowded():
 
 
 FAMILY_NEUTRAL = ("plan", "profile", "training", "engine", "build")
+NEUTRAL_WORDS = {"embed", "heads", "kv_heads", "head_dim", "mlp"}
+"""Keys that are also names of logical axes and scopes: attributes and whole strings."""
+PROSE = {"embed", "heads", "mlp", "vocabulary"}
+"""Keys that are also words of the field: within a string they are keys behind `model.` alone."""
+FIELDS = {field.name for field in dataclasses.fields(llama.Config)} - {"loop"}
+KEYS = FIELDS - {"layers"}
+"""Engines have layers too: `layers` is a key of a model only."""
+FAMILY = re.compile(rf"(?<![a-z])(?:{'|'.join(family.SHIPPED)}|modelconfig|swiglu|rope)(?![a-z])", re.I)
+KEY = re.compile(rf"\b(?:{'|'.join(KEYS - PROSE)}|model\.(?:{'|'.join(FIELDS)}))\b")
+
+CONFIGS = re.compile("|".join(sorted((path.stem for path in ROOT.glob("configs/*.py")), reverse=True)))
+"""Names of shipped configurations, of which a command's help shows examples."""
+
+
+def known_of_a_family(source: str) -> list[str]:
+    """Returns what a module's code knows of a family, by its name or by its configuration's keys."""
+    tree = ast.parse(source)
+    alone = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    documentation = {node for node in alone if isinstance(node, ast.Constant)}
+    nodes = (node for node in ast.walk(tree) if node not in documentation and knows_a_family(node))
+    return [f"line {getattr(node, 'lineno', '?')}: {ast.unparse(node)}" for node in nodes]
+
+
+def knows_a_family(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr=name):
+            told = ast.unparse(node)
+            of_model = ast.unparse(node.value).endswith("config.model") and name in FIELDS
+            key = name in KEYS - NEUTRAL_WORDS and told != "data.vocabulary"
+            return key or of_model or bool(FAMILY.search(name))
+        case ast.Subscript(slice=ast.Constant(value=str(name))):
+            return name in FIELDS and ast.unparse(node.value).endswith(("model", "['model']"))
+        case ast.Call(func=function, args=arguments, keywords=keywords):
+            called, given = ast.unparse(function), {keyword.arg for keyword in keywords}
+            named = FIELDS & {each.value for each in arguments if isinstance(each, ast.Constant)}
+            read = called in ("getattr", "hasattr") or called.endswith(("model'].get", "model.get"))
+            changed = FIELDS & given if called in ("replace", "dataclasses.replace") else KEYS & given
+            return bool(changed or (read and named))
+        case ast.Constant(value=str(text)):
+            text = CONFIGS.sub("", text)
+            return text not in NEUTRAL_WORDS and bool(text in KEYS or KEY.search(text) or FAMILY.search(text))
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            modules = [getattr(node, "module", None) or "", *(alias.name for alias in names)]
+            return any(FAMILY.search(module) for module in modules)
+        case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return bool(FAMILY.search(name))
+    return False
 
 
 @pytest.mark.parametrize("room", FAMILY_NEUTRAL)
 def test_no_family_is_known_by_name_or_by_its_keys(room):
-    """Beside its own file. `layers` counts as a key only of a model, for engines have layers too."""
-    fields = {field.name for field in dataclasses.fields(llama.Config)} - {"loop"}
-    keys, of_config = fields - {"layers"}, {f"config.model.{name}" for name in fields}
-    names = {*family.SHIPPED, "ModelConfig"}
+    """Beside its own file."""
     for path in sorted((ROOT / "jaxthru" / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                told = ast.unparse(node)
-                known = node.attr in (keys | names) - NEUTRAL_WORDS and told != "data.vocabulary"
-                assert not known, f"{path}:{node.lineno}: {told}"
-                assert told not in of_config, f"{path}:{node.lineno}: {told}"
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                key = node.value.removeprefix("model.")
-                named = key in keys | names and (key != node.value or key not in NEUTRAL_WORDS)
-                assert not named, f"{path}:{node.lineno}: {node.value!r}"
-            if isinstance(node, ast.ImportFrom):
-                imported = {alias.name for alias in node.names} | {f"{node.module}".rpartition(".")[2]}
-                assert not imported & names, f"{path}:{node.lineno}: imports {imported & names}"
+        assert not (known := known_of_a_family(path.read_text())), f"{path}: {known}"
 
 
-NEUTRAL_WORDS = {"embed", "heads", "kv_heads", "head_dim", "mlp"}
-"""Keys that are also names of logical axes and scopes."""
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "config.model.layers",
+        "shape.kv_heads_per_rank(shape.qk_norm)",
+        "dataclasses.replace(model, kv_heads=2)",
+        "replace(config.model, layers=2)",
+        "Config(mlp=4 * width)",
+        "getattr(model, 'kv_heads')",
+        "config['model']['heads']",
+        "tree['model']['layers']",
+        "config['model'].get('heads')",
+        "said = f'model.kv_heads = {count}'",
+        "said = f'{group}.tied_embeddings = {tied}'",
+        "key = 'model.layers'",
+        "key = 'vocabulary'",
+        "key = 'rope_theta'",
+        "import jaxthru.models.llama as x",
+        "import jaxthru.models.llama",
+        "from jaxthru.models import llama as x",
+        "from jaxthru.models.llama import Config",
+        "from jaxthru.config import ModelConfig as Shape",
+        "importlib.import_module('jaxthru.models.llama')",
+        "f'jaxthru.models.{family}' if family == 'llama' else family",
+        "scopes['swiglu']",
+        "SwiGLU(x)",
+        "def rope_angles(positions): ...",
+        "lambda rope: rope",
+    ],
+)
+def test_a_family_that_is_known_is_found(planted):
+    assert known_of_a_family(f'"""A model of llama, with kv_heads."""\n\n{planted}\n')
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        "dims['heads'] // dims['kv_heads']",
+        "heads, head_dim = item.dims",
+        "data.vocabulary",
+        "self.embed(params) + programs.embed",
+        "Sizes(layers=3)",
+        "'a larger vocabulary, and heads that the mesh does not split'",
+        "properties.europe",
+        "example = 'plan memory --config llama3_8b_one_gpu'",
+        "def f():\n    'Of llama: kv_heads.'",
+        "KEPT = {}\n'What a layer keeps, as of SwiGLU.'",
+    ],
+)
+def test_words_of_every_model_are_no_family_s(neutral):
+    assert not known_of_a_family(neutral)
+
+
+def test_a_run_loads_no_plan():
+    command = [sys.executable, "-c", "import sys, jaxthru.train; print(*sys.modules)"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert "jaxthru.build.compiled" in said
+    assert not [name for name in said if package_of(name) == "plan"]
 
 
 def test_no_function_is_long():

@@ -11,7 +11,7 @@ import fuzz_configs
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru import config_file
+from jaxthru import config_file, train
 from jaxthru.config import DataConfig, ModelConfig, RopeScaling, RunConfig, TrainConfig, load
 from jaxthru.models import family
 from jaxthru.runtime.errors import InputError
@@ -149,6 +149,8 @@ def test_keys_that_fit_only_together():
         ("model.rope_scaling.factr=2", "did you mean 'model.rope_scaling.factor'?"),
         ("zzz.qqq=1", "unknown key zzz.qqq = '1'; the groups are checkpoint, data, "),
         ("metrics.zzz=1", "unknown key metrics.zzz = '1'; the keys of metrics are tensorboard"),
+        ("model.attention.x=xla", "unknown key model.attention.x = 'xla'; the keys of model are embed, "),
+        ("kernels.attention.x=xla", "unknown key kernels.attention.x = 'xla': kernels.attention has no keys"),
         ("train.steps.more=3", "unknown key train.steps.more = '3': train.steps has no keys"),
         ("train.steps=many", "train.steps = 'many': must be int"),
         ("train.steps=1.5", "train.steps = '1.5': must be int"),
@@ -185,7 +187,7 @@ def test_keys_that_fit_only_together():
         ),
         ("model.family=os.path", "model.family = 'os.path': must define `Config`"),
         ("model.family=", "model.family = '': ValueError"),
-        ("model.family.name=3", "unknown key model.family"),
+        ("model.family.name=3", "unknown key model.family.name = '3'"),
     ],
 )
 def test_refuses(override, message):
@@ -351,6 +353,55 @@ def test_a_py_config_brings_its_own_family(own, tmp_path):
     path.write_text(f"from jaxthru.config import *\n{OWN}\ndef config(): return RunConfig(model=Config(5))\n")
     with pytest.raises(InputError, match=r"model.family = '<run_path>': is no family"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "@dataclasses.dataclass(frozen=True)\n",
+            "",
+            "model.family = 'mine.shape': must define `Config`, a frozen dataclass and FamilyConfig",
+        ),
+        (
+            "(FamilyConfig)",
+            "",
+            "model.family = 'mine.shape': must define `Config`, a frozen dataclass and Fa",
+        ),
+        ("def stages", "def stage", "model.family = 'mine.shape': must define `stages`, see jaxthru.models."),
+        ("def train_flops", "def flops", "model.family = 'mine.shape': must define `train_flops`, see "),
+        (
+            '= "own"\n',
+            '= "own"\n\n    def __post_init__(self):\n        raise ValueError("width: is odd")\n\n',
+            "model: width: is odd",
+        ),
+        ("import dataclasses", "import dataclass", "model.family = 'mine.shape': ModuleNotFoundError: No mo"),
+    ],
+)
+def test_a_family_that_lacks_something_is_refused_in_one_line(own, tmp_path, capsys, old, new, said):
+    (tmp_path / "mine" / "shape.py").write_text(OWN.replace(old, new, 1))
+    named = [word for key in ("family=mine.shape", "width=3") for word in ("--set", f"model.{key}")]
+    assert train.main(["--config", str(QUICKSTART), *named, "--run-dir", str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"jaxthru: {said}") and not (tmp_path / "run").exists()
+
+
+def test_a_family_of_one_s_own_is_not_taken_for_a_shipped_one(tmp_path, monkeypatch, capsys):
+    """Its module would have the whole name that stands for one of jaxthru's."""
+    (tmp_path / "llama.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from jaxthru.config import *\nfrom llama import Config\n"
+        "def config(): return RunConfig(model=Config(5))\n"
+    )
+    try:
+        assert train.main(["--config", str(path), "--run-dir", str(tmp_path / "run")]) == 2
+    finally:
+        sys.modules.pop("llama", None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "model.family = 'llama': is another class than that of model; define `Config` in a module" in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_family_is_another_run(own, tmp_path):

@@ -176,6 +176,7 @@ def _recipe(path: Path, name: str, table: dict[str, Any], read: Read) -> Recipe:
         built.format in FORMATS,
         lambda: f"{path}: sources.{name}.format = {built.format!r}{did_you_mean(built.format, FORMATS)}",
     )
+    _check_read(path, name, built, values)
     for key in ("text_key", "max_record_bytes"):
         needed = key != "text_key" or built.format in ("jsonl", "parquet")
         value = getattr(built, key)
@@ -193,6 +194,17 @@ def _recipe(path: Path, name: str, table: dict[str, Any], read: Read) -> Recipe:
         f"{path}: sources.{name} says nowhere what to read: give it paths = [...]",
     )
     return built
+
+
+def _check_read(path: Path, name: str, recipe: Recipe, given: Collection[str]) -> None:
+    """Raises InputError for a given option that readers read, but not the format's own."""
+    from jaxthru.data.readers import formats_with  # which imports this module
+
+    for key in given:
+        if (formats := formats_with(key)) and recipe.format not in formats:
+            said = f"{path}: sources.{name}.{key} = {getattr(recipe, key)!r}"
+            formats = " or ".join(map(repr, formats))
+            raise InputError(f"{said}: is read with format = {formats}, not {recipe.format!r}")
 
 
 def _home(file: Path, text: str) -> Path:

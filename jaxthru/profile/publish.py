@@ -7,6 +7,8 @@ from typing import Any
 
 import rich.console
 
+from jaxthru.models.family import SHIPPED
+from jaxthru.models.kernels import KernelsConfig
 from jaxthru.moved import renewed
 from jaxthru.profile import ledger
 from jaxthru.profile.advice import with_advice
@@ -76,7 +78,10 @@ def read(folder: Path) -> Ledger:
 
 
 def config(run: Path) -> dict[str, Any]:
-    """Returns the configuration of a run as nested plain values. Raises InputError."""
+    """Returns the configuration of a run as nested plain values. Raises InputError.
+
+    What an older run could not choose yet has the value that it had for all.
+    """
     path = run / "config.json"
     require(path.is_file(), f"{path}: no such file")
     try:
@@ -85,7 +90,9 @@ def config(run: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not valid JSON ({error})") from error
     groups = found.values() if isinstance(found, dict) else [None]
     require(all(isinstance(group, dict) for group in groups), f"{path}: holds no configuration")
-    return renewed(found)
+    found = renewed(found)
+    kernels = dataclasses.asdict(KernelsConfig()) | found.get("kernels", {})
+    return found | {"model": {"family": SHIPPED[0]} | found.get("model", {}), "kernels": kernels}
 
 
 def _one_line(error: Exception) -> str:

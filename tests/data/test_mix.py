@@ -60,6 +60,18 @@ def test_the_nearest_folder_wins(tmp_path, monkeypatch):
     [
         ("heldout = 0.1\n[sources.prose]\nweight = 1", "unknown key heldout; did you mean 'held_out'"),
         ("[sources.prose]\nweight = 1\ncap_byte = 1", "sources.prose.cap_byte; did you mean 'cap_bytes'"),
+        (
+            "[sources.local_jsonl]\npaths = ['x']\nweight = 1\nextension = 'md'",
+            "bad.toml: sources.local_jsonl.extension = 'md': is read with format = 'tar', not 'jsonl'$",
+        ),
+        (
+            "[sources.local_text]\npaths = ['x']\nweight = 1\ntext_key = 'body'",
+            "local_text.text_key = 'body': is read with format = 'jsonl' or .* 'array_record', not 'text'$",
+        ),
+        (
+            "[sources.local_tar]\npaths = ['x']\nweight = 1\nformat = 'docstrings'",
+            "bad.toml: sources.local_tar.text_key = 'text': is read with format = .*, not 'docstrings'$",
+        ),
         ("[sources.pros]\nweight = 1", "no recipe 'pros'; did you mean 'prose'"),
         ("[sources.prose]\nweight = -1", r"sources.prose.weight = -1: must be a number >= 0"),
         (f"[sources.prose]\nweight = {'9' * 400}", r"weight = 9+: must be a number >= 0"),

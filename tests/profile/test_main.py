@@ -10,7 +10,7 @@ import pytest
 import rich.console
 import sample
 
-from jaxthru.profile import ledger
+from jaxthru.profile import ledger, publish
 from jaxthru.profile.__main__ import main
 from jaxthru.profile.report import report
 from jaxthru.profile.summary import summary
@@ -85,6 +85,40 @@ def test_compare_with_itself_names_nothing(tmp_path, capsys):
     path = run(tmp_path / "run")
     assert main(["compare", str(path), str(path)]) == 0
     assert "No change above the noise" in capsys.readouterr().out
+
+
+def of_before(config):
+    """Returns a configuration as commit 56c3c12 wrote it, with neither kernels nor families."""
+    chosen = config.pop("kernels")
+    config["model"]["attention"] = chosen["attention"]
+    config["mesh"]["collective_matmul"] = chosen["collective_matmul"]
+    del config["model"]["family"]
+    return config
+
+
+def test_keys_that_are_new_are_no_changes(tmp_path, capsys):
+    before = run(tmp_path / "before", config=of_before(sample.config()))
+    planted = sample.ledger(data_wait=0.112)
+    after = run(tmp_path / "after", planted, sample.config(kernels__attention="reference"))
+    assert publish.config(before) == sample.config()
+    assert main(["compare", str(before), str(after)]) == 0
+    said = capsys.readouterr().out
+    assert "kernels.attention" in said and "reference" in said
+    for key in ("model.family", "kernels.adamw_8bit", "kernels.linear_cross_entropy", "model.attention"):
+        assert key not in said
+
+
+def test_a_configuration_without_kernels_is_one_of_before(tmp_path, capsys):
+    old = of_before(sample.config(kernels__attention="reference", mesh__tensor=2))
+    path = run(tmp_path / "run", sample.ledger(exposed_communication=0.1, attention=0.2), old)
+    assert main([str(path)]) == 0
+    keys = {entry.key for entry in ledger.read(path / "profile/20/ledger.json").advice}
+    assert {"kernels.collective_matmul", "kernels.attention"} <= keys
+    del old["model"]["attention"], old["mesh"]["collective_matmul"]
+    (path / "config.json").write_text(json.dumps(old))
+    assert main([str(path)]) == 0
+    keys = {entry.key for entry in ledger.read(path / "profile/20/ledger.json").advice}
+    assert "kernels.collective_matmul" in keys and "kernels.attention" not in keys
 
 
 def test_compare_says_that_the_step_changed_though_no_part_did(tmp_path, capsys):

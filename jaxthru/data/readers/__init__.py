@@ -16,7 +16,7 @@ from jaxthru.data.readers.record import Damage, Document, origin_of
 from jaxthru.data.transform import apply, find_transform
 from jaxthru.runtime.errors import InputError
 
-__all__ = ["Damage", "Document", "held_out", "options", "read"]
+__all__ = ["Damage", "Document", "formats_with", "held_out", "options", "read"]
 
 READERS = {
     "text": text.read,
@@ -31,6 +31,11 @@ READERS = {
 def options(format: str) -> list[str]:
     """Returns the options of a recipe that a format's reader reads."""
     return inspect.getfullargspec(READERS[format]).kwonlyargs
+
+
+def formats_with(option: str) -> list[str]:
+    """Returns the formats whose readers read an option of a recipe; none for one that no reader is given."""
+    return [format for format in READERS if option in options(format)]
 
 
 def read(files: list[File], recipe: Recipe, left_out: Counter | None = None) -> Iterator[Document | Damage]:
