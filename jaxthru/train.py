@@ -9,9 +9,7 @@ from typing import NoReturn
 
 from jaxthru import config as configuration
 from jaxthru.build import choices
-from jaxthru.build.checks import fit
-from jaxthru.build.compiled import Build, build_step
-from jaxthru.build.host_memory import check_host_memory
+from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data, prepare_data
 from jaxthru.data.state import DataState
@@ -155,13 +153,13 @@ def run(
             if distributed.is_primary():
                 final_table(directory)
             return directory
-    check_host_memory(config, fit(config))
+    layout = fit_here(config)
     log.info("preparing data: mix %s ...", config.data.mix)
     begun = newest_data_state(directory.checkpoints).get("keys") if directory else None
     keys = distributed.from_first(lambda: prepare_data(config.data, begun))
     data = open_data(config.data, prepare=False, begun=keys)
     directory = directory or RunDirectory.fresh(name)
-    built = build_step(config, data, autotuned=directory.autotune if config.train.deterministic else None)
+    built = compile_step(config, layout, data, directory.autotune if config.train.deterministic else None)
     rows = config.train.rows // config.train.microbatches
     check_attention(built.step.objective.model, rows, config.data.sequence, data.segments)
     saved = directory.checkpoints, config.checkpoint, in_place(built.abstract)

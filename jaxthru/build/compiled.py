@@ -104,16 +104,26 @@ def announce(parameters: int, layout: Layout) -> None:
     )
 
 
-def build_step(
-    config: RunConfig, data: Data, devices: list[jax.Device] | None = None, autotuned: Path | None = None
-) -> Build:
-    """Returns the compiled step for a configuration. autotuned: a folder of what autotuning has chosen, by
-    which it is compiled anew. Raises InputError if configuration, data and devices do not fit each other."""
+def build_step(config: RunConfig, data: Data, devices: list[jax.Device] | None = None) -> Build:
+    """Returns the compiled step for a configuration, on all devices or these. Raises InputError if
+    configuration, data and devices do not fit each other."""
     xla.configure(config.kernels.writes_to_peers)
     config = choices.ready(config)
-    train = config.train
+    return compile_step(config, fit_here(config, devices), data)
+
+
+def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
+    """Returns the layout of a configuration, see `checks.fit`, whose step has room in the hosts' memory. Ask
+    it before data is prepared. Raises InputError."""
     layout = fit(config, devices)
     check_host_memory(config, layout)
+    return layout
+
+
+def compile_step(config: RunConfig, layout: Layout, data: Data, autotuned: Path | None = None) -> Build:
+    """Returns the compiled step of a configuration that is `choices.ready`, on its layout. autotuned: a
+    folder of what autotuning has chosen, by which it is compiled anew. Raises InputError."""
+    train = config.train
     choices.reserve(config, list(layout.mesh.devices.flat))
     vocabulary = dict(family.chain(config.model).dims)["vocab"]  # which `fit` has found
     which = f"{config.model.key('vocab')} = {vocabulary}"

@@ -15,6 +15,7 @@ import rich.progress
 import rich.table
 import rich.text
 
+from jaxthru.models.family import SHIPPED
 from jaxthru.runtime.distributed import is_primary
 from jaxthru.training.checkpoint import saved_steps
 from jaxthru.training.run_directory import RunDirectory
@@ -195,10 +196,18 @@ def commands(run: RunDirectory) -> list[tuple[str, str]]:
         found.append(("look", look))
     config, directory = shlex.quote(str(run.config)), shlex.quote(str(run.path))
     if purpose := next_purpose(run):
-        more = f" --set train.steps={2 * run.steps()}" if purpose == LONGER else ""
+        more = "".join(f" --set {shlex.quote(word)}" for word in overrides(run, purpose))
         command = f"{python} -m jaxthru.train --config {config} --run-dir {directory}{more}"
         found.append((purpose, command))
     return found
+
+
+def overrides(run: RunDirectory, purpose: str) -> list[str]:
+    """Returns what has to be set to go on: more steps, and a family of the user's own, by name, since what is
+    stored imports no code."""
+    name = run.asked("model").get("family", SHIPPED[0])
+    found = [] if name in SHIPPED else [f"model.family={name}"]
+    return [*found, *([f"train.steps={2 * run.steps()}"] if purpose == LONGER else [])]
 
 
 LONGER = "train longer"
@@ -218,8 +227,9 @@ def calls(run: RunDirectory) -> list[tuple[str, str]]:
     directory, config = repr(str(run.path)), repr(str(run.config))
     found = [("look", f"jaxthru.RunDirectory({directory}).plot()")]
     if purpose := next_purpose(run):
-        more = f", ['train.steps={2 * run.steps()}']" if purpose == LONGER else ""
-        found.append((purpose, f"jaxthru.run(jaxthru.load_config({config}{more}), {directory})"))
+        more = overrides(run, purpose)
+        arguments = f"{config}, {more}" if more else config
+        found.append((purpose, f"jaxthru.run(jaxthru.load_config({arguments}), {directory})"))
     return found
 
 

@@ -183,10 +183,15 @@ class RunDirectory:
 
     def steps(self) -> int | None:
         """Returns the steps that the run is to have, `train.steps` of its config.json; None if not known."""
+        steps = self.asked("train").get("steps")
+        return steps if isinstance(steps, int) else None
+
+    def asked(self, group: str) -> dict[str, Any]:
+        """Returns a group of keys of the run's config.json, as it stands there; {} if that cannot be read."""
         try:
-            return int(json.loads(self.config.read_text())["train"]["steps"])
+            return dict(json.loads(self.config.read_text())[group])
         except (OSError, ValueError, KeyError, TypeError):
-            return None
+            return {}
 
     def cut(self, step: int) -> None:
         """Forgets what was written after `step`, where the run resumes: rows beyond it, and whatever follows.

@@ -13,6 +13,7 @@ from processes import finish, start_processes
 
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, TrainingError
+from jaxthru.training.display import LONGER, overrides
 from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory
 
 
@@ -335,3 +336,13 @@ def test_what_stops_the_first_process_stops_all(tmp_path):
             assert "another process trains here now" in output and "line 1 is damaged" in output
             assert "metrics.jsonl/x: no run directory can be made in it (Not a directory)" in output
             assert output.splitlines()[-1] == "1"
+
+
+def test_going_on_names_a_family_of_one_s_own(tmp_path):
+    """What is stored imports no code, so the command has to."""
+    run = RunDirectory(tmp_path)
+    run.config.write_text(json.dumps({"model": {"family": "mine.shape"}, "train": {"steps": 4}}))
+    assert overrides(run, "resume") == ["model.family=mine.shape"]
+    assert overrides(run, LONGER) == ["model.family=mine.shape", "train.steps=8"]
+    run.config.write_text(json.dumps({"model": {"family": "llama"}, "train": {"steps": 4}}))
+    assert overrides(run, "resume") == []
