@@ -31,7 +31,9 @@ def sentence(path: Path) -> str:
 
 def folders(root: Path) -> list[Path]:
     """Returns the folders of the map, each before those within it."""
-    packages = {path.parent for name in ("jaxthru", "pallas_kernels") for path in root.glob(f"{name}/**/*.py")}
+    packages = {
+        path.parent for name in ("jaxthru", "pallas_kernels") for path in root.glob(f"{name}/**/*.py")
+    }
     return [*sorted(packages), *(root / name for name in FOLDERS)]
 
 
@@ -41,7 +43,9 @@ def section(folder: Path, root: Path) -> list[str]:
     lines = [f"### {name}/", "", FOLDERS.get(name) or sentence(package), ""]
     files = [path for path in sorted(folder.glob("*.py")) if path != package]
     if files:
-        rows = (f"| [`{path.name}`](../{path.relative_to(root).as_posix()}) | {cell(path)} |" for path in files)
+        rows = (
+            f"| [`{path.name}`](../{path.relative_to(root).as_posix()}) | {cell(path)} |" for path in files
+        )
         lines += ["| file | what it holds |", "|---|---|", *rows, ""]
     return lines
 
