@@ -1,7 +1,7 @@
-"""Keeps the map of files in docs/architecture.md: `--write` renews it; without it, says whether it is up to date.
+"""Makes the map of files in docs/architecture.md: `--write` renews it; without, says if it is up to date.
 
-Each file's line is the first line of its docstring, which must be a whole sentence. A folder's line is that of
-its `__init__.py`, or of FOLDERS.
+Each file's line is the first line of its docstring, which must be a whole sentence. A folder's line is that
+of its `__init__.py`, or of FOLDERS.
 """
 
 import argparse

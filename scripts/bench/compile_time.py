@@ -1,11 +1,11 @@
-"""How long do two commits take to compile their steps for a GPU that need not be here, and what do these need?
+"""Compares two commits: the time to compile their steps for a GPU that need not be here, and the peaks.
 
     git worktree add build/old OLD
     python scripts/bench/compile_time.py --old build/old --output FILE [--rows a,b,...] [--rounds 3]
 
-Each round compiles a row of commits.py as `python -m jaxthru.plan memory` does, in a process of its own, the old
-commit and the new in turns: tracing, lowering, XLA without autotuning, and reading what it says of memory. The
-fastest round counts. Needs "jaxthru[aot]"; the compilation cache is off.
+Each round compiles a row of commits.py as `python -m jaxthru.plan memory` does, in a process of its own, the
+old commit and the new in turns: tracing, lowering, XLA without autotuning, and reading what it says of
+memory. The fastest round counts. Needs "jaxthru[aot]"; the compilation cache is off.
 """
 
 import argparse
