@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxthru import moved
+from jaxthru import config_file, moved
 from jaxthru.data.loader import DataConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import TrainConfig
@@ -36,8 +36,21 @@ moved.take_old_keys(MeshConfig, "mesh")
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything that decides a run. Each group belongs to the part of jaxthru that it is named after.
+    `ModelConfig` is that of the default family, llama.
 
-    model: of any family; `ModelConfig` is that of the default one, llama.
+    train: how long the run is, and how large a step.
+    model: the family of the model, and its shape.
+    data: which text the run reads, and how it is packed into rows.
+    optim: the optimizer, the learning rate and its schedule.
+    mesh: how many devices stand along each mesh axis.
+    precision: number formats of weights and products.
+    remat: what the backward pass computes again instead of keeping it in memory.
+    offload: what lives in the host's memory instead of the device's.
+    checkpoint: when the state is saved, and which checkpoints are kept.
+    evaluate: when the loss on held-out text is measured, and on how much of it.
+    metrics: where the numbers of each step are written.
+    profile: which steps are profiled.
+    kernels: which implementation of each operation runs.
     """
 
     train: TrainConfig = TrainConfig()
@@ -78,11 +91,18 @@ CHANGEABLE = (
 """Keys, and groups of keys, that may differ when a run directory is resumed."""
 
 
+def changeable(key: str) -> bool:
+    """Says whether a run may be resumed with another value of a key, by its whole name."""
+    return key.startswith(CHANGEABLE)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Gives a command the arguments of `load`."""
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="a .py or a resolved .json")
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="repeatable")
+    file = "a .py file, the config.json of a run, or the name of a file in configs/"
+    add("--config", required=True, metavar="FILE", help=file)
+    change = "change one key; may be given several times"
+    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help=change)
 
 
 def from_arguments(arguments: argparse.Namespace) -> RunConfig:
@@ -96,13 +116,14 @@ def from_arguments(arguments: argparse.Namespace) -> RunConfig:
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Returns the configuration in `path` with each `a.b=value` of `overrides` applied, in turn.
 
-    path: a `.py` file with `def config() -> RunConfig`, or a `.json` file written by `dump`. overrides: of
-    them `model.family` comes first: another family than the file's begins from its defaults. A module of the
-    user's own is imported if that names it, but not if a `.json` does.
+    path: a `.py` file with `def config() -> RunConfig`, a `.json` file written by `dump`, or a name that
+    `config_file.find` knows. overrides: of them `model.family` comes first: another family than the file's
+    begins from its defaults. A module of the user's own is imported if that names it, but not if a `.json`
+    does.
     Raises InputError for a file that cannot be read, an unknown key, a wrong type or an impossible value.
     """
     try:
-        tree = moved.renewed(_read(Path(path)))
+        tree = moved.renewed(_read(config_file.find(path)))
         for key, text in _words(overrides, tree):
             _set(tree, key, text)
         return from_dict(tree)
@@ -116,6 +137,7 @@ def load_own(path: Path) -> RunConfig:
     """Returns the configuration in the config.json of a run directory, which alone says what its checkpoints
     are of. Raises InputError, saying whose file it is, if that is missing or damaged."""
     try:
+        require(path.is_file(), f"--config {path}: no such file")
         return load(path)
     except InputError as error:
         said = f"{path.parent} holds a run whose own config.json cannot be used"
@@ -148,7 +170,7 @@ def check_change(old: RunConfig, new: RunConfig, where: Path) -> list[str]:
     changed = {k: line for k, line in changed.items() if before.get(k) != after.get(k)}
     if "model.family" in changed:  # their other keys have little to do with each other
         changed = {k: line for k, line in changed.items() if k == "model.family" or k[:6] != "model."}
-    fixed = [line for key, line in changed.items() if not key.startswith(CHANGEABLE)]
+    fixed = [line for key, line in changed.items() if not changeable(key)]
     require(
         not fixed,
         f"{where} holds a run of another configuration: {', '.join(fixed)}; "
@@ -181,40 +203,12 @@ def _take_old_keys(config: RunConfig) -> None:
 
 def _read(path: Path) -> dict:
     """Returns the nested plain values of a configuration's file."""
-    require(path.is_file(), f"--config {path}: no such file")
     if path.suffix == ".py":
-        return to_dict(_run_config_file(path))
+        config = config_file.run(path)
+        require(isinstance(config, RunConfig), f"--config {path}: config() must return a RunConfig")
+        return to_dict(config)
     require(path.suffix == ".json", f"--config {path}: must end in .py or .json")
-    try:
-        tree = json.loads(path.read_text(), object_pairs_hook=_group)
-    except ValueError as error:
-        raise InputError(f"--config {path}: not valid JSON ({error})") from error
-    require(isinstance(tree, dict), f"--config {path}: must hold one JSON object")
-    return tree
-
-
-def _group(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object. Raises ValueError for a key that stands twice, of which JSON takes the last."""
-    group = dict(pairs)
-    if len(group) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is given twice")
-    return group
-
-
-def _run_config_file(path: Path) -> RunConfig:
-    try:
-        moved.say_imports(path.read_bytes())
-        function = runpy.run_path(str(path)).get("config")
-        require(callable(function), f"--config {path}: must define `def config() -> RunConfig`")
-        config = function()
-    except (InputError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # it may call sys.exit
-        raise InputError(f"--config {path}: {type(error).__name__}: {error}") from error
-    require(isinstance(config, RunConfig), f"--config {path}: config() must return a RunConfig")
-    return config
+    return config_file.read_json(path)
 
 
 def _words(overrides: Sequence[str], tree: dict) -> Iterator[tuple[str, str]]:
@@ -241,21 +235,46 @@ def _words(overrides: Sequence[str], tree: dict) -> Iterator[tuple[str, str]]:
 def _set(tree: dict, key: str, text: str) -> None:
     """Sets `group.key` of the nested plain values to `text`, read as the type declared for it."""
     *path, last = key.split(".")
-    cls: type | None = RunConfig
-    for depth, name in enumerate(path):
-        prefix = "".join(part + "." for part in path[:depth])
-        cls = _group_in(plain.field(cls, name, prefix, text), tree.get(name))
+    cls, group, prefix = RunConfig, tree, ""
+    for name in path:
+        declared = _declared(cls, name, prefix, key, text, tree)
+        cls = group_in(declared, group.get(name))
         require(cls is not None, f"unknown key {key} = {text!r}: {prefix}{name} has no keys of its own")
-        if tree.get(name) is None:
-            tree[name] = {}
-        tree = tree[name]
-        require(isinstance(tree, dict), f"{prefix}{name} = {tree!r}: must be a group of keys")
-    declared = plain.field(cls, last, "".join(part + "." for part in path), text)
-    require(_group_in(declared) is None or text == "None", f"{key} is a group: set one of its keys")
-    tree[last] = plain.parse(key, text, declared)
+        if group.get(name) is None:
+            group[name] = {}
+        group, prefix = group[name], f"{prefix}{name}."
+        require(isinstance(group, dict), f"{prefix[:-1]} = {group!r}: must be a group of keys")
+    declared = _declared(cls, last, prefix, key, text, tree)
+    require(group_in(declared) is None or text == "None", f"{key} is a group: set one of its keys")
+    group[last] = plain.parse(key, text, declared)
 
 
-def _group_in(declared: Any, tree: Any = None) -> type | None:
+def _declared(cls: type, name: str, prefix: str, key: str, text: str, tree: dict) -> Any:
+    """Returns the declared type of a field on the way to a key. Raises InputError if there is none."""
+    valid = plain.fields(cls)
+
+    def unknown() -> str:
+        hint = plain.nearest(key, declared_keys(family.name_in(tree.get("model"))))
+        level = f"keys of {prefix[:-1]}" if prefix else "groups"
+        return f"unknown key {key} = {text!r}{hint or f'; the {level} are {", ".join(sorted(valid))}'}"
+
+    require(name in valid, unknown)
+    return valid[name]
+
+
+def declared_keys(model_family: Any = family.SHIPPED[0]) -> dict[str, Any]:
+    """Returns {name: declared type} of all groups and keys, each by its whole name, as `optim.clip`."""
+    return {"model.family": str, **dict(_walk(RunConfig, "", {"family": model_family}))}
+
+
+def _walk(cls: type, prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    for name, declared in plain.fields(cls).items():
+        yield prefix + name, declared
+        if (group := group_in(declared, tree)) is not None:
+            yield from _walk(group, f"{prefix}{name}.", None)
+
+
+def group_in(declared: Any, tree: Any = None) -> type | None:
     """Returns the dataclass in `X` or `X | None`, if there is one; of a model, its family's."""
     kind = plain.without_none(declared)
     if kind is FamilyConfig:
@@ -268,3 +287,7 @@ def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
+
+
+if __name__ == "__main__":  # `jaxthru.config` itself is another module then, and the one that counts
+    runpy.run_module("jaxthru.config_reference", run_name="__main__")

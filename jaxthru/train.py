@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from jaxthru import config as configuration
 from jaxthru.build import choices
@@ -18,7 +19,7 @@ from jaxthru.engine.step import State
 from jaxthru.models import facts
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.publish import present
-from jaxthru.runtime import allocator, distributed, xla
+from jaxthru.runtime import allocator, command_line, distributed, xla
 from jaxthru.runtime.errors import exit_code, leave, require
 from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
@@ -170,9 +171,13 @@ def describe(built: Build) -> None:
     )
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+PROG = "python -m jaxthru.train"
+EXAMPLE = "--config quickstart --set train.steps=20"
+
+
+def parse_arguments(argv: list[str] | None = None, prog: str = PROG) -> argparse.Namespace:
     """Returns the command line's arguments."""
-    parser = argparse.ArgumentParser(prog="python -m jaxthru.train", description=__doc__)
+    parser = command_line.parser(prog, "Trains a model, or continues a run.", EXAMPLE)
     configuration.add_arguments(parser)
     parser.add_argument("--run-dir", metavar="DIR", help="default: a fresh runs/<config>/<n>")
     resume = "auto continues what DIR holds; never refuses a DIR that holds a run"
@@ -180,7 +185,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = PROG) -> int:
     """Runs the command; returns its exit code: 2 for bad input, 1 for training that cannot go on."""
 
     def command() -> None:
@@ -188,12 +193,17 @@ def main(argv: list[str] | None = None) -> int:
         directory = None if arguments.run_dir is None else RunDirectory(arguments.run_dir)
         run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
 
-    arguments = parse_arguments(argv)
+    arguments = parse_arguments(argv, prog)
     log.handlers, log.propagate = [logging.StreamHandler()], False
     log.setLevel(logging.INFO)
     return exit_code(command, "interrupted before training began; nothing is lost")
 
 
-if __name__ == "__main__":
+def start(argv: list[str] | None = None, prog: str = PROG) -> NoReturn:
+    """Runs the command as a process of its own, and ends that."""
     allocator.keep_freed()  # not of a process that is another's
-    leave(main())
+    leave(main(argv, prog))
+
+
+if __name__ == "__main__":
+    start()

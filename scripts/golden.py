@@ -185,12 +185,15 @@ def compare(old: str, new: str, names: list[str], path: Path | None) -> int:
     within = len(rows) - equal - len(failed)
     print(f"{len(rows)} configurations: {equal} ==, {within} within bars, {len(failed)} failed")
     if path:
-        about = {"command": shlex.join(sys.argv), "old": commits[0], "new": commits[1], "seconds": seconds}
-        about |= {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "numpy": np.__version__}
-        about |= {
-            "python": platform.python_version(),
-            "machine": platform.platform(),
-            "cores": os.cpu_count(),
+        about = {
+            "benchmark": "golden",
+            "device": {"kind": f"8 CPU devices on {os.cpu_count()} cores, {platform.machine()}"},
+            "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "numpy": np.__version__}
+            | {"python": platform.python_version()},
+            "old_commit": commits[0],
+            "commit": commits[1],
+            "command": shlex.join(["python", *sys.argv]),
+            "seconds": seconds,
         }
         rows = [{k: str(v) if v == math.inf else v for k, v in row.items()} for row in rows]
         path.write_text(json.dumps(about | {"bars": BARS, "failed": failed, "rows": rows}, indent=1) + "\n")

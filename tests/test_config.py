@@ -11,6 +11,7 @@ import fuzz_configs
 import pytest
 
 from jaxthru import config as configuration
+from jaxthru import config_file
 from jaxthru.config import DataConfig, ModelConfig, RopeScaling, RunConfig, TrainConfig, load
 from jaxthru.models import family
 from jaxthru.runtime.errors import InputError
@@ -61,6 +62,73 @@ def test_overrides_take_the_declared_type():
     assert load(QUICKSTART, ["data.groups=None", "model.rope_scaling=None"]).data.groups is None
 
 
+@pytest.mark.parametrize(
+    ("text", "steps"), [("1e3", 1000), ("1_0e2", 1000), ("20.0", 20), ("2E1", 20), ("007", 7)]
+)
+def test_a_whole_number_may_be_written_as_a_float(text, steps):
+    found = load(QUICKSTART, [f"train.steps={text}", "data.groups=4e0"])
+    assert (found.train.steps, found.data.groups) == (steps, 4)
+    assert type(found.train.steps) is int and type(found.data.groups) is int
+
+
+def test_a_family_s_own_keys_are_suggested(own):
+    with pytest.raises(InputError, match=r"unknown key windows = '3'; did you mean 'model.windows'\?"):
+        load(QUICKSTART, ["windows=3", "model.family=mine.shape", "model.width=3"])
+
+
+def test_a_configuration_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("quickstart") == load("quickstart.py") == load(QUICKSTART)
+    (tmp_path / "configs").mkdir()
+    text = QUICKSTART.read_text()
+    (tmp_path / "configs" / "quickstart.py").write_text(text.replace("steps=200", "steps=300"))
+    (tmp_path / "configs" / "of.mine.py").write_text(text.replace("steps=200", "steps=400"))
+    (tmp_path / "quickstart").mkdir()  # a folder is no configuration
+    assert [load(name).train.steps for name in ("quickstart", "of.mine")] == [300, 400]
+    (tmp_path / "qwen3_8b").write_text("a file of this very name comes first")
+    with pytest.raises(InputError, match=r"qwen3_8b: must end in \.py or \.json"):
+        load("qwen3_8b")
+
+
+def test_only_a_checkout_has_shipped_configurations(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(config_file, "CHECKOUT", tmp_path / "site-packages")
+    (tmp_path / "site-packages" / "configs").mkdir(parents=True)
+    (tmp_path / "site-packages" / "configs" / "quickstart.py").write_text("another package's")
+    with pytest.raises(InputError, match=r"^--config quickstart: no such file$"):
+        load("quickstart")
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ("quikstart", "'quickstart'"),
+        ("quikstart.py", "'quickstart'"),
+        ("configs/quikstart.py", "'configs/quickstart.py'"),
+        ("nowhere/quikstart.py", "'quickstart'"),
+        ("runs/1/confg.json", "'runs/1/config.json'"),
+        ("zzzzzz", None),
+    ],
+)
+def test_a_wrong_name_lists_those_there_are(given, near, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "runs" / "1").mkdir(parents=True)
+    (tmp_path / "runs" / "1" / "config.json").write_text("{}")
+    with pytest.raises(InputError) as caught:
+        load(given)
+    said = str(caught.value)
+    hint = f"; did you mean {near}?" if near else ";"
+    names = ", ".join(path.stem for path in CONFIGS)
+    assert said == f"--config {given}: no such file{hint} There are, by name: {names}"
+
+
+def test_the_folder_of_a_run_is_no_configuration_but_has_one(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"is a folder; did you mean '.*/config.json'\?$"):
+        load(tmp_path)
+
+
 def test_keys_that_fit_only_together():
     assert load(QUICKSTART, ["model.heads=6", "model.kv_heads=3"]).model.kv_heads == 3
 
@@ -68,11 +136,26 @@ def test_keys_that_fit_only_together():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.step=3", "unknown key train.step = '3'; did you mean 'steps'"),
-        ("trian.steps=3", "unknown key trian = '3'; did you mean 'train'"),
+        ("train.step=3", "unknown key train.step = '3'; did you mean 'train.steps'"),
+        ("trian.steps=3", "unknown key trian.steps = '3'; did you mean 'train.steps'"),
+        ("trian=3", "unknown key trian = '3'; did you mean 'train'"),
+        ("learning_rate=1e-3", "unknown key learning_rate = '1e-3'; did you mean 'optim.learning_rate'?"),
+        ("learing_rate=1e-3", "unknown key learing_rate = '1e-3'; did you mean 'optim.learning_rate'?"),
+        ("optim.learing_rate=1", "unknown key optim.learing_rate = '1'; did you mean 'optim.learning_rate'?"),
+        ("optm.learing_rate=1", "did you mean 'optim.learning_rate'?"),
+        ("model.learning_rate=1", "did you mean 'optim.learning_rate'?"),
+        ("steps=3", "unknown key steps = '3'; did you mean 'train.steps' or 'profile.steps'?"),
+        ("model.factor=2", "did you mean 'model.rope_scaling.factor'?"),
+        ("model.rope_scaling.factr=2", "did you mean 'model.rope_scaling.factor'?"),
+        ("zzz.qqq=1", "unknown key zzz.qqq = '1'; the groups are checkpoint, data, "),
+        ("metrics.zzz=1", "unknown key metrics.zzz = '1'; the keys of metrics are tensorboard"),
         ("train.steps.more=3", "unknown key train.steps.more = '3': train.steps has no keys"),
         ("train.steps=many", "train.steps = 'many': must be int"),
         ("train.steps=1.5", "train.steps = '1.5': must be int"),
+        ("train.steps=1e-3", "train.steps = '1e-3': must be int"),
+        ("train.steps=inf", "train.steps = 'inf': must be int"),
+        ("train.steps=1e400", "train.steps = '1e400': must be int"),
+        ("train.seed=1e18", "train.seed = '1e18': must be int"),  # not every whole number near it is a float
         ("train.steps=true", "train.steps = 'true': must be int"),
         ("data.linear_cost=1", "data.linear_cost = 1.0, data.attention_cost = None: must both be given"),
         ("train.steps=0", "train.steps = 0: must be at least 1"),
@@ -120,7 +203,7 @@ def test_refuses(override, message):
         ("a.json", "{", "not valid JSON"),
         ("a.json", "[]", "must hold one JSON object"),
         ("a.json", '{"train": 3}', "train = 3: must be a group"),
-        ("a.json", '{"train": {"stepz": 3}}', "unknown key train.stepz = 3; did you mean 'steps'"),
+        ("a.json", '{"train": {"stepz": 3}}', "unknown key train.stepz = 3; did you mean 'train.steps'"),
         ("a.json", '{"train": {"steps": "3"}}', "train.steps = '3': must be int"),
         ("a.json", '{"model": {"family": 3}}', "model.family = 3: must be str"),
         ("a.json", '{"model": {"family": "lama"}}', "is no family of jaxthru; did you mean 'llama'"),

@@ -113,7 +113,7 @@ def test_a_run_that_a_source_ends(place):
     [
         (["--set", "data.seed=3"], "unknown key data.seed"),
         (["--set", "data.mix=nowhere.toml"], "--set data.mix: is given twice"),
-        (["--set", "data.grups=3"], "did you mean 'groups'"),
+        (["--set", "data.grups=3"], "did you mean 'data.groups'"),
         (["--samples", "0"], "--samples 0"),
         (["--plot", "/proc/none/plan.svg"], "/proc/none/plan.svg: cannot be written"),
     ],

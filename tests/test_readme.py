@@ -1,8 +1,6 @@
 """What README and docs promise: commands parse and run, links lead somewhere, the map is up to date."""
 
 import argparse
-import importlib
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT, SETTINGS, Workplace, make_workplace
 
+from jaxthru import __main__ as front
 from jaxthru import config as configuration
 from jaxthru.runtime.errors import InputError
 
@@ -81,9 +80,6 @@ class Parsed(BaseException):
 
 def parsed(words: list[str], monkeypatch) -> argparse.Namespace:
     """Returns what a command's own parser makes of its arguments."""
-    name, *arguments = words
-    package = importlib.util.find_spec(f"jaxthru.{name}").submodule_search_locations
-    module = importlib.import_module(f"jaxthru.{name}.__main__" if package else f"jaxthru.{name}")
     parse = argparse.ArgumentParser.parse_args
 
     def stop(*given, **named):
@@ -91,7 +87,7 @@ def parsed(words: list[str], monkeypatch) -> argparse.Namespace:
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     with pytest.raises(Parsed) as stopped:
-        module.main(arguments)
+        front.main(words)
     return stopped.value.args[0]
 
 
@@ -104,7 +100,7 @@ def test_commands_parse(page, code, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = words_of(code, NAMES)
     if words[0] in ("--help", "config"):
-        assert pytest.importorskip("jaxthru.__main__").main(words) == 0
+        assert front.main(words) == 0
         return
     if words[0] == "train" and "--config" not in words:
         words += ["--config", NAMES["F"]]
@@ -192,8 +188,6 @@ class Newcomer:
 @pytest.mark.slow
 @pytest.mark.parametrize("want", DOABLE)
 def test_rows_do_what_they_say(want, place):
-    if any(code in ("jaxthru --help", "jaxthru config optim") for code in TABLE[want]):
-        pytest.importorskip("jaxthru.__main__")
     profiled = ["--set", "profile.at=20"]
     names = NAMES | {"MIX": "mix.toml", "DIR": "runs/kept"}
     config = [word for code in TABLE[want] if code.startswith("--config") for word in shlex.split(code)]

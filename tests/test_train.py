@@ -378,7 +378,7 @@ def test_bad_input_is_one_line(place, whole, capsys, settings, message):
 
 def test_bad_input_ends_the_process_with_code_2(place):
     output = place.run("refused", "--set", "train.stepz=3", code=2)
-    assert output.strip() == "jaxthru: unknown key train.stepz = '3'; did you mean 'steps'?"
+    assert output.strip() == "jaxthru: unknown key train.stepz = '3'; did you mean 'train.steps'?"
 
 
 def test_a_directory_of_another_run_is_refused(place, whole, capsys):

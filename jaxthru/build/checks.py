@@ -28,7 +28,11 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
         ),
     }
     check_divisible(layout, sizes)
-    for axis, size in family.chain(shape).dims:
+    dims = family.chain(shape).dims
+    for axis in ("embed", "vocab"):
+        named = any(axis == other for other, _ in dims)
+        require(named, f"model.family = {shape.family!r}: no weight has the logical axis {axis!r}")
+    for axis, size in dims:
         check_divisible(layout, {shape.key(axis): (axis, size)})
     check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
     device = layout.mesh.devices.flat[0]

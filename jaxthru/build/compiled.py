@@ -126,7 +126,7 @@ def build_step(
     train = config.train
     layout = fit(config, devices)
     choices.reserve(config, list(layout.mesh.devices.flat))
-    vocabulary = dict(family.chain(config.model).dims)["vocab"]
+    vocabulary = dict(family.chain(config.model).dims)["vocab"]  # which `fit` has found
     which = f"{config.model.key('vocab')} = {vocabulary}"
     require(data.vocabulary <= vocabulary, f"{which}: smaller than the tokenizer's {data.vocabulary}")
     if data.vocabulary < vocabulary:

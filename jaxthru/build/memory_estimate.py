@@ -194,7 +194,7 @@ class Sizes:
         dims = dict(chain.dims)
         kept = [kept_bytes(stage.kept, model.policy, item) for stage in chain.layers]
         widest = max(sum(stage.kept.values()) for stage in chain.layers)
-        stored = max(jax.tree.leaves(params[-1]), key=lambda leaf: leaf.size).dtype  # of a matrix
+        stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
         cast = mesh.shape["fsdp"] > 1 or stored.itemsize != item
         return cls(
             layer=max(layers),

@@ -36,9 +36,9 @@ class Assembled:
     @property
     def jitted(self) -> jax.stages.Wrapped:
         """The whole step, (state, batch) -> (state, metrics), which takes over the state."""
-        return jax.jit(
-            InlineStep(self.step), donate_argnums=0, out_shardings=(shardings(self.abstract), None)
-        )
+        # Metrics are whole on every device, so that each process can read them.
+        outputs = shardings(self.abstract), self.step.model.ops.layout.sharding(())
+        return jax.jit(InlineStep(self.step), donate_argnums=0, out_shardings=outputs)
 
     def dispatched(self, compiler: Callable, put: Callable = jax.device_put) -> DispatchedStep:
         """Returns the step as programs, compiled by `compiler`, with copies started by `put`."""

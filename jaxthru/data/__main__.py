@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,13 @@ from jaxthru.data.loader import Data, DataConfig, open_data
 from jaxthru.data.mix import load_mix
 from jaxthru.data.prepare import open_stores
 from jaxthru.data.schedule import Mixing
+from jaxthru.runtime import command_line
 from jaxthru.runtime.errors import exit_code, require
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.data") -> int:
     """Runs the command; returns its exit code: 2 for bad input, 130 for Ctrl-C."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(prog).parse_args(argv)
     return exit_code(lambda: arguments.run(arguments))
 
 
@@ -38,15 +40,32 @@ def _look(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxthru.data", description=__doc__)
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = command_line.parser(
+        prog, "Prepares the token stores of a mix, or looks into them.", "inspect quickstart"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    prepare = commands.add_parser("prepare", help="make the token stores that are missing")
-    inspect = commands.add_parser("inspect", help="prepare, verify, and show sizes and sample rows")
-    for command, run in ((prepare, _prepare), (inspect, _look)):
+
+    def add(name: str, run: Callable, says: str, does: str) -> argparse.ArgumentParser:
+        ending = command_line.ending(f"{prog} {name}", "quickstart")
+        command = commands.add_parser(name, help=says, description=does, **ending)
         command.set_defaults(run=run)
         command.add_argument("mix", help="a .toml path, or a name in data/mixes")
         command.add_argument("--store", default=DataConfig.store, metavar="DIR", help="default: %(default)s")
+        return command
+
+    add(
+        "prepare",
+        _prepare,
+        "make the token stores that are missing",
+        "Makes the token stores that are missing.",
+    )
+    inspect = add(
+        "inspect",
+        _look,
+        "prepare, verify, and show sizes and sample rows",
+        "Prepares a mix, verifies its stores, and shows sizes and sample rows.",
+    )
     inspect.add_argument("--sequence", type=int, default=DataConfig.sequence, help="tokens in a row")
     inspect.add_argument("--packing", choices=("split", "best_fit"), default=DataConfig.packing)
     inspect.add_argument("--rows", type=int, default=1, help="sample rows of each source")

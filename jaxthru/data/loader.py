@@ -30,15 +30,13 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Which text, in rows of what length.
-
-    mix: a `.toml` path, or a name in data/mixes. sequence: tokens in a row.
+    """mix: a `.toml` path, or a name in data/mixes. sequence: tokens in a row.
     packing: `split` concatenates documents and cuts rows anywhere; `best_fit` places whole documents
         (only one longer than a row is cut) and pads what is left.
     store: folder of the token stores, shared by all runs.
     groups: canonical groups a batch is packed and balanced for; None is the largest divisor of
         train.rows up to 64.
-    balance: order the rows of each step so that devices have alike to do.
+    balance: orders the rows of each step so that all devices have about the same work.
     linear_cost, attention_cost: seconds, or any unit, for each token of a row and for each token² of its
         documents, as measured; None takes the model's floating-point operations.
     loaders: processes that make the tokens of the sources that are tokenised online; None is half of the

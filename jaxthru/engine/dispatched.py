@@ -306,7 +306,7 @@ class DispatchedStep:
         """
         trees = self._fetched_weights(parts(params), self.order)
         embedding = next(trees)
-        x_ND, context, _ = self._eval_embed(embedding, batch, weight)
+        x_ND, context, _ = self._eval_embed(embedding, batch)
         table = embedding if self.tied else None
         del embedding
         pace = Pace()

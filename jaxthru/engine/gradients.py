@@ -25,15 +25,6 @@ def gradient_dtype(info: WeightInfo, compute: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(compute if info.role == "matrix" else jnp.float32)
 
 
-def abstract_gradients(params: Tree, infos: Tree, compute: jnp.dtype) -> Tree:
-    """Returns shapes, dtypes and shardings of gradients; None for what does not train. params: abstract."""
-
-    def one(info: WeightInfo, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
-        return leaf.update(dtype=gradient_dtype(info, compute)) if info.trains else None
-
-    return jax.tree.map(one, infos, params)
-
-
 class Linearised(NamedTuple):
     """What a function gave, and how to go back. result: its differentiable result. aux: the rest. pullback:
     cotangents of result -> (gradients, *those of the inputs). kept: what the way back needs beside what the

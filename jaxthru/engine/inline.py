@@ -66,6 +66,7 @@ class InlineStep:
             return micro_batch(step.objective, params, batch, weight)
         pieces = jax.tree.map(step.split, batch)
         first = jax.tree.map(lambda piece: piece[0], pieces)
+        share = 1 / step.microbatches
         shapes, _ = jax.eval_shape(lambda: micro_batch(step.objective, params, first, weight))
 
         def zeros(info, leaf: jax.Array) -> jax.Array | None:
@@ -74,7 +75,7 @@ class InlineStep:
 
         def add(total: tuple, piece: Batch) -> tuple:
             terms, sums = total
-            more, sums = micro_batch(step.objective, params, piece, weight, sums)
+            more, sums = micro_batch(step.objective, params, piece, weight, share, sums)
             return (merged(model.chain, terms, more), sums), None
 
         begun = none_yet(model.chain, shapes), jax.tree.map(zeros, model.weights, params)
@@ -82,11 +83,19 @@ class InlineStep:
 
 
 def micro_batch(
-    objective: Objective, params: Tree, batch: Batch, weight: jax.Array, sums: Tree | None = None
+    objective: Objective,
+    params: Tree,
+    batch: Batch,
+    weight: jax.Array,
+    share: float = 1.0,
+    sums: Tree | None = None,
 ) -> tuple[Terms, Tree]:
-    """Returns the terms of a micro-batch and its gradients, added to `sums` where there are some."""
+    """Returns the terms of a micro-batch and its gradients, added to `sums` where there are some.
+
+    weight: one token's. share: of the step's rows.
+    """
     model, chain = objective.model, objective.model.chain
-    context = model.context(batch, objective.max_segments, weight)
+    context = model.context(batch, objective.max_segments, share)
     made: dict[int, Tree] = {}
     before = None if sums is None else parts(sums)
 
@@ -166,10 +175,11 @@ def _scanned(
             gradients[at], dx_ND = link.pullback(walk.cotangents(link, dx_ND, context))
         return dx_ND, gradients
 
-    x_ND, (saved, terms) = jax.lax.scan(forward, x_ND, trees)
+    x_ND, (saved, terms) = jax.lax.scan(forward, x_ND, trees, length=group.repetitions)
 
     def backward(dx_ND: jax.Array, sums: dict[int, Tree]) -> jax.Array:
-        dx_ND, gradients = jax.lax.scan(back, dx_ND, (trees, saved), reverse=True)
+        each = trees, saved
+        dx_ND, gradients = jax.lax.scan(back, dx_ND, each, length=group.repetitions, reverse=True)
         for at, of_block in enumerate(gradients):
             book(first + at, of_block)
         return dx_ND
@@ -198,7 +208,7 @@ def forward(model: Model, params: Tree, batch: Batch, context: Context) -> tuple
                 losses, terms = losses + more, merged(chain, terms, of_layers)
         else:
             one = functools.partial(repetition, group)
-            x_ND, (more, of_layers) = jax.lax.scan(one, x_ND, trees)
+            x_ND, (more, of_layers) = jax.lax.scan(one, x_ND, trees, length=group.repetitions)
             losses += [jnp.sum(each) for each in more]
             terms = merged(chain, terms, over_first(chain, of_layers))
     return x_ND, losses, terms
@@ -207,7 +217,7 @@ def forward(model: Model, params: Tree, batch: Batch, context: Context) -> tuple
 def loss(objective: Objective, params: Tree, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Terms]:
     """Returns what a step minimises of a batch of one micro-batch, and its terms. weight: one token's."""
     model = objective.model
-    context = model.context(batch, objective.max_segments, weight)
+    context = model.context(batch, objective.max_segments)
     x_ND, losses, terms = forward(model, params, batch, context)
     head = walk.head(objective, batch, weight, context)
     (minimised, more), of_head = head(walk.head_params(model, params["embedding"], params["head"]), x_ND)
@@ -221,7 +231,7 @@ def hidden(model: Model, params: Tree, batch: Batch, max_segments: int) -> jax.A
     batch: `tokens`, `positions`, `segment_ids`, each int32 [B, T], and `loss_mask`. A row with more than
     `max_segments` segments comes out as NaN.
     """
-    context = model.context(batch, max_segments, token_weight(batch))
+    context = model.context(batch, max_segments)
     x_ND, _, _ = forward(model, params, batch, context)
     with jax.named_scope(scopes.MODEL):
         return model.chain.head.apply(params["head"], x_ND, context)[0]

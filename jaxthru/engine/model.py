@@ -74,12 +74,11 @@ class Model:
         first, layers, last = jax.random.split(key, 3)
         return [first, last, *jax.random.split(layers, len(self.chain.layers))]
 
-    def context(self, batch: Batch, max_segments: int, weight: jax.Array) -> Context:
-        """Returns what all stages need of a micro-batch. weight: one over the whole batch's tokens."""
+    def context(self, batch: Batch, max_segments: int, share: float = 1.0) -> Context:
+        """Returns what all stages need of a micro-batch. share: of the step's rows, those in it."""
         positions = batch["positions"]
         segments = find_segments(batch["segment_ids"], max_segments)
-        share = jnp.sum(batch["loss_mask"]) * weight
-        return Context(positions, segments, self.chain.prepare(positions), share, self.ops)
+        return Context(positions, segments, self.chain.prepare(positions), jnp.float32(share), self.ops)
 
     def embed(self, params: Tree, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Extras]:
         """Returns the first block's input [N, D]; for a row of too many segments NaN, so that no step is ever
@@ -102,8 +101,8 @@ class Model:
 
         def run(params: list[Tree]) -> None:
             ids = jnp.ones((rows, sequence), jnp.int32)
-            batch = {"segment_ids": ids, "positions": ids, "loss_mask": ids.astype(jnp.float32)}
-            context = dataclasses.replace(self.context(batch, 1, jnp.float32(1)), attention=note)
+            context = self.context({"segment_ids": ids, "positions": ids}, 1)
+            context = dataclasses.replace(context, attention=note)
             x_ND, _ = self.embed(params[0], ids, context)
             for stage, tree in zip(kinds, params[1:], strict=True):
                 stage.apply(tree, x_ND, context)

@@ -29,13 +29,11 @@ with three, no more."""
 
 @dataclasses.dataclass(frozen=True)
 class OffloadConfig:
-    """What lives in the host's memory instead of the device's.
-
-    level: `none`: nothing. `optimizer`: moments and what else only the update reads (ZeRO stage 1,
+    """level: `none`: nothing. `optimizer`: moments and what else only the update reads (ZeRO stage 1,
         arXiv:1910.02054). `gradients`: and with optim.clip_rule = exact the gradients, which have to wait for
         their norm; with `previous` each is used as soon as it is there. `parameters`: and the weights.
         `auto`: the first of these that fits the device, with the smallest fraction (`plan memory` says).
-    fraction: of the parts of the model that this is done with, evenly spread over its depth.
+    fraction: share of the model's parts that `level` is applied to, evenly spread over its depth.
     activations: `inputs` sends each layer's input to the host until its backward pass; `names` also what
         remat.policy keeps.
     staging_gib: device memory, of all devices together, that state on its way may take in either direction;
@@ -75,7 +73,8 @@ class OffloadConfig:
 def placed(abstract: State, config: OffloadConfig) -> State:
     """Returns an abstract state with the leaves that are to live on the host there.
 
-    Scalars, norms and biases stay on the device: they are small, and each transfer has a price.
+    What has fewer than two dims, norms and most biases, stays on the device: it is small, and each transfer
+    has a price.
     """
 
     def place(tree: Tree) -> Tree:

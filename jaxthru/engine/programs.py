@@ -42,7 +42,9 @@ class Programs:
         """Returns the batch in micro-batches [M, R, T], what stages need of each, and one token's weight."""
         batch_MRT, weight = jax.tree.map(self.step.split, batch), token_weight(batch)
         context = functools.partial(
-            self.model.context, max_segments=self.step.objective.max_segments, weight=weight
+            self.model.context,
+            max_segments=self.step.objective.max_segments,
+            share=1 / self.step.microbatches,
         )
         return batch_MRT, jax.lax.map(context, batch_MRT), weight
 
@@ -172,9 +174,9 @@ class Programs:
             metrics["partly_updated"] = begun & ~jnp.isfinite(norm)
         return following, metrics
 
-    def eval_embed(self, params: Tree, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Context, Terms]:
+    def eval_embed(self, params: Tree, batch: Batch) -> tuple[jax.Array, Context, Terms]:
         """Returns the first block's input [N, D], the context of one micro-batch, and terms."""
-        context = self.model.context(batch, self.step.objective.max_segments, weight)
+        context = self.model.context(batch, self.step.objective.max_segments)
         (x_ND, _), terms = walk.embedding(self.model, batch["tokens"], context)(params)
         return x_ND, context, terms
 
@@ -220,9 +222,10 @@ def placed(tree: Tree, shardings: Tree) -> Tree:
 
 
 def by_rows(programs: Programs, batch: Batch, rows: Sharding, scalar: Sharding) -> Tree:
-    """Returns the sharding of each array of a context [M, ...]: by rows, but for what has none."""
-    _, context, _ = jax.eval_shape(programs.begin, batch)
-    return jax.tree.map(lambda leaf: rows if leaf.ndim > 1 else scalar, context)
+    """Returns the sharding of each array of a context [M, ...]: by rows where its next dim is theirs."""
+    batch_MRT, context, _ = jax.eval_shape(programs.begin, batch)
+    of_rows = batch_MRT["tokens"].shape[:2]
+    return jax.tree.map(lambda leaf: rows if leaf.shape[:2] == of_rows else scalar, context)
 
 
 def shardings(tree: Tree) -> Tree:

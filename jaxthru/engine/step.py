@@ -28,8 +28,11 @@ skipped for non-finite values, in all; `skipped_in_a_row`: since the last good o
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """steps: updates in the whole run. rows: per step, over all devices. microbatches: parts of a step
-    whose gradients are added up. z_loss: weight of log(Z)^2 (arXiv:2204.02311), 0 is off.
+    """steps: updates in the whole run. seed: decides the first parameters, the order of the
+    data and stochastic rounding.
+    rows: rows of each step, over all devices. microbatches: parts of a step, one after the other, whose
+    gradients are added up; more of them take less memory. z_loss: weight of log(Z)^2 in the loss
+    (arXiv:2204.02311); 0 is off.
     deterministic: bit-exact repeats on a GPU too, at some cost in speed; each start compiles the step anew.
     skip_limit: this many updates in a row skipped for a non-finite loss or gradient stop the run.
     """

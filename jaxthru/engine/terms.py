@@ -7,26 +7,66 @@ import jax
 import jax.numpy as jnp
 
 from jaxthru.models.stage import Chain, Extras, Stage
+from jaxthru.runtime.errors import require
 
 Terms = dict[str, jax.Array]
-CORE = ("loss", "source_loss", "source_tokens")
-"""Sums of the cross-entropy, which the objective gives."""
+
+OF_A_STEP = (
+    *("loss", "source_loss", "source_tokens", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row"),
+    *("partly_updated", "attention_span", "tokens"),
+)
+"""What every step counts on the device. Whatever else it returns is a further metric, under its own name."""
+
+METRICS_FIELDS = (
+    "step",
+    "loss",
+    "loss_by_source",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "attention_span",
+    "step_seconds",
+    "tokens_per_second",
+    "model_tflops",
+    "mfu",
+    "bf16_peak_tflops",
+    "data_wait_seconds",
+    "host_gap_seconds",
+    "checkpoint_seconds",
+    "skipped_updates",
+    "partly_updated",
+    "goodput",
+    "hbm_peak_bytes",
+)
+"""What a row of metrics.jsonl has of every step."""
 
 
 def of_stage(chain: Chain, stage: Stage, extras: Extras, share: jax.Array) -> Terms:
     """Returns what a stage adds to the record of a step, of one micro-batch, float32.
 
-    share: of the step's tokens. Raises ValueError for a metric that is not declared.
+    share: of the step's rows. Raises InputError for a metric that is not declared, or whose name another has.
     """
+    _check_names(chain, stage, extras)
     terms = {name: value.astype(jnp.float32) * share for name, value in extras.losses.items()}
     for name, value in extras.metrics.items():
-        if name not in stage.metrics or name in CORE:
-            raise ValueError(f"stage {stage.name!r} gives the metric {name!r}, which is not in its metrics")
         if stage.metrics[name].reduce == "mean":
             count = sum(name in other.metrics for other in (chain.embedding, *chain.layers, chain.head))
             value = value.astype(jnp.float32) * share / count
         terms[name] = value.astype(jnp.float32)
     return jax.lax.stop_gradient(terms)
+
+
+def _check_names(chain: Chain, stage: Stage, extras: Extras) -> None:
+    for name in (*extras.losses, *extras.metrics):
+        said = f"metric {name!r} of stage {stage.name!r}"
+        declared = {other.metrics[name].reduce for other in chain.stages if name in other.metrics}
+        taken = name in OF_A_STEP or name in METRICS_FIELDS
+        require(not taken, f"{said}: every step has one of this name; give it another")
+        require(
+            name in extras.losses or name in stage.metrics, f"{said}: is not in Stage.metrics; declare it"
+        )
+        require(name not in extras.losses or not declared, f"{said}: is a loss, too; give one another name")
+        require(len(declared) <= 1, f"{said}: adds up as {' and '.join(sorted(declared))}; choose one")
 
 
 def merged(chain: Chain, one: Terms, other: Terms) -> Terms:

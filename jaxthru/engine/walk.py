@@ -64,8 +64,8 @@ def head_params(model: Model, embedding: Tree, head: Tree) -> Tree:
 
 
 def cotangents(link: Linearised, dy: jax.Array, context: Context) -> tuple:
-    """Returns the gradients of what a link gave. dy: of what goes on; auxiliary losses are means over tokens,
-    so a micro-batch adds its share of them."""
+    """Returns the gradients of what a link gave. dy: of what goes on; auxiliary losses are means over the
+    micro-batch, which adds its share of them."""
     _, losses = link.result
     return dy, {name: context.share.astype(loss.dtype) for name, loss in losses.items()}
 

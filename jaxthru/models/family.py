@@ -21,6 +21,7 @@ SHIPPED = ("llama",)
 class FamilyConfig:
     """What every family's `Config` has.
 
+    family: `llama`, or the whole name of a module of your own that has a `Config`, as `package.module`.
     loop: `scan` compiles each block of the repeated pattern once and loops over stacked parameters; `unroll`
     compiles each layer.
     """
@@ -39,8 +40,8 @@ class FamilyConfig:
 
     def field(self, axis: str) -> str | None:
         """Returns the field that sets the size of a logical axis, None without one."""
-        names = (field.name for field in dataclasses.fields(self))
-        return next((name for name in names if name.startswith(axis)), None)
+        names = [field.name for field in dataclasses.fields(self)]
+        return axis if axis in names else next((name for name in names if name.startswith(axis)), None)
 
 
 def module_of(config: FamilyConfig) -> ModuleType:
@@ -54,14 +55,25 @@ def chain(config: FamilyConfig) -> Any:
 
 
 def to_plain(config: FamilyConfig) -> dict[str, Any]:
-    """Returns a configuration as plain values, the family's name before its keys."""
+    """Returns a configuration as plain values, the family's name before its keys. Raises InputError for one
+    that its family's name does not lead back to."""
+    require(
+        config_class(config.family) is type(config),
+        f"model.family = {config.family!r}: is another class than that of model; define `Config` in a module "
+        "of its own, whose name no family of jaxthru has",
+    )
     return {"family": config.family, **dataclasses.asdict(config)}
 
 
 def from_plain(tree: Any) -> FamilyConfig:
     """Returns the configuration that plain values describe. Raises InputError."""
     keys = {key: value for key, value in tree.items() if key != "family"} if isinstance(tree, dict) else tree
-    return plain.build(config_class(name_in(tree)), keys, "model.")
+    try:
+        return plain.build(config_class(name_in(tree)), keys, "model.")
+    except InputError:
+        raise
+    except (TypeError, ValueError) as error:  # of a `__post_init__` of the user's own
+        raise InputError(f"model: {error}") from error
 
 
 def name_in(tree: Any) -> Any:
@@ -80,13 +92,17 @@ def config_class(name: Any, *, trusted: bool = False) -> type[FamilyConfig]:
     hint = did_you_mean(name, SHIPPED)
     require(
         trusted or name in SHIPPED or name in sys.modules,
-        f"model.family = {name!r}: is no family of jaxthru{hint}; one of your own is named by --set or a .py "
-        "config: what is stored imports no code",
+        f"model.family = {name!r}: is no family of jaxthru{hint}; one of your own is named by --set "
+        f"model.family={name} or a .py config: what is stored imports no code",
     )
     try:
         found = getattr(importlib.import_module(module), "Config", None)
     except (Exception, SystemExit) as error:
         raise InputError(f"model.family = {name!r}: {type(error).__name__}: {error}{hint}") from error
-    fits = isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, FamilyConfig)
+    fits = isinstance(found, type) and issubclass(found, FamilyConfig)
+    fits = fits and "__dataclass_fields__" in vars(found)  # of its own, not inherited
     require(fits, f"model.family = {name!r}: must define `Config`, a frozen dataclass and FamilyConfig")
+    for export in ("stages", "train_flops"):
+        lacks = not callable(getattr(sys.modules[found.__module__], export, None))
+        require(not lacks, f"model.family = {name!r}: must define `{export}`, see jaxthru.models.family")
     return found

@@ -15,8 +15,8 @@ class KernelsConfig:
     """One key for each operation: `auto`, the first of the operation's own order that can run, or one by
     name, which runs or says why it cannot.
 
-    attention: within the documents of each row.
-    linear_cross_entropy: the output matrix and the loss.
+    attention: of each token to the earlier ones of its own document.
+    linear_cross_entropy: the product with the output matrix, and the loss, in one.
     collective_matmul: what moves tokens over the mesh axis `tensor`; also `fused`, the kernels for Hopper
     where they are expected to be faster and otherwise as `auto`, or `none`, collectives that XLA's
     partitioner puts in.

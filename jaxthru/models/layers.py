@@ -19,9 +19,9 @@ from jaxthru.runtime.weights import WeightInfo
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """parameters: the master weights. compute: activations, matmul operands and logits, of which the loss is
-    made in float32. matmul: `compute` multiplies in the compute type, `fp8` multiplies the layers' linear
-    maps in float8 (arXiv:2209.05433), but never the embedding or the output matrix."""
+    """parameters: type of the master weights. compute: type of activations, matmul operands and logits; the
+    loss is made of these in float32. matmul: `compute` multiplies in the compute type, `fp8` multiplies the
+    layers' linear maps in float8 (arXiv:2209.05433), but never the embedding or the output matrix."""
 
     parameters: Literal["float32"] = "float32"
     compute: Literal["bfloat16", "float32"] = "bfloat16"

@@ -20,9 +20,14 @@ from jaxthru.runtime.weights import WeightInfo
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3.1's frequency scaling: wavelengths beyond `original_sequence / low_frequency_factor` are
-    stretched by `factor`, those below `original_sequence / high_frequency_factor` are left alone, and the
-    ones between are blended."""
+    """Llama-3.1's frequency scaling of rotary positions, for rows longer than a model was first trained on.
+
+    factor: stretches the wavelengths beyond `original_sequence / low_frequency_factor`.
+    low_frequency_factor: decides which wavelengths are stretched in full.
+    high_frequency_factor: wavelengths below `original_sequence / high_frequency_factor` stay as they are;
+        those between the two bounds are blended.
+    original_sequence: tokens in a row that the model was first trained on.
+    """
 
     factor: float = 8.0
     low_frequency_factor: float = 1.0
@@ -40,7 +45,21 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Config(FamilyConfig):
-    """The shape."""
+    """A decoder with grouped-query attention, SwiGLU and rotary positions.
+
+    vocabulary: rows of the embedding table; the tokenizer may not have more tokens.
+    layers: transformer blocks.
+    embed: width of the vector of each token between the blocks.
+    heads: query heads of attention. kv_heads: key and value heads; must divide `heads`, each is shared by as
+        many query heads. head_dim: width of each head; an even number.
+    mlp: inner width of each SwiGLU.
+    max_sequence: bound on data.sequence.
+    rope_theta: base of the wavelengths of rotary positions. rope_scaling: stretches these wavelengths; None
+        leaves them alone, setting one of its keys turns it on.
+    norm_epsilon: added to the mean square in every RMSNorm.
+    tied_embeddings: the embedding table is the output matrix too.
+    qk_norm: RMSNorm of queries and keys in each head, as Qwen3 has it.
+    """
 
     vocabulary: int = 8192
     layers: int = 4

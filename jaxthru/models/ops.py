@@ -270,8 +270,10 @@ class Ops:
 
 
 def matrix_of(weight) -> tuple[jax.Array, Axes]:
-    """Returns a linear map [*in, *out] as a matrix [I, O], and the axes of that."""
+    """Returns a linear map [*in, *out] as a matrix [I, O], and the axes of that. Raises ValueError."""
     info, inputs = weight.info, len(weight.info.inputs)
+    if info.inputs != (*range(inputs),) or info.stack:
+        raise ValueError(f"{info}: is no linear map [*in, *out]")
     # A dim made of several is sharded as the first of them is.
     axes = info.axes[0], info.axes[inputs]
     return weight[...].reshape(math.prod(weight.shape[:inputs]), -1), axes

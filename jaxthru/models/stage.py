@@ -27,8 +27,8 @@ class Context:
     """What a run gives to every stage.
 
     positions: int32 [B, T], restarting in each document. segments: of `pallas_kernels.attention`. prepared:
-    what `Chain.prepare` made of positions, e.g. rotary angles. share: of the step's tokens that count, those
-    of this micro-batch. ops: linear maps and the mesh's operations as this run does them. attention:
+    what `Chain.prepare` made of positions, e.g. rotary angles. share: of the step's rows, those of this
+    micro-batch. ops: linear maps and the mesh's operations as this run does them. attention:
     takes the place of theirs, (queries, keys, values, segments) -> heads' outputs.
     """
 
@@ -48,9 +48,9 @@ class Context:
 class Extras(NamedTuple):
     """What a stage has beside its output, of the micro-batch that it was given.
 
-    losses: {name: scalar}, auxiliary losses: means over its tokens, which the step minimises beside the
-    cross-entropy and records. metrics: {name: array} for the record, declared as `Stage.metrics`. cache: of
-    keys and values.
+    losses: {name: scalar}, auxiliary losses: means over its rows × positions, which the step minimises beside
+    the cross-entropy and records. metrics: {name: array} for the record, declared as `Stage.metrics`. cache:
+    of keys and values.
     """
 
     losses: Mapping[str, jax.Array] = {}
@@ -60,9 +60,9 @@ class Extras(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """reduce: how values of several micro-batches, and of several stages, become one: `mean` weighs
-    micro-batches by their tokens. Stages see the micro-batch of all devices, so over these nothing is left
-    to add."""
+    """reduce: how values of several micro-batches, and of several stages, become one. Stages see
+    the micro-batch of all devices, so over these nothing is left to add. Micro-batches have equally many
+    rows, and count alike in a `mean`."""
 
     reduce: Literal["sum", "mean", "max"] = "sum"
 

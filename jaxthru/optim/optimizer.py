@@ -29,16 +29,21 @@ class OptimConfig:
         linear maps by orthogonalised momentum (Jordan 2024, https://kellerjordan.github.io/posts/muon),
         scaled to the size of AdamW's updates (arXiv:2502.16982) so that both take one learning rate and
         weight decay; embedding, output matrix and norms by AdamW.
+    learning_rate: the peak, reached at the end of the warm-up.
     schedule: `cosine` warms up, then decays to `final_ratio` of the peak over the rest of the run;
         `wsd` warms up, stays, and decays linearly over the last `decay_ratio` of the run
         (warm-up-stable-decay, arXiv:2404.06395); `constant` warms up and stays.
-    warmup_ratio, decay_ratio: shares of train.steps.
-    b1, b2, epsilon: of AdamW. momentum: of Muon.
+    warmup_ratio: share of train.steps in which the learning rate rises to its peak.
+    decay_ratio: share of train.steps in which `wsd` decays.
+    final_ratio: learning rate at the end of `cosine` and `wsd`, as a share of the peak.
+    b1: decay rate of AdamW's first moment. b2: decay rate of AdamW's second moment. epsilon: added to the
+        root of AdamW's second moment. momentum: decay rate of Muon's momentum.
     weight_decay: applies to matrices and embeddings, never to norms and biases.
     clip: bound on the global gradient norm; 0 is off. clip_rule: `exact` scales by this step's own norm,
         `previous` by that of the last step that was not skipped, which is known before the gradients are;
         the first step only measures it and updates nothing.
-    state: how weights, their masters and the moments are kept, a key of optim/formats.py's FORMATS.
+    state: number formats of the weights, their masters and the moments, by a name in optim/formats.py;
+        docs/memory.md says what they cost.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -284,7 +289,8 @@ MUON_SIZE = 0.2
 
 def _unzip(tree: Any, leaves: list[tuple]) -> tuple[Tree, dict[str, Tree]]:
     """Returns weights and slots as trees, of (weight, *slots) for each parameter."""
-    weights, *slots = (tree.unflatten(column) for column in zip(*leaves, strict=True))
+    columns = zip(*leaves, strict=True) if leaves else [()] * (1 + len(SLOTS))
+    weights, *slots = map(tree.unflatten, columns)
     return weights, dict(zip(SLOTS, slots, strict=True))
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import rich.console
@@ -16,16 +17,16 @@ from jaxthru.data.loader import open_data
 from jaxthru.plan import memory
 from jaxthru.plan.data import forecast
 from jaxthru.plan.plot import svg
-from jaxthru.runtime import aot, xla
+from jaxthru.runtime import aot, command_line, xla
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, exit_code, require
 from pallas_kernels.dispatch import Unsupported
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.plan") -> int:
     """Runs the command; returns its exit code: 1 for a configuration that does not fit, 2 for bad input,
     130 for Ctrl-C."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(prog).parse_args(argv)
     return exit_code(lambda: arguments.run(arguments))
 
 
@@ -91,14 +92,33 @@ def _show(table: rich.table.Table | None, lines: list[str]) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxthru.plan", description=__doc__)
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = command_line.parser(
+        prog, "Says what a run will do, before hardware is used.", "memory --config llama3_8b_one_gpu"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    data = commands.add_parser("data", help="tokens and epochs of each source, padding, balance")
-    room = commands.add_parser("memory", help="bytes on a GPU and its host, and the offload level that fits")
-    for command, run in ((data, _data), (room, _memory)):
+
+    def add(name: str, run: Callable, config: str, says: str, does: str) -> argparse.ArgumentParser:
+        ending = command_line.ending(f"{prog} {name}", f"--config {config}")
+        command = commands.add_parser(name, help=says, description=does, **ending)
         command.set_defaults(run=run)
         configuration.add_arguments(command)
+        return command
+
+    data = add(
+        "data",
+        _data,
+        "quickstart",
+        "tokens and epochs of each source, padding, balance",
+        "Says what a run will read: tokens and epochs of each source, padding, balance.",
+    )
+    room = add(
+        "memory",
+        _memory,
+        "llama3_8b_one_gpu",
+        "bytes on a GPU and its host, and the offload level that fits",
+        "Says how many bytes a run takes on a GPU and its host, and which offload level\nfits.",
+    )
     room.add_argument(
         "--device", default="h200", help=f"one of {', '.join(aot.TARGETS)}; default %(default)s"
     )

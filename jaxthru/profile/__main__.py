@@ -1,6 +1,5 @@
 """python -m jaxthru.profile: where the profiled steps of a run went, and what changed between two runs."""
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -10,21 +9,23 @@ import rich.console
 from jaxthru.profile.compare import compare
 from jaxthru.profile.publish import config, opened, present, profiled
 from jaxthru.profile.summary import comparison
+from jaxthru.runtime import command_line
 from jaxthru.runtime.errors import exit_code
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.profile") -> int:
     """Runs the command; returns its exit code: 2 for bad input, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     comparing = argv[:1] == ["compare"]
-    return exit_code(lambda: _compare(argv[1:]) if comparing else _report(argv))
+    return exit_code(lambda: _compare(argv[1:], f"{prog} compare") if comparing else _report(argv, prog))
 
 
-def _report(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxthru.profile",
-        description="Writes ledger.json and report.html of a profiled run, and says the most of it.",
-        epilog="python -m jaxthru.profile compare RUN_A RUN_B: what changed from one run to another",
+def _report(argv: list[str], prog: str) -> int:
+    parser = command_line.parser(
+        prog,
+        "Writes ledger.json and report.html of a profiled run, and prints a summary.\n"
+        f"{prog} compare RUN_A RUN_B says what changed between two runs.",
+        "runs/quickstart/1",
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="runs/<config>/<n>")
     parser.add_argument("--step", type=int, help="where it was profiled (profile.at); default: the last")
@@ -33,10 +34,11 @@ def _report(argv: list[str]) -> int:
     return 0
 
 
-def _compare(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxthru.profile compare",
-        description="Says what changed from one profiled run to another, by how much, and the likely cause.",
+def _compare(argv: list[str], prog: str) -> int:
+    parser = command_line.parser(
+        prog,
+        "Says what changed from one profiled run to another, by how much, and the likely\ncause.",
+        "runs/quickstart/1 runs/quickstart/2",
     )
     for name, which in (("run_a", "before"), ("run_b", "after")):
         parser.add_argument(name, type=Path, metavar=name.upper(), help=f"the run {which}")

@@ -5,6 +5,7 @@ the lines it comes from, and each text says how it was estimated. Two that take 
 up. What lies below the noise of the run is not named.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -38,10 +39,26 @@ def advise(ledger: Ledger, config: dict[str, Any]) -> tuple[Advice, ...]:
 
     config: nested plain values of the run's config.json.
     """
+    return with_advice(ledger, config).advice
+
+
+def with_advice(ledger: Ledger, config: dict[str, Any]) -> Ledger:
+    """Returns the ledger with advice, and with what its findings have to do with it: one rule, the noise of
+    the run, decides on both. config: as of `advise`."""
     seen, least = Evidence(ledger, config), floor(ledger)
-    found = (advice for rule in RULES for advice in rule(seen))
-    named = [each for each in found if each.gain_seconds is None or each.gain_seconds >= least]
-    return tuple(sorted(named, key=lambda each: -(each.gain_seconds or 0.0)))
+    found = {(each.cause, each.key): each for rule in RULES for each in rule(seen)}
+    named = [each for each in found.values() if each.gain_seconds is None or each.gain_seconds >= least]
+    named.sort(key=lambda each: -(each.gain_seconds or 0.0))
+    lint = tuple(_judged(entry, found.get(_remedy(seen, entry)), named) for entry in ledger.lint)
+    return dataclasses.replace(ledger, advice=tuple(named), lint=lint)
+
+
+def _judged(entry: Lint, remedy: Advice | None, named: list[Advice]) -> Lint:
+    if remedy is None:
+        return dataclasses.replace(entry, remedy="", gain_seconds=None, advised=False)
+    return dataclasses.replace(
+        entry, remedy=remedy.key, gain_seconds=remedy.gain_seconds, advised=remedy in named
+    )
 
 
 def _advice(seen: Evidence, cause: str, key: str, value: Any, gain: float | None, text: str) -> Advice:
@@ -264,9 +281,9 @@ REMEDIES = {
 
 def _lint(seen: Evidence) -> Iterator[Advice]:
     for rule, (line, key, value, what) in REMEDIES.items():
-        entries = [entry for entry in seen.ledger.lint if entry.rule == rule and not _stacked(seen, entry)]
-        if not entries or (rule == "attention_again" and seen["remat.policy"] == "full"):
-            continue  # _recomputation counts that already
+        entries = [entry for entry in seen.ledger.lint if _remedy(seen, entry) == (rule, key)]
+        if not entries:
+            continue
         known = [entry.seconds for entry in entries if entry.seconds is not None]
         gain = seen.painted(line, sum(known)) if known and line else None
         worst = max(entries, key=lambda entry: (entry.seconds or 0.0, entry.bytes or 0.0))
@@ -275,6 +292,15 @@ def _lint(seen: Evidence) -> Iterator[Advice]:
         text += f"{len(entries)} such, in all {held / 1e6:,.0f} MB. " if len(entries) > 1 else ""
         text += "At most their share of the line." if gain is not None else "Time not known."
         yield _advice(seen, rule, key, value, gain, text)
+
+
+def _remedy(seen: Evidence, entry: Lint) -> tuple[str, str]:
+    """Returns the cause and the key of the advice that counts a finding."""
+    if _stacked(seen, entry):
+        return "other_kernels", "model.loop"
+    if entry.rule == "attention_again" and seen["remat.policy"] == "full":
+        return "recomputation", "remat.policy"
+    return entry.rule, REMEDIES[entry.rule][1] if entry.rule in REMEDIES else ""
 
 
 def _stacked(seen: Evidence, entry: Lint) -> bool:

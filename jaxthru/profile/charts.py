@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from jaxthru.profile.ledger import Device
+from jaxthru.profile.manual import more
 from jaxthru.profile.waterfall import TITLES
 
 Point = tuple[float, float]
@@ -19,7 +20,8 @@ def waterfall(parts: dict[str, float], step: float, numbers: dict[str, tuple[str
     rows, whole, at = [], [], 0.0
     for name, seconds in parts.items():
         title, said = TITLES[name]
-        rows.append(_bar(title, said, [(name, at / step, seconds / step)], numbers[name]))
+        note = f'<span class="said">{escape(said)} {more(title)}</span>'
+        rows.append(_bar(title, note, [(name, at / step, seconds / step)], numbers[name]))
         whole.append((name, at / step, max(0.0, seconds) / step))
         at += seconds
     rows.append(_bar(total, "", whole, numbers["total"], "total"))
@@ -27,23 +29,23 @@ def waterfall(parts: dict[str, float], step: float, numbers: dict[str, tuple[str
 
 
 def _bar(
-    title: str, said: str, bars: Iterable[tuple[str, float, float]], numbers: tuple[str, str], kind: str = ""
+    title: str, note: str, bars: Iterable[tuple[str, float, float]], numbers: tuple[str, str], kind: str = ""
 ) -> str:
     drawn = "".join(
         f'<div class="bar" style="left:{100 * min(start, start + width):.3f}%;width:{100 * abs(width):.3f}%;'
         f'background:var(--{name})"></div>'
         for name, start, width in bars
     )
-    note = f'<span class="said">{escape(said)}</span>' if said else ""
     cells = "".join(f'<div class="number {kind}">{escape(number)}</div>' for number in numbers)
     return (
-        f'<div class="row"><div class="title {kind}">{escape(title)}{note}</div>'
+        f'<div class="row"><div class="title {kind}"><span class="part">{escape(title)}</span>{note}</div>'
         f'<div class="track">{drawn}</div>{cells}</div>'
     )
 
 
-def strip(device: Device, ticks: Sequence[str]) -> str:
-    """Returns one step of a device as a band, coloured by line. ticks: written under it, evenly spaced."""
+def strip(device: Device, said: str, ticks: Sequence[str]) -> str:
+    """Returns one step of a device as a band, coloured by line. said: which step it is. ticks: written under
+    it, evenly spaced."""
     end = max(span[1] for span in device.strip)
     paths: dict[str, list[str]] = {}
     for start, stop, line in device.strip:
@@ -57,7 +59,7 @@ def strip(device: Device, ticks: Sequence[str]) -> str:
         f'<div class="timeline"><svg class="strip" viewBox="0 0 1000 1" preserveAspectRatio="none" '
         f'role="img" aria-label="Timeline of {escape(called)}" data-end="{end}" '
         f'data-names="{escape(names)}" data-spans="{escape(spans)}">{drawn}</svg>{axis(ticks)}'
-        f'<div class="readout">{escape(called)}: point at the band to read it</div></div>'
+        f'<div class="readout">{escape(called)}{escape(said)}: point at the band to read it</div></div>'
     )
 
 
@@ -118,18 +120,37 @@ def _digits(span: float) -> int:
 
 
 def axis(ticks: Sequence[str]) -> str:
-    return f'<div class="axis">{"".join(f"<span>{escape(tick)}</span>" for tick in ticks)}</div>'
+    """Returns texts under a band, each in the middle of its place, the outer ones within the band. Of more
+    than three, every other has no room on a narrow page."""
+    last, spans = len(ticks) - 1, []
+    for i, tick in enumerate(ticks):
+        kind = "wide" if last > 2 and i % 2 else ""
+        back = {0: 0, last: 100}.get(i, 50)  # percent of its own width
+        place = f"left:{100 * i / last:g}%;transform:translateX(-{back}%)"
+        spans.append(f'<span class="{kind}" style="{place}">{escape(tick)}</span>')
+    return f'<div class="axis">{"".join(spans)}</div>'
+
+
+SIGNS = {">": "number", "~": "wide", "<": "name"}
+
+
+def clipped(name: str, kind: str = "", end: bool = False) -> str:
+    """Returns a name as HTML that stays in one line of its cell; pointing at it shows all of it. end: where
+    there is no room for all, its end is shown, as of a path."""
+    kinds = " ".join(filter(None, ("clip", kind, "end" if end else "")))
+    text = f"<bdi>{escape(name)}</bdi>" if end else escape(name)
+    return f'<span class="{kinds}" title="{escape(name)}">{text}</span>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a table of HTML cells. columns: their names; ">" before one aligns its numbers, "~" hides it
-    on narrow pages."""
+    on narrow pages, "<" gives it the room that the others leave: of `clipped` names, the most that fits."""
 
     def cell(tag: str, column: str, text: str) -> str:
-        kinds = [kind for sign, kind in ((">", "number"), ("~", "wide")) if sign in column[:2]]
+        kinds = [kind for sign, kind in SIGNS.items() if sign in column[:2]]
         return f'<{tag} class="{" ".join(kinds)}">{text}</{tag}>' if kinds else f"<{tag}>{text}</{tag}>"
 
-    head = "".join(cell("th", column, escape(column.lstrip(">~"))) for column in columns)
+    head = "".join(cell("th", column, escape(column.lstrip("<>~"))) for column in columns)
     body = "".join(
         f"<tr>{''.join(cell('td', column, text) for column, text in zip(columns, row, strict=True))}</tr>"
         for row in rows

@@ -185,7 +185,9 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Lint:
-    """What the program's text shows. bytes: moved or held by it in a step. seconds: what it costs a step."""
+    """What the program's text shows. bytes: moved or held by it in a step. seconds: what it costs a step.
+    remedy: the key of the advice that counts it. gain_seconds: what that is expected to win, for all that it
+    counts; advised: whether `Ledger.advice` has it. Older ledgers lack these three."""
 
     rule: str
     scope: str
@@ -193,6 +195,9 @@ class Lint:
     bytes: float | None
     seconds: float | None
     text: str
+    remedy: str = ""
+    gain_seconds: float | None = None
+    advised: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

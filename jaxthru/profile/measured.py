@@ -168,12 +168,12 @@ class Measured:
         return [group for group in groups if len(group) > 1]
 
     def devices(self) -> tuple[ledger.Device, ...]:
-        """Returns each device's steps, and the timeline of the one in the middle."""
+        """Returns each device's steps, and the timeline of the one that is closest to the mean."""
         begun = min(window.start for window in self.windows)
         found = []
         for device in dict.fromkeys(window.device for window in self.windows):
             own = [window for window in self.windows if window.device == device]
-            shown = own[len(own) // 2]
+            shown = min(own, key=lambda window: abs((window.end - window.start) / 1e9 - self.step_seconds))
             steps = tuple(
                 ledger.DeviceStep(
                     window.step,

@@ -9,7 +9,7 @@ import rich.console
 
 from jaxthru.moved import renewed
 from jaxthru.profile import ledger
-from jaxthru.profile.advice import advise
+from jaxthru.profile.advice import with_advice
 from jaxthru.profile.build import build, facts_of
 from jaxthru.profile.ledger import Ledger
 from jaxthru.profile.report import report
@@ -41,7 +41,7 @@ def publish(folder: Path) -> Ledger:
         found = build(folder) if any(folder.rglob("*.xplane.pb")) else read(folder)
         if found.model is None:  # an older ledger
             found = dataclasses.replace(found, model=facts_of(configuration, {}))
-        found = dataclasses.replace(found, advice=advise(found, configuration))
+        found = with_advice(found, configuration)
         page = report(found)
     except InputError:
         raise

@@ -5,8 +5,10 @@ from pathlib import Path
 from string import Template
 
 from jaxthru.profile.ledger import Ledger
-from jaxthru.profile.sections import SECTIONS, Unit
-from jaxthru.profile.waterfall import TITLES, doubts, figures, floor, parts
+from jaxthru.profile.sections import SECTIONS
+from jaxthru.profile.unit import Unit
+from jaxthru.profile.verdict import relation, shares, thresholds, verdict
+from jaxthru.profile.waterfall import TITLES, figures, floor, parts
 
 TEMPLATE = Path(__file__).with_name("report.template.html")
 
@@ -24,7 +26,8 @@ def report(ledger: Ledger) -> str:
         title=escape(f"{ledger.run.config}: where the step went"),
         heading=escape(f"Where the step of {ledger.run.config} went"),
         subtitle=escape(_subtitle(ledger)),
-        verdict=f"{_verdict(ledger, unit)} {escape(doubts(ledger))}".strip(),
+        verdict=escape(verdict(ledger)),
+        said=escape(f"{shares(ledger, unit)} {relation(ledger, unit)}"),
         figures="".join(_figures(ledger, unit)),
         sections="\n".join(sections),
         footer=escape(_footer(ledger, unit)),
@@ -39,37 +42,22 @@ def _subtitle(ledger: Ledger) -> str:
     return f"{run.devices} × {run.device_kind}{hosts}; {steps}; {run.tokens_per_step:,.0f} tokens a step"
 
 
-def _verdict(ledger: Ledger, unit: Unit) -> str:
-    found, step = parts(ledger), ledger.window.step_seconds
-    useful = "ideal" if "ideal" in found else "matmul"
-    lost = {name: seconds for name, seconds in found.items() if name != useful}
-    worst = max(lost, key=lost.__getitem__)
-    start = f"Of a step of {unit(step)}, the {TITLES[useful][0].lower()} take {found[useful] / step:.0%}."
-    if lost[worst] < floor(ledger):
-        return f"{start} Nothing else rises above the noise."
-    name = TITLES[worst][0]
-    rest = f"{unit(lost[worst])}, {lost[worst] / step:.1%}"
-    return escape(f"{start} Largest of the rest: {name[0].lower()}{name[1:]} ({rest}).")
-
-
 def _figures(ledger: Ledger, unit: Unit) -> list[str]:
-    found, window = figures(ledger), ledger.window
-    percent = lambda value: "–" if value is None else f"{value:.1%}"  # noqa: E731
-    clock = ledger.clock.mean_mhz
+    """Returns a tile for each figure that has a value."""
+    found, window, share = figures(ledger), ledger.window, parts(ledger)
+    step = window.step_seconds
+    mean = f"mean of {window.steps} profiled" if window.steps > 1 else "as profiled"
     rows = [
-        ("tokens/s", f"{found.tokens_per_second:,.0f}", "of all devices"),
-        ("MFU", percent(found.mfu), "of the data sheet's bf16 peak" if found.mfu else "peak not known"),
-        (
-            "share of the sustained peak",
-            percent(found.sustained),
-            f"of the bf16 peak at {clock:,.0f} MHz" if found.sustained else "clock not known",
-        ),
-        (
-            "a step",
-            unit(found.step_seconds),
-            "profile not checked" if window.closure is None else f"{window.closure:+.1%} while profiled",
-        ),
+        ("a step", unit(step), mean),
+        ("tokens/s", f"{found.tokens_per_second:,.0f}", "of all devices, in profiled steps"),
     ]
+    if found.mfu is not None:
+        rows.append(("MFU", f"{found.mfu:.1%}", "of the data sheet's bf16 peak"))
+    if found.mfu_at_clock is not None:
+        at = f"of the bf16 peak at {ledger.clock.mean_mhz:,.0f} MHz"
+        rows.append(("MFU at the clock that ran", f"{found.mfu_at_clock:.1%}", at))
+    if "matmul" in share:
+        rows.append((TITLES["matmul"][0].lower(), f"{share['matmul'] / step:.1%}", "of the step"))
     return [
         f'<div class="figure"><span class="muted small">{escape(name)}</span><b>{escape(value)}</b>'
         f'<span class="muted small">{escape(said)}</span></div>'
@@ -80,11 +68,12 @@ def _figures(ledger: Ledger, unit: Unit) -> list[str]:
 def _footer(ledger: Ledger, unit: Unit) -> str:
     window, versions = ledger.window, ledger.run.versions
     noise = f"{window.noise:.1%} between unprofiled steps" if window.loop_seconds else "not known"
-    said = [f"Noise: {noise}; no cause below {unit(floor(ledger))} is named."]
+    said = [thresholds(ledger), f"Noise: {noise}; no cause below {unit(floor(ledger))} is named."]
     if window.attribution_seconds:
         said.append(
             f"Kernels were named in a pass without CUDA graphs, {unit(window.attribution_seconds)} a step."
         )
-    said.append(f"Clock: {ledger.clock.source}.")
+    if ledger.clock.source != "none":
+        said.append(f"Clock: {ledger.clock.source}.")
     said.append(", ".join(f"{name} {version}" for name, version in versions.items()))
-    return " ".join(said)
+    return " ".join(filter(None, said))

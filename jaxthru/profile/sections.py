@@ -1,13 +1,14 @@
 """The sections of the report, each made of a ledger; one for which nothing was measured is empty."""
 
-import dataclasses
 import re
 from collections.abc import Callable
 from html import escape
 
 from jaxthru.profile import charts
-from jaxthru.profile.ledger import LINES, Ledger, Lint
-from jaxthru.profile.waterfall import TITLES, floor, parts
+from jaxthru.profile.ledger import LINES, Device, Ledger, Lint
+from jaxthru.profile.unit import Unit
+from jaxthru.profile.verdict import nothing_to_win, unadvised
+from jaxthru.profile.waterfall import TITLES, parts
 
 DEVICES = 4  # timelines shown
 SHOWN = 12  # kernels and collectives, before the rest is folded away
@@ -15,24 +16,12 @@ SCOPES = 16
 CONFIG_KEY = re.compile(r"[a-z]+\.\w+")
 
 
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """Seconds as they are written, in one unit for the whole page."""
+def _from_peak(ledger: Ledger, unit: Unit) -> str:
+    return _waterfall(ledger, unit) if "ideal" in parts(ledger) else ""
 
-    name: str
-    scale: float
-    digits: int
 
-    @classmethod
-    def of(cls, step: float) -> "Unit":
-        """Returns the unit that suits steps of so many seconds."""
-        return cls("s", 1, 2) if step >= 10 else cls("ms", 1e3, 1 if step >= 0.1 else 2)
-
-    def bare(self, seconds: float) -> str:
-        return f"{seconds * self.scale:,.{self.digits}f}"
-
-    def __call__(self, seconds: float) -> str:
-        return f"{self.bare(seconds)}\N{NO-BREAK SPACE}{self.name}"
+def _without_peak(ledger: Ledger, unit: Unit) -> str:
+    return "" if "ideal" in parts(ledger) else _waterfall(ledger, unit)
 
 
 def _waterfall(ledger: Ledger, unit: Unit) -> str:
@@ -44,7 +33,7 @@ def _waterfall(ledger: Ledger, unit: Unit) -> str:
     nothing = [TITLES[name][0] for name in found if name not in shown]
     notes = [f"No time went to: {', '.join(nothing).lower()}."] if nothing else []
     if "ideal" not in found:
-        notes.append("The peak of these devices is not known, so matrix products are not taken apart.")
+        notes.append("No peak is known for these devices, so matrix products are not taken apart.")
     matmul = ledger.matmul
     if matmul.headroom_seconds and matmul.maximum_mhz:
         notes.append(
@@ -56,8 +45,9 @@ def _waterfall(ledger: Ledger, unit: Unit) -> str:
 
 
 def _advice(ledger: Ledger, unit: Unit) -> str:
-    items = []
+    items, known = [], False
     for each in ledger.advice:
+        known |= each.gain_seconds is not None
         if CONFIG_KEY.fullmatch(each.key) and " " not in each.value:
             setting = f"<code>--set {escape(each.key)}={escape(each.value)}</code>"
         else:
@@ -68,9 +58,8 @@ def _advice(ledger: Ledger, unit: Unit) -> str:
         items.append(
             f'<li><div>{setting}</div><div class="number">{escape(gain)}</div><p>{_prose(each.text)}</p></li>'
         )
-    if not items:
-        return f"<p>Nothing to win above the noise of {unit(floor(ledger))} a step.</p>"
-    return f'<ol class="advice">{"".join(items)}</ol>'
+    nothing = "" if known else f"<p>{escape(nothing_to_win(ledger, unit))}</p>"
+    return nothing + (f'<ol class="advice">{"".join(items)}</ol>' if items else "")
 
 
 def _prose(text: str) -> str:
@@ -85,11 +74,21 @@ def _timeline(ledger: Ledger, unit: Unit) -> str:
     strips = []
     for device in devices:
         end = max(span[1] for span in device.strip)
-        strips.append(charts.strip(device, [unit(end * i / 4) for i in range(5)]))
+        said = f"{_shown(device, end)}, {unit(end)}"
+        strips.append(charts.strip(device, said, [unit(end * i / 4) for i in range(5)]))
     lines = {span[2] for device in devices for span in device.strip}
     more = len(ledger.devices) - len(devices)
-    note = f'<p class="muted small">And {more} devices more.</p>' if more else ""
+    mean = unit(ledger.window.step_seconds)
+    note = f"A band is one step and ends where that step does; the mean of the profiled steps is {mean}."
+    note += f" And {more} devices more." if more else ""
+    note = f'<p class="muted small" style="margin:8px 0 0">{escape(note)}</p>'
     return "".join(strips) + charts.legend(line for line in LINES if line in lines) + note
+
+
+def _shown(device: Device, seconds: float) -> str:
+    """Returns which step of a device's has this length, "" where it has none."""
+    found = min(device.steps, key=lambda step: abs(step.seconds - seconds), default=None)
+    return f", step {found.step}" if found else ""
 
 
 def _clock(ledger: Ledger, unit: Unit) -> str:
@@ -151,13 +150,14 @@ def _memory(ledger: Ledger, unit: Unit) -> str:
             (_named(each.scope or "–", each.source), escape(each.category), size(each.bytes))
             for each in memory.buffers
         ]
-        listed = charts.table(["buffer", "~category", ">size"], buffers)
+        listed = charts.table(["<buffer", "~category", ">size"], buffers)
         body += f"<details><summary>The largest buffers</summary>{listed}</details>"
     return body
 
 
 def _named(name: str, note: str | None) -> str:
-    return escape(name) + (f'<span class="small">{escape(note)}</span>' if note else "")
+    """Returns a name in a line, and in another where it comes from: of that the end says the most."""
+    return charts.clipped(name) + (charts.clipped(note, "small", end=True) if note else "")
 
 
 def _scopes(ledger: Ledger, unit: Unit) -> str:
@@ -189,7 +189,7 @@ def _kernels(ledger: Ledger, unit: Unit) -> str:
         )
         for each in ledger.kernels
     ]
-    columns = ["kernel, and where it comes from", ">~a step", f">{unit.name}", ">share", ">~TFLOP/s"]
+    columns = ["<kernel, and where it comes from", ">~a step", f">{unit.name}", ">share", ">~TFLOP/s"]
     return _folded(columns, rows)
 
 
@@ -224,42 +224,45 @@ def _collectives(ledger: Ledger, unit: Unit) -> str:
         )
         for each in sorted(ledger.collectives, key=lambda each: -each.exposed_seconds)
     ]
-    names = ["collective", ">MB", ">~a step", f">~{unit.name}", ">exposed", ">waiting", "~last to come"]
+    names = ["<collective", ">MB", ">~a step", f">~{unit.name}", ">exposed", ">waiting", "~last to come"]
     return _folded(names, rows)
 
 
 def _lint(ledger: Ledger, unit: Unit) -> str:
-    alike: dict[tuple[str, str, str], list[Lint]] = {}
+    alike: dict[tuple[str, str, str, bool], list[Lint]] = {}
     for each in ledger.lint:
-        alike.setdefault((each.rule, each.scope, each.text), []).append(each)
+        alike.setdefault((each.rule, each.scope, each.text, each.advised), []).append(each)
     rows = []
-    for (rule, scope, text), found in alike.items():
+    for (rule, scope, text, advised), found in alike.items():
         seconds = [each.seconds for each in found if each.seconds is not None]
         held = [each.bytes for each in found if each.bytes is not None]
         cells = (
             _named(rule.replace("_", " "), scope),
             escape(text) + (f" ({len(found)} such)" if len(found) > 1 else ""),
+            f"<code>{escape(found[0].remedy)}</code>, above" if advised else "none",
             f"{sum(held) / 1e6:,.0f}" if held else "–",
             unit.bare(sum(seconds)) if seconds else "–",
         )
         rows.append((sum(seconds), cells))
     rows.sort(key=lambda row: -row[0])
-    columns = ["found", "what it is", ">~MB", f">{unit.name}"]
-    return charts.table(columns, (cells for _, cells in rows)) if rows else ""
+    columns = ["<found", "what it is", "~advice", ">~MB", f">{unit.name}"]
+    notes = " ".join(map(_prose, unadvised(ledger, unit)))
+    note = f'<p class="muted small" style="margin:8px 0 0">{notes}</p>' if notes else ""
+    return charts.table(columns, (cells for _, cells in rows)) + note if rows else ""
 
 
 Section = Callable[[Ledger, Unit], str]
+BARS = (
+    "Each bar begins where the one above ends: together they are the mean profiled step. Every moment counts "
+    "once, for the first of these that runs."
+)
 SECTIONS: tuple[tuple[str, str, Section], ...] = (
-    (
-        "From the peak to the observed step",
-        "Each bar begins where the one above ends: together they are the step. Every moment counts once, for "
-        "the first of these that runs.",
-        _waterfall,
-    ),
+    ("From the peak to the observed step", BARS, _from_peak),
+    ("Where the observed step went", BARS, _without_peak),
     (
         "What to change next",
         "What each is expected to win back of a step, estimated as its text says. Gains from the same part "
-        "do not add up.",
+        "do not add up. A gain below the noise of the run is not listed.",
         _advice,
     ),
     ("One step, moment by moment", "What each device was doing.", _timeline),
@@ -278,7 +281,8 @@ SECTIONS: tuple[tuple[str, str, Section], ...] = (
     ),
     (
         "Found in the program",
-        "What its text shows that one would not expect. Seconds are those of the kernels themselves.",
+        "What its text shows that one would not expect. Times are the kernels' own, also where they run "
+        "beside others: their share of the step may be less.",
         _lint,
     ),
 )

@@ -10,38 +10,37 @@ from rich.text import Text
 from jaxthru.profile.clues import Change
 from jaxthru.profile.compare import Comparison, title
 from jaxthru.profile.ledger import Ledger
-from jaxthru.profile.sections import Unit
-from jaxthru.profile.waterfall import doubts, figures, floor, parts
+from jaxthru.profile.unit import Unit
+from jaxthru.profile.verdict import nothing_to_win, relation, shares, verdict
+from jaxthru.profile.waterfall import figures, parts
 
 ADVICE = 3
 CHANGES = 8
 
 
 def summary(ledger: Ledger) -> rich.console.Group:
-    """Returns the parts of the step, which add up to it, and the first few pieces of advice."""
+    """Returns the verdict, the parts of the step, which add up to it, and the first few pieces of advice."""
     window, found = ledger.window, figures(ledger)
     unit = Unit.of(window.step_seconds)
     said = [f"{found.tokens_per_second:,.0f} tokens/s"]
     if found.mfu is not None:
         said.append(f"MFU {found.mfu:.1%} of the bf16 peak")
-    if found.sustained is not None:
-        said.append(f"{found.sustained:.1%} of it at the clock that ran")
-    if window.closure is not None:
-        said.append(f"{window.closure:+.1%} while profiled")
+    if found.mfu_at_clock is not None:
+        said.append(f"{found.mfu_at_clock:.1%} of it at the clock that ran")
+    head = (verdict(ledger), shares(ledger, unit), relation(ledger, unit), ", ".join(said))
     table = _table("part of the step", f">{unit.name}", ">share")
     for name, seconds in parts(ledger).items():
         if abs(seconds) >= 5e-4 * window.step_seconds:
             _row(table, title(name), unit.bare(seconds), f"{seconds / window.step_seconds:.1%}")
     table.add_section()
     _row(table, "step", unit.bare(window.step_seconds), "100.0%")
-    doubt = [Text(why)] if (why := doubts(ledger)) else []
-    return rich.console.Group(Text(", ".join(said)), *doubt, table, *_advice(ledger, unit))
+    return rich.console.Group(*map(Text, head), table, *_advice(ledger, unit))
 
 
 def _advice(ledger: Ledger, unit: Unit) -> list[rich.console.RenderableType]:
     known = [each for each in ledger.advice if each.gain_seconds is not None]
     if not known:
-        return [Text(f"Nothing to win above the noise, {unit(floor(ledger))} a step.")]
+        return [Text(nothing_to_win(ledger, unit))]
     table = _table("what to change next", ">up to", ">share")
     for each in known[:ADVICE]:
         _row(table, f"{each.key} = {each.value}", unit(each.gain_seconds), f"{each.gain_share:.1%}")

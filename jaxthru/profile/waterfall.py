@@ -11,45 +11,61 @@ from jaxthru.runtime.hardware import data_sheet_flops
 TITLES = {
     "ideal": (
         "Needed matmuls at peak",
-        "what the model's matrix products take at the reference clock; in float8 its peak is twice bf16's",
+        "The matrix products that the model needs, at the data sheet's rate (in float8, twice bf16's).",
     ),
-    "recomputation": ("Recomputation, padding", "matrix products computed beyond those the model needs"),
+    "recomputation": (
+        "Recomputation, padding",
+        "Matrix products beyond those: activations computed again to save memory, and padding.",
+    ),
     "frequency": (
         "Clock below reference",
-        "the matrix products' share of a clock held down, mostly by power",
+        "The device lowers its clock, mostly to keep its power limit, and matrix products take longer.",
     ),
-    "inefficiency": ("Matmul inefficiency", "what matrix products take beyond FLOPs and clock"),
-    "matmul": ("Matrix products", "kernels that multiply matrices"),
-    "attention": ("Attention", "attention kernels, forward and backward"),
-    "collective_matmul": ("Collective matmul", "kernels that multiply and communicate at once"),
-    "other_kernels": ("Other kernels", "norms, activations, the loss, the optimizer, copies on the device"),
-    "unclassified": ("Unclassified", "kernels that the profiler does not know"),
-    "exposed_communication": ("Exposed communication", "collectives while nothing is computed"),
-    "exposed_host_copies": ("Exposed host copies", "copies to and from the host while nothing else runs"),
-    "data_wait": ("Data wait", "the device idle while the loop waits for its batch"),
-    "host_gap": ("Host gap", "the device idle because the host dispatched too late"),
-    "dependency": ("Dependency", "the device idle between kernels for another reason"),
+    "inefficiency": (
+        "Matmul inefficiency",
+        "What matrix products take beyond that: shapes that do not fill the device, and memory traffic.",
+    ),
+    "matmul": ("Matrix products", "Kernels that multiply matrices, alone or fused with what is around them."),
+    "attention": ("Attention", "The attention kernels, forward and backward, without their projections."),
+    "collective_matmul": ("Collective matmul", "Kernels that multiply and communicate at the same time."),
+    "other_kernels": (
+        "Other kernels",
+        "All other computation: norms, activations, the loss, the optimizer, copies within the device.",
+    ),
+    "unclassified": ("Unclassified", "Kernels that the profiler does not know."),
+    "exposed_communication": (
+        "Exposed communication",
+        "Devices exchange data, and nothing is computed meanwhile.",
+    ),
+    "exposed_host_copies": (
+        "Exposed host copies",
+        "Data moves between host and device, and nothing else runs meanwhile.",
+    ),
+    "data_wait": ("Data wait", "The device is idle because the next batch is not ready."),
+    "host_gap": ("Host gap", "The device is idle because the host sent it the next work too late."),
+    "dependency": (
+        "Dependency",
+        "The device is idle though its next work was sent: it waits for another device or for the runtime.",
+    ),
 }
-"""Part -> its title, and what it is in a few words."""
+"""Part -> its title, which is its heading in docs/ledger.md too, and what it is in a sentence."""
 
 MATMUL_PARTS = ("ideal", "recomputation", "frequency", "inefficiency")
 LEAST_NOISE = 0.002
 """A share of the step below which no cause is named, however quiet the other steps were: the parts of one
 window are no more certain than that."""
 
-USUAL = 0.02
-"""How far the profiled steps may be from others, however alike those are, before it is said."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """tokens_per_second: of all devices, by unprofiled steps where there are any. mfu: needed FLOPs over the
-    data sheet's dense bf16 ones, in float8 too. sustained: the same at the clock that the devices ran at."""
+    """Of the profiled steps, as all else in a report. tokens_per_second: of all devices. flops_per_second:
+    needed FLOPs, of one device. mfu: those over the data sheet's dense bf16 ones, in float8 too.
+    mfu_at_clock: the same at the clock that the devices ran at."""
 
-    step_seconds: float
     tokens_per_second: float
+    flops_per_second: float | None
     mfu: float | None
-    sustained: float | None
+    mfu_at_clock: float | None
 
 
 def parts(ledger: Ledger) -> dict[str, float]:
@@ -71,30 +87,14 @@ def floor(ledger: Ledger) -> float:
 
 
 def figures(ledger: Ledger) -> Figures:
-    """Returns the figures of the headline."""
-    run, matmul = ledger.run, ledger.matmul
-    step = ledger.window.loop_seconds or ledger.window.step_seconds
+    """Returns the figures of the headline; None what the devices' data sheet or clock would have to tell."""
+    run, matmul, step = ledger.run, ledger.matmul, ledger.window.step_seconds
     peak = matmul.peak_flops or data_sheet_flops(run.device_kind)
-    mfu = None
-    if peak and ledger.model:
+    rate = mfu = at_clock = None
+    if peak and ledger.model and run.tokens_per_step:  # no tokens: they were not recorded
         span = run.attention_span_per_token * run.tokens_per_step
-        mfu = ledger.model.flops(run.tokens_per_step, span) / step / (peak * run.devices)
-    slower = None
-    if ledger.clock.mean_mhz and matmul.reference_mhz:
-        slower = ledger.clock.mean_mhz / matmul.reference_mhz
-    sustained = mfu / slower if mfu is not None and slower else None
-    return Figures(step, run.tokens_per_step / step, mfu, sustained)
-
-
-def doubts(ledger: Ledger) -> str:
-    """Returns in a sentence why the profiled steps may not be what a step usually is; "" if they are."""
-    window = ledger.window
-    if window.closure is None:
-        return "Too few steps ran without the profiler to say whether those profiled are like them."
-    if abs(window.closure) <= max(window.noise, USUAL):
-        return ""
-    more = "more" if window.closure > 0 else "less"
-    return (
-        f"The steps profiled took {abs(window.closure):.0%} {more} time than the median of the others: "
-        "this tells of them, and not of what a step usually takes."
-    )
+        rate = ledger.model.flops(run.tokens_per_step, span) / step / run.devices
+        mfu = rate / peak
+    if mfu is not None and ledger.clock.mean_mhz and matmul.reference_mhz:
+        at_clock = mfu * matmul.reference_mhz / ledger.clock.mean_mhz
+    return Figures(run.tokens_per_step / step, rate, mfu, at_clock)

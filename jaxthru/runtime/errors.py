@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-import jax
-
 INTERRUPTED = 130  # the exit code that shells give a process ended by SIGINT
 
 
@@ -45,12 +43,15 @@ def one_line(text: str) -> str:
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2 - 5]} ... {line[-LONGEST // 2 :]}"
 
 
-def did_you_mean(name: str, valid: list[str] | tuple[str, ...]) -> str:
-    """Returns `; did you mean 'x'?` for the valid name nearest to `name`, or the list of valid names."""
+def did_you_mean(name: str, valid: list[str] | tuple[str, ...], prefix: str = "") -> str:
+    """Returns `; did you mean 'x'?` for the valid name nearest to `name`, or the list of valid names.
+
+    prefix: what the nearest name is shown with, as the group of a key is.
+    """
     import difflib
 
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(sorted(valid))}"
+    return f"; did you mean {prefix + near[0]!r}?" if near else f"; valid: {', '.join(sorted(valid))}"
 
 
 def require(condition: bool, message: str | Callable[[], str]) -> None:
@@ -86,6 +87,8 @@ def lacking(error: Exception) -> str | None:
         return "out of memory: the host, or a limit on this process (`ulimit -v`, a container's), has no more"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'a file'}: {error.strerror}"
+    import jax  # not above: `jaxthru --help` needs none
+
     if isinstance(error, jax.errors.JaxRuntimeError) and (found := OUT_OF_MEMORY.search(str(error))):
         less = "more train.microbatches, another remat.policy or offload.level make a step take less, and"
         return f"{found[1].rstrip('. ')}; {less} `python -m jaxthru.plan memory` says how much"
@@ -99,8 +102,11 @@ def leave(code: int) -> NoReturn:
     wait for what never comes, or say at length what has been said in one line."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    if code == 1 and not jax.distributed.is_initialized():
-        os._exit(code)
+    if code == 1:
+        import jax
+
+        if not jax.distributed.is_initialized():
+            os._exit(code)
     sys.exit(code)
 
 

@@ -17,11 +17,11 @@ AXES = ("data", "fsdp", "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis. One axis may be -1: whatever devices remain.
+    """One axis may be -1: whatever devices remain.
 
     data: replicas that hold whole parameters and average gradients.
-    fsdp: parameters, gradients and optimizer state are sharded; rows are split as over `data`.
-    tensor: heads, MLP width and vocabulary are sharded, and between blocks the tokens of each row.
+    fsdp: shards of parameters, gradients and optimizer state; rows are split as over `data`.
+    tensor: shards of heads, MLP width and vocabulary, and between blocks of the tokens of each row.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
     process make with their copy engines (`runtime.copies`), as they then do for `ring`. `auto` takes
     collectives.

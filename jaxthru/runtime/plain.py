@@ -3,12 +3,14 @@
 What is not of its type raises InputError, which names the key.
 """
 
+import contextlib
 import dataclasses
+import difflib
 import functools
 import math
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 from jaxthru.runtime.errors import InputError, did_you_mean, require
@@ -25,13 +27,38 @@ def fields(cls: type) -> dict[str, Any]:
 
 def field(cls: type, name: str, prefix: str, value: Any) -> Any:
     """Returns the declared type of a field. prefix, value: of the key that asks for it, for the message."""
-    check_key(name, fields(cls), prefix, lambda: f" = {value!r}")
-    return fields(cls)[name]
+    valid = fields(cls)
+    hint = functools.partial(did_you_mean, name, [*valid], prefix)
+    require(name in valid, lambda: f"unknown key {prefix}{name} = {value!r}{hint()}")
+    return valid[name]
 
 
-def check_key(name: str, valid: Collection[str], prefix: str = "", said=lambda: "", where: str = "") -> None:
-    """Raises InputError unless a name is valid. said: returns what to say behind it."""
-    require(name in valid, lambda: f"{where}unknown key {prefix}{name}{said()}{did_you_mean(name, [*valid])}")
+def check_key(name: str, valid: Collection[str], prefix: str = "", where: str = "") -> None:
+    """Raises InputError unless a name is valid. prefix, where: what stands before it, for the message."""
+    require(name in valid, lambda: f"{where}unknown key {prefix}{name}{did_you_mean(name, [*valid])}")
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """Returns `; did you mean 'optim.learning_rate'?` for what is none of the known keys; or nothing.
+
+    key, known: whole names, as `optim.clip`, of groups too. One of the very same name in another group comes
+    before one of a similar name in the same group.
+    """
+    group, _, name = key.rpartition(".")
+    owners: dict[str, list[str]] = {}
+    for whole in known:
+        owners.setdefault(whole.rpartition(".")[2], []).append(whole)
+    found = owners.get(name, [])
+    if len(found) > 1 and group:
+        found = difflib.get_close_matches(key, found, n=1, cutoff=0.75) or found
+    if not found:
+        within = f"{group}." if group else ""
+        here = [last for last, keys in owners.items() if within + last in keys]
+        if near := difflib.get_close_matches(name, here, n=1):
+            found = [within + near[0]]
+        elif near := difflib.get_close_matches(name, owners, n=1, cutoff=0.75):
+            found = owners[near[0]]
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def build(cls: type, tree: Any, prefix: str = "") -> Any:
@@ -75,17 +102,24 @@ def parse(key: str, text: str, declared: Any) -> Any:
         readings.insert(0, None)
     if text.lower() in ("true", "false"):
         readings.insert(0, text.lower() == "true")
-    for number in (int, float):
-        try:
+    for number in (int, float, _whole):
+        with contextlib.suppress(ValueError, OverflowError):
             readings.append(number(text.replace("_", "")))
-        except ValueError:
-            continue
     for value in readings:
         if matches(value, declared):
             return value
     choices = [str(choice) for choice in typing.get_args(declared) if typing.get_origin(declared) is Literal]
     hint = did_you_mean(text, choices)
     raise InputError(f"{key} = {text!r}: must be {_describe(declared)}{hint if '?' in hint else ''}")
+
+
+def _whole(text: str) -> int:
+    """Returns the whole number in `1e3` or `1000.0`. Raises ValueError for others, and for what a float does
+    not hold exactly."""
+    number = float(text)
+    if not number.is_integer() or abs(number) > 2**53:
+        raise ValueError(text)
+    return int(number)
 
 
 def matches(value: Any, declared: Any) -> bool:

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from jaxthru.runtime.sharding import Axes
+from jaxthru.runtime.errors import require
+from jaxthru.runtime.sharding import RULES, Axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,18 @@ class WeightInfo:
     inputs: tuple[int, ...] = ()
     stack: tuple[int, ...] = ()
     trains: bool = True
+
+    def __post_init__(self):
+        known = [axis for axis in self.axes if axis is not None]
+        for axis in known:
+            require(axis in RULES, f"weight of axes {self.axes}: no logical axis {axis!r}; one of {[*RULES]}")
+        named = sorted(self.inputs + self.stack)
+        said = f"weight of axes {self.axes}: inputs = {self.inputs}, stack = {self.stack}"
+        require(named == sorted({*named} & {*range(len(self.axes))}), f"{said}: must be dims, each once")
+        require(
+            self.role != "matrix" or (self.inputs and self.outputs),
+            f"{said}: a matrix sums over some dims, its inputs, and gives others",
+        )
 
     @property
     def decays(self) -> bool:

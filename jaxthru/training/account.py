@@ -9,11 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 import numpy as np
 
-from jaxthru.engine.terms import Terms
+from jaxthru.engine.terms import OF_A_STEP, Terms
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import TrainingError
 from jaxthru.training.evaluate import mean_by_source
-from jaxthru.training.metrics import OF_A_STEP, FinishedStep, Meter
+from jaxthru.training.metrics import FinishedStep, Meter
 from jaxthru.training.watchdog import Watchdog
 
 log = logging.getLogger("jaxthru")

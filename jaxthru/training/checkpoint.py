@@ -39,7 +39,7 @@ WRITE_TIMEOUT = 3600  # seconds that one background write may take
 class CheckpointConfig:
     """every: steps between checkpoints, 0 for none. last: also save after the last step, or the one at which
     a signal ends the run; without both nothing is saved, as a measurement wants it, and a run that is
-    repeated starts anew. keep: how many of the newest to keep. keep_every: also keep each checkpoint at a
+    repeated starts anew. keep: how many of the newest stay. keep_every: also keep each checkpoint at a
     multiple of this many steps, for good; 0 keeps none so."""
 
     every: int = 100

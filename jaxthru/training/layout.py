@@ -18,8 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxthru.engine.model import unrolled
-
 Tree = Any
 LAYERS = "layers"
 
@@ -46,8 +44,10 @@ class Entry:
 
 
 def entries(state: Tree) -> Iterator[Entry]:
-    """Yields an Entry for each leaf of a concrete or abstract state."""
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+    """Yields an Entry for each leaf of a concrete or abstract state. All trees called "layers" lie alike."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    repetitions = _repetitions(leaves)
+    for keys, leaf in leaves:
         path = tuple(key_name(key) for key in keys)
         name = "/".join(path)
         if LAYERS not in path[:-1]:
@@ -56,7 +56,8 @@ def entries(state: Tree) -> Iterator[Entry]:
         at = path.index(LAYERS)
         before, (group, block), after = path[: at + 1], map(int, path[at + 1 : at + 3]), path[at + 3 :]
         groups = functools.reduce(_child, keys[: at + 1], state)
-        first, pattern = sum(map(_layers, groups[:group])) + block, len(groups[group])
+        first = sum(len(each) * repetitions[index] for index, each in enumerate(groups[:group])) + block
+        pattern = len(groups[group])
         if isinstance(keys[at + 3], jax.tree_util.SequenceKey):
             layer = first + pattern * int(after[0])
             yield Entry(name, leaf, ((*before, str(layer), *after[1:]),), stacked=False)
@@ -74,11 +75,18 @@ def _child(tree: Tree, key: Any) -> Tree:
     return tree[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
 
 
-def _layers(group: tuple[Tree, ...]) -> int:
-    """Returns how many layers a group has."""
-    if unrolled(group):
-        return len(group) * len(group[0])
-    return len(group) * jax.tree.leaves(group)[0].shape[0]  # a block that does not train has no slots
+def _repetitions(leaves: list[tuple[tuple, Any]]) -> dict[int, int]:
+    """Returns how often each group's pattern is repeated, by whatever leaf there is of it: a slot need not
+    have any, as of weights that do not train."""
+    found: dict[int, int] = {}
+    for keys, leaf in leaves:
+        names = [key_name(key) for key in keys]
+        if LAYERS in names[:-1]:
+            group, after = int(names[names.index(LAYERS) + 1]), keys[names.index(LAYERS) + 3]
+            unrolled = isinstance(after, jax.tree_util.SequenceKey)
+            count = after.idx + 1 if unrolled else leaf.shape[0] if leaf.ndim else 0
+            found[group] = max(found.get(group, 0), count)
+    return found
 
 
 def key_name(key: Any) -> str:

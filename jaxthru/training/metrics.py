@@ -2,22 +2,15 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxthru.training.run_directory import METRICS_FIELDS
-
 Row = dict[str, Any]
-OF_A_STEP = (
-    *("loss", "source_loss", "source_tokens", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row"),
-    *("partly_updated", "attention_span", "tokens"),
-)
-"""What every step counts on the device. Whatever else it returns is a further metric, under its own name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    """tensorboard: also write event files. Every step is always written to metrics.jsonl."""
+    """tensorboard: also write TensorBoard's event files. Every step is always written to metrics.jsonl."""
 
     tensorboard: bool = True
 
@@ -78,8 +71,7 @@ class Meter:
         self._kept_seconds = 0.0
 
     def row(self, finished: FinishedStep) -> Row:
-        """Returns the row of a finished step; call it once for each, in order. Raises ValueError for a
-        further metric of a taken name."""
+        """Returns the row of a finished step; call it once for each, in order."""
         seconds = finished.step_seconds
         if finished.skipped_updates == self._skipped:
             waits = (finished.data_wait_seconds or 0.0) + (finished.checkpoint_seconds or 0.0)
@@ -89,7 +81,6 @@ class Meter:
         flops = self._flops_of(finished.tokens, finished.attention_span) / seconds
         row = dataclasses.asdict(finished)
         further = row.pop("further")
-        check_names(further)
         return {
             **row,
             **further,
@@ -99,9 +90,3 @@ class Meter:
             "bf16_peak_tflops": self._peak_flops and self._peak_flops / 1e12,
             "goodput": min(1.0, self._kept_seconds / wall) if wall > 0 else None,
         }
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Raises ValueError if a further metric would be taken for one that every step has."""
-    if taken := sorted({*names} & {*METRICS_FIELDS, *OF_A_STEP}):
-        raise ValueError(f"metric {taken[0]!r}: every step has one of this name; give it another")

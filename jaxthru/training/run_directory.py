@@ -31,33 +31,12 @@ from typing import Any
 
 import jax
 
+from jaxthru.engine.terms import METRICS_FIELDS
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.distributed import from_first
 from jaxthru.runtime.errors import InputError, TrainingError, require
 
 log = logging.getLogger(__name__)
-
-METRICS_FIELDS = (
-    "step",
-    "loss",
-    "loss_by_source",
-    "grad_norm",
-    "learning_rate",
-    "tokens",
-    "attention_span",
-    "step_seconds",
-    "tokens_per_second",
-    "model_tflops",
-    "mfu",
-    "bf16_peak_tflops",
-    "data_wait_seconds",
-    "host_gap_seconds",
-    "checkpoint_seconds",
-    "skipped_updates",
-    "partly_updated",
-    "goodput",
-    "hbm_peak_bytes",
-)
 
 EVAL_FIELDS = ("step", "loss", "loss_by_source", "tokens")
 

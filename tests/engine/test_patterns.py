@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import parallel_blocks
 import pytest
@@ -10,7 +11,10 @@ import tiny
 
 from jaxthru.engine.model import from_parts, parts
 from jaxthru.engine.offload import OffloadConfig
-from jaxthru.models.stage import module_stage, repeated
+from jaxthru.engine.programs import Programs, by_rows
+from jaxthru.models.stage import Extras, Group, Metric, Stage, module_stage, repeated
+from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.weights import WeightInfo
 from jaxthru.training.layout import abstract_disk, to_disk
 
 SHAPE = parallel_blocks.Config()
@@ -66,7 +70,8 @@ def test_every_executor_and_form_gives_the_same_losses(scanned, other):
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
 def test_micro_batches_add_up(loop, scanned):
     rows, _ = trained(make(loop=loop, microbatches=2))
-    assert rows[0]["loss"] == pytest.approx(scanned[0][0]["loss"], rel=1e-6)
+    for name in ("loss", "size_loss"):
+        assert rows[0][name] == pytest.approx(scanned[0][0][name], rel=1e-6), name
     assert rows[0]["positive"] == pytest.approx(scanned[0][0]["positive"], abs=3)  # a sum, over both
 
 
@@ -109,16 +114,116 @@ def test_a_pattern_is_repeated_with_a_rest():
     assert equal == b and equal != a, "equal stages share a program because they are equal"
 
 
-def test_a_metric_that_is_not_declared_is_refused(monkeypatch):
+def changed(monkeypatch, change):
+    """Makes the family's chain one whose first block of two is another."""
+    monkeypatch.setattr(tiny, "first_state", tiny.first_state.__wrapped__)  # it keeps those of equal shapes
     stages = parallel_blocks.stages
 
-    def undeclared(config):
+    def others(config):
         chain = stages(config)
-        group = chain.groups[0]
-        blocks = tuple(dataclasses.replace(stage, metrics={}) for stage in group.blocks)
-        return chain._replace(groups=(group._replace(blocks=blocks),))
+        groups = [
+            group._replace(blocks=(change(group.blocks[0]), *group.blocks[1:])) for group in chain.groups
+        ]
+        return chain._replace(groups=tuple(groups))
 
-    monkeypatch.setattr(parallel_blocks, "stages", undeclared)
+    monkeypatch.setattr(parallel_blocks, "stages", others)
+
+
+def giving(**extras):
+    """Returns a change of a block: it gives these losses and metrics, of which `declared` are."""
+    declared = extras.pop("declared", {})
+
+    def apply(params, x_ND, context):
+        return x_ND, Extras(**extras)
+
+    return lambda stage: dataclasses.replace(stage, apply=apply, metrics=declared)
+
+
+ONE = jnp.float32(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (giving(metrics={"positive": ONE}), "'positive' of stage 'a': is not in Stage.metrics"),
+        (giving(losses={"loss": ONE}), "'loss' of stage 'a': every step has one of this name"),
+        (giving(losses={"source_loss": ONE}), "'source_loss' of stage 'a': every step has one"),
+        (giving(metrics={"mfu": ONE}, declared={"mfu": Metric()}), "'mfu' of stage 'a': every step has one"),
+        (
+            giving(losses={"x": ONE}, metrics={"x": ONE}, declared={"x": Metric()}),
+            "'x' of stage 'a': is a loss",
+        ),
+    ],
+)
+def test_a_metric_has_a_name_of_its_own_and_is_declared(monkeypatch, change, message):
+    changed(monkeypatch, change)
     made = make()
-    with pytest.raises(ValueError, match="'positive', which is not in its metrics"):
+    with pytest.raises(InputError, match=message):
         jax.eval_shape(made.loss, made.abstract["params"], tiny.batch(0), np.float32(1))
+
+
+@pytest.mark.parametrize("other", ["scan", "unroll", "dispatched"])
+def test_a_layer_may_have_no_weights(monkeypatch, other):
+    def halved(params, x_ND, context):
+        return x_ND / 2, Extras()
+
+    nothing = Stage("nothing", halved, lambda key: {}, {})
+    changed(monkeypatch, lambda stage: nothing)
+    loop = "scan" if other == "scan" else "unroll"
+    config = OffloadConfig("optimizer") if other == "dispatched" else None
+    made = make(loop=loop, remat="attention")
+    compiled, state = (made.compiled, made.fresh()) if config is None else tiny.dispatched(made, config)
+    first = to_disk(state)
+    state, metrics = compiled(state, made.batch(0))
+    assert sorted(first["params"]["layers"]) == ["1", "3", "5"], "B alone has weights"
+    assert float(metrics["loss"]) == pytest.approx(np.log(SHAPE.vocabulary), rel=0.1)
+
+
+def test_the_first_layers_may_not_train(monkeypatch):
+    """Scanned: the group after theirs finds its place on disk though they have no slots."""
+    monkeypatch.setattr(tiny, "first_state", tiny.first_state.__wrapped__)
+    stages = parallel_blocks.stages
+
+    def frozen(config):
+        chain = stages(config)
+        (group, *_), a = chain.groups, chain.groups[0].blocks[0]
+        still = jax.tree.map(lambda info: dataclasses.replace(info, trains=False), a.weights)
+        groups = Group((dataclasses.replace(a, weights=still),), 2), group
+        return chain._replace(groups=groups)
+
+    monkeypatch.setattr(parallel_blocks, "stages", frozen)
+    made = make()
+    slots = to_disk(made.fresh())["opt_state"]["slots"]["mu"]["layers"]
+    assert sorted(slots) == [str(layer) for layer in range(2, 2 + 6)]
+    shapes = abstract_disk(made.abstract)
+    assert jax.tree.map(np.shape, shapes) == jax.tree.map(np.shape, to_disk(made.fresh()))
+
+
+def test_what_is_no_row_s_is_whole_on_each_device():
+    """A table that `prepare` makes, or a scale of each head, has no rows to be split by."""
+    made = make((2, 2, 2), loop="unroll", remat="attention", microbatches=2)
+    model = made.step.model
+    chain = model.chain._replace(prepare=lambda positions: (model.chain.prepare(positions), jnp.ones((3, 5))))
+    step = dataclasses.replace(
+        made.step,
+        objective=dataclasses.replace(made.step.objective, model=dataclasses.replace(model, chain=chain)),
+    )
+    layout = model.ops.layout
+    rows, scalar = layout.sharding((None, "batch")), layout.sharding(())
+    placed = by_rows(Programs(step), tiny.batch(0), rows, scalar)
+    assert placed.prepared[1] == scalar and placed.positions == rows
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: WeightInfo(("embed", "ff"), "matrix", (0,)), "no logical axis 'ff'"),
+        (lambda: WeightInfo(("embed", "mlp"), "matrix"), "a matrix sums over some dims"),
+        (lambda: WeightInfo(("embed", "mlp"), "matrix", (0, 1)), "a matrix sums over some dims"),
+        (lambda: WeightInfo(("embed", "mlp"), "matrix", (-2,)), "must be dims, each once"),
+        (lambda: WeightInfo(("experts", "embed", "mlp"), "matrix", (1,), (1,)), "must be dims, each once"),
+    ],
+)
+def test_a_weight_says_what_it_is(made, message):
+    with pytest.raises(InputError, match=message):
+        made()

@@ -159,3 +159,38 @@ def facts(config: dict) -> Facts:
 def with_lint(base: Ledger, rule: str, seconds: float | None, scope: str = "model/layer/mlp") -> Ledger:
     found = Lint(rule, scope, "dot.5", 1e8, seconds, f"{rule} in {scope}")
     return dataclasses.replace(base, lint=(*base.lint, found))
+
+
+def slow() -> Ledger:
+    """Returns the ledger of steps of seven times as long: seconds, written in milliseconds."""
+    lines = {name: 7 * seconds for name, seconds in SECONDS.items() if name != "matmul"}
+    found = ledger(**lines, ideal=1.5, recomputation=0.18, frequency=0.34, inefficiency=0.29)
+    return dataclasses.replace(found, run=dataclasses.replace(found.run, tokens_per_step=7 * 32768.0))
+
+
+def cpu() -> Ledger:
+    """Returns the ledger of a run on a busy CPU: no peak, no clock, and copies whose seconds lie below the
+    noise."""
+    seconds = {"matmul": 2.4787, "attention": 0.4512, "other_kernels": 0.6933, "dependency": 0.0789}
+    total = sum(seconds.values())
+    scope = "jit(train_step)/while/body/eval_jaxpr/transpose(jvp(model))/layer/mlp/dot_general"
+    longer = device("0", seconds, 1.0134 * total)
+    spans = tuple((1.0134 * start, 1.0134 * end, line) for start, end, line in longer.strip)
+    steps = (DeviceStep(16, 0.0, 0.9866 * total, seconds), DeviceStep(17, total, 1.0134 * total, seconds))
+    return Ledger(
+        Run("quickstart", "cpu", 1, 1, "cpu", {"jax": "0.11.2"}, 2048.0, 248.7),
+        Window(16, 2, total, total / 1.156, 0.156, 0.32),
+        tuple(Line(name, seconds.get(name, 0.0), seconds.get(name, 0.0) / total) for name in LINES),
+        Matmul(38.7e9, 38.7e9),
+        scopes(seconds),
+        (
+            Kernel("ynn_fusion.38", "f.38", "matmul", scope, "pallas_kernels/dot.py:8", 4.0, 0.61, 6.4e9),
+            Kernel("copy.285", "copy.285", "other_kernels", scope, "optimizer.py:213", 3.0, 0.2911),
+        ),
+        devices=(dataclasses.replace(longer, steps=steps, strip=spans),),
+        memory=Memory(None, {"loss": 134e6, "other": 153e6}, (), (), 0),
+        lint=tuple(
+            Lint("copies", scope, f"copy.{i}", 3e6, 0.0970, "copies f32[4,192,512]") for i in range(3)
+        ),
+        model=facts(config()),
+    )

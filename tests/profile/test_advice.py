@@ -7,7 +7,7 @@ import sample
 
 from jaxthru import config as configuration
 from jaxthru.profile import lint
-from jaxthru.profile.advice import REMEDIES, advise
+from jaxthru.profile.advice import REMEDIES, advise, with_advice
 from jaxthru.profile.waterfall import floor, parts
 
 SETTINGS = {"host synchronisation", *(key for _, key, _, _ in REMEDIES.values())}
@@ -207,3 +207,37 @@ def test_a_cpu_is_not_told_about_gpus():
     run = dataclasses.replace(sample.ledger().run, platform="cpu", device_kind="cpu")
     found = advised(dataclasses.replace(sample.ledger(noise=0.0), run=run))
     assert not {"precision.matmul", "precision.compute"} & {each.key for each in found}
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("rule", "text", "config", "key"),
+    [
+        ("copies", "copies f32[64,64]", {}, "layout"),
+        ("copies", "copies f32[8,4,256]", {"model__loop": "scan"}, "model.loop"),
+        ("attention_again", "again", {"remat__policy": "full"}, "remat.policy"),
+        ("float32_matmuls", "multiplies float32", {}, "precision.compute"),
+    ],
+)
+def test_a_finding_knows_the_advice_that_counts_it(rule, text, config, key, noise):
+    """The noise of the run decides on both alike."""
+    entry = dataclasses.replace(sample.ledger().lint[0], rule=rule, text=text, instruction="dus.4")
+    ledger = dataclasses.replace(sample.ledger(noise=noise), lint=(entry,))
+    ledger = with_advice(ledger, sample.config(**config))
+    (found,) = ledger.lint
+    assert found.remedy == key
+    assert found.advised is (noise == 0.0) is (key in {each.key for each in ledger.advice})
+    assert found.gain_seconds > 0
+    assert (found.gain_seconds >= floor(ledger)) is found.advised
+
+
+def test_a_finding_whose_gain_is_not_known_is_advised_on():
+    ledger = dataclasses.replace(sample.ledger(noise=0.9), lint=())
+    (found,) = with_advice(sample.with_lint(ledger, "not_donated", None), sample.config()).lint
+    assert (found.remedy, found.gain_seconds, found.advised) == ("donate_argnums", None, True)
+
+
+def test_a_finding_of_another_version_has_no_advice():
+    ledger = dataclasses.replace(sample.ledger(), lint=())
+    (found,) = with_advice(sample.with_lint(ledger, "of_old", 0.1), sample.config()).lint
+    assert (found.remedy, found.advised) == ("", False)

@@ -13,6 +13,7 @@ from jaxthru.profile import ledger, lint, waterfall
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.build import build
 from jaxthru.profile.measured import Measured, whole
+from jaxthru.profile.paint import Painted
 from jaxthru.profile.read import buffers, events, hlo
 from jaxthru.profile.read.events import Event, Trace
 from jaxthru.profile.read.facts import Facts
@@ -46,6 +47,16 @@ def test_a_ledger_comes_back_from_its_json(tmp_path):
 def test_another_version_is_refused():
     with pytest.raises(ValueError, match="version 2"):
         ledger.from_json(small().to_json() | {"version": 2})
+
+
+def test_a_ledger_of_before_findings_knew_their_advice_is_read():
+    found = dataclasses.replace(small(), lint=(ledger.Lint("copies", "a/b", "copy.1", 4.0, 0.1, "copies"),))
+    data = found.to_json()
+    data["lint"] = [
+        {name: each[name] for name in ("rule", "scope", "instruction", "bytes", "seconds", "text")}
+        for each in data["lint"]
+    ]
+    assert ledger.from_json(data) == found
 
 
 SHAPE = {"vocabulary": 100, "layers": 1, "embed": 10, "heads": 1, "kv_heads": 1, "head_dim": 10, "mlp": 10}
@@ -138,6 +149,17 @@ def test_devices_wait_only_for_those_that_they_exchange_data_with():
     (found,) = measured.collectives()
     assert found.wait_seconds == pytest.approx((60 + 70) / 4 * 1e-9)
     assert found.last in ("0", "2")
+
+
+def test_the_band_is_of_the_step_that_is_closest_to_the_mean():
+    measured = object.__new__(Measured)
+    measured.windows, measured.step_seconds = [], 1030e-9
+    for step, length in enumerate((1300, 900, 1000, 920), start=5):
+        piece = Painted(2000 * step, 2000 * step + length, "matmul", None)
+        measured.windows.append(Window("0", step, piece.start, piece.end, [piece], []))
+    (found,) = measured.devices()
+    assert [step.step for step in found.steps] == [5, 6, 7, 8]
+    assert found.strip == ((0.0, 1000e-9, "matmul"),)
 
 
 def test_the_products_are_taken_apart(tmp_path):

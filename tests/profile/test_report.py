@@ -12,17 +12,25 @@ import browser
 import pytest
 import sample
 
-from jaxthru.profile.advice import advise
+from jaxthru.profile import manual
+from jaxthru.profile.advice import with_advice
 from jaxthru.profile.charts import series
 from jaxthru.profile.ledger import LINES, Advice, Ledger, Line, Matmul, Run, Window
 from jaxthru.profile.report import report
-from jaxthru.profile.sections import Unit
+from jaxthru.profile.unit import Unit
 from jaxthru.profile.waterfall import TITLES, figures, parts
 
 
 def full() -> Ledger:
-    ledger = sample.with_lint(sample.ledger(), "float32_matmuls", 0.006)
-    return dataclasses.replace(ledger, advice=advise(ledger, sample.config()))
+    return with_advice(sample.with_lint(sample.ledger(), "float32_matmuls", 0.006), sample.config())
+
+
+def slow() -> Ledger:
+    return with_advice(sample.slow(), sample.config())
+
+
+def cpu() -> Ledger:
+    return with_advice(sample.cpu(), sample.config(precision__compute="float32"))
 
 
 def bare() -> Ledger:
@@ -90,12 +98,13 @@ def test_a_clock_above_reference_goes_back():
     assert not re.search(r"(left|width):-", page)
 
 
-@pytest.mark.parametrize("make", [full, bare, crowded])
+@pytest.mark.parametrize("make", [full, bare, slow, cpu, crowded])
 def test_page_is_whole_and_needs_no_network(make):
     page = Text()
     page.feed(report(make()))
     assert page.open == []
-    assert page.addresses == ["data:,"]
+    assert page.addresses[0] == "data:,"
+    assert {address.partition("#")[0] for address in page.addresses[1:]} == {manual.LEDGER.as_uri()}
     assert "url(" not in TEMPLATE_CSS
     assert not re.search(r"\bNone\b|\bnan\b", " ".join(page.words))
 
@@ -115,7 +124,7 @@ def test_page_says_what_the_ledger_says():
     found = figures(ledger)
     assert f"{found.tokens_per_second:,.0f}" in said
     assert f"{found.mfu:.1%}" in said
-    assert f"{found.sustained:.1%}" in said
+    assert f"{found.mfu_at_clock:.1%}" in said
     for each in ledger.advice:
         assert each.text.replace("`", "").split(".")[0] in re.sub(r"\s+", " ", said), each
     assert "--set precision.matmul=fp8" in said
@@ -123,15 +132,81 @@ def test_page_says_what_the_ledger_says():
     assert "float32 matmuls" in said
 
 
+def words(ledger: Ledger) -> str:
+    """Returns what a page says, its spaces as one."""
+    text = Text()
+    text.feed(report(ledger))
+    return re.sub(r"\s+", " ", " ".join(text.words))
+
+
+def test_all_numbers_are_of_one_step_and_the_runs_others_are_named_once():
+    ledger = cpu()
+    said, step = words(ledger), ledger.window.step_seconds
+    assert "Of a step of 3,702.1 ms" in said
+    assert re.search(r"a step +3,702.1 ms +mean of 2 profiled", said)
+    assert "the mean of the profiled steps is 3,702.1 ms" in said
+    assert re.search(r"Observed step +3,702.1 ms +100.0%", said)
+    assert f"{ledger.run.tokens_per_step / step:,.0f} of all devices, in profiled steps" in said
+    assert said.count("3,202.5 ms") == 1
+    assert "took 16% more time than the median of the run's others (3,202.5 ms)" in said
+    assert "device 0, step 17, 3,751.7 ms" in said  # the band is of one step: it says which
+
+
+def test_without_a_peak_none_is_claimed():
+    said, of_gpu = words(cpu()), words(full())
+    assert "Where the observed step went" in said
+    assert "From the peak" not in said
+    assert "MFU" not in said
+    assert "its speed is not judged" in said
+    assert "matrix products 67.0% of the step" in said
+    assert "From the peak to the observed step" in of_gpu
+    assert "Where the observed step went" not in of_gpu
+    for ledger in (full(), cpu(), bare()):
+        figures_shown = re.findall(r'<div class="figure">.*?<b>(.*?)</b>', report(ledger))
+        assert figures_shown and all(re.match(r"[\d.,]+", value) for value in figures_shown)
+
+
+@pytest.mark.parametrize("part", TITLES)
+def test_each_part_leads_to_its_heading_in_the_docs(part, monkeypatch, tmp_path):
+    title = TITLES[part][0]
+    headings = re.findall(r"^#+ (.+)$", manual.LEDGER.read_text(), re.MULTILINE)
+    assert [manual.anchor(heading) for heading in headings].count(manual.anchor(title)) == 1
+    assert f'href="{manual.LEDGER.as_uri()}#{manual.anchor(title)}"' in manual.more(title)
+    monkeypatch.setattr(manual, "LEDGER", tmp_path / "docs" / "ledger.md")
+    assert "href" not in manual.more(title)
+    assert f"docs/ledger.md, {title}" in manual.more(title)
+
+
+def test_without_a_checkout_the_page_names_the_docs(monkeypatch, tmp_path):
+    monkeypatch.setattr(manual, "LEDGER", tmp_path / "docs" / "ledger.md")
+    text = Text()
+    text.feed(report(full()))
+    assert text.addresses == ["data:,"]
+    assert "docs/ledger.md, Dependency" in text.words
+
+
+def test_a_finding_says_why_it_has_no_advice():
+    said = words(cpu())
+    assert "No setting is expected to win more than the noise of this run, 1,184.7 ms (32.0%" in said
+    assert "No advice on copies: another layout is expected to win 291.0 ms a step at most, below" in said
+    assert "Found in the program" in said
+    quiet = dataclasses.replace(cpu(), window=dataclasses.replace(cpu().window, noise=0.004))
+    said = words(with_advice(quiet, sample.config(precision__compute="float32")))
+    assert "No setting is expected" not in said
+    assert "No advice on copies" not in said
+    assert "layout , above" in said
+
+
 def test_figures_are_those_of_the_definition():
     """MFU by hand: 6 × matmul parameters and attention, over the data sheet's peak."""
     ledger, model = sample.ledger(), sample.config()["model"]
     layer = model["embed"] * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 14336)
     per_token = 6 * (8 * layer + 4096 * 128256) + 6 * 8 * 32 * 128 * 1100
-    step = ledger.window.loop_seconds
+    step = ledger.window.step_seconds
     found = figures(ledger)
     assert found.mfu == pytest.approx(32768 * per_token / step / (2 * 989.5e12))
-    assert found.sustained == pytest.approx(found.mfu * 1830 / 1540)
+    assert found.flops_per_second == pytest.approx(found.mfu * 989.5e12)
+    assert found.mfu_at_clock == pytest.approx(found.mfu * 1830 / 1540)
     assert found.tokens_per_second == pytest.approx(32768 / step)
     assert figures(bare()).mfu is None
 
@@ -190,7 +265,8 @@ def test_no_name_can_break_the_page():
         *("scopes.layer", "scopes.phase", "kernels.name", "kernels.scope", "kernels.source"),
         *("collectives.name", "collectives.kind", "collectives.last", "devices.device"),
         *("memory.categories", "memory.buffers.scope", "memory.buffers.source", "memory.buffers.category"),
-        *("lint.rule", "lint.scope", "lint.text", "advice.key", "advice.value", "advice.text"),
+        *("lint.rule", "lint.scope", "lint.text", "lint.remedy"),
+        *("advice.key", "advice.value", "advice.text"),
     }
 
 
@@ -239,7 +315,8 @@ BOXES = """
   const inside = element.closest("svg");
   if (inside && inside !== element) return [];
   if (element.closest("details:not([open])") && !element.closest("summary")) return [];
-  const boxes = [...element.getClientRects()].filter((box) => box.width > 0 && box.height > 0);
+  const clip = element.closest(".clip"); // what it cuts off is not seen, and is its title
+  const boxes = [...(clip ?? element).getClientRects()].filter((box) => box.width > 0 && box.height > 0);
   return boxes.map((box) => ({
     path: (element.className.baseVal ?? element.className) + " " + element.tagName,
     text: element.textContent.trim().slice(0, 40),
@@ -249,7 +326,8 @@ BOXES = """
     parents: (function up(node) {
       return node ? [[...document.querySelectorAll("body *")].indexOf(node), ...up(node.parentElement)] : [];
     })(element.parentElement),
-    clipped: element.scrollWidth > Math.ceil(element.clientWidth) + 1 && element.clientWidth > 0,
+    clipped: !(clip && clip.title == clip.textContent) &&
+      element.scrollWidth > Math.ceil(element.clientWidth) + 1 && element.clientWidth > 0,
   }));
 })
 """
@@ -262,7 +340,7 @@ def page(tmp_path_factory):
 
 
 @needs_chromium
-@pytest.mark.parametrize("make", [full, bare, crowded])
+@pytest.mark.parametrize("make", [full, bare, slow, cpu, crowded])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 768, 390])
 def test_nothing_overlaps_in_a_browser(page, tmp_path, width, scheme, make):
@@ -286,6 +364,72 @@ def test_nothing_overlaps_in_a_browser(page, tmp_path, width, scheme, make):
         # Lines of one paragraph may share a pixel or two of their leading.
         assert across <= 1 or down <= 2, (a, b)
     assert page.errors == []
+
+
+CARDS = """
+[...document.querySelectorAll("section, .figure")].flatMap((card) => {
+  const style = getComputedStyle(card), box = card.getBoundingClientRect();
+  const left = box.left + parseFloat(style.paddingLeft), right = box.right - parseFloat(style.paddingRight);
+  const walker = document.createTreeWalker(card, NodeFilter.SHOW_TEXT | NodeFilter.SHOW_ELEMENT), out = [];
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    // Words by themselves: those too long for their element lie outside of its box.
+    const words = node.nodeType == 3, parent = words ? node.parentElement : node;
+    if (parent.closest(".clip > *, svg > *, .track > *") || (words && parent.closest(".clip"))) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    for (const rect of words ? range.getClientRects() : [node.getBoundingClientRect()]) {
+      const cell = words && parent.closest(".number, .part, .said, td, th");
+      const own = cell ? cell.getBoundingClientRect() : box;
+      const beyond = Math.max(
+        left - rect.left, rect.right - right, own.left - rect.left, rect.right - own.right
+      );
+      if (rect.width > 0 && beyond > 1) out.push([node.textContent.slice(0, 40), beyond]);
+    }
+  }
+  return out;
+})
+"""
+"""What leaves the room within its card's padding, or its column, and by how many pixels."""
+
+
+@needs_chromium
+@pytest.mark.parametrize("make", [full, bare, slow, cpu, crowded])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_leaves_its_card(page, tmp_path, width, make):
+    path = tmp_path / "report.html"
+    path.write_text(report(make()))
+    page.show(path, width)
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true })")
+    assert page.run("document.querySelectorAll('section, .figure').length") > 3
+    assert page.run(CARDS) == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_what_leaves_its_card_is_noticed(page, tmp_path, width):
+    path = tmp_path / "report.html"
+    path.write_text(report(cpu()).replace("3,702.1", "3,702.1" * 30))
+    page.show(path, width)
+    assert page.run(CARDS) != []
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_ticks_stand_under_their_instants(page, tmp_path, width):
+    path = tmp_path / "report.html"
+    path.write_text(report(slow()))
+    page.show(path, width)
+    seen = page.run(
+        "[...document.querySelector('.timeline .axis').children].map((each) => {"
+        "const box = each.getBoundingClientRect(), band = each.parentElement.getBoundingClientRect();"
+        "return [box.width, (box.left - band.left) / band.width, (box.right - band.left) / band.width]; })"
+    )
+    places = {i / 4: (left, right) for i, (wide, left, right) in enumerate(seen) if wide}
+    assert list(places) == ([0, 0.25, 0.5, 0.75, 1] if width > 640 else [0, 0.5, 1])
+    assert places.pop(0)[0] == pytest.approx(0, abs=0.01)
+    assert places.pop(1)[1] == pytest.approx(1, abs=0.01)
+    for place, (left, right) in places.items():
+        assert (left + right) / 2 == pytest.approx(place, abs=0.01)
 
 
 @needs_chromium

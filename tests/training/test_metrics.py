@@ -12,7 +12,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from jaxthru.training import display, record
-from jaxthru.training.metrics import FinishedStep, Meter, MetricsConfig, check_names
+from jaxthru.training.metrics import FinishedStep, Meter, MetricsConfig
 from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import METRICS_FIELDS, RunDirectory
 
@@ -61,16 +61,6 @@ def test_further_metrics_follow_the_contract_s(monkeypatch):
     row = meter.row(finished(1, further={"balance_loss": 0.25, "expert_load": [3, 5]}))
     assert {*row} - {*METRICS_FIELDS} == {"balance_loss", "expert_load"}
     assert row["attention_span"] == 50_000 and row["expert_load"] == [3, 5]
-
-
-@pytest.mark.parametrize("name", ["loss", "mfu", "step", "attention_span", "source_loss", "skipped_in_a_row"])
-def test_a_further_metric_takes_no_other_s_name(monkeypatch, name):
-    said = f"metric '{name}': every step has one of this name; give it another"
-    with pytest.raises(ValueError, match=said):
-        check_names(["balance_loss", name])
-    meter, _ = make_meter(monkeypatch, peak_flops=None)
-    with pytest.raises(ValueError, match=said):
-        meter.row(finished(1, further={name: 1.0}))
 
 
 def test_mfu_is_unknown_without_a_peak(monkeypatch):

@@ -43,7 +43,8 @@ log = logging.getLogger("jaxthru")
 
 @dataclasses.dataclass(frozen=True)
 class ProfileConfig:
-    """at: the first step to profile; 0 is off. steps: how many, and on a GPU as many before, for names."""
+    """at: the first step to profile; 0 is off. steps: steps to profile, on a GPU after as many others
+    that give kernels their names."""
 
     at: int = 0
     steps: int = 3

@@ -1,0 +1,19 @@
+"""Command lines: the parser of a command, and what the help of each ends with."""
+
+import argparse
+from typing import Any
+
+
+def parser(prog: str, description: str, example: str) -> argparse.ArgumentParser:
+    """Returns the parser of a command. prog: how it was called. example: arguments to show in its help."""
+    return argparse.ArgumentParser(prog=prog, description=description, **ending(prog, example))
+
+
+def ending(prog: str, example: str) -> dict[str, Any]:
+    """Returns the keyword arguments of a parser whose help ends with an example and with where to go next."""
+    lines = (
+        f"example:  {prog} {example}",
+        "settings: jaxthru config, or python -m jaxthru.config, explains every key",
+        "pages:    docs/index.md",
+    )
+    return {"epilog": "\n".join(lines), "formatter_class": argparse.RawDescriptionHelpFormatter}
