@@ -286,6 +286,10 @@ class Config(FamilyConfig):
     width: int
     attention: str = "own"
     windows: tuple[int, ...] = (1, 2)
+
+
+def stages(config): ...
+def train_flops(config, tokens, attention_span): ...
 """
 
 

@@ -180,7 +180,8 @@ def test_keys_of_a_family_of_one_s_own(tmp_path):
         "import dataclasses\nfrom jaxthru.models.family import FamilyConfig\n\n\n"
         "@dataclasses.dataclass(frozen=True)\nclass Config(FamilyConfig):\n"
         '    """Mine.\n\n    width: of what is wide."""\n\n'
-        "    width: int\n    sizes: tuple[int, ...] = (1, 2)\n"
+        "    width: int\n    sizes: tuple[int, ...] = (1, 2)\n\n\n"
+        "def stages(config): ...\ndef train_flops(config, tokens, attention_span): ...\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "jaxthru.config", "model", "--set", "model.family=shape"],
