@@ -1,6 +1,18 @@
 """jaxthru trains transformer language models on JAX/XLA and says where every lost percent went.
 
-What a notebook needs; each name is imported when it is first used.
+For a notebook, each imported when it is first used:
+
+    load_config   the configuration in a file, with settings changed: load_config(FILE, ["train.steps=100"])
+    RunConfig     a configuration, in groups of keys; dataclasses.replace changes them
+    open_data     its data, prepared if it is not: token counts, sources, packing
+    batches       the batches that a run of it trains on, as arrays on the devices
+    build_step    its compiled training step, with the state and the batches for it
+    run           trains, from the data's preparation to the final table, and returns the RunDirectory
+    RunDirectory  a run's files: metrics() and evaluations() give tables, plot() draws the losses
+
+    config = jaxthru.load_config("configs/quickstart.py", ["train.steps=100"])
+    run = jaxthru.run(config)
+    run.plot()
 """
 
 import importlib
@@ -10,9 +22,10 @@ from typing import Any
 from jaxthru import moved
 
 _HOME = {
-    "RunConfig": ("jaxthru.config", "RunConfig"),
     "load_config": ("jaxthru.config", "load"),
+    "RunConfig": ("jaxthru.config", "RunConfig"),
     "open_data": ("jaxthru.data.loader", "open_data"),
+    "batches": ("jaxthru.build.batches", "batches"),
     "build_step": ("jaxthru.build.compiled", "build_step"),
     "run": ("jaxthru.train", "run"),
     "RunDirectory": ("jaxthru.training.run_directory", "RunDirectory"),
@@ -28,3 +41,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'jaxthru' has no attribute {name!r}")
     module, attribute = _HOME[name]
     return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

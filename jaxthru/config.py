@@ -53,6 +53,8 @@ class RunConfig:
     kernels: which implementation of each operation runs.
     """
 
+    name = "run"  # of the file that `load` read, for run directories: no key, and of no other configuration
+
     train: TrainConfig = TrainConfig()
     model: FamilyConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -85,7 +87,7 @@ class RunConfig:
 
 
 CHANGEABLE = (
-    *("train.steps", "train.microbatches", "model.loop", "data.loaders"),
+    *("train.steps", "optim.schedule_steps", "train.microbatches", "model.loop", "data.loaders"),
     *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""
@@ -123,10 +125,13 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
     Raises InputError for a file that cannot be read, an unknown key, a wrong type or an impossible value.
     """
     try:
-        tree = moved.renewed(_read(config_file.find(path)))
+        file = config_file.find(path)
+        tree = moved.renewed(_read(file))
         for key, text in _words(overrides, tree):
             _set(tree, key, text)
-        return from_dict(tree)
+        config = from_dict(tree)
+        object.__setattr__(config, "name", file.stem)
+        return config
     except OSError as error:
         raise InputError(f"--config {path}: cannot be read ({error.strerror})") from error
     except RecursionError as error:

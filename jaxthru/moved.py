@@ -26,7 +26,7 @@ CLASSES = (
 MODULES = {
     "plan.arithmetic": "jaxthru.build.memory_estimate",
     "plan.assemble": "jaxthru.build.step",
-    "plan.cost": "jaxthru.build.compiled",
+    "plan.cost": "jaxthru.build.batches",
     "plan.fit": "jaxthru.build.checks",
     "plan.levels": "jaxthru.build.choices",
     "profile.clocks": "jaxthru.profile.collect.clocks",

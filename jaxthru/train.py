@@ -11,12 +11,14 @@ from jaxthru import config as configuration
 from jaxthru.build import choices
 from jaxthru.build.checks import fit
 from jaxthru.build.compiled import Build, build_step
+from jaxthru.build.host_memory import check_host_memory
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data, prepare_data
 from jaxthru.data.state import DataState
 from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
 from jaxthru.models import facts
+from jaxthru.optim.schedule_change import Plan, schedule_change
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.publish import present
 from jaxthru.runtime import allocator, command_line, distributed, xla
@@ -101,7 +103,8 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
     """Returns the newest checkpoint's state and data state, or those before the first update."""
     data, restored = built.data, checkpointer.restore(built.abstract)
     if restored is None:
-        return built.first_state(), DataState(0, ((0, data.mixing),), data.keys)
+        log.info("initialising the parameters ...")
+        return built.first_state(), DataState.first(data.mixing, data.keys)
     step, state, saved = restored
     log.info("resumed from step %d", step)
     return state, DataState.from_json(saved).resumed(step, data.mixing, data.keys)
@@ -114,19 +117,34 @@ def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> 
         return
     require(resume == "auto", f"--resume never: {path} already holds a run; give another --run-dir")
     if directory.config.exists() or saved_steps(directory.checkpoints):
-        for line in configuration.check_change(configuration.load_own(directory.config), config, path):
-            log.info("changed since the run was started: %s", line)
+        old = configuration.load_own(directory.config)
+        changed = configuration.check_change(old, config, path)
+        plans = (Plan(each.optim, each.train.steps) for each in (old, config))
+        said = schedule_change(*plans, newest_step(directory.checkpoints) or 0)
+        for line in changed:
+            follows = (
+                f": {said}" if said and line.startswith(("train.steps ", "optim.schedule_steps ")) else ""
+            )
+            log.info("changed since the run was started: %s%s", line, follows)
 
 
 def run(
-    config: RunConfig, directory: RunDirectory | None = None, *, name: str = "run", resume: str = "auto"
+    config: RunConfig,
+    directory: RunDirectory | Path | str | None = None,
+    *,
+    name: str | None = None,
+    resume: str = "auto",
 ) -> RunDirectory:
     """Trains, from the data's preparation to the final table, and returns the run directory.
 
-    directory: None makes a fresh runs/<name>/<n>. resume: as on the command line.
+    directory: what it holds is continued; None makes a fresh runs/<name>/<n>. name: by default that of the
+    file which `load_config` read, else `run`. resume: as on the command line.
     Raises InputError or TrainingError, with a message of one line.
     """
     started = time.monotonic()
+    name = name or config.name
+    if isinstance(directory, Path | str):
+        directory = RunDirectory(directory)
     xla.configure(config.kernels.writes_to_peers)
     distributed.initialize()
     config = choices.ready(config)
@@ -137,13 +155,13 @@ def run(
             if distributed.is_primary():
                 final_table(directory)
             return directory
-    fit(config)
+    check_host_memory(config, fit(config))
+    log.info("preparing data: mix %s ...", config.data.mix)
     begun = newest_data_state(directory.checkpoints).get("keys") if directory else None
     keys = distributed.from_first(lambda: prepare_data(config.data, begun))
     data = open_data(config.data, prepare=False, begun=keys)
     directory = directory or RunDirectory.fresh(name)
     built = build_step(config, data, autotuned=directory.autotune if config.train.deterministic else None)
-    describe(built)
     rows = config.train.rows // config.train.microbatches
     check_attention(built.step.objective.model, rows, config.data.sequence, data.segments)
     saved = directory.checkpoints, config.checkpoint, in_place(built.abstract)
@@ -152,23 +170,10 @@ def run(
         distributed.from_first(lambda: configuration.dump(config, directory.config))
         directory.write_environment()
         train(built, directory, checkpointer, started)
-    log.info("%d programs compiled, %d found compiled", *xla.compilations())
+    log.debug("compiled %d programs, %d from the cache", *xla.compilations())
     if distributed.is_primary():
         final_table(directory)
     return directory
-
-
-def describe(built: Build) -> None:
-    """Logs what is about to be trained, and where."""
-    mesh = built.layout.mesh
-    log.info(
-        "%s parameters on %d × %s (%s), compiled in %.1f s",
-        f"{built.step.model.parameters:,}",
-        mesh.size,
-        mesh.devices.flat[0].device_kind,
-        " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-        built.compile_seconds,
-    )
 
 
 PROG = "python -m jaxthru.train"
@@ -182,6 +187,9 @@ def parse_arguments(argv: list[str] | None = None, prog: str = PROG) -> argparse
     parser.add_argument("--run-dir", metavar="DIR", help="default: a fresh runs/<config>/<n>")
     resume = "auto continues what DIR holds; never refuses a DIR that holds a run"
     parser.add_argument("--resume", choices=("auto", "never"), default="auto", help=resume)
+    parser.add_argument(
+        "--verbose", action="store_true", help="log details, such as how many programs were compiled"
+    )
     return parser.parse_args(argv)
 
 
@@ -190,12 +198,11 @@ def main(argv: list[str] | None = None, prog: str = PROG) -> int:
 
     def command() -> None:
         config = configuration.from_arguments(arguments)
-        directory = None if arguments.run_dir is None else RunDirectory(arguments.run_dir)
-        run(config, directory, name=Path(arguments.config).stem, resume=arguments.resume)
+        run(config, arguments.run_dir, resume=arguments.resume)
 
     arguments = parse_arguments(argv, prog)
     log.handlers, log.propagate = [logging.StreamHandler()], False
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     return exit_code(command, "interrupted before training began; nothing is lost")
 
 

@@ -223,7 +223,7 @@ class Operation:
             if (label, name) not in _logged and _assumed.get() is None:
                 _logged.add((label, name))
                 reasons = f" (refused: {'; '.join(refusals)})" if refusals else ""
-                logger.info("%s: %s runs%s", label, name, reasons)
+                logger.info("kernels: %s uses %s%s", label, name, reasons)
             return result
         untried = [name for name in self.names if name not in tried]
         hint = f"; only when named: {', '.join(untried)}" if not named and untried else ""

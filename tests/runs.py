@@ -124,9 +124,9 @@ def kill(process: subprocess.Popen) -> str:
 
 
 def compiled(output: str) -> int:
-    """Returns how many programs a run says it compiled, rather than found compiled."""
-    (line,) = (line for line in output.splitlines() if line.endswith(" found compiled"))
-    return int(line.split(" ", 1)[0])
+    """Returns how many programs a run with --verbose says it compiled, rather than took from the cache."""
+    (line,) = (line for line in output.splitlines() if line.endswith(" from the cache"))
+    return int(line.split(" ")[1])
 
 
 def resumed_from(output: str) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs import ROOT
 
-from jaxthru.build.compiled import row_cost
+from jaxthru.build.batches import row_cost
 from jaxthru.config import load
 from jaxthru.data.loader import open_data
 from jaxthru.plan.__main__ import main
@@ -73,7 +73,7 @@ def test_the_forecast_is_what_the_batches_hold(place):
         groups = (linear * 256 + attention * span).reshape(8, 2).sum(1)
         worst.append(groups.max() / groups.mean())
     assert found.groups["balanced"] == pytest.approx(worst)
-    assert found.groups["balanced"].mean() < found.groups["as they come"].mean()
+    assert found.groups["balanced"].mean() < found.groups["unbalanced"].mean()
     assert found.tokens[-1, 1] <= 2.05 * data.tokens["short"]
 
 
@@ -93,7 +93,12 @@ def test_the_command_prints_a_table_and_writes_a_plot(place, capsys, tmp_path):
     plot = tmp_path / "plots" / "plan.svg"
     assert main([*command(place), "--samples", "5", "--plot", str(plot)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    for part in ("long", "epochs", "is padding", "5 steps: as they come 1.", "balanced 1."):
+    balance = (
+        "Load imbalance (costliest of 8 groups / mean), 5 steps: 1.",
+        " unbalanced (worst 1.",
+        " balanced ",
+    )
+    for part in ("long", "epochs", "is padding", *balance):
         assert part in printed
     root = xml.etree.ElementTree.fromstring(plot.read_text())
     assert len(root.findall(".//{*}polyline")) == 4
@@ -122,3 +127,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(place, capsys, more, message):
     assert main([*command(place), *more]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("jaxthru: "))
     assert message in line
+
+
+def test_a_picture_is_drawn_where_it_is_told_and_nowhere_else(place, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command(place), "--samples", "2"]) == 0
+    assert "--plot FILE draws" in capsys.readouterr().out and not [*tmp_path.iterdir()]
+    assert main([*command(place), "--samples", "2", "--run-dir", "run", "--plot", "own.svg"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2:] == ["plot: own.svg", "plot: run/plan_data.svg"]
+    assert (tmp_path / "run" / "plan_data.svg").read_text() == (tmp_path / "own.svg").read_text()
+
+
+def test_one_line_where_micro_batches_do_not_matter(place):
+    found = forecast(configured(place, "train.microbatches=1"), open_data(configured(place).data), 2)
+    assert sum("Load imbalance" in line for line in found.lines()) == 1
+    found = forecast(configured(place), open_data(configured(place).data), 2)
+    assert sum("Load imbalance" in line for line in found.lines()) == 2

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from processes import finish, start_processes
 from runs import ROOT, compiled, kill, make_workplace, resumed_from
 
+from jaxthru.config import dump
 from jaxthru.config import load as load_config
 from jaxthru.runtime.errors import InputError
 from jaxthru.train import check_resumable, main
@@ -46,8 +48,8 @@ def test_a_run_learns_and_leaves_what_the_contract_names(place, whole):
     assert json.loads((directory / "config.json").read_text())["train"]["steps"] == 40
     assert json.loads((directory / "environment.json").read_text())["versions"]["jax"]
     assert place.checkpoints("whole") == [35, 40]
-    assert "attention: xla runs" in whole and whole.count("attention:") == 1
-    for part in ("held-out loss", "prose", "tokens/s", "run directory", "resume: "):
+    assert "kernels: attention uses xla" in whole and whole.count("attention uses") == 1
+    for part in ("held-out loss", "prose", "tokens/s", "run directory", "train longer: "):
         assert part in whole
     assert "the tokenizer uses 300 of model.vocabulary = 320" in whole
 
@@ -62,8 +64,8 @@ def test_a_finished_run_started_again_prints_its_table(place, whole):
 
 def test_the_second_start_of_a_configuration_compiles_nothing(place):
     settings = {"train__steps": 3, "model__mlp": 160}
-    assert compiled(place.run("cold", **settings)) > 0
-    assert compiled(place.run("warm", **settings)) == 0
+    assert compiled(place.run("cold", "--verbose", **settings)) > 0
+    assert compiled(place.run("warm", "--verbose", **settings)) == 0
 
 
 def test_no_program_is_kept_in_a_run_directory_or_run_from_one(place, whole):
@@ -235,7 +237,10 @@ def test_two_processes_give_the_losses_of_one(place, whole, tmp_path):
 def test_a_longer_run_goes_on_from_the_old_end(place, whole):
     shutil.copytree(place.folder / "whole", place.folder / "longer")
     output = place.run("longer", train__steps=44)
-    assert resumed_from(output) == 40 and "train.steps (40 → 44)" in output
+    assert resumed_from(output) == 40
+    (line,) = (line for line in output.splitlines() if "train.steps (40 → 44): " in line)
+    assert "the cosine schedule is stretched: the learning rate goes from" in line
+    assert line.endswith("at step 41; optim.schedule_steps=40 holds it")
     assert len(place.metrics("longer")) == 44
 
 
@@ -387,10 +392,34 @@ def test_a_directory_of_another_run_is_refused(place, whole, capsys):
     assert "already holds a run" in refuse(capsys, place, "whole", "--resume", "never")
 
 
+def test_a_longer_run_may_hold_its_learning_rate(tmp_path, caplog):
+    path, directory = ROOT / "configs" / "quickstart.py", RunDirectory(tmp_path)
+    dump(load_config(path, ["train.steps=40"]), directory.config)
+    (directory.checkpoints / "40").mkdir(parents=True)
+
+    def said(*settings) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("INFO", "jaxthru"):
+            check_resumable(load_config(path, ["train.steps=400", *settings]), directory, "auto")
+        return [
+            record.getMessage().removeprefix("changed since the run was started: ")
+            for record in caplog.records
+        ]
+
+    (stretched,) = said()
+    assert re.fullmatch(
+        r"train\.steps \(40 → 400\): the cosine .* at step 41; .*_steps=40 holds it", stretched
+    )
+    held = said("optim.schedule_steps=40")
+    assert held == ["optim.schedule_steps (None → 40)", "train.steps (40 → 400)"]
+    with pytest.raises(InputError, match=r"optim\.schedule_steps = 200: .* of step 1, which is made"):
+        said("optim.schedule_steps=200")
+
+
 def test_checkpoints_of_nobody_knows_what_are_refused(tmp_path):
     """Only config.json says with what seed, say, they were trained."""
     config, directory = load_config(ROOT / "configs" / "quickstart.py"), RunDirectory(tmp_path)
-    directory.metrics.touch()
+    directory.metrics_file.touch()
     check_resumable(config, directory, "auto")  # of a run that ended before its first checkpoint
     (directory.checkpoints / "10").mkdir(parents=True)
     with pytest.raises(InputError, match=r"own config.json cannot be used: .*no such file; put it back"):

@@ -11,12 +11,13 @@ import jax
 import numpy as np
 
 from jaxthru.build import choices
+from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import asked_for, attention_by, fit
+from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.step import assemble
 from jaxthru.config import RunConfig
-from jaxthru.data.batch import check_batch
 from jaxthru.data.loader import Batches, Data
-from jaxthru.data.placement import local_rows, to_global
+from jaxthru.data.placement import local_rows
 from jaxthru.data.state import DataState
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep
@@ -32,20 +33,6 @@ from jaxthru.training.state import init_by_parts, sharded_init
 from pallas_kernels.dispatch import Unsupported
 
 log = logging.getLogger("jaxthru")
-
-
-def row_cost(config: RunConfig) -> tuple[float, float] | None:
-    """Returns the cost of a token and of a token² of a document, or None where nothing is to be balanced.
-
-    In seconds if `data` gives what was measured, else in floating-point operations.
-    """
-    data = config.data
-    if not data.balance:
-        return None
-    if data.linear_cost is not None:
-        return data.linear_cost, data.attention_cost
-    flops = family.module_of(config.model).train_flops
-    return flops(config.model, 1, 0), flops(config.model, 0, 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,22 +59,11 @@ class Build:
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
-        check_batch(batch, len(batch["tokens"]), self.config.data.sequence)
-        return to_global(batch, self.layout.sharding(("batch", "sequence")), rows)
+        return place(batch, rows, sequence=self.config.data.sequence, layout=self.layout)
 
     def batches(self, data_state: DataState) -> Batches:
         """Returns the batches of the updates after `data_state.step`, on the devices; close it."""
-        train = self.config.train
-        return self.data.train_batches(
-            data_state.schedule,
-            seed=train.seed,
-            rows=train.rows,
-            steps=train.steps,
-            start=data_state.step,
-            local_rows=self._local_rows(train.rows),
-            cost=row_cost(self.config),
-            place=functools.partial(self.place, rows=train.rows),
-        )
+        return train_batches(self.config, self.data, self.layout, data_state)
 
     def evaluation(self) -> Evaluation | NoEvaluation:
         """Returns the held-out evaluation, compiled."""
@@ -116,6 +92,18 @@ class Build:
         return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
 
 
+def announce(parameters: int, layout: Layout) -> None:
+    """Logs what is about to be compiled, and for which devices."""
+    mesh = layout.mesh
+    log.info(
+        "compiling the step: %s parameters on %d × %s (%s) ...",
+        f"{parameters:,}",
+        mesh.size,
+        mesh.devices.flat[0].device_kind,
+        " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+    )
+
+
 def build_step(
     config: RunConfig, data: Data, devices: list[jax.Device] | None = None, autotuned: Path | None = None
 ) -> Build:
@@ -125,6 +113,7 @@ def build_step(
     config = choices.ready(config)
     train = config.train
     layout = fit(config, devices)
+    check_host_memory(config, layout)
     choices.reserve(config, list(layout.mesh.devices.flat))
     vocabulary = dict(family.chain(config.model).dims)["vocab"]  # which `fit` has found
     which = f"{config.model.key('vocab')} = {vocabulary}"
@@ -142,11 +131,13 @@ def build_step(
         autotuned=autotuned,
     )
     compile_ = xla.nothing_kept(autotuned is not None)(made.compile)
+    announce(made.step.model.parameters, layout)
     started = time.monotonic()
     try:
         compiled = compile_(options)
     except Unsupported as refusal:
         raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
     seconds = time.monotonic() - started
+    log.info("compiled in %.1f s", seconds)
     recompile = lambda more: compile_(options | more)  # noqa: E731
     return Build(config, data, layout, made.step, made.abstract, compiled, seconds, recompile)

@@ -18,6 +18,7 @@ from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs
+from jaxthru.engine.gradients import gradient_dtype
 from jaxthru.engine.model import parts
 from jaxthru.engine.offload import OffloadConfig, on_device, placed
 from jaxthru.engine.rehearsed import Moment, kind_of, shard_size
@@ -27,6 +28,7 @@ from jaxthru.optim.formats import FORMATS
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
 from jaxthru.runtime import hardware
 from jaxthru.runtime.sharding import Layout
+from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels import dispatch
 from pallas_kernels.attention import STAND_IN
 
@@ -143,6 +145,23 @@ def estimate(
     return fullest(found.moments, ("of the dispatched step: estimated, not compiled",)), found.moved
 
 
+def indispensable(config: RunConfig, devices: int) -> dict[str, int]:
+    """Returns the bytes on one device of what exists at once in any step, by category: parameters, optimizer
+    and gradients, which wait for their norm. Whatever else a step needs comes on top."""
+    layered = config.offload.layered
+    made, _ = _assembled(dataclasses.replace(config, offload=OffloadConfig()), devices)
+    params, model = made.abstract["params"], made.step.model
+
+    def gradient(info: WeightInfo, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
+        return leaf.update(dtype=gradient_dtype(info, model.ops.compute)) if info.trains else None
+
+    gradients = jax.tree.map(gradient, model.weights, params)
+    if layered and config.optim.clip_rule != "exact":  # each layer's are used up at once
+        gradients = None
+    kept = {"parameters": params, "optimizer": made.abstract["opt_state"], "gradients": gradients}
+    return {name: _bytes_on_a_device(tree) for name, tree in kept.items()}
+
+
 @functools.lru_cache(maxsize=16)
 def _assembled(config: RunConfig, devices: int) -> tuple[Assembled, Callable]:
     """Returns the step on a mesh of no devices, and `programs.trace` that remembers what it has traced."""
@@ -215,13 +234,17 @@ def _on_a_device(tree: Any) -> int:
     return sum(shard_size(leaf.shape, leaf.sharding) for leaf in jax.tree.leaves(tree))
 
 
+def _bytes_on_a_device(tree: Any) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(leaf.dtype.itemsize * shard_size(leaf.shape, leaf.sharding) for leaf in leaves)
+
+
 def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> MemoryPlan:
     """Returns the memory of a step that is one program: its state, and what else it needs at the loss or
     after the backward pass, whichever is more."""
     model, state = made.step.model, dict.fromkeys(CATEGORIES, 0)
     for name, key in (("parameters", "params"), ("optimizer", "opt_state")):
-        leaves = jax.tree.leaves(made.abstract[key])
-        state[name] = sum(leaf.dtype.itemsize * shard_size(leaf.shape, leaf.sharding) for leaf in leaves)
+        state[name] = _bytes_on_a_device(made.abstract[key])
     count = len(model.chain.layers)
     activations = sizes.stream * count + sizes.kept
     if model.ops.keep_parameters or model.policy == "none":

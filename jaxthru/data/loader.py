@@ -136,6 +136,11 @@ class Data(contextlib.AbstractContextManager):
         most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
         self.segments = -(-(most + 1) // 8) * 8
 
+    def __repr__(self) -> str:
+        sources = ", ".join(f"{name} {tokens:,}" for name, tokens in self.tokens.items())
+        rows = f"rows of {self.config.sequence} ({self.config.packing})"
+        return f"<data of mix {self.config.mix}: tokens {sources}; {rows}; vocabulary {self.vocabulary:,}>"
+
     def __exit__(self, *exception) -> None:
         self.close()
 
@@ -175,12 +180,8 @@ class Data(contextlib.AbstractContextManager):
         planner = self.planner(schedule, seed=seed, rows=rows)
         if planner.end is None or planner.end >= steps:
             return steps
-        log.warning(
-            "source %s is exhausted after step %d of %d: the run ends there",
-            planner.ended_by,
-            planner.end,
-            steps,
-        )
+        said = "source %s is exhausted after step %d of %d: the run ends there"
+        log.warning(said, planner.ended_by, planner.end, steps)
         return planner.end
 
     def planner(self, schedule: Schedule, *, seed: int, rows: int, cost: Cost | None = None) -> Planner:

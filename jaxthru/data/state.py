@@ -19,6 +19,11 @@ class DataState:
     schedule: Schedule
     keys: dict[str, str]
 
+    @classmethod
+    def first(cls, mixing: Mixing, keys: dict[str, str]) -> "DataState":
+        """Returns the state before the first update. mixing, keys: of the opened data."""
+        return cls(0, ((0, mixing),), keys)
+
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON values."""
         schedule = [[step, mixing.to_tree()] for step, mixing in self.schedule]

@@ -33,8 +33,9 @@ class OptimConfig:
     schedule: `cosine` warms up, then decays to `final_ratio` of the peak over the rest of the run;
         `wsd` warms up, stays, and decays linearly over the last `decay_ratio` of the run
         (warm-up-stable-decay, arXiv:2404.06395); `constant` warms up and stays.
-    warmup_ratio: share of train.steps in which the learning rate rises to its peak.
-    decay_ratio: share of train.steps in which `wsd` decays.
+    schedule_steps: steps that the schedule spans; None is train.steps. After them the last value is held.
+    warmup_ratio: share of the schedule's steps in which the learning rate rises to its peak.
+    decay_ratio: share of the schedule's steps in which `wsd` decays.
     final_ratio: learning rate at the end of `cosine` and `wsd`, as a share of the peak.
     b1: decay rate of AdamW's first moment. b2: decay rate of AdamW's second moment. epsilon: added to the
         root of AdamW's second moment. momentum: decay rate of Muon's momentum.
@@ -49,6 +50,7 @@ class OptimConfig:
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 3e-4
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule_steps: int | None = None
     warmup_ratio: float = 0.02
     decay_ratio: float = 0.2
     final_ratio: float = 0.1
@@ -71,6 +73,8 @@ class OptimConfig:
 
     def __post_init__(self):
         require(self.learning_rate > 0, f"optim.learning_rate = {self.learning_rate}: must be above 0")
+        span = self.schedule_steps
+        require(span is None or span >= 1, f"optim.schedule_steps = {span}: must be at least 1")
         for name in ("warmup_ratio", "decay_ratio", "final_ratio"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"optim.{name} = {value}: must lie between 0 and 1")
@@ -98,8 +102,11 @@ class OptimConfig:
 
 
 def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the number of updates already made."""
-    return _standard_promotion(_schedule(config, steps))
+    """Returns the learning rate as a function of the number of updates already made.
+
+    steps: of the run, which the schedule spans unless `config.schedule_steps` says otherwise.
+    """
+    return _standard_promotion(_schedule(config, config.schedule_steps or steps))
 
 
 def _schedule(config: OptimConfig, steps: int) -> optax.Schedule:

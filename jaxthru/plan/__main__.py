@@ -16,10 +16,9 @@ from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib
 from jaxthru.data.loader import open_data
 from jaxthru.plan import memory
 from jaxthru.plan.data import forecast
-from jaxthru.plan.plot import svg
 from jaxthru.runtime import aot, command_line, xla
-from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, exit_code, require
+from jaxthru.training.run_directory import RunDirectory
 from pallas_kernels.dispatch import Unsupported
 
 
@@ -35,8 +34,14 @@ def _data(arguments: argparse.Namespace) -> int:
     require(arguments.samples >= 1, f"--samples {arguments.samples}: must be at least 1")
     with open_data(config.data) as data:
         found = forecast(config, data, arguments.samples)
-    write_atomically(Path(arguments.plot), svg(found.panels()))
-    _show(found.table(), [*found.lines(), f"Plot: {arguments.plot}"])
+    _show(found.table(), found.lines())
+    files = [] if arguments.plot is None else [Path(arguments.plot)]
+    if arguments.run_dir is not None:
+        files.append(RunDirectory(arguments.run_dir).path / "plan_data.svg")
+    for path in files:
+        found.picture().save(path)
+    how = "--plot FILE draws the shares and the imbalance, --run-dir DIR draws them into a run directory"
+    _show(None, [f"plot: {path}" for path in files] or [how])
     return 0
 
 
@@ -49,16 +54,20 @@ def _memory(arguments: argparse.Namespace) -> int:
     aot.use_cpu(devices)
     room = memory.room(config, target)
     plan, resident = _plan(config, target, devices, arguments.segments)
+    _show(None, [COMPILED if aot.available() else ESTIMATE])
     _show(memory.table(plan), [*room.said, *plan.notes])
     proposals = choices.propose(config, room, resident=resident, devices=devices)
-    none = [] if proposals else ["Nothing fits, at any level and in any format."]
-    _show(memory.proposal_table(proposals), none)
+    _show(*memory.proposed(proposals))
     short = room.lacks(plan)
     fits = f"fits: {gib(plan.peak_device)} of {gib(room.device)} GiB"
     if plan.peak_host:
         fits += f", on the host {gib(plan.peak_host)} of {gib(room.host)}"
     _show(None, short or [fits])
     return 1 if short else 0
+
+
+COMPILED = "Memory of a step, compiled for the GPU:"
+ESTIMATE = 'Memory of a step, an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
 
 
 def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | None]:
@@ -72,9 +81,7 @@ def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | N
         plan, resident = _plan(config, target, devices, segments)
         return dataclasses.replace(plan, notes=(found, *plan.notes)), resident
     if not aot.available():
-        plan, _ = estimate(config, devices=devices)
-        note = 'an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
-        return dataclasses.replace(plan, notes=(note, *plan.notes)), None
+        return estimate(config, devices=devices)[0], None
     try:
         if offload.layered:
             return memory.dispatched(config, target, devices, segments), None
@@ -125,7 +132,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     room.add_argument("--devices", type=int, default=1, help="of one host; default %(default)s")
     room.add_argument("--segments", type=int, help="most documents in a row; default: what the corpus has")
     data.add_argument("--samples", type=int, default=300, help="steps to plan in full, default %(default)s")
-    data.add_argument("--plot", default="plan_data.svg", metavar="FILE", help="default: %(default)s")
+    data.add_argument("--plot", metavar="FILE", help="draw shares and load imbalance there, as SVG")
+    data.add_argument("--run-dir", metavar="DIR", help="draw them into this run directory, as plan_data.svg")
     return parser
 
 

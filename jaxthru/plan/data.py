@@ -10,11 +10,11 @@ import rich.box
 import rich.console
 import rich.table
 
-from jaxthru.build.compiled import row_cost
+from jaxthru.build.batches import row_cost
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import Data
 from jaxthru.engine.step import microbatch_blocks
-from jaxthru.plan.plot import Panel
+from jaxthru.training.plot import Panel, Picture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,9 @@ class Forecast:
     """steps: of the run, fewer than were asked for if a source ends it. ended_by: that source, or empty.
     available: tokens of each source. at: int64 [points], completed updates. tokens: float64 [points,
     sources], tokens read by then. sampled: int64 [samples], the steps that were planned in full. groups,
-    microbatches: {"as they come" and "balanced": float64 [samples]}, what the parts that are waited for cost
-    over the mean of all: of the groups, and of the groups at each micro-batch. padding: share of the batch.
+    microbatches: {"unbalanced" and "balanced": float64 [samples]}, the load imbalance: what the costliest
+    part costs over the mean, of groups over the step, and of groups at each micro-batch. group_count: of
+    them. padding: share of the batch.
     """
 
     names: tuple[str, ...]
@@ -33,6 +34,7 @@ class Forecast:
     at: np.ndarray
     tokens: np.ndarray
     sampled: np.ndarray
+    group_count: int
     groups: dict[str, np.ndarray]
     microbatches: dict[str, np.ndarray]
     padding: float
@@ -59,24 +61,23 @@ class Forecast:
     def lines(self) -> list[str]:
         """Returns what the table does not say, a line each."""
         found = [f"{self.padding:.2%} of the batch is padding."]
-        for what, ratios in (("groups", self.groups), ("groups at each micro-batch", self.microbatches)):
-            text = "; ".join(
-                f"{order} {np.mean(values):.3f} (worst step {values.max():.3f})"
-                for order, values in ratios.items()
-            )
-            found.append(f"Costliest over mean of the {what}, {len(self.sampled)} steps: {text}.")
+        said = f"Load imbalance (costliest of {self.group_count} groups / mean)"
+        found.append(f"{said}, {len(self.sampled)} steps: {_orders(self.groups)}.")
+        if any(np.any(values != self.groups[order]) for order, values in self.microbatches.items()):
+            found.append(f"{said} at each micro-batch: {_orders(self.microbatches)}.")
         if self.ended_by:
             found.append(f"The run ends after step {self.steps}: source {self.ended_by} is exhausted.")
         return found
 
-    def panels(self) -> list[Panel]:
+    def picture(self) -> Picture:
         """Returns the plot: shares over the steps, and the balance of the sampled steps."""
         taken = np.diff(self.tokens, axis=0)
         shares = taken / taken.sum(axis=1, keepdims=True)
         middle = (self.at[1:] + self.at[:-1]) / 2
         sources = {name: (middle, shares[:, number]) for number, name in enumerate(self.names)}
         balance = {order: (self.sampled, values) for order, values in self.groups.items()}
-        return [Panel("share of the tokens, by step", sources), Panel("costliest over mean group", balance)]
+        imbalance = Panel("load imbalance: costliest group / mean, by step", balance)
+        return Picture((Panel("share of the tokens, by step", sources), imbalance))
 
 
 def forecast(config: RunConfig, data: Data, samples: int = 300) -> Forecast:
@@ -99,7 +100,7 @@ def forecast(config: RunConfig, data: Data, samples: int = 300) -> Forecast:
     costs = data.row_costs(cost)
     blocks = microbatch_blocks(train.rows, plain.groups, train.microbatches)
     groups, microbatches = {}, {}
-    for order, planner in (("as they come", plain), ("balanced", ours)):
+    for order, planner in (("unbalanced", plain), ("balanced", ours)):
         plans = [planner.plan(int(step)) for step in sampled]
         costly = np.array([planner.of_rows(plan, costs) for plan in plans], float)
         groups[order] = _waited_for(costly.reshape(len(sampled), plain.groups, 1, -1))
@@ -113,10 +114,16 @@ def forecast(config: RunConfig, data: Data, samples: int = 300) -> Forecast:
         at=at,
         tokens=tokens,
         sampled=sampled,
+        group_count=plain.groups,
         groups=groups,
         microbatches=microbatches,
         padding=1 - filled / (len(sampled) * train.rows * config.data.sequence),
     )
+
+
+def _orders(ratios: dict[str, np.ndarray]) -> str:
+    orders = ratios.items()
+    return ", ".join(f"{np.mean(values):.3f} {order} (worst {values.max():.3f})" for order, values in orders)
 
 
 def _waited_for(costs: np.ndarray) -> np.ndarray:

@@ -33,11 +33,11 @@ def room(config: RunConfig, target: aot.Target) -> Room:
     host = host_room(config)
     said = (
         f"{target.name}: {gib(target.memory)} GiB, of which JAX takes {share:.0%}",
-        f"host: {gib(host)} GiB, "
+        f"the GPU's host: {gib(host)} GiB to pin, "
         + (
-            "offload.host_gib"
+            "by offload.host_gib"
             if config.offload.host_gib
-            else "this machine's limit, less what a process takes"
+            else "taken from this machine, less what a process takes; offload.host_gib says another's"
         ),
     )
     return Room(int(target.memory * share), host, said)
@@ -131,16 +131,27 @@ def stand_in(config: RunConfig, layout, segments: int) -> str:
 
 
 def table(plan: MemoryPlan) -> rich.table.Table:
-    """Returns the plan's bytes by category."""
+    """Returns the plan's bytes by category, without those that are empty."""
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
     table.add_column("GiB", no_wrap=True)
     for column in ("device", "host"):
         table.add_column(column, justify="right")
     for name in CATEGORIES:
         sizes = plan.device[name], plan.host[name]
-        table.add_row(name, *(f"{size / 2**30:,.2f}" if size else "" for size in sizes))
+        if any(sizes):
+            table.add_row(name, *(f"{size / 2**30:,.2f}" if size else "" for size in sizes))
     table.add_row("peak", *(f"{size / 2**30:,.2f}" for size in (plan.peak_device, plan.peak_host)))
     return table
+
+
+def proposed(proposals: list[Proposal]) -> tuple[rich.table.Table | None, list[str]]:
+    """Returns what to show of proposals: a table, or a line where no format needs offload."""
+    if not proposals:
+        return None, ["Nothing fits, at any level and in any format."]
+    if all(found.level == "none" for found in proposals):
+        names = ", ".join(found.state for found in proposals)
+        return None, [f"Without offload (offload.level = none) these formats of optim.state fit: {names}."]
+    return proposal_table(proposals), []
 
 
 PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)

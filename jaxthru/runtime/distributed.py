@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import INTERRUPTED, InputError, require
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -83,6 +84,13 @@ def gather_text(text: str) -> list[str]:
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in np.asarray(rows)]
+
+
+def sharing_memory() -> set[int]:
+    """Returns the processes, this one included, that take from one host's memory. All must call it."""
+    found = gather_text(hardware.memory_limit_identity())
+    own = jax.process_index() if len(found) > 1 else 0
+    return {process for process, identity in enumerate(found) if identity == found[own]}
 
 
 def from_first(call: Callable[[], Any]) -> Any:

@@ -1,6 +1,8 @@
 """Devices: their peak rates by data sheet, and the memory in use."""
 
+import hashlib
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -76,6 +78,8 @@ def peak_bytes() -> int | None:
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+GROUP_NAMESPACE = Path("/proc/self/ns/cgroup")
 
 
 def host_limit_bytes() -> int:
@@ -106,8 +110,23 @@ def host_limit_bytes() -> int:
 UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 for no limit
 
 
+def swap_bytes() -> int:
+    """Returns the bytes of this machine's swap space, 0 where it has none or does not say."""
+    return _meminfo("SwapTotal") or 0
+
+
 def _memory_total() -> int:
-    found = re.search(r"^MemTotal:\s+(\d+) kB", MEMINFO.read_text(), re.M) if MEMINFO.is_file() else None
-    if found:
-        return int(found[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _meminfo("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _meminfo(name: str) -> int | None:
+    found = re.search(rf"^{name}:\s+(\d+) kB", MEMINFO.read_text(), re.M) if MEMINFO.is_file() else None
+    return int(found[1]) << 10 if found else None
+
+
+def memory_limit_identity() -> str:
+    """Returns a text that is the same in two processes if one limit of host memory holds for both: machine,
+    container and control group."""
+    said = [path.read_text().strip() for path in (BOOT, OWN_GROUPS) if path.is_file()]
+    namespace = str(GROUP_NAMESPACE.readlink()) if GROUP_NAMESPACE.is_symlink() else platform.node()
+    return hashlib.sha256("\n".join([*said, namespace]).encode()).hexdigest()

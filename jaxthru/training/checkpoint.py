@@ -200,6 +200,7 @@ class Checkpointer:
         """
         self.wait()
         while (step := newest_step(self.directory)) is not None:
+            log.info("restoring checkpoint %d ...", step)
             reason = self._damage(step)
             if reason is None:
                 state, data_state = self._read(step, abstract_state)

@@ -183,7 +183,9 @@ def median(rows: list[Row], field: str) -> float:
 
 
 def commands(run: RunDirectory) -> list[tuple[str, str]]:
-    """Returns (purpose, command line) of what one may want to do next, to be pasted into a shell."""
+    """Returns (purpose, command) of what one may want to do next: for a shell or, in a notebook, a cell."""
+    if in_notebook():
+        return calls(run)
     python = shlex.quote(this_python())
     found = []
     if run.tensorboard.is_dir():
@@ -192,9 +194,39 @@ def commands(run: RunDirectory) -> list[tuple[str, str]]:
             look = f"{python} -m pip install tensorboard && {look}"
         found.append(("look", look))
     config, directory = shlex.quote(str(run.config)), shlex.quote(str(run.path))
-    if saved_steps(run.checkpoints):
-        found.append(("resume", f"{python} -m jaxthru.train --config {config} --run-dir {directory}"))
+    if purpose := next_purpose(run):
+        more = f" --set train.steps={2 * run.steps()}" if purpose == LONGER else ""
+        command = f"{python} -m jaxthru.train --config {config} --run-dir {directory}{more}"
+        found.append((purpose, command))
     return found
+
+
+LONGER = "train longer"
+
+
+def next_purpose(run: RunDirectory) -> str | None:
+    """Returns what the same command would do now: train longer a run that is complete, resume another; None
+    without a checkpoint."""
+    saved = saved_steps(run.checkpoints)
+    if not saved:
+        return None
+    return LONGER if saved[-1] >= (run.steps() or math.inf) else "resume"
+
+
+def calls(run: RunDirectory) -> list[tuple[str, str]]:
+    """Returns (purpose, Python) of the same, for a notebook."""
+    directory, config = repr(str(run.path)), repr(str(run.config))
+    found = [("look", f"jaxthru.RunDirectory({directory}).plot()")]
+    if purpose := next_purpose(run):
+        more = f", ['train.steps={2 * run.steps()}']" if purpose == LONGER else ""
+        found.append((purpose, f"jaxthru.run(jaxthru.load_config({config}{more}), {directory})"))
+    return found
+
+
+def in_notebook() -> bool:
+    """Says whether IPython runs this process."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
 
 
 def this_python() -> str:

@@ -7,6 +7,7 @@ eval.jsonl           one object an evaluation, with EVAL_FIELDS
 tensorboard/         event files
 checkpoints/<step>/  Orbax; <step> counts completed updates
 profile/<step>/      traces and what was read from them
+plan_data.svg        what `plan data --run-dir` drew
 autotune/            what XLA chose for a GPU by timing, as text, with train.deterministic
 damaged/<step>/      checkpoints found broken
 .lock                held while a job trains here
@@ -20,7 +21,6 @@ import importlib.metadata
 import itertools
 import json
 import logging
-import math
 import os
 import platform
 import subprocess
@@ -34,7 +34,10 @@ import jax
 from jaxthru.engine.terms import METRICS_FIELDS
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.distributed import from_first
-from jaxthru.runtime.errors import InputError, TrainingError, require
+from jaxthru.runtime.errors import InputError, require
+from jaxthru.training.plot import Panel, Picture
+from jaxthru.training.rows import append, last, read
+from jaxthru.training.table import Table
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +59,20 @@ class RunDirectory:
         self.path = Path(path)
         self.config = self.path / "config.json"
         self.environment = self.path / "environment.json"
-        self.metrics = self.path / "metrics.jsonl"
-        self.eval = self.path / "eval.jsonl"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.eval_file = self.path / "eval.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.profile = self.path / "profile"
         self.autotune = self.path / "autotune"
+
+    def __repr__(self) -> str:
+        row, steps = last(self.metrics_file), self.steps()
+        if row is None:
+            return f"RunDirectory({str(self.path)!r}): no steps yet"
+        of = f" of {steps:,}" if steps else ""
+        loss = "" if row.get("loss") is None else f", loss {row['loss']:.4f}"
+        return f"RunDirectory({str(self.path)!r}): {row['step']:,}{of} steps{loss}"
 
     @classmethod
     def fresh(cls, name: str, root: Path | str = "runs") -> "RunDirectory":
@@ -89,7 +100,7 @@ class RunDirectory:
         """Says whether a run was started here. Raises InputError for a path that can be no directory."""
         try:
             taken = self.path.exists() and not self.path.is_dir()
-            found = any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+            found = any(path.exists() for path in (self.config, self.metrics_file, self.checkpoints))
         except OSError as error:
             raise InputError(f"--run-dir {self.path}: cannot be read ({error.strerror})") from error
         require(not taken, f"--run-dir {self.path}: is a file; give a directory")
@@ -129,20 +140,53 @@ class RunDirectory:
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Adds a line to metrics.jsonl: METRICS_FIELDS, then further ones. Raises TrainingError if it cannot
         be written, ValueError if the row lacks one of METRICS_FIELDS."""
-        _append(self.metrics, row, METRICS_FIELDS)
+        append(self.metrics_file, row, METRICS_FIELDS)
 
     def append_eval(self, row: dict[str, Any]) -> None:
         """Adds a line to eval.jsonl: EVAL_FIELDS, then further ones. Raises TrainingError if it cannot be
         written, ValueError if the row lacks one of EVAL_FIELDS."""
-        _append(self.eval, row, EVAL_FIELDS)
+        append(self.eval_file, row, EVAL_FIELDS)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Returns the rows of metrics.jsonl without what a kill left behind them."""
-        return [dict.fromkeys(METRICS_FIELDS) | row for _, row in _rows(self.metrics)]
+        return [dict.fromkeys(METRICS_FIELDS) | row for _, row in read(self.metrics_file)]
 
     def read_eval(self) -> list[dict[str, Any]]:
         """Returns the rows of eval.jsonl without what a kill left behind them."""
-        return [dict.fromkeys(EVAL_FIELDS) | row for _, row in _rows(self.eval)]
+        return [dict.fromkeys(EVAL_FIELDS) | row for _, row in read(self.eval_file)]
+
+    def metrics(self) -> Table:
+        """Returns metrics.jsonl as a table, a row a step: `run.metrics()["loss"]` is a NumPy array [steps].
+
+        METRICS_FIELDS are its columns; what is a value by source is a column each, `loss_by_source.NAME`.
+        """
+        return Table(self.read_metrics())
+
+    def evaluations(self) -> Table:
+        """Returns eval.jsonl as a table, a row an evaluation, with the columns EVAL_FIELDS."""
+        return Table(self.read_eval())
+
+    def plot(self) -> Picture:
+        """Returns loss and learning rate over the steps: a notebook shows it, `save(FILE)` writes it as SVG.
+
+        Raises InputError before the first step.
+        """
+        rows, held_out = self.metrics(), self.evaluations()
+        require(len(rows) > 0, f"{self.path}: no step has been recorded yet")
+        losses = {"training": (rows["step"], rows["loss"])}
+        if len(held_out):
+            losses["held out"] = held_out["step"], held_out["loss"]
+        rates = {"": (rows["step"], rows["learning_rate"])}
+        return Picture(
+            (Panel("loss (nats per token), by step", losses), Panel("learning rate, by step", rates))
+        )
+
+    def steps(self) -> int | None:
+        """Returns the steps that the run is to have, `train.steps` of its config.json; None if not known."""
+        try:
+            return int(json.loads(self.config.read_text())["train"]["steps"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def cut(self, step: int) -> None:
         """Forgets what was written after `step`, where the run resumes: rows beyond it, and whatever follows.
@@ -152,12 +196,14 @@ class RunDirectory:
         """
 
         def keep() -> None:
-            kept = {path: _rows(path, step) if step else [] for path in (self.metrics, self.eval)}
+            kept = {path: read(path, step) if step else [] for path in (self.metrics_file, self.eval_file)}
             for path in filter(Path.exists, kept):
                 write_atomically(path, b"\n".join([*(line for line, _ in kept[path]), b""]))
-            last = max((row["step"] for _, row in kept[self.metrics]), default=0)
-            if last < step:
-                log.warning("%s: has no rows of steps %d to %d; going on", self.metrics, last + 1, step)
+            newest = max((row["step"] for _, row in kept[self.metrics_file]), default=0)
+            if newest < step:
+                log.warning(
+                    "%s: has no rows of steps %d to %d; going on", self.metrics_file, newest + 1, step
+                )
 
         from_first(keep)
 
@@ -176,61 +222,6 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "command": sys.orig_argv,
     }
-
-
-def _append(path: Path, row: dict[str, Any], fields: tuple[str, ...]) -> None:
-    if missing := sorted(set(fields) - row.keys()):
-        raise ValueError(f"{path.name}: missing fields {missing}")
-    try:
-        with path.open("a") as file:  # closed, so flushed, at once: a kill loses at most this line
-            file.write(_line({field: row[field] for field in fields} | row))
-    except OSError as error:
-        raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(_plain(row), allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value as JSON can hold it. NaN and infinity become null: JSON has neither."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):  # an array, or a scalar of NumPy's
-        value = value.tolist()
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _rows(path: Path, last: float = math.inf) -> list[tuple[bytes, dict[str, Any]]]:
-    """Returns (line, row) of the rows up to step `last`. Behind them may stand anything: what a kill, a power
-    cut or a full disk leaves. Raises InputError for a line among them that is no row."""
-    kept, damaged = [], None
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        row = _row(line)
-        if row is None:
-            damaged = damaged or number
-        elif row["step"] > last:
-            break
-        else:
-            require(
-                damaged is None,
-                f"{path}: line {damaged} is damaged, and rows that are needed follow; remove that line "
-                f"(`sed -i {damaged}d FILE`): nothing else depends on it",
-            )
-            kept.append((line, row))
-    return kept
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """Returns the row that a line holds, if it holds one."""
-    try:
-        row = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _version(package: str) -> str | None:

@@ -1,5 +1,7 @@
 """Checks on the devices before training starts: attention against its reference."""
 
+import logging
+
 import jax
 
 from jaxthru.engine.model import Model
@@ -7,6 +9,8 @@ from jaxthru.runtime.distributed import gather_text
 from jaxthru.runtime.errors import TrainingError
 from pallas_kernels.attention import automatic
 from pallas_kernels.attention.check import TOLERANCE, differences
+
+log = logging.getLogger(__name__)
 
 
 def check_attention(model: Model, rows: int, sequence: int, max_segments: int) -> None:
@@ -19,6 +23,7 @@ def check_attention(model: Model, rows: int, sequence: int, max_segments: int) -
     """
     if jax.default_backend() == "cpu":
         return
+    log.info("checking attention against its reference ...")
     ops, wrong = model.ops, []
     for heads, kv_heads, head_dim in model.attention_shapes(rows, sequence):
         # Which kernel is taken depends on the sizes of the run: those of the check would choose another.

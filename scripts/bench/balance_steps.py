@@ -52,7 +52,8 @@ import row_costs
 from gpu_clocks import Clocks
 
 from jaxthru import config as configuration
-from jaxthru.build.compiled import Build, build_step, row_cost
+from jaxthru.build.batches import row_cost
+from jaxthru.build.compiled import Build, build_step
 from jaxthru.data.loader import Data, open_data
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama

@@ -259,9 +259,9 @@ def test_none_takes_the_portable_one_and_logs_once(monkeypatch, caplog):
             attention(*small(), platform="cpu")
         attention(*small(), implementation="reference")
     assert [record.getMessage() for record in caplog.records] == [
-        "attention: xla runs (refused: cudnn_packed: needs an NVIDIA GPU of compute capability >= 9.0, "
-        "found cpu; triton: needs an NVIDIA GPU of compute capability >= 8.0, found cpu)",
-        "attention: reference runs",
+        "kernels: attention uses xla (refused: cudnn_packed: needs an NVIDIA GPU of compute capability "
+        ">= 9.0, found cpu; triton: needs an NVIDIA GPU of compute capability >= 8.0, found cpu)",
+        "kernels: attention uses reference",
     ]
 
 

@@ -341,7 +341,7 @@ def test_named_runs_or_raises(monkeypatch, caplog):
     arguments = draw(np.random.default_rng(0), CPU["one_token"])
     with caplog.at_level(logging.INFO, "jaxthru.kernels"):
         linear_cross_entropy(*arguments)
-    assert [r.getMessage() for r in caplog.records] == ["linear_cross_entropy: xla runs"]
+    assert [r.getMessage() for r in caplog.records] == ["kernels: linear_cross_entropy uses xla"]
     with pytest.raises(ValueError, match=r"no implementation 'xal'; there are triton, xla, reference"):
         linear_cross_entropy(*arguments, implementation="xal")
 
@@ -357,7 +357,7 @@ def test_triton_comes_first_on_a_gpu(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "jaxthru.kernels"):
         linear_cross_entropy(*arguments, platform="gpu")
     (record,) = caplog.records
-    assert record.getMessage() == "linear_cross_entropy: xla runs (refused: triton: needs jax-triton)"
+    assert record.getMessage() == "kernels: linear_cross_entropy uses xla (refused: triton: needs jax-triton)"
     with pytest.raises(dispatch.Unsupported, match=r"triton: needs an NVIDIA GPU .* >= 8\.0, found cpu"):
         linear_cross_entropy(*arguments, implementation="triton")
 

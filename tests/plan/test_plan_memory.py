@@ -464,7 +464,8 @@ def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatc
     config = str(ROOT / "configs" / "llama3_8b.py")
     assert main(["memory", "--config", config, "--set", "offload.host_gib=100"]) == 0
     said = capsys.readouterr().out
-    assert "an estimate by arithmetic" in said and "fits: " in said
+    assert said.startswith("Memory of a step, an estimate by arithmetic: ") and "fits: " in said
+    assert "the GPU's host: 100.0 GiB to pin, by offload.host_gib" in said
     assert main(["memory", "--config", config, "--set", "offload.host_gib=10"]) == 1
     assert "which may pin 10.0 (offload.host_gib)" in capsys.readouterr().out
 

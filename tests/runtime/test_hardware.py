@@ -50,3 +50,11 @@ def test_without_a_limit_it_is_all_that_the_machine_has(host, limit):
 
 def test_this_machine_has_some():
     assert hardware.host_limit_bytes() > 1 << 28
+
+
+def test_swap_counts_where_it_is_said(host, tmp_path):
+    host("0::/\n", {})
+    (tmp_path / "meminfo").write_text("MemTotal:  100 kB\nSwapTotal:       8 kB\n")
+    assert hardware.swap_bytes() == 8 << 10 and hardware.host_limit_bytes() == 100 << 10
+    (tmp_path / "meminfo").write_text("MemTotal:  100 kB\n")
+    assert hardware.swap_bytes() == 0

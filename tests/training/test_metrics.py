@@ -247,6 +247,6 @@ def test_the_final_table_is_read_from_the_files(tmp_path):
 def test_a_run_without_rows_has_a_table_too(tmp_path):
     run = RunDirectory(tmp_path)
     assert "run directory" in table_of(run)
-    for path in (run.metrics, run.eval):
+    for path in (run.metrics_file, run.eval_file):
         path.write_text('{"step": 3}\n')  # of which nothing else is known
     assert "nan tokens/s" in table_of(run) and "- → -" in table_of(run)

@@ -29,8 +29,8 @@ def test_paths_are_the_contract(tmp_path):
     paths = (
         run.config,
         run.environment,
-        run.metrics,
-        run.eval,
+        run.metrics_file,
+        run.eval_file,
         run.tensorboard,
         run.checkpoints,
         run.profile,
@@ -98,7 +98,7 @@ def test_what_is_not_finite_is_null(tmp_path):
     run.append_metrics(
         metrics_row(1, loss=float("nan"), grad_norm=np.float32("inf"), loss_by_source={"a": float("-inf")})
     )
-    assert "NaN" not in run.metrics.read_text()
+    assert "NaN" not in run.metrics_file.read_text()
     (row,) = run.read_metrics()
     assert (row["loss"], row["grad_norm"], row["loss_by_source"]) == (None, None, {"a": None})
 
@@ -106,7 +106,7 @@ def test_what_is_not_finite_is_null(tmp_path):
 def test_further_fields_follow_and_survive_a_cut(tmp_path):
     run = RunDirectory(tmp_path)
     old = {field: 0 for field in METRICS_FIELDS if field != "attention_span"} | {"step": 1}
-    run.metrics.write_text(json.dumps(old) + "\n")  # as versions wrote it that did not keep it
+    run.metrics_file.write_text(json.dumps(old) + "\n")  # as versions wrote it that did not keep it
     further = {"balance": np.float32("nan"), "load": np.asarray([1.5, np.inf], np.float32)}
     for step in (2, 3):
         run.append_metrics(further | metrics_row(step))
@@ -123,12 +123,12 @@ def test_missing_fields_are_refused(tmp_path):
         run.append_metrics({field: None for field in METRICS_FIELDS if field != "loss"})
     with pytest.raises(ValueError, match=r"missing fields \['tokens'\]"):
         run.append_eval({field: None for field in EVAL_FIELDS if field != "tokens"})
-    assert not run.metrics.exists()
+    assert not run.metrics_file.exists()
 
 
 def test_a_full_disk_is_one_line(tmp_path):
     run = RunDirectory(tmp_path)
-    run.metrics.symlink_to("/dev/full")
+    run.metrics_file.symlink_to("/dev/full")
     with pytest.raises(TrainingError, match=r"metrics.jsonl: cannot be written \(No space left on device\)"):
         run.append_metrics(metrics_row(1))
 
@@ -148,9 +148,9 @@ def test_a_torn_line_is_forgotten(tmp_path):
     for step in range(1, 6):
         run.append_metrics(metrics_row(step, loss=step / 7))
         run.append_eval(eval_row(step))
-    whole = run.metrics.read_text()
+    whole = run.metrics_file.read_text()
     for length in range(1, len(whole.splitlines()[-1]) + 1):
-        run.metrics.write_text(whole[:-length])
+        run.metrics_file.write_text(whole[:-length])
         assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4]
     run.cut(4)
     run.append_metrics(metrics_row(5))
@@ -162,12 +162,12 @@ def test_cut_keeps_the_kept_lines_as_they_were(tmp_path):
     run = RunDirectory(tmp_path)
     for step in range(1, 10):
         run.append_metrics(metrics_row(step, loss=np.pi / step))
-    lines = run.metrics.read_text().splitlines()
+    lines = run.metrics_file.read_text().splitlines()
     run.cut(6)
-    assert run.metrics.read_text().splitlines() == lines[:6]
-    assert not run.eval.exists()
+    assert run.metrics_file.read_text().splitlines() == lines[:6]
+    assert not run.eval_file.exists()
     run.cut(0)
-    assert run.metrics.read_text() == ""
+    assert run.metrics_file.read_text() == ""
 
 
 def test_a_start_from_nothing_evaluates_again(tmp_path):
@@ -200,17 +200,17 @@ def test_what_a_resume_would_cut_does_not_stop_it(tmp_path, damaged, ended, capl
     for step in range(1, 8):
         run.append_metrics(metrics_row(step))
         run.append_eval(eval_row(step))
-    for path in (run.metrics, run.eval):
+    for path in (run.metrics_file, run.eval_file):
         whole = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join([*whole[:5], damaged + b"\n", whole[5], damaged + ended]))
     run.cut(5)
-    assert run.metrics.read_bytes().splitlines(keepends=True)[-1] == whole_line(metrics_row(5))
+    assert run.metrics_file.read_bytes().splitlines(keepends=True)[-1] == whole_line(metrics_row(5))
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
     assert [row["step"] for row in run.read_eval()] == [1, 2, 3, 4, 5]
     assert not caplog.records
-    run.metrics.write_bytes(damaged + b"\n")
+    run.metrics_file.write_bytes(damaged + b"\n")
     run.cut(0)
-    assert run.metrics.read_bytes() == b""
+    assert run.metrics_file.read_bytes() == b""
 
 
 def whole_line(row):
@@ -221,11 +221,11 @@ def whole_line(row):
 def test_a_damaged_line_among_those_that_are_kept_is_one_line_with_its_remedy(tmp_path, damaged, caplog):
     run = RunDirectory(tmp_path)
     lines = [whole_line(metrics_row(step)) for step in range(1, 8)]
-    run.metrics.write_bytes(b"".join([*lines[:2], damaged + b"\n", *lines[2:]]))
+    run.metrics_file.write_bytes(b"".join([*lines[:2], damaged + b"\n", *lines[2:]]))
     for read in (run.read_metrics, lambda: run.cut(5)):
         with pytest.raises(InputError, match=r"metrics.jsonl: line 3 is damaged.*`sed -i 3d FILE`"):
             read()
-    subprocess.run(["sed", "-i", "3d", run.metrics], check=True)
+    subprocess.run(["sed", "-i", "3d", run.metrics_file], check=True)
     run.cut(5)
     assert len(run.read_metrics()) == 5 and not caplog.records
 
@@ -233,14 +233,14 @@ def test_a_damaged_line_among_those_that_are_kept_is_one_line_with_its_remedy(tm
 def test_rows_that_are_lost_are_said_to_be(tmp_path, caplog):
     run = RunDirectory(tmp_path)
     run.append_metrics(metrics_row(1))
-    with run.metrics.open("ab") as file:
+    with run.metrics_file.open("ab") as file:
         file.write(b"\0" * 10 + b"\n")
     run.cut(3)
-    run.metrics.unlink()
+    run.metrics_file.unlink()
     run.cut(3)
     run.cut(0)
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"{run.metrics}: has no rows of steps {first} to 3; going on" for first in (2, 1)]
+    assert said == [f"{run.metrics_file}: has no rows of steps {first} to 3; going on" for first in (2, 1)]
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
@@ -315,7 +315,7 @@ from jaxthru.training.run_directory import RunDirectory
 initialize()
 run = RunDirectory(sys.argv[1])
 locked = run.locked()
-for refused in (locked.__enter__, lambda: run.cut(1), lambda: RunDirectory.fresh("x", run.metrics)):
+for refused in (locked.__enter__, lambda: run.cut(1), lambda: RunDirectory.fresh("x", run.metrics_file)):
     try:
         refused()
     except InputError as error:

@@ -1,9 +1,13 @@
 """Line plots as SVG, which every browser shows and no package is needed for."""
 
 import dataclasses
+from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 import numpy as np
+
+from jaxthru.runtime.atomic import write_atomically
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 260, 56, 30, 200, 30
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
@@ -15,13 +19,31 @@ NAMED = 12
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plot. series: {name: (x, y)}, arrays of [points]."""
+    """One plot. series: {name: (x, y)}, arrays of [points]; what is NaN is left out."""
 
     title: str
     series: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
-def svg(panels: list[Panel]) -> str:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Picture:
+    """Plots, one under the other: a notebook shows them, `save` writes them."""
+
+    panels: tuple[Panel, ...]
+
+    def save(self, path: Path | str) -> None:
+        """Writes the plots as SVG, and makes the folder. Raises InputError if that is not possible."""
+        write_atomically(Path(path), svg(self.panels))
+
+    def _repr_svg_(self) -> str:
+        return svg(self.panels)
+
+    def __repr__(self) -> str:
+        titles = "; ".join(panel.title for panel in self.panels)
+        return f"<plots of {titles}: a notebook shows them, save(FILE) writes them as SVG>"
+
+
+def svg(panels: Sequence[Panel]) -> str:
     """Returns the panels, one under the other, as one document."""
     height = HEIGHT * len(panels)
     parts = [
@@ -35,6 +57,8 @@ def svg(panels: list[Panel]) -> str:
 
 
 def _panel(panel: Panel) -> list[str]:
+    series = {name: _known(*line) for name, line in panel.series.items()}
+    panel = dataclasses.replace(panel, series=series)
     x_low, x_high = _range([x for x, _ in panel.series.values()])
     y_low, y_high = _range([y for _, y in panel.series.values()])
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
@@ -60,5 +84,11 @@ def _panel(panel: Panel) -> list[str]:
 
 
 def _range(values: list[np.ndarray]) -> tuple[float, float]:
-    low, high = (float(f(np.concatenate(values))) for f in (np.min, np.max))
+    known = np.concatenate(values)
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _known(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    known = np.isfinite(y)
+    return x[known], y[known]

@@ -4,7 +4,7 @@ import xml.etree.ElementTree
 
 import numpy as np
 
-from jaxthru.plan.plot import Panel, svg
+from jaxthru.training.plot import Panel, svg
 
 
 def test_names_are_text():

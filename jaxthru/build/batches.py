@@ -1,0 +1,119 @@
+"""The batches of a run, for the loop and for whoever wants to look at them, as in a notebook."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+
+from jaxthru.build.checks import fit
+from jaxthru.config import RunConfig
+from jaxthru.data.batch import check_batch
+from jaxthru.data.loader import Batches, Data, open_data, prepare_data
+from jaxthru.data.placement import local_rows, to_global
+from jaxthru.data.state import DataState
+from jaxthru.engine.offload import OffloadConfig
+from jaxthru.engine.step import Batch
+from jaxthru.models import family
+from jaxthru.runtime import distributed, hardware, xla
+from jaxthru.runtime.sharding import Layout
+
+
+def row_cost(config: RunConfig) -> tuple[float, float] | None:
+    """Returns the cost of a token and of a token² of a document, or None where nothing is to be balanced.
+
+    In seconds if `data` gives what was measured, else in floating-point operations.
+    """
+    data = config.data
+    if not data.balance:
+        return None
+    if data.linear_cost is not None:
+        return data.linear_cost, data.attention_cost
+    flops = family.module_of(config.model).train_flops
+    return flops(config.model, 1, 0), flops(config.model, 0, 1)
+
+
+def place(batch: dict[str, np.ndarray], rows: int, *, sequence: int, layout: Layout) -> Batch:
+    """Returns this process's part of a batch of so many rows as the global batch on the devices."""
+    check_batch(batch, len(batch["tokens"]), sequence)
+    return to_global(batch, layout.sharding(("batch", "sequence")), rows)
+
+
+def train_batches(config: RunConfig, data: Data, layout: Layout, data_state: DataState) -> Batches:
+    """Returns the batches of the updates after `data_state.step`, on the devices; close it."""
+    train, sequence = config.train, config.data.sequence
+    return data.train_batches(
+        data_state.schedule,
+        seed=train.seed,
+        rows=train.rows,
+        steps=train.steps,
+        start=data_state.step,
+        local_rows=local_rows(layout.sharding(("batch", "sequence")), train.rows, sequence),
+        cost=row_cost(config),
+        place=functools.partial(place, rows=train.rows, sequence=sequence, layout=layout),
+    )
+
+
+class RunBatches(contextlib.AbstractContextManager):
+    """An iterator over batches that closes them and their data: at its end, by `close`, or as a context
+    manager."""
+
+    def __init__(self, config: RunConfig, data: Data, batches: Batches):
+        self.config, self.data = config, data
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Mapping[str, jax.Array]]:
+        return self
+
+    def __next__(self) -> Mapping[str, jax.Array]:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self.close()
+            raise
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        train, sequence = self.config.train, self.config.data.sequence
+        return f"<batches of {train.steps:,} steps, {train.rows} rows of {sequence} tokens each; {self.data}>"
+
+    def close(self) -> None:
+        """Ends the threads that build ahead, and closes the data."""
+        self._batches.close()
+        self.data.close()
+
+
+def batches(config: RunConfig) -> RunBatches:
+    """Returns the batches that a run of this configuration trains on, from its first step to its last.
+
+    The data is prepared if it is not, and nothing is compiled. Each batch is a dict of jax.Arrays of shape
+    [train.rows, data.sequence], sharded over the devices as the step takes them:
+
+        tokens       int32, token ids: the input
+        targets      int32, the token that follows in the same document; 0 where there is none
+        segment_ids  int32, which document of the row, from 1; 0 is padding
+        positions    int32, from 0 in each document
+        loss_mask    float32, 1 where `targets` counts
+        source       int32, index into the sources: `.data.names`
+
+    Close it, or use it as a context manager; after its last batch it closes itself:
+
+        with jaxthru.batches(config) as batches:
+            batch = next(batches)
+
+    Raises InputError.
+    """
+    xla.configure(config.kernels.writes_to_peers)
+    distributed.initialize()
+    hardware.devices()  # or it says why there are none
+    layout = fit(dataclasses.replace(config, offload=OffloadConfig()))  # no state is made
+    keys = distributed.from_first(lambda: prepare_data(config.data))
+    with contextlib.ExitStack() as opened:
+        data = opened.enter_context(open_data(config.data, prepare=False, begun=keys))
+        made = train_batches(config, data, layout, DataState.first(data.mixing, data.keys))
+        opened.pop_all()  # whoever gets the batches closes it
+    return RunBatches(config, data, made)
