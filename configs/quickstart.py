@@ -1,4 +1,4 @@
-"""A small Llama on the text that every machine with jaxthru holds: a few minutes on two CPU cores."""
+"""A small Llama on text that every machine with jaxthru has: a few minutes on two CPU cores."""
 
 from jaxthru.config import (
     CheckpointConfig,

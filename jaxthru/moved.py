@@ -64,6 +64,7 @@ NAMES = {
     "runtime.xla.PINNED_DEFAULT": "runtime.pinned.DEFAULT",
     "runtime.xla.PINNED_LIMIT": "runtime.pinned.LIMIT",
     "train.build": "build.compiled.build_step",
+    "train.describe": "build.compiled.announce",
     "training.layered.LayeredStep": "engine.dispatched.DispatchedStep",
     "training.loss.Metrics": "engine.terms.Terms",
     "training.metrics.open_record": "training.record.open_record",

@@ -1,4 +1,4 @@
-"""What an operation is, and the choice of an implementation by capability, the same for every one.
+"""Operations and the choice of an implementation by capability, the same for every operation.
 
 Each folder beside this file is an operation, whose `__init__.py` has one `OPERATION`. An implementation
 refuses by raising `Unsupported` while it is traced, from static facts alone: platform, dtypes, shapes,

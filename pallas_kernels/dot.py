@@ -1,4 +1,4 @@
-"""Products of two matrices as they lie: no transpose is ever needed."""
+"""The product over one dim of each of two matrices, without a transpose."""
 
 import jax
 

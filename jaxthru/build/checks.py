@@ -1,4 +1,4 @@
-"""Does a configuration fit these devices? Asked before any data is prepared and any device works."""
+"""Checks that a configuration fits these devices, before data is prepared or a device works."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""Which level of offload, which format of the state and which share of the layers: by arithmetic."""
+"""Chooses the offload level, state format and fraction that fit, by arithmetic; resolves `auto`."""
 
 import bisect
 import dataclasses

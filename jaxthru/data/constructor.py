@@ -1,4 +1,4 @@
-"""The constructor: builds the batch of some planned rows.
+"""The constructor: builds a batch from planned rows.
 
 What stands in memory in one run is copied in one go, and everything else is computed for all rows of all
 sources together: so a batch costs as much from 306 sources as from five, and little more than writing it.

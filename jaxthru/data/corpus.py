@@ -1,4 +1,4 @@
-"""The files of one source as a stream of documents, and the key that stands for it."""
+"""The files of one source as a stream of documents, and the key that identifies its store."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""From a mix to batches on the devices."""
+"""`DataConfig`, and the path from a mix to batches on the devices."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""A Source Loader, seen from the process that it works for: started, given tasks, heard and ended.
+"""A Source Loader as the training process sees it: starts it, gives it tasks, reads results, ends it.
 
 The loader's own end is `source_loader.py`. Tokens come back through memory that has no name in any file
 system: when the processes are gone, so is it.

@@ -1,4 +1,4 @@
-"""The pool of Source Loaders: which process makes the tokens of which source, and what if one dies.
+"""The pool of Source Loaders: which process tokenises which source, and recovery when one dies.
 
 After OVERLORD (MegaScale-Data, arXiv:2504.09844): work on samples is taken out of the training process, and
 each source is opened by the few processes that serve it, not by every worker of every rank. Which those are

@@ -1,4 +1,4 @@
-"""Memory for batches, used again and again.
+"""Memory for batches, which is reused.
 
 The system's allocator gives large arrays back when they are freed, at some times and not at others; to get
 their pages anew takes as long as to fill them, and batches were built a third slower.

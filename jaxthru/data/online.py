@@ -1,4 +1,4 @@
-"""A source that is tokenised while training: a text store whose tokens the Source Loaders make."""
+"""A source that is tokenised during training: a text store whose tokens the Source Loaders make."""
 
 from collections.abc import Callable
 

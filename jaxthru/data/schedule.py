@@ -1,4 +1,4 @@
-"""The mixing schedule: what each source gives, from which step on, and what happens when it has no more.
+"""The mixing schedule: the weight of each source over the steps, caps, and what an exhausted source does.
 
 A mix says it in TOML; a checkpoint keeps it as JSON of the same form, so that one function reads both.
 """

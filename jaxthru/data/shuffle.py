@@ -1,4 +1,4 @@
-"""Orders that a key decides: the same on every machine, and any place of them found at once."""
+"""Shuffles that a key decides: the same on every machine, with random access to any place."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""A Source Loader: a process that makes the tokens of texts, for sources that are tokenised online.
+"""A Source Loader: a process that tokenises text during training, for `online` sources.
 
     python -m jaxthru.data.source_loader SOCKET MEMORY TOKENIZER
 

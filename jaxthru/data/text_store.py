@@ -1,4 +1,4 @@
-"""The text store: the documents of one source as compressed text, for sources tokenised while training.
+"""The text store: the documents of one source as compressed text, for sources tokenised in training.
 
 A folder is laid out as a token store's, but for its data files. Of each shard k and split:
 

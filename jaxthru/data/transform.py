@@ -1,4 +1,4 @@
-"""What a source may do to each of its texts: a function that the mix names, the same for the same text."""
+"""Transforms: a function that a mix names and that is applied to each text of a source."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The one story of a gradient: in which dtype it is formed, where those of micro-batches add up, and how.
+"""Gradients: their dtypes, the sum over micro-batches, and the backward pass through a stage.
 
 A block's matrices have their gradients formed in the compute dtype, as the matrix products give them. Those
 of tables (embedding, output matrix), norms and biases are float32: they are few, and sums over all tokens.

@@ -1,4 +1,4 @@
-"""The functions that a dispatched step is made of, see dispatched.py.
+"""The compiled programs of a dispatched step: forward, backward and update of each kind of stage.
 
 Shapes: M micro-batches, R rows of one, T tokens, N = R·T, D embed.
 """

@@ -1,4 +1,4 @@
-"""The rehearsed executor: arrays have a size and a place but no values.
+"""The rehearsed executor: arrays have a size and a place but no values, to count memory.
 
 The dispatched step's own schedule is what is run: its programs and its copies are stand-ins that keep account
 of what lives where, and so the account cannot differ from the schedule. What a program needs beside its

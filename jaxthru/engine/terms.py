@@ -1,4 +1,4 @@
-"""What a step records: sums over micro-batches and stages of what each of them had beside its output."""
+"""What a step records: losses and metrics of stages, combined over micro-batches and stages."""
 
 from collections.abc import Callable
 from typing import Any

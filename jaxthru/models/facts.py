@@ -1,4 +1,4 @@
-"""What the profiler goes by of a family's model, which it knows nothing else of."""
+"""The facts about a family's model that the profiler uses; it knows nothing else of the family."""
 
 import itertools
 import math

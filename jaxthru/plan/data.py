@@ -1,4 +1,4 @@
-"""What a configuration will read: tokens and epochs of each source over the run, padding, balance.
+"""`plan data`: tokens and epochs of each source over the run, padding and load balance.
 
 Everything is computed from the plan of the steps themselves; no text is read and no device works.
 """

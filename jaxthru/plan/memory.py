@@ -1,4 +1,4 @@
-"""What memory a configuration needs on a GPU that need not be here, what it is made of, and if it fits."""
+"""`plan memory`: the memory that a configuration needs on a GPU, by compiling its step without that GPU."""
 
 import dataclasses
 

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.profile")
 def _report(argv: list[str], prog: str) -> int:
     parser = command_line.parser(
         prog,
-        "Writes ledger.json and report.html of a profiled run, and says the most of it.\n"
+        "Writes ledger.json and report.html of a profiled run, and prints a summary.\n"
         f"{prog} compare RUN_A RUN_B says what changed between two runs.",
         "runs/quickstart/1",
     )

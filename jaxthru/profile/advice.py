@@ -1,4 +1,4 @@
-"""From cause to remedy: which setting to change, and what it is expected to win back.
+"""Advice: which setting to change, and the seconds that it is expected to win back.
 
 A gain is in seconds of a step's work (of a larger step, for as many tokens as this one has), never more than
 the lines it comes from, and each text says how it was estimated. Two that take from the same line do not add

@@ -1,4 +1,4 @@
-"""From what was collected of a few steps to their ledger."""
+"""Builds the ledger from a collected profile."""
 
 import json
 import statistics

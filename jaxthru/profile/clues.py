@@ -1,5 +1,4 @@
-"""What likely caused a change from one run to another: settings that move that part, findings that are new or
-gone, and what grew beside it."""
+"""The likely cause of a change between two runs: a setting, a finding, or the kernel that grew."""
 
 import dataclasses
 from typing import Any

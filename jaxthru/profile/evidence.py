@@ -1,4 +1,4 @@
-"""What advice goes by: a ledger, the configuration that it was run with, and what follows from both."""
+"""The evidence behind advice: a ledger, the configuration of its run, and what follows from both."""
 
 import dataclasses
 import re

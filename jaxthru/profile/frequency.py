@@ -1,4 +1,4 @@
-"""What a GPU's clock and power were while steps ran, and what held the clock down.
+"""A GPU's clock and power while steps ran, and the reasons for a low clock.
 
 By CUPTI's samples within the trace, or else by NVML's (see `collect.clocks`). Without either the ledger says
 "none".

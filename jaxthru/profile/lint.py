@@ -1,4 +1,4 @@
-"""What the text of a step's program shows to be wrong with it, and what that costs."""
+"""Lint: faults that the text of a step's program shows, and their cost."""
 
 import math
 import re

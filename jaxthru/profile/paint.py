@@ -1,4 +1,4 @@
-"""Painting: each instant of a device's time gets one owner, so that seconds add up.
+"""Assigns each instant of a device's time to one line of the ledger, so that seconds add up.
 
 Times are whole nanoseconds. Where several things run at once, the one of the first line (`ledger.LINES`) has
 the instant, and of those of one line the one that began first.

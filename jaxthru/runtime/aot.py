@@ -1,7 +1,7 @@
 """Compiling for a GPU that is not here: JAX's CUDA plugin compiles without a driver for a described device.
 
 What a compile of this kind leaves out is measuring: matmuls become cuBLAS calls, as most are on a GPU after
-autotuning. Peaks then came within 0.5 % of those measured on H200s (docs/memory.md).
+autotuning. Peaks then came within 0.5 % of those measured on H200s (docs/lab/memory.md).
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The error that is the user's to mend, and how a command says it."""
+"""`InputError` and `TrainingError`, and how a command reports them: one line and an exit code."""
 
 import contextlib
 import errno

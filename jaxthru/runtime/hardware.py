@@ -1,4 +1,4 @@
-"""What the devices can do, by their data sheets."""
+"""Devices: their peak rates by data sheet, and the memory in use."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""A call of the C library that comes at a set time, whatever the interpreter is doing."""
+"""A POSIX timer that calls the C library at a set time, whatever the interpreter is doing."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""What a weight is: said once, where it is made, and read by sharding, the optimizer and the engine."""
+"""What a weight is: its axes, role and inputs, read by sharding, the optimizer and the engine."""
 
 import dataclasses
 from typing import Literal

@@ -236,7 +236,7 @@ def compiler_options(
         return options
     if devices > 1:
         # Starts collectives early and awaits them late. XLA does so by itself where it knows their cost, on
-        # Hopper (the same program with and without), and nowhere else: see docs/parallelism.md.
+        # Hopper (the same program with and without), and nowhere else: see docs/lab/parallelism.md.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
         options |= SHORT_GRAPHS | NO_COLLECTIVE_KERNELS
     if copies:

@@ -1,4 +1,4 @@
-"""Saving and restoring the training state.
+"""Saves and restores the training state, asynchronously and atomically; skips damaged checkpoints.
 
 checkpoints/<step>/state/     Orbax: the arrays, laid out as in training/layout.py
 checkpoints/<step>/data/      the data state, as JSON

@@ -1,4 +1,4 @@
-"""What a run shows: progress while it trains, a table at its end."""
+"""What a run prints: progress during training, and the final table."""
 
 import importlib.util
 import math

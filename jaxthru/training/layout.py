@@ -1,4 +1,4 @@
-"""How a training state lies on disk: one entry per layer, whichever way the layers lie in memory.
+"""The layout of a training state on disk: one entry per layer, for scanned and unrolled layers alike.
 
 In memory a tree named "layers" is a tuple of groups, each a tuple with an entry for each block of its
 pattern: a tuple of trees, one a repetition (unrolled), or one tree whose arrays carry them as a leading dim

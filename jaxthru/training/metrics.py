@@ -1,4 +1,4 @@
-"""What a run says of each step: its row."""
+"""The row of metrics of each step, and the configuration of metrics."""
 
 import dataclasses
 import time

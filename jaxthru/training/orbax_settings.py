@@ -1,4 +1,4 @@
-"""What Orbax has to be told to save as a run needs it: quietly, a little at a time, and under a seal."""
+"""Orbax's settings: it logs little, copies a few arrays at a time, and seals each checkpoint."""
 
 import functools
 import logging

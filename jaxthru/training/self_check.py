@@ -1,4 +1,4 @@
-"""What is checked on the devices that are about to train, before they do."""
+"""Checks on the devices before training starts: attention against its reference."""
 
 import logging
 

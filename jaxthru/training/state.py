@@ -1,4 +1,4 @@
-"""The training state: what a step moves and a checkpoint keeps, made for the first time."""
+"""The training state: its shapes and shardings, and its first values."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How a bfloat16 weight stands for float32: with the other 16 bits beside it, or rounded by chance."""
+"""Masters of bfloat16 weights: the other 16 bits of a float32 beside it, or stochastic rounding."""
 
 import jax
 import jax.numpy as jnp

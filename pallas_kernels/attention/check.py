@@ -1,4 +1,4 @@
-"""A check, on the very device, that packed attention is what it should be: to be made before training."""
+"""A check of packed attention against its reference, on the device that is about to train."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Attention that is compiled and never run: what a GPU's kernels take and leave, for a machine without one.
+"""Stand-ins for GPU attention, compiled but never run, to plan memory on a machine without a GPU.
 
 cuDNN's and Triton's kernels cannot be lowered without the GPU that they are for. To ask how much memory a
 step needs, it is enough that calls of the same operands, results and workspace stand in their places; the

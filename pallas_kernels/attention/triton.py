@@ -1,4 +1,4 @@
-"""Attention within documents by Triton kernels: what the documents cost, whatever their number.
+"""Attention within documents by Triton kernels, whose workspace does not grow with their number.
 
 Blocks outside a query's document are neither read nor computed, no workspace grows with the number of
 documents, and each gradient is summed in one order, so that results repeat bit for bit.

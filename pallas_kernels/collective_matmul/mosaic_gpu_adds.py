@@ -1,5 +1,6 @@
-"""`mosaic_gpu` with the sums of a scatter made in the result's memory: TMA adds each shard's tiles to it, in
-whatever order they come.
+"""`mosaic_gpu` with the sums of a scatter made in the result's memory, where TMA adds each shard's tiles.
+
+Tiles are added in whatever order they come.
 
 The owner has no buffer for what peers send, and does not read it again; its result begins as zeros instead.
 Tiles that leave still wait in a buffer of the shard that computed them. With two shards `mosaic_gpu` adds up

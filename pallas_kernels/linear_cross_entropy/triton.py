@@ -1,4 +1,4 @@
-"""Linear cross-entropy as xla.py has it, but that a chunk's logits turn into their gradient where they lie.
+"""Linear cross-entropy as in xla.py, but a chunk's logits become their gradient in place.
 
 XLA keeps both and never writes one over the other, whatever barriers are set. A custom call whose output
 aliases its operand it does give one buffer: half the memory, for the same passes over it.

@@ -1,5 +1,6 @@
-"""Times the AdamW update on 8-bit moments, the Triton kernel against XLA's (slab by slab, and the reference,
-of the whole), and prints one JSON line.
+"""Times the AdamW update on 8-bit moments, Triton's kernel against XLA's, and prints one JSON line.
+
+XLA's are two: slab by slab, and the reference, of the whole.
 
     python scripts/bench/adamw_8bit.py [--shape up] [--output FILE]
 

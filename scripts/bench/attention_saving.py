@@ -1,5 +1,6 @@
-"""Times attention alone, forward and backward, on the first packed batches of a configuration: plain causal
-against packed, and prints one JSON line.
+"""Times attention alone on a configuration's packed batches, causal against packed; prints one JSON line.
+
+Forward and backward, on the first batches.
 
     python scripts/bench/attention_saving.py --config configs/llama3_8b_8layer.py
 

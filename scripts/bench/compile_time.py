@@ -1,4 +1,4 @@
-"""How long do two commits take to compile steps for a GPU that need not be here, and what do these need?
+"""Compares two commits: the time to compile their steps for a GPU that need not be here, and the peaks.
 
     git worktree add build/old OLD
     python scripts/bench/compile_time.py --old build/old --output FILE [--rows a,b,...] [--rounds 3]

@@ -71,7 +71,7 @@ TWO_GPUS = ("--segments", "32", "--devices", "2", "--set", "mesh.fsdp=2", "--set
     ],
 )
 def test_peaks_are_those_measured_on_an_h200(name, overrides, measured, above):
-    """Measured: see docs/memory.md. Its other rows, of 32 layers or one document, would take too long."""
+    """Measured: see docs/lab/memory.md. Its other rows, of 32 layers or one document, would take too long."""
     done = command("--config", f"configs/{name}.py", *overrides)
     assert done.returncode == 0, done.stderr
     # Too low is out of memory; too high by 0.5 % it is known to be over fsdp, where the schedule is another.

@@ -1,4 +1,4 @@
-"""A record becomes a document, or damage that says where it stands and what is wrong with it."""
+"""Turns a record into a document, or into damage with its place and reason."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Sampling a GPU's clock, its power and what held the clock down, while steps run.
+"""Samples a GPU's clock, its power and the reasons for a low clock while steps run.
 
 Two sources. CUPTI samples the clock on the kernels' own time axis, within the trace; it needs the right to
 read performance counters. NVML is asked by a thread every 20 ms; it also knows the power and the reasons.

@@ -1,4 +1,4 @@
-"""Taking what a ledger is made of: traces of a few steps, with what the host did, HLO, buffers and clocks.
+"""Collects a profile: traces of a few steps, host activity, HLO, buffers and clocks.
 
 <step>/attribution/<process>/  on a GPU, trace of steps without CUDA graphs, which hide names
 <step>/production/<process>/   trace of as many steps as they are trained, and the clocks meanwhile

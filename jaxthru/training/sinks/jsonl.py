@@ -1,4 +1,4 @@
-"""metrics.jsonl and eval.jsonl."""
+"""The sink of metrics.jsonl and eval.jsonl."""
 
 from jaxthru.training.metrics import Row
 from jaxthru.training.run_directory import RunDirectory

@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""The sink of TensorBoard's event files."""
 
 import logging
 import math

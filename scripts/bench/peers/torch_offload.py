@@ -1,5 +1,6 @@
-"""What the PyTorch peers that keep state in host memory share: Hugging Face's Llama with its loss, in
-micro-batches, the layers recomputed in the backward pass.
+"""What the PyTorch peers that keep state in host memory share: the model, its loss and the micro-batches.
+
+Hugging Face's Llama with its loss, in micro-batches, the layers recomputed in the backward pass.
 
 Where PyTorch leaves a choice, the faster one is taken: layers and loss are compiled (the loss then takes all
 logits of a micro-batch at once), attention is cuDNN's causal kernel, and the masks are left out.
