@@ -80,7 +80,7 @@ GONE = {
     *("models.bind.Summing", "models.bind.wide_stand_in", "models.bind.widened"),
     *("profile.memory.PURPOSES", "profile.memory.SCOPES", "training.metrics.NoRecord"),
     *("training.metrics.NoTensorBoard", "training.parts.slots_by_name", "training.programs.lower"),
-    *("train.describe", "training.state.matrices"),
+    "training.state.matrices",
 }
 """Names that nothing has taken the place of."""
 
