@@ -262,7 +262,7 @@ def test_the_changelog_names_all_that_has_moved():
     for path in moved.CLASSES:
         module, _, name = path.rpartition(".")
         assert re.search(
-            rf"^\| .*`{name}`.* of `jaxthru\.{re.escape(module)}` \| `{moved.CONFIG}` \|$", page, re.M
+            rf"^\| .*`{name}`.* of `jaxthru\.{re.escape(module)}` \| `jaxthru\.config` \|$", page, re.M
         )
 
 
