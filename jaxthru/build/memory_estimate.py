@@ -20,7 +20,7 @@ from jaxthru.config import RunConfig
 from jaxthru.engine import programs
 from jaxthru.engine.model import parts
 from jaxthru.engine.offload import OffloadConfig, on_device, placed
-from jaxthru.engine.rehearsed import Moment, kind_of, shard_size
+from jaxthru.engine.rehearsed import Moment, shard_size
 from jaxthru.models import scopes
 from jaxthru.models.remat import kept_bytes
 from jaxthru.optim.formats import FORMATS
@@ -122,7 +122,7 @@ def estimate(
     sizes, int8 = Sizes.of(made), FORMATS[config.optim.state].moments == "int8"
 
     def needs(name: str, _: Any) -> Breakdown:
-        kind, device = kind_of(name), dict.fromkeys(CATEGORIES, 0)
+        kind, device = scopes.program_of(name), dict.fromkeys(CATEGORIES, 0)
         if kind == scopes.LOSS_HEAD:
             device |= {"loss": sizes.logits + sizes.item * sizes.table, "gradients": 4 * sizes.table}
         elif kind == scopes.BACKWARD:
@@ -132,10 +132,9 @@ def estimate(
             device["gradients"] = sizes.layer * (sizes.item + 4 * (made.step.microbatches > 1))
         elif kind == scopes.EMBED_BACKWARD:
             device["gradients"] = 4 * sizes.table
-        elif kind == "update" and int8 and devices > 1:
+        elif kind in scopes.UPDATES and int8 and devices > 1:
             # Both moments in float32, where XLA partitions the update; on one device it goes slab by slab.
-            of_layer = scopes.program_of(name) == scopes.UPDATE_LAYER
-            device["optimizer"] = 8 * (sizes.layer if of_layer else sizes.table)
+            device["optimizer"] = 8 * (sizes.layer if kind == scopes.UPDATE_LAYER else sizes.table)
         return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")
 
     with dispatch.assumed("cpu"):

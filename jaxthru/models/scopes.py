@@ -20,7 +20,8 @@ PURPOSES = {"optimizer": OPTIMIZER, "loss": LOSS, "activations": MODEL, "gradien
 """What the memory of a temporary is for, as `profile.read.buffers` calls it -> the scope that says so."""
 
 EXCHANGES = {EMBEDDING: "embed"}
-"""Scopes whose all-to-alls are meant -> the logical axis that is split where there are any."""
+"""Scopes whose all-to-alls are meant -> the logical axis that is split where there are any; a family's own
+stages may name more (`Stage.exchanges`)."""
 
 STEP = "train_step"
 """The program of a whole step."""
@@ -35,6 +36,9 @@ UPDATE_EMBEDDING, UPDATE_HEAD, UPDATE_LAYER, FINISH = (
 )
 """The programs of a step that the host dispatches. Of blocks of several kinds, each has its own FORWARD,
 BACKWARD and UPDATE_LAYER, with the kind behind the name, see `program`."""
+
+
+UPDATES = UPDATE_EMBEDDING, UPDATE_HEAD, UPDATE_LAYER
 
 
 def program(name: str, kind: str = "") -> str:

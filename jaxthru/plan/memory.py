@@ -14,10 +14,10 @@ from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
 from jaxthru.engine.model import Model
-from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis, kind_of
+from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis
 from jaxthru.models import family
 from jaxthru.models.ops import Ops
-from jaxthru.models.scopes import PURPOSES
+from jaxthru.models.scopes import PURPOSES, program_of
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError
@@ -77,9 +77,8 @@ def compiled_for(target: aot.Target, devices: int) -> Analysis:
 
     def analyse(name: str, traced: jax.stages.Traced) -> Breakdown:
         lowered = traced.lower(lowering_platforms=("cuda",))
-        kind, dump = kind_of(name), aot.compile_for(lowered, target, devices).dump
-        unnamed, output = TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, "other")
-        return breakdown(dump, PURPOSES, lambda _: None, unnamed, output)
+        kind, dump = program_of(name), aot.compile_for(lowered, target, devices).dump
+        return breakdown(dump, PURPOSES, lambda _: None, TEMPORARY[kind], OUTPUT[kind])
 
     return analyse
 

@@ -231,6 +231,10 @@ def layer_and_phase(op_name: str, module: str, kinds: Collection[str] = ()) -> t
     if "jvp(" in op_name:
         # A layered step's backward programs begin with what of the forward pass was not kept.
         return layer, "recomputation" if phase == "backward" else phase if phase == "loss" else "forward"
+    # What a loop over layers does beside its body.
+    for direction in (scopes.FORWARD, scopes.BACKWARD):
+        if within(op_name, direction):
+            return layer, direction
     return layer, phase
 
 
