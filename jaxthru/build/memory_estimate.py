@@ -18,17 +18,21 @@ from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs
-from jaxthru.engine.model import parts
+from jaxthru.engine.model import Model, parts
 from jaxthru.engine.offload import OffloadConfig, on_device, placed
 from jaxthru.engine.rehearsed import Moment, shard_size
-from jaxthru.models import scopes
+from jaxthru.engine.walk import linearised_block
+from jaxthru.models import family, scopes
+from jaxthru.models.ops import Ops
 from jaxthru.models.remat import kept_bytes
+from jaxthru.models.stage import Stage, distinct
 from jaxthru.optim.formats import FORMATS
+from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
 from jaxthru.runtime import hardware
 from jaxthru.runtime.sharding import Layout
 from pallas_kernels import dispatch
-from pallas_kernels.attention import STAND_IN
+from pallas_kernels.attention import STAND_IN, automatic, cudnn_packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,21 +98,25 @@ LOSS_CHUNK = 2048
 """Tokens whose logits exist at once in linear_cross_entropy."""
 
 WORK = 1.5
-"""Numbers that a block's backward pass has at once for each that it could keep: what it makes again, and
-gradients on their way through it."""
+"""Numbers that a block's backward pass has at once for each that it could keep: these, what it makes again,
+and gradients on their way through it."""
+
+GATHERED_TOKENS = 5
+"""Arrays of a block's tokens, gathered over `tensor`, that its backward pass has at once: the inputs of two
+pairs of products, the gradients of their outputs, and one on its way."""
 
 
 def estimate(
-    config: RunConfig, *, resident: MemoryPlan | None = None, devices: int = 1
+    config: RunConfig, *, resident: MemoryPlan | None = None, devices: int = 1, segments: int = 1
 ) -> tuple[MemoryPlan, int]:
     """Returns the memory that a configuration needs, and the bytes that a device moves over PCIe a step.
 
     resident: of the configuration's own step without offload, compiled; its transients are taken for level
-    `none`.
+    `none`. segments: most documents in a row, by which cuDNN's attention sizes its workspace.
     """
     if not config.offload.layered:
-        made, _ = _assembled(config, devices)
-        return _resident(made, Sizes.of(made), resident), 0
+        made, _, workspace = _assembled(config, devices, segments)
+        return _resident(made, Sizes.of(made, workspace, _stacked(config, devices, segments)), resident), 0
     # The host runs layer after layer, see `checks.fit`.
     policy = "projections" if config.remat.policy == "none" else config.remat.policy
     base = dataclasses.replace(
@@ -117,9 +125,9 @@ def estimate(
         remat=dataclasses.replace(config.remat, policy=policy, keep_parameters=False),
         offload=OffloadConfig(),
     )
-    made, trace = _assembled(base, devices)
+    made, trace, workspace = _assembled(base, devices, segments)
     made = dataclasses.replace(made, offload=config.offload, abstract=placed(made.abstract, config.offload))
-    sizes, int8 = Sizes.of(made), FORMATS[config.optim.state].moments == "int8"
+    sizes, int8 = Sizes.of(made, workspace), FORMATS[config.optim.state].moments == "int8"
 
     def needs(name: str, _: Any) -> Breakdown:
         kind, device = scopes.program_of(name), dict.fromkeys(CATEGORIES, 0)
@@ -128,7 +136,7 @@ def estimate(
         elif kind == scopes.BACKWARD:
             # Input, output and gradients of all micro-batches, and weights as products take them.
             passing = 3 * sizes.stream * made.step.microbatches
-            device["activations"] = sizes.work + passing + sizes.gathered // len(made.step.model.chain.layers)
+            device["activations"] = sizes.at_once + passing + sizes.gathered
             device["gradients"] = sizes.layer * (sizes.item + 4 * (made.step.microbatches > 1))
         elif kind == scopes.EMBED_BACKWARD:
             device["gradients"] = 4 * sizes.table
@@ -143,13 +151,13 @@ def estimate(
 
 
 @functools.lru_cache(maxsize=16)
-def _assembled(config: RunConfig, devices: int) -> tuple[Assembled, Callable]:
-    """Returns the step on a mesh of no devices, and `programs.trace` that remembers what it has traced."""
+def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assembled, Callable, int]:
+    """Returns the step on a mesh of no devices, `programs.trace` that remembers what it has traced, and the
+    bytes of attention's workspace."""
     shape = config.mesh.shape(devices)
     layout = Layout(AbstractMesh((*shape.values(),), (*shape,), axis_types=(AxisType.Auto,) * len(shape)))
-    attention = attention_by(config, "gpu")
-    attention = STAND_IN.get("triton" if attention == "auto" else attention, attention)
-    made = assemble(config, layout, segments=1, sources=1, attention=attention)
+    attention, workspace = attention_stand_in(config, layout, segments)
+    made = assemble(config, layout, segments=segments, sources=1, attention=attention)
     # No devices, no memory kind that they would have by default.
     abstract = programs.placed(made.abstract, on_device(made.abstract))
     made = dataclasses.replace(made, abstract=abstract)
@@ -160,52 +168,127 @@ def _assembled(config: RunConfig, devices: int) -> tuple[Assembled, Callable]:
             known[name] = programs.trace(name, *arguments, **settings)
         return known[name]
 
-    return made, trace
+    return made, trace, workspace
+
+
+def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tuple[str, int]:
+    """Returns the attention that takes the memory of the one which would run on a GPU, and the bytes that its
+    backward pass works in there. segments: most documents in a row."""
+    train, sequence = config.train, config.data.sequence
+    rows = train.rows // train.microbatches
+    chain = family.chain(config.model)
+    model = Model(chain, Ops(layout, jnp.dtype(config.precision.compute)), "none", "unroll")
+    heads, _, head_dim = max(model.attention_shapes(rows, sequence), default=(0, 0, 0))
+    elements = rows // layout.size("batch") * sequence * heads // layout.size("heads") * head_dim
+    chosen = attention_by(config, "gpu")
+    if chosen == "auto":
+        chosen = automatic(elements, segments, "cpu")[0]  # the first is the same; for "gpu" it starts a backend
+    workspace = cudnn_packed.workspace_bytes(elements, segments) if chosen == "cudnn_packed" else 0
+    return STAND_IN.get(chosen, chosen), workspace
+
+
+def _stacked(config: RunConfig, devices: int, segments: int) -> int | None:
+    """Returns the bytes of a device that a loop over layers stacks for the backward pass, beside their
+    inputs; None where layers are unrolled."""
+    if config.model.loop != "scan":
+        return None
+    return _traced_stacks(dataclasses.replace(config, optim=OptimConfig()), devices, segments)
+
+
+@functools.lru_cache(maxsize=16)
+def _traced_stacks(config: RunConfig, devices: int, segments: int) -> int:
+    """Returns the same. All that is kept is stacked as it is, while of unrolled layers XLA makes much again
+    from less, such as float32 from the bfloat16 that it was widened from."""
+    made, _, _ = _assembled(config, devices, segments)
+    model, (rows, length) = made.step.model, made.batch["tokens"].shape
+    rows //= made.step.microbatches
+    width = dict(model.chain.dims)["embed"]
+
+    def kept(stage: Stage, rows: int) -> list[int]:
+        def run(params: Any, ids: jax.Array, x_ND: jax.Array) -> list[jax.Array]:
+            context = model.context({"segment_ids": ids, "positions": ids}, segments)
+            return linearised_block(model, stage, params, x_ND, context).kept
+
+        ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+        x_ND = jax.ShapeDtypeStruct((rows * length, width), model.ops.compute)
+        leaves = jax.eval_shape(run, stage.shapes, ids, x_ND)
+        return [leaf.size * leaf.dtype.itemsize for leaf in leaves]
+
+    total, mesh = 0, model.ops.layout.mesh
+    with dispatch.assumed("cpu"):
+        for stage in distinct(model.chain.layers):
+            # What does not grow with the rows are weights, which are whole over `fsdp` and `data`.
+            pairs = zip(kept(stage, rows), kept(stage, 2 * rows), strict=True)
+            each = (one // (mesh.size if two > one else mesh.shape["tensor"]) for one, two in pairs)
+            total += model.chain.layers.count(stage) * sum(each)
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """What the formulas go by, on one device. layer, layers, tables: parameters of the largest layer (where
     layers are unrolled), of all, and of embedding and head, as the state is split. table: of the larger of
-    these. item: bytes of a number in the compute dtype. stream: bytes of a block's input. kept: of what all
-    blocks keep. work: of what one block's backward pass has beside that. logits: of those of a chunk.
-    gathered: of all layers' weights as products take them, where that is not as they are stored."""
+    these. whole: of that, gathered over `fsdp`. item: bytes of a number in the compute dtype. stream: bytes
+    of a block's input. kept: of what all blocks keep. at_once: of what one block's backward pass has. first:
+    the same of the block that it begins with, beside `kept`. logits: of those of a chunk. gathered: of a
+    layer's weights as products take them, where that is not as they are stored."""
 
     layer: int
     layers: int
     table: int
     tables: int
+    whole: int
     item: int
     stream: int
     kept: int
-    work: int
+    at_once: int
+    first: int
     logits: int
     gathered: int
 
     @classmethod
-    def of(cls, made: Assembled) -> "Sizes":
+    def of(cls, made: Assembled, workspace: int, stacked: int | None = None) -> "Sizes":
+        """workspace: bytes of attention's. stacked: of what a loop over layers stacks, if there is one."""
         model, micro = made.step.model, made.step.microbatches
-        mesh, chain, item = model.ops.layout.mesh, model.chain, jnp.dtype(model.ops.compute).itemsize
+        ops, mesh, chain, item = model.ops, model.ops.layout.mesh, model.chain, model.ops.compute.itemsize
         params = parts(made.abstract["params"])
         embedding, head, *layers = map(_on_a_device, params)
         # Along `tensor` a device has all tokens of a part of the heads and of the feed-forward's width.
         tokens = made.batch["tokens"].size // mesh.size // micro
-        dims = dict(chain.dims)
-        kept = [kept_bytes(stage.kept, model.policy, item) for stage in chain.layers]
-        widest = max(sum(stage.kept.values()) for stage in chain.layers)
+        dims, of = dict(chain.dims), functools.partial(kept_bytes, item=item)
+        stream = item * dims["embed"] * tokens
+        kept = [tokens * of(stage.kept, model.policy, float8=ops.float8) for stage in chain.layers]
+        work = round(WORK * tokens * max(of(stage.kept, "none") for stage in chain.layers))
+        if mesh.shape["tensor"] > 1:
+            work += GATHERED_TOKENS * stream * mesh.shape["tensor"]
+        attention = 2 * tokens * max(of(stage.kept, "attention") for stage in chain.layers)
+        # Attention's turn comes when the feed-forward's work is over. In a loop's body, and on several
+        # devices in a program of many blocks, XLA puts products of weights' gradients off until after it.
+        put_off = stacked is not None or (mesh.size > 1 and not made.offload.layered)
+        at_once = work + workspace if put_off else max(work, attention + workspace)
         stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
-        cast = mesh.shape["fsdp"] > 1 or stored.itemsize != item
+        product = 1 if ops.float8 else item
+        cast = mesh.shape["fsdp"] > 1 or stored.itemsize != product
+        gathered = product * sum(layers) * mesh.shape["fsdp"] // len(chain.layers) if cast else 0
+        in_all = sum(kept)
+        if stacked is not None:
+            in_all = stacked
+        elif ops.keep_parameters or model.policy == "none":
+            in_all += gathered * len(chain.layers)
         return cls(
             layer=max(layers),
             layers=sum(layers),
             table=max(embedding, head),
             tables=embedding + head,
+            whole=max(embedding, head) * mesh.shape["fsdp"],
             item=item,
-            stream=item * dims["embed"] * tokens,
-            kept=sum(kept) * tokens,
-            work=round(WORK * item * widest * tokens),
+            stream=stream,
+            kept=in_all + stream * len(chain.layers),
+            at_once=at_once,
+            # A stack stays whole, and its slices are copies.
+            first=at_once if stacked is not None else max(at_once - max(kept), 0),
             logits=4 * LOSS_CHUNK * dims["vocab"],
-            gathered=item * sum(layers) * mesh.shape["fsdp"] if cast else 0,
+            gathered=gathered,
         )
 
 
@@ -215,26 +298,33 @@ def _on_a_device(tree: Any) -> int:
 
 
 def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> MemoryPlan:
-    """Returns the memory of a step that is one program: its state, and what else it needs at the loss or
-    after the backward pass, whichever is more."""
+    """Returns the memory of a step that is one program: its state, and what else it needs at the loss, at the
+    first block of the backward pass or at its last, whichever is the most."""
     model, state = made.step.model, dict.fromkeys(CATEGORIES, 0)
     for name, key in (("parameters", "params"), ("optimizer", "opt_state")):
         leaves = jax.tree.leaves(made.abstract[key])
         state[name] = sum(leaf.dtype.itemsize * shard_size(leaf.shape, leaf.sharding) for leaf in leaves)
-    count = len(model.chain.layers)
-    activations = sizes.stream * count + sizes.kept
-    if model.ops.keep_parameters or model.policy == "none":
-        activations += sizes.gathered
-    loss = {"activations": activations, "loss": sizes.item * sizes.table + sizes.logits}
-    loss["gradients"] = 4 * sizes.table
-    of_layers = sizes.item * sizes.layers
-    backward = {"activations": sizes.work, "gradients": of_layers + 4 * sizes.tables}
+    of_layers, scanned = sizes.item * sizes.layers, model.loop == "scan"
+    # Weights that come for a block, if not all are kept.
+    weights = sizes.gathered if model.ops.layout.mesh.shape["fsdp"] > 1 and model.policy != "none" else 0
+    # The output matrix's gradient is whole until it is summed over devices; a loop's gradients are one stack.
+    first = 4 * sizes.whole + of_layers * scanned
+    sums = last = 0
     if made.step.microbatches > 1:
-        # Sums in float32, to which unrolled layers add one after another; of scanned ones all gradients come
-        # first.
-        sums = 4 * (sizes.layers + sizes.tables + sizes.table) + of_layers * (model.loop == "scan")
-        loss = backward = {"activations": activations + sizes.work, "gradients": sums}
-    more = max(loss, backward, key=lambda moment: sum(moment.values()))
+        sums = 4 * (sizes.layers + sizes.tables)  # in float32, from the first micro-batch on
+    else:
+        last = of_layers + 4 * sizes.tables
+    moments = (
+        {
+            "activations": sizes.kept,
+            "loss": sizes.item * sizes.whole + sizes.logits,
+            "gradients": sums + 4 * sizes.whole,
+        },
+        {"activations": sizes.kept + sizes.first + weights, "gradients": sums + first},
+        # A loop is over before the embedding's gradient begins.
+        {"activations": 0 if scanned else sizes.at_once + weights, "gradients": sums + last},
+    )
+    more = max(moments, key=lambda moment: sum(moment.values()))
     if compiled is not None:
         more = {name: size for name, size in compiled.device.items() if not state[name]}
     device, host = state | more, dict.fromkeys(CATEGORIES, 0)

@@ -5,7 +5,8 @@ compiled. All take them from here, so that a new name is not lost as "other".
 """
 
 MODEL, LOSS, OPTIMIZER, GRADIENTS = "model", "loss", "optimizer", "gradients"
-"""Scopes of a step's phases. GRADIENTS: where those of micro-batches are added up."""
+"""Scopes of a step's phases. GRADIENTS: where those of micro-batches are added up. Within MODEL, the scopes
+FORWARD and BACKWARD hold loops over layers."""
 
 EMBEDDING, ATTENTION, MLP, NORM, HEAD = "embedding", "attention", "mlp", "norm", "head"
 """Scopes of the layers' kinds. HEAD has no scope of its own: it is what LOSS and the program HEAD compute."""

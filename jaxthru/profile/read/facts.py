@@ -11,7 +11,8 @@ class Facts:
     those of them that lie split over `mesh.tensor`. kept: {remat policy: bytes that all layers together keep
     of a token for the backward pass, in the compute dtype}. recomputed: {remat policy: FLOPs for each token
     that the backward pass does a second time}. scopes: name scopes of the family's own, which layers are told
-    by. exchanges: {name scope whose all-to-alls are meant: logical axis that is split where there are any}."""
+    by. exchanges: {name scope whose all-to-alls are meant: logical axis that is split where there are
+    any}."""
 
     matmul_flops_per_token: float
     attention_flops: float
