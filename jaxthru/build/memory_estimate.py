@@ -102,8 +102,8 @@ WORK = 1.5
 and gradients on their way through it."""
 
 GATHERED_TOKENS = 5
-"""Arrays of a block's tokens, gathered over `tensor`, that its backward pass has at once: the inputs of two
-pairs of products, the gradients of their outputs, and one on its way."""
+"""Arrays of a block's tokens, gathered over `tensor`, that its backward pass has at once: the inputs of
+attention's and the feed-forward's products, the gradients of their outputs, and one on its way."""
 
 
 def estimate(
@@ -182,7 +182,9 @@ def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tupl
     elements = rows // layout.size("batch") * sequence * heads // layout.size("heads") * head_dim
     chosen = attention_by(config, "gpu")
     if chosen == "auto":
-        chosen = automatic(elements, segments, "cpu")[0]  # the first is the same; for "gpu" it starts a backend
+        chosen = automatic(elements, segments, "cpu")[
+            0
+        ]  # the first is the same; for "gpu" it starts a backend
     workspace = cudnn_packed.workspace_bytes(elements, segments) if chosen == "cudnn_packed" else 0
     return STAND_IN.get(chosen, chosen), workspace
 
@@ -259,12 +261,13 @@ class Sizes:
         stream = item * dims["embed"] * tokens
         kept = [tokens * of(stage.kept, model.policy, float8=ops.float8) for stage in chain.layers]
         work = round(WORK * tokens * max(of(stage.kept, "none") for stage in chain.layers))
-        if mesh.shape["tensor"] > 1:
-            work += GATHERED_TOKENS * stream * mesh.shape["tensor"]
+        in_one_program = stacked is None and not made.offload.layered
+        if mesh.shape["tensor"] > 1:  # of two blocks, where products of the one before are put off
+            work += GATHERED_TOKENS * (1 + in_one_program) * stream * mesh.shape["tensor"]
         attention = 2 * tokens * max(of(stage.kept, "attention") for stage in chain.layers)
         # Attention's turn comes when the feed-forward's work is over. In a loop's body, and on several
         # devices in a program of many blocks, XLA puts products of weights' gradients off until after it.
-        put_off = stacked is not None or (mesh.size > 1 and not made.offload.layered)
+        put_off = stacked is not None or (mesh.size > 1 and in_one_program)
         at_once = work + workspace if put_off else max(work, attention + workspace)
         stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
         product = 1 if ops.float8 else item

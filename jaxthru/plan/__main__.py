@@ -47,9 +47,10 @@ def _memory(arguments: argparse.Namespace) -> int:
     xla.configure()
     aot.use_cpu(devices)
     room = memory.room(config, target)
+    segments = arguments.segments or choices.documents(config)[0]
     plan, resident = _plan(config, target, devices, arguments.segments)
     _show(memory.table(plan), [*room.said, *plan.notes])
-    proposals = choices.propose(config, room, resident=resident, devices=devices)
+    proposals = choices.propose(config, room, resident=resident, devices=devices, segments=segments)
     none = [] if proposals else ["Nothing fits, at any level and in any format."]
     _show(memory.proposal_table(proposals), none)
     short = room.lacks(plan)
@@ -65,13 +66,13 @@ def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | N
     offload = config.offload
     if offload.level == "auto":
         room = memory.room(config, target)
-        config = choices.resolve(config, room, devices)
+        config = choices.resolve(config, room, devices, segments or choices.documents(config)[0])
         level, fraction = config.offload.level, config.offload.fraction
         found = f"offload.level = auto is {level}, offload.fraction = {fraction:g}"
         plan, resident = _plan(config, target, devices, segments)
         return dataclasses.replace(plan, notes=(found, *plan.notes)), resident
     if not aot.available():
-        plan, _ = estimate(config, devices=devices)
+        plan, _ = estimate(config, devices=devices, segments=segments or choices.documents(config)[0])
         note = 'an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
         return dataclasses.replace(plan, notes=(note, *plan.notes)), None
     try:

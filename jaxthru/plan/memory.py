@@ -7,19 +7,14 @@ import rich.box
 import rich.table
 
 from jaxthru.build.checks import fit
-from jaxthru.build.choices import Proposal
+from jaxthru.build.choices import Proposal, documents
 from jaxthru.build.memory_estimate import MemoryPlan, Room, attention_stand_in, fullest, gib, host_room
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import open_data
 from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis
 from jaxthru.models.scopes import PURPOSES, program_of
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, xla
-from jaxthru.runtime.errors import InputError
-
-DOCUMENTS = 32
-"""Most documents assumed in a row where the corpus is not prepared: they size tables and workspaces."""
 
 
 def room(config: RunConfig, target: aot.Target) -> Room:
@@ -96,19 +91,6 @@ def traced(
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
     how = f"compiled for {target.name} without autotuning; attention: {attention}"
     return made, notes, f"{how}, up to {segments} documents a row"
-
-
-def documents(config: RunConfig) -> tuple[int, int, tuple[str, ...]]:
-    """Returns the most documents in a row and the sources of the mix, and a note where they are assumed."""
-    try:
-        with open_data(config.data, prepare=False) as data:
-            return data.segments, len(data.names), ()
-    except InputError:
-        return (
-            DOCUMENTS,
-            1,
-            (f"the corpus is not prepared: {DOCUMENTS} documents a row assumed (--segments)",),
-        )
 
 
 def table(plan: MemoryPlan) -> rich.table.Table:

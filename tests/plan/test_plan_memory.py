@@ -567,7 +567,7 @@ def test_staging_counts_in_both_directions(clip_rule):
 def test_a_host_has_room_for_its_own_devices(monkeypatch):
     rooms = []
     monkeypatch.setattr(jax, "local_device_count", lambda: jax.device_count() // 2)
-    monkeypatch.setattr(choices, "resolve", lambda config, room, devices: rooms.append(room) or config)
+    monkeypatch.setattr(choices, "resolve", lambda config, room, *_: rooms.append(room) or config)
     choices.resolve_here(load("llama3_8b", "offload.level=auto", "offload.host_gib=100"))
     assert [room.host for room in rooms] == [200 * GIB]
 
