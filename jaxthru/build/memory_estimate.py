@@ -182,9 +182,8 @@ def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tupl
     elements = rows // layout.size("batch") * sequence * heads // layout.size("heads") * head_dim
     chosen = attention_by(config, "gpu")
     if chosen == "auto":
-        chosen = automatic(elements, segments, "cpu")[
-            0
-        ]  # the first is the same; for "gpu" it starts a backend
+        # The first is the same on a CPU, and to ask for a GPU starts a backend.
+        chosen = automatic(elements, segments, "cpu")[0]
     workspace = cudnn_packed.workspace_bytes(elements, segments) if chosen == "cudnn_packed" else 0
     return STAND_IN.get(chosen, chosen), workspace
 
