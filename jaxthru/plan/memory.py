@@ -8,7 +8,8 @@ import rich.table
 
 from jaxthru.build.checks import fit
 from jaxthru.build.choices import Proposal, documents
-from jaxthru.build.memory_estimate import MemoryPlan, Room, attention_stand_in, fullest, gib, host_room
+from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
+from jaxthru.build.memory_sizes import attention_stand_in
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis
