@@ -1,11 +1,14 @@
 """Each rule on a program that breaks it, compiled where a CPU's compiler shows it, and on the step, which
 breaks none."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 import tiny
 
+from jaxthru.models import facts, family
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.lint import lint
 from jaxthru.profile.read import hlo
@@ -115,6 +118,13 @@ def test_an_all_to_all_is_meant_in_scopes_that_exchange():
     assert {entry.instruction for entry in findings(text, "collectives")} == {"c.1", "c.2"}
     (entry,) = findings(text, "collectives", {"experts": "embed"})
     assert entry.instruction == "c.2" and "no axis of the mesh needs it" in entry.text
+
+
+def test_what_stages_exchange_is_among_the_facts(monkeypatch):
+    chain = family.chain(tiny.SHAPE)
+    embedding = dataclasses.replace(chain.embedding, exchanges={"experts": "embed"})
+    monkeypatch.setattr(family, "chain", lambda config: chain._replace(embedding=embedding))
+    assert facts.facts(tiny.SHAPE, "float32").exchanges == {"experts": "embed"}
 
 
 def test_loops_of_unknown_length():
