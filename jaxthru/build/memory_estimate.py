@@ -11,26 +11,23 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxthru.build.checks import attention_by
+from jaxthru.build.memory_sizes import Sizes, attention_stand_in, stacked
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs
 from jaxthru.engine.gradients import gradient_dtype
-from jaxthru.engine.model import parts
 from jaxthru.engine.offload import OffloadConfig, on_device, placed
-from jaxthru.engine.rehearsed import Moment, kind_of, shard_size
+from jaxthru.engine.rehearsed import Moment, shard_size
 from jaxthru.models import scopes
-from jaxthru.models.remat import kept_bytes
 from jaxthru.optim.formats import FORMATS
+from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
 from jaxthru.runtime import hardware
 from jaxthru.runtime.sharding import Layout
 from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels import dispatch
-from pallas_kernels.attention import STAND_IN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,25 +89,17 @@ def gib(size: float) -> str:
     return f"{size / 2**30:,.1f}"
 
 
-LOSS_CHUNK = 2048
-"""Tokens whose logits exist at once in linear_cross_entropy."""
-
-WORK = 1.5
-"""Numbers that a block's backward pass has at once for each that it could keep: what it makes again, and
-gradients on their way through it."""
-
-
 def estimate(
-    config: RunConfig, *, resident: MemoryPlan | None = None, devices: int = 1
+    config: RunConfig, *, resident: MemoryPlan | None = None, devices: int = 1, segments: int = 1
 ) -> tuple[MemoryPlan, int]:
     """Returns the memory that a configuration needs, and the bytes that a device moves over PCIe a step.
 
     resident: of the configuration's own step without offload, compiled; its transients are taken for level
-    `none`.
+    `none`. segments: most documents in a row, by which cuDNN's attention sizes its workspace.
     """
     if not config.offload.layered:
-        made, _ = _assembled(config, devices)
-        return _resident(made, Sizes.of(made), resident), 0
+        made, _, workspace = _assembled(config, devices, segments)
+        return _resident(made, Sizes.of(made, workspace, _stacked(config, devices, segments)), resident), 0
     # The host runs layer after layer, see `checks.fit`.
     policy = "projections" if config.remat.policy == "none" else config.remat.policy
     base = dataclasses.replace(
@@ -119,25 +108,24 @@ def estimate(
         remat=dataclasses.replace(config.remat, policy=policy, keep_parameters=False),
         offload=OffloadConfig(),
     )
-    made, trace = _assembled(base, devices)
+    made, trace, workspace = _assembled(base, devices, segments)
     made = dataclasses.replace(made, offload=config.offload, abstract=placed(made.abstract, config.offload))
-    sizes, int8 = Sizes.of(made), FORMATS[config.optim.state].moments == "int8"
+    sizes, int8 = Sizes.of(made, workspace), FORMATS[config.optim.state].moments == "int8"
 
     def needs(name: str, _: Any) -> Breakdown:
-        kind, device = kind_of(name), dict.fromkeys(CATEGORIES, 0)
+        kind, device = scopes.program_of(name), dict.fromkeys(CATEGORIES, 0)
         if kind == scopes.LOSS_HEAD:
             device |= {"loss": sizes.logits + sizes.item * sizes.table, "gradients": 4 * sizes.table}
         elif kind == scopes.BACKWARD:
             # Input, output and gradients of all micro-batches, and weights as products take them.
             passing = 3 * sizes.stream * made.step.microbatches
-            device["activations"] = sizes.work + passing + sizes.gathered // len(made.step.model.chain.layers)
+            device["activations"] = sizes.at_once + passing + sizes.gathered
             device["gradients"] = sizes.layer * (sizes.item + 4 * (made.step.microbatches > 1))
         elif kind == scopes.EMBED_BACKWARD:
             device["gradients"] = 4 * sizes.table
-        elif kind == "update" and int8 and devices > 1:
+        elif kind in scopes.UPDATES and int8 and devices > 1:
             # Both moments in float32, where XLA partitions the update; on one device it goes slab by slab.
-            of_layer = scopes.program_of(name) == scopes.UPDATE_LAYER
-            device["optimizer"] = 8 * (sizes.layer if of_layer else sizes.table)
+            device["optimizer"] = 8 * (sizes.layer if kind == scopes.UPDATE_LAYER else sizes.table)
         return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")
 
     with dispatch.assumed("cpu"):
@@ -149,7 +137,7 @@ def indispensable(config: RunConfig, devices: int) -> dict[str, int]:
     """Returns the bytes on one device of what exists at once in any step, by category: parameters, optimizer
     and gradients, which wait for their norm. Whatever else a step needs comes on top."""
     layered = config.offload.layered
-    made, _ = _assembled(dataclasses.replace(config, offload=OffloadConfig()), devices)
+    made, _, _ = _assembled(dataclasses.replace(config, offload=OffloadConfig()), devices, 1)
     params, model = made.abstract["params"], made.step.model
 
     def gradient(info: WeightInfo, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
@@ -163,13 +151,13 @@ def indispensable(config: RunConfig, devices: int) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=16)
-def _assembled(config: RunConfig, devices: int) -> tuple[Assembled, Callable]:
-    """Returns the step on a mesh of no devices, and `programs.trace` that remembers what it has traced."""
+def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assembled, Callable, int]:
+    """Returns the step on a mesh of no devices, `programs.trace` that remembers what it has traced, and the
+    bytes of attention's workspace."""
     shape = config.mesh.shape(devices)
     layout = Layout(AbstractMesh((*shape.values(),), (*shape,), axis_types=(AxisType.Auto,) * len(shape)))
-    attention = attention_by(config, "gpu")
-    attention = STAND_IN.get("triton" if attention == "auto" else attention, attention)
-    made = assemble(config, layout, segments=1, sources=1, attention=attention)
+    attention, workspace = attention_stand_in(config, layout, segments)
+    made = assemble(config, layout, segments=segments, sources=1, attention=attention)
     # No devices, no memory kind that they would have by default.
     abstract = programs.placed(made.abstract, on_device(made.abstract))
     made = dataclasses.replace(made, abstract=abstract)
@@ -180,58 +168,21 @@ def _assembled(config: RunConfig, devices: int) -> tuple[Assembled, Callable]:
             known[name] = programs.trace(name, *arguments, **settings)
         return known[name]
 
-    return made, trace
+    return made, trace, workspace
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What the formulas go by, on one device. layer, layers, tables: parameters of the largest layer (where
-    layers are unrolled), of all, and of embedding and head, as the state is split. table: of the larger of
-    these. item: bytes of a number in the compute dtype. stream: bytes of a block's input. kept: of what all
-    blocks keep. work: of what one block's backward pass has beside that. logits: of those of a chunk.
-    gathered: of all layers' weights as products take them, where that is not as they are stored."""
-
-    layer: int
-    layers: int
-    table: int
-    tables: int
-    item: int
-    stream: int
-    kept: int
-    work: int
-    logits: int
-    gathered: int
-
-    @classmethod
-    def of(cls, made: Assembled) -> "Sizes":
-        model, micro = made.step.model, made.step.microbatches
-        mesh, chain, item = model.ops.layout.mesh, model.chain, jnp.dtype(model.ops.compute).itemsize
-        params = parts(made.abstract["params"])
-        embedding, head, *layers = map(_on_a_device, params)
-        # Along `tensor` a device has all tokens of a part of the heads and of the feed-forward's width.
-        tokens = made.batch["tokens"].size // mesh.size // micro
-        dims = dict(chain.dims)
-        kept = [kept_bytes(stage.kept, model.policy, item) for stage in chain.layers]
-        widest = max(sum(stage.kept.values()) for stage in chain.layers)
-        stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
-        cast = mesh.shape["fsdp"] > 1 or stored.itemsize != item
-        return cls(
-            layer=max(layers),
-            layers=sum(layers),
-            table=max(embedding, head),
-            tables=embedding + head,
-            item=item,
-            stream=item * dims["embed"] * tokens,
-            kept=sum(kept) * tokens,
-            work=round(WORK * item * widest * tokens),
-            logits=4 * LOSS_CHUNK * dims["vocab"],
-            gathered=item * sum(layers) * mesh.shape["fsdp"] if cast else 0,
-        )
+def _stacked(config: RunConfig, devices: int, segments: int) -> int | None:
+    """Returns the bytes of a device that a loop over layers stacks for the backward pass, beside their
+    inputs; None where layers are unrolled."""
+    if config.model.loop != "scan":
+        return None
+    return _traced_stacks(dataclasses.replace(config, optim=OptimConfig()), devices, segments)
 
 
-def _on_a_device(tree: Any) -> int:
-    """Returns how many numbers of an abstract tree are on one device."""
-    return sum(shard_size(leaf.shape, leaf.sharding) for leaf in jax.tree.leaves(tree))
+@functools.lru_cache(maxsize=16)
+def _traced_stacks(config: RunConfig, devices: int, segments: int) -> int:
+    made, _, _ = _assembled(config, devices, segments)
+    return stacked(made, segments)
 
 
 def _bytes_on_a_device(tree: Any) -> int:
@@ -240,25 +191,32 @@ def _bytes_on_a_device(tree: Any) -> int:
 
 
 def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> MemoryPlan:
-    """Returns the memory of a step that is one program: its state, and what else it needs at the loss or
-    after the backward pass, whichever is more."""
+    """Returns the memory of a step that is one program: its state, and what else it needs at the loss, at the
+    first block of the backward pass or at its last, whichever is the most."""
     model, state = made.step.model, dict.fromkeys(CATEGORIES, 0)
     for name, key in (("parameters", "params"), ("optimizer", "opt_state")):
         state[name] = _bytes_on_a_device(made.abstract[key])
-    count = len(model.chain.layers)
-    activations = sizes.stream * count + sizes.kept
-    if model.ops.keep_parameters or model.policy == "none":
-        activations += sizes.gathered
-    loss = {"activations": activations, "loss": sizes.item * sizes.table + sizes.logits}
-    loss["gradients"] = 4 * sizes.table
-    of_layers = sizes.item * sizes.layers
-    backward = {"activations": sizes.work, "gradients": of_layers + 4 * sizes.tables}
+    of_layers, scanned = sizes.item * sizes.layers, model.loop == "scan"
+    # Weights that come for a block, if not all are kept.
+    weights = sizes.gathered if model.ops.layout.mesh.shape["fsdp"] > 1 and model.policy != "none" else 0
+    # The output matrix's gradient is whole until it is summed over devices; a loop's gradients are one stack.
+    first = 4 * sizes.whole + of_layers * scanned
+    sums = last = 0
     if made.step.microbatches > 1:
-        # Sums in float32, to which unrolled layers add one after another; of scanned ones all gradients come
-        # first.
-        sums = 4 * (sizes.layers + sizes.tables + sizes.table) + of_layers * (model.loop == "scan")
-        loss = backward = {"activations": activations + sizes.work, "gradients": sums}
-    more = max(loss, backward, key=lambda moment: sum(moment.values()))
+        sums = 4 * (sizes.layers + sizes.tables)  # in float32, from the first micro-batch on
+    else:
+        last = of_layers + 4 * sizes.tables
+    moments = (
+        {
+            "activations": sizes.kept,
+            "loss": sizes.item * sizes.whole + sizes.logits,
+            "gradients": sums + 4 * sizes.whole,
+        },
+        {"activations": sizes.kept + sizes.first + weights, "gradients": sums + first},
+        # A loop is over before the embedding's gradient begins.
+        {"activations": 0 if scanned else sizes.at_once + weights, "gradients": sums + last},
+    )
+    more = max(moments, key=lambda moment: sum(moment.values()))
     if compiled is not None:
         more = {name: size for name, size in compiled.device.items() if not state[name]}
     device, host = state | more, dict.fromkeys(CATEGORIES, 0)

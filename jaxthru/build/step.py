@@ -22,6 +22,7 @@ from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import Optimizer, make_schedule
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.state import abstract_state
+from pallas_kernels.adamw_8bit import PARTITIONED
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,8 +84,7 @@ def assemble(
     chain = family.chain(config.model)
     model = Model(chain, ops, config.remat.policy, config.model.loop)
     schedule = make_schedule(config.optim, train.steps)
-    # The reference is what XLA can partition.
-    adamw_8bit = config.kernels.named("adamw_8bit") or ("reference" if layout.mesh.size > 1 else None)
+    adamw_8bit = config.kernels.named("adamw_8bit") or (PARTITIONED if layout.mesh.size > 1 else None)
     optimizer = Optimizer(config.optim, model.weights, adamw_8bit)
     objective = Objective(model, train.z_loss, segments, sources)
     groups = config.data.groups_of(train.rows)

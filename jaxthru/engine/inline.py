@@ -175,11 +175,14 @@ def _scanned(
             gradients[at], dx_ND = link.pullback(walk.cotangents(link, dx_ND, context))
         return dx_ND, gradients
 
-    x_ND, (saved, terms) = jax.lax.scan(forward, x_ND, trees, length=group.repetitions)
+    # What a loop makes itself, such as the stacks of what is saved, lies in no scope of its body's.
+    with jax.named_scope(scopes.MODEL), jax.named_scope(scopes.FORWARD):
+        x_ND, (saved, terms) = jax.lax.scan(forward, x_ND, trees, length=group.repetitions)
 
     def backward(dx_ND: jax.Array, sums: dict[int, Tree]) -> jax.Array:
         each = trees, saved
-        dx_ND, gradients = jax.lax.scan(back, dx_ND, each, length=group.repetitions, reverse=True)
+        with jax.named_scope(scopes.MODEL), jax.named_scope(scopes.BACKWARD):
+            dx_ND, gradients = jax.lax.scan(back, dx_ND, each, length=group.repetitions, reverse=True)
         for at, of_block in enumerate(gradients):
             book(first + at, of_block)
         return dx_ND

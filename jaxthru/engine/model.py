@@ -108,8 +108,7 @@ class Model:
                 stage.apply(tree, x_ND, context)
 
         kinds = distinct(self.chain.layers)
-        inits = [stage.init for stage in (self.chain.embedding, *kinds)]
-        jax.eval_shape(run, jax.eval_shape(lambda key: [init(key) for init in inits], jax.random.key(0)))
+        jax.eval_shape(run, [stage.shapes for stage in (self.chain.embedding, *kinds)])
         return list(dict.fromkeys(found))
 
     def output_matrix(self, params: Tree) -> tuple[jax.Array, Axes]:

@@ -30,28 +30,30 @@ Tree = Any
 NOTHING = Breakdown(dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0), 0, 0, "")
 STEPS = 2  # the second begins while the last copies of the first are under way
 
-RESULTS = {
-    "embed": ("activations", "other"),
-    "forward": ("activations", "activations", "other", "other"),
-    "head": ("other", "activations", "gradients", "gradients", "other"),
-    "backward": ("activations", "gradients", "other"),
-    "embed_backward": ("gradients", "other"),
-    "update": ("parameters", "optimizer"),
+RESULTS: dict[str, tuple[str, ...]] = {
+    scopes.BEGIN: ("other", "other", "other"),
+    scopes.EMBED: ("activations", "other"),
+    scopes.FORWARD: ("activations", "activations", "other", "other"),
+    scopes.LOSS_HEAD: ("other", "activations", "gradients", "gradients", "other"),
+    scopes.BACKWARD: ("activations", "gradients", "other"),
+    scopes.EMBED_BACKWARD: ("gradients", "other"),
+    **dict.fromkeys(scopes.UPDATES, ("parameters", "optimizer")),
+    scopes.FINISH: ("other", "other"),
 }
-"""Category of each result of a program; of others it is `other`."""
+"""Category of each result of a program."""
 
-TEMPORARY = {"head": "loss", "update": "optimizer", "begin": "other", "finish": "other"}
-"""Category of a program's temporaries; of others it is `activations`."""
+OUTPUT = {
+    name: next((kind for kind in reversed(kinds) if kind != "other"), "other")
+    for name, kinds in RESULTS.items()
+}
+"""Category of a program's large results that take over no argument's memory."""
 
-OUTPUT = dict.fromkeys(("embed", "forward"), "activations") | {"update": "optimizer"}
-OUTPUT |= dict.fromkeys(("head", "backward", "embed_backward"), "gradients")
-"""Category of a program's large results; of others it is `other`."""
-
-
-def kind_of(name: str) -> str:
-    """Returns a program's name without the kind of stage that it is for."""
-    name = scopes.program_of(name)
-    return "update" if name.startswith("update") else name
+TEMPORARY = {
+    **dict.fromkeys(RESULTS, "activations"),
+    **{scopes.BEGIN: "other", scopes.LOSS_HEAD: "loss", scopes.FINISH: "other"},
+    **dict.fromkeys(scopes.UPDATES, "optimizer"),
+}
+"""Category of a program's temporaries."""
 
 
 Analysis = Callable[[str, jax.stages.Traced], Breakdown]
@@ -257,8 +259,5 @@ class _Program:
         for index in self.donate:
             for leaf in jax.tree.leaves(arguments[index]):
                 leaf.delete()
-        kinds = RESULTS.get(kind_of(self.name), "other")
-        if isinstance(kinds, str):
-            return account.arrays(self.results, kinds, account.programs)
-        pairs = zip(self.results, kinds, strict=True)
+        pairs = zip(self.results, RESULTS[scopes.program_of(self.name)], strict=True)
         return tuple(account.arrays(result, kind, account.programs) for result, kind in pairs)

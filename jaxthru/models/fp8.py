@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxthru.models.remat import FLOAT8
 from jaxthru.runtime.sharding import Axes, Layout
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -28,7 +29,7 @@ losses were 2 % higher after 100 steps; in the forward pass it made no differenc
 """
 SMALLEST = 2.0**-100
 """Tensors below this everywhere are not scaled up further, so that no scale overflows."""
-KEPT_NAME = "float8"
+KEPT_NAME = FLOAT8
 """What rematerialisation policies call quantised inputs, and the magnitudes that weights are scaled by."""
 
 

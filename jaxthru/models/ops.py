@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jaxthru.models import fp8
 from jaxthru.models.remat import PARAMETERS
+from jaxthru.models.scopes import ATTENTION_KERNEL
 from jaxthru.runtime import copies
 from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
@@ -176,7 +177,7 @@ class Ops:
         named = None if self.attention_by == "auto" else self.attention_by
         local = functools.partial(attention, implementation=named)
 
-        local = jax.named_scope("dot_product_attention")(local)  # what the ledger calls attention
+        local = jax.named_scope(ATTENTION_KERNEL)(local)  # what the ledger calls attention
         if self.layout.mesh.size == 1:
             return local(q_BTHC, k_BTKC, v_BTKC, segments)
         rows = self.layout.spec(("batch",))

@@ -7,12 +7,13 @@ from typing import Literal
 import jax
 
 PARAMETERS, STATISTICS = "parameters", "attention_statistics"
+FLOAT8, REST = "float8", "rest"
 _ATTENTION = ("query", "key", "value", "attention", STATISTICS, "attention_out")
 KEPT = {
     "full": (),
     "attention": _ATTENTION,
     "gate": (*_ATTENTION, "gate"),
-    "projections": (*_ATTENTION, "gate", "up", "float8"),
+    "projections": (*_ATTENTION, "gate", "up", FLOAT8),
 }
 """Policy -> the names (`jax.ad_checkpoint.checkpoint_name`) whose values are kept. So are PARAMETERS, a name
 that `Ops` gives where they are to be."""
@@ -39,13 +40,16 @@ def remat(function: Callable, policy: str) -> Callable:
     return jax.checkpoint(function, policy=keep)
 
 
-def kept_bytes(kept: Mapping[str, int], policy: str, item: int) -> int:
+def kept_bytes(kept: Mapping[str, int], policy: str, item: int, float8: bool = False) -> int:
     """Returns the bytes per token that a policy keeps of a stage beside its input.
 
-    kept: of the Stage. item: bytes of a number in the compute dtype; statistics are float32.
+    kept: of the Stage. item: bytes of a number in the compute dtype; statistics are float32. float8: whether
+    products are made in float8, whose inputs are then kept in that.
     """
     names = kept if policy == "none" else KEPT[policy]
-    return sum(kept.get(name, 0) * (4 if name == STATISTICS else item) for name in names)
+    bytes_of = {STATISTICS: 4, FLOAT8: 1}
+    left_out = REST if float8 else FLOAT8
+    return sum(kept.get(name, 0) * bytes_of.get(name, item) for name in names if name != left_out)
 
 
 def recomputed(products: Mapping[str, int], policy: str) -> int:

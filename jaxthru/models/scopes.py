@@ -5,7 +5,8 @@ compiled. All take them from here, so that a new name is not lost as "other".
 """
 
 MODEL, LOSS, OPTIMIZER, GRADIENTS = "model", "loss", "optimizer", "gradients"
-"""Scopes of a step's phases. GRADIENTS: where those of micro-batches are added up."""
+"""Scopes of a step's phases. GRADIENTS: where those of micro-batches are added up. Within MODEL, the scopes
+FORWARD and BACKWARD hold loops over layers."""
 
 EMBEDDING, ATTENTION, MLP, NORM, HEAD = "embedding", "attention", "mlp", "norm", "head"
 """Scopes of the layers' kinds. HEAD has no scope of its own: it is what LOSS and the program HEAD compute."""
@@ -20,7 +21,8 @@ PURPOSES = {"optimizer": OPTIMIZER, "loss": LOSS, "activations": MODEL, "gradien
 """What the memory of a temporary is for, as `profile.read.buffers` calls it -> the scope that says so."""
 
 EXCHANGES = {EMBEDDING: "embed"}
-"""Scopes whose all-to-alls are meant -> the logical axis that is split where there are any."""
+"""Scopes whose all-to-alls are meant -> the logical axis that is split where there are any; a family's own
+stages may name more (`Stage.exchanges`)."""
 
 STEP = "train_step"
 """The program of a whole step."""
@@ -35,6 +37,9 @@ UPDATE_EMBEDDING, UPDATE_HEAD, UPDATE_LAYER, FINISH = (
 )
 """The programs of a step that the host dispatches. Of blocks of several kinds, each has its own FORWARD,
 BACKWARD and UPDATE_LAYER, with the kind behind the name, see `program`."""
+
+
+UPDATES = UPDATE_EMBEDDING, UPDATE_HEAD, UPDATE_LAYER
 
 
 def program(name: str, kind: str = "") -> str:

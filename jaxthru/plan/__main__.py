@@ -53,10 +53,11 @@ def _memory(arguments: argparse.Namespace) -> int:
     xla.configure()
     aot.use_cpu(devices)
     room = memory.room(config, target)
+    segments = arguments.segments or choices.documents(config)[0]
     plan, resident = _plan(config, target, devices, arguments.segments)
     _show(None, [COMPILED if aot.available() else ESTIMATE])
     _show(memory.table(plan), [*room.said, *plan.notes])
-    proposals = choices.propose(config, room, resident=resident, devices=devices)
+    proposals = choices.propose(config, room, resident=resident, devices=devices, segments=segments)
     _show(*memory.proposed(proposals))
     short = room.lacks(plan)
     fits = f"fits: {gib(plan.peak_device)} of {gib(room.device)} GiB"
@@ -75,13 +76,14 @@ def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | N
     offload = config.offload
     if offload.level == "auto":
         room = memory.room(config, target)
-        config = choices.resolve(config, room, devices)
+        config = choices.resolve(config, room, devices, segments or choices.documents(config)[0])
         level, fraction = config.offload.level, config.offload.fraction
         found = f"offload.level = auto is {level}, offload.fraction = {fraction:g}"
         plan, resident = _plan(config, target, devices, segments)
         return dataclasses.replace(plan, notes=(found, *plan.notes)), resident
     if not aot.available():
-        return estimate(config, devices=devices)[0], None
+        segments = segments or choices.documents(config)[0]
+        return estimate(config, devices=devices, segments=segments)[0], None
     try:
         if offload.layered:
             return memory.dispatched(config, target, devices, segments), None

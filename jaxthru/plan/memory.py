@@ -3,28 +3,19 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import rich.box
 import rich.table
 
-from jaxthru.build.checks import attention_by, fit
-from jaxthru.build.choices import Proposal
+from jaxthru.build.checks import fit
+from jaxthru.build.choices import Proposal, documents
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
+from jaxthru.build.memory_sizes import attention_stand_in
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import open_data
-from jaxthru.engine.model import Model
-from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis, kind_of
-from jaxthru.models import family
-from jaxthru.models.ops import Ops
-from jaxthru.models.scopes import PURPOSES
+from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis
+from jaxthru.models.scopes import PURPOSES, program_of
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, xla
-from jaxthru.runtime.errors import InputError
-from pallas_kernels.attention import STAND_IN, automatic
-
-DOCUMENTS = 32
-"""Most documents assumed in a row where the corpus is not prepared: they size tables and workspaces."""
 
 
 def room(config: RunConfig, target: aot.Target) -> Room:
@@ -77,9 +68,8 @@ def compiled_for(target: aot.Target, devices: int) -> Analysis:
 
     def analyse(name: str, traced: jax.stages.Traced) -> Breakdown:
         lowered = traced.lower(lowering_platforms=("cuda",))
-        kind, dump = kind_of(name), aot.compile_for(lowered, target, devices).dump
-        unnamed, output = TEMPORARY.get(kind, "activations"), OUTPUT.get(kind, "other")
-        return breakdown(dump, PURPOSES, lambda _: None, unnamed, output)
+        kind, dump = program_of(name), aot.compile_for(lowered, target, devices).dump
+        return breakdown(dump, PURPOSES, lambda _: None, TEMPORARY[kind], OUTPUT[kind])
 
     return analyse
 
@@ -98,36 +88,10 @@ def traced(
         asked = f"kernels.collective_matmul = {kernels.collective_matmul!r}"
         notes += (f"planned with the ring in place of {asked}",)
         config = dataclasses.replace(config, kernels=dataclasses.replace(kernels, collective_matmul="ring"))
-    attention = stand_in(config, layout, segments)
+    attention, _ = attention_stand_in(config, layout, segments)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
     how = f"compiled for {target.name} without autotuning; attention: {attention}"
     return made, notes, f"{how}, up to {segments} documents a row"
-
-
-def documents(config: RunConfig) -> tuple[int, int, tuple[str, ...]]:
-    """Returns the most documents in a row and the sources of the mix, and a note where they are assumed."""
-    try:
-        with open_data(config.data, prepare=False) as data:
-            return data.segments, len(data.names), ()
-    except InputError:
-        return (
-            DOCUMENTS,
-            1,
-            (f"the corpus is not prepared: {DOCUMENTS} documents a row assumed (--segments)",),
-        )
-
-
-def stand_in(config: RunConfig, layout, segments: int) -> str:
-    """Returns the attention that takes the memory of the one which would run on the GPU."""
-    train, sequence = config.train, config.data.sequence
-    rows = train.rows // train.microbatches
-    chain = family.chain(config.model)
-    model = Model(chain, Ops(layout, jnp.dtype(config.precision.compute)), "none", "unroll")
-    heads, _, head_dim = max(model.attention_shapes(rows, sequence), default=(0, 0, 0))
-    elements = rows // layout.size("batch") * sequence * heads // layout.size("heads") * head_dim
-    chosen = attention_by(config, "gpu")
-    chosen = automatic(elements, segments, "gpu")[0] if chosen == "auto" else chosen
-    return STAND_IN.get(chosen, chosen)
 
 
 def table(plan: MemoryPlan) -> rich.table.Table:

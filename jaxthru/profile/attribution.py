@@ -220,6 +220,9 @@ def layer_and_phase(op_name: str, module: str, kinds: Collection[str] = ()) -> t
     found = re.findall(rf"(?<=[/(:])({names})(?=[/):])", op_name)
     if found:
         layer = {scopes.LOSS: scopes.HEAD, ATTENTION_KERNEL: scopes.ATTENTION}.get(found[-1], found[-1])
+    # Of a loop over layers also what it does beside its body, which has no `jvp`.
+    loops = (name for name in (scopes.FORWARD, scopes.BACKWARD) if within(op_name, f"{scopes.MODEL}/{name}"))
+    phase = next(loops, phase)
     if phase == "optimizer" or scopes.OPTIMIZER in found:
         return layer, "optimizer"
     if scopes.LOSS in found:
@@ -229,7 +232,7 @@ def layer_and_phase(op_name: str, module: str, kinds: Collection[str] = ()) -> t
     if "transpose(" in op_name:
         return layer, "backward"
     if "jvp(" in op_name:
-        # A layered step's backward programs begin with what of the forward pass was not kept.
+        # A layered step's backward programs, and loops', begin with what of the forward pass was not kept.
         return layer, "recomputation" if phase == "backward" else phase if phase == "loss" else "forward"
     return layer, phase
 

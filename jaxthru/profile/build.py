@@ -76,7 +76,7 @@ def build(folder: Path) -> Ledger:
         memory=footprint(
             folder / "dump", named.attribution, collected["peak_bytes"], collected["host_pinned_bytes"]
         ),
-        lint=lint.lint(named.attribution, named.spent(scale), config, named.runs),
+        lint=lint.lint(named.attribution, named.spent(scale), config, named.runs, model.exchanges),
         model=model,
     )
 

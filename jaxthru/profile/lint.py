@@ -24,14 +24,16 @@ def lint(
     spent: Mapping[tuple[str, str], float],
     config: Mapping[str, Any],
     runs: Mapping[str, float] | None = None,
+    exchanges: Mapping[str, str] = {},
 ) -> tuple[Lint, ...]:
     """Returns the findings, rule by rule, the dearest first.
 
     spent: seconds of a step by (module, instruction), as measured. config: the run's, as nested plain values,
-    with the sizes of its mesh found. runs: of each program in a step.
+    with the sizes of its mesh found. runs: of each program in a step. exchanges: of the model's `Facts`.
     """
     found: list[Lint] = []
     for rule in (copies, float32_matmuls, collectives, loops, not_donated, attention_again):
+        more = (exchanges,) if rule is collectives else ()
         of = [
             Lint(
                 rule.__name__,
@@ -41,7 +43,7 @@ def lint(
                 spent.get((work.module, work.instruction.name)),
                 text,
             )
-            for work, moved, text in rule(attribution, config)
+            for work, moved, text in rule(attribution, config, *more)
         ]
         of.sort(key=lambda entry: (-(entry.seconds or 0.0), -(entry.bytes or 0.0)))
         found += of[:MOST]
@@ -117,11 +119,14 @@ def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
     return any(_widened(module, there[name], depth - 1) for name in instruction.operands if name in there)
 
 
-def collectives(attribution: Attribution, config: Mapping[str, Any]) -> Found:
+def collectives(
+    attribution: Attribution, config: Mapping[str, Any], exchanges: Mapping[str, str] = {}
+) -> Found:
     """Collectives that the mesh does not explain: FSDP gathers parameters and scatters gradients, tensor
     parallelism also sums activations, data parallelism only sums gradients; and what stages exchange."""
     split = {axis: config["mesh"].get(axis, 1) != 1 for axis in AXES}
-    exchanging = [scope for scope, over in EXCHANGES.items() if any(split[axis] for axis in RULES[over])]
+    known = (EXCHANGES | dict(exchanges)).items()
+    exchanging = [scope for scope, over in known if any(split[axis] for axis in RULES[over])]
     for work in attribution.all():
         kind = work.collective
         if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:

@@ -15,6 +15,23 @@ def test_bfloat16_on_several_cpu_devices_is_refused_where_xla_would_abort():
         fit(config, jax.devices()[:2])
 
 
+@pytest.mark.parametrize("kernel", ["triton", "xla"])
+def test_an_update_in_8_bits_that_is_not_partitioned_is_refused_on_a_mesh(kernel):
+    def chosen(name: str):
+        settings = [f"kernels.adamw_8bit={name}", "optim.state=int8", "train.rows=8"]
+        return configuration.load("configs/quickstart.py", settings)
+
+    fit(chosen(kernel), jax.devices()[:1])
+    for partitioned in ("auto", "reference"):
+        fit(chosen(partitioned), jax.devices()[:2])
+    with pytest.raises(InputError) as refused:
+        fit(chosen(kernel), jax.devices()[:2])
+    assert str(refused.value) == (
+        f"kernels.adamw_8bit = {kernel!r}: XLA does not partition it, and the mesh has 2 devices; "
+        "choose 'auto' or 'reference'"
+    )
+
+
 def test_tokens_that_do_not_divide_over_tensor_are_refused():
     settings = ["mesh.tensor=2", "mesh.fsdp=1", "train.rows=3", "data.sequence=255"]
     config = configuration.load("configs/quickstart.py", settings)

@@ -22,7 +22,7 @@ from jaxthru.engine.model import parts
 from jaxthru.engine.offload import HOST
 from jaxthru.engine.programs import compiler_with
 from jaxthru.engine.rehearsed import Moment
-from jaxthru.models import llama
+from jaxthru.models import llama, scopes
 from jaxthru.models.remat import kept_bytes
 from jaxthru.models.scopes import PURPOSES
 from jaxthru.plan import memory
@@ -281,6 +281,57 @@ def test_the_arithmetic_of_micro_batches_is_near_their_compile(shape, compiled):
     assert abs(plan.peak_device / GIB / compiled - 1) < 0.02, plan.peak_device / GIB
 
 
+COMPILED = [
+    # documents a row, settings beside four layers -> GiB, compiled for an H200.
+    (8, "remat.policy=none", 36.43),
+    (8, "remat.policy=none model.layers=8", 56.31),
+    (8, "remat.policy=none model.loop=scan", 51.77),
+    (8, "remat.policy=none precision.matmul=fp8", 35.33),
+    (8, "model.loop=scan", 37.39),
+    (64, "model.loop=scan", 34.76),  # Triton's attention, which has no workspace
+    (8, "model.loop=scan precision.matmul=fp8", 38.67),
+    (8, "model.loop=scan train.microbatches=2", 38.44),
+    (8, "model.loop=scan remat.policy=full", 32.23),
+    (8, "precision.matmul=fp8", 34.40),
+    (8, "remat.policy=full model.layers=8", 43.43),
+    (8, "train.microbatches=2 model.layers=8", 51.94),
+    (8, "mesh.data=2", 30.23),
+    (8, "mesh.fsdp=2 remat.policy=none", 20.98),
+    (8, "mesh.fsdp=2 remat.policy=none model.loop=scan", 27.45),
+    (8, "mesh.fsdp=2 train.rows=4", 23.51),
+    (8, "mesh.fsdp=2 train.rows=4 train.microbatches=2 remat.policy=full", 20.95),
+    (8, "mesh.fsdp=2 train.rows=4 remat.keep_parameters=true", 26.65),
+    (8, "mesh.tensor=2", 18.95),
+    (8, "mesh.tensor=2 remat.policy=full", 18.82),
+    (8, "mesh.tensor=2 remat.policy=none model.loop=scan", 26.15),
+    (8, "mesh.fsdp=2 mesh.tensor=2", 9.60),
+    (8, "offload.level=optimizer", 30.83),
+    (8, "offload.level=parameters remat.policy=full", 23.25),
+    (8, "mesh.fsdp=2 offload.level=parameters remat.policy=full", 12.39),
+]
+
+
+@pytest.mark.parametrize(("segments", "settings", "compiled"), COMPILED)
+def test_the_arithmetic_is_near_what_was_compiled(segments, settings, compiled):
+    config = load("llama3_8b_8layer", "model.layers=4", *settings.split())
+    devices = math.prod(size for size in dataclasses.astuple(config.mesh)[:3] if size != -1)
+    plan, _ = memory_estimate.estimate(config, devices=devices, segments=segments)
+    assert abs(plan.peak_device / GIB / compiled - 1) < 0.05, plan.peak_device / GIB
+    assert sum(plan.device.values()) == plan.peak_device
+
+
+@cuda
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_the_arithmetic_of_what_is_all_kept_is_near_its_compile(loop):
+    config = load("llama3_8b_8layer", "model.layers=2", "remat.policy=none", f"model.loop={loop}")
+    plan = memory.resident(config, aot.TARGETS["h200"], segments=8)
+    estimated, _ = memory_estimate.estimate(config, segments=8)
+    assert estimated.peak_device == pytest.approx(plan.peak_device, rel=0.05)
+    layer_kept = kept_bytes(llama.kept(config.model), "none", 2) * config.train.rows * config.data.sequence
+    assert plan.device["activations"] > 2 * layer_kept
+    assert plan.device["other"] < 0.01 * plan.peak_device
+
+
 def test_an_estimate_starts_no_backend_and_logs_no_kernel():
     """XLA reads how much it may pin when a backend loads, and that is what the estimate is for."""
     code = """
@@ -289,7 +340,8 @@ from jax._src import xla_bridge
 from jaxthru import config as configuration
 from jaxthru.build import choices, memory_estimate
 logging.basicConfig(level=logging.INFO, format="logged %(message)s")
-for more in ([], ["offload.activations=inputs"], ["offload.level=none"], ["optim.state=split_master_int8"]):
+for more in ([], ["offload.activations=inputs"], ["offload.level=none"], ["optim.state=split_master_int8"],
+             ["offload.level=none", "model.loop=scan", "optim.clip_rule=exact"]):
     config = configuration.load("configs/llama3_8b.py", more)
     memory_estimate.estimate(config), choices.pinned(config), choices.saved_at_once(config)
 print(xla_bridge.backends_are_initialized())
@@ -436,6 +488,18 @@ def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
     assert kept(state) == planned
 
 
+def test_a_program_that_no_category_is_known_of_fails():
+    with pytest.raises(KeyError, match="rewind"):
+        rehearsed._Program(rehearsed._Account(), "rewind", rehearsed.NOTHING, ((),), ())()
+
+
+def test_every_program_says_what_it_gives():
+    names = {program for program, kinds in rehearsed.RESULTS.items() if set(kinds) <= set(CATEGORIES)}
+    assert names == set(rehearsed.OUTPUT) == set(rehearsed.TEMPORARY) >= {*scopes.UPDATES, scopes.FORWARD}
+    assert rehearsed.OUTPUT[scopes.LOSS_HEAD] == rehearsed.OUTPUT[scopes.BACKWARD] == "gradients"
+    assert rehearsed.OUTPUT[scopes.FORWARD] == "activations" and rehearsed.OUTPUT[scopes.BEGIN] == "other"
+
+
 def test_a_copy_counts_on_both_ends_until_the_host_has_waited():
     config = load("quickstart", *TINY, *OFFLOADS["gradients, previous"], "optim.state=split_master")
     moments = assembled(config).rehearsed(nothing).moments
@@ -568,7 +632,7 @@ def test_staging_counts_in_both_directions(clip_rule):
 def test_a_host_has_room_for_its_own_devices(monkeypatch):
     rooms = []
     monkeypatch.setattr(jax, "local_device_count", lambda: jax.device_count() // 2)
-    monkeypatch.setattr(choices, "resolve", lambda config, room, devices: rooms.append(room) or config)
+    monkeypatch.setattr(choices, "resolve", lambda config, room, *_: rooms.append(room) or config)
     choices.resolve_here(load("llama3_8b", "offload.level=auto", "offload.host_gib=100"))
     assert [room.host for room in rooms] == [200 * GIB]
 

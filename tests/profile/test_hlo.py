@@ -47,6 +47,23 @@ def test_what_is_computed_again_is_told_apart():
     assert by_phase["backward"] == pytest.approx(2 * by_phase["forward"], rel=0.05)
 
 
+def test_loops_over_layers_carry_the_models_scope():
+    """What they make beside their bodies, such as stacks of what is saved, too."""
+    found = attributed(loop="scan")
+    loops = [work for work in found.all() if work.instruction.opcode == "while" and work.phase != "loss"]
+    over_layers = [work for work in loops if work.instruction.trip_count == tiny.SHAPE.layers]
+    assert {work.phase for work in over_layers} == {"forward", "backward"}
+    assert all(hlo.within(work.op_name, scopes.MODEL) for work in over_layers)
+    bodies = {name for work in over_layers for name in work.instruction.calls}
+    inside = [
+        work
+        for work in found.all()
+        if found.modules[work.module].where[work.instruction.name] in bodies and "/" in work.op_name
+    ]
+    assert len(inside) > 20 and all(hlo.within(work.op_name, scopes.MODEL) for work in inside)
+    assert not [work.op_name for work in inside if work.phase == "other"]
+
+
 def test_shards_do_their_part():
     whole, part = attributed(loop="scan"), attributed(loop="scan", mesh=(1, 2, 2))
     assert part.flops("matmul") * 4 == pytest.approx(whole.flops("matmul"), rel=0.01)
@@ -74,6 +91,19 @@ def test_instructions_say_where_they_come_from():
             ("mlp", "recomputation"),
         ),
         ("jit(train_step)/jvp(loss)/while/body/dot", "jit_train_step", ("head", "loss")),
+        ("jit(train_step)/model/forward/while/body/copy", "jit_train_step", ("other", "forward")),
+        ("jit(train_step)/model/forward/while/body/jvp(model)/mlp/dot", "jit_train_step", ("mlp", "forward")),
+        ("jit(train_step)/while/body/model/backward/while", "jit_train_step", ("other", "backward")),
+        (
+            "jit(train_step)/model/backward/while/body/jvp(model)/mlp/convert",
+            "jit_train_step",
+            ("mlp", "recomputation"),
+        ),
+        (
+            "jit(train_step)/model/backward/while/body/transpose(jvp(model))/mlp/dot",
+            "jit_train_step",
+            ("mlp", "backward"),
+        ),
         ("jit(train_step)/optimizer/mul", "jit_train_step", ("optimizer", "optimizer")),
         ("jit(train_step)/reduce_sum", "jit_train_step", ("other", "other")),
         ("jit(backward)/jvp(jvp())/mlp/mul", "jit_backward", ("mlp", "recomputation")),

@@ -1,12 +1,14 @@
 """Each rule on a program that breaks it, compiled where a CPU's compiler shows it, and on the step, which
 breaks none."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxthru.models.scopes import EXCHANGES
+from jaxthru.models import facts, family
 from jaxthru.profile.attribution import Attribution
 from jaxthru.profile.lint import lint
 from jaxthru.profile.read import hlo
@@ -18,10 +20,11 @@ CONFIG = {
 }
 
 
-def findings(text: str, rule: str, **config):
+def findings(text: str, rule: str, exchanges: dict[str, str] | None = None, **config):
     attribution = Attribution(hlo.modules(text))
     spent = {(work.module, work.instruction.name): 0.5 for work in attribution.all()}
-    return [entry for entry in lint(attribution, spent, CONFIG | config) if entry.rule == rule]
+    found = lint(attribution, spent, CONFIG | config, exchanges=exchanges or {})
+    return [entry for entry in found if entry.rule == rule]
 
 
 def compiled(function, *arguments, **options) -> str:
@@ -104,7 +107,7 @@ def test_columns_of_embedded_tokens_are_exchanged_over_fsdp(fsdp, found, scope):
     assert len(findings(text, "collectives", mesh={"data": 1, "fsdp": fsdp, "tensor": 2})) == found
 
 
-def test_an_all_to_all_is_meant_in_scopes_that_exchange(monkeypatch):
+def test_an_all_to_all_is_meant_in_scopes_that_exchange():
     text = program(
         "%a = bf16[2,512,64] parameter(0)",
         "%c.1 = bf16[2,512,64] all-to-all(%a), dimensions={0}, "
@@ -113,9 +116,15 @@ def test_an_all_to_all_is_meant_in_scopes_that_exchange(monkeypatch):
         'metadata={op_name="jit(train_step)/jvp(model)/mlp/all_to_all"}',
     )
     assert {entry.instruction for entry in findings(text, "collectives")} == {"c.1", "c.2"}
-    monkeypatch.setitem(EXCHANGES, "experts", "embed")
-    (entry,) = findings(text, "collectives")
+    (entry,) = findings(text, "collectives", {"experts": "embed"})
     assert entry.instruction == "c.2" and "no axis of the mesh needs it" in entry.text
+
+
+def test_what_stages_exchange_is_among_the_facts(monkeypatch):
+    chain = family.chain(tiny.SHAPE)
+    embedding = dataclasses.replace(chain.embedding, exchanges={"experts": "embed"})
+    monkeypatch.setattr(family, "chain", lambda config: chain._replace(embedding=embedding))
+    assert facts.facts(tiny.SHAPE, "float32").exchanges == {"experts": "embed"}
 
 
 def test_loops_of_unknown_length():

@@ -11,7 +11,8 @@ class Facts:
     those of them that lie split over `mesh.tensor`. kept: {remat policy: bytes that all layers together keep
     of a token for the backward pass, in the compute dtype}. recomputed: {remat policy: FLOPs for each token
     that the backward pass does a second time}. scopes: name scopes of the family's own, which layers are told
-    by."""
+    by. exchanges: {name scope whose all-to-alls are meant: logical axis that is split where there are
+    any}."""
 
     matmul_flops_per_token: float
     attention_flops: float
@@ -22,6 +23,7 @@ class Facts:
     kept: dict[str, int]
     recomputed: dict[str, int]
     scopes: tuple[str, ...] = ()
+    exchanges: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def flops(self, tokens: float, attention_span: float) -> float:
         """Returns the FLOPs that an update needs. attention_span: Σ document length²."""

@@ -1,0 +1,155 @@
+"""The sizes that the memory estimate goes by: of what a step keeps, works in and gathers.
+
+They follow from the model's chain of stages and from the mesh; of a loop over layers, from its trace.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxthru.build.checks import attention_by
+from jaxthru.build.step import Assembled
+from jaxthru.config import RunConfig
+from jaxthru.engine.model import Model, parts
+from jaxthru.engine.rehearsed import shard_size
+from jaxthru.engine.walk import linearised_block
+from jaxthru.models import family
+from jaxthru.models.ops import Ops
+from jaxthru.models.remat import kept_bytes
+from jaxthru.models.stage import Stage, distinct
+from jaxthru.runtime.sharding import Layout
+from pallas_kernels import dispatch
+from pallas_kernels.attention import STAND_IN, automatic, cudnn_packed
+
+LOSS_CHUNK = 2048
+"""Tokens whose logits exist at once in linear_cross_entropy."""
+
+WORK = 1.5
+"""Numbers that a block's backward pass has at once for each that it could keep: these, what it makes again,
+and gradients on their way through it."""
+
+GATHERED_TOKENS = 5
+"""Arrays of a block's tokens, gathered over `tensor`, that its backward pass has at once: the inputs of
+attention's and the feed-forward's products, the gradients of their outputs, and one on its way."""
+
+
+def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tuple[str, int]:
+    """Returns the attention that takes the memory of the one which would run on a GPU, and the bytes that its
+    backward pass works in there. segments: most documents in a row."""
+    train, sequence = config.train, config.data.sequence
+    rows = train.rows // train.microbatches
+    chain = family.chain(config.model)
+    model = Model(chain, Ops(layout, jnp.dtype(config.precision.compute)), "none", "unroll")
+    heads, _, head_dim = max(model.attention_shapes(rows, sequence), default=(0, 0, 0))
+    elements = rows // layout.size("batch") * sequence * heads // layout.size("heads") * head_dim
+    chosen = attention_by(config, "gpu")
+    if chosen == "auto":
+        # The first is the same on a CPU, and to ask for a GPU starts a backend.
+        chosen = automatic(elements, segments, "cpu")[0]
+    workspace = cudnn_packed.workspace_bytes(elements, segments) if chosen == "cudnn_packed" else 0
+    return STAND_IN.get(chosen, chosen), workspace
+
+
+def stacked(made: Assembled, segments: int) -> int:
+    """Returns the bytes of a device that a loop over layers stacks for the backward pass, beside their
+    inputs: all that is kept, as it is. Of unrolled layers XLA makes much again from less, such as float32
+    from the bfloat16 that it was widened from. segments: most documents in a row."""
+    model, (rows, length) = made.step.model, made.batch["tokens"].shape
+    rows //= made.step.microbatches
+    width = dict(model.chain.dims)["embed"]
+
+    def kept(stage: Stage, rows: int) -> list[int]:
+        def run(params: Any, ids: jax.Array, x_ND: jax.Array) -> list[jax.Array]:
+            context = model.context({"segment_ids": ids, "positions": ids}, segments)
+            return linearised_block(model, stage, params, x_ND, context).kept
+
+        ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+        x_ND = jax.ShapeDtypeStruct((rows * length, width), model.ops.compute)
+        leaves = jax.eval_shape(run, stage.shapes, ids, x_ND)
+        return [leaf.size * leaf.dtype.itemsize for leaf in leaves]
+
+    total, mesh = 0, model.ops.layout.mesh
+    with dispatch.assumed("cpu"):
+        for stage in distinct(model.chain.layers):
+            # What does not grow with the rows are weights, which are whole over `fsdp` and `data`.
+            pairs = zip(kept(stage, rows), kept(stage, 2 * rows), strict=True)
+            each = (one // (mesh.size if two > one else mesh.shape["tensor"]) for one, two in pairs)
+            total += model.chain.layers.count(stage) * sum(each)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the formulas go by, on one device. layer, layers, tables: parameters of the largest layer (where
+    layers are unrolled), of all, and of embedding and head, as the state is split. table: of the larger of
+    these. whole: of that, gathered over `fsdp`. item: bytes of a number in the compute dtype. stream: bytes
+    of a block's input. kept: of what all blocks keep. at_once: of what one block's backward pass has. first:
+    the same of the block that it begins with, beside `kept`. logits: of those of a chunk. gathered: of a
+    layer's weights as products take them, where that is not as they are stored."""
+
+    layer: int
+    layers: int
+    table: int
+    tables: int
+    whole: int
+    item: int
+    stream: int
+    kept: int
+    at_once: int
+    first: int
+    logits: int
+    gathered: int
+
+    @classmethod
+    def of(cls, made: Assembled, workspace: int, stacked: int | None = None) -> "Sizes":
+        """workspace: bytes of attention's. stacked: of what a loop over layers stacks, if there is one."""
+        model, micro = made.step.model, made.step.microbatches
+        ops, mesh, chain, item = model.ops, model.ops.layout.mesh, model.chain, model.ops.compute.itemsize
+        params = parts(made.abstract["params"])
+        embedding, head, *layers = map(_on_a_device, params)
+        # Along `tensor` a device has all tokens of a part of the heads and of the feed-forward's width.
+        tokens = made.batch["tokens"].size // mesh.size // micro
+        dims, of = dict(chain.dims), functools.partial(kept_bytes, item=item)
+        stream = item * dims["embed"] * tokens
+        kept = [tokens * of(stage.kept, model.policy, float8=ops.float8) for stage in chain.layers]
+        work = round(WORK * tokens * max(of(stage.kept, "none") for stage in chain.layers))
+        in_one_program = stacked is None and not made.offload.layered
+        if mesh.shape["tensor"] > 1:  # of two blocks, where products of the one before are put off
+            work += GATHERED_TOKENS * (1 + in_one_program) * stream * mesh.shape["tensor"]
+        attention = 2 * tokens * max(of(stage.kept, "attention") for stage in chain.layers)
+        # Attention's turn comes when the feed-forward's work is over. In a loop's body, and on several
+        # devices in a program of many blocks, XLA puts products of weights' gradients off until after it.
+        put_off = stacked is not None or (mesh.size > 1 and in_one_program)
+        at_once = work + workspace if put_off else max(work, attention + workspace)
+        stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
+        product = 1 if ops.float8 else item
+        cast = mesh.shape["fsdp"] > 1 or stored.itemsize != product
+        gathered = product * sum(layers) * mesh.shape["fsdp"] // len(chain.layers) if cast else 0
+        in_all = sum(kept)
+        if stacked is not None:
+            in_all = stacked
+        elif ops.keep_parameters or model.policy == "none":
+            in_all += gathered * len(chain.layers)
+        return cls(
+            layer=max(layers),
+            layers=sum(layers),
+            table=max(embedding, head),
+            tables=embedding + head,
+            whole=max(embedding, head) * mesh.shape["fsdp"],
+            item=item,
+            stream=stream,
+            kept=in_all + stream * len(chain.layers),
+            at_once=at_once,
+            # A stack stays whole, and its slices are copies.
+            first=at_once if stacked is not None else max(at_once - max(kept), 0),
+            logits=4 * LOSS_CHUNK * dims["vocab"],
+            gathered=gathered,
+        )
+
+
+def _on_a_device(tree: Any) -> int:
+    """Returns how many numbers of an abstract tree are on one device."""
+    return sum(shard_size(leaf.shape, leaf.sharding) for leaf in jax.tree.leaves(tree))
