@@ -43,7 +43,7 @@ def test_scanned_and_unrolled_layers_train_alike(place):
 
 
 def test_the_kernel_that_ran_is_named_and_float32_is_no_quiet_fallback(place):
-    assert "attention: cudnn_packed runs" in place.run("named", precision__compute="bfloat16")
+    assert "kernels: attention uses cudnn_packed" in place.run("named", precision__compute="bfloat16")
     output = place.run("refused", code=2)
     assert "float32" in output and "kernels.attention" in output
 

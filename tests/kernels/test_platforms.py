@@ -90,7 +90,7 @@ def test_what_runs_where_nothing_is_named(operation, where, monkeypatch, caplog)
     with caplog.at_level(logging.INFO, "jaxthru.kernels"):
         jax.eval_shape(lambda: RUNS[operation](platform))
     said = [record.getMessage() for record in caplog.records]
-    assert any(text.startswith(f"{operation}: {wanted} runs") for text in said), said
+    assert any(text.startswith(f"kernels: {operation} uses {wanted}") for text in said), said
 
 
 @pytest.mark.parametrize("shape", [(512, 512), (1 << 16, 1 << 15)], ids=["small", "large"])
@@ -106,7 +106,7 @@ def test_fused_runs_where_it_is_expected_to_be_faster(where, shape, monkeypatch,
     (said,) = (record.getMessage() for record in caplog.records)
     faster = where == "hopper" and shape != (512, 512)
     wanted = "mosaic_gpu" if faster else CHOICE["all_gather_matmul"][where]
-    assert said.startswith(f"all_gather_matmul: {wanted} runs"), said
+    assert said.startswith(f"kernels: all_gather_matmul uses {wanted}"), said
 
 
 def test_kernels_that_write_to_peers_need_nvlink(monkeypatch):

@@ -98,9 +98,6 @@ def test_what_a_model_adds_is_passed_on_by_its_name():
     first, second = listener.rows
     assert {*second} - {*first} == {"balance", "expert_load"} and first["attention_span"] == 4
     assert (second["balance"], second["expert_load"]) == (0.5, [1, 3])
-    made.dispatched(3, metrics() | {"mfu": load})
-    with pytest.raises(ValueError, match="metric 'mfu': every step has one of this name"):
-        made.settle()
 
 
 def test_an_idle_device_is_seen(later):
