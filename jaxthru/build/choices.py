@@ -110,8 +110,12 @@ def propose(
         except InputError:
             continue
         levels = ("none",) if config.remat.keep_parameters else LEVELS  # the others keep none
-        fitting = [_least(config, level, state, room, resident, devices, segments) for level in levels]
-        fitting = [proposal for proposal in fitting if proposal]
+        fitting: list[Proposal] = []
+        for level in levels:
+            if proposal := _least(config, level, state, room, resident, devices, segments):
+                fitting.append(proposal)
+                if not proposal.moved:
+                    break  # none moves less
         if fitting:
             found.append(min(fitting, key=lambda proposal: proposal.moved))
     return sorted(found, key=lambda proposal: proposal.moved)
@@ -130,8 +134,10 @@ def _least(config, level, state, room, resident=None, devices=1, segments=1) -> 
     # Embedding and head are parts too. The more of them are on the host, the less is on the device.
     count = len(family.chain(config.model).layers) + 2
     steps = range(1, count + 1) if level != "none" else range(1)
+    if planned(steps[-1])[0].peak_device > room.device:
+        return None  # not even with all of them
     least = bisect.bisect_left(steps, True, key=lambda step: planned(step)[0].peak_device <= room.device)
-    if least == len(steps) or not room.holds(planned(steps[least])[0]):
+    if not room.holds(planned(steps[least])[0]):
         return None
     return Proposal(level, state, steps[least] / count, *planned(steps[least]))
 
