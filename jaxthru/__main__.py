@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None, prog: str = "jaxthru") -> int:
     if name in COMMANDS:
         _import_from_here()
         module, function, _ = COMMANDS[name]
-        return getattr(importlib.import_module(module), function)(rest, f"{prog} {name}")
+        return exit_code(lambda: getattr(importlib.import_module(module), function)(rest, f"{prog} {name}"))
     if name == "--version":
         print(f"jaxthru {_version()}")
         return 0

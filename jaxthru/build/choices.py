@@ -10,6 +10,7 @@ import jax
 from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate, gib, host_room
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
+from jaxthru.data.mix import load_mix
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.models import family
 from jaxthru.runtime import distributed, hardware
@@ -166,7 +167,9 @@ DOCUMENTS = 32
 
 
 def documents(config: RunConfig) -> tuple[int, int, tuple[str, ...]]:
-    """Returns the most documents in a row and the sources of the mix, and a note where they are assumed."""
+    """Returns the most documents in a row and the sources of the mix, and a note where they are assumed.
+    Raises InputError for a mix that is none."""
+    load_mix(config.data.mix)
     try:
         with open_data(config.data, prepare=False) as data:
             return data.segments, len(data.names), ()

@@ -52,7 +52,8 @@ def lacking(config: RunConfig, devices: int, here: int, limit: int) -> str:
     asked.append(f"optim.state = {config.optim.state!r}")
     return (
         f"{', '.join(asked)}: needs {gib(total)} GiB at once ({parts}) on {devices} × cpu, and this host has "
-        f"{gib(limit)} GiB; {advice}; for a GPU, ask `python -m jaxthru.plan memory`"
+        f"{gib(limit)} GiB (if it has more than it shows, set offload.host_gib); {advice}; for a GPU, ask "
+        "`python -m jaxthru.plan memory --config F`"
     )
 
 

@@ -53,8 +53,12 @@ def _memory(arguments: argparse.Namespace) -> int:
     xla.configure()
     aot.use_cpu(devices)
     room = memory.room(config, target)
-    segments = arguments.segments or choices.documents(config)[0]
+    segments, notes = arguments.segments, ()
+    if segments is None:
+        segments, _, notes = choices.documents(config)
     plan, resident = _plan(config, target, devices, arguments.segments)
+    if not aot.available():  # a plan that is compiled says so itself
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     _show(None, [COMPILED if aot.available() else ESTIMATE])
     _show(memory.table(plan), [*room.said, *plan.notes])
     proposals = choices.propose(config, room, resident=resident, devices=devices, segments=segments)

@@ -160,11 +160,11 @@ class RunDirectory:
 
         METRICS_FIELDS are its columns; what is a value by source is a column each, `loss_by_source.NAME`.
         """
-        return Table(self.read_metrics())
+        return Table(self.read_metrics(), METRICS_FIELDS)
 
     def evaluations(self) -> Table:
         """Returns eval.jsonl as a table, a row an evaluation, with the columns EVAL_FIELDS."""
-        return Table(self.read_eval())
+        return Table(self.read_eval(), EVAL_FIELDS)
 
     def plot(self) -> Picture:
         """Returns loss and learning rate over the steps: a notebook shows it, `save(FILE)` writes it as SVG.

@@ -23,10 +23,12 @@ class Table:
     `loss_by_source.prose`.
     """
 
-    def __init__(self, rows: Sequence[Row]):
+    def __init__(self, rows: Sequence[Row], fields: Sequence[str] = ()):
+        """fields: columns that there are in any case."""
         flat = [_flat(row) for row in rows]
         groups = {name for row in rows for name, value in row.items() if isinstance(value, dict)}
-        names = [name for name in dict.fromkeys(name for row in flat for name in row) if name not in groups]
+        names = dict.fromkeys((*fields, *(name for row in flat for name in row)))
+        names = [name for name in names if name not in groups]
         self._columns = {name: _column([row.get(name) for row in flat]) for name in names}
         self._rows = len(rows)
 
@@ -73,7 +75,7 @@ class Table:
 
     def _repr_html_(self) -> str:
         """Returns the same for a notebook, with all columns of which anything is known."""
-        head, *body = zip(*(cells for _, cells in self._cells()), strict=True) if self._columns else ((),)
+        head, *body = [*zip(*(cells for _, cells in self._cells()), strict=True)] or [()]
         rows = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
         rows += ["".join(f"<td>{escape(cell)}</td>" for cell in cells) for cells in body]
         table = "".join(f"<tr>{row}</tr>" for row in rows)

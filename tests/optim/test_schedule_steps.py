@@ -74,14 +74,8 @@ def test_held_nothing_changes():
     np.testing.assert_array_equal(held.rates(made)[:10], Plan(config("cosine"), 10).rates(made)[:10])
 
 
-def test_other_rates_for_steps_that_are_made_are_refused():
-    old = Plan(config("cosine"), 10)
-    with pytest.raises(
-        InputError,
-        match=r"optim\.schedule_steps = 40: the learning rate of step 1, which is made, was 5\.0e-01 and "
-        r"would be 1\.2e-01; set it to 10, as it was",
-    ):
-        schedule_change(old, Plan(config("cosine", schedule_steps=40), 40), 6)
-    # Nothing that is made would be other: at its peak, without warm-up, a schedule may yet change its end.
-    plain, longer = (Plan(config("wsd", warmup_ratio=0.0, schedule_steps=span), 100) for span in (100, 50))
-    assert schedule_change(plain, longer, 20) == ""
+def test_a_lengthened_run_can_be_held_after_all():
+    """As the log said it could, when its steps were stretched: whatever the steps between had."""
+    stretched, held = Plan(config("cosine"), 4000), Plan(config("cosine", schedule_steps=20), 4000)
+    assert "the cosine schedule is compressed" in schedule_change(stretched, held, 25)
+    assert held.rates(np.array([25])) == pytest.approx(0.1)

@@ -38,7 +38,7 @@ def test_the_command_refuses_before_it_prepares_or_compiles(monkeypatch, capsys,
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("jaxthru: "))
     assert "model.layers = 8, optim.state = 'float32': needs 41.7 GiB at once" in line
     assert "(parameters 10.4, optimizer 20.8, gradients 10.4) on 8 × cpu, and this host has 23.0 GiB" in line
-    assert line.endswith("fits; for a GPU, ask `python -m jaxthru.plan memory`")
+    assert line.endswith("fits; for a GPU, ask `python -m jaxthru.plan memory --config F`")
     assert not [*tmp_path.iterdir()]
 
 
