@@ -22,6 +22,7 @@ from profiler_rows import QUIET
 
 from jaxthru import config as configuration
 from jaxthru import train as training
+from jaxthru.build.compiled import build_step
 from jaxthru.data.loader import open_data
 from jaxthru.profile.build import WARM_UP
 from jaxthru.runtime import xla
@@ -91,7 +92,7 @@ def main() -> int:
     loops = {"hooks": training.train, "none": without_hooks(training.train)}
     seconds = {name: [] for name in loops}
     with open_data(config.data) as data, tempfile.TemporaryDirectory() as folder:
-        built = training.build(config, data)
+        built = build_step(config, data)
         for number in range(-1, arguments.rounds):  # the first warms up
             for name in ("hooks", "hooks", "none", "none") if number >= 0 else ("hooks",):
                 place = Path(folder) / f"{number}_{name}_{len(seconds[name])}"
