@@ -118,7 +118,8 @@ def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> 
         old = configuration.load_own(directory.config)
         changed = configuration.check_change(old, config, path)
         plans = (Plan(each.optim, each.train.steps) for each in (old, config))
-        said = schedule_change(*plans, newest_step(directory.checkpoints) or 0)
+        # Of this process's own looking: only the first of several is here, and waits for no other.
+        said = schedule_change(*plans, max(saved_steps(directory.checkpoints), default=0))
         for line in changed:
             follows = (
                 f": {said}" if said and line.startswith(("train.steps ", "optim.schedule_steps ")) else ""
