@@ -171,11 +171,12 @@ class Ops:
         replicas = self._replicas(over)
         return jax.lax.pcast(shard, replicas, to="varying") if replicas else shard
 
-    def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments) -> jax.Array:
-        """Returns attention within documents; each shard sees its own rows and heads."""
+    def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments, window: int | None = None) -> jax.Array:
+        """Returns attention within documents; each shard sees its own rows and heads. window: see
+        `pallas_kernels.attention.attention`."""
 
         named = None if self.attention_by == "auto" else self.attention_by
-        local = functools.partial(attention, implementation=named)
+        local = functools.partial(attention, window=window, implementation=named)
 
         local = jax.named_scope(ATTENTION_KERNEL)(local)  # what the ledger calls attention
         if self.layout.mesh.size == 1:

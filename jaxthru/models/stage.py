@@ -29,7 +29,7 @@ class Context:
     positions: int32 [B, T], restarting in each document. segments: of `pallas_kernels.attention`. prepared:
     what `Chain.prepare` made of positions, e.g. rotary angles. share: of the step's rows, those of this
     micro-batch. ops: linear maps and the mesh's operations as this run does them. attention:
-    takes the place of theirs, (queries, keys, values, segments) -> heads' outputs.
+    takes the place of theirs, (queries, keys, values, segments, window) -> heads' outputs.
     """
 
     positions: jax.Array
@@ -39,10 +39,13 @@ class Context:
     ops: Ops
     attention: Callable[..., jax.Array] | None = None
 
-    def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array) -> jax.Array:
-        """Returns causal attention within documents, [B, T, H, C]."""
+    def attend(
+        self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int | None = None
+    ) -> jax.Array:
+        """Returns causal attention within documents, [B, T, H, C]. window: each token sees no more than so
+        many tokens, the last of which is itself; None is all of its document."""
         attention = self.attention or self.ops.attention
-        return attention(q_BTHC, k_BTKC, v_BTKC, self.segments)
+        return attention(q_BTHC, k_BTKC, v_BTKC, self.segments, window)
 
 
 class Extras(NamedTuple):

@@ -125,9 +125,21 @@ def from_disk(disk: Tree, abstract_state: Tree) -> Tree:
 
     Empties `disk` on the way, so that no more than one stacked array exists twice.
     """
+    return assembled(abstract_state, lambda path, like: remove(disk, path))
+
+
+def assembled(
+    abstract_state: Tree, read: Callable[[tuple[str, ...], jax.ShapeDtypeStruct], jax.Array]
+) -> Tree:
+    """Returns the state in the form and sharding of `abstract_state`, made of its arrays on disk.
+
+    read: (the place of an array on disk, its shape, dtype and sharding) -> the array. Each is asked for once,
+    and of stacked layers those of one weight one after the other.
+    """
     leaves = []
     for entry in entries(abstract_state):
-        arrays = [remove(disk, path) for path in entry.paths]
+        like = entry.on_disk()
+        arrays = [read(path, like) for path in entry.paths]
         array = stack(arrays, device_sharding(entry.leaf)) if entry.stacked else arrays.pop()
         leaves.append(jax.device_put(array, entry.leaf.sharding))
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)

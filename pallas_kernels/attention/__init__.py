@@ -49,6 +49,7 @@ def attention(
     v_BTKC: jax.Array,
     segments: Segments,
     *,
+    window: int | None = None,
     implementation: str | Sequence[str] | None = None,
     platform: str | None = None,
 ) -> jax.Array:
@@ -68,6 +69,7 @@ def attention(
       k_BTKC: [B, T, K, C] keys of q's dtype; K divides H and query head h uses key head h // (H // K).
       v_BTKC: [B, T, K, C] values of q's dtype.
       segments: of `find_segments`, for the same B and T.
+      window: each token attends to no more than so many tokens, the last of which is itself; None is all.
       implementation: one of `OPERATION.names`, or several, of which the first that can run is taken; None is
         those of `automatic`. "cudnn_packed_stand_in" and "triton_stand_in" have the memory of those, for
         programs that are compiled and not run.
@@ -96,4 +98,6 @@ def attention(
     if implementation in STAND_IN.values():
         return stand_in.attention(implementation.removesuffix(stand_in.SUFFIX), *arguments)
     facts = {"elements": q_BTHC.size, "max_segments": segments.starts.shape[1]}
-    return OPERATION.run(*arguments, implementation=implementation, platform=platform, facts=facts)
+    options = {} if window is None else {"window": window}
+    how = {"implementation": implementation, "platform": platform, "facts": facts}
+    return OPERATION.run(*arguments, **how, **options)
