@@ -7,6 +7,7 @@ For a notebook, each imported when it is first used:
     open_data     its data, prepared if it is not: token counts, sources, packing
     batches       the batches that a run of it trains on, as arrays on the devices
     build_step    its compiled training step, with the state and the batches for it
+    load          a trained model, of a run or of published weights: text, logits, losses
     run           trains, from the data's preparation to the final table, and returns the RunDirectory
     RunDirectory  a run's files: metrics() and evaluations() give tables, plot() draws the losses
 
@@ -27,6 +28,7 @@ _HOME = {
     "open_data": ("jaxthru.data.loader", "open_data"),
     "batches": ("jaxthru.build.batches", "batches"),
     "build_step": ("jaxthru.build.compiled", "build_step"),
+    "load": ("jaxthru.build.language_model", "load"),
     "run": ("jaxthru.train", "run"),
     "RunDirectory": ("jaxthru.training.run_directory", "RunDirectory"),
 }

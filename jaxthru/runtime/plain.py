@@ -148,3 +148,11 @@ def _describe(declared: Any) -> str:
     if typing.get_origin(declared) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(declared))
     return "None" if declared is types.NoneType else declared.__name__
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested dicts, each by its whole name, as `optim.clip`."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
