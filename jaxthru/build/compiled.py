@@ -124,8 +124,8 @@ def build_step(config: RunConfig, data: Data, devices: list[jax.Device] | None =
 
 
 def published_weights(config: RunConfig) -> Weights | None:
-    """Returns the published weights that a run is to start from, every tensor accounted for; None if it starts
-    from random ones. Raises InputError."""
+    """Returns the published weights that a run is to start from, every tensor accounted for; None for random
+    ones. Raises InputError."""
     if config.model.pretrained is None:
         return None
     return Weights(Path(config.model.pretrained).expanduser(), config.model)
