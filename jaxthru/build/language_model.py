@@ -90,7 +90,8 @@ class LanguageModel:
         """Returns of each token but the first its log-probability, float32 [T-1], and whether it is the most
         probable one, bool [T-1]. tokens: ids [T]."""
         with self._precisely():
-            return self.generator.logprobs(np.asarray(tokens))
+            (found,) = self.generator.scores([np.asarray(tokens)])
+        return found.logprobs, found.likeliest
 
     def encode(self, text: Text) -> np.ndarray:
         """Returns the ids of a prompt: the BOS token if the tokenizer puts one first, then the text's. Ids
