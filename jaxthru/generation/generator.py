@@ -46,6 +46,17 @@ class Generated(NamedTuple):
         return self.stop is not None
 
 
+class Scores(NamedTuple):
+    """Of each token of a row but the first, given those before it.
+
+    logprobs: float32, the natural logarithm of its probability. likeliest: bool, whether none is more
+    probable.
+    """
+
+    logprobs: np.ndarray
+    likeliest: np.ndarray
+
+
 class Progress(NamedTuple):
     """What the loop over tokens carries.
 
@@ -69,10 +80,14 @@ class Generator:
         """params: of the model, scanned or unrolled as it is; see `chain.in_compute_dtype` for what is
         copied. longest: tokens of the context, prompt and generated ones; None is no bound."""
         self.model, self.longest = chain.for_generation(model), longest
+        self._programs: dict[tuple, FirstAlone] = {}
+        self.take(params)
+
+    def take(self, params: Tree) -> None:
+        """Puts other parameters of the same model in place; what is compiled stays."""
         self.params = chain.in_compute_dtype(self.model, params)
         matrix, axes = self.model.output_matrix(self.params)
         self.vocabulary = matrix.shape[axes.index("vocab")]
-        self._programs: dict[tuple, FirstAlone] = {}
 
     def generate(
         self,
@@ -125,6 +140,22 @@ class Generator:
         batch_BT, lengths_B = self._padded(rows)
         of_all = self._program(self._logits)(self.params, batch_BT, lengths_B)
         return of_all[: len(rows), : lengths.pop()]
+
+    def scores(self, rows: Prompts) -> list[Scores]:
+        """Returns how probable each token of each row is, of any lengths, given those before it. The logits
+        of all tokens are never there at once. Raises InputError as `generate`."""
+        checked = [self._checked(f"row {at + 1}", each) for at, each in enumerate(rows)]
+        for at, row in enumerate(checked):
+            self._check_room(f"row {at + 1}", len(row), 0)
+        if not checked:
+            return []
+        tokens_BT, lengths_B = self._padded(checked)
+        found = map(np.asarray, self._program(self._scores)(self.params, tokens_BT, lengths_B))
+        columns = list(zip(*found, strict=True))[: len(checked)]
+        return [
+            Scores(*(each[: len(row) - 1] for each in of_row))
+            for row, of_row in zip(checked, columns, strict=True)
+        ]
 
     def _checked(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         row = np.asarray(ids)
@@ -231,6 +262,24 @@ class Generator:
         batch = {"tokens": tokens_BT, "positions": positions_BT, "segment_ids": ids_BT}
         hidden_ND = hidden(self.model, params, batch, 2)
         return chain.product(self.model, params, hidden_ND).reshape(*tokens_BT.shape, -1)
+
+    def _scores(
+        self, params: Tree, tokens_BT: jax.Array, lengths_B: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        positions_BT, ids_BT = chain.prompt_positions(tokens_BT, lengths_B)
+        batch = {"tokens": tokens_BT, "positions": positions_BT, "segment_ids": ids_BT}
+        hidden_ND = hidden(self.model, params, batch, 2)
+        following_N = jnp.roll(tokens_BT, -1, axis=1).reshape(-1)
+
+        def piece(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            hidden_ND, tokens_N = each
+            logits_NV = chain.product(self.model, params, hidden_ND)
+            likeliest_N = jnp.argmax(logits_NV, axis=1).astype(jnp.int32) == tokens_N
+            return log_probability(logits_NV, tokens_N), likeliest_N
+
+        pieces = hidden_ND.reshape(-1, SMALLEST * self.model.ops.layout.mesh.size, hidden_ND.shape[1])
+        found = jax.lax.map(piece, (pieces, following_N.reshape(pieces.shape[:2])))
+        return tuple(each.reshape(tokens_BT.shape) for each in found)
 
     def _result(self, tokens_S: np.ndarray, logprobs_S: np.ndarray, stop: Sequence[int]) -> Generated:
         tokens = tokens_S[tokens_S >= 0]

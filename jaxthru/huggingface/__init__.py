@@ -1,0 +1,1 @@
+"""Folders of published weights in Hugging Face's form: read, written, and accounted for."""
