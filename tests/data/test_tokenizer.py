@@ -184,7 +184,7 @@ def _name(mix: Path, tokenizer: str) -> None:
 def _rows(config: DataConfig, **more) -> list[dict]:
     with open_data(config, **more) as data:
         schedule = ((0, data.mixing),)
-        with data.train_batches(schedule, seed=0, rows=4, steps=3) as batches:
+        with data.train_batches(schedule, seed=0, rows=8, steps=4) as batches:
             return list(batches)
 
 
