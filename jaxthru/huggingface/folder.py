@@ -39,7 +39,9 @@ class Folder:
             require((path / name).is_file(), f"{path / INDEX}: names {name}, which is not there")
         for found in sorted(path.glob("*.safetensors")):
             extra = SHARD.fullmatch(found.name) and found.name not in names
-            require(not extra, f"{found}: is not in {INDEX if index else f'use, as {SINGLE} is there'}; remove it")
+            require(
+                not extra, f"{found}: is not in {INDEX if index else f'use, as {SINGLE} is there'}; remove it"
+            )
         self.files = {name: Reader(path / name) for name in names}
         self.tensors: dict[str, TensorInfo] = {}
         self._gather()

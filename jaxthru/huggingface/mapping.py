@@ -89,8 +89,8 @@ def published_of(config: FamilyConfig) -> Published:
     found = getattr(family.module_of(config), "PUBLISHED", None)
     require(
         isinstance(found, Published),
-        f"model.family = {config.family!r}: has no table of published weights (`PUBLISHED`), so it is neither "
-        "loaded from such nor exported",
+        f"model.family = {config.family!r}: has no table of published weights (`PUBLISHED`), and is neither "
+        "loaded nor exported",
     )
     return found
 

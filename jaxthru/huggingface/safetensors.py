@@ -104,7 +104,9 @@ class Reader:
         self._require(len(length) == 8, f"is no safetensors file: has {size} bytes")
         count = int.from_bytes(length, "little")
         self._require(count <= LONGEST_HEADER, f"header of {count} bytes: may have {LONGEST_HEADER}")
-        self._require(count <= size - 8, f"header of {count} bytes: the file has only {size - 8} after its size")
+        self._require(
+            count <= size - 8, f"header of {count} bytes: the file has only {size - 8} after its size"
+        )
         header = read(count)
         self._require(len(header) == count, "became shorter while it was read")
         return header

@@ -18,7 +18,7 @@ from jaxthru.huggingface.mapping import Mapped, mapped, published_of
 from jaxthru.huggingface.safetensors import DTYPES, TensorInfo
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
-from jaxthru.runtime.errors import require
+from jaxthru.runtime.errors import InputError, require
 
 FLOATS = ("F32", "F16", "BF16")
 """Dtypes of weights; whole numbers and eight bits are of quantised ones."""
@@ -85,8 +85,8 @@ class Weights:
             done.block_until_ready()
 
     def _look_ahead(self, path: tuple[str, ...]) -> None:
-        """Has the same weight of the next layer read meanwhile, which is likely asked for next. A process that
-        keeps a small part of it would read the rest in vain: with others, each reads when it is asked."""
+        """Has the same weight of the next layer read meanwhile, likely the next to be asked for. Of several
+        processes each keeps a part of it, and would read the rest in vain."""
         if (after := self._next[path]) is None or jax.process_count() > 1:
             return
         if self._readers is None:
@@ -104,7 +104,7 @@ def _touch(content: np.ndarray) -> int:
 
 def _following(paths) -> list[tuple[str, ...] | None]:
     """Returns the same weight of the next layer for each path, None behind the last."""
-    after = [path[:1] + (str(int(path[1]) + 1),) + path[2:] if path[0] == "layers" else None for path in paths]
+    after = ((*path[:1], str(int(path[1]) + 1), *path[2:]) if path[0] == "layers" else None for path in paths)
     return [path if path in paths else None for path in after]
 
 
@@ -130,35 +130,38 @@ def _joined(pieces: list[jax.Array]) -> jax.Array:
 def account(folder: Folder, by_name: dict[str, Mapped], config: FamilyConfig) -> None:
     """Raises InputError that names a tensor unless a folder's tensors are the weights of a configuration."""
     for name, about in by_name.items():
-        info = folder.tensors.get(name)
-        if info is None:
-            missing = [other for other in by_name if other not in folder.tensors]
-            require(
-                False,
-                f"{folder.path}: lacks tensor {name!r} {[*about.published]}, {_more(missing)}which model.family "
-                f"= {config.family!r} of this shape has",
-            )
-        require(
-            info.shape == about.published,
-            lambda: f"{_place(folder, name)}: has the shape {[*info.shape]}, "  # noqa: B023
-            f"by the model's configuration it is {[*about.published]}",  # noqa: B023
-        )
-        require(
-            info.dtype in FLOATS,
-            lambda: f"{_place(folder, name)}: is {info.dtype}; weights are {', '.join(FLOATS)}, and quantised "  # noqa: B023
-            "ones are not read",
-        )
+        _check_weight(folder, name, about, by_name, config)
     others = [name for name in folder.tensors if name not in by_name]
     copies = tied_copies(others, config)
     for name in copies:
         _check_copy(folder, name, table_name(by_name, config))
     rest = [name for name in others if name not in copies and not ignored(name, config)]
     if rest:
-        shape = [*folder.tensors[rest[0]].shape]
-        require(
-            False,
-            f"{_place(folder, rest[0])} {shape}: {_more(rest)}no weight of model.family = {config.family!r} of "
-            "this shape is published as that",
+        raise InputError(
+            f"{_place(folder, rest[0])} {[*folder.tensors[rest[0]].shape]}: {_more(rest)}no weight of "
+            f"model.family = {config.family!r} of this shape is published as that"
+        )
+
+
+def _check_weight(
+    folder: Folder, name: str, about: Mapped, by_name: dict[str, Mapped], config: FamilyConfig
+) -> None:
+    if name not in folder.tensors:
+        missing = [other for other in by_name if other not in folder.tensors]
+        raise InputError(
+            f"{folder.path}: lacks tensor {name!r} {[*about.published]}, {_more(missing)}which model.family = "
+            f"{config.family!r} of this shape has"
+        )
+    info = folder.tensors[name]
+    if info.shape != about.published:
+        raise InputError(
+            f"{_place(folder, name)}: has the shape {[*info.shape]}, by the model's configuration it is "
+            f"{[*about.published]}"
+        )
+    if info.dtype not in FLOATS:
+        raise InputError(
+            f"{_place(folder, name)}: is {info.dtype}; weights are {', '.join(FLOATS)}, quantised ones are not "
+            "read"
         )
 
 
@@ -181,13 +184,18 @@ def table_name(by_name: dict[str, Mapped], config: FamilyConfig) -> str:
 def _check_copy(folder: Folder, name: str, table: str) -> None:
     own, other = folder.tensors[name], folder.tensors[table]
     alike = (own.dtype, own.shape) == (other.dtype, other.shape)
-    # Of mapped bytes, which are compared in place.
-    alike = alike and memoryview(folder.bytes(name)) == memoryview(folder.bytes(table))
+    alike = alike and _same(folder.bytes(name), folder.bytes(table))
     require(
         alike,
-        f"{_place(folder, name)} {own}: is not the same as {table!r} {other}, to which the model's configuration "
-        "ties it; either the embeddings are not tied or the file is damaged",
+        f"{_place(folder, name)} {own}: is not the same as {table!r} {other}, to which the model's "
+        "configuration ties it; either they are not tied or a file is damaged",
     )
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Compares a part at a time: a comparison of all would be an array of that size."""
+    step = 16 << 20
+    return all(np.array_equal(one[at : at + step], other[at : at + step]) for at in range(0, len(one), step))
 
 
 def _place(folder: Folder, name: str) -> str:
