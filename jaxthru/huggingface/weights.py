@@ -149,8 +149,8 @@ def _check_weight(
     if name not in folder.tensors:
         missing = [other for other in by_name if other not in folder.tensors]
         raise InputError(
-            f"{folder.path}: lacks tensor {name!r} {[*about.published]}, {_more(missing)}which model.family = "
-            f"{config.family!r} of this shape has"
+            f"{folder.path}: lacks tensor {name!r} {[*about.published]}, {_more(missing)}which "
+            f"model.family = {config.family!r} of this shape has"
         )
     info = folder.tensors[name]
     if info.shape != about.published:
@@ -160,8 +160,8 @@ def _check_weight(
         )
     if info.dtype not in FLOATS:
         raise InputError(
-            f"{_place(folder, name)}: is {info.dtype}; weights are {', '.join(FLOATS)}, quantised ones are not "
-            "read"
+            f"{_place(folder, name)}: is {info.dtype}; weights are {', '.join(FLOATS)}, quantised ones "
+            "are not read"
         )
 
 
