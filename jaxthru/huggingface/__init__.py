@@ -1,0 +1,1 @@
+"""Folders of published weights, as transformers reads and writes them."""
