@@ -15,7 +15,7 @@ from jaxthru.models.published import Published
 from jaxthru.runtime import plain
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
-SHIPPED = ("llama",)
+SHIPPED = ("llama", "gemma")
 """The families of jaxthru, modules of this package; the first is the default."""
 
 

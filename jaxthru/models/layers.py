@@ -14,8 +14,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxthru.models import scopes
+from jaxthru.models.rotary import Rotary, rotate
 from jaxthru.models.rotary import rotary_angles as rotary_angles
-from jaxthru.models.rotary import rotate
 from jaxthru.models.stage import Context
 from jaxthru.runtime.weights import WeightInfo
 
@@ -29,10 +29,6 @@ class PrecisionConfig:
     parameters: Literal["float32"] = "float32"
     compute: Literal["bfloat16", "float32"] = "bfloat16"
     matmul: Literal["compute", "fp8"] = "compute"
-
-
-Rotary = tuple[jax.Array, jax.Array]
-"""Cosine and sine [B, T, C/2] of each position's rotation, of `rotary.angles`."""
 
 
 class Weight(nnx.Param):

@@ -13,6 +13,9 @@ import numpy as np
 
 from jaxthru.runtime.errors import require
 
+Rotary = tuple[jax.Array, jax.Array]
+"""Cosine and sine [B, T, C/2] of each position's rotation."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -77,7 +80,7 @@ def check_theta(theta: float, scaling: RopeScaling | None, key: str = "model.rop
 
 def angles(
     positions_BT: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[jax.Array, jax.Array]:
+) -> Rotary:
     """Returns the cosine and sine [B, T, C/2], float32, of each position's rotation.
 
     theta: base of the wavelengths.
@@ -117,12 +120,12 @@ def _kept(frequency: jax.Array, head_dim: int, theta: float, scaling: RopeScalin
     return jnp.asarray(1 - np.clip(ramp, 0, 1), jnp.float32)
 
 
-def rotary_angles(positions_BT: jax.Array, config) -> tuple[jax.Array, jax.Array]:
+def rotary_angles(positions_BT: jax.Array, config) -> Rotary:
     """Returns `angles` as a configuration's head_dim, rope_theta and rope_scaling say."""
     return angles(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling)
 
 
-def rotate(x_BTHC: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x_BTHC: jax.Array, rotary: Rotary) -> jax.Array:
     """Rotates the pairs (i, i + C/2) of each head, the pairing of published Llama weights."""
     cos, sin = rotary[0][:, :, None, :], rotary[1][:, :, None, :]
     first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
