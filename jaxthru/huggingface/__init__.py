@@ -1,1 +1,1 @@
-"""Folders of published weights, as transformers reads and writes them."""
+"""Folders of published weights in Hugging Face's form: read, written, and accounted for."""

@@ -19,8 +19,9 @@ class Tensor:
     """One published tensor, and which weight it is.
 
     name: in the files, as `model.layers.3.self_attn.q_proj.weight`. path: where the weight is in a training
-    state's `params`, one entry a layer: ("layers", "3", "attention", "query"). transposed: it is published as
-    [*out, *in] and here is [*in, *out]. Published, dims of a kind are one: [D, H, C] is [H·C, D].
+    state's `params`, one entry a layer: ("layers", "3", "attention", "query"). transposed: it is
+    published as [*out, *in] and here is [*in, *out]. Dims of a side are published as one: [D, H, C] is
+    [H·C, D].
     """
 
     name: str
