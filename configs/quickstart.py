@@ -31,5 +31,5 @@ def config() -> RunConfig:
         optim=OptimConfig(learning_rate=3e-3, warmup_ratio=0.05),
         precision=PrecisionConfig(compute="float32"),  # a CPU is four times slower in bfloat16
         checkpoint=CheckpointConfig(every=50),
-        evaluate=EvaluateConfig(rows=64),
+        evaluate=EvaluateConfig(rows=64, prompts=("The ",), temperature=0.7),
     )

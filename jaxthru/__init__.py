@@ -7,6 +7,8 @@ For a notebook, each imported when it is first used:
     open_data     its data, prepared if it is not: token counts, sources, packing
     batches       the batches that a run of it trains on, as arrays on the devices
     build_step    its compiled training step, with the state and the batches for it
+    load          a trained model, of a run or of published weights: text, logits, losses
+    export_weights  a run's weights, or published ones, as a folder that transformers and vLLM read
     run           trains, from the data's preparation to the final table, and returns the RunDirectory
     RunDirectory  a run's files: metrics() and evaluations() give tables, plot() draws the losses
 
@@ -27,6 +29,8 @@ _HOME = {
     "open_data": ("jaxthru.data.loader", "open_data"),
     "batches": ("jaxthru.build.batches", "batches"),
     "build_step": ("jaxthru.build.compiled", "build_step"),
+    "load": ("jaxthru.build.language_model", "load"),
+    "export_weights": ("jaxthru.build.export_weights", "export_weights"),
     "run": ("jaxthru.train", "run"),
     "RunDirectory": ("jaxthru.training.run_directory", "RunDirectory"),
 }

@@ -1,4 +1,4 @@
-"""The `jaxthru` command: train, plan, data, profile and config, each as `python -m jaxthru.NAME` is."""
+"""The `jaxthru` command: train, generate, export, plan and more, each as `python -m jaxthru.NAME` is."""
 
 import contextlib
 import importlib
@@ -10,6 +10,8 @@ from jaxthru.runtime.errors import InputError, did_you_mean, exit_code
 
 COMMANDS = {
     "train": ("jaxthru.train", "start", "train a model, or continue a run"),
+    "generate": ("jaxthru.generate", "main", "text from a run's checkpoint, or from published weights"),
+    "export": ("jaxthru.export", "main", "a run's weights as a Hugging Face folder"),
     "plan": ("jaxthru.plan.__main__", "main", "what a run will read, and whether it fits, before it starts"),
     "data": ("jaxthru.data.__main__", "main", "prepare the token stores of a mix, or look into them"),
     "profile": ("jaxthru.profile.__main__", "main", "where a run's time went, and what changed between two"),

@@ -12,6 +12,7 @@ from jaxthru import config_file, moved
 from jaxthru.data.loader import DataConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import TrainConfig
+from jaxthru.huggingface import pretrained
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.kernels import KernelsConfig
@@ -21,7 +22,7 @@ from jaxthru.models.llama import RopeScaling as RopeScaling
 from jaxthru.models.remat import RematConfig
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.profile.collect.trace import ProfileConfig
-from jaxthru.runtime import plain
+from jaxthru.runtime import command_line, plain
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.mesh import MeshConfig
@@ -72,6 +73,7 @@ class RunConfig:
     def __post_init__(self):
         check_types(self)
         _take_old_keys(self)
+        _take_shape(self)
         longest = getattr(self.model, "max_sequence", self.data.sequence)
         require(
             self.data.sequence <= longest,
@@ -103,8 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     file = "a .py file, the config.json of a run, or the name of a file in configs/"
     add("--config", required=True, metavar="FILE", help=file)
-    change = "change one key; may be given several times"
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help=change)
+    command_line.add_overrides(parser)
 
 
 def from_arguments(arguments: argparse.Namespace) -> RunConfig:
@@ -127,15 +128,33 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
     try:
         file = config_file.find(path)
         tree = moved.renewed(_read(file))
-        for key, text in _words(overrides, tree):
-            _set(tree, key, text)
-        config = from_dict(tree)
+        config = _changed(tree, overrides)
         object.__setattr__(config, "name", file.stem)
         return config
     except OSError as error:
         raise InputError(f"--config {path}: cannot be read ({error.strerror})") from error
     except RecursionError as error:
         raise InputError(f"--config {path}: is nested too deep") from error
+
+
+def changed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Returns a configuration with each `a.b=value` of `overrides` applied, as `load` does."""
+    return _changed(to_dict(config), overrides)
+
+
+def _changed(tree: dict, overrides: Sequence[str]) -> RunConfig:
+    """Returns the configuration of nested plain values, with `overrides` applied."""
+    words = dict(_words(overrides, tree))
+    for key, text in words.items():
+        if key == "model.pretrained":
+            pretrained.leave(tree, text)
+        _set(tree, key, text)
+    config = from_dict(tree)
+    if config.model.pretrained:
+        named = {*words, *(override.partition("=")[0].strip() for override in overrides)}
+        asked = {key: value for key, value in plain.flat(tree).items() if key in named}
+        pretrained.check_set(asked, plain.flat(to_dict(config)), config.model.pretrained)
+    return config
 
 
 def load_own(path: Path) -> RunConfig:
@@ -170,7 +189,7 @@ def check_change(old: RunConfig, new: RunConfig, where: Path) -> list[str]:
 
     where: the run directory, for the message.
     """
-    before, after = _flatten(to_dict(old)), _flatten(to_dict(new))
+    before, after = plain.flat(to_dict(old)), plain.flat(to_dict(new))
     changed = {k: f"{k} ({before.get(k)!r} → {after.get(k)!r})" for k in sorted(before | after)}
     changed = {k: line for k, line in changed.items() if before.get(k) != after.get(k)}
     if "model.family" in changed:  # their other keys have little to do with each other
@@ -204,6 +223,16 @@ def _take_old_keys(config: RunConfig) -> None:
     for name, keys in moved.renewed(old | {"kernels": chosen}).items() if old else ():
         part = getattr(config, name)
         object.__setattr__(config, name, plain.build(type(part), dataclasses.asdict(part) | keys, f"{name}."))
+
+
+def _take_shape(config: RunConfig) -> None:
+    """Gives a new configuration the shape and the tokenizer of `model.pretrained`. Raises InputError."""
+    if config.model.pretrained is None:
+        return
+    object.__setattr__(config, "model", pretrained.taken(config.model))
+    if config.data.tokenizer is None:
+        data = dataclasses.replace(config.data, tokenizer=config.model.pretrained)
+        object.__setattr__(config, "data", data)
 
 
 def _read(path: Path) -> dict:
@@ -285,13 +314,6 @@ def group_in(declared: Any, tree: Any = None) -> type | None:
     if kind is FamilyConfig:
         return family.config_class(family.name_in(tree))
     return kind if dataclasses.is_dataclass(kind) else None
-
-
-def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 if __name__ == "__main__":  # `jaxthru.config` itself is another module then, and the one that counts

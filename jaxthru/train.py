@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from jaxthru import config as configuration
 from jaxthru.build import choices
-from jaxthru.build.compiled import Build, compile_step, fit_here
+from jaxthru.build.compiled import Build, compile_step, fit_here, published_weights
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data, prepare_data
 from jaxthru.data.state import DataState
@@ -53,7 +53,10 @@ def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, sta
 
         def evaluate(step: int) -> None:
             with account.apart(), profile.span("evaluate"):
-                record.evaluation(evaluation(step, state["params"]))
+                row = evaluation(step, state["params"])
+                record.evaluation(row)
+                for sample in row.get("samples", ()):
+                    progress.sample(sample["prompt"], sample["text"])
 
         def save(step: int) -> None:
             with account.saving(), profile.span("checkpoint"):
@@ -101,7 +104,6 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
     """Returns the newest checkpoint's state and data state, or those before the first update."""
     data, restored = built.data, checkpointer.restore(built.abstract)
     if restored is None:
-        log.info("initialising the parameters ...")
         return built.first_state(), DataState.first(data.mixing, data.keys)
     step, state, saved = restored
     log.info("resumed from step %d", step)
@@ -147,20 +149,25 @@ def run(
     xla.configure(config.kernels.writes_to_peers)
     distributed.initialize()
     config = choices.ready(config)
+    newest = None
     if directory:
         distributed.from_first(lambda: check_resumable(config, directory, resume))
-        if (newest_step(directory.checkpoints) or 0) >= config.train.steps:
+        newest = newest_step(directory.checkpoints)
+        if (newest or 0) >= config.train.steps:
             log.info("%s is complete", directory.path)
             if distributed.is_primary():
                 final_table(directory)
             return directory
     layout = fit_here(config)
+    weights = published_weights(config) if newest is None else None
     log.info("preparing data: mix %s ...", config.data.mix)
     begun = newest_data_state(directory.checkpoints).get("keys") if directory else None
-    keys = distributed.from_first(lambda: prepare_data(config.data, begun))
-    data = open_data(config.data, prepare=False, begun=keys)
+    kept = directory.tokenizer if directory else None
+    keys = distributed.from_first(lambda: prepare_data(config.data, begun, tokenizer=kept))
+    data = open_data(config.data, prepare=False, begun=keys, tokenizer=kept)
     directory = directory or RunDirectory.fresh(name)
-    built = compile_step(config, layout, data, directory.autotune if config.train.deterministic else None)
+    autotuned = directory.autotune if config.train.deterministic else None
+    built = compile_step(config, layout, data, autotuned, weights)
     rows = config.train.rows // config.train.microbatches
     check_attention(built.step.objective.model, rows, config.data.sequence, data.segments)
     saved = directory.checkpoints, config.checkpoint, in_place(built.abstract)
@@ -168,6 +175,9 @@ def run(
     with data, directory.locked(), Checkpointer(*saved) as checkpointer:
         distributed.from_first(lambda: configuration.dump(config, directory.config))
         directory.write_environment()
+        directory.keep_tokenizer(data.tokenizer.kept)
+        if weights:
+            directory.keep_base(weights.folder)
         train(built, directory, checkpointer, started)
     log.debug("compiled %d programs, %d from the cache", *xla.compilations())
     if distributed.is_primary():

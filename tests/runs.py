@@ -24,6 +24,7 @@ SETTINGS = {
     "train.rows": 8,
     "train.steps": 40,
     "evaluate.rows": 8,
+    "evaluate.prompts": "[]",
     "checkpoint.every": 5,
     "metrics.tensorboard": "false",
     "kernels.attention": "auto",

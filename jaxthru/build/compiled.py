@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxthru.build import choices
 from jaxthru.build.batches import place, train_batches
-from jaxthru.build.checks import asked_for, attention_by, fit
+from jaxthru.build.checks import asked_for, attention_by, fit, offloaded
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.step import assemble
 from jaxthru.config import RunConfig
@@ -21,7 +21,9 @@ from jaxthru.data.placement import local_rows
 from jaxthru.data.state import DataState
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep
+from jaxthru.engine.model import Model
 from jaxthru.engine.step import Batch, State, Step
+from jaxthru.huggingface.weights import Weights
 from jaxthru.models import family
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
@@ -29,7 +31,8 @@ from jaxthru.runtime.sharding import Layout
 from jaxthru.training.account import Account
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
-from jaxthru.training.state import init_by_parts, sharded_init
+from jaxthru.training.samples import Samples
+from jaxthru.training.state import init_by_parts, sharded_init, state_of_weights
 from pallas_kernels.dispatch import Unsupported
 
 log = logging.getLogger("jaxthru")
@@ -40,7 +43,8 @@ class Build:
     """What a configuration becomes on this machine, compiled and ready to run.
 
     abstract: shapes, dtypes and shardings of the state. compiled: (state, batch) -> (state, metrics).
-    recompile: compiles it again, with more of XLA's options.
+    recompile: compiles it again, with more of XLA's options. weights: published ones that the state before
+    the first update has. samples: makes those of `evaluate.prompts`.
     """
 
     config: RunConfig
@@ -51,9 +55,15 @@ class Build:
     compiled: CompiledStep | DispatchedStep
     compile_seconds: float
     recompile: Callable[[dict], CompiledStep | DispatchedStep]
+    weights: Weights | None = None
+    samples: Samples | None = None
 
     def first_state(self) -> State:
         """Returns the state before the first update."""
+        if self.weights:
+            log.info("reading the weights of %s ...", self.config.model.pretrained)
+            return state_of_weights(self.step.optimizer, self.abstract, self.weights.array)
+        log.info("initialising the parameters ...")
         make = init_by_parts if self.config.offload.layered else sharded_init
         return make(self.step.objective.model, self.step.optimizer, self.abstract, self.config.train.seed)
 
@@ -68,18 +78,19 @@ class Build:
     def evaluation(self) -> Evaluation | NoEvaluation:
         """Returns the held-out evaluation, compiled."""
         config = self.config.evaluate
-        if config.rows == 0:
+        if config.rows == 0 and not config.prompts:
             return NoEvaluation()
         # As many rows at once as a micro-batch of training has, so that it fits the memory that fits those.
         rows = self.config.train.rows // self.config.train.microbatches
         batches = self.data.held_out_batches(
             total_rows=config.rows, rows=rows, local_rows=self._local_rows(rows)
         )
-        if not batches:
+        if config.rows and not batches:
             log.info("no text is held out: nothing to evaluate on")
-            return NoEvaluation()
+            if not config.prompts:
+                return NoEvaluation()
         batches = [self.place(batch, rows) for batch in batches]
-        return Evaluation(config, self.compiled.loss_terms, batches, self.data.names)
+        return Evaluation(config, self.compiled.loss_terms, batches, self.data.names, self.samples)
 
     def account(self, skipped: int, started: float, *listeners) -> Account:
         """Returns the account of finished steps. listeners: the record, the display, the watchdog."""
@@ -109,7 +120,15 @@ def build_step(config: RunConfig, data: Data, devices: list[jax.Device] | None =
     configuration, data and devices do not fit each other."""
     xla.configure(config.kernels.writes_to_peers)
     config = choices.ready(config)
-    return compile_step(config, fit_here(config, devices), data)
+    return compile_step(config, fit_here(config, devices), data, weights=published_weights(config))
+
+
+def published_weights(config: RunConfig) -> Weights | None:
+    """Returns the published weights that a run is to start from, every tensor accounted for; None for random
+    ones. Raises InputError."""
+    if config.model.pretrained is None:
+        return None
+    return Weights(Path(config.model.pretrained).expanduser(), config.model)
 
 
 def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
@@ -120,9 +139,16 @@ def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> Layo
     return layout
 
 
-def compile_step(config: RunConfig, layout: Layout, data: Data, autotuned: Path | None = None) -> Build:
+def compile_step(
+    config: RunConfig,
+    layout: Layout,
+    data: Data,
+    autotuned: Path | None = None,
+    weights: Weights | None = None,
+) -> Build:
     """Returns the compiled step of a configuration that is `choices.ready`, on its layout. autotuned: a
-    folder of what autotuning has chosen, by which it is compiled anew. Raises InputError."""
+    folder of what autotuning has chosen, by which it is compiled anew. weights: published ones to start from.
+    Raises InputError."""
     train = config.train
     choices.reserve(config, list(layout.mesh.devices.flat))
     vocabulary = dict(family.chain(config.model).dims)["vocab"]  # which `fit` has found
@@ -132,6 +158,7 @@ def compile_step(config: RunConfig, layout: Layout, data: Data, autotuned: Path 
         log.info("the tokenizer uses %d of %s", data.vocabulary, which)
     segments, sources = data.segments, len(data.names)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
+    samples = samples_of(config, made.step.objective.model, data)
     options = xla.compiler_options(
         jax.default_backend(),
         layout.mesh.size,
@@ -150,4 +177,27 @@ def compile_step(config: RunConfig, layout: Layout, data: Data, autotuned: Path 
     seconds = time.monotonic() - started
     log.info("compiled in %.1f s", seconds)
     recompile = lambda more: compile_(options | more)  # noqa: E731
-    return Build(config, data, layout, made.step, made.abstract, compiled, seconds, recompile)
+    return Build(
+        config, data, layout, made.step, made.abstract, compiled, seconds, recompile, weights, samples
+    )
+
+
+def samples_of(config: RunConfig, model: Model, data: Data) -> Samples | None:
+    """Returns what makes samples of `evaluate.prompts`, None without them. Raises InputError for a prompt
+    that is too long, or parameters in host memory that have no room beside a step."""
+    if not config.evaluate.prompts:
+        return None
+    which = f"evaluate.prompts = {config.evaluate.prompts!r}"
+    require(jax.process_count() == 1, f"{which}: are continued by a run of one process alone; leave them out")
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if config.offload.layered and memory:
+        size = model.parameters * model.ops.compute.itemsize / model.ops.layout.mesh.size
+        said = (
+            f"{which}: with {offloaded(config)} the whole model is fetched for them, and {size / 2**30:.1f}"
+        )
+        require(
+            size < memory / 2,
+            f"{said} GiB have no room beside a step; use `python -m jaxthru.generate` on a checkpoint",
+        )
+    longest = getattr(config.model, "max_sequence", None)
+    return Samples(config.evaluate, model, data.tokenizer, longest, config.train.seed)

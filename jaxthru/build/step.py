@@ -58,6 +58,21 @@ class Assembled:
         return CompiledStep(program, self.step.objective)
 
 
+def bound(config: RunConfig, layout: Layout, attention: str) -> Model:
+    """Returns the model of a configuration on a layout. attention: implementation, or `auto`."""
+    ops = Ops(
+        layout,
+        jnp.dtype(config.precision.compute),
+        attention,
+        float8=config.precision.matmul == "fp8",
+        collective_matmul_by=config.kernels.collective_matmul,
+        linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
+        copies=config.mesh.copies,
+        keep_parameters=config.remat.keep_parameters,
+    )
+    return Model(family.chain(config.model), ops, config.remat.policy, config.model.loop)
+
+
 def assemble(
     config: RunConfig,
     layout: Layout,
@@ -70,19 +85,7 @@ def assemble(
 
     segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`.
     """
-    train, precision = config.train, config.precision
-    ops = Ops(
-        layout,
-        jnp.dtype(precision.compute),
-        attention,
-        float8=precision.matmul == "fp8",
-        collective_matmul_by=config.kernels.collective_matmul,
-        linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
-        copies=config.mesh.copies,
-        keep_parameters=config.remat.keep_parameters,
-    )
-    chain = family.chain(config.model)
-    model = Model(chain, ops, config.remat.policy, config.model.loop)
+    train, model = config.train, bound(config, layout, attention)
     schedule = make_schedule(config.optim, train.steps)
     adamw_8bit = config.kernels.named("adamw_8bit") or (PARTITIONED if layout.mesh.size > 1 else None)
     optimizer = Optimizer(config.optim, model.weights, adamw_8bit)

@@ -1,1 +1,1 @@
-"""Folders of published weights, as Hugging Face lays them out, in and out."""
+"""Folders of published weights in Hugging Face's form: read, written, and accounted for."""

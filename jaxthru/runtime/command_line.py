@@ -9,6 +9,13 @@ def parser(prog: str, description: str, example: str) -> argparse.ArgumentParser
     return argparse.ArgumentParser(prog=prog, description=description, **ending(prog, example))
 
 
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Gives a command `--set`, as `overrides`."""
+    change = "change one key; may be given several times"
+    settings = {"default": [], "dest": "overrides", "metavar": "GROUP.KEY=VALUE", "help": change}
+    parser.add_argument("--set", action="append", **settings)
+
+
 def ending(prog: str, example: str) -> dict[str, Any]:
     """Returns the keyword arguments of a parser whose help ends with an example and with where to go next."""
     lines = (

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import types
 import typing
@@ -96,7 +97,10 @@ def check(key: str, value: Any, declared: Any) -> None:
 
 
 def parse(key: str, text: str, declared: Any) -> Any:
-    """Returns the first reading of a command line's text that the declared type accepts."""
+    """Returns the first reading of a command line's text that the declared type accepts; of a list, its JSON,
+    or the text as the only entry."""
+    if typing.get_origin(without_none(declared)) is tuple:
+        return read(declared, _entries(key, text), key)
     readings: list[Any] = [text]
     if text in ("None", "none", "null"):
         readings.insert(0, None)
@@ -111,6 +115,15 @@ def parse(key: str, text: str, declared: Any) -> Any:
     choices = [str(choice) for choice in typing.get_args(declared) if typing.get_origin(declared) is Literal]
     hint = did_you_mean(text, choices)
     raise InputError(f"{key} = {text!r}: must be {_describe(declared)}{hint if '?' in hint else ''}")
+
+
+def _entries(key: str, text: str) -> list:
+    if not text.startswith("["):
+        return [text] if text else []
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{key} = {text!r}: must be a JSON list ({error}), or one entry as it is") from error
 
 
 def _whole(text: str) -> int:
@@ -148,3 +161,11 @@ def _describe(declared: Any) -> str:
     if typing.get_origin(declared) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(declared))
     return "None" if declared is types.NoneType else declared.__name__
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested dicts, each by its whole name, as `optim.clip`."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found

@@ -40,6 +40,9 @@ class NoProgress:
     def note(self, text: str) -> None:
         pass
 
+    def sample(self, prompt: str, text: str) -> None:
+        """Shows what the model makes of a prompt."""
+
 
 class Bar(NoProgress):
     """A live bar on a terminal."""
@@ -69,6 +72,9 @@ class Bar(NoProgress):
     def note(self, text: str) -> None:
         self._bar.update(self._task, description=text)
 
+    def sample(self, prompt: str, text: str) -> None:
+        show_sample(self._bar.console, prompt, text)
+
 
 class Lines(NoProgress):
     """A plain line every few seconds, and for the first and the last step."""
@@ -86,6 +92,21 @@ class Lines(NoProgress):
 
     def note(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def sample(self, prompt: str, text: str) -> None:
+        show_sample(self._console, prompt, text)
+
+
+def show_sample(console: rich.console.Console, prompt: str, text: str) -> None:
+    """Prints a prompt, set off by its style, and what the model continues it with."""
+    shown = rich.text.Text("sample: ", style="dim")
+    shown.append(printable(prompt), style="bold").append(printable(text), style="not dim")
+    console.print(shown, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Returns a text that does nothing to a terminal but to be read there."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def open_progress(steps: int, done: int = 0) -> NoProgress:
@@ -144,6 +165,8 @@ def final_table(run: RunDirectory, console: rich.console.Console | None = None) 
     for name, value in summary(run):
         table.add_row(rich.text.Text(name), rich.text.Text(value))
     console.print(table)
+    for sample in (run.read_eval() or [{}])[-1].get("samples") or ():
+        show_sample(console, sample["prompt"], sample["text"])
     for purpose, command in commands(run):
         # Not in the table, whose borders and line breaks would be copied with it.
         console.print(f"{purpose}: {command}", soft_wrap=True, markup=False, highlight=False)

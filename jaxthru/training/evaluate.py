@@ -1,4 +1,4 @@
-"""Held-out loss, per source."""
+"""Held-out loss, per source, and samples of the model's text."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,14 +16,28 @@ from jaxthru.runtime.errors import require
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
     """every: steps between evaluations; 0 evaluates before the first and after the last step alone.
-    rows: held-out rows in one evaluation, shared evenly by the sources; 0 is off."""
+    rows: held-out rows in one evaluation, shared evenly by the sources; 0 is off.
+    prompts: texts that the model continues at each evaluation. The samples are printed, and kept in
+        eval.jsonl.
+    max_tokens: at most so many tokens a sample.
+    temperature: of the samples; 0 takes the most probable token each time."""
 
     every: int = 0
     rows: int = 64
+    prompts: tuple[str, ...] = ()
+    max_tokens: int = 64
+    temperature: float = 0.0
 
     def __post_init__(self):
         require(self.every >= 0, f"evaluate.every = {self.every}: must be at least 0")
         require(self.rows >= 0, f"evaluate.rows = {self.rows}: must be at least 0")
+        require(self.max_tokens >= 1, f"evaluate.max_tokens = {self.max_tokens}: must be at least 1")
+        require(self.temperature >= 0, f"evaluate.temperature = {self.temperature}: must be at least 0")
+        require(all(self.prompts), "evaluate.prompts: none may be empty")
+
+
+Sample = dict[str, str]
+"""`prompt`, and the `text` that the model continues it with."""
 
 
 class Evaluation:
@@ -35,26 +49,32 @@ class Evaluation:
         sums: Callable[[Any, Batch, jax.Array], Terms],
         batches: Sequence[Batch],
         sources: Sequence[str],
+        samples: Callable[[Any], list[Sample]] | None = None,
     ):
-        """sums: (params, batch, one token's weight) -> the terms of `inline.loss`."""
+        """sums: (params, batch, one token's weight) -> the terms of `inline.loss`. samples: params -> what
+        the model makes of each prompt."""
         self.config, self.sums, self.batches, self.sources = config, sums, batches, sources
+        self.samples = samples
 
     def due(self, step: int, last: bool) -> bool:
         """Says whether to evaluate after `step` updates. last: it is the run's last."""
         return step == 0 or last or (self.config.every > 0 and step % self.config.every == 0)
 
     def __call__(self, step: int, params: Any) -> dict[str, Any]:
-        """Returns the row for eval.jsonl: mean cross-entropy over all held-out tokens, and by source."""
+        """Returns the row for eval.jsonl: mean cross-entropy over all held-out tokens, and by source; and the
+        samples where there are prompts."""
         one = jnp.ones((), jnp.float32)
         sums = jax.device_get([self.sums(params, batch, one) for batch in self.batches])
-        loss = np.sum([s["source_loss"] for s in sums], axis=0, dtype=np.float64)
-        tokens = np.sum([s["source_tokens"] for s in sums], axis=0, dtype=np.float64)
-        return {
+        nothing = np.zeros(len(self.sources))
+        loss = np.sum([nothing, *(s["source_loss"] for s in sums)], axis=0, dtype=np.float64)
+        tokens = np.sum([nothing, *(s["source_tokens"] for s in sums)], axis=0, dtype=np.float64)
+        row = {
             "step": step,
-            "loss": float(loss.sum() / tokens.sum()),
+            "loss": float(loss.sum() / tokens.sum()) if tokens.any() else None,
             "loss_by_source": mean_by_source(self.sources, loss, tokens),
             "tokens": int(tokens.sum()),
         }
+        return row | ({"samples": self.samples(params)} if self.samples else {})
 
 
 class NoEvaluation:

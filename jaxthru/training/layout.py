@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 Tree = Any
+Read = Callable[[tuple[str, ...], jax.ShapeDtypeStruct], jax.Array]
+"""(The place of an array on disk, its shape, dtype and sharding) -> the array."""
 LAYERS = "layers"
 
 
@@ -128,21 +130,19 @@ def from_disk(disk: Tree, abstract_state: Tree) -> Tree:
     return assembled(abstract_state, lambda path, like: remove(disk, path))
 
 
-def assembled(
-    abstract_state: Tree, read: Callable[[tuple[str, ...], jax.ShapeDtypeStruct], jax.Array]
-) -> Tree:
-    """Returns the state in the form and sharding of `abstract_state`, made of its arrays on disk.
-
-    read: (the place of an array on disk, its shape, dtype and sharding) -> the array. Each is asked for once,
-    and of stacked layers those of one weight one after the other.
-    """
-    leaves = []
-    for entry in entries(abstract_state):
-        like = entry.on_disk()
-        arrays = [read(path, like) for path in entry.paths]
-        array = stack(arrays, device_sharding(entry.leaf)) if entry.stacked else arrays.pop()
-        leaves.append(jax.device_put(array, entry.leaf.sharding))
+def assembled(abstract_state: Tree, read: Read) -> Tree:
+    """Returns the state in the form and sharding of `abstract_state`, made of its arrays on disk: each is
+    asked for once, and of stacked layers those of one weight one after the other."""
+    leaves = [assembled_leaf(entry, read) for entry in entries(abstract_state)]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+
+def assembled_leaf(entry: Entry, read: Read) -> jax.Array:
+    """Returns one leaf of what `assembled` does."""
+    like = entry.on_disk()
+    arrays = [read(path, like) for path in entry.paths]
+    array = stack(arrays, device_sharding(entry.leaf)) if entry.stacked else arrays.pop()
+    return jax.device_put(array, entry.leaf.sharding)
 
 
 def unstack(stacked: jax.Array) -> tuple[jax.Array, ...]:

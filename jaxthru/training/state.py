@@ -12,6 +12,7 @@ from jaxthru.engine.offload import Pace, move, on_device
 from jaxthru.engine.step import State, counters_of, first_state, slots_by_part, state_of
 from jaxthru.optim.optimizer import Optimizer
 from jaxthru.runtime.sharding import Axes, Layout
+from jaxthru.training import layout as on_disk
 
 Tree = Any
 
@@ -75,9 +76,46 @@ def init_by_parts(model: Model, optimizer: Optimizer, abstract: State, seed: int
     made = []
     for index, key in enumerate(model.part_keys(jax.random.key(seed))):
         first = stages.index(stages[index], min(index, LAYERS))  # of equal ones, which share a program
-        home = jax.tree.map(lambda leaf: leaf.sharding, homes[index])
-        made.append(move(program(first)(key), home, donate=True))
+        made.append(move(program(first)(key), _shardings(homes[index]), donate=True))
         pace(made[-1])
+    return _first_state_of(made, abstract)
+
+
+def state_of_weights(optimizer: Optimizer, abstract: State, read: on_disk.Read) -> State:
+    """Returns the first state with weights that are there, part after part, each made where it is to live.
+
+    abstract: shapes, dtypes and shardings of the state. read: gives each weight, asked for in float32 on the
+    devices, see `training.layout.assembled`.
+    """
+    params, pace = abstract["params"], Pace()
+    float32 = lambda leaf: leaf.update(dtype=jnp.float32, sharding=on_disk.device_sharding(leaf))  # noqa: E731
+    entries = jax.tree.unflatten(
+        jax.tree.structure(params), list(on_disk.entries(jax.tree.map(float32, params)))
+    )
+
+    @functools.cache  # layers that are alike share a program
+    def program(infos: tuple, tree: Any, home: tuple) -> Callable:
+        keep = lambda weights: optimizer.init_part(weights, jax.tree.unflatten(tree, infos))  # noqa: E731
+        return jax.jit(keep, donate_argnums=0, out_shardings=jax.tree.unflatten(*reversed(home)))
+
+    made = []
+    homes = zip(parts(params), slots_by_part(abstract), strict=True)
+    for part, infos, home in zip(parts(entries), parts(optimizer.infos), homes, strict=True):
+        weights = jax.tree.map(lambda entry: on_disk.assembled_leaf(entry, read), part)
+        leaves, tree = jax.tree.flatten(infos)
+        places, home_tree = jax.tree.flatten(jax.tree.map(on_disk.device_sharding, home))
+        keep = program(tuple(leaves), tree, (tuple(places), home_tree))
+        made.append(move(keep(weights), _shardings(home), donate=True))
+        pace(made[-1])
+    return _first_state_of(made, abstract)
+
+
+def _shardings(tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _first_state_of(made: list[tuple[Tree, dict[str, Tree]]], abstract: State) -> State:
+    """Returns the first state. made: the weights and slots of each part."""
     weights, slots = map(list, zip(*made, strict=True))
     counters = counters_of(first_state(None, {"count": jnp.zeros((), jnp.int32)}))
     counters = jax.device_put(counters, abstract["opt_state"]["count"].sharding)

@@ -71,6 +71,6 @@ def scalars(row: Row) -> list[tuple[str, float]]:
             value = dict(enumerate(value))
         if isinstance(value, Mapping):
             found += [(f"{name}/{inner}", number) for inner, number in scalars(dict(value))]
-        elif name != "step" and value is not None and math.isfinite(value):
+        elif name != "step" and isinstance(value, int | float) and math.isfinite(value):
             found.append((name, float(value)))
     return found

@@ -1,0 +1,143 @@
+"""A run's weights as a folder that Hugging Face's transformers and vLLM read."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxthru import config as configuration
+from jaxthru.build.language_model import is_run, run_config
+from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.huggingface.config import read_config, written
+from jaxthru.huggingface.folder import Folder, check_empty
+from jaxthru.huggingface.generation_config import FILE as GENERATION_CONFIG
+from jaxthru.huggingface.weights import Weights
+from jaxthru.huggingface.write import write_folder
+from jaxthru.models import family
+from jaxthru.models.family import FamilyConfig
+from jaxthru.models.published import Tensor
+from jaxthru.runtime import plain
+from jaxthru.runtime.errors import require
+from jaxthru.training.model_card import model_card
+from jaxthru.training.run_directory import RunDirectory
+from jaxthru.training.saved import SavedParameters
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export_weights(
+    where: Path | str | RunDirectory,
+    folder: Path | str,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """Writes the weights of a run, or of a folder of published weights, as a folder of its own; returns it.
+
+    where: a run directory, or a folder. folder: new, or empty. step: which checkpoint; None is the newest.
+    dtype: of the weights; None is that of the weights the run started from, or without these float32, or what
+    the run kept. overrides: a family of your own has to be named, as `model.family=package.module`.
+
+    The folder appears whole, its file STABLE last. Raises InputError, before anything is written.
+    """
+    path = where.path if isinstance(where, RunDirectory) else Path(where).expanduser()
+    folder = Path(folder).expanduser()
+    require(path.is_dir(), f"{path}: no such folder; give a run directory, or a folder of published weights")
+    require(dtype is None or dtype in DTYPES, f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
+    check_empty(folder)
+    if is_run(path):
+        _export_run(RunDirectory(path), folder, step, dtype, overrides)
+    else:
+        require(step is None, f"--step {step}: {path} is no run directory, it has no steps")
+        _export_folder(path, folder, dtype)
+    return folder
+
+
+def _export_run(
+    run: RunDirectory, folder: Path, step: int | None, dtype: str | None, overrides: Sequence[str]
+) -> None:
+    config = run_config(run, overrides)
+    family.published(config.model)  # or there is no table of its names
+    saved = SavedParameters(run.checkpoints, step)
+    base = _read_json(run.base / "config.json")
+    kept = "float32" if saved.exact else "bfloat16"
+    dtype = dtype or _dtype_of(base) or kept
+    tokenizer = Tokenizer.of(run.path)
+    card = model_card(run, plain.flat(configuration.to_dict(config)), folder.name, saved.step, dtype)
+    files = tokenizer_files(tokenizer, getattr(config.model, "max_sequence", None)) | {
+        "config.json": _json(written(config.model, dtype, base) | _token_ids(tokenizer, base)),
+        GENERATION_CONFIG: _bytes(run.base / GENERATION_CONFIG) or _json(_token_ids(tokenizer, None)),
+        "README.md": card.encode(),
+    }
+    write_folder(folder, config.model, _reader(config.model, saved.master), lambda tensor: dtype, files)
+
+
+def _export_folder(source: Path, folder: Path, dtype: str | None) -> None:
+    model, raw = read_config(source)
+    weights = Weights(source, model)
+    copied = [
+        path for path in source.iterdir() if path.is_file() and path.suffix in (".json", ".jinja", ".md")
+    ]
+    names = {path.name for path in copied if not path.name.endswith(".index.json")} | {
+        "tokenizer.model",
+        "LICENSE",
+    }
+    files = {name: found for name in sorted(names) if (found := _bytes(source / name)) is not None}
+    if dtype is not None:
+        files["config.json"] = _json(written(model, dtype, raw))
+    of = (lambda tensor: dtype) if dtype else weights.dtype_of
+    like = None if dtype else Folder(source)
+    write_folder(folder, model, _reader(model, weights.array), of, files, like=like)
+
+
+def _reader(config: FamilyConfig, read: Callable[..., jax.Array]) -> Callable[[Tensor], jax.Array]:
+    """Returns what reads the weight of a published tensor, on one device. read: (its place, like) -> it."""
+    shapes = {tensor.path: shape for tensor, _, shape in family.published_weights(config)}
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def weight(tensor: Tensor) -> jax.Array:
+        return read(tensor.path, jax.ShapeDtypeStruct(shapes[tensor.path], jnp.float32, sharding=where))
+
+    return weight
+
+
+def tokenizer_files(tokenizer: Tokenizer, longest: int | None) -> dict[str, bytes]:
+    """Returns the files of a tokenizer, with the settings that `AutoTokenizer` needs where it has none."""
+    files = dict(tokenizer.files)
+    if "tokenizer_config.json" not in files:
+        ends = {"eos_token": tokenizer.borders.end, "bos_token": tokenizer.borders.bos}
+        named = {name: each for name, each in ends.items() if each}
+        longest_row = {"model_max_length": longest} if longest else {}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        files["tokenizer_config.json"] = _json(settings | named | longest_row)
+    return files
+
+
+def _token_ids(tokenizer: Tokenizer, base: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the ids of the tokens that begin and end a text, if no base has them."""
+    if base is not None:
+        return {}
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.end_of_text}
+    return {name: each for name, each in ids.items() if each is not None}
+
+
+def _dtype_of(base: dict[str, Any] | None) -> str | None:
+    found = (base or {}).get("dtype") or (base or {}).get("torch_dtype")
+    return found if found in DTYPES else None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    content = _bytes(path)
+    return None if content is None else json.loads(content)
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _json(keys: dict[str, Any]) -> bytes:
+    return (json.dumps(keys, indent=2, ensure_ascii=False) + "\n").encode()

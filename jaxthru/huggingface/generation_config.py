@@ -1,0 +1,58 @@
+"""generation_config.json: how a model is meant to be sampled, and which tokens end a text."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxthru.runtime.errors import InputError, require
+
+FILE = "generation_config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationDefaults:
+    """temperature: 0 is greedy. top_k, top_p: 0 and 1 take all. stop: ids of tokens that end a text."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+
+
+def read_generation_defaults(folder: Path) -> GenerationDefaults:
+    """Returns what a folder's generation_config.json says, and its config.json of stop tokens where that does
+    not. Absent keys mean what they do in Hugging Face's `GenerationConfig`. Raises InputError."""
+    keys, config = _read(folder / FILE), _read(folder / "config.json")
+    stop = _ids(folder / FILE, keys) or _ids(folder / "config.json", config)
+    if not keys.get("do_sample", False):
+        return GenerationDefaults(stop=stop)
+    found = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    for name, default in found.items():
+        value = keys.get(name)
+        value = default if value is None else value
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        require(is_number, f"{folder / FILE}: {name} = {value!r}: must be a number of at least 0")
+        found[name] = type(default)(value)
+    return GenerationDefaults(**found, stop=stop)
+
+
+def _ids(path: Path, keys: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the ids of `eos_token_id`, which is one or a list."""
+    found = keys.get("eos_token_id")
+    if found is None:
+        return ()
+    ids = tuple(found) if isinstance(found, list) else (found,)
+    are_ids = all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids)
+    require(are_ids, f"{path}: eos_token_id = {found!r}: must be an id, or a list of ids")
+    return ids
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Returns the keys of a JSON file, none of one that is not there."""
+    try:
+        keys = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
+    require(isinstance(keys, dict), f"{path}: must be an object")
+    return keys

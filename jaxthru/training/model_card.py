@@ -1,0 +1,89 @@
+"""The model card of an exported run: README.md, of which the hub reads the first lines."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxthru.training.run_directory import RunDirectory
+
+SETTINGS = (
+    *("train.steps", "train.rows", "data.sequence", "data.mix", "optim.name", "optim.learning_rate"),
+    *("optim.weight_decay", "precision.compute", "precision.matmul", "train.seed"),
+)
+"""Keys of the configuration that a reader of a card looks for."""
+
+
+def model_card(run: RunDirectory, config: dict[str, Any], name: str, step: int, dtype: str) -> str:
+    """Returns the card of a run's weights after `step` updates.
+
+    config: the run's configuration, {whole key: value}. name: of the model. dtype: of the exported weights.
+    """
+    base = config.get("model.pretrained")
+    head = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    license_ = license_of(run.base / "README.md")
+    if base:
+        head = {"base_model": _name_of(base), "base_model_relation": "finetune"} | head
+    front = ["---", *(f"{key}: {value}" for key, value in head.items())]
+    front += [f"license: {license_}"] if license_ else []
+    front += ["tags:", "- jaxthru", "---"]
+    began = f"continued from `{_name_of(base)}`" if base else "trained from random weights"
+    lines = [
+        f"# {name}",
+        "",
+        f"A language model of the family `{config.get('model.family')}`, {began} with jaxthru, after "
+        f"{step:,} updates. The weights are {dtype}.",
+    ]
+    if base and not license_:
+        lines += ["", f"The license is that of `{_name_of(base)}`, whose card did not name it."]
+    lines += ["", *_table("Training", _results(run, step)), "", *_table("Settings", _settings(config)), ""]
+    return "\n".join([*front, "", *lines])
+
+
+def license_of(card: Path) -> str | None:
+    """Returns the license that a model card names in its first lines, None without one."""
+    try:
+        text = card.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    named = re.search(r"^license:[ \t]*([\w.+-]+)[ \t]*$", front[1], re.MULTILINE) if front else None
+    return named[1] if named else None
+
+
+def _results(run: RunDirectory, step: int) -> list[tuple[str, str]]:
+    """Returns what the record says of the updates up to a step."""
+    rows = [row for row in run.read_metrics() if row["step"] <= step]
+    evaluations = [row for row in run.read_eval() if row["step"] <= step]
+    found = [("updates", f"{step:,}"), ("tokens", f"{sum(row['tokens'] or 0 for row in rows):,}")]
+    losses = [row["loss"] for row in rows if row["loss"] is not None]
+    if losses:
+        found.append(("training loss, first and last", f"{losses[0]:.4f}, {losses[-1]:.4f}"))
+    if evaluations:
+        last = evaluations[-1]
+        loss = last["loss"]
+        found.append(
+            (f"held-out loss after update {last['step']:,}", f"{loss:.4f} (perplexity {math.exp(loss):.2f})")
+        )
+        by_source = (last["loss_by_source"] or {}).items()
+        found += [
+            (f"held-out loss, {source}", f"{each:.4f}") for source, each in by_source if each is not None
+        ]
+    return found
+
+
+def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(f"`{key}`", f"`{config[key]}`") for key in SETTINGS if key in config]
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> list[str]:
+    return [f"## {title}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def _name_of(base: Any) -> str:
+    """Returns what a folder of weights is called: an owner and a name, as the hub has them, or its own."""
+    path = Path(str(base))
+    hub = re.match(
+        r"models--(.+?)--(.+)", next((part for part in path.parts if part.startswith("models--")), "")
+    )
+    return f"{hub[1]}/{hub[2]}" if hub else path.name or str(base)
