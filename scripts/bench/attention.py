@@ -104,7 +104,7 @@ def sweep(shape, seconds: float) -> list[dict]:
                 else:
                     residuals = jax.jit(lambda *x: triton._forward(*x)[1])(q, k, v, segments)
                     part = 0 if kernel == "backward_q" else slice(1, 3)
-                    run = jax.jit(lambda r, do, part=part: triton._backward(r, do)[part])
+                    run = jax.jit(lambda r, do, part=part: triton._backward(None, r, do)[part])
                     spent = seconds_of(run, (residuals, do), seconds)
             except Exception as error:  # a tile that needs more than the GPU has
                 print(layout, kernel, tile, "failed:", str(error).splitlines()[0][:120], flush=True)

@@ -27,12 +27,12 @@ def test_what_runs_here_agrees(packed, dtype):
     assert dtype == "float32" or min(errors.values()) > 0
 
 
-def across_documents(q, k, v, segments, *, implementation):
+def across_documents(q, k, v, segments, *, implementation, window=None):
     """Attention that is causal within the row, as a kernel that loses its documents would be."""
     return reference.attention(q, k, v, segments._replace(ids=jnp.zeros_like(segments.ids)))
 
 
-def not_a_number(q, k, v, segments, *, implementation):
+def not_a_number(q, k, v, segments, *, implementation, window=None):
     return reference.attention(q, k, v, segments).at[0, 5].set(jnp.nan)
 
 
