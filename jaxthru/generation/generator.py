@@ -25,6 +25,7 @@ from jaxthru.runtime.first_run import FirstAlone
 Tree = Any
 Prompts = Sequence[Sequence[int] | np.ndarray]
 SMALLEST = 64  # tokens of a prompt or slots of a cache: a kernel's tile
+PIECE = 1024  # tokens whose logits are there at once, or half as many, for scores
 CHUNK = 8  # tokens between two calls of `on_tokens`
 
 
@@ -277,7 +278,8 @@ class Generator:
             likeliest_N = jnp.argmax(logits_NV, axis=1).astype(jnp.int32) == tokens_N
             return log_probability(logits_NV, tokens_N), likeliest_N
 
-        pieces = hidden_ND.reshape(-1, SMALLEST * self.model.ops.layout.mesh.size, hidden_ND.shape[1])
+        count = power_of_two(max(len(hidden_ND) // PIECE, 1))  # which divides sizes of rows and tokens
+        pieces = hidden_ND.reshape(count, -1, hidden_ND.shape[1])
         found = jax.lax.map(piece, (pieces, following_N.reshape(pieces.shape[:2])))
         return tuple(each.reshape(tokens_BT.shape) for each in found)
 
