@@ -88,7 +88,7 @@ class Generator:
         """Puts other parameters of the same model in place; what is compiled stays."""
         self.params = chain.in_compute_dtype(self.model, params)
         matrix, axes = self.model.output_matrix(self.params)
-        self.vocabulary = matrix.shape[axes.index("vocab")]
+        self.ids = matrix.shape[axes.index("vocab")]
 
     def generate(
         self,
@@ -162,9 +162,9 @@ class Generator:
         row = np.asarray(ids)
         require(row.ndim == 1 and row.size > 0, f"{name}: has no tokens; must be a list of one or more ids")
         require(np.issubdtype(row.dtype, np.integer), f"{name}: is of {row.dtype}; must be ids, integers")
-        outside = row[(row < 0) | (row >= self.vocabulary)]
+        outside = row[(row < 0) | (row >= self.ids)]
         require(
-            not outside.size, lambda: f"{name}: id {outside[0]} is not in the vocabulary of {self.vocabulary}"
+            not outside.size, lambda: f"{name}: id {outside[0]} is not in the vocabulary of {self.ids}"
         )
         return row.astype(np.int32)
 
