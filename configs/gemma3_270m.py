@@ -4,18 +4,18 @@ from jaxthru.config import (
     CheckpointConfig,
     DataConfig,
     EvaluateConfig,
-    GemmaConfig,
     OptimConfig,
     RematConfig,
     RunConfig,
     TrainConfig,
+    gemma,
 )
 
 
 def config() -> RunConfig:
     return RunConfig(
         train=TrainConfig(steps=10_000, rows=16),
-        model=GemmaConfig(
+        model=gemma.Config(
             vocabulary=262_144,
             layers=18,
             embed=640,
