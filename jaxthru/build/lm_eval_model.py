@@ -158,7 +158,10 @@ class JaxthruLM(TemplateLM):
 
     def _answers(self, prompts: list[np.ndarray], asked: Asked, seed: int) -> list[str]:
         """Returns what follows each prompt of a batch."""
-        ends = [*self.model.stop, *(each for stop in asked.until if (each := self._special(stop)) is not None)]
+        ends = [
+            *self.model.stop,
+            *(each for stop in asked.until if (each := self._special(stop)) is not None),
+        ]
         made: list[list[int]] = [[] for _ in prompts]
         done = [False] * len(prompts)
 

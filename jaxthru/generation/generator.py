@@ -168,9 +168,7 @@ class Generator:
         require(row.ndim == 1 and row.size > 0, f"{name}: has no tokens; must be a list of one or more ids")
         require(np.issubdtype(row.dtype, np.integer), f"{name}: is of {row.dtype}; must be ids, integers")
         outside = row[(row < 0) | (row >= self.ids)]
-        require(
-            not outside.size, lambda: f"{name}: id {outside[0]} is not in the vocabulary of {self.ids}"
-        )
+        require(not outside.size, lambda: f"{name}: id {outside[0]} is not in the vocabulary of {self.ids}")
         return row.astype(np.int32)
 
     def _check_room(self, name: str, tokens: int, more: int) -> None:

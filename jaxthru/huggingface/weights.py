@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.huggingface.folder import Folder
-from jaxthru.huggingface.mapping import Mapped, mapped, published_of
+from jaxthru.huggingface.mapping import Mapped, mapped
 from jaxthru.huggingface.safetensors import DTYPES, TensorInfo
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
@@ -167,7 +167,7 @@ def _check_weight(
 
 def ignored(name: str, config: FamilyConfig) -> bool:
     """Says whether a tensor may stand in a file and holds nothing that is trained."""
-    return any(re.fullmatch(pattern, name) for pattern in published_of(config).ignored)
+    return any(re.fullmatch(pattern, name) for pattern in family.published(config).ignored)
 
 
 def tied_copies(names: list[str], config: FamilyConfig) -> list[str]:

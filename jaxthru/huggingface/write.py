@@ -64,7 +64,7 @@ def write_folder(
     that is none, and for a disk that is full, which it then leaves as it was.
     """
     folder = folder.absolute()
-    _check_target(folder, files, marker)
+    check_target(folder, files, marker)
     shards = _shards(_sources(config, dtype_of, like), like, largest_shard)
     extra = dict(files)
     if len(shards) > 1 or (like and like.indexed):
@@ -103,7 +103,8 @@ def remove_unfinished(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _check_target(folder: Path, files: Mapping[str, bytes], marker: str) -> None:
+def check_target(folder: Path, files: Iterable[str] = (), marker: str = MARKER) -> None:
+    """Raises InputError for a folder that is there and not empty, and for names of files that cannot be."""
     try:
         taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     except OSError as error:
