@@ -467,7 +467,7 @@ def test_gpu_takes_triton_where_cudnn_wants_much_memory(max_segments, first):
 
 @pytest.mark.parametrize(("head_dim", "first"), [(128, "cudnn_packed"), (256, "triton")])
 def test_gpu_takes_triton_where_heads_are_wide(head_dim, first):
-    assert automatic(2 * 8192 * 4 * head_dim, 4, "gpu", head_dim=head_dim)[0] == first
+    assert automatic(2 * 8192 * 4 * head_dim, 4, "gpu", width=head_dim)[0] == first
 
 
 def test_shapes_and_dtypes_are_checked():
