@@ -91,6 +91,7 @@ class RunConfig:
 CHANGEABLE = (
     *("train.steps", "optim.schedule_steps", "train.microbatches", "model.loop", "data.loaders"),
     *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
+    "data.tokenizer",  # a path: the keys of the stores see to it that the same tokenizer is there
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""
 

@@ -62,7 +62,7 @@ def main() -> int:
             )
 
     took = {}
-    for name, count, share in (("prefill", 1, 0.2), ("whole", arguments.generate, 0.8)):
+    for name, count, share in (("prefill", 1, 0.1), ("whole", arguments.generate, 1.0)):
         seconds = share * arguments.warmup_seconds, share * arguments.timed_seconds
         took[name] = harness.timed(
             lambda count=count: generate(count), lambda made: made[0, -1].item(), *seconds
