@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.huggingface.folder import Folder
-from jaxthru.huggingface.mapping import Mapped, mapped, published_of
+from jaxthru.huggingface.mapping import Mapped, mapped
 from jaxthru.huggingface.safetensors import DTYPES, TensorInfo
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
+from jaxthru.models.published import Tensor
 from jaxthru.runtime.errors import InputError, require
 
 FLOATS = ("F32", "F16", "BF16")
@@ -59,6 +60,10 @@ class Weights:
 
     def _info(self, path: tuple[str, ...]) -> TensorInfo:
         return self.folder.tensors[self.tensors[path].tensor.name]
+
+    def dtype_of(self, tensor: Tensor) -> str:
+        """Returns the dtype that a tensor of the family's table has in the folder."""
+        return self.dtypes[tensor.path]
 
     def array(self, path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
         """Returns a weight with the shape, dtype and sharding of `like`; it may still be on its way.
@@ -167,7 +172,7 @@ def _check_weight(
 
 def ignored(name: str, config: FamilyConfig) -> bool:
     """Says whether a tensor may stand in a file and holds nothing that is trained."""
-    return any(re.fullmatch(pattern, name) for pattern in published_of(config).ignored)
+    return any(re.fullmatch(pattern, name) for pattern in family.published(config).ignored)
 
 
 def tied_copies(names: list[str], config: FamilyConfig) -> list[str]:

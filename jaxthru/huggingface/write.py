@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.huggingface import safetensors
-from jaxthru.huggingface.folder import INDEX, SINGLE, Folder, plain_name
+from jaxthru.huggingface.folder import INDEX, SINGLE, Folder, check_empty, plain_name
 from jaxthru.huggingface.mapping import Mapped, mapped
 from jaxthru.huggingface.safetensors import DTYPES, FORMAT, NAMES, TensorInfo
 from jaxthru.huggingface.weights import FLOATS, ignored, table_name, tied_copies
@@ -44,9 +44,9 @@ def write_folder(
     folder: Path,
     config: FamilyConfig,
     read: Callable[[Tensor], Array],
-    *,
     dtype_of: Callable[[Tensor], str],
     files: Mapping[str, bytes],
+    *,
     like: Folder | None = None,
     marker: str = MARKER,
     largest_shard: int = LARGEST_SHARD,
@@ -104,11 +104,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _check_target(folder: Path, files: Mapping[str, bytes], marker: str) -> None:
-    try:
-        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be read ({error.strerror})") from error
-    require(not taken, f"{folder}: is there and not an empty folder; name one that is not there yet")
+    check_empty(folder)
     for name in (*files, marker):
         free = plain_name(name) and name != INDEX and not name.endswith(".safetensors")
         require(free, f"{name!r}: is no name for a file beside the weights")
