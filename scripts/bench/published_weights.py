@@ -197,6 +197,7 @@ def bench(home: Path, model: ModelConfig, arguments: argparse.Namespace) -> dict
         with phases("plain writing"):
             line["plain_write_seconds"] = round(write_plainly(home / "plain", size), 3)
         line["write"] = written(home, model, weights, phases)
+    print(line, file=sys.stderr, flush=True)  # whatever else fails
     return line | harness.provenance()
 
 
