@@ -23,7 +23,7 @@ from jaxthru.build.step import bound
 from jaxthru.config import DataConfig, MeshConfig, OffloadConfig, RematConfig, RunConfig
 from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.engine.model import Model
-from jaxthru.generation.generator import Generator
+from jaxthru.generation.generator import Generator, Scores
 from jaxthru.generation.sampling import Sampling
 from jaxthru.huggingface.config import read_config
 from jaxthru.huggingface.generation_config import GenerationDefaults, read_generation_defaults
@@ -89,9 +89,13 @@ class LanguageModel:
     def logprobs(self, tokens: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns of each token but the first its log-probability, float32 [T-1], and whether it is the most
         probable one, bool [T-1]. tokens: ids [T]."""
-        with self._precisely():
-            (found,) = self.generator.scores([np.asarray(tokens)])
+        (found,) = self.scores([tokens])
         return found.logprobs, found.likeliest
+
+    def scores(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[Scores]:
+        """Returns the same of rows of any lengths, computed as one batch. Raises InputError."""
+        with self._precisely():
+            return self.generator.scores([np.asarray(row) for row in rows])
 
     def encode(self, text: Text) -> np.ndarray:
         """Returns the ids of a prompt: the BOS token if the tokenizer puts one first, then the text's. Ids
@@ -116,6 +120,7 @@ class LanguageModel:
         top_p: float | None = None,
         seed: int = 0,
         stop: Sequence[int] | None = None,
+        on_tokens: Callable[[list[np.ndarray]], bool | None] | None = None,
     ) -> list[np.ndarray]:
         """Returns the ids that follow each prompt, with the one that ended it.
 
@@ -123,6 +128,7 @@ class LanguageModel:
         sample among so many of the most probable tokens, and among those that make up so much of the
         probability. None of these is what the model's own generation_config.json says, or without one
         temperature 0. seed: of the samples. stop: ids that end a text; None is the model's own.
+        on_tokens: see `Generator.generate`.
 
         Raises InputError: no prompt, or more tokens than a row of the model has.
         """
@@ -133,7 +139,8 @@ class LanguageModel:
         }
         sampling = Sampling(**given, seed=seed, max_tokens=max_tokens)
         with self._precisely():
-            found = self.generator.generate(ids, sampling, self.stop if stop is None else tuple(stop))
+            ends = self.stop if stop is None else tuple(stop)
+            found = self.generator.generate(ids, sampling, ends, on_tokens)
         return [each.tokens for each in found]
 
     def _precisely(self) -> contextlib.AbstractContextManager:

@@ -25,7 +25,8 @@ Batch = dict[str, jax.Array]
 
 
 class AttentionShape(NamedTuple):
-    """One kind of attention of a model. window: as for `pallas_kernels.attention`; None where it covers a row."""
+    """One kind of attention of a model. window: as for `pallas_kernels.attention`, None where it covers a
+    row."""
 
     heads: int
     kv_heads: int

@@ -95,13 +95,13 @@ class Generator:
         prompts: Prompts,
         sampling: Sampling,
         stop: Sequence[int] = (),
-        on_tokens: Callable[[list[np.ndarray]], None] | None = None,
+        on_tokens: Callable[[list[np.ndarray]], bool | None] | None = None,
     ) -> list[Generated]:
         """Returns what follows each prompt.
 
         prompts: ids of each, of any lengths. They share a batch, so their number is bounded by memory; what
         follows one does not depend on the others. stop: ids that end a row. on_tokens: called every few
-        tokens with those that each row has got since, without stop tokens.
+        tokens with those that each row has got since, without stop tokens; True ends all rows.
 
         Raises InputError for a prompt without tokens, with an id that is not in the vocabulary, or that has
         no room for `sampling.max_tokens` in the context, before device work; TrainingError for logits that
@@ -122,9 +122,9 @@ class Generator:
             progress = decode(self.params, progress, np.int32(until), first, began_B, ends, sampling.values)
             if on_tokens:
                 tokens = np.asarray(progress.tokens_BS)[: len(rows), seen:until]
-                on_tokens([_until_stop(row[row >= 0], stop)[0] for row in tokens])
+                enough = on_tokens([_until_stop(row[row >= 0], stop)[0] for row in tokens])
                 seen = until
-                if np.asarray(progress.ended_B).all():
+                if enough or np.asarray(progress.ended_B).all():
                     break
         tokens, logprobs = (np.asarray(each) for each in (progress.tokens_BS, progress.logprobs_BS))
         return [self._result(*row, stop) for row in zip(tokens[: len(rows)], logprobs, strict=False)]
@@ -144,14 +144,19 @@ class Generator:
 
     def scores(self, rows: Prompts) -> list[Scores]:
         """Returns how probable each token of each row is, of any lengths, given those before it. The logits
-        of all tokens are never there at once. Raises InputError as `generate`."""
+        of all tokens are never there at once. A row may have one token more than the context, as nothing
+        follows its last. Raises InputError as `generate`."""
         checked = [self._checked(f"row {at + 1}", each) for at, each in enumerate(rows)]
-        for at, row in enumerate(checked):
-            self._check_room(f"row {at + 1}", len(row), 0)
+        before = [row[: max(len(row) - 1, 1)] for row in checked]
+        for at, row in enumerate(before):
+            self._check_room(f"row {at + 1}, without its last token", len(row), 0)
         if not checked:
             return []
-        tokens_BT, lengths_B = self._padded(checked)
-        found = map(np.asarray, self._program(self._scores)(self.params, tokens_BT, lengths_B))
+        tokens_BT, lengths_B = self._padded(before)
+        following_BT = np.zeros_like(tokens_BT)
+        for at, row in enumerate(checked):
+            following_BT[at, : len(row) - 1] = row[1:]
+        found = map(np.asarray, self._program(self._scores)(self.params, tokens_BT, following_BT, lengths_B))
         columns = list(zip(*found, strict=True))[: len(checked)]
         return [
             Scores(*(each[: len(row) - 1] for each in of_row))
@@ -163,9 +168,7 @@ class Generator:
         require(row.ndim == 1 and row.size > 0, f"{name}: has no tokens; must be a list of one or more ids")
         require(np.issubdtype(row.dtype, np.integer), f"{name}: is of {row.dtype}; must be ids, integers")
         outside = row[(row < 0) | (row >= self.ids)]
-        require(
-            not outside.size, lambda: f"{name}: id {outside[0]} is not in the vocabulary of {self.ids}"
-        )
+        require(not outside.size, lambda: f"{name}: id {outside[0]} is not in the vocabulary of {self.ids}")
         return row.astype(np.int32)
 
     def _check_room(self, name: str, tokens: int, more: int) -> None:
@@ -265,12 +268,11 @@ class Generator:
         return chain.product(self.model, params, hidden_ND).reshape(*tokens_BT.shape, -1)
 
     def _scores(
-        self, params: Tree, tokens_BT: jax.Array, lengths_B: jax.Array
+        self, params: Tree, tokens_BT: jax.Array, following_BT: jax.Array, lengths_B: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         positions_BT, ids_BT = chain.prompt_positions(tokens_BT, lengths_B)
         batch = {"tokens": tokens_BT, "positions": positions_BT, "segment_ids": ids_BT}
         hidden_ND = hidden(self.model, params, batch, 2)
-        following_N = jnp.roll(tokens_BT, -1, axis=1).reshape(-1)
 
         def piece(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             hidden_ND, tokens_N = each
@@ -280,7 +282,7 @@ class Generator:
 
         count = power_of_two(max(len(hidden_ND) // PIECE, 1))  # which divides sizes of rows and tokens
         pieces = hidden_ND.reshape(count, -1, hidden_ND.shape[1])
-        found = jax.lax.map(piece, (pieces, following_N.reshape(pieces.shape[:2])))
+        found = jax.lax.map(piece, (pieces, following_BT.reshape(pieces.shape[:2])))
         return tuple(each.reshape(tokens_BT.shape) for each in found)
 
     def _result(self, tokens_S: np.ndarray, logprobs_S: np.ndarray, stop: Sequence[int]) -> Generated:

@@ -73,8 +73,8 @@ def attention(
       k_BTKC: [B, T, K, C] keys of q's dtype; K divides H and query head h uses key head h // (H // K).
       v_BTKC: [B, T, K, C] values of q's dtype.
       segments: of `find_segments`, for the same B and T.
-      window: each token attends to no more than so many tokens, the last of which is itself: the token at t to
-        keys s with t - window < s <= t. None, like a window of T or more, is all of its segment.
+      window: each token attends to no more than so many tokens, the last of which is itself: the token at t
+        to keys s with t - window < s <= t. None, like a window of T or more, is all of its segment.
       implementation: one of `OPERATION.names`, or several, of which the first that can run is taken; None is
         those of `automatic`. "cudnn_packed_stand_in" and "triton_stand_in" have the memory of those, for
         programs that are compiled and not run.

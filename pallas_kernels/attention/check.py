@@ -17,8 +17,8 @@ TOLERANCE = 2e-2
 """Four times what rounding to bfloat16 gives; matrix units may round float32 operands too. An attention that
 crosses documents is off by more than 0.1."""
 WINDOW = 61
-"""The widest window that is checked: so narrow that one which is off by a token is off by more than TOLERANCE,
-and crosses the blocks of every kernel."""
+"""The widest window that is checked: wide enough to cross the blocks of every kernel, and so narrow that one
+token more or less is an error above TOLERANCE."""
 
 
 def differences(

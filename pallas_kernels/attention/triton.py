@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.segments import Segments
-from pallas_kernels.dispatch import Unsupported, load_triton, require_nvidia
+from pallas_kernels.dispatch import Unsupported, load_triton, nvidia_compute_capability, require_nvidia
 from pallas_kernels.varying import vary_alike
 
 MIN_CAPABILITY = (8, 0)
@@ -30,12 +30,28 @@ TILES = {
     "backward_kv": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 2},
 }
 
-# The same for a head dim above 128, so small that they fit into the shared memory of every GPU from 8.0 on.
+# The same for a head dim above 128: so small that they fit into the 99 KiB of shared memory that every GPU
+# from 8.0 on has, with next to no registers spilled; and for the 227 KiB of Hopper and of data-centre
+# Blackwell, whose matrix units want 64 rows. Chosen by what the compiler reports; not measured.
 WIDE_TILES = {
     "forward": {"BQ": 64, "BK": 32, "num_warps": 8, "num_stages": 2},
-    "backward_q": {"BQ": 64, "BK": 32, "num_warps": 8, "num_stages": 1},
-    "backward_kv": {"BQ": 32, "BK": 64, "num_warps": 8, "num_stages": 1},
+    "backward_q": {"BQ": 32, "BK": 32, "num_warps": 4, "num_stages": 2},
+    "backward_kv": {"BQ": 32, "BK": 32, "num_warps": 4, "num_stages": 1},
 }
+WIDE_TILES_FROM_HOPPER = {
+    "forward": {"BQ": 64, "BK": 64, "num_warps": 8, "num_stages": 2},
+    "backward_q": {"BQ": 64, "BK": 32, "num_warps": 8, "num_stages": 2},
+    "backward_kv": {"BQ": 32, "BK": 64, "num_warps": 8, "num_stages": 2},
+}
+
+
+def tiles(head_dim: int) -> dict[str, dict[str, int]]:
+    """Returns each kernel's tile, for the GPU of this process."""
+    if head_dim <= 128:
+        return TILES
+    return (
+        WIDE_TILES_FROM_HOPPER if (9, 0) <= (nvidia_compute_capability() or (0, 0)) < (12, 0) else WIDE_TILES
+    )
 
 
 def attention(
@@ -51,7 +67,8 @@ def attention(
 
     Raises:
       Unsupported: not an NVIDIA GPU of compute capability 8.0 or later; jax-triton is not installed; neither
-        bfloat16 nor float16; a head that is not 16, 32, 64, 128 or 256 wide; or a row of 2**31 elements or more.
+        bfloat16 nor float16; a head that is not 16, 32, 64, 128 or 256 wide; or a row of 2**31 elements
+        or more.
     """
     require_nvidia(platform, MIN_CAPABILITY)
     if q_BTHC.dtype not in (jnp.bfloat16, jnp.float16):
@@ -70,7 +87,7 @@ def _call(name: str, arrays: tuple, outputs: tuple, blocks_of: str, heads: int, 
     """Runs a kernel over (blocks of queries or keys, heads, rows) and returns its outputs."""
     jax_triton, kernels = load_triton(__package__)
     B, T, H, C = q_BTHC.shape
-    tile = (TILES if C <= 128 else WIDE_TILES)[name]
+    tile = tiles(C)[name]
     root = C**-0.5
     return jax_triton.triton_call(
         *arrays,

@@ -72,7 +72,8 @@ def _split(x: jax.Array, dim: int, N: int) -> jax.Array:
 
 
 def _attend(q_BKGQC, ids_BQ, position_Q, k_BKSC, v_BKSC, ids_BS, window, start=None):
-    """Returns [B, K, G, Q, C]: the attention of one chunk of queries to the whole row, or to a slice from `start` on."""
+    """Returns [B, K, G, Q, C]: the attention of one chunk of queries to the whole row, or, where it has a
+    `start`, to a slice of it from there on."""
     B, K, G, Q, C = q_BKGQC.shape
     S = k_BKSC.shape[2]
     q_BKPC = q_BKGQC.reshape(B, K, G * Q, C)

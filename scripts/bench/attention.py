@@ -91,12 +91,13 @@ def compare(shape, seconds: float) -> list[dict]:
 
 
 def sweep(shape, seconds: float) -> list[dict]:
-    best = dict(triton.TILES)
+    chosen, best = triton.tiles, triton.tiles(shape.head_dim)
     rows = []
     for layout, (kernel, tiles) in itertools.product(("one_document", "documents"), TILES.items()):
         (q, k, v, do, segments), _ = inputs(shape, layout, 32)
         for tile in tiles:
-            triton.TILES = best | {kernel: dict(zip(NAMES, tile, strict=True))}
+            tried = best | {kernel: dict(zip(NAMES, tile, strict=True))}
+            triton.tiles = lambda head_dim, tried=tried: tried
             try:
                 if kernel == "forward":
                     run = jax.jit(lambda *x: triton._forward(*x)[0])
@@ -111,7 +112,7 @@ def sweep(shape, seconds: float) -> list[dict]:
                 continue
             rows.append({"rows": layout, "kernel": kernel, "tile": tile, "ms": round(spent * 1e3, 3)})
             print(rows[-1], flush=True)
-    triton.TILES = best
+    triton.tiles = chosen
     return rows
 
 

@@ -95,6 +95,14 @@ def expected(q, k, v, do, segments, function=reference.attention):
     return out
 
 
+def assert_agrees(found, exact, tolerance, window):
+    if window == 1:  # each token sees itself alone, whatever its score: dq and dk are zero but for rounding
+        found, exact = (
+            {n: 1 + x if n in ("dq", "dk") else x for n, x in run.items()} for run in (found, exact)
+        )
+    assert_close(found, exact, tolerance)
+
+
 @pytest.mark.parametrize("implementation, shape, dtype", CASES)
 def test_agrees_with_reference(implementation, shape, dtype):
     q, k, v, do, ids = draw(np.random.default_rng(fresh_seed()), shape, dtype)
@@ -105,7 +113,7 @@ def test_agrees_with_reference(implementation, shape, dtype):
     assert {x.dtype for x in found.values()} == {jnp.dtype(dtype)}
     tolerance = CPU_TOLERANCE if dtype == jnp.float32 else GPU_TOLERANCE
     exact = functools.partial(reference.attention, window=shape.window)
-    assert_close(found, expected(q, k, v, do, segments, exact), tolerance)
+    assert_agrees(found, expected(q, k, v, do, segments, exact), tolerance, shape.window)
 
 
 def by_loops(q, k, v, segments, window=None):
@@ -149,10 +157,9 @@ def test_a_window_of_the_row_is_none(implementation):
     segments = jax.eval_shape(lambda: find_segments(jnp.ones((1, 640), jnp.int32), 4))
 
     def text(window):
-        how = {
-            "implementation": f"{implementation}_stand_in" if implementation == "triton" else implementation
-        }
-        run = lambda q, s: attention(q, q, q, s, window=window, platform="gpu", **how)  # noqa: E731
+        name = "triton_stand_in" if implementation == "triton" else implementation
+        how = {"implementation": name, "platform": "gpu"}
+        run = lambda q, s: attention(q, q, q, s, window=window, **how)  # noqa: E731
         return jax.jit(run).trace(shape, segments).lower(lowering_platforms=("cuda",)).as_text()
 
     assert text(640) == text(5000) == text(None)
@@ -198,10 +205,9 @@ def test_triton_s_bounds_are_those_of_the_window():
     position = np.arange(40)
     for window in (1, 3, 39):
         first, last = triton._bounds(segments, window)
-        seen = (position >= np.asarray(first)[:, :, None]) & (
-            position <= position[:, None]
-        )  # [B, query, key]
-        near = (position[:, None] - position < window) & (position[:, None] >= position)
+        causal = position[:, None] >= position  # [query, key]
+        seen = (position >= np.asarray(first)[:, :, None]) & causal
+        near = (position[:, None] - position < window) & causal
         same = np.asarray(segments.ids)[:, :, None] == np.asarray(segments.ids)[:, None]
         np.testing.assert_array_equal(seen, near & same)
         last_query = np.where(near & same, position[:, None], -1).max(1)
@@ -259,7 +265,7 @@ def test_packed_row_equals_each_document_alone(implementation, dtype, window):
         segments = find_segments(jnp.ones((1, end - begin), jnp.int32), 1)
         alone.append(values_and_gradients(exact, *document, segments))
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *alone)
-    assert_close(packed, joined, CPU_TOLERANCE if dtype == jnp.float32 else GPU_TOLERANCE)
+    assert_agrees(packed, joined, CPU_TOLERANCE if dtype == jnp.float32 else GPU_TOLERANCE, window)
 
 
 @pytest.mark.parametrize("implementation, dtype", packed_implementations())
