@@ -208,7 +208,7 @@ def test_loglikelihoods_are_the_model_s(lm, model):
 @pytest.mark.slow
 def test_the_likeliest_continuation_is_greedy(lm, model):
     row = model.tokenizer.encode_prompt("the cat").tolist()
-    most = row + [model.next(row)]
+    most = [*row, model.next(row)]
     found = lm._loglikelihood_tokens([(None, row, most[-1:]), (None, row, [3])], disable_tqdm=True)
     assert [greedy for _, greedy in found] == [True, False] and found[0][0] > found[1][0]
     with pytest.raises(InputError, match="a continuation of 33 tokens: must be at most 32"):
@@ -254,7 +254,10 @@ def test_answers_end_at_the_first_stop_string(lm, model):
     [
         ({"num_beams": 4}, "generation_kwargs: num_beams = 4: must be 1; more is not built"),
         ({"temprature": 1}, "did you mean 'temperature'?"),
-        ({"max_gen_toks": 32}, "max_gen_toks = 32: must be at least 1, and leave room in the model's context"),
+        (
+            {"max_gen_toks": 32},
+            "max_gen_toks = 32: must be at least 1, and leave room in the model's",
+        ),
     ],
 )
 def test_what_cannot_be_generated_is_one_line(lm, settings, said):
