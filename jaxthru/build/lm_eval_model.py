@@ -156,10 +156,7 @@ class JaxthruLM(TemplateLM):
 
     def _answers(self, prompts: list[np.ndarray], asked: Asked, seed: int) -> list[str]:
         """Returns what follows each prompt of a batch."""
-        ends = [
-            *self.model.stop,
-            *(each for stop in asked.until if (each := self._special(stop)) is not None),
-        ]
+        special = (each for stop in asked.until if (each := self._special(stop)) is not None)
         made: list[list[int]] = [[] for _ in prompts]
         done = [False] * len(prompts)
 
@@ -171,9 +168,8 @@ class JaxthruLM(TemplateLM):
             return all(done)
 
         options = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
-        found = self.model.tokens(
-            prompts, **options, seed=seed, stop=[*self.model.stop, *special], on_tokens=enough
-        )
+        ends = [*self.model.stop, *special]
+        found = self.model.tokens(prompts, **options, seed=seed, stop=ends, on_tokens=enough)
         return [_until(self._text(each), asked.until)[0] for each in found]
 
     def _text(self, ids: Iterable[int]) -> str:
