@@ -127,8 +127,8 @@ class LanguageModel:
         max_tokens: at most so many. temperature: 0 takes the most probable token each time. top_k, top_p:
         sample among so many of the most probable tokens, and among those that make up so much of the
         probability. None of these is what the model's own generation_config.json says, or without one
-        temperature 0. seed: of the samples. stop: ids that end a text; None is the model's own. on_tokens:
-        see `Generator.generate`.
+        temperature 0. seed: of the samples. stop: ids that end a text; None is the model's own.
+        on_tokens: see `Generator.generate`.
 
         Raises InputError: no prompt, or more tokens than a row of the model has.
         """

@@ -25,6 +25,7 @@ from jaxthru.runtime.first_run import FirstAlone
 Tree = Any
 Prompts = Sequence[Sequence[int] | np.ndarray]
 SMALLEST = 64  # tokens of a prompt or slots of a cache: a kernel's tile
+PIECE = 1024  # tokens whose logits are there at once, or half as many, for scores
 CHUNK = 8  # tokens between two calls of `on_tokens`
 
 
@@ -87,7 +88,7 @@ class Generator:
         """Puts other parameters of the same model in place; what is compiled stays."""
         self.params = chain.in_compute_dtype(self.model, params)
         matrix, axes = self.model.output_matrix(self.params)
-        self.vocabulary = matrix.shape[axes.index("vocab")]
+        self.ids = matrix.shape[axes.index("vocab")]
 
     def generate(
         self,
@@ -166,10 +167,8 @@ class Generator:
         row = np.asarray(ids)
         require(row.ndim == 1 and row.size > 0, f"{name}: has no tokens; must be a list of one or more ids")
         require(np.issubdtype(row.dtype, np.integer), f"{name}: is of {row.dtype}; must be ids, integers")
-        outside = row[(row < 0) | (row >= self.vocabulary)]
-        require(
-            not outside.size, lambda: f"{name}: id {outside[0]} is not in the vocabulary of {self.vocabulary}"
-        )
+        outside = row[(row < 0) | (row >= self.ids)]
+        require(not outside.size, lambda: f"{name}: id {outside[0]} is not in the vocabulary of {self.ids}")
         return row.astype(np.int32)
 
     def _check_room(self, name: str, tokens: int, more: int) -> None:
@@ -281,7 +280,8 @@ class Generator:
             likeliest_N = jnp.argmax(logits_NV, axis=1).astype(jnp.int32) == tokens_N
             return log_probability(logits_NV, tokens_N), likeliest_N
 
-        pieces = hidden_ND.reshape(-1, SMALLEST * self.model.ops.layout.mesh.size, hidden_ND.shape[1])
+        count = power_of_two(max(len(hidden_ND) // PIECE, 1))  # which divides sizes of rows and tokens
+        pieces = hidden_ND.reshape(count, -1, hidden_ND.shape[1])
         found = jax.lax.map(piece, (pieces, following_BT.reshape(pieces.shape[:2])))
         return tuple(each.reshape(tokens_BT.shape) for each in found)
 
