@@ -1,5 +1,7 @@
 """Checks that a configuration fits these devices, before data is prepared or a device works."""
 
+import logging
+
 import jax
 
 from jaxthru.config import RunConfig
@@ -10,6 +12,8 @@ from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
 from pallas_kernels.adamw_8bit import PARTITIONED
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
+
+log = logging.getLogger("jaxthru")
 
 
 def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: str | None = None) -> Layout:
@@ -86,6 +90,16 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
         f"{kept}: with precision.matmul = 'fp8' products take them in float8; choose False",
     )
     return layout
+
+
+def check_vocabulary(config: RunConfig, tokens: int) -> None:
+    """Raises InputError for a tokenizer of more tokens than the model has rows for. tokens: the highest id of
+    what text becomes, and 1."""
+    vocabulary = dict(family.chain(config.model).dims)["vocab"]  # which `fit` has found
+    which = f"{config.model.key('vocab')} = {vocabulary}"
+    require(tokens <= vocabulary, f"{which}: smaller than the tokenizer's {tokens}")
+    if tokens < vocabulary:
+        log.info("the tokenizer uses %d of %s", tokens, which)
 
 
 def offloaded(config: RunConfig) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxthru.build import choices
 from jaxthru.build.batches import place, train_batches
-from jaxthru.build.checks import asked_for, attention_by, fit, offloaded
+from jaxthru.build.checks import asked_for, attention_by, check_vocabulary, fit, offloaded
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.step import assemble
 from jaxthru.config import RunConfig
@@ -151,11 +151,7 @@ def compile_step(
     Raises InputError."""
     train = config.train
     choices.reserve(config, list(layout.mesh.devices.flat))
-    vocabulary = dict(family.chain(config.model).dims)["vocab"]  # which `fit` has found
-    which = f"{config.model.key('vocab')} = {vocabulary}"
-    require(data.vocabulary <= vocabulary, f"{which}: smaller than the tokenizer's {data.vocabulary}")
-    if data.vocabulary < vocabulary:
-        log.info("the tokenizer uses %d of %s", data.vocabulary, which)
+    check_vocabulary(config, data.vocabulary)
     segments, sources = data.segments, len(data.names)
     made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
     samples = samples_of(config, made.step.objective.model, data)
@@ -199,5 +195,4 @@ def samples_of(config: RunConfig, model: Model, data: Data) -> Samples | None:
             size < memory / 2,
             f"{said} GiB have no room beside a step; use `python -m jaxthru.generate` on a checkpoint",
         )
-    longest = getattr(config.model, "max_sequence", None)
-    return Samples(config.evaluate, model, data.tokenizer, longest, config.train.seed)
+    return Samples(config.evaluate, model, data.tokenizer, config.model.longest, config.train.seed)

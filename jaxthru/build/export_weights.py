@@ -68,7 +68,7 @@ def _export_run(
     dtype = dtype or _dtype_of(base) or kept
     tokenizer = Tokenizer.of(run.path)
     card = model_card(run, plain.flat(configuration.to_dict(config)), folder.name, saved.step, dtype)
-    files = tokenizer_files(tokenizer, getattr(config.model, "max_sequence", None)) | {
+    files = tokenizer_files(tokenizer, config.model.longest) | {
         "config.json": _json(written(config.model, dtype, base) | _token_ids(tokenizer, base)),
         GENERATION_CONFIG: _bytes(run.base / GENERATION_CONFIG) or _json(_token_ids(tokenizer, None)),
         "README.md": card.encode(),

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru import config as configuration
-from jaxthru.build.checks import attention_by, fit
+from jaxthru.build.checks import attention_by, check_vocabulary, fit
 from jaxthru.build.step import bound
 from jaxthru.config import DataConfig, MeshConfig, OffloadConfig, RematConfig, RunConfig
 from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.engine.model import Model
-from jaxthru.generation.generator import Generator, Scores
+from jaxthru.generation.generator import Generator, Scores, check_context
 from jaxthru.generation.sampling import Sampling
 from jaxthru.huggingface.config import read_config
 from jaxthru.huggingface.generation_config import GenerationDefaults, read_generation_defaults
@@ -43,20 +43,25 @@ Text = str | Sequence[int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """A trained model. params: its parameters on the devices, matrices in the compute dtype. step: of the
-    checkpoint they are from, None of published weights. defaults: how it is meant to be sampled."""
+    """A trained model. step: of the checkpoint it is from, None of published weights. defaults: how it is
+    meant to be sampled. read: returns the parameters, on the devices."""
 
     config: RunConfig
     tokenizer: Tokenizer
     model: Model
-    params: Tree
     step: int | None
     defaults: GenerationDefaults
+    read: Callable[[], Tree]
 
     def __repr__(self) -> str:
-        size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
         of = f"step {self.step:,}" if self.step is not None else "published weights"
-        return f"<{self.config.model.family}: {size:,} parameters of {of}>"
+        return f"<{self.config.model.family}: {self.model.parameters:,} parameters of {of}>"
+
+    @functools.cached_property
+    def params(self) -> Tree:
+        """The parameters, matrices in the compute dtype. They are read when they are first used, so that what
+        is wrong with a question is said before."""
+        return self.read()
 
     @functools.cached_property
     def generator(self) -> Generator:
@@ -66,7 +71,7 @@ class LanguageModel:
     @property
     def longest(self) -> int | None:
         """Most tokens in a row, prompt and answer together."""
-        return getattr(self.config.model, "max_sequence", None)
+        return self.config.model.longest
 
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns float32 [..., T, V]. tokens: ids [T], or [B, T]. Raises InputError."""
@@ -122,7 +127,7 @@ class LanguageModel:
         stop: Sequence[int] | None = None,
         on_tokens: Callable[[list[np.ndarray]], bool | None] | None = None,
     ) -> list[np.ndarray]:
-        """Returns the ids that follow each prompt, with the one that ended it.
+        """Returns the ids that follow each prompt, without the one that ended it.
 
         max_tokens: at most so many. temperature: 0 takes the most probable token each time. top_k, top_p:
         sample among so many of the most probable tokens, and among those that make up so much of the
@@ -138,6 +143,8 @@ class LanguageModel:
             name: getattr(self.defaults, name) if value is None else value for name, value in given.items()
         }
         sampling = Sampling(**given, seed=seed, max_tokens=max_tokens)
+        for at, prompt in enumerate(ids):
+            check_context(f"prompt {at + 1}", len(prompt), max_tokens, self.longest)
         with self._precisely():
             ends = self.stop if stop is None else tuple(stop)
             found = self.generator.generate(ids, sampling, ends, on_tokens)
@@ -197,7 +204,7 @@ def _of_run(run: RunDirectory, overrides: Sequence[str], step: int | None) -> La
 
 def _of_folder(folder: Path, overrides: Sequence[str]) -> LanguageModel:
     model, _ = read_config(folder)
-    longest = getattr(model, "max_sequence", DataConfig.sequence)
+    longest = model.longest or DataConfig.sequence
     plain = RunConfig(model=model, data=DataConfig(sequence=min(DataConfig.sequence, longest)))
     if not any(word.startswith("precision.compute") for word in overrides):
         on_cpu = jax.default_backend() == "cpu"  # four times slower in bfloat16
@@ -225,7 +232,8 @@ def _loaded(
     model = bound(config, layout, attention)
     abstract = abstract_parameters(model, layout, jnp.dtype(config.precision.compute))
     check_room(abstract, layout)
-    return LanguageModel(config, tokenizer, model, read(abstract), step, defaults)
+    check_vocabulary(config, tokenizer.text_vocabulary)
+    return LanguageModel(config, tokenizer, model, step, defaults, lambda: read(abstract))
 
 
 def _for_use(config: RunConfig, meshed: bool) -> tuple[RunConfig, Layout]:

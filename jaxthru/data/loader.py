@@ -133,7 +133,7 @@ class Data(contextlib.AbstractContextManager):
         self.mixing = prepared.mix.mixing
         self.keys = prepared.keys
         self.tokenizer = prepared.tokenizer
-        self.vocabulary = self.tokenizer.vocabulary
+        self.vocabulary = self.tokenizer.text_vocabulary
         self.tokens = {name: opened.train.tokens for name, opened in prepared.stores.items()}
         online = tuple(name for name, opened in prepared.stores.items() if isinstance(opened, TextStore))
         processes = config.loaders or max(usable_cores() // 2, 1)

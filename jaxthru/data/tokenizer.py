@@ -33,6 +33,8 @@ class Tokenizer:
     """A tokenizer.json, and what each document begins and ends with. See `Tokenizer.of`.
 
     path: of the tokenizer.json. hash: SHA-256 of that file. vocabulary: highest id + 1. dtype: of ids.
+    text_vocabulary: the same of what documents become: of special tokens only BOS and end count, for others
+        may stand for what is no text, beyond the rows that a model has.
     bos: the id that each document begins with, None for none. end_of_text: the id that it ends with.
     borders: these two as they are spelled, bos "" for none.
     identity: what decides which tokens a document becomes: the hash, and bos and end_of_text where they are
@@ -55,6 +57,8 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values(), default=0) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        ordinary = [each for each in ids.values() if not (each in added and added[each].special)]
         usual = next((ids[name] for name in END_OF_TEXT if name in ids), None)
         found = read_borders(path.parent, self._tokenizer) if folder else UNSAID
         bos = found.bos if borders.bos is None else borders.bos
@@ -63,6 +67,7 @@ class Tokenizer:
         self.end_of_text = usual if end is None else self._id("end", end, ids)
         looked = f"{path}: has no end-of-text token; looked for {', '.join(END_OF_TEXT)}"
         require(self.end_of_text is not None, looked)
+        self.text_vocabulary = max(*ordinary, self.end_of_text, self.bos or 0, 0) + 1
         names = (None if each is None else self._tokenizer.id_to_token(each) for each in self._ends())
         self.borders = Borders(*(name or "" for name in names))
         plain = self._ends() == (None, usual)

@@ -172,9 +172,7 @@ class Generator:
         return row.astype(np.int32)
 
     def _check_room(self, name: str, tokens: int, more: int) -> None:
-        beyond = self.longest is not None and tokens + more > self.longest
-        said = f"{name}: {tokens} tokens" + (f" and max_tokens = {more} are {tokens + more}" if more else "")
-        require(not beyond, f"{said}: more than the model's context of {self.longest}")
+        check_context(name, tokens, more, self.longest)
 
     def _padded(self, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the rows as int32 [B, T] and their lengths [B], in one of few sizes. Rows that only fill it
@@ -291,6 +289,15 @@ class Generator:
         if not np.isfinite(logprobs).all():
             raise TrainingError("the model's logits are not finite: its parameters, or what they overflow to")
         return Generated(*_until_stop(tokens, stop), logprobs)
+
+
+def check_context(name: str, tokens: int, more: int, longest: int | None) -> None:
+    """Raises InputError for a row of no tokens, or of more than the context has. name: of the row, for the
+    message. more: tokens that are to follow it. longest: of the context, None is no bound."""
+    require(tokens > 0, f"{name}: has no tokens; must be a list of one or more ids")
+    said = f"{name}: {tokens} tokens" + (f" and max_tokens = {more} are {tokens + more}" if more else "")
+    fits = longest is None or tokens + more <= longest
+    require(fits, f"{said}: more than the model's context of {longest}")
 
 
 def size(count: int) -> int:

@@ -41,6 +41,11 @@ class FamilyConfig:
         """The family's name: of a shipped one its file's, otherwise the whole name of the module."""
         return type(self).__module__.removeprefix(f"{__package__}.")
 
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that a row may have: `max_sequence`, if the family has that key; None is no bound."""
+        return getattr(self, "max_sequence", None)
+
     def key(self, axis: str) -> str:
         """Returns the key that sets the size of a logical axis, by its name, as `vocabulary` does of `vocab`;
         without one, the axis within the model."""

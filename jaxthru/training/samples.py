@@ -4,9 +4,8 @@ from typing import Any
 
 from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.engine.model import Model
-from jaxthru.generation.generator import Generator
+from jaxthru.generation.generator import Generator, check_context
 from jaxthru.generation.sampling import Sampling
-from jaxthru.runtime.errors import require
 from jaxthru.training.evaluate import EvaluateConfig, Sample
 
 Tree = Any
@@ -25,11 +24,7 @@ class Samples:
         self._prompts = [tokenizer.encode_prompt(prompt) for prompt in config.prompts]
         self._generator: Generator | None = None
         for prompt, ids in zip(config.prompts, self._prompts, strict=True):
-            said = f"evaluate.prompts: {prompt!r} is {len(ids)} tokens, and with evaluate.max_tokens = "
-            total = len(ids) + config.max_tokens
-            fits = longest is None or total <= longest
-            require(len(ids) > 0, f"evaluate.prompts: {prompt!r} has no tokens; leave it out")
-            require(fits, f"{said}{config.max_tokens} {total}: more than the model's context of {longest}")
+            check_context(f"evaluate.prompts: {prompt!r}", len(ids), config.max_tokens, longest)
 
     def __call__(self, params: Tree) -> list[Sample]:
         """Returns what follows each prompt. params: of the training state, wherever they live."""
