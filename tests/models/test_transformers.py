@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 # Both are float32, with sums in other orders: on one processor they were 2.8e-6 and 2e-6 apart at most.
 LOGITS, GRADIENTS = 2e-5, 2e-5
 FAR = {"llama_4096": 1e-4}
-"""Logits of late positions: a wavelength that is rounded otherwise turns them by 2e-4 rad at position 4,096."""
+"""Of late positions: a wavelength that is rounded otherwise turns them by 2e-4 rad at position 4,096."""
 
 # Unrolled, because that compiles in half the time here; test_llama.py says that scanned layers are the same.
 SHAPES = {
