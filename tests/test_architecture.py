@@ -131,7 +131,8 @@ NEUTRAL_WORDS = {"embed", "heads", "kv_heads", "head_dim", "mlp"}
 """Keys that are also names of logical axes and scopes: attributes and whole strings."""
 PROSE = {"embed", "heads", "mlp", "vocabulary"}
 """Keys that are also words of the field: within a string they are keys behind `model.` alone."""
-FIELDS = {field.name for field in dataclasses.fields(llama.Config)} - {"loop"}
+OF_ALL = {field.name for field in dataclasses.fields(family.FamilyConfig)}
+FIELDS = {field.name for field in dataclasses.fields(llama.Config)} - OF_ALL
 KEYS = FIELDS - {"layers", "window"}
 """Engines have layers too, and attention has windows: both are keys of a model only."""
 FAMILY = re.compile(rf"(?<![a-z])(?:{'|'.join(family.SHIPPED)}|modelconfig|swiglu|rope)(?![a-z])", re.I)

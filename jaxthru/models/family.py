@@ -72,7 +72,7 @@ def published(config: FamilyConfig) -> Published:
     found = getattr(module_of(config), "PUBLISHED", None)
     require(
         isinstance(found, Published),
-        f"model.family = {config.family!r}: has no table of published tensors, `PUBLISHED`, see "
+        f"model.family = {config.family!r}: has no table of published weights, `PUBLISHED`, see "
         "jaxthru.models.published; without one it is neither read from published weights nor exported",
     )
     return found
