@@ -12,6 +12,7 @@ COMMANDS = {
     "train": ("jaxthru.train", "start", "train a model, or continue a run"),
     "generate": ("jaxthru.generate", "main", "text from a run's checkpoint, or from published weights"),
     "export": ("jaxthru.export", "main", "a run's weights as a Hugging Face folder"),
+    "evaluate": ("jaxthru.evaluate", "main", "a model's scores on the tasks of lm-eval, or on your own"),
     "plan": ("jaxthru.plan.__main__", "main", "what a run will read, and whether it fits, before it starts"),
     "data": ("jaxthru.data.__main__", "main", "prepare the token stores of a mix, or look into them"),
     "profile": ("jaxthru.profile.__main__", "main", "where a run's time went, and what changed between two"),

@@ -13,7 +13,7 @@ from jaxthru.data.loader import DataConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import TrainConfig
 from jaxthru.huggingface import pretrained
-from jaxthru.models import family
+from jaxthru.models import family, gemma  # noqa: F401 - for configuration files
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.kernels import KernelsConfig
 from jaxthru.models.layers import PrecisionConfig
@@ -91,6 +91,7 @@ class RunConfig:
 CHANGEABLE = (
     *("train.steps", "optim.schedule_steps", "train.microbatches", "model.loop", "data.loaders"),
     *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
+    "data.tokenizer",  # a path: the keys of the stores see to it that the same tokenizer is there
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""
 

@@ -163,8 +163,8 @@ def run(
     log.info("preparing data: mix %s ...", config.data.mix)
     begun = newest_data_state(directory.checkpoints).get("keys") if directory else None
     kept = directory.tokenizer if directory else None
-    keys = distributed.from_first(lambda: prepare_data(config.data, begun, tokenizer=kept))
-    data = open_data(config.data, prepare=False, begun=keys, tokenizer=kept)
+    keys = distributed.from_first(lambda: prepare_data(config.data, begun, kept))
+    data = open_data(config.data, prepare=False, begun=keys, kept=kept)
     directory = directory or RunDirectory.fresh(name)
     autotuned = directory.autotune if config.train.deterministic else None
     built = compile_step(config, layout, data, autotuned, weights)
@@ -177,7 +177,7 @@ def run(
         directory.write_environment()
         directory.keep_tokenizer(data.tokenizer.kept)
         if weights:
-            directory.keep_base(weights.folder)
+            directory.keep_base(weights.folder.path)
         train(built, directory, checkpointer, started)
     log.debug("compiled %d programs, %d from the cache", *xla.compilations())
     if distributed.is_primary():

@@ -132,8 +132,8 @@ NEUTRAL_WORDS = {"embed", "heads", "kv_heads", "head_dim", "mlp"}
 PROSE = {"embed", "heads", "mlp", "vocabulary"}
 """Keys that are also words of the field: within a string they are keys behind `model.` alone."""
 FIELDS = {field.name for field in dataclasses.fields(llama.Config)} - {"loop"}
-KEYS = FIELDS - {"layers"}
-"""Engines have layers too: `layers` is a key of a model only."""
+KEYS = FIELDS - {"layers", "window"}
+"""Engines have layers too, and attention has windows: both are keys of a model only."""
 FAMILY = re.compile(rf"(?<![a-z])(?:{'|'.join(family.SHIPPED)}|modelconfig|swiglu|rope)(?![a-z])", re.I)
 KEY = re.compile(rf"\b(?:{'|'.join(KEYS - PROSE)}|model\.(?:{'|'.join(FIELDS)}))\b")
 

@@ -12,10 +12,10 @@ from jaxthru import config as configuration
 from jaxthru.build.language_model import is_run, run_config
 from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.huggingface.config import read_config, written
-from jaxthru.huggingface.folder import Folder, check_empty
 from jaxthru.huggingface.generation_config import FILE as GENERATION_CONFIG
+from jaxthru.huggingface.mapping import mapped
 from jaxthru.huggingface.weights import Weights
-from jaxthru.huggingface.write import write_folder
+from jaxthru.huggingface.write import check_target, write_folder
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.published import Tensor
@@ -48,7 +48,7 @@ def export_weights(
     folder = Path(folder).expanduser()
     require(path.is_dir(), f"{path}: no such folder; give a run directory, or a folder of published weights")
     require(dtype is None or dtype in DTYPES, f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
-    check_empty(folder)
+    check_target(folder)
     if is_run(path):
         _export_run(RunDirectory(path), folder, step, dtype, overrides)
     else:
@@ -73,7 +73,8 @@ def _export_run(
         GENERATION_CONFIG: _bytes(run.base / GENERATION_CONFIG) or _json(_token_ids(tokenizer, None)),
         "README.md": card.encode(),
     }
-    write_folder(folder, config.model, _reader(config.model, saved.master), lambda tensor: dtype, files)
+    read = _reader(config.model, saved.master)
+    write_folder(folder, config.model, read, dtype_of=lambda tensor: dtype, files=files)
 
 
 def _export_folder(source: Path, folder: Path, dtype: str | None) -> None:
@@ -89,14 +90,14 @@ def _export_folder(source: Path, folder: Path, dtype: str | None) -> None:
     files = {name: found for name in sorted(names) if (found := _bytes(source / name)) is not None}
     if dtype is not None:
         files["config.json"] = _json(written(model, dtype, raw))
-    of = (lambda tensor: dtype) if dtype else weights.dtype_of
-    like = None if dtype else Folder(source)
-    write_folder(folder, model, _reader(model, weights.array), of, files, like=like)
+    of = (lambda tensor: dtype) if dtype else (lambda tensor: weights.dtypes[tensor.path])
+    like = None if dtype else weights.folder
+    write_folder(folder, model, _reader(model, weights.array), dtype_of=of, files=files, like=like)
 
 
 def _reader(config: FamilyConfig, read: Callable[..., jax.Array]) -> Callable[[Tensor], jax.Array]:
     """Returns what reads the weight of a published tensor, on one device. read: (its place, like) -> it."""
-    shapes = {tensor.path: shape for tensor, _, shape in family.published_weights(config)}
+    shapes = {about.tensor.path: about.shape for about in mapped(config).values()}
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def weight(tensor: Tensor) -> jax.Array:

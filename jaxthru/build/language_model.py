@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, V vocabulary.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -22,7 +23,7 @@ from jaxthru.build.step import bound
 from jaxthru.config import DataConfig, MeshConfig, OffloadConfig, RematConfig, RunConfig
 from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.engine.model import Model
-from jaxthru.generation.generator import Generator
+from jaxthru.generation.generator import Generator, Scores
 from jaxthru.generation.sampling import Sampling
 from jaxthru.huggingface.config import read_config
 from jaxthru.huggingface.generation_config import GenerationDefaults, read_generation_defaults
@@ -70,7 +71,8 @@ class LanguageModel:
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns float32 [..., T, V]. tokens: ids [T], or [B, T]. Raises InputError."""
         tokens = np.asarray(tokens)
-        found = self.generator.logits(np.atleast_2d(tokens))
+        with self._precisely():
+            found = self.generator.logits(np.atleast_2d(tokens))
         return np.asarray(found).reshape(*tokens.shape, -1)
 
     def loss(self, texts: str | Sequence[str]) -> float:
@@ -87,16 +89,30 @@ class LanguageModel:
     def logprobs(self, tokens: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns of each token but the first its log-probability, float32 [T-1], and whether it is the most
         probable one, bool [T-1]. tokens: ids [T]."""
-        return self.generator.logprobs(np.asarray(tokens))
+        (found,) = self.scores([tokens])
+        return found.logprobs, found.likeliest
+
+    def scores(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[Scores]:
+        """Returns the same of rows of any lengths, computed as one batch. Raises InputError."""
+        with self._precisely():
+            return self.generator.scores([np.asarray(row) for row in rows])
 
     def encode(self, text: Text) -> np.ndarray:
         """Returns the ids of a prompt: the BOS token if the tokenizer puts one first, then the text's. Ids
         come back as they are."""
         return self.tokenizer.encode_prompt(text) if isinstance(text, str) else np.asarray(text, np.int32)
 
-    def generate(
+    def generate(self, prompts: Text | Sequence[Text], **options: Any) -> str | list[str]:
+        """Returns what follows each prompt: one text for one prompt, else a list. Special tokens are left
+        out. options: see `tokens`. Raises InputError."""
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+        found = self.tokens([prompts] if alone else prompts, **options)
+        texts = [self.tokenizer.decode(each, skip_special=True) for each in found]
+        return texts[0] if alone else texts
+
+    def tokens(
         self,
-        prompts: Text | Sequence[Text],
+        prompts: Sequence[Text],
         *,
         max_tokens: int = 128,
         temperature: float | None = None,
@@ -104,29 +120,33 @@ class LanguageModel:
         top_p: float | None = None,
         seed: int = 0,
         stop: Sequence[int] | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> str | list[str]:
-        """Returns what follows each prompt: one text for one prompt, else a list.
+        on_tokens: Callable[[list[np.ndarray]], bool | None] | None = None,
+    ) -> list[np.ndarray]:
+        """Returns the ids that follow each prompt, with the one that ended it.
 
         max_tokens: at most so many. temperature: 0 takes the most probable token each time. top_k, top_p:
         sample among so many of the most probable tokens, and among those that make up so much of the
-        probability. seed: of the samples. stop: ids that end a text. None of these is what the model's own
-        generation_config.json says, or without one temperature 0. on_text: of one prompt, is handed the text
-        piece by piece.
+        probability. None of these is what the model's own generation_config.json says, or without one
+        temperature 0. seed: of the samples. stop: ids that end a text; None is the model's own.
+        on_tokens: see `Generator.generate`.
 
         Raises InputError: no prompt, or more tokens than a row of the model has.
         """
-        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
-        ids = [self.encode(prompt) for prompt in ([prompts] if alone else prompts)]
+        ids = [self.encode(prompt) for prompt in prompts]
         given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        chosen = {
+        given = {
             name: getattr(self.defaults, name) if value is None else value for name, value in given.items()
         }
-        sampling = Sampling(**chosen, seed=seed, max_tokens=max_tokens)
-        ends = self.stop if stop is None else tuple(stop)
-        found = self.generator.generate(ids, sampling, ends)
-        texts = [self.tokenizer.decode(each.tokens, skip_special=True) for each in found]
-        return texts[0] if alone else texts
+        sampling = Sampling(**given, seed=seed, max_tokens=max_tokens)
+        with self._precisely():
+            ends = self.stop if stop is None else tuple(stop)
+            found = self.generator.generate(ids, sampling, ends, on_tokens)
+        return [each.tokens for each in found]
+
+    def _precisely(self) -> contextlib.AbstractContextManager:
+        """What multiplies float32 in float32: GPUs and TPUs by themselves take fewer bits."""
+        exact = self.config.precision.compute == "float32"
+        return jax.default_matmul_precision("highest" if exact else None)
 
     @property
     def stop(self) -> tuple[int, ...]:

@@ -100,6 +100,13 @@ def estimate(
     if not config.offload.layered:
         made, _, workspace = _assembled(config, devices, segments)
         return _resident(made, Sizes.of(made, workspace, _stacked(config, devices, segments)), resident), 0
+    return _rehearsed(config, devices, segments)
+
+
+@functools.lru_cache(maxsize=256)
+def _rehearsed(config: RunConfig, devices: int, segments: int) -> tuple[MemoryPlan, int]:
+    """Returns `estimate` of a step of several programs. Remembered: a search asks for the same fractions
+    again when it looks at other rooms, or at other formats after its own."""
     # The host runs layer after layer, see `checks.fit`.
     policy = "projections" if config.remat.policy == "none" else config.remat.policy
     base = dataclasses.replace(

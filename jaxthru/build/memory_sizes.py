@@ -43,12 +43,13 @@ def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tupl
     rows = train.rows // train.microbatches
     chain = family.chain(config.model)
     model = Model(chain, Ops(layout, jnp.dtype(config.precision.compute)), "none", "unroll")
-    heads, _, head_dim = max(model.attention_shapes(rows, sequence), default=(0, 0, 0))
+    kinds = [kind[:3] for kind in model.attention_shapes(rows, sequence)]  # a window takes no other memory
+    heads, _, head_dim = max(kinds, default=(0, 0, 0))
     elements = rows // layout.size("batch") * sequence * heads // layout.size("heads") * head_dim
     chosen = attention_by(config, "gpu")
     if chosen == "auto":
         # The first is the same on a CPU, and to ask for a GPU starts a backend.
-        chosen = automatic(elements, segments, "cpu")[0]
+        chosen = automatic(elements, segments, "cpu", head_dim=head_dim)[0]
     workspace = cudnn_packed.workspace_bytes(elements, segments) if chosen == "cudnn_packed" else 0
     return STAND_IN.get(chosen, chosen), workspace
 

@@ -16,6 +16,7 @@ from jaxthru.data.loader import Data, DataConfig, open_data
 from jaxthru.data.mix import load_mix
 from jaxthru.data.prepare import open_stores
 from jaxthru.data.schedule import Mixing
+from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.runtime import command_line
 from jaxthru.runtime.errors import exit_code, require
 
@@ -27,14 +28,16 @@ def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.data") ->
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    for opened in open_stores(load_mix(arguments.mix), Path(arguments.store)).stores.values():
+    mix = load_mix(arguments.mix, arguments.tokenizer)
+    for opened in open_stores(mix, Path(arguments.store)).stores.values():
         print(f"{opened.folder}: {opened.train.tokens} tokens, {opened.held_out.tokens} held out")
     return 0
 
 
 def _look(arguments: argparse.Namespace) -> int:
     require(arguments.rows >= 0, f"--rows {arguments.rows}: must not be negative")
-    config = DataConfig(arguments.mix, arguments.sequence, arguments.packing, arguments.store)
+    asked = arguments.mix, arguments.sequence, arguments.packing, arguments.store, arguments.tokenizer
+    config = DataConfig(*asked)
     with open_data(config) as data:
         _inspect(data, arguments.rows)
     return 0
@@ -52,6 +55,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         command.add_argument("mix", help="a .toml path, or a name in data/mixes")
         command.add_argument("--store", default=DataConfig.store, metavar="DIR", help="default: %(default)s")
+        tokenizer = "a folder of published weights, or a tokenizer.json, instead of the mix's"
+        command.add_argument("--tokenizer", metavar="PATH", help=tokenizer)
         return command
 
     add(
@@ -75,6 +80,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _inspect(data: Data, rows: int) -> None:
     console = rich.console.Console()
     console.print(_table(data))
+    console.print(_shown(_borders(data.tokenizer)), markup=False, highlight=False, soft_wrap=True)
     for opened in data.prepared.stores.values():
         opened.verify()
     console.print("All checksums agree.")
@@ -141,6 +147,14 @@ def _shares(mixing: Mixing) -> tuple[dict[str, str], str]:
     return shown, caption + "."
 
 
+def _borders(tokenizer: Tokenizer) -> str:
+    """Returns in one line which tokenizer it is, and what each document begins and ends with."""
+    bos, end = tokenizer.borders
+    begins = f"begins with {bos} ({tokenizer.bos}) and " if bos else ""
+    said = f"Each document {begins}ends with {end} ({tokenizer.end_of_text})."
+    return f"Tokenizer {tokenizer.path}, of {tokenizer.vocabulary:,} tokens. {said}"
+
+
 def _decoded(data: Data, batch: dict[str, np.ndarray], row: int) -> str:
     """Returns the text of one row, each segment under a line that says where it stands."""
     segments, tokens = batch["segment_ids"][row], batch["tokens"][row]
@@ -149,7 +163,7 @@ def _decoded(data: Data, batch: dict[str, np.ndarray], row: int) -> str:
         where = np.flatnonzero(segments == segment)
         ends = "the document ends" if batch["loss_mask"][row, where[-1]] == 0 else "it goes on"
         parts.append(f"──── document {segment}: tokens {where[0]} to {where[-1]}, {ends} ────")
-        parts.append(data.prepared.tokenizer.decode(tokens[where]))
+        parts.append(data.tokenizer.decode(tokens[where]))
     padding = int((segments == 0).sum())
     return "\n".join(parts + ([f"──── padding: {padding} tokens ────"] if padding else []))
 

@@ -19,6 +19,7 @@ from jaxthru.data.online import OnlineSplit
 from jaxthru.data.packing import Packing, pack
 from jaxthru.data.planner import Planner
 from jaxthru.data.prepare import Prepared, make_stores, open_stores
+from jaxthru.data.schedule import even_shares
 from jaxthru.data.store import Split
 from jaxthru.data.text_store import TextStore
 from jaxthru.data.timeline import Schedule, Supply
@@ -34,6 +35,8 @@ class DataConfig:
     packing: `split` concatenates documents and cuts rows anywhere; `best_fit` places whole documents
         (only one longer than a row is cut) and pads what is left.
     store: folder of the token stores, shared by all runs.
+    tokenizer: a folder of published weights, or a tokenizer.json, whose tokenizer takes the place of the
+        mix's; a run may be resumed with another path to the same tokenizer.
     groups: canonical groups a batch is packed and balanced for; None is the largest divisor of
         train.rows up to 64.
     balance: orders the rows of each step so that all devices have about the same work.
@@ -47,6 +50,7 @@ class DataConfig:
     sequence: int = 512
     packing: Literal["split", "best_fit"] = "split"
     store: str = "store"
+    tokenizer: str | None = None
     groups: int | None = None
     loaders: int | None = None
     balance: bool = True
@@ -82,22 +86,33 @@ AHEAD = (0, 8, 16)
 """Steps from now whose sources say where Source Loaders will be needed."""
 
 
-def open_data(config: DataConfig, *, prepare: bool = True, begun: Mapping[str, str] | None = None) -> "Data":
+def open_data(
+    config: DataConfig,
+    *,
+    prepare: bool = True,
+    begun: Mapping[str, str] | None = None,
+    kept: Path | None = None,
+) -> "Data":
     """Returns the opened data of a configuration.
 
     prepare: make the token stores that are missing, with a progress bar. begun: `keys` of the run that goes
     on, whose stores are opened if they are still there, though their sources have changed; without `prepare`
     these stores are opened and nothing else is looked at, so that in a run of several processes only the
-    first needs the text, see `prepare_data`. Raises InputError.
+    first needs the text, see `prepare_data`. kept: where that run keeps its tokenizer
+    (`RunDirectory.tokenizer`), which may not be there: it is taken where the tokenizer that the configuration
+    or the mix names is gone. Raises InputError.
     """
-    return Data(config, open_stores(load_mix(config.mix), Path(config.store), prepare, begun))
+    mix = load_mix(config.mix, config.tokenizer, kept)
+    return Data(config, open_stores(mix, Path(config.store), prepare, begun))
 
 
-def prepare_data(config: DataConfig, begun: Mapping[str, str] | None = None) -> dict[str, str]:
+def prepare_data(
+    config: DataConfig, begun: Mapping[str, str] | None = None, kept: Path | None = None
+) -> dict[str, str]:
     """Makes the token stores that are missing and returns the keys by which any process opens them:
-    `open_data(config, prepare=False, begun=keys)`. begun: as there. Raises InputError.
+    `open_data(config, prepare=False, begun=keys)`. begun, kept: as there. Raises InputError.
     """
-    return make_stores(load_mix(config.mix), Path(config.store), begun)
+    return make_stores(load_mix(config.mix, config.tokenizer, kept), Path(config.store), begun)
 
 
 class Data(contextlib.AbstractContextManager):
@@ -105,7 +120,8 @@ class Data(contextlib.AbstractContextManager):
     that hangs keeps threads that wait for it, and these keep the process.
 
     names: sources in mix order, which `batch["source"]` numbers. mixing: of the mix file now.
-    keys: {source: key of its store}, for the checkpoint. vocabulary: highest token id + 1.
+    keys: {source: key of its store}, for the checkpoint. tokenizer: what the stores were made with, see
+    `Tokenizer`. vocabulary: its highest token id + 1.
     segments: no row has more, a padding tail counted as one; a multiple of 8. tokens: {source: tokens to
     train on}.
     """
@@ -116,13 +132,14 @@ class Data(contextlib.AbstractContextManager):
         self.names = tuple(prepared.stores)
         self.mixing = prepared.mix.mixing
         self.keys = prepared.keys
-        self.vocabulary = prepared.tokenizer.vocabulary
+        self.tokenizer = prepared.tokenizer
+        self.vocabulary = self.tokenizer.vocabulary
         self.tokens = {name: opened.train.tokens for name, opened in prepared.stores.items()}
         online = tuple(name for name, opened in prepared.stores.items() if isinstance(opened, TextStore))
         processes = config.loaders or max(usable_cores() // 2, 1)
         transforms = {name: prepared.mix.recipes[name].transform for name in online}
-        tokenizer = prepared.tokenizer.path
-        self.loaders = Loaders(processes, online, tokenizer, transforms) if online else None
+        made = self.tokenizer.path, transforms, self.tokenizer.borders
+        self.loaders = Loaders(processes, online, *made) if online else None
         if self.loaders:
             weakref.finalize(self, self.loaders.close)
 
@@ -218,7 +235,7 @@ class Data(contextlib.AbstractContextManager):
         The last batch is filled up with rows of padding.
         """
         available = np.array([packing.rows for _, packing in self.held_out], np.int64)
-        quota = _even_shares(available, total_rows)
+        quota = even_shares(available, total_rows)
         source = np.repeat(np.arange(len(quota)), quota)
         row = [np.arange(count) * have // max(count, 1) for count, have in zip(quota, available, strict=True)]
         padding = -len(source) % rows
@@ -300,18 +317,3 @@ class Batches(contextlib.AbstractContextManager):
 def canonical_groups(rows: int) -> int:
     """Returns the largest divisor of `rows` up to 64."""
     return max(number for number in range(1, min(rows, 64) + 1) if rows % number == 0)
-
-
-def _even_shares(available: np.ndarray, total: int) -> np.ndarray:
-    """Returns int64 [sources], as equal as `available` allows, with the sum `total` if there is so much."""
-    shares = np.zeros_like(available)
-    left = min(total, int(available.sum()))
-    while left:
-        open_sources = np.flatnonzero(shares < available)
-        each, rest = divmod(left, len(open_sources))
-        wanted = np.full(len(open_sources), each)
-        wanted[:rest] += 1
-        given = np.minimum(wanted, (available - shares)[open_sources])
-        shares[open_sources] += given
-        left -= int(given.sum())
-    return shares

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxthru.data.text_store import DOCUMENT_TOKENS, TextSplit
+from jaxthru.data.tokenizer_folder import Borders
 from jaxthru.data.transform import Transform
 
 TASK_TOKENS = 1 << 18
@@ -57,14 +58,17 @@ class Task:
 class LoaderProcess:
     """The process, the socket to it, and the memory that it writes tokens to.
 
-    tokenizer: the path of its tokenizer.json. hear: is called with this in a thread of its own, to receive
-    answers and to start the process anew. regions: int32, each the memory for the tokens of one task.
+    tokenizer: the path of its tokenizer.json. borders: what its documents begin and end with. hear: is called
+    with this in a thread of its own, to receive answers and to start the process anew. regions: int32, each
+    the memory for the tokens of one task.
     in_flight: {number of a task: (the task, its region)}, those that the process has, in the order in which
     it has got them. free: regions of no task. deaths: since it last answered.
     """
 
-    def __init__(self, number: int, tokenizer: Path, hear: Callable[["LoaderProcess"], None]):
-        self.number, self.tokenizer, self.deaths = number, tokenizer, 0
+    def __init__(
+        self, number: int, tokenizer: Path, borders: Borders, hear: Callable[["LoaderProcess"], None]
+    ):
+        self.number, self.tokenizer, self.borders, self.deaths = number, tokenizer, borders, 0
         size = DEPTH * REGION_TOKENS * 4
         if hasattr(os, "memfd_create"):
             self._file = os.memfd_create("jaxthru-tokens")
@@ -89,10 +93,11 @@ class LoaderProcess:
         self._socket = Connection(own.detach())
         # What this process has imported, the other is to find: not what the working directory may have first.
         program = [sys.executable, "-P", "-m", "jaxthru.data.source_loader"]
+        borders = json.dumps(self.borders)
         paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         with other, _blocked(signal.SIGINT, signal.SIGTERM):
             self.process = subprocess.Popen(
-                [*program, str(other.fileno()), str(self._file), str(self.tokenizer)],
+                [*program, str(other.fileno()), str(self._file), str(self.tokenizer), borders],
                 pass_fds=(other.fileno(), self._file),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": paths},

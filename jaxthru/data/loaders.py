@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxthru.data.loader_process import DEPTH, REGION_TOKENS, TASK_TOKENS, LoaderProcess, Task
 from jaxthru.data.text_store import TextSplit
+from jaxthru.data.tokenizer_folder import UNSAID, Borders
 from jaxthru.data.transform import Transform
 from jaxthru.runtime.errors import InputError, require
 
@@ -34,6 +35,7 @@ class Loaders(contextlib.AbstractContextManager):
     """A pool of `processes` Source Loaders for these sources. Close it, or use it as a context manager.
 
     tokenizer: the path of its tokenizer.json. transforms: of the sources that have one, as the mix says.
+    borders: what the tokenizer's documents begin and end with.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class Loaders(contextlib.AbstractContextManager):
         sources: tuple[str, ...],
         tokenizer: Path,
         transforms: Mapping[str, Transform] = MappingProxyType({}),
+        borders: Borders = UNSAID,
     ):
         require(processes >= 1, f"data.loaders = {processes}: must be at least 1")
         self.sources, self.tokenizer, self.transforms = sources, tokenizer, transforms
+        self.borders = borders
         self.seconds_per_token = dict.fromkeys(sources, FIRST_GUESS)
         self.restarts = 0
         self._waiting = {source: collections.deque() for source in sources}
@@ -98,7 +102,7 @@ class Loaders(contextlib.AbstractContextManager):
     def _start(self) -> None:
         try:
             for number in range(self._processes):
-                self._loaders.append(LoaderProcess(number, self.tokenizer, self._hear))
+                self._loaders.append(LoaderProcess(number, self.tokenizer, self.borders, self._hear))
         except (OSError, RuntimeError) as error:  # no process, memory, file or thread is to be had
             self._fail(f"source loader {number} of {self._processes} cannot be started: {error}")
 

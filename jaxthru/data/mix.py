@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthru.data.schedule import MIXING_KEYS, SHARE_KEYS, Mixing, is_number
+from jaxthru.data.tokenizer_folder import TOKENIZER, UNSAID, Borders
 from jaxthru.data.transform import Transform
 from jaxthru.runtime import plain
 from jaxthru.runtime.errors import InputError, did_you_mean, require
@@ -70,14 +71,20 @@ files, whose contents count themselves. All others, and any new one, are part of
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerSpec:
-    """Either a `tokenizer.json` on disk, or a byte-level BPE to be trained.
+    """Either a tokenizer on disk, or a byte-level BPE to be trained.
 
-    path: the file; None trains one of `vocabulary` tokens on at most `train_bytes` of training documents.
+    path: a tokenizer.json, or a folder of published weights that holds one; None trains one of `vocabulary`
+        tokens on at most `train_bytes` of training documents.
+    borders: what documents begin and end with, before what the folder says.
+    kept: where the run that goes on keeps the tokenizer it began with, which is taken if it is the one that
+        the stores were made with and is to be had nowhere else.
     """
 
     path: Path | None = None
     vocabulary: int = 8192
     train_bytes: int = 20_000_000
+    borders: Borders = UNSAID
+    kept: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +99,11 @@ class Mix:
     held_out: float
 
 
-def load_mix(mix: str) -> Mix:
+def load_mix(mix: str, tokenizer: str | None = None, kept: Path | None = None) -> Mix:
     """Returns the mix of a `.toml` path, or of a name in ./data/mixes or in the repository's data/mixes.
 
+    tokenizer: a path that takes the place of the mix's tokenizer. kept: the folder in which a run that goes
+    on keeps its own, which is taken where the one that is named is not there any more.
     Raises InputError for a missing file, an unknown key or source, or weights that are no shares.
     """
     path = _find(mix)
@@ -121,7 +130,7 @@ def load_mix(mix: str) -> Mix:
         description=str(tree.get("description", "")),
         recipes=recipes,
         mixing=Mixing.from_tree({**mixing, "sources": shares}, f"{path}: ").normalised(),
-        tokenizer=_tokenizer(path, tree.get("tokenizer", {})),
+        tokenizer=_tokenizer(path, tree.get("tokenizer", {}), tokenizer, kept),
         held_out=held_out,
     )
 
@@ -169,7 +178,7 @@ def _recipe(path: Path, name: str, table: dict[str, Any], read: Read) -> Recipe:
             if key == "paths":
                 # The folder's own name is no pattern, whatever it holds.
                 folder = Path(glob.escape(str(file.parent)))
-                value = tuple(str(folder / _home(file, item)) for item in value)
+                value = tuple(str(folder / _home(f"{file}: paths", item)) for item in value)
             values[key] = value
     built = Recipe(**values)
     require(
@@ -207,24 +216,42 @@ def _check_read(path: Path, name: str, recipe: Recipe, given: Collection[str]) -
             raise InputError(f"{said}: is read with format = {formats}, not {recipe.format!r}")
 
 
-def _home(file: Path, text: str) -> Path:
-    """Returns a path with its `~` replaced."""
+def _home(said: str, text: str) -> Path:
+    """Returns a path with its `~` replaced. said: by what key."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise InputError(f"{file}: paths = [{text!r}]: no home folder is known for it") from error
+        raise InputError(f"{said} = {text!r}: no home folder is known for it") from error
 
 
-def _tokenizer(path: Path, value: Any) -> TokenizerSpec:
+def _tokenizer(path: Path, value: Any, instead: str | None, kept: Path | None) -> TokenizerSpec:
+    """Returns what a mix says of its tokenizer. instead: the path that takes the place of it. kept: as in
+    `load_mix`."""
+    kept = kept if kept and (kept / TOKENIZER).is_file() else None
+    if instead is not None:
+        return _named(_home("data.tokenizer", instead), f"data.tokenizer = {instead!r}", UNSAID, kept)
     if isinstance(value, str):
-        file = path.parent / Path(value).expanduser()
-        require(file.is_file(), f"{path}: tokenizer = {value!r}: no such file")
-        return TokenizerSpec(path=file.resolve())
+        value = {"path": value}
     require(isinstance(value, dict), f"{path}: tokenizer must be a path or a table")
-    _check_keys(path, value, ("vocabulary", "train_bytes"), "tokenizer.")
-    spec = TokenizerSpec(
-        **{key: _typed(path, f"tokenizer.{key}", number, int) for key, number in value.items()}
+    texts = {"path": str, "bos": str, "end": str}
+    numbers = {"vocabulary": int, "train_bytes": int}
+    _check_keys(path, value, texts | numbers, "tokenizer.")
+    keys = {
+        key: _typed(path, f"tokenizer.{key}", each, (texts | numbers)[key]) for key, each in value.items()
+    }
+    if "path" in keys:
+        trained = next((key for key in numbers if key in keys), None)
+        require(
+            trained is None, f"{path}: tokenizer.{trained} is of a tokenizer to be trained: not with path"
+        )
+        file = path.parent / _home(f"{path}: tokenizer.path", keys["path"])
+        said = f"{path}: tokenizer = {keys['path']!r}"
+        return _named(file, said, Borders(keys.get("bos"), keys.get("end")), kept)
+    alone = next((key for key in ("bos", "end") if key in keys), None)
+    require(
+        alone is None, f"{path}: tokenizer.{alone} needs tokenizer.path, a tokenizer that has such a token"
     )
+    spec = TokenizerSpec(**keys, kept=kept)
     require(
         spec.vocabulary > 257,
         f"{path}: tokenizer.vocabulary = {spec.vocabulary}: must exceed 257 (every byte and the end of text)",
@@ -234,6 +261,15 @@ def _tokenizer(path: Path, value: Any) -> TokenizerSpec:
         f"{path}: tokenizer.vocabulary = {spec.vocabulary}: must be at most 2**20",
     )
     return spec
+
+
+def _named(path: Path, said: str, borders: Borders, kept: Path | None) -> TokenizerSpec:
+    """Returns the tokenizer of a path, or the one that the run keeps if the path is not there any more."""
+    there = path.is_file() or path.is_dir()
+    if kept and not there:
+        return TokenizerSpec(path=kept.resolve())
+    require(there, f"{said}: no such file or folder")
+    return TokenizerSpec(path=path.resolve(), borders=borders, kept=kept)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from jaxthru.data.progress import Progress
 from jaxthru.data.readers import Document, held_out
 from jaxthru.data.text_store import TextStore
 from jaxthru.data.tokenizer import Tokenizer, train
+from jaxthru.data.tokenizer_folder import UNSAID, tokenizer_file
 from jaxthru.runtime.atomic import remove_partials
 from jaxthru.runtime.errors import InputError, require
 
@@ -78,7 +79,10 @@ def make_stores(mix: Mix, folder: Path, begun: Mapping[str, str] | None = None) 
     cache.save()
     with Progress() as progress:
         manifests = (store.read_manifest(_folder(folder, mix, *item)) for item in kept.items())
-        tokenizer = _kept_tokenizer(mix, folder, {manifest["tokenizer"] for manifest in manifests})
+        made = {manifest["tokenizer"] for manifest in manifests}
+        tokenizer = _kept_tokenizer(mix, folder, made)
+        other = bool(made) and mix.tokenizer.path is not None
+        require(tokenizer is not None or not other, lambda: _other(mix))
         if tokenizer is None:  # then their stores are of no use
             for name in mix.recipes:
                 require(name in corpora, f"source {name}: no files found, nor the tokenizer of its store")
@@ -97,7 +101,7 @@ def make_stores(mix: Mix, folder: Path, begun: Mapping[str, str] | None = None) 
 
 
 def _keys(mix: Mix, corpora: dict[str, Corpus], tokenizer: Tokenizer) -> dict[str, str]:
-    parts = (store.VERSION, tokenizer.hash, mix.held_out, writer.SHARD_BYTES)
+    parts = (store.VERSION, tokenizer.identity, mix.held_out, writer.SHARD_BYTES)
     return {name: hash_of([*parts, corpus.key])[:16] for name, corpus in corpora.items()}
 
 
@@ -105,8 +109,8 @@ def _keys_as_it_is(mix: Mix, folder: Path) -> dict[str, str]:
     """Returns the keys that the stores of the text as it is would have, if their tokenizer is there."""
     corpora = _corpora(mix, HashCache(folder / "hashes.json"), {})
     path = _tokenizer_path(mix, folder, corpora)
-    require(path.is_file(), _unprepared(mix, folder, "tokenizer"))
-    return _keys(mix, corpora, Tokenizer(path))
+    require(path.exists(), _unprepared(mix, folder, "tokenizer"))
+    return _keys(mix, corpora, Tokenizer.of(path, mix.tokenizer.borders))
 
 
 def _unprepared(mix: Mix, folder: Path, what: str) -> str:
@@ -139,13 +143,31 @@ def _is_whole(target: Path) -> bool:
     return (target / "manifest.json").is_file()
 
 
-def _kept_tokenizer(mix: Mix, folder: Path, hashes: set[str]) -> Tokenizer | None:
-    """Returns the one tokenizer that stores were made with, if it is still there. hashes: as they say."""
-    candidates = [mix.tokenizer.path] if mix.tokenizer.path else sorted(folder.glob("tokenizer-*.json"))
-    for path in candidates if len(hashes) == 1 else ():
-        if hashlib.sha256(path.read_bytes()).hexdigest() in hashes:
-            return Tokenizer(path)
+def _kept_tokenizer(mix: Mix, folder: Path, made: set[str]) -> Tokenizer | None:
+    """Returns the one tokenizer that stores were made with, if it is still there. made: its identity, as each
+    of them says."""
+    spec = mix.tokenizer
+    candidates = [(path, UNSAID) for path in sorted(folder.glob("tokenizer-*.json"))]
+    if spec.path:
+        candidates = [(spec.path, spec.borders)]
+    if spec.kept:
+        candidates.append((spec.kept, UNSAID))
+    for path, borders in candidates if len(made) == 1 else ():
+        content = hashlib.sha256(tokenizer_file(path).read_bytes()).hexdigest()
+        if not next(iter(made)).startswith(content):
+            continue
+        if (opened := Tokenizer.of(path, borders)).identity in made:
+            return opened
     return None
+
+
+def _other(mix: Mix) -> str:
+    """Returns what to say of a named tokenizer with which the stores of the run were not made."""
+    spec = mix.tokenizer
+    return (
+        f"tokenizer {spec.path}: is not the one that the run was started with, or begins and ends documents "
+        f"otherwise: {Tokenizer.of(spec.path, spec.borders)}; name that one, or give another --run-dir"
+    )
 
 
 def _tokenizer_path(mix: Mix, folder: Path, corpora: dict[str, Corpus]) -> Path:
@@ -159,10 +181,10 @@ def _tokenizer_path(mix: Mix, folder: Path, corpora: dict[str, Corpus]) -> Path:
 def _tokenizer(mix: Mix, folder: Path, corpora: dict[str, Corpus], progress: Progress) -> Tokenizer:
     """Returns the named tokenizer, or the one trained on these corpora."""
     path = _tokenizer_path(mix, folder, corpora)
-    if not path.is_file():
+    if not path.exists():
         train(_training_texts(mix, corpora, progress), mix.tokenizer.vocabulary, path)
         progress.finish()
-    return Tokenizer(path)
+    return Tokenizer.of(path, mix.tokenizer.borders)
 
 
 def _training_texts(mix: Mix, corpora: dict[str, Corpus], progress: Progress) -> Iterator[str]:

@@ -191,3 +191,18 @@ def _choice(key: str, value: Any, literal: Any) -> Any:
     valid = get_args(literal)
     require(value in valid, lambda: f"{key} = {value!r}{did_you_mean(str(value), valid)}")
     return value
+
+
+def even_shares(available: np.ndarray, total: int) -> np.ndarray:
+    """Returns int64 [sources], as equal as `available` allows, with the sum `total` if there is so much."""
+    shares = np.zeros_like(available)
+    left = min(total, int(available.sum()))
+    while left:
+        open_sources = np.flatnonzero(shares < available)
+        each, rest = divmod(left, len(open_sources))
+        wanted = np.full(len(open_sources), each)
+        wanted[:rest] += 1
+        given = np.minimum(wanted, (available - shares)[open_sources])
+        shares[open_sources] += given
+        left -= int(given.sum())
+    return shares

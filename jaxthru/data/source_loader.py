@@ -1,6 +1,6 @@
 """A Source Loader: a process that tokenises text during training, for `online` sources.
 
-    python -m jaxthru.data.source_loader SOCKET MEMORY TOKENIZER
+    python -m jaxthru.data.source_loader SOCKET MEMORY TOKENIZER BORDERS
 
 It is started by `loaders.py`, which sends it [task, folder, split, transform, count, place] through the
 socket, as JSON, which runs nothing; the loader reads `count` stretches from the shared memory at `place`,
@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxthru.data.text_store import TextSplit, TextStore
 from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.data.tokenizer_folder import Borders
 from jaxthru.data.transform import Transform, apply, find_transform
 from jaxthru.runtime.errors import InputError
 
@@ -68,14 +69,14 @@ def produce(
     """Returns the tokens of the stretches, one after the other, int32. Raises InputError."""
     opened, function = stores.split(folder, split), find_transform(transform)
     stored, given, tokens = opened.texts(stretches), [], []
-    for stretch, (text, _) in zip(stretches.tolist(), stored, strict=True):
+    for stretch, (text, _, _) in zip(stretches.tolist(), stored, strict=True):
         try:
             given.append(apply(function, text))
         except InputError as error:
             where = f"{folder}: stretch {stretch} of {split}"
             raise InputError(f"{where}: {error}, and did not when the store was made: {SAME}") from error
-    for (_, final), ids in zip(stored, tokenizer.encode(given), strict=True):
-        tokens.append(ids if final else ids[:-1])  # only a document's end has a token of its own
+    for (_, begins, final), ids in zip(stored, tokenizer.encode(given), strict=True):
+        tokens.append(tokenizer.part(ids, begins, final))
     lengths = opened.lengths(stretches).tolist()
     for stretch, ids, length in zip(stretches.tolist(), tokens, lengths, strict=True):
         if len(ids) != length:
@@ -110,7 +111,7 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=end_with, args=(socket,), daemon=True).start()
     os.close(int(argv[1]))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one loader, one core
-    stores, tokenizer = Stores(), Tokenizer(Path(argv[2]))
+    stores, tokenizer = Stores(), Tokenizer(Path(argv[2]), Borders(*json.loads(argv[3])))
     place = np.frombuffer(memory, np.int32)
     while True:
         try:

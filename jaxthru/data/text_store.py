@@ -37,7 +37,8 @@ KIND = "text"
 
 
 class Stretch(NamedTuple):
-    """text: UTF-8. tokens: how many. final: whether it ends its document, with one token for that end."""
+    """text: UTF-8. tokens: how many. final: whether it ends its document, with one token for that end; the
+    next one begins another."""
 
     text: bytes
     tokens: int
@@ -52,7 +53,8 @@ def stretches(text: str, ids: np.ndarray, tokenizer: Tokenizer) -> list[Stretch]
     """
     parts = _paragraphs(text)
     encoded = tokenizer.encode(parts) if len(parts) > 1 else [ids]
-    encoded = [*(tokens[:-1] for tokens in encoded[:-1]), encoded[-1]]  # only the last part ends the document
+    last = len(parts) - 1
+    encoded = [tokenizer.part(tokens, at == 0, at == last) for at, tokens in enumerate(encoded)]
     if not np.array_equal(np.concatenate(encoded), ids):
         parts, encoded = [text], [ids]
     last = len(parts) - 1
@@ -151,18 +153,20 @@ class TextSplit:
         """Returns int64 [n], where in the stream of tokens each of these stretches starts."""
         return np.where(stretch > 0, self.stretch_ends[stretch - 1], 0)
 
-    def texts(self, stretch: np.ndarray) -> list[tuple[str, bool]]:
-        """Returns the texts of stretches (int64 [n]), and whether each ends its document.
+    def texts(self, stretch: np.ndarray) -> list[tuple[str, bool, bool]]:
+        """Returns the texts of stretches (int64 [n]), and whether each begins and ends its document.
 
         Raises InputError that names a damaged frame.
         """
         texts, opened = [], {}
         for number in stretch.tolist():
             shard = int(np.searchsorted(self._first, number, side="right")) - 1
-            frame, start, size, _, final = self._index[shard][number - self._first[shard]].tolist()
+            at = number - int(self._first[shard])
+            frame, start, size, _, final = self._index[shard][at].tolist()
+            begins = at == 0 or bool(self._index[shard][at - 1, 4])  # a document lies in one shard
             if (shard, frame) not in opened:
                 opened[shard, frame] = self._frame(shard, frame)
-            texts.append((opened[shard, frame][start : start + size].decode(), bool(final)))
+            texts.append((opened[shard, frame][start : start + size].decode(), begins, bool(final)))
         return texts
 
     def verify(self) -> None:

@@ -95,7 +95,7 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
     manifest = {
         "source": corpus.name,
         "description": corpus.recipe.description,
-        "tokenizer": tokenizer.hash,
+        "tokenizer": tokenizer.identity,
         "vocabulary": tokenizer.vocabulary,
         "dtype": tokenizer.dtype.str,
         "transform": corpus.recipe.transform.name,

@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, N = B·T, D embed.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,16 @@ from pallas_kernels.attention import find_segments
 
 Tree = Any
 Batch = dict[str, jax.Array]
+
+
+class AttentionShape(NamedTuple):
+    """One kind of attention of a model. window: as for `pallas_kernels.attention`, None where it covers a
+    row."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,13 +100,14 @@ class Model:
             overflow_N = jnp.repeat(overflow_B, tokens_BT.shape[1])
             return jnp.where(overflow_N[:, None], jnp.nan, x_ND).astype(x_ND.dtype), extras
 
-    def attention_shapes(self, rows: int, sequence: int) -> list[tuple[int, int, int]]:
-        """Returns (heads, kv_heads, head_dim) of each kind of attention that blocks ask for, with so many
-        rows of so many tokens."""
-        found: list[tuple[int, int, int]] = []
+    def attention_shapes(self, rows: int, sequence: int) -> list[AttentionShape]:
+        """Returns each kind of attention that blocks ask for, with so many rows of so many tokens."""
+        found: list[AttentionShape] = []
 
-        def note(q_BTHC: jax.Array, k_BTKC: jax.Array, *_: Any) -> jax.Array:
-            found.append((q_BTHC.shape[2], k_BTKC.shape[2], q_BTHC.shape[3]))
+        def note(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC, segments, window: int | None) -> jax.Array:
+            if window is not None and window >= sequence:
+                window = None
+            found.append(AttentionShape(q_BTHC.shape[2], k_BTKC.shape[2], q_BTHC.shape[3], window))
             return q_BTHC
 
         def run(params: list[Tree]) -> None:

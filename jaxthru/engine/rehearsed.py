@@ -227,15 +227,16 @@ class _Account:
         """Notes that the host has waited for an array."""
         own = self.copies.index(array.comes) if array.comes in self.copies else -1
 
-        def ended(place: int, copy: _Copy) -> bool:
+        over, left = [], []
+        for place, copy in enumerate(self.copies):
             if place <= own and copy.to_host == array.comes.to_host:
-                return True  # one after the other in each direction
-            if copy.to_host:
-                return copy.source_made < array.made
-            return copy.used_by is not None and copy.used_by <= array.made
-
-        over = [copy for place, copy in enumerate(self.copies) if ended(place, copy)]
-        self.copies = [copy for copy in self.copies if copy not in over]
+                ended = True  # one after the other in each direction
+            elif copy.to_host:
+                ended = copy.source_made < array.made
+            else:
+                ended = copy.used_by is not None and copy.used_by <= array.made
+            (over if ended else left).append(copy)
+        self.copies = left
         for copy in over:
             for on_host, category, size in copy.frees:
                 self.add(on_host, category, -size)

@@ -7,13 +7,15 @@ and `train_flops(config, tokens, attention_span)`, the floating-point operations
 import dataclasses
 import importlib
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Literal
 
+from jaxthru.models.published import Published
 from jaxthru.runtime import plain
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
-SHIPPED = ("llama",)
+SHIPPED = ("llama", "gemma")
 """The families of jaxthru, modules of this package; the first is the default."""
 
 
@@ -55,6 +57,30 @@ def module_of(config: FamilyConfig) -> ModuleType:
 def chain(config: FamilyConfig) -> Any:
     """Returns the chain of stages (`stage.Chain`) of a configuration."""
     return module_of(config).stages(config)
+
+
+def published(config: FamilyConfig) -> Published:
+    """Returns what the family of a configuration has been published as. Raises InputError without a table."""
+    found = getattr(module_of(config), "PUBLISHED", None)
+    require(
+        isinstance(found, Published),
+        f"model.family = {config.family!r}: has no table of published tensors, `PUBLISHED`, see "
+        "jaxthru.models.published; without one it is neither read from published weights nor exported",
+    )
+    return found
+
+
+def publications() -> Iterator[tuple[type[FamilyConfig], Published]]:
+    """Yields `Config` and `PUBLISHED` of the families that have both: the shipped ones, then modules of the
+    user's own that are already imported."""
+    shipped = [config_class(name) for name in SHIPPED]
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    own = [vars(module).get("Config") for module in modules]
+    own = [each for each in own if isinstance(each, type) and issubclass(each, FamilyConfig)]
+    for each in dict.fromkeys(shipped + own):
+        found = getattr(sys.modules.get(each.__module__), "PUBLISHED", None)
+        if isinstance(found, Published):
+            yield each, found
 
 
 def to_plain(config: FamilyConfig) -> dict[str, Any]:

@@ -5,7 +5,8 @@ Each parameter says what it is (`runtime.weights.WeightInfo`); `Ops` lays it out
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxthru.models import scopes
+from jaxthru.models.rotary import Rotary, rotate
+from jaxthru.models.rotary import rotary_angles as rotary_angles
 from jaxthru.models.stage import Context
 from jaxthru.runtime.weights import WeightInfo
 
@@ -46,83 +49,100 @@ def drawn(rngs: nnx.Rngs, info: WeightInfo, shape: tuple[int, ...], deviation: f
     return Weight(draw * (deviation / 0.87962566), info=info)
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv:1910.07467) over the last dim, computed in float32."""
+def bias(axes: tuple[str, ...], shape: tuple[int, ...]) -> Weight:
+    """Returns a bias, zero at first."""
+    return Weight(jnp.zeros(shape, jnp.float32), info=WeightInfo(axes, "bias"))
 
-    def __init__(self, size: int, epsilon: float):
-        self.scale = Weight(jnp.ones((size,), jnp.float32), info=WeightInfo((None,), "norm"))
-        self.epsilon = epsilon
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (arXiv:1910.07467) over the last dim, computed in float32.
+
+    offset: what stands in the scale's place is the scale less this, as Gemma stores 1 + its weights.
+    """
+
+    def __init__(self, size: int, epsilon: float, offset: float = 0.0):
+        first = jnp.full((size,), 1.0 - offset, jnp.float32)
+        self.scale = Weight(first, info=WeightInfo((None,), "norm"))
+        self.epsilon, self.offset = epsilon, offset
 
     @jax.named_scope(scopes.NORM)
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+        scale = self.scale[...].astype(jnp.float32)  # published weights may be bfloat16
+        if self.offset:
+            scale = scale + self.offset
+        scale = jnp.expand_dims(scale, range(x.ndim - 1))
         return (x32 * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions, within documents only."""
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions, within documents only.
 
-    def __init__(self, config, rngs: nnx.Rngs):
+    biases: query, key and value have biases. window: see `Context.attend`. norm_offset: of the norms of
+    queries and keys, see RMSNorm.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        rngs: nnx.Rngs,
+        *,
+        biases: bool = False,
+        window: int | None = None,
+        norm_offset: float = 0.0,
+    ):
         d, h, k, c = config.embed, config.heads, config.kv_heads, config.head_dim
         self.query = linear(rngs, ("embed", "heads", "head_dim"), (d, h, c), d**-0.5)
         self.key = linear(rngs, ("embed", "kv_heads", "head_dim"), (d, k, c), d**-0.5)
         self.value = linear(rngs, ("embed", "kv_heads", "head_dim"), (d, k, c), d**-0.5)
         deviation = (h * c * 2 * config.layers) ** -0.5
         self.out = linear(rngs, ("heads", "head_dim", "embed"), (h, c, d), deviation, inputs=2)
+        if biases:
+            self.query_bias = bias(("heads", "head_dim"), (h, c))
+            self.key_bias = bias(("kv_heads", "head_dim"), (k, c))
+            self.value_bias = bias(("kv_heads", "head_dim"), (k, c))
         if config.qk_norm:
-            self.query_norm = RMSNorm(c, config.norm_epsilon)
-            self.key_norm = RMSNorm(c, config.norm_epsilon)
-        self.qk_norm = config.qk_norm
+            self.query_norm = RMSNorm(c, config.norm_epsilon, norm_offset)
+            self.key_norm = RMSNorm(c, config.norm_epsilon, norm_offset)
+        self.qk_norm, self.biases, self.window = config.qk_norm, biases, window
 
-    def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
-        """context.prepared: of `rotary_angles`."""
-        rotary, length = context.prepared, context.positions.shape[1]
+    def __call__(
+        self, x_ND: jax.Array, context: Context, rotary: tuple[Rotary, Rotary] | None = None
+    ) -> jax.Array:
+        """rotary: the cosine and sine that queries, and those that keys, are rotated by; None is
+        context.prepared for both."""
+        of_query, of_key = rotary or (context.prepared, context.prepared)
+        length = context.positions.shape[1]
         projected = context.ops.column_parallel(x_ND, self.query, self.key, self.value)
+        if self.biases:
+            biases = self.query_bias, self.key_bias, self.value_bias
+            pairs = zip(projected, biases, strict=True)
+            projected = [y + each[...].astype(y.dtype)[None] for y, each in pairs]
         q_BTHC, k_BTKC, v_BTKC = (y.reshape(-1, length, *y.shape[1:]) for y in projected)
         if self.qk_norm:
             q_BTHC, k_BTKC = self.query_norm(q_BTHC), self.key_norm(k_BTKC)
-        q_BTHC = checkpoint_name(rotate(q_BTHC, rotary), "query")
-        k_BTKC = checkpoint_name(rotate(k_BTKC, rotary), "key")
+        q_BTHC = checkpoint_name(rotate(q_BTHC, of_query), "query")
+        k_BTKC = checkpoint_name(rotate(k_BTKC, of_key), "key")
         v_BTKC = checkpoint_name(v_BTKC, "value")
-        o_BTHC = context.attend(q_BTHC, k_BTKC, v_BTKC)
+        o_BTHC = context.attend(q_BTHC, k_BTKC, v_BTKC, window=self.window)
         o_NHC = o_BTHC.reshape(-1, *o_BTHC.shape[2:])
         return checkpoint_name(context.ops.row_parallel(o_NHC, self.out), "attention_out")
 
 
 class SwiGLU(nnx.Module):
-    """Gated feed-forward layer (arXiv:2002.05202)."""
+    """Gated feed-forward layer (arXiv:2002.05202). activation: of the gate."""
 
-    def __init__(self, config, rngs: nnx.Rngs):
+    def __init__(
+        self, config: Any, rngs: nnx.Rngs, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+    ):
         d, m = config.embed, config.mlp
         self.gate = linear(rngs, ("embed", "mlp"), (d, m), d**-0.5)
         self.up = linear(rngs, ("embed", "mlp"), (d, m), d**-0.5)
         self.down = linear(rngs, ("mlp", "embed"), (m, d), (m * 2 * config.layers) ** -0.5)
+        self.activation = activation
 
     def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
         gate_NM, up_NM = context.ops.column_parallel(x_ND, self.gate, self.up)
         gate_NM, up_NM = checkpoint_name(gate_NM, "gate"), checkpoint_name(up_NM, "up")
-        return context.ops.row_parallel(jax.nn.silu(gate_NM) * up_NM, self.down)
-
-
-def rotary_angles(positions_BT: jax.Array, config) -> tuple[jax.Array, jax.Array]:
-    """Returns the cosine and sine [B, T, C/2], float32, of each position's rotation (arXiv:2104.09864),
-    with Llama-3.1's frequency scaling where configured."""
-    pairs = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
-    # As published weights were trained: theta ** -x rounds otherwise, 8e-3 rad off at position 131k.
-    frequency = 1.0 / config.rope_theta ** (pairs / config.head_dim)
-    if (scaling := config.rope_scaling) is not None:
-        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        rotations = scaling.original_sequence * frequency / (2 * jnp.pi)
-        kept = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
-        frequency = kept * frequency + (1 - kept) * frequency / scaling.factor
-    angle = positions_BT.astype(jnp.float32)[..., None] * frequency[None, None, :]
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BTHC: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (i, i + C/2) of each head, the pairing of published Llama weights."""
-    cos, sin = rotary[0][:, :, None, :], rotary[1][:, :, None, :]
-    first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTHC.dtype)
+        return context.ops.row_parallel(self.activation(gate_NM) * up_NM, self.down)

@@ -1,7 +1,7 @@
 """The Llama-3 family: pre-norm decoder, grouped-query attention, SwiGLU, rotary positions.
 
-Covers Llama 3.x (arXiv:2407.21783), Mistral (arXiv:2310.06825, without the sliding window) and Qwen3
-(arXiv:2505.09388: `qk_norm`).
+Covers Llama 3.x (arXiv:2407.21783), Mistral (arXiv:2310.06825: `window`), Qwen2.5 (arXiv:2412.15115:
+`qkv_bias`) and Qwen3 (arXiv:2505.09388: `qk_norm`).
 """
 
 import dataclasses
@@ -12,35 +12,12 @@ from flax import nnx
 
 from jaxthru.models import flops, scopes
 from jaxthru.models.family import FamilyConfig
-from jaxthru.models.layers import Attention, RMSNorm, SwiGLU, drawn, rotary_angles
-from jaxthru.models.stage import Chain, Context, module_stage, repeated
+from jaxthru.models.layers import Attention, RMSNorm, SwiGLU, drawn
+from jaxthru.models.llama_published import PUBLISHED as PUBLISHED
+from jaxthru.models.rotary import RopeScaling, check_theta, rotary_angles
+from jaxthru.models.stage import Chain, Context, Group, Stage, module_stage, repeated
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.weights import WeightInfo
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Llama-3.1's frequency scaling of rotary positions, for rows longer than a model was first trained on.
-
-    factor: stretches the wavelengths beyond `original_sequence / low_frequency_factor`.
-    low_frequency_factor: decides which wavelengths are stretched in full.
-    high_frequency_factor: wavelengths below `original_sequence / high_frequency_factor` stay as they are;
-        those between the two bounds are blended.
-    original_sequence: tokens in a row that the model was first trained on.
-    """
-
-    factor: float = 8.0
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    original_sequence: int = 8192
-
-    def __post_init__(self):
-        require(self.factor >= 1, f"model.rope_scaling.factor = {self.factor}: must be at least 1")
-        require(
-            0 < self.low_frequency_factor < self.high_frequency_factor,
-            f"model.rope_scaling.low_frequency_factor = {self.low_frequency_factor}: must be above 0 and "
-            f"below high_frequency_factor = {self.high_frequency_factor}",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +36,9 @@ class Config(FamilyConfig):
     norm_epsilon: added to the mean square in every RMSNorm.
     tied_embeddings: the embedding table is the output matrix too.
     qk_norm: RMSNorm of queries and keys in each head, as Qwen3 has it.
+    qkv_bias: biases of queries, keys and values, as Qwen2.5 has them.
+    window: each token sees no more than so many tokens of its document, the last of which is itself; None is
+        all. window_from: the first layer, counted from 0, that has the window.
     """
 
     vocabulary: int = 8192
@@ -74,6 +54,9 @@ class Config(FamilyConfig):
     norm_epsilon: float = 1e-5
     tied_embeddings: bool = False
     qk_norm: bool = False
+    qkv_bias: bool = False
+    window: int | None = None
+    window_from: int = 0
 
     def __post_init__(self):
         for name in ("vocabulary", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "max_sequence"):
@@ -84,8 +67,15 @@ class Config(FamilyConfig):
             f"model.heads = {self.heads}: must be a multiple of model.kv_heads = {self.kv_heads}",
         )
         require(self.head_dim % 2 == 0, f"model.head_dim = {self.head_dim}: must be even (rotary pairs)")
-        require(self.rope_theta > 0, f"model.rope_theta = {self.rope_theta}: must be above 0")
+        check_theta(self.rope_theta, self.rope_scaling)
         require(self.norm_epsilon > 0, f"model.norm_epsilon = {self.norm_epsilon}: must be above 0")
+        require(self.window is None or self.window >= 1, f"model.window = {self.window}: must be at least 1")
+        require(self.window_from >= 0, f"model.window_from = {self.window_from}: must be at least 0")
+
+    @property
+    def windowed_layers(self) -> int:
+        """The layers that have the window."""
+        return 0 if self.window is None else max(0, self.layers - self.window_from)
 
 
 class Embedding(nnx.Module):
@@ -105,7 +95,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.embed, config.norm_epsilon)
-        self.attention = Attention(config, rngs)
+        self.attention = Attention(config, rngs, biases=config.qkv_bias, window=config.window)
         self.mlp_norm = RMSNorm(config.embed, config.norm_epsilon)
         self.mlp = SwiGLU(config, rngs)
 
@@ -139,14 +129,25 @@ def head_deviation(config: Config) -> float:
 
 def stages(config: Config) -> Chain:
     """Returns the chain of stages of a model of this shape."""
-    block = module_stage("block", Block, config, kept=kept(config), products=products(config))
     return Chain(
         embedding=module_stage("embedding", Embedding, config),
-        groups=repeated((block,), config.layers),
+        groups=groups(config),
         head=module_stage("head", Head, config),
         output=("embedding", "table") if config.tied_embeddings else ("head", "matrix"),
         prepare=functools.partial(rotary_angles, config=config),
     )
+
+
+def groups(config: Config) -> tuple[Group, ...]:
+    """Returns the blocks: those without a window, then those with it."""
+
+    def stage(name: str, shape: Config) -> Stage:
+        return module_stage(name, Block, shape, kept=kept(config), products=products(config))
+
+    windowed = config.windowed_layers
+    whole = stage("block", dataclasses.replace(config, window=None, window_from=0))
+    found = repeated((whole,), config.layers - windowed)
+    return (*found, *repeated((stage("windowed_block", config),), windowed)) if windowed else found
 
 
 def kept(config: Config) -> dict[str, int]:
@@ -179,11 +180,15 @@ def matmul_parameters(config: Config) -> int:
 def parameters(config: Config) -> int:
     """Returns the number of parameters."""
     norms = config.layers * (2 * config.embed + 2 * config.head_dim * config.qk_norm) + config.embed
+    biases = config.layers * config.qkv_bias * config.head_dim * (config.heads + 2 * config.kv_heads)
     input_table = 0 if config.tied_embeddings else config.vocabulary * config.embed
-    return matmul_parameters(config) + input_table + norms
+    return matmul_parameters(config) + input_table + norms + biases
 
 
 def train_flops(config: Config, tokens: float, attention_span: float) -> float:
     """Returns the floating-point operations that one update needs, see models/flops.py."""
-    width = config.layers * config.heads * config.head_dim
-    return flops.of_update(matmul_parameters(config), width, tokens, attention_span)
+    windowed = config.windowed_layers
+    span = (config.layers - windowed) * attention_span
+    if windowed:
+        span += windowed * flops.span_within(config.window, tokens, attention_span)
+    return flops.of_update(matmul_parameters(config), config.heads * config.head_dim, tokens, span)

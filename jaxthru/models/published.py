@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxthru.runtime import plain
+from jaxthru.runtime.errors import require
 from jaxthru.runtime.weights import WeightInfo
 
 
@@ -40,7 +42,8 @@ class Published:
     arguments of `Config`; raises InputError that names a key whose value is not built. write: a Config -> the
     keys of config.json that it decides, `model_type` and `architectures` among them. tensors: a Config -> all
     tensors, each once, in the order in which they are written. ignored: patterns (`re.fullmatch`) of names
-    that may stand in a file and hold nothing that is trained.
+    that may stand in a file and hold nothing that is trained. refused: model types near to these that are not
+    built -> why.
     """
 
     model_types: tuple[str, ...]
@@ -48,3 +51,58 @@ class Published:
     write: Callable[[Any], dict[str, Any]]
     tensors: Callable[[Any], Iterable[Tensor]]
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def value_of(raw: Mapping[str, Any], name: str, kind: type, default: Any, prefix: str = "") -> Any:
+    """Returns the value of a key of config.json: a finite one of this type, or the default where it is absent
+    or null. prefix: the group that the key stands in, for messages. Raises InputError."""
+    value = raw.get(name)
+    if value is None:
+        return default
+    plain.check(f"{prefix}{name}", value, kind)
+    return float(value) if kind is float else value
+
+
+def size_of(raw: Mapping[str, Any], name: str, default: Any, most: int = 2**31 - 1) -> Any:
+    """Returns the value of a key that counts something. Raises InputError."""
+    value = value_of(raw, name, int, default)
+    require(value is None or 1 <= value <= most, f"{name} = {value}: must be from 1 to {most}")
+    return value
+
+
+def refuse(raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises InputError for a key whose value is not built. allowed: key -> the values that are; what is
+    absent or null is."""
+    for name, values in allowed.items():
+        value = raw.get(name)
+        built = value is None or any(value == each and type(value) is type(each) for each in values)
+        hint = f"; built: {', '.join(map(repr, values))}" if values else "; must be null"
+        require(built, lambda name=name, value=value, hint=hint: f"{name} = {value!r}: is not built{hint}")
+
+
+def kinds_of_layers(raw: Mapping[str, Any], layers: int) -> list[bool] | None:
+    """Returns of each layer whether it has a window, as `layer_types` says; None without that key."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return None
+    require(isinstance(kinds, list), lambda: f"layer_types = {kinds!r}: must be a list")
+    require(len(kinds) == layers, f"layer_types: has {len(kinds)} entries for num_hidden_layers = {layers}")
+    for kind in kinds:
+        known = kind in ("full_attention", "sliding_attention")
+        built = "is not built; built: full_attention, sliding_attention"
+        require(known, f"layer_types: {kind!r} {built}")
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def layer_kinds(windowed: Iterable[bool]) -> list[str]:
+    """Returns `layer_types` of layers of which some have a window."""
+    return ["sliding_attention" if each else "full_attention" for each in windowed]
+
+
+def layer_tensors(layer: int, table: Mapping[str, tuple[str, str]]) -> Iterable[Tensor]:
+    """Yields the tensors of one layer of `model.layers`. table: published name -> (module, weight), the place
+    within the layer; a module may be several, joined by "/". Those called `*_proj.weight` are transposed."""
+    for name, (module, weight) in table.items():
+        path = ("layers", str(layer), *module.split("/"), weight)
+        yield Tensor(f"model.layers.{layer}.{name}", path, name.endswith("_proj.weight"))

@@ -23,7 +23,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
     Raises InputError when the disk is full or may not be written.
     """
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.{os.getpid()}@{socket.gethostname()}.partial")
+    partial = path.with_name(f"{path.name}.{writer_id()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as stream:
@@ -31,7 +31,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     finally:
@@ -44,17 +44,23 @@ def remove_partials(folder: Path) -> None:
     folders in it."""
     for path in (*folder.glob("*.partial"), *folder.glob("*/*.partial")):
         writer = PARTIAL.search(path.name)
-        if writer is None:
-            continue
-        if writer[2] == socket.gethostname():
-            left = not _runs(int(writer[1]))
-        else:
-            left = time.time() - _changed(path) > STALE_SECONDS
-        if left:
+        if writer and abandoned(path, writer[1], writer[2]):
             path.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def writer_id() -> str:
+    """Returns what the name of something unfinished says of its writer: a fresh id, the process, the host."""
+    return f"{uuid.uuid4().hex}.{os.getpid()}@{socket.gethostname()}"
+
+
+def abandoned(path: Path, process: str, host: str) -> bool:
+    """Says whether what a process on a host was writing has been left by it."""
+    if host == socket.gethostname():
+        return not _runs(int(process))
+    return time.time() - _changed(path) > STALE_SECONDS
+
+
+def sync_folder(folder: Path) -> None:
     """Has the new name of a file outlast a loss of power, where the file system can promise that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -6,6 +6,9 @@ metrics.jsonl        one object a step, with METRICS_FIELDS and what the model a
 eval.jsonl           one object an evaluation, with EVAL_FIELDS
 tensorboard/         event files
 checkpoints/<step>/  Orbax; <step> counts completed updates
+tokenizer/           the tokenizer of the run's text, its files as they were found, and what documents begin
+                     and end with: `jaxthru.data.tokenizer.Tokenizer.of(RUN_DIR)`
+base/                of published weights that the run started from: what an export carries on beside weights
 profile/<step>/      traces and what was read from them
 plan_data.svg        what `plan data --run-dir` drew
 autotune/            what XLA chose for a GPU by timing, as text, with train.deterministic
@@ -25,7 +28,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,9 @@ log = logging.getLogger(__name__)
 EVAL_FIELDS = ("step", "loss", "loss_by_source", "tokens")
 
 PACKAGES = ("jaxthru", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+BASE_FILES = ("config.json", "generation_config.json", "README.md", "LICENSE*")
+"""What a folder of published weights says about them, beside its tokenizer."""
+BASE_BYTES = 10_000_000
 FLAG_PREFIXES = ("XLA_", "LIBTPU_", "JAX_", "NCCL_", "NVSHMEM_", "TORCH_SYMM_")
 
 
@@ -65,6 +71,8 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.profile = self.path / "profile"
         self.autotune = self.path / "autotune"
+        self.tokenizer = self.path / "tokenizer"
+        self.base = self.path / "base"
 
     def __repr__(self) -> str:
         row, steps = last(self.metrics_file), self.steps()
@@ -136,6 +144,23 @@ class RunDirectory:
     def write_environment(self) -> None:
         """Writes environment.json: with what, on what and by which command the run was last started."""
         from_first(lambda: write_atomically(self.environment, json.dumps(environment(), indent=2) + "\n"))
+
+    def keep_tokenizer(self, files: Mapping[str, bytes]) -> None:
+        """Writes the tokenizer's files, so that whoever is given the run can read what it reads and writes.
+
+        files: {name: content}, `Tokenizer.kept`. What a run has kept already stays as it is: the keys of its
+        data see to it that it goes on with the same tokenizer. Raises InputError if it cannot be written.
+        """
+        from_first(lambda: _keep(self.tokenizer, files, "tokenizer.json"))
+
+    def keep_base(self, folder: Path) -> None:
+        """Copies, byte for byte, what a folder of published weights says about them: those of BASE_FILES that
+        are there. What a run has kept already stays as it is.
+
+        A file above BASE_BYTES is left out, with a warning. Raises InputError for one that cannot be read or
+        written.
+        """
+        from_first(lambda: _keep(self.base, _base_files(Path(folder)), "config.json"))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Adds a line to metrics.jsonl: METRICS_FIELDS, then further ones. Raises TrainingError if it cannot
@@ -211,6 +236,30 @@ class RunDirectory:
                 )
 
         from_first(keep)
+
+
+def _keep(folder: Path, files: Mapping[str, bytes], last: str) -> None:
+    """Writes files into a folder that does not hold `last` yet, which is written last: it says that all are
+    there."""
+    if (folder / last).exists():
+        return
+    for name in sorted(files, key=lambda name: name == last):
+        write_atomically(folder / name, files[name])
+
+
+def _base_files(folder: Path) -> dict[str, bytes]:
+    """Returns the contents of what `keep_base` copies. Raises InputError."""
+    found = {}
+    for path in sorted({path for pattern in BASE_FILES for path in folder.glob(pattern) if path.is_file()}):
+        try:
+            size = path.stat().st_size
+            if size > BASE_BYTES:
+                log.warning("%s: %d bytes, is not kept with the run", path, size)
+                continue
+            found[path.name] = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    return found
 
 
 def environment() -> dict[str, Any]:

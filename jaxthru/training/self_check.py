@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def check_attention(model: Model, rows: int, sequence: int, max_segments: int) -> None:
-    """Compares the attention that is to run with the dense-mask reference, on a small shape.
+    """Compares each kind of attention that is to run with the dense-mask reference, on a small shape.
 
     A kernel library of another version might go wrong in silence; a run is not to be lost to that. On a CPU,
     where no such library is used, nothing is done. Raises TrainingError if the two differ.
@@ -25,7 +25,7 @@ def check_attention(model: Model, rows: int, sequence: int, max_segments: int) -
         return
     log.info("checking attention against its reference ...")
     ops, wrong = model.ops, []
-    for heads, kv_heads, head_dim in model.attention_shapes(rows, sequence):
+    for heads, kv_heads, head_dim, window in model.attention_shapes(rows, sequence):
         # Which kernel is taken depends on the sizes of the run: those of the check would choose another.
         shards = ops.layout.size("batch") * ops.layout.size("heads")
         elements = rows * sequence * heads * head_dim // shards
@@ -35,12 +35,14 @@ def check_attention(model: Model, rows: int, sequence: int, max_segments: int) -
             head_dim,
             ops.compute,
             packed=max_segments > 1,
-            implementation=automatic(elements, max_segments)
+            window=window,
+            implementation=automatic(elements, max_segments, head_dim=head_dim)
             if ops.attention_by == "auto"
             else ops.attention_by,
         )
         if max(errors.values()) > TOLERANCE:
-            wrong += [f"{name} {error:.1e}" for name, error in errors.items()]
+            kind = "" if window is None else f" (window {window})"
+            wrong += [f"{name} {error:.1e}{kind}" for name, error in errors.items()]
     # A host may be alone with it, and none can train without the others.
     for process, found in enumerate(gather_text(", ".join(wrong))):
         if found:

@@ -1,4 +1,4 @@
-"""Causal attention within the documents of packed rows, with grouped queries."""
+"""Causal attention within the documents of packed rows, with grouped queries and, where asked, a window."""
 
 from collections.abc import Sequence
 
@@ -17,16 +17,20 @@ STAND_IN = {name: name + stand_in.SUFFIX for name in ("cudnn_packed", "triton")}
 CUDNN_WORKSPACE = 20 << 30  # bytes; two rows of 8,192 tokens and 32 segments, 32 heads of 128, take 16 GiB
 
 
-def automatic(elements: int, max_segments: int, platform: str | None = None) -> tuple[str, ...]:
+def automatic(
+    elements: int, max_segments: int, platform: str | None = None, *, head_dim: int = 0
+) -> tuple[str, ...]:
     """Returns the implementations that are tried where none is named, the first first.
 
-    On an NVIDIA GPU that is cudnn_packed, or triton where cuDNN's workspace would be above CUDNN_WORKSPACE,
-    or an error: the other two cost T² whatever the documents and run there only when named. The reference
-    does so everywhere.
+    On an NVIDIA GPU that is cudnn_packed, or triton where cuDNN's workspace would be above CUDNN_WORKSPACE or
+    heads are wider than it takes, or an error: the other two cost T² whatever the documents and run there
+    only when named. The reference does so everywhere.
 
     elements: of q on one device. max_segments: that `segments` have room for. platform: as for `attention`.
+    head_dim: of q; 0 is any that each of them takes.
     """
     small = cudnn_packed.workspace_bytes(elements, max_segments) <= CUDNN_WORKSPACE
+    small &= head_dim <= cudnn_packed.MAX_HEAD_DIM
     packed = ("cudnn_packed", "triton") if small else ("triton", "cudnn_packed")
     return packed if dispatch.on_nvidia(platform) else (*packed, "xla")
 
@@ -69,7 +73,8 @@ def attention(
       k_BTKC: [B, T, K, C] keys of q's dtype; K divides H and query head h uses key head h // (H // K).
       v_BTKC: [B, T, K, C] values of q's dtype.
       segments: of `find_segments`, for the same B and T.
-      window: each token attends to no more than so many tokens, the last of which is itself; None is all.
+      window: each token attends to no more than so many tokens, the last of which is itself: the token at t
+        to keys s with t - window < s <= t. None, like a window of T or more, is all of its segment.
       implementation: one of `OPERATION.names`, or several, of which the first that can run is taken; None is
         those of `automatic`. "cudnn_packed_stand_in" and "triton_stand_in" have the memory of those, for
         programs that are compiled and not run.
@@ -79,7 +84,8 @@ def attention(
       [B, T, H, C] of q's dtype, finite at every position of finite inputs, padding included.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit together, or no implementation has the name.
+      ValueError: the shapes or dtypes do not fit together, a window is below 1, or no implementation has the
+        name.
       dispatch.Unsupported: the named implementation, or every one, refuses; with the reasons.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
@@ -94,10 +100,12 @@ def attention(
         raise ValueError(f"attention: segments are of {segments.ids.shape}, q of {(B, T)} rows and tokens")
     if not q_BTHC.dtype == k_BTKC.dtype == v_BTKC.dtype:
         raise ValueError(f"attention: dtypes differ: q {q_BTHC.dtype}, k {k_BTKC.dtype}, v {v_BTKC.dtype}")
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window = {window}: must be at least 1, which is the token itself")
+    options = {} if window is None or window >= T else {"window": window}
     arguments = q_BTHC, k_BTKC, v_BTKC, segments
     if implementation in STAND_IN.values():
-        return stand_in.attention(implementation.removesuffix(stand_in.SUFFIX), *arguments)
-    facts = {"elements": q_BTHC.size, "max_segments": segments.starts.shape[1]}
-    options = {} if window is None else {"window": window}
+        return stand_in.attention(implementation.removesuffix(stand_in.SUFFIX), *arguments, **options)
+    facts = {"elements": q_BTHC.size, "max_segments": segments.starts.shape[1], "head_dim": C}
     how = {"implementation": implementation, "platform": platform, "facts": facts}
     return OPERATION.run(*arguments, **how, **options)

@@ -16,6 +16,9 @@ TOKENS = 512
 TOLERANCE = 2e-2
 """Four times what rounding to bfloat16 gives; matrix units may round float32 operands too. An attention that
 crosses documents is off by more than 0.1."""
+WINDOW = 61
+"""The widest window that is checked: wide enough to cross the blocks of every kernel, and so narrow that one
+token more or less is an error above TOLERANCE."""
 
 
 def differences(
@@ -25,14 +28,16 @@ def differences(
     dtype,
     *,
     packed: bool,
+    window: int | None = None,
     implementation: str | Sequence[str] | None,
 ) -> dict[str, float]:
     """Returns the relative errors of o, dq, dk and dv, from the dense-mask reference in float32.
 
     Two rows of 512 tokens on the default backend, the second turned by a quarter; one key head with all of
     its query heads. A value that is not finite counts as infinite.
-    packed: several documents and padding in a row, or one document, as in the run to come. implementation:
-    as for `attention`; but what None chooses for these shapes may not be what it chooses for the run's.
+    packed: several documents and padding in a row, or one document, as in the run to come. window: of the
+    run; a wider one than WINDOW is checked as that, for it would cover these rows. implementation: as for
+    `attention`; but what None chooses for these shapes may not be what it chooses for the run's.
     """
     group = heads // kv_heads
     rng = np.random.default_rng(0)
@@ -41,9 +46,11 @@ def differences(
     row = np.repeat(np.asarray(ROW if packed else (1,) * len(ROW), np.int32), TOKENS // len(ROW))
     segments = find_segments(jnp.asarray(np.stack([row, np.roll(row, TOKENS // 4)])), 8 if packed else 1)
 
+    options = {} if window is None else {"window": min(window, WINDOW)}
+
     @functools.partial(jax.jit, static_argnums=0)
     def run(function, q, k, v, do):
-        o, pullback = jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)
+        o, pullback = jax.vjp(lambda q, k, v: function(q, k, v, segments, **options), q, k, v)
         return o, *pullback(do)
 
     found = run(functools.partial(attention, implementation=implementation), q, k, v, do)

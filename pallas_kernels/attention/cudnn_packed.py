@@ -41,7 +41,13 @@ SIGNATURES = {
 
 
 def attention(
-    q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, segments: Segments, *, platform: str
+    q_BTHC: jax.Array,
+    k_BTKC: jax.Array,
+    v_BTKC: jax.Array,
+    segments: Segments,
+    *,
+    window: int | None = None,
+    platform: str,
 ) -> jax.Array:
     """Returns [B, T, H, C] of q's dtype; see `pallas_kernels.attention.attention`.
 
@@ -53,7 +59,7 @@ def attention(
     _check_device(platform)
     _check_arrays(q_BTHC)
     _private()
-    return _attention(*vary_alike(q_BTHC, k_BTKC, v_BTKC), segments)
+    return _attention(*vary_alike(q_BTHC, k_BTKC, v_BTKC), segments, window)
 
 
 def _check_device(platform: str) -> None:
@@ -122,7 +128,7 @@ def _operands(q_BTHC, segments: Segments) -> tuple:
     return absent, segments.lengths, segments.lengths, offsets_BM1, offsets_BM1, absent, absent
 
 
-def _options(q_BTHC, segments: Segments) -> dict:
+def _options(q_BTHC, segments: Segments, window: int | None) -> dict:
     private = _private()
     packed = segments.starts.shape[1] > 1
     return {
@@ -132,21 +138,31 @@ def _options(q_BTHC, segments: Segments) -> dict:
         "variadic_args": (False, False),  # no bias, no gradient of one
         "mask_type": private.MaskType.PADDING_CAUSAL if packed else private.MaskType.CAUSAL,
         "layout": private.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
+        "sliding_window_length": window,  # counts the query itself, and is by position in its segment
     }
 
 
-@jax.custom_vjp
-def _attention(q_BTHC, k_BTKC, v_BTKC, segments: Segments):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q_BTHC, k_BTKC, v_BTKC, segments: Segments, window):
     outputs = _private()._dot_product_attention_fwd_impl(
-        q_BTHC, k_BTKC, v_BTKC, *_operands(q_BTHC, segments), **_options(q_BTHC, segments), is_training=False
+        q_BTHC,
+        k_BTKC,
+        v_BTKC,
+        *_operands(q_BTHC, segments),
+        **_options(q_BTHC, segments, window),
+        is_training=False,
     )
     return checkpoint_name(outputs[0], "attention")
 
 
-def _forward(q_BTHC, k_BTKC, v_BTKC, segments: Segments):
+def _forward(q_BTHC, k_BTKC, v_BTKC, segments: Segments, window):
     o_BTHC, statistics_SHT = _private()._dot_product_attention_fwd_impl(
-        q_BTHC, k_BTKC, v_BTKC, *_operands(q_BTHC, segments), **_options(q_BTHC, segments), is_training=True
+        q_BTHC,
+        k_BTKC,
+        v_BTKC,
+        *_operands(q_BTHC, segments),
+        **_options(q_BTHC, segments, window),
+        is_training=True,
     )
     # The named arrays are the residuals: a policy that saves the names saves what the backward kernel reads.
     o_BTHC = checkpoint_name(o_BTHC, "attention")
@@ -154,7 +170,7 @@ def _forward(q_BTHC, k_BTKC, v_BTKC, segments: Segments):
     return o_BTHC, (q_BTHC, k_BTKC, v_BTKC, segments, o_BTHC, statistics_BHT)
 
 
-def _backward(residuals, do_BTHC):
+def _backward(window, residuals, do_BTHC):
     q_BTHC, k_BTKC, v_BTKC, segments, o_BTHC, statistics_BHT = residuals
     dq_BTHC, dk_BTKC, dv_BTKC = _private()._dot_product_attention_bwd_impl(
         q_BTHC,
@@ -164,7 +180,7 @@ def _backward(residuals, do_BTHC):
         unpack_statistics(statistics_BHT, segments),
         o_BTHC,
         do_BTHC,
-        **_options(q_BTHC, segments),
+        **_options(q_BTHC, segments, window),
     )
     return dq_BTHC, dk_BTKC, dv_BTKC, None
 

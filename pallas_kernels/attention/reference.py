@@ -11,7 +11,14 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.attention.segments import Segments
 
 
-def attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, segments: Segments) -> jax.Array:
+def attention(
+    q_BTHC: jax.Array,
+    k_BSKC: jax.Array,
+    v_BSKC: jax.Array,
+    segments: Segments,
+    *,
+    window: int | None = None,
+) -> jax.Array:
     """Returns [B, T, H, C] of q's dtype, computed in float32; see `pallas_kernels.attention.attention`."""
     B, T, H, C = q_BTHC.shape
     K = k_BSKC.shape[2]
@@ -22,6 +29,8 @@ def attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, segments:
     position_T = jnp.arange(T, dtype=jnp.int32)
     causal_TS = position_T[:, None] >= position_T[None, :]
     allowed_BTS = (segments.ids[:, :, None] == segments.ids[:, None, :]) & causal_TS[None]
+    if window is not None:
+        allowed_BTS &= (position_T[:, None] - position_T[None, :] < window)[None]
     weights_BKGTS = jax.nn.softmax(jnp.where(allowed_BTS[:, None, None], scores_BKGTS, -jnp.inf), axis=-1)
     o_BTKGC = jnp.einsum("bkgts,bskc->btkgc", weights_BKGTS, v_BSKC, precision="highest")
     return checkpoint_name(o_BTKGC.reshape(B, T, H, C).astype(q_BTHC.dtype), "attention")

@@ -20,9 +20,18 @@ SUFFIX = "_stand_in"
 
 
 def attention(
-    kernel: str, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, segments: Segments
+    kernel: str,
+    q_BTHC: jax.Array,
+    k_BTKC: jax.Array,
+    v_BTKC: jax.Array,
+    segments: Segments,
+    *,
+    window: int | None = None,
 ) -> jax.Array:
-    """Returns [B, T, H, C] in the place of "cudnn_packed" or "triton"; a program that runs it fails."""
+    """Returns [B, T, H, C] in the place of "cudnn_packed" or "triton"; a program that runs it fails.
+
+    window: is of no account, for a kernel needs the same memory with one.
+    """
     return _attention(kernel, q_BTHC, k_BTKC, v_BTKC, segments)
 
 

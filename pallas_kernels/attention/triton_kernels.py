@@ -1,15 +1,16 @@
 """The device side of attention/triton.py. Importing it needs Triton.
 
-A block of queries meets the keys from the first position of its first query's segment up to its own last
-query, and a block of keys the queries from its own first key up to the last position of its last key's
-segment: what lies outside is never read. In between, only the blocks at the rims need a mask, so each of
-these ranges is walked in three parts, of which the middle one has none.
+`first` and `last` say what each token may see, and be seen by: its segment, or so much of it as lies within a
+window. A block of queries meets the keys from its first query's `first` up to its own last query, and a block
+of keys the queries from its own first key up to its last key's `last`: what lies outside is never read. In
+between, only the blocks at the rims need a mask, so each of these ranges is walked in three parts, of which
+the middle one has none.
 
 Scores are kept in base 2: `scale` is C**-0.5 × log2(e), and `statistics` holds log2 of each query's sum.
 
 Letters: T tokens of a row, H query heads, K key heads, C width of a head; BQ and BK queries and keys of a
 block; arrays are [B, T, heads, C] but `statistics` and `delta`, which are [B, H, T], and `first` and `last`,
-each token's segment's first and last position, [B, T].
+the first key that each token sees and the last query that sees it, [B, T], neither of which ever falls.
 """
 
 import triton

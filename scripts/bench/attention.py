@@ -91,12 +91,13 @@ def compare(shape, seconds: float) -> list[dict]:
 
 
 def sweep(shape, seconds: float) -> list[dict]:
-    best = dict(triton.TILES)
+    chosen, best = triton.tiles, triton.tiles(shape.head_dim)
     rows = []
     for layout, (kernel, tiles) in itertools.product(("one_document", "documents"), TILES.items()):
         (q, k, v, do, segments), _ = inputs(shape, layout, 32)
         for tile in tiles:
-            triton.TILES = best | {kernel: dict(zip(NAMES, tile, strict=True))}
+            tried = best | {kernel: dict(zip(NAMES, tile, strict=True))}
+            triton.tiles = lambda head_dim, tried=tried: tried
             try:
                 if kernel == "forward":
                     run = jax.jit(lambda *x: triton._forward(*x)[0])
@@ -104,14 +105,14 @@ def sweep(shape, seconds: float) -> list[dict]:
                 else:
                     residuals = jax.jit(lambda *x: triton._forward(*x)[1])(q, k, v, segments)
                     part = 0 if kernel == "backward_q" else slice(1, 3)
-                    run = jax.jit(lambda r, do, part=part: triton._backward(r, do)[part])
+                    run = jax.jit(lambda r, do, part=part: triton._backward(None, r, do)[part])
                     spent = seconds_of(run, (residuals, do), seconds)
             except Exception as error:  # a tile that needs more than the GPU has
                 print(layout, kernel, tile, "failed:", str(error).splitlines()[0][:120], flush=True)
                 continue
             rows.append({"rows": layout, "kernel": kernel, "tile": tile, "ms": round(spent * 1e3, 3)})
             print(rows[-1], flush=True)
-    triton.TILES = best
+    triton.tiles = chosen
     return rows
 
 

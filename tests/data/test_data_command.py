@@ -10,6 +10,7 @@ def test_prepare_and_inspect(shared, capsys):
     assert main(["inspect", mix, "--store", store, "--sequence", "64", "--rows", "2"]) == 0
     printed = capsys.readouterr().out
     assert "All checksums agree." in printed
+    assert " of 300 tokens. Each document ends with <|endoftext|> (0)." in printed
     for name in ("books", "notes"):
         assert f"{name}, row 2" in printed
     assert "document 2: tokens" in printed and "the document ends" in printed and "<|endoftext|>" in printed

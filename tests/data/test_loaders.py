@@ -81,7 +81,7 @@ def test_a_long_document_is_cut_into_stretches_with_the_same_tokens(source):
     split = text_store.TextStore(folder).train
     assert (split.ends == ends).all() and split.tokens == len(stream)
     assert len(split.stretch_ends) > len(ends) + 3
-    longest = max(len(text.encode()) for text, _ in split.texts(np.arange(len(split.stretch_ends))))
+    longest = max(len(text.encode()) for text, _, _ in split.texts(np.arange(len(split.stretch_ends))))
     assert longest < 3 * text_store.STRETCH_BYTES
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import logging
+import re
 import types
 
 import jax
@@ -21,6 +22,7 @@ from pallas_kernels.attention import (
     find_segments,
     reference,
     triton,
+    xla,
 )
 from pallas_kernels.attention.shapes import CPU, GPU, Shape
 from pallas_kernels.testing import (
@@ -30,6 +32,7 @@ from pallas_kernels.testing import (
     fresh_seed,
     has_gpu,
     normal,
+    relative_error,
     segment_ids,
 )
 
@@ -47,6 +50,7 @@ CASES = [
         )
         for implementation in ("cudnn_packed", "triton")
         for name in GPU
+        if implementation != "cudnn_packed" or GPU[name].head_dim <= cudnn_packed.MAX_HEAD_DIM
     ),
 ]
 
@@ -65,7 +69,7 @@ def values_and_gradients(function, q, k, v, do, segments):
     return dict(zip(("o", "dq", "dk", "dv"), (o, *pullback(do)), strict=True))
 
 
-def expected(q, k, v, do, segments):
+def expected(q, k, v, do, segments, function=reference.attention):
     """Returns the reference's in float32, one row and key head at a time: all scores would fill a GPU."""
     B, _, H, _ = q.shape
     K = k.shape[2]
@@ -79,7 +83,7 @@ def expected(q, k, v, do, segments):
                 slice(head, head + 1),
             )
             part = values_and_gradients(
-                reference.attention,
+                function,
                 q[rows, :, group],
                 k[rows, :, one],
                 v[rows, :, one],
@@ -91,16 +95,124 @@ def expected(q, k, v, do, segments):
     return out
 
 
+def assert_agrees(found, exact, tolerance, window):
+    if window == 1:  # each token sees itself alone, whatever its score: dq and dk are zero but for rounding
+        found, exact = (
+            {n: 1 + x if n in ("dq", "dk") else x for n, x in run.items()} for run in (found, exact)
+        )
+    assert_close(found, exact, tolerance)
+
+
 @pytest.mark.parametrize("implementation, shape, dtype", CASES)
 def test_agrees_with_reference(implementation, shape, dtype):
     q, k, v, do, ids = draw(np.random.default_rng(fresh_seed()), shape, dtype)
     segments = find_segments(ids, shape.max_segments)
     assert not segments.overflow.any()
-    function = functools.partial(attention, implementation=implementation)
+    function = functools.partial(attention, implementation=implementation, window=shape.window)
     found = values_and_gradients(function, q, k, v, do, segments)
     assert {x.dtype for x in found.values()} == {jnp.dtype(dtype)}
     tolerance = CPU_TOLERANCE if dtype == jnp.float32 else GPU_TOLERANCE
-    assert_close(found, expected(q, k, v, do, segments), tolerance)
+    exact = functools.partial(reference.attention, window=shape.window)
+    assert_agrees(found, expected(q, k, v, do, segments, exact), tolerance, shape.window)
+
+
+def by_loops(q, k, v, segments, window=None):
+    """Attention as its definition says it, in NumPy: each query and head over its list of keys."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    o, ids = np.zeros(q.shape), np.asarray(segments.ids)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        seen = [s for s in range(t + 1) if ids[b, s] == ids[b, t] and (window is None or t - window < s)]
+        head = h // (q.shape[2] // k.shape[2])
+        scores = k[b, seen, head] @ q[b, t, h] / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        o[b, t, h] = weights @ v[b, seen, head] / weights.sum()
+    return o
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 46, 47])
+def test_reference_is_the_definition(window):
+    shape = Shape(2, 47, 4, 2, 8, "padding_tail", 8)
+    q, k, v, _, ids = draw(np.random.default_rng(fresh_seed()), shape, jnp.float32)
+    given = q, k, v, find_segments(ids, shape.max_segments)
+    found = attention(*given, window=window, implementation="reference")
+    assert_close(found, by_loops(*given, window), CPU_TOLERANCE)
+    if window is not None and window < shape.sequence - 1:  # the boundary is told from its neighbours
+        for wrong in {max(window - 1, 1), window + 1} - {window}:
+            assert relative_error(found, by_loops(*given, wrong)) > 100 * CPU_TOLERANCE
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize("name", ["window_5", "window_in_chunk", "window_across_chunks"])
+def test_contract_fails_where_a_window_is_off_by_one(monkeypatch, name, off):
+    sound = xla.attention
+    monkeypatch.setattr(xla, "attention", lambda *x, window: sound(*x, window=window + off))
+    with pytest.raises(AssertionError, match="relative error above"):
+        test_agrees_with_reference("xla", CPU[name], jnp.float32)
+
+
+@pytest.mark.parametrize("implementation", ["cudnn_packed", "triton", "xla", "reference"])
+def test_a_window_of_the_row_is_none(implementation):
+    """The same program, so that nothing gets slower; one below is another."""
+    shape = jax.ShapeDtypeStruct((1, 640, 2, 16), jnp.bfloat16)
+    segments = jax.eval_shape(lambda: find_segments(jnp.ones((1, 640), jnp.int32), 4))
+
+    def text(window):
+        name = "triton_stand_in" if implementation == "triton" else implementation
+        how = {"implementation": name, "platform": "gpu"}
+        run = lambda q, s: attention(q, q, q, s, window=window, **how)  # noqa: E731
+        return jax.jit(run).trace(shape, segments).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert text(640) == text(5000) == text(None)
+    assert implementation == "triton" or text(639) != text(None)
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_below_one_is_refused(window):
+    with pytest.raises(ValueError, match=rf"window = {window}: must be at least 1"):
+        attention(*small(), window=window)
+
+
+def test_cudnn_s_window_counts_the_query():
+    """What JAX hands to cuDNN, in both passes: a key j is seen by the query i where j + window > i."""
+    q = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16)
+    segments = jax.eval_shape(lambda: find_segments(jnp.ones((1, 64), jnp.int32), 4))
+
+    def loss(q, segments):
+        o = attention(q, q, q, segments, window=9, implementation="cudnn_packed", platform="gpu")
+        return jnp.sum(o.astype(jnp.float32))
+
+    text = jax.jit(jax.grad(loss)).trace(q, segments).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"sliding_window_length\\22: (\d+)", text) == ["9", "9"]
+
+
+def test_chunks_meet_only_the_keys_in_their_window():
+    """The portable implementation's products with a window of 512 in a row of 8,192, against all."""
+    q = jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.float32)
+    segments = jax.eval_shape(lambda: find_segments(jnp.ones((1, 8192), jnp.int32), 4))
+
+    def flops(window):
+        run = lambda q, s: attention(q, q, q, s, window=window, implementation="xla")  # noqa: E731
+        (cost,) = [jax.jit(run).lower(q, segments).compile().cost_analysis()]
+        return cost["flops"]  # of one chunk: a loop's body counts once
+
+    assert flops(512) < flops(None) / 6
+
+
+def test_triton_s_bounds_are_those_of_the_window():
+    ids = jnp.asarray(segment_ids(np.random.default_rng(fresh_seed()), 5, 40, "mixed"))
+    segments = find_segments(ids, 41)
+    assert triton._bounds(segments, None) == (segments.first, segments.last)
+    position = np.arange(40)
+    for window in (1, 3, 39):
+        first, last = triton._bounds(segments, window)
+        causal = position[:, None] >= position  # [query, key]
+        seen = (position >= np.asarray(first)[:, :, None]) & causal
+        near = (position[:, None] - position < window) & causal
+        same = np.asarray(segments.ids)[:, :, None] == np.asarray(segments.ids)[:, None]
+        np.testing.assert_array_equal(seen, near & same)
+        last_query = np.where(near & same, position[:, None], -1).max(1)
+        np.testing.assert_array_equal(last, last_query)
+        assert (np.diff(first) >= 0).all() and (np.diff(last) >= 0).all()  # the kernels count on it
 
 
 def test_scores_and_softmax_are_float32():
@@ -136,22 +248,24 @@ def packed_implementations():
     ]
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 20])
 @pytest.mark.parametrize("implementation, dtype", packed_implementations())
-def test_packed_row_equals_each_document_alone(implementation, dtype):
+def test_packed_row_equals_each_document_alone(implementation, dtype, window):
     rng = np.random.default_rng(fresh_seed())
     bounds = np.cumsum([0, *rng.permutation([1, 7, 16, 16, 30])])
     shape = Shape(1, int(bounds[-1]), 4, 2, 16, "one_document", 8)
     q, k, v, do, _ = draw(rng, shape, dtype)
     ids = np.repeat(np.arange(5) + 1, np.diff(bounds)).astype(np.int32)[None]
-    function = functools.partial(attention, implementation=implementation)
+    function = functools.partial(attention, implementation=implementation, window=window)
+    exact = functools.partial(attention, implementation="reference", window=window)
     packed = values_and_gradients(function, q, k, v, do, find_segments(jnp.asarray(ids), 8))
     alone = []
     for begin, end in itertools.pairwise(bounds):
         document = [x[:, begin:end].astype(jnp.float32) for x in (q, k, v, do)]
         segments = find_segments(jnp.ones((1, end - begin), jnp.int32), 1)
-        alone.append(values_and_gradients(reference.attention, *document, segments))
+        alone.append(values_and_gradients(exact, *document, segments))
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *alone)
-    assert_close(packed, joined, CPU_TOLERANCE if dtype == jnp.float32 else GPU_TOLERANCE)
+    assert_agrees(packed, joined, CPU_TOLERANCE if dtype == jnp.float32 else GPU_TOLERANCE, window)
 
 
 @pytest.mark.parametrize("implementation, dtype", packed_implementations())
@@ -321,7 +435,7 @@ def test_cudnn_refuses_offsets_beyond_32_bits():
     [
         ((7, 5), (1, 8, 2, 16), jnp.bfloat16, r"needs an NVIDIA GPU .* found 7\.5"),
         ((9, 0), (1, 8, 2, 16), jnp.float32, "got float32"),
-        ((9, 0), (1, 8, 2, 48), jnp.bfloat16, "head dim of 16, 32, 64, 128, got 48"),
+        ((9, 0), (1, 8, 2, 48), jnp.bfloat16, "head dim of 16, 32, 64, 128, 256, got 48"),
         ((9, 0), (1, 2**17, 128, 128), jnp.bfloat16, "fewer than 2..31 elements"),
     ],
 )
@@ -338,6 +452,11 @@ def test_triton_refuses_what_it_cannot_run(monkeypatch, capability, shape, dtype
 def test_gpu_takes_triton_where_cudnn_wants_much_memory(max_segments, first):
     """Two rows of 8,192 tokens with 32 heads of 128: 512 MiB a segment."""
     assert automatic(2 * 8192 * 32 * 128, max_segments, "gpu")[0] == first
+
+
+@pytest.mark.parametrize(("head_dim", "first"), [(128, "cudnn_packed"), (256, "triton")])
+def test_gpu_takes_triton_where_heads_are_wide(head_dim, first):
+    assert automatic(2 * 8192 * 4 * head_dim, 4, "gpu", head_dim=head_dim)[0] == first
 
 
 def test_shapes_and_dtypes_are_checked():

@@ -16,7 +16,12 @@ from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 pytestmark = pytest.mark.compiles_for("triton")
 
 TYPES = {"bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8"}
-TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_86": ("cuda", 86, 32),
+    "sm_90": ("cuda", 90, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
 OPTIONS = ("num_warps", "num_stages")
 bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
 
@@ -47,6 +52,10 @@ def calls(operation: str, function, arguments, monkeypatch) -> list[tuple]:
     return caught.calls
 
 
+SHARED = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10}
+"""Bytes of shared memory that a block may have, by NVIDIA's CUDA programming guide."""
+
+
 def compile_for(target: str, kernel, arrays, constants) -> str:
     """Returns the assembly of a kernel."""
     import triton
@@ -66,6 +75,7 @@ def compile_for(target: str, kernel, arrays, constants) -> str:
     compiled = triton.compile(
         ASTSource(kernel, signature, places), target=GPUTarget(*TARGETS[target]), options=options
     )
+    assert compiled.metadata.shared <= SHARED.get(target, compiled.metadata.shared)
     return compiled.asm["amdgcn" if target.startswith("gfx") else "ptx"]
 
 
@@ -98,16 +108,17 @@ def of_linear_cross_entropy():
     return function, (*shapes, struct(1, 256, dtype=f32))
 
 
-def of_attention():
+def of_attention(head_dim: int = 128, window: int | None = None):
     def function(q, k, v, ids):
         def summed(q, k, v):
             segments = find_segments(ids, 8)
-            o = attention(q, k, v, segments, implementation="triton", platform="gpu")
+            how = {"implementation": "triton", "platform": "gpu"}
+            o = attention(q, k, v, segments, window=window, **how)
             return jnp.sum(o.astype(f32))
 
         return jax.grad(summed, (0, 1, 2))(q, k, v)
 
-    q, k = struct(1, 512, 8, 128), struct(1, 512, 2, 128)
+    q, k = struct(1, 512, 8, head_dim), struct(1, 512, 2, head_dim)
     return function, (q, k, k, struct(1, 512, dtype=i32))
 
 
@@ -117,15 +128,27 @@ CASES = {
     "adamw_8bit rounded": of_adamw("rounded"),
     "linear_cross_entropy": of_linear_cross_entropy(),
     "attention": of_attention(),
+    "attention 256 wide, windowed": of_attention(256, 100),
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "target"),  # attention's tiles are for NVIDIA's shared memory
-    [(case, target) for case in CASES for target in TARGETS if (case, target) != ("attention", "gfx942")],
+    (
+        "case",
+        "target",
+    ),  # attention's tiles are for NVIDIA's shared memory
+    [
+        (case, target)
+        for case in CASES
+        for target in TARGETS
+        if target != "gfx942" or not case.startswith("attention")
+    ],
 )
 def test_kernels_compile(case, target, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # and not the user's own, which may have it
+    if target in SHARED:  # the tiles of attention depend on it
+        capability = tuple(divmod(TARGETS[target][1], 10))
+        monkeypatch.setattr("pallas_kernels.attention.triton.nvidia_compute_capability", lambda: capability)
     for kernel, arrays, constants in calls(case.split()[0], *CASES[case], monkeypatch):
         text = compile_for(target, kernel, arrays, constants)
         assert kernel.__name__ in text and "multimem" not in text

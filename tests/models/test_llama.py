@@ -16,11 +16,12 @@ from tiny import bind
 from jaxthru import config as configuration
 from jaxthru.engine.inline import hidden as hidden_of
 from jaxthru.models import llama
-from jaxthru.models.layers import RMSNorm, rotary_angles, rotate
+from jaxthru.models.layers import RMSNorm
 from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.llama import RopeScaling
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import KEPT
+from jaxthru.models.rotary import rotary_angles, rotate
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 

@@ -14,7 +14,15 @@ from jaxthru.models.ops import Ops
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 from pallas_kernels import collective_matmul
-from pallas_kernels.testing import CPU_TOLERANCE, assert_close, fresh_seed, normal
+from pallas_kernels.attention import find_segments
+from pallas_kernels.testing import (
+    CPU_TOLERANCE,
+    assert_close,
+    fresh_seed,
+    normal,
+    relative_error,
+    segment_ids,
+)
 
 B, T, D, V = 8, 12, 16, 48
 
@@ -91,6 +99,26 @@ def test_embed(mesh):
     moved = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:all-gather|reduce-scatter|all-to-all)", text)
     assert all(math.prod(map(int, size.split(","))) <= B * T * D for size in moved)
     assert text.count(" all-reduce(") == (mesh[0] > 1)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_attention_within_a_window():
+    """Rows over two devices and heads over four; a window that reaches across documents, were it let."""
+    rng = np.random.default_rng(fresh_seed())
+    shapes = (B, T, 8, D), (B, T, 4, D), (B, T, 4, D), (B, T, 8, D)
+    q, k, v, do = (normal(rng, shape, jnp.float32) for shape in shapes)
+    segments = find_segments(jnp.asarray(segment_ids(rng, B, T, "padding_tail")), 8)
+
+    def run(mesh, window):
+        layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: math.prod(mesh)]))
+        ops = Ops(layout, jnp.dtype(jnp.float32))
+        attend = jax.jit(lambda q, k, v: ops.attention(q, k, v, segments, window))
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, *pull(do)
+
+    found = run((1, 2, 4), 5)
+    assert_close(found, run((1, 1, 1), 5), CPU_TOLERANCE)
+    assert relative_error(found[0], run((1, 1, 1), None)[0]) > 1e-2
 
 
 def test_embed_sums_in_float32():

@@ -342,7 +342,7 @@ from jaxthru.build import choices, memory_estimate
 logging.basicConfig(level=logging.INFO, format="logged %(message)s")
 for more in ([], ["offload.activations=inputs"], ["offload.level=none"], ["optim.state=split_master_int8"],
              ["offload.level=none", "model.loop=scan", "optim.clip_rule=exact"]):
-    config = configuration.load("configs/llama3_8b.py", more)
+    config = configuration.load("configs/llama3_8b.py", ["model.layers=4", *more])
     memory_estimate.estimate(config), choices.pinned(config), choices.saved_at_once(config)
 print(xla_bridge.backends_are_initialized())
 """
@@ -352,20 +352,20 @@ print(xla_bridge.backends_are_initialized())
 
 
 def test_what_fits_with_the_least_traffic_is_proposed():
-    config = load("llama3_8b_one_gpu", "mesh.fsdp=1")
-    wide = Room(134 * GIB, 500 * GIB)
+    shape = "llama3_8b_one_gpu", "mesh.fsdp=1", "model.layers=8"
+    config, wide = load(*shape), Room(44 * GIB, 500 * GIB)
     first = choices.propose(config, wide)[0]
     assert (first.level, first.state, first.fraction, first.moved) == ("none", "float32", 0, 0)
-    narrow = Room(60 * GIB, 100 * GIB)
+    narrow = Room(28 * GIB, 40 * GIB)
     found = choices.propose(config, narrow)
     assert found and all(narrow.holds(proposal.plan) for proposal in found)
     assert [proposal.moved for proposal in found] == sorted(proposal.moved for proposal in found)
     assert not choices.propose(config, Room(1 * GIB, 1 * GIB))
-    slow = load("llama3_8b_one_gpu", "mesh.fsdp=1", "optim.b2=0.999")
-    states = {proposal.state for proposal in choices.propose(slow, Room(134 * GIB, 500 * GIB))}
+    slow = load(*shape, "optim.b2=0.999")
+    states = {proposal.state for proposal in choices.propose(slow, wide)}
     assert states == {"float32", "split_master_float32"}  # for optim.b2 is too slow for the others
-    kept = load("llama3_8b_one_gpu", "mesh.fsdp=1", "remat.keep_parameters=true")
-    assert {proposal.level for proposal in choices.propose(kept, Room(134 * GIB, 500 * GIB))} == {"none"}
+    kept = load(*shape, "remat.keep_parameters=true")
+    assert {proposal.level for proposal in choices.propose(kept, wide)} == {"none"}
 
 
 def test_what_lacks_names_the_setting():
@@ -525,20 +525,20 @@ def test_a_layered_step_is_planned_for_a_gpu_that_is_not_here():
 def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatch, capsys):
     monkeypatch.setattr(aot, "available", lambda: False)
     monkeypatch.setattr(aot, "use_cpu", lambda devices: None)
-    config = str(ROOT / "configs" / "llama3_8b.py")
-    assert main(["memory", "--config", config, "--set", "offload.host_gib=100"]) == 0
+    of = ["memory", "--config", str(ROOT / "configs" / "llama3_8b.py"), "--set", "model.layers=8"]
+    assert main([*of, "--set", "offload.host_gib=100"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Memory of a step, an estimate by arithmetic: ") and "fits: " in said
     assert "the GPU's host: 100.0 GiB to pin, by offload.host_gib" in said
-    assert main(["memory", "--config", config, "--set", "offload.host_gib=10"]) == 1
+    assert main([*of, "--set", "offload.host_gib=10"]) == 1
     assert "which may pin 10.0 (offload.host_gib)" in capsys.readouterr().out
 
 
 def test_auto_is_the_first_level_that_fits():
-    config = load("llama3_8b", "offload.level=auto")
-    found = {size: choices.resolve(config, Room(size * GIB, 200 * GIB)).offload for size in (142, 80, 60, 40)}
+    config = load("llama3_8b", "offload.level=auto", "model.layers=8")
+    found = {size: choices.resolve(config, Room(size * GIB, 200 * GIB)).offload for size in (44, 34, 30, 25)}
     assert [offload.level for offload in found.values()] == ["none", "optimizer", "optimizer", "parameters"]
-    assert found[80].fraction < found[60].fraction <= 1
+    assert found[34].fraction < found[30].fraction <= 1
     for size, offload in found.items():
         plan, _ = memory_estimate.estimate(dataclasses.replace(config, offload=offload))
         assert Room(size * GIB, 200 * GIB).holds(plan)
@@ -549,11 +549,11 @@ def test_auto_is_the_first_level_that_fits():
 
 
 def test_auto_refuses_what_fits_nowhere():
-    config = load("llama3_8b", "offload.level=auto", "optim.state=split_master_float32")
+    config = load("llama3_8b", "offload.level=auto", "optim.state=split_master_float32", "model.layers=8")
     with pytest.raises(
         InputError, match=r"auto.*split_master_float32.*GiB on the device.*stochastic_round.* fits"
     ):
-        choices.resolve(config, Room(40 * GIB, 40 * GIB))
+        choices.resolve(config, Room(24 * GIB, 20 * GIB))
     with pytest.raises(InputError, match=r"no optim\.state fits"):
         choices.resolve(config, Room(1 * GIB, 1 * GIB))
 

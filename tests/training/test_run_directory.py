@@ -35,8 +35,11 @@ def test_paths_are_the_contract(tmp_path):
         run.tensorboard,
         run.checkpoints,
         run.profile,
+        run.tokenizer,
+        run.base,
     )
     names = "config.json environment.json metrics.jsonl eval.jsonl tensorboard checkpoints profile"
+    names += " tokenizer base"
     assert [path.relative_to(run.path).as_posix() for path in paths] == names.split()
     assert not run.path.exists()
 
@@ -252,6 +255,43 @@ def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch, code):
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(InputError, match=f"locks no file .{os.strerror(code)}.*give a directory on"):
         RunDirectory(tmp_path).locked().__enter__()
+
+
+def test_a_run_keeps_its_tokenizer_once(tmp_path, monkeypatch):
+    run = RunDirectory(tmp_path / "run")
+    files = {"tokenizer.json": b"{}\n", "documents.json": b"\xff", "merges.txt": b"a\r\n"}
+    written = []
+
+    def noted(path, content):
+        written.append(path.name)
+        write_atomically(path, content)
+
+    monkeypatch.setattr("jaxthru.training.run_directory.write_atomically", noted)
+    run.keep_tokenizer(files)
+    assert {path.name: path.read_bytes() for path in run.tokenizer.iterdir()} == files
+    assert written[-1] == "tokenizer.json"  # a kill before it leaves what the next start writes again
+    run.keep_tokenizer({"tokenizer.json": b"other"})
+    assert len(written) == 3 and not run.holds_run()
+    (run.tokenizer / "tokenizer.json").unlink()
+    run.keep_tokenizer(files)
+    assert {path.name: path.read_bytes() for path in run.tokenizer.iterdir()} == files
+
+
+def test_a_run_keeps_what_published_weights_say_about_themselves(tmp_path, caplog, monkeypatch):
+    folder, run = tmp_path / "weights", RunDirectory(tmp_path / "run")
+    (folder / "LICENSES").mkdir(parents=True)
+    names = ("config.json", "generation_config.json", "README.md", "LICENSE", "LICENSE.txt")
+    for name in (*names, "model.safetensors", "tokenizer.json", "modeling_x.py"):
+        (folder / name).write_bytes(name.encode() + b"\r\n")
+    (folder / "LICENSE.long").write_bytes(bytes(101))
+    monkeypatch.setattr("jaxthru.training.run_directory.BASE_BYTES", 100)
+    run.keep_base(folder)
+    kept = {path.name: path.read_bytes() for path in run.base.iterdir()}
+    assert kept == {name: name.encode() + b"\r\n" for name in names}
+    assert "LICENSE.long: 101 bytes, is not kept with the run" in caplog.text
+    (folder / "config.json").write_text("other")
+    run.keep_base(folder)
+    assert (run.base / "config.json").read_bytes() == kept["config.json"]
 
 
 APPEND = """

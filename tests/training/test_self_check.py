@@ -19,20 +19,39 @@ from pallas_kernels.attention.check import TOLERANCE, differences
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_runs_here_agrees(packed, dtype):
-    errors = differences(4, 2, 16, jnp.dtype(dtype), packed=packed, implementation=None)
+@pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("bfloat16", None), ("bfloat16", 4096)])
+def test_what_runs_here_agrees(packed, dtype, window):
+    errors = differences(4, 2, 16, jnp.dtype(dtype), packed=packed, window=window, implementation=None)
     assert errors.keys() == {"o", "dq", "dk", "dv"}
     assert max(errors.values()) < (1e-5 if dtype == "float32" else TOLERANCE / 2)
     assert dtype == "float32" or min(errors.values()) > 0
 
 
-def across_documents(q, k, v, segments, *, implementation):
+def across_documents(q, k, v, segments, *, implementation, window=None):
     """Attention that is causal within the row, as a kernel that loses its documents would be."""
     return reference.attention(q, k, v, segments._replace(ids=jnp.zeros_like(segments.ids)))
 
 
-def not_a_number(q, k, v, segments, *, implementation):
+def within(change):
+    """Returns attention whose windows are changed."""
+
+    def attention(q, k, v, segments, *, implementation, window):
+        return reference.attention(q, k, v, segments, window=change(window))
+
+    return attention
+
+
+@pytest.mark.parametrize(("window", "packed"), [(20, True), (4096, True), (4096, False)])
+def test_a_wrong_window_is_seen(monkeypatch, window, packed):
+    for change in (lambda window: None, lambda window: window - 1, lambda window: window + 1):
+        monkeypatch.setattr(check, "attention", within(change))
+        errors = differences(
+            4, 2, 16, jnp.dtype("bfloat16"), packed=packed, window=window, implementation=None
+        )
+        assert max(errors.values()) > 1.5 * TOLERANCE
+
+
+def not_a_number(q, k, v, segments, *, implementation, window=None):
     return reference.attention(q, k, v, segments).at[0, 5].set(jnp.nan)
 
 
@@ -47,6 +66,44 @@ def test_wrong_attention_is_refused(monkeypatch, wrong):
         TrainingError, match=r"kernels.attention = .*: on the cpu of process 0 it is off its reference by o "
     ):
         check_attention(model, 8, 64, 8)
+
+
+def windowed(chain, window):
+    """A chain whose blocks attend alternately within a window, and to all."""
+
+    def narrowed(stage):
+        def apply(params, x, context):
+            def attention(q, k, v, segments, _):
+                return context.attend(q, k, v, window)
+
+            inner = dataclasses.replace(context, attention=attention)
+            return stage.apply(params, x, inner)
+
+        return dataclasses.replace(stage, name=f"{stage.name}_local", apply=apply)
+
+    (group,) = chain.groups
+    both = tuple(each for block in group.blocks for each in (narrowed(block), block))
+    return chain._replace(groups=(group._replace(blocks=both, repetitions=group.repetitions // 2),))
+
+
+def test_each_kind_of_attention_is_checked_with_its_window(monkeypatch):
+    model = make().step.objective.model
+    plain = model.attention_shapes(2, 64)
+    assert [shape.window for shape in plain] == [None]
+    model = dataclasses.replace(model, chain=windowed(model.chain, 48))
+    assert model.attention_shapes(2, 64) == [plain[0]._replace(window=48), plain[0]]
+    assert model.attention_shapes(2, 48) == plain  # the window covers the row
+    checked = []
+
+    def differences(*_, window, **__):
+        checked.append(window)
+        return {"o": 1.0 if window else 0.0}
+
+    monkeypatch.setattr(self_check, "differences", differences)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(TrainingError, match=r"by o 1\.0e\+00 \(window 48\), above"):
+        check_attention(model, 8, 64, 8)
+    assert checked == [48, None]
 
 
 @pytest.mark.parametrize(

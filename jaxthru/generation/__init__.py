@@ -1,0 +1,1 @@
+"""Text from a model: prefill by the training kernel, decoding with a static cache, sampling."""

@@ -1,0 +1,91 @@
+"""Hugging Face's Llama generating greedily with a static cache and torch.compile: prints one JSON line.
+
+PYTHONPATH=scripts/bench python -m peers.hugging_face_decode [--batch N] [--prompt TOKENS] [--generate TOKENS]
+"""
+
+import sys
+
+import harness
+
+harness.need("torch", "transformers")
+
+import torch  # noqa: E402
+from peers import torch_step  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+
+def build(shape: harness.Shape) -> LlamaForCausalLM:
+    """Returns the model with random weights, in bfloat16 on a GPU."""
+    config = LlamaConfig(
+        hidden_size=shape.embed,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": harness.ROPE_THETA},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        dtype=torch.bfloat16,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch_step.device():
+        return LlamaForCausalLM(config).eval()
+
+
+def main() -> int:
+    parser = harness.peer_parser(__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--generate", type=int, default=256)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    shape = harness.Shape.of(arguments)
+    model = build(shape)
+    ids = torch.randint(0, shape.vocabulary, (arguments.batch, arguments.prompt), device=model.device)
+    mask = torch.ones_like(ids)
+
+    def generate(count: int):
+        with torch.inference_mode():
+            # A static cache makes transformers compile its decoding step, with CUDA graphs.
+            return model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                cache_implementation="static",
+            )
+
+    took = {}
+    for name, count, share in (("prefill", 1, 0.1), ("whole", arguments.generate, 1.0)):
+        seconds = share * arguments.warmup_seconds, share * arguments.timed_seconds
+        took[name] = harness.timed(
+            lambda count=count: generate(count), lambda made: made[0, -1].item(), *seconds
+        )
+    prefill, whole = (sum(one.seconds) / len(one.seconds) for one in took.values())
+    step = (whole - prefill) / (arguments.generate - 1)
+    line = {
+        "benchmark": "hugging_face_decode",
+        "rows": arguments.batch,
+        "prefill_seconds": round(prefill, 5),
+        "tokens_per_second": round(arguments.batch / step, 1),
+        "step_seconds": round(step, 6),
+        "calls_timed": len(took["whole"].seconds),
+        "sm_clock_mhz": took["whole"].mhz,
+        "power_watts": took["whole"].watts,
+        "device": {"kind": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"},
+        "versions": harness.versions("torch", "transformers"),
+        "commit": harness.commit(),
+        "command": harness.command(),
+    }
+    harness.emit(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
