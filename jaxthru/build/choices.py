@@ -169,7 +169,7 @@ DOCUMENTS = 32
 def documents(config: RunConfig) -> tuple[int, int, tuple[str, ...]]:
     """Returns the most documents in a row and the sources of the mix, and a note where they are assumed.
     Raises InputError for a mix that is none."""
-    load_mix(config.data.mix)
+    load_mix(config.data.mix, config.data.tokenizer)
     try:
         with open_data(config.data, prepare=False) as data:
             return data.segments, len(data.names), ()

@@ -49,7 +49,7 @@ def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tupl
     chosen = attention_by(config, "gpu")
     if chosen == "auto":
         # The first is the same on a CPU, and to ask for a GPU starts a backend.
-        chosen = automatic(elements, segments, "cpu", head_dim=head_dim)[0]
+        chosen = automatic(elements, segments, "cpu", width=head_dim)[0]
     workspace = cudnn_packed.workspace_bytes(elements, segments) if chosen == "cudnn_packed" else 0
     return STAND_IN.get(chosen, chosen), workspace
 

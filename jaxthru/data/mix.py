@@ -225,11 +225,9 @@ def _home(said: str, text: str) -> Path:
 
 
 def _tokenizer(path: Path, value: Any, instead: str | None, kept: Path | None) -> TokenizerSpec:
-    """Returns what a mix says of its tokenizer. instead: the path that takes the place of it. kept: as in
-    `load_mix`."""
+    """Returns what a mix says of its tokenizer. instead: the path that takes the place of the mix's, whose
+    `bos` and `end` still count. kept: as in `load_mix`."""
     kept = kept if kept and (kept / TOKENIZER).is_file() else None
-    if instead is not None:
-        return _named(_home("data.tokenizer", instead), f"data.tokenizer = {instead!r}", UNSAID, kept)
     if isinstance(value, str):
         value = {"path": value}
     require(isinstance(value, dict), f"{path}: tokenizer must be a path or a table")
@@ -239,6 +237,9 @@ def _tokenizer(path: Path, value: Any, instead: str | None, kept: Path | None) -
     keys = {
         key: _typed(path, f"tokenizer.{key}", each, (texts | numbers)[key]) for key, each in value.items()
     }
+    borders = Borders(keys.get("bos"), keys.get("end"))
+    if instead is not None:
+        return _named(_home("data.tokenizer", instead), f"data.tokenizer = {instead!r}", borders, kept)
     if "path" in keys:
         trained = next((key for key in numbers if key in keys), None)
         require(
@@ -246,7 +247,7 @@ def _tokenizer(path: Path, value: Any, instead: str | None, kept: Path | None) -
         )
         file = path.parent / _home(f"{path}: tokenizer.path", keys["path"])
         said = f"{path}: tokenizer = {keys['path']!r}"
-        return _named(file, said, Borders(keys.get("bos"), keys.get("end")), kept)
+        return _named(file, said, borders, kept)
     alone = next((key for key in ("bos", "end") if key in keys), None)
     require(
         alone is None, f"{path}: tokenizer.{alone} needs tokenizer.path, a tokenizer that has such a token"

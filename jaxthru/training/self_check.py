@@ -36,7 +36,7 @@ def check_attention(model: Model, rows: int, sequence: int, max_segments: int) -
             ops.compute,
             packed=max_segments > 1,
             window=window,
-            implementation=automatic(elements, max_segments, head_dim=head_dim)
+            implementation=automatic(elements, max_segments, width=head_dim)
             if ops.attention_by == "auto"
             else ops.attention_by,
         )

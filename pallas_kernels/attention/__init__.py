@@ -18,7 +18,7 @@ CUDNN_WORKSPACE = 20 << 30  # bytes; two rows of 8,192 tokens and 32 segments, 3
 
 
 def automatic(
-    elements: int, max_segments: int, platform: str | None = None, *, head_dim: int = 0
+    elements: int, max_segments: int, platform: str | None = None, *, width: int = 0
 ) -> tuple[str, ...]:
     """Returns the implementations that are tried where none is named, the first first.
 
@@ -27,10 +27,10 @@ def automatic(
     only when named. The reference does so everywhere.
 
     elements: of q on one device. max_segments: that `segments` have room for. platform: as for `attention`.
-    head_dim: of q; 0 is any that each of them takes.
+    width: of a head; 0 is any that each of them takes.
     """
     small = cudnn_packed.workspace_bytes(elements, max_segments) <= CUDNN_WORKSPACE
-    small &= head_dim <= cudnn_packed.MAX_HEAD_DIM
+    small &= width <= cudnn_packed.MAX_HEAD_DIM
     packed = ("cudnn_packed", "triton") if small else ("triton", "cudnn_packed")
     return packed if dispatch.on_nvidia(platform) else (*packed, "xla")
 
@@ -106,6 +106,6 @@ def attention(
     arguments = q_BTHC, k_BTKC, v_BTKC, segments
     if implementation in STAND_IN.values():
         return stand_in.attention(implementation.removesuffix(stand_in.SUFFIX), *arguments, **options)
-    facts = {"elements": q_BTHC.size, "max_segments": segments.starts.shape[1], "head_dim": C}
+    facts = {"elements": q_BTHC.size, "max_segments": segments.starts.shape[1], "width": C}
     how = {"implementation": implementation, "platform": platform, "facts": facts}
     return OPERATION.run(*arguments, **how, **options)

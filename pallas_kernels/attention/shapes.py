@@ -56,6 +56,7 @@ GPU = {
     "window_above_documents": Shape(2, 1024, 8, 2, 64, "tiny_documents", 1024, 500),
     "wide_heads": Shape(2, 1024, 4, 2, 256, "padding_tail", 8),
     "wide_heads_window": Shape(5, 1000, 4, 1, 256, "mixed", 1000, 300),
+    "window_512": Shape(2, 8192, 8, 2, 128, "documents", 32, 512),
     "gemma3_270m_local": Shape(2, 8192, 4, 1, 256, "documents", 32, 512),
     "gemma3_local": Shape(2, 8192, 8, 4, 256, "documents", 32, 1024),
     "mistral": Shape(2, 8192, 32, 8, 128, "documents", 32, 4096),

@@ -124,7 +124,7 @@ def _attention(q_BTHC, k_BTKC, v_BTKC, segments: Segments, window):
     return _forward(q_BTHC, k_BTKC, v_BTKC, segments, window)[0]
 
 
-def _forward(q_BTHC, k_BTKC, v_BTKC, segments: Segments, window=None):
+def _forward(q_BTHC, k_BTKC, v_BTKC, segments: Segments, window):
     B, T, H, _ = q_BTHC.shape
     outputs = (
         jax.ShapeDtypeStruct(q_BTHC.shape, q_BTHC.dtype),

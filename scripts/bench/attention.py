@@ -2,7 +2,8 @@
 
     python scripts/bench/attention.py [--shape llama3_8b] [--seconds 1] [--sweep] [--output FILE]
 
-Implementations take turns, three rounds; the median counts. --sweep times other tiles of the Triton kernels.
+Implementations take turns, three rounds; the median counts. A shape with a window is timed without it too.
+--sweep times other tiles of the Triton kernels.
 
 Why there is a Triton implementation: cuDNN's packed backward pass first clears a workspace of (segments of
 all rows) × T × heads × head_dim × 8 bytes, 17.2 GB at 2 rows × 32 segments × 8,192 tokens × 32 heads × 128.
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.runtime import xla
-from pallas_kernels.attention import attention, find_segments, triton
+from pallas_kernels.attention import attention, cudnn_packed, find_segments, triton
 from pallas_kernels.attention.shapes import GPU
 from pallas_kernels.testing import normal, segment_ids
 
@@ -51,20 +52,22 @@ def seconds_of(run, arguments, seconds: float) -> float:
     return spent / calls
 
 
-def inputs(shape, layout: str, segments: int):
+def inputs(shape, layout: str, segments: int, window: int | None = None):
+    """Returns the arguments, and which share of a causal row's products their documents and window need."""
     rng = np.random.default_rng(0)
     B, T, H, K, C = shape.rows, shape.sequence, shape.heads, shape.kv_heads, shape.head_dim
     q, do = (normal(rng, (B, T, H, C), jnp.bfloat16) for _ in range(2))
     k, v = (normal(rng, (B, T, K, C), jnp.bfloat16) for _ in range(2))
     ids = segment_ids(rng, B, T, layout)
     lengths = [np.bincount(row) for row in ids]
-    share = sum(float((x.astype(float) ** 2).sum()) for x in lengths) / (B * T * T)
+    seen = [np.minimum(x, window or T) * (2.0 * x - np.minimum(x, window or T)) for x in lengths]
+    share = sum(float(x.sum()) for x in seen) / (B * T * T)
     return (q, k, v, do, jax.jit(find_segments, static_argnums=1)(jnp.asarray(ids), segments)), share
 
 
-def passes(implementation: str):
+def passes(implementation: str, window: int | None):
     """Returns the jitted forward pass, and forward and backward."""
-    function = functools.partial(attention, implementation=implementation)
+    function = functools.partial(attention, implementation=implementation, window=window)
 
     def both(q, k, v, do, segments):
         o, pullback = jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)
@@ -76,12 +79,18 @@ def passes(implementation: str):
 def compare(shape, seconds: float) -> list[dict]:
     layouts = {"causal": ("one_document", 1), "documents": ("documents", 32)}
     rows, contenders = [], []
-    for name, (layout, segments) in layouts.items():
-        arguments, share = inputs(shape, layout, segments)
-        for implementation in ("cudnn_packed", "triton"):
+    packed = shape.head_dim <= cudnn_packed.MAX_HEAD_DIM
+    implementations = ("cudnn_packed", "triton") if packed else ("triton",)
+    windows = dict.fromkeys((None, shape.window))
+    for (name, (layout, segments)), window in itertools.product(layouts.items(), windows):
+        arguments, share = inputs(shape, layout, segments, window)
+        for implementation in implementations:
             row = {"rows": name, "implementation": implementation, "share_of_causal": round(share, 4)}
+            row |= {} if window is None else {"window": window}
             rows.append(row)
-            contenders += [(row, part, run, arguments) for part, run in passes(implementation).items()]
+            contenders += [
+                (row, part, run, arguments) for part, run in passes(implementation, window).items()
+            ]
     taken = {}
     for _, (i, (_, _, run, arguments)) in itertools.product(range(3), enumerate(contenders)):
         taken.setdefault(i, []).append(seconds_of(run, arguments, seconds))
@@ -100,12 +109,12 @@ def sweep(shape, seconds: float) -> list[dict]:
             triton.tiles = lambda head_dim, tried=tried: tried
             try:
                 if kernel == "forward":
-                    run = jax.jit(lambda *x: triton._forward(*x)[0])
+                    run = jax.jit(lambda *x: triton._forward(*x, shape.window)[0])
                     spent = seconds_of(run, (q, k, v, segments), seconds)
                 else:
-                    residuals = jax.jit(lambda *x: triton._forward(*x)[1])(q, k, v, segments)
+                    residuals = jax.jit(lambda *x: triton._forward(*x, shape.window)[1])(q, k, v, segments)
                     part = 0 if kernel == "backward_q" else slice(1, 3)
-                    run = jax.jit(lambda r, do, part=part: triton._backward(None, r, do)[part])
+                    run = jax.jit(lambda r, do, part=part: triton._backward(shape.window, r, do)[part])
                     spent = seconds_of(run, (residuals, do), seconds)
             except Exception as error:  # a tile that needs more than the GPU has
                 print(layout, kernel, tile, "failed:", str(error).splitlines()[0][:120], flush=True)

@@ -1,5 +1,6 @@
 """The contract of attention: values and gradients of all implementations; packed rows; who is chosen."""
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -148,6 +149,16 @@ def test_contract_fails_where_a_window_is_off_by_one(monkeypatch, name, off):
     monkeypatch.setattr(xla, "attention", lambda *x, window: sound(*x, window=window + off))
     with pytest.raises(AssertionError, match="relative error above"):
         test_agrees_with_reference("xla", CPU[name], jnp.float32)
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize("name", ["window_100", "window_100_causal"])
+def test_the_tolerance_on_gpus_would_see_a_window_off_by_one(name, off):
+    shape = dataclasses.replace(GPU[name], heads=1, kv_heads=1)
+    q, k, v, _, ids = draw(np.random.default_rng(fresh_seed()), shape, jnp.float32)
+    given = q, k, v, find_segments(ids, shape.max_segments)
+    found, wrong = (reference.attention(*given, window=shape.window + each) for each in (0, off))
+    assert relative_error(wrong, found) > 2 * GPU_TOLERANCE
 
 
 @pytest.mark.parametrize("implementation", ["cudnn_packed", "triton", "xla", "reference"])
@@ -456,7 +467,7 @@ def test_gpu_takes_triton_where_cudnn_wants_much_memory(max_segments, first):
 
 @pytest.mark.parametrize(("head_dim", "first"), [(128, "cudnn_packed"), (256, "triton")])
 def test_gpu_takes_triton_where_heads_are_wide(head_dim, first):
-    assert automatic(2 * 8192 * 4 * head_dim, 4, "gpu", head_dim=head_dim)[0] == first
+    assert automatic(2 * 8192 * 4 * head_dim, 4, "gpu", width=head_dim)[0] == first
 
 
 def test_shapes_and_dtypes_are_checked():
