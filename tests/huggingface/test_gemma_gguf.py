@@ -6,6 +6,7 @@ skipped. tests/huggingface/gemma_gguf.py names them, tests/golden/record_gemma_g
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import gemma_gguf
@@ -32,7 +33,7 @@ def recorded():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, recorded):
-    """What `load` makes of the folder, in float32."""
+    """What `load` makes of the folder, in float32. Its files, 1.4 GB, do not outlive the tests."""
     assert (
         json.loads(str(recorded["about"]))["sha256"]
         == importlib.import_module(gemma_gguf.PACKAGE).EXPECTED_SHA256
@@ -40,7 +41,8 @@ def model(tmp_path_factory, recorded):
     folder = tmp_path_factory.mktemp("gemma")
     file = gemma_gguf.assemble(folder)
     gemma_gguf.write_folder(file, folder / "published")
-    return jaxthru.load(folder / "published")
+    yield jaxthru.load(folder / "published")
+    shutil.rmtree(folder)
 
 
 def test_tokens(model, recorded):
@@ -50,12 +52,13 @@ def test_tokens(model, recorded):
 
 
 def test_perplexity(model, recorded):
-    """On 2,899 tokens, more than five windows of the local layers. Each loss too, as a mean hides much."""
+    """On 2,899 tokens, more than five windows of the local layers. Each loss too, as a mean hides much: a window
+    that is one short moves the perplexity by 0.004 %, and single losses by 0.4."""
     losses = -model.logprobs(recorded["ids"])[0].astype(np.float64)
     expected = recorded["losses"].astype(np.float64)
     perplexity = json.loads(str(recorded["about"]))["perplexity"]
-    np.testing.assert_allclose(np.exp(losses.mean()), perplexity, rtol=1e-3)
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-3)  # found: 2.2e-4
+    np.testing.assert_allclose(np.exp(losses.mean()), perplexity, rtol=1e-5)  # asked for: 1e-3; found: 1e-8
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("prompt", ["short", "long"])
