@@ -34,7 +34,7 @@ def parse_arguments(argv: list[str] | None = None, prog: str = PROG) -> argparse
     what = "YAML files, and names of lm-eval's own tasks, with commas between them"
     add("--tasks", action="append", required=True, metavar="FILE_OR_NAMES", help=what)
     add("--limit", type=int, metavar="N", help="only the first N documents of each task; default: all")
-    add("--batch", type=int, metavar="TOKENS", help="tokens of a pass; default: 16384")
+    add("--batch", type=int, default=16384, metavar="TOKENS", help="tokens of a pass; default: 16384")
     add("--output", metavar="FILE.json", help="where to write the scores and what they are of")
     add("--step", type=int, metavar="N", help="which checkpoint of a run; default: the newest")
     command_line.add_overrides(parser)
@@ -45,6 +45,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Prints the table of scores, and writes `--output`. Raises InputError."""
     limit, output = arguments.limit, arguments.output
     require(limit is None or limit >= 1, f"--limit {limit}: must be at least 1")
+    require(arguments.batch >= 1, f"--batch {arguments.batch}: must be at least 1")
     if output:
         writable = Path(output).absolute().parent.is_dir() and not Path(output).is_dir()
         require(writable, f"--output {output}: must be a file in a folder that is there")
@@ -54,8 +55,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     tasks = load_tasks(arguments.tasks)
     model = load(arguments.model, arguments.overrides, step=arguments.step)
     require(jax.process_count() == 1, "evaluate: runs in one process, with all the devices that it sees")
-    scores = score(lm_eval_model.JaxthruLM(model, arguments.batch or lm_eval_model.BATCH), tasks, limit)
-    print(table(scores))
+    scores = score(lm_eval_model.JaxthruLM(model, arguments.batch), tasks, limit)
+    print(table(scores), flush=True)
     if output:
         write_atomically(Path(output), json.dumps(record(scores, arguments.model, model), **JSON) + "\n")
 

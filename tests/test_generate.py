@@ -147,10 +147,15 @@ def test_a_stop_token_ends_a_row_and_no_other():
         assert len(one.logprobs) == end + one.stopped
     assert found[0].stopped and len(found[0].tokens) <= 7
     heard = [[], [], []]
-    small().generate(
-        prompts(), GREEDY, stop, lambda each: [a.extend(b) for a, b in zip(heard, each, strict=True)]
-    )
+
+    def listen(each: list[np.ndarray]) -> None:
+        for row, more in zip(heard, each, strict=True):
+            row.extend(more)
+
+    small().generate(prompts(), GREEDY, stop, listen)
     assert [list(one.tokens) for one in found] == heard
+    cut = small().generate(prompts(), GREEDY, on_tokens=lambda each: True)
+    assert all(np.array_equal(one.tokens, of.tokens[:8]) for one, of in zip(cut, whole, strict=True))
 
 
 def test_draws_repeat_by_seed_and_row():

@@ -12,10 +12,10 @@ from jaxthru import config as configuration
 from jaxthru.build.language_model import is_run, run_config
 from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.huggingface.config import read_config, written
+from jaxthru.huggingface.folder import check_empty
 from jaxthru.huggingface.generation_config import FILE as GENERATION_CONFIG
-from jaxthru.huggingface.mapping import mapped
 from jaxthru.huggingface.weights import Weights
-from jaxthru.huggingface.write import check_target, write_folder
+from jaxthru.huggingface.write import write_folder
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.published import Tensor
@@ -48,7 +48,7 @@ def export_weights(
     folder = Path(folder).expanduser()
     require(path.is_dir(), f"{path}: no such folder; give a run directory, or a folder of published weights")
     require(dtype is None or dtype in DTYPES, f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
-    check_target(folder)
+    check_empty(folder)
     if is_run(path):
         _export_run(RunDirectory(path), folder, step, dtype, overrides)
     else:
@@ -97,7 +97,7 @@ def _export_folder(source: Path, folder: Path, dtype: str | None) -> None:
 
 def _reader(config: FamilyConfig, read: Callable[..., jax.Array]) -> Callable[[Tensor], jax.Array]:
     """Returns what reads the weight of a published tensor, on one device. read: (its place, like) -> it."""
-    shapes = {about.tensor.path: about.shape for about in mapped(config).values()}
+    shapes = {tensor.path: shape for tensor, _, shape in family.published_weights(config)}
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def weight(tensor: Tensor) -> jax.Array:

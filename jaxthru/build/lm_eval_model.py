@@ -19,7 +19,6 @@ from jaxthru.build.language_model import LanguageModel
 from jaxthru.generation.generator import size
 from jaxthru.runtime.errors import InputError, TrainingError, did_you_mean, require
 
-BATCH = 16384
 MAX_TOKENS = 256  # of an answer whose task names no limit, as everywhere in lm-eval
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 BUILT = (*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p")
@@ -40,10 +39,9 @@ class Asked(NamedTuple):
 class JaxthruLM(TemplateLM):
     """Answers lm-eval's requests. max_length: tokens of context that a token is predicted from, at most."""
 
-    def __init__(self, model: LanguageModel, batch: int = BATCH):
-        """batch: tokens of a pass, over all devices. Raises InputError."""
+    def __init__(self, model: LanguageModel, batch: int = 16384):
+        """batch: tokens of a pass, over all devices."""
         super().__init__()
-        require(batch >= 1, f"--batch {batch}: must be at least 1")
         self.model, self.batch = model, batch
         self.max_length = model.longest or model.config.data.sequence
 
@@ -158,10 +156,7 @@ class JaxthruLM(TemplateLM):
 
     def _answers(self, prompts: list[np.ndarray], asked: Asked, seed: int) -> list[str]:
         """Returns what follows each prompt of a batch."""
-        ends = [
-            *self.model.stop,
-            *(each for stop in asked.until if (each := self._special(stop)) is not None),
-        ]
+        special = (each for stop in asked.until if (each := self._special(stop)) is not None)
         made: list[list[int]] = [[] for _ in prompts]
         done = [False] * len(prompts)
 
@@ -173,6 +168,7 @@ class JaxthruLM(TemplateLM):
             return all(done)
 
         options = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
+        ends = [*self.model.stop, *special]
         found = self.model.tokens(prompts, **options, seed=seed, stop=ends, on_tokens=enough)
         return [_until(self._text(each), asked.until)[0] for each in found]
 

@@ -105,8 +105,8 @@ def estimate(
 
 @functools.lru_cache(maxsize=256)
 def _rehearsed(config: RunConfig, devices: int, segments: int) -> tuple[MemoryPlan, int]:
-    """Returns `estimate` of a step of several programs. Remembered: a search asks for the same fractions
-    again when it looks at other rooms, or at other formats after its own."""
+    """Returns `estimate` of a step of several programs. Remembered: a search asks for the same
+    fractions again when it looks at another room, or at all formats after its own."""
     # The host runs layer after layer, see `checks.fit`.
     policy = "projections" if config.remat.policy == "none" else config.remat.policy
     base = dataclasses.replace(

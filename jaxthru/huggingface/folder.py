@@ -119,6 +119,15 @@ def _weight_map(path: Path) -> dict[str, str]:
     return found
 
 
+def check_empty(folder: Path) -> None:
+    """Raises InputError for a folder to be written that is there and not empty."""
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error.strerror})") from error
+    require(not taken, f"{folder}: is there and not an empty folder; name one that is not there yet")
+
+
 def plain_name(name: str) -> bool:
     """Says whether a name is that of a file in a folder, not of one elsewhere."""
     return bool(name) and not set(name) & {"/", "\\", "\0"} and name not in (".", "..")

@@ -11,10 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.published import Tensor
-from jaxthru.models.stage import Stage, distinct
 from jaxthru.runtime.weights import WeightInfo
-
-Path = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,31 +81,5 @@ def _tensor(order: tuple[int, ...], published: tuple[int, ...], dtype) -> Callab
 
 def mapped(config: FamilyConfig) -> dict[str, Mapped]:
     """Returns {published name: Mapped} of all weights, in the family's order. Raises InputError for a family
-    without a table, ValueError for a table that leaves a weight out or names one twice."""
-    chain = family.chain(config)
-    stages: dict[str, Stage] = {"embedding": chain.embedding, "head": chain.head}
-    weights: dict[Path, tuple[WeightInfo, tuple[int, ...]]] = {}
-    for place, stage in stages.items():
-        weights |= {(place, *path): about for path, about in _weights(stage).items()}
-    blocks = [(stage, _weights(stage)) for stage in distinct(chain.layers)]
-    for index, stage in enumerate(chain.layers):
-        own = next(about for block, about in blocks if block == stage)
-        weights |= {("layers", str(index), *path): about for path, about in own.items()}
-    found: dict[str, Mapped] = {}
-    for tensor in family.published(config).tensors(config):
-        if tensor.path not in weights or tensor.name in found:
-            raise ValueError(f"{tensor}: its path has no weight, or it, or its name, comes twice")
-        found[tensor.name] = Mapped(tensor, *weights.pop(tensor.path))
-    if weights:
-        raise ValueError(f"no published tensor for the weights {[*weights][:3]}")
-    return found
-
-
-def _weights(stage: Stage) -> dict[Path, tuple[WeightInfo, tuple[int, ...]]]:
-    """Returns what each weight of a stage is, and its shape."""
-    shapes = jax.tree_util.tree_flatten_with_path(stage.shapes)[0]
-    infos = jax.tree.leaves(stage.weights)
-    return {
-        tuple(str(key.key) for key in keys): (info, leaf.shape)
-        for (keys, leaf), info in zip(shapes, infos, strict=True)
-    }
+    without a table."""
+    return {tensor.name: Mapped(tensor, *about) for tensor, *about in family.published_weights(config)}

@@ -7,6 +7,7 @@ the weight, straight from the map, and transposes and casts it itself: the host 
 import collections
 import concurrent.futures
 import re
+import weakref
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ from jaxthru.huggingface.mapping import Mapped, mapped
 from jaxthru.huggingface.safetensors import DTYPES, TensorInfo
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
+from jaxthru.models.published import Tensor
 from jaxthru.runtime.errors import InputError, require
 
 FLOATS = ("F32", "F16", "BF16")
@@ -55,10 +57,14 @@ class Weights:
         self.dtype = counted.most_common(1)[0][0]
         self._next = dict(zip(self.tensors, _following(self.tensors), strict=True))
         self._readers: concurrent.futures.ThreadPoolExecutor | None = None
-        self._under_way: collections.deque[tuple[int, jax.Array]] = collections.deque()
+        self._under_way: collections.deque[tuple[int, weakref.ref]] = collections.deque()
 
     def _info(self, path: tuple[str, ...]) -> TensorInfo:
         return self.folder.tensors[self.tensors[path].tensor.name]
+
+    def dtype_of(self, tensor: Tensor) -> str:
+        """Returns the dtype that a tensor of the family's table has in the folder."""
+        return self.dtypes[tensor.path]
 
     def array(self, path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
         """Returns a weight with the shape, dtype and sharding of `like`; it may still be on its way.
@@ -79,10 +85,11 @@ class Weights:
 
     def _wait(self, size: int, weight: jax.Array) -> None:
         """Waits until there is room for what comes next: memory is taken when work is handed out."""
-        self._under_way.append((size, weight))
+        self._under_way.append((size, weakref.ref(weight)))  # who asked for it may be done with it
         while sum(size for size, _ in self._under_way) > UNDER_WAY:
-            _, done = self._under_way.popleft()
-            done.block_until_ready()
+            _, earlier = self._under_way.popleft()
+            if (earlier := earlier()) is not None and not earlier.is_deleted():
+                earlier.block_until_ready()
 
     def _look_ahead(self, path: tuple[str, ...]) -> None:
         """Has the same weight of the next layer read meanwhile, likely the next to be asked for. Of several

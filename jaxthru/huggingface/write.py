@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.huggingface import safetensors
-from jaxthru.huggingface.folder import INDEX, SINGLE, Folder, plain_name
+from jaxthru.huggingface.folder import INDEX, SINGLE, Folder, check_empty, plain_name
 from jaxthru.huggingface.mapping import Mapped, mapped
 from jaxthru.huggingface.safetensors import DTYPES, FORMAT, NAMES, TensorInfo
 from jaxthru.huggingface.weights import FLOATS, ignored, table_name, tied_copies
@@ -44,9 +44,9 @@ def write_folder(
     folder: Path,
     config: FamilyConfig,
     read: Callable[[Tensor], Array],
-    *,
     dtype_of: Callable[[Tensor], str],
     files: Mapping[str, bytes],
+    *,
     like: Folder | None = None,
     marker: str = MARKER,
     largest_shard: int = LARGEST_SHARD,
@@ -64,7 +64,7 @@ def write_folder(
     that is none, and for a disk that is full, which it then leaves as it was.
     """
     folder = folder.absolute()
-    check_target(folder, files, marker)
+    _check_target(folder, files, marker)
     shards = _shards(_sources(config, dtype_of, like), like, largest_shard)
     extra = dict(files)
     if len(shards) > 1 or (like and like.indexed):
@@ -103,13 +103,8 @@ def remove_unfinished(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def check_target(folder: Path, files: Iterable[str] = (), marker: str = MARKER) -> None:
-    """Raises InputError for a folder that is there and not empty, and for names of files that cannot be."""
-    try:
-        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be read ({error.strerror})") from error
-    require(not taken, f"{folder}: is there and not an empty folder; name one that is not there yet")
+def _check_target(folder: Path, files: Mapping[str, bytes], marker: str) -> None:
+    check_empty(folder)
     for name in (*files, marker):
         free = plain_name(name) and name != INDEX and not name.endswith(".safetensors")
         require(free, f"{name!r}: is no name for a file beside the weights")

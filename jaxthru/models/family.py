@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Literal
 
-from jaxthru.models.published import Published
+import jax
+
+from jaxthru.models.published import Published, Tensor
 from jaxthru.runtime import plain
 from jaxthru.runtime.errors import InputError, did_you_mean, require
+from jaxthru.runtime.weights import WeightInfo
 
 SHIPPED = ("llama", "gemma")
 """The families of jaxthru, modules of this package; the first is the default."""
@@ -68,6 +71,34 @@ def published(config: FamilyConfig) -> Published:
         "jaxthru.models.published; without one it is neither read from published weights nor exported",
     )
     return found
+
+
+def published_weights(config: FamilyConfig) -> list[tuple[Tensor, WeightInfo, tuple[int, ...]]]:
+    """Returns each published tensor of a configuration in the order of its table, what its weight is, and the
+    weight's shape. Raises InputError without a table, ValueError for one that has not each weight once."""
+    model, known = chain(config), []
+
+    def weights(stage: Any) -> dict[tuple[str, ...], tuple[WeightInfo, tuple[int, ...]]]:
+        if not (found := [about for other, about in known if other == stage]):
+            leaves, infos = jax.tree_util.tree_leaves_with_path(stage.shapes), jax.tree.leaves(stage.weights)
+            paths = [tuple(str(key.key) for key in keys) for keys, _ in leaves]
+            shapes = [leaf.shape for _, leaf in leaves]
+            found = [dict(zip(paths, zip(infos, shapes, strict=True), strict=True))]
+            known.append((stage, found[0]))
+        return found[0]
+
+    stages = {("embedding",): model.embedding, ("head",): model.head}
+    stages |= {("layers", str(layer)): stage for layer, stage in enumerate(model.layers)}
+    rest = {(*at, *path): about for at, stage in stages.items() for path, about in weights(stage).items()}
+    rows, names = [], set()
+    for tensor in published(config).tensors(config):
+        if tensor.path not in rest or tensor.name in names:
+            raise ValueError(f"{tensor}: its path has no weight, or it or its name comes twice")
+        rows.append((tensor, *rest.pop(tensor.path)))
+        names.add(tensor.name)
+    if rest:
+        raise ValueError(f"no published tensor for the weights {[*rest][:3]}")
+    return rows
 
 
 def publications() -> Iterator[tuple[type[FamilyConfig], Published]]:

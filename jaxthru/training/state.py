@@ -117,6 +117,9 @@ def _shardings(tree: Tree) -> Tree:
 def _first_state_of(made: list[tuple[Tree, dict[str, Tree]]], abstract: State) -> State:
     """Returns the first state. made: the weights and slots of each part."""
     weights, slots = map(list, zip(*made, strict=True))
-    counters = counters_of(first_state(None, {"count": jnp.zeros((), jnp.int32)}))
-    counters = jax.device_put(counters, abstract["opt_state"]["count"].sharding)
-    return state_of(weights, slots, counters, abstract["params"])
+    # By a program: a step takes each of them over, so each has to have memory of its own.
+    make = jax.jit(
+        lambda: counters_of(first_state(None, {"count": jnp.zeros((), jnp.int32)})),
+        out_shardings=abstract["opt_state"]["count"].sharding,
+    )
+    return state_of(weights, slots, make(), abstract["params"])

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -229,7 +230,7 @@ def test_a_folder_without_such_weights_is_one_line(tmp_path):
 def test_a_family_without_a_table_is_one_line(tmp_path, monkeypatch):
     monkeypatch.delattr(toy, "PUBLISHED")
     said = refused(toy.folder_of(tmp_path / "a", toy.arrays(PLAIN)))
-    assert "has no table of published weights" in said
+    assert "has no table of published tensors" in said
 
 
 def weights_of(config, dtype=np.float32):
@@ -310,3 +311,53 @@ def test_a_killed_export_leaves_nothing_by_its_name_and_the_next_cleans_up(tmp_p
     running.mkdir(), another.mkdir()
     written(tmp_path / "new", PLAIN, weights_of(PLAIN))
     assert {*tmp_path.iterdir()} == {tmp_path / "new", running, another}
+
+
+MEASURED = """
+import pathlib, sys, threading, jax, ml_dtypes, numpy as np
+from jaxthru.huggingface.weights import Weights
+from jaxthru.huggingface.write import write_folder
+from jaxthru.models.family import published_weights
+from jaxthru.models.llama import Config
+
+def anonymous():
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+sizes = dict(vocabulary=16384, embed=1024, heads=8, kv_heads=4, head_dim=128, mlp=4096)
+path, config = pathlib.Path(sys.argv[1]), Config(layers=8, **sizes)
+shapes = {tensor.path: shape for tensor, _, shape in published_weights(config)}
+zeros = lambda tensor: np.zeros(shapes[tensor.path], ml_dtypes.bfloat16)
+write_folder(path / "a", config, zeros, lambda tensor: "bfloat16", {})
+weights = Weights(path / "a", config)
+home = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+read = lambda t: weights.array(t.path, jax.ShapeDtypeStruct(shapes[t.path], "bfloat16", sharding=home))
+for about in weights.tensors.values():  # compiles
+    jax.block_until_ready(read(about.tensor))
+weights = Weights(path / "a", config)
+before, peak, stop = anonymous(), [0], threading.Event()
+def watch():
+    while not stop.wait(0.002):
+        peak[0] = max(peak[0], anonymous() - before)
+threading.Thread(target=watch, daemon=True).start()
+for about in weights.tensors.values():
+    jax.block_until_ready(read(about.tensor))
+print(peak[0] / 2**20)
+peak[0] = 0
+write_folder(path / "b", config, read, weights.dtype_of, {}, like=weights.folder)
+stop.set()
+print(peak[0] / 2**20)
+assert (path / "a/model.safetensors").read_bytes() == (path / "b/model.safetensors").read_bytes()
+"""
+
+
+@pytest.mark.slow
+def test_memory_grows_by_a_few_tensors_and_not_by_the_folder(tmp_path):
+    """Of 310 MB the largest two have 32 MiB each. Here the device is the host: each is there as published,
+    too, while it is made, and what is being written waits beside the next one."""
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", MEASURED, str(tmp_path)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    loading, writing = map(float, said.split())
+    assert (tmp_path / "a" / "model.safetensors").stat().st_size > 300e6
+    assert loading < 3 * 32 and writing < 5 * 32, said

@@ -308,7 +308,7 @@ needs_chromium = pytest.mark.skipif(
 )
 
 BOXES = """
-[...document.querySelectorAll("body *")].flatMap((element) => {
+((all, place = new Map(all.map((each, at) => [each, at]))) => all.flatMap((element) => {
   // What holds words of its own, and every drawing.
   const words = [...element.childNodes].some((node) => node.nodeType == 3 && node.data.trim());
   if (!(words || ["svg", "IMG"].includes(element.tagName) || element.classList.contains("track"))) return [];
@@ -322,14 +322,14 @@ BOXES = """
     text: element.textContent.trim().slice(0, 40),
     left: box.left, right: box.right, top: box.top + scrollY, bottom: box.bottom + scrollY,
     holds: element.querySelectorAll("*").length,
-    id: [...document.querySelectorAll("body *")].indexOf(element),
+    id: place.get(element),
     parents: (function up(node) {
-      return node ? [[...document.querySelectorAll("body *")].indexOf(node), ...up(node.parentElement)] : [];
+      return node ? [place.get(node) ?? -1, ...up(node.parentElement)] : [];
     })(element.parentElement),
     clipped: !(clip && clip.title == clip.textContent) &&
       element.scrollWidth > Math.ceil(element.clientWidth) + 1 && element.clientWidth > 0,
   }));
-})
+}))([...document.querySelectorAll("body *")])
 """
 
 
