@@ -52,8 +52,8 @@ def test_tokens(model, recorded):
 
 
 def test_perplexity(model, recorded):
-    """On 2,899 tokens, more than five windows of the local layers. Each loss too, as a mean hides much: a window
-    that is one short moves the perplexity by 0.004 %, and single losses by 0.4."""
+    """On 2,899 tokens, more than five windows of the local layers. Each loss too, as a mean hides much: a
+    window that is one short moves the perplexity by 0.004 %, and single losses by 0.4."""
     losses = -model.logprobs(recorded["ids"])[0].astype(np.float64)
     expected = recorded["losses"].astype(np.float64)
     perplexity = json.loads(str(recorded["about"]))["perplexity"]
