@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -19,9 +19,6 @@ from jaxthru import config as configuration
 from jaxthru.huggingface.folder import Folder
 from jaxthru.runtime.errors import InputError
 from jaxthru.train import run
-
-MORE = ("metrics.tensorboard=false",)
-
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
@@ -61,7 +58,7 @@ def same_folder(before: Path, after: Path) -> None:
     same_tensors(before, after)
     keys, found = (json.loads((each / "config.json").read_text()) for each in (before, after))
     assert {name: found.get(name) for name in keys} == keys
-    assert set(found) - set(keys) <= {"torch_dtype"}
+    assert set(found) - set(keys) <= {"torch_dtype", "rope_theta", "rope_scaling"}  # of transformers 4
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE"):
         assert (before / name).read_bytes() == (after / name).read_bytes(), name
     assert (after / "STABLE").read_bytes() == b""
@@ -82,8 +79,7 @@ def test_untrained_weights_come_back_to_the_byte(site, smollm):
     assert "after 2 updates. The weights are bfloat16." in card
     assert "held-out loss after update 2" in card and "`optim.learning_rate` | `1e-30`" in card
     again = jaxthru.export_weights(out, site.path / "out-of-out")  # a folder of a folder
-    same_folder_but_for_the_card = {path.name for path in out.iterdir()} == {p.name for p in again.iterdir()}
-    assert same_folder_but_for_the_card
+    assert {path.name for path in out.iterdir()} == {path.name for path in again.iterdir()}
     same_tensors(out, again)
 
 
@@ -164,8 +160,10 @@ def test_a_mailed_run_generates_is_exported_and_goes_on(site, smollm, tmp_path):
 
 
 def step_text(config, data) -> str:
-    built = jaxthru.build_step(config, data, jax.devices()[:1])
-    return built.compiled.as_text()
+    """Returns the optimised program, without the lines of source that its parts are from: of what was traced
+    before, JAX says where that was."""
+    text = jaxthru.build_step(config, data, jax.devices()[:1]).compiled.as_text()
+    return text[: text.index("\n")] + re.sub(r", metadata={[^}]*}", "", text[text.index("\n%") :])
 
 
 @pytest.mark.parametrize("name", ["smollm", pytest.param("gemma3", marks=pytest.mark.slow)])
@@ -175,8 +173,8 @@ def test_continued_training_runs_the_program_of_training_from_scratch(site, name
     scratch = dataclasses.replace(continued, model=model)
     assert scratch.model.pretrained is None and scratch.data.tokenizer == str(site.path / name)
     with jaxthru.open_data(continued.data) as data:
-        texts = [hashlib.sha256(step_text(each, data).encode()) for each in (continued, scratch)]
-    assert texts[0].digest() == texts[1].digest()
+        texts = [step_text(each, data) for each in (continued, scratch)]
+    assert len(texts[0]) > 10_000 and texts[0].splitlines() == texts[1].splitlines()
 
 
 def test_a_step_and_a_dtype_are_chosen(site, smollm, tmp_path):
