@@ -1,5 +1,6 @@
 """The command that makes text, on a run and on a folder, and a loaded model in Python."""
 
+import functools
 import io
 import json
 import sys
@@ -102,19 +103,19 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch):
             at("--file", str(file))
 
 
-def test_samples_repeat_by_seed_and_the_folder_says_how_to_draw(site, capsys):
+def test_samples_repeat_by_seed_and_the_folder_says_how_to_draw(site, model, capsys):
     other = folder_of(site.path / "text", "smollm")
     change_json(other / "generation_config.json", do_sample=True, temperature=3.0, top_k=40, top_p=0.9)
-    defaults = jaxthru.load(other).defaults
-    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (3.0, 40, 0.9)
-    ask = other, "--prompt", "the cat", "--max-tokens", "10"
-    drawn = said(capsys, *ask)
-    assert drawn == said(capsys, *ask, "--seed", 0) != said(capsys, *ask, "--seed", 1)
-    own = "--temperature", "3", "--top-k", "40", "--top-p", "0.9"
-    plain = site.path / "smollm"
-    assert said(capsys, plain, *ask[1:], *own) == drawn
-    greedy = said(capsys, plain, *ask[1:])
-    assert greedy == said(capsys, *ask, "--temperature", 0) == said(capsys, *ask, "--top-k", 1)
+    own = {"temperature": 3.0, "top_k": 40, "top_p": 0.9}
+    made = jaxthru.load(other)
+    assert {name: getattr(made.defaults, name) for name in own} == own
+    words = [word for name, value in own.items() for word in (f"--{name.replace('_', '-')}", value)]
+    asked = site.path / "smollm", "--prompt", "the cat", "--max-tokens", "10", "--seed", "3"
+    drawn = said(capsys, *asked, *words).removeprefix("the cat").removesuffix("\n")
+    draw = functools.partial(made.generate, "the cat", max_tokens=10)
+    assert drawn == draw(seed=3) != draw(seed=4)
+    greedy = model.generate("the cat", max_tokens=10)
+    assert greedy == draw(temperature=0.0) == draw(top_k=1)
 
 
 def test_each_of_several_stop_tokens_ends_a_text(site, model):
@@ -140,9 +141,17 @@ def test_what_cannot_be_continued_is_said_before_weights_are_read(site, trained,
     long = "--max-tokens", "90", "--prompt", "the cat sat"
     for where in (folder, trained.path):
         begun = 12
-        expected = f"prompt 1: {begun} tokens and max_tokens = 90 are 102: more than the model's context of 96"
+        expected = (
+            f"prompt 1: {begun} tokens and max_tokens = 90 are 102: more than the model's context of 96"
+        )
         assert refused(capsys, where, *long) == expected
-        for name, value in (("max-tokens", 0), ("temperature", -1), ("top-k", -1), ("top-p", 0), ("seed", -1)):
+        for name, value in (
+            ("max-tokens", 0),
+            ("temperature", -1),
+            ("top-k", -1),
+            ("top-p", 0),
+            ("seed", -1),
+        ):
             line = refused(capsys, where, "--prompt", "a", f"--{name}", value)
             assert line.startswith(f"{name.replace('-', '_')} = {value}")
     assert refused(capsys, folder).startswith("no prompt: give --prompt TEXT")
@@ -183,7 +192,11 @@ def test_a_loaded_model_in_python(model, folder):
     assert loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert isinstance(model.generate(model.encode("the cat").tolist(), max_tokens=3), str)
     assert model.generate([], max_tokens=3) == []
-    for wrong, words in (([], "has no tokens"), ([1, 64], "id 64 is not in the vocabulary"), ([0] * 97, "97")):
+    for wrong, words in (
+        ([], "has no tokens"),
+        ([1, 64], "id 64 is not in the vocabulary"),
+        ([0] * 97, "97"),
+    ):
         with pytest.raises(InputError, match=words):
             model.logits(wrong)
     with pytest.raises(InputError, match="no token that another stands before"):
@@ -225,6 +238,7 @@ def test_from_a_run_whose_state_was_in_host_memory(site, folder, capsys):
     with pytest.MonkeyPatch.context() as patch:
         only(patch, 1)
         made = run(site.config(f"model.pretrained={folder}", *settings), site.path / "offloaded")
+    capsys.readouterr()
     words = "--prompt", "the cat", *GREEDY
     assert said(capsys, made.path, *words) == said(capsys, folder, *words)
 

@@ -1,4 +1,4 @@
-"""`model.pretrained`: the shape is the folder's, what contradicts it is one line, and no device is touched."""
+"""`model.pretrained`: the shape is the folder's; what contradicts it is one line, on no device."""
 
 import json
 import shutil
@@ -107,7 +107,8 @@ def test_a_file_that_contradicts_the_folder_is_one_line(site, name, model, said)
     folder = folder_of(site.path, name)
     (site.path / "own.py").write_text(
         "from jaxthru.config import *\nfrom jaxthru.config import RopeScaling, gemma\n\n"
-        f"def config():\n    return RunConfig(model={model.format(repr(str(folder)))}, data=DataConfig(sequence=32))\n"
+        "def config():\n    return RunConfig(data=DataConfig(sequence=32),\n"
+        f"                     model={model.format(repr(str(folder)))})\n"
     )
     with pytest.raises(InputError, match=said):
         jaxthru.load_config(site.path / "own.py")
@@ -147,7 +148,13 @@ def test_a_folder_may_be_named_as_a_shell_names_it(site, monkeypatch):
     monkeypatch.chdir(site.path)
     shapes = [
         site.config(f"model.pretrained={where}")
-        for where in ("~/smollm", "smollm", "./smollm/", "../" + site.path.name + "/smollm", str(folder) + "/")
+        for where in (
+            "~/smollm",
+            "smollm",
+            "./smollm/",
+            "../" + site.path.name + "/smollm",
+            str(folder) + "/",
+        )
     ]
     assert {config.model.layers for config in shapes} == {3}
     for config in shapes:
