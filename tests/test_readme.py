@@ -24,7 +24,7 @@ NOT_TYPED = {
     "use an NVIDIA GPU": "needs a GPU",
     "use a TPU": "needs a TPU",
     "train all of Llama 3 8B on one GPU of 141 GB": "needs that GPU: 126 GiB at its peak",
-    "train published weights further (Llama, Mistral, Qwen, Gemma)": "needs some; tests/huggingface has tiny ones",
+    "train published weights further (Llama, Mistral, Qwen, Gemma)": "needs some; see tests/huggingface",
     "launch on several hosts": "needs several hosts; tests/test_launch.py reads the scripts",
     "see what was measured": "is a page",
     "change jaxthru itself": "is a page",
