@@ -165,7 +165,7 @@ class Generator:
 
     def _checked(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         row = np.asarray(ids)
-        require(row.ndim == 1 and row.size > 0, f"{name}: has no tokens; must be a list of one or more ids")
+        require(row.ndim == 1 and row.size > 0, f"{name}: has no tokens; must have one or more")
         require(np.issubdtype(row.dtype, np.integer), f"{name}: is of {row.dtype}; must be ids, integers")
         outside = row[(row < 0) | (row >= self.ids)]
         require(not outside.size, lambda: f"{name}: id {outside[0]} is not in the vocabulary of {self.ids}")
@@ -294,7 +294,7 @@ class Generator:
 def check_context(name: str, tokens: int, more: int, longest: int | None) -> None:
     """Raises InputError for a row of no tokens, or of more than the context has. name: of the row, for the
     message. more: tokens that are to follow it. longest: of the context, None is no bound."""
-    require(tokens > 0, f"{name}: has no tokens; must be a list of one or more ids")
+    require(tokens > 0, f"{name}: has no tokens; must have one or more")
     said = f"{name}: {tokens} tokens" + (f" and max_tokens = {more} are {tokens + more}" if more else "")
     fits = longest is None or tokens + more <= longest
     require(fits, f"{said}: more than the model's context of {longest}")
