@@ -19,12 +19,12 @@ from jaxthru.engine.model import Model
 from jaxthru.generation import chain
 from jaxthru.generation.cache import Time
 from jaxthru.generation.sampling import Sampling, choose, log_probability
+from jaxthru.generation.sizes import power_of_two, size
 from jaxthru.runtime.errors import TrainingError, require
 from jaxthru.runtime.first_run import FirstAlone
 
 Tree = Any
 Prompts = Sequence[Sequence[int] | np.ndarray]
-SMALLEST = 64  # tokens of a prompt or slots of a cache: a kernel's tile
 PIECE = 1024  # tokens whose logits are there at once, or half as many, for scores
 CHUNK = 8  # tokens between two calls of `on_tokens`
 
@@ -298,18 +298,6 @@ def check_context(name: str, tokens: int, more: int, longest: int | None) -> Non
     said = f"{name}: {tokens} tokens" + (f" and max_tokens = {more} are {tokens + more}" if more else "")
     fits = longest is None or tokens + more <= longest
     require(fits, f"{said}: more than the model's context of {longest}")
-
-
-def size(count: int) -> int:
-    """Returns the smallest size that holds so many tokens: a power of two or one and a half of one, at least
-    SMALLEST. No more than a third of it is empty."""
-    whole = power_of_two(max(count, SMALLEST))
-    return whole * 3 // 4 if count <= whole * 3 // 4 and whole > SMALLEST else whole
-
-
-def power_of_two(count: int) -> int:
-    """Returns the smallest power of two that is at least so many."""
-    return 1 << (count - 1).bit_length()
 
 
 def _stop_array(stop: Sequence[int]) -> np.ndarray:
