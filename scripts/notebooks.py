@@ -1,7 +1,7 @@
 """Executes the notebooks and keeps what they show: `python scripts/notebooks.py [--check] [NAME ...]`.
 
-Each runs as a reader's would, from top to bottom and on a CPU, all of them in one new folder. What they show is
-written into their files, without paths of this machine; with --check it is not, and only errors count.
+Each runs as a reader's would, from top to bottom and on a CPU, all of them in one new folder. What they show
+is written into their files, without paths of this machine; with --check it is not, and only errors count.
 """
 
 import argparse

@@ -104,10 +104,15 @@ class Cell(Lines):
 
     def __init__(self, console: rich.console.Console, steps: int):
         super().__init__(console, steps)
-        self._line = notebook.Line()
+        self._line, self._step = notebook.Line(), ""
+
+    def __exit__(self, *_) -> None:
+        if self._step:  # and not what was waited for last
+            self._line(self._step)
 
     def note(self, text: str) -> None:
         self._line(text)
+        self._step = text if text.startswith("step ") else self._step
 
 
 def show_sample(console: rich.console.Console, prompt: str, text: str) -> None:
