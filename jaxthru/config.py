@@ -74,11 +74,9 @@ class RunConfig:
         check_types(self)
         _take_old_keys(self)
         _take_shape(self)
-        longest = getattr(self.model, "max_sequence", self.data.sequence)
-        require(
-            self.data.sequence <= longest,
-            f"data.sequence = {self.data.sequence}: longer than model.max_sequence = {longest}",
-        )
+        sequence, longest = self.data.sequence, self.model.longest
+        said = f"data.sequence = {sequence}: longer than model.max_sequence = {longest}"
+        require(longest is None or sequence <= longest, said)
         at, steps = self.profile.at, self.train.steps
         require(at <= steps, f"profile.at = {at}: beyond the last step, train.steps = {steps}")
         groups = self.data.groups

@@ -5,6 +5,7 @@ as `name: text` or `name, other: text`. `--markdown` prints docs/configuration.m
 """
 
 import dataclasses
+import json
 import re
 import sys
 import textwrap
@@ -126,6 +127,8 @@ def kind_of(declared: Any) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(value)
     return value if isinstance(value, str) else repr(value)
 
 

@@ -195,6 +195,6 @@ def test_keys_of_a_family_of_one_s_own(tmp_path):
     for line in (
         "model.family = shape  (str; fixed)",
         "model.width  (int; fixed; must be given)\n    Of what is wide.",
-        "model.sizes = (1, 2)  (list of int; fixed)",
+        "model.sizes = [1, 2]  (list of int; fixed)",
     ):
         assert line in done.stdout

@@ -14,8 +14,9 @@ from tiny import bind
 
 from jaxthru.generation import chain
 from jaxthru.generation.cache import Time
-from jaxthru.generation.generator import Generator, size
+from jaxthru.generation.generator import Generator
 from jaxthru.generation.sampling import Sampling, choose, likeliest
+from jaxthru.generation.sizes import size
 from jaxthru.models.llama import Config
 from jaxthru.models.ops import Ops
 from jaxthru.runtime.errors import InputError, TrainingError

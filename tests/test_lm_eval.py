@@ -124,7 +124,8 @@ class Standin:
         return logprobs[at, tokens[1:]].astype(np.float32), logprobs.argmax(1) == tokens[1:]
 
     def scores(self, rows):
-        from jaxthru.generation.generator import Scores, size
+        from jaxthru.generation.generator import Scores
+        from jaxthru.generation.sizes import size
 
         self.shapes.add((len(rows), size(max(map(len, rows)))))
         return [Scores(*self.logprobs(row)) for row in rows]

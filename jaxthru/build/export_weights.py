@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxthru import config as configuration
 from jaxthru.build.language_model import is_run, run_config
 from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.data.tokenizer_folder import FILES as TOKENIZER_FILES
 from jaxthru.huggingface.config import read_config, written
-from jaxthru.huggingface.folder import check_empty
+from jaxthru.huggingface.folder import check_empty, read_json
 from jaxthru.huggingface.generation_config import FILE as GENERATION_CONFIG
 from jaxthru.huggingface.weights import Weights
 from jaxthru.huggingface.write import write_folder
@@ -73,6 +74,7 @@ def _export_run(
         GENERATION_CONFIG: _bytes(run.base / GENERATION_CONFIG) or _json(_token_ids(tokenizer, None)),
         "README.md": card.encode(),
     }
+    files |= {path.name: path.read_bytes() for path in run.base.glob("*") if _is_license(path)}
     read = _reader(config.model, saved.master)
     write_folder(folder, config.model, read, dtype_of=lambda tensor: dtype, files=files)
 
@@ -80,19 +82,23 @@ def _export_run(
 def _export_folder(source: Path, folder: Path, dtype: str | None) -> None:
     model, raw = read_config(source)
     weights = Weights(source, model)
-    copied = [
-        path for path in source.iterdir() if path.is_file() and path.suffix in (".json", ".jinja", ".md")
-    ]
-    names = {path.name for path in copied if not path.name.endswith(".index.json")} | {
-        "tokenizer.model",
-        "LICENSE",
-    }
-    files = {name: found for name in sorted(names) if (found := _bytes(source / name)) is not None}
+    files = {path.name: path.read_bytes() for path in sorted(source.iterdir()) if _belongs(path)}
     if dtype is not None:
         files["config.json"] = _json(written(model, dtype, raw))
     of = (lambda tensor: dtype) if dtype else (lambda tensor: weights.dtypes[tensor.path])
     like = None if dtype else weights.folder
     write_folder(folder, model, _reader(model, weights.array), dtype_of=of, files=files, like=like)
+
+
+def _belongs(path: Path) -> bool:
+    """Says whether a file of a folder is carried on as it is: what says how to use the weights, or by which
+    right."""
+    kept = path.suffix in (".json", ".jinja", ".md") or path.name in TOKENIZER_FILES or _is_license(path)
+    return kept and path.is_file() and not path.name.endswith((".index.json", ".safetensors"))
+
+
+def _is_license(path: Path) -> bool:
+    return path.name.startswith(("LICENSE", "NOTICE"))
 
 
 def _reader(config: FamilyConfig, read: Callable[..., jax.Array]) -> Callable[[Tensor], jax.Array]:
@@ -132,8 +138,7 @@ def _dtype_of(base: dict[str, Any] | None) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    content = _bytes(path)
-    return None if content is None else json.loads(content)
+    return read_json(path) if path.is_file() else None
 
 
 def _bytes(path: Path) -> bytes | None:

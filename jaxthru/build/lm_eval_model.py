@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from jaxthru.build.language_model import LanguageModel
-from jaxthru.generation.generator import size
+from jaxthru.generation.sizes import size
 from jaxthru.runtime.errors import InputError, TrainingError, did_you_mean, require
 
 MAX_TOKENS = 256  # of an answer whose task names no limit, as everywhere in lm-eval

@@ -81,7 +81,7 @@ class Tokenizer:
         borders: what counts before what a folder's files say; a tokenizer.json alone says no BOS, and the
         first of END_OF_TEXT that it has. Raises InputError.
         """
-        path = Path(path)
+        path = Path(path).expanduser()
         return cls(tokenizer_file(path), borders, folder=path.is_dir())
 
     def __repr__(self) -> str:

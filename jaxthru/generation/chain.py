@@ -1,5 +1,6 @@
-"""The chain of stages as generation walks it: once over the prompts, keeping keys and values, and then for
-one token of each row at a time.
+"""The chain of stages as generation walks it: once over the prompts, and then for each token.
+
+The first walk keeps keys and values, the others take one token of each row.
 
 A block's attention is replaced through `Context.attention`, in the trace that its stage is applied in; so
 any family's blocks can be walked, that ask for attention by `Context.attend` and by nothing that traces them

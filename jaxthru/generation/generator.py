@@ -19,12 +19,12 @@ from jaxthru.engine.model import Model
 from jaxthru.generation import chain
 from jaxthru.generation.cache import Time
 from jaxthru.generation.sampling import Sampling, choose, log_probability
+from jaxthru.generation.sizes import power_of_two, size
 from jaxthru.runtime.errors import TrainingError, require
 from jaxthru.runtime.first_run import FirstAlone
 
 Tree = Any
 Prompts = Sequence[Sequence[int] | np.ndarray]
-SMALLEST = 64  # tokens of a prompt or slots of a cache: a kernel's tile
 PIECE = 1024  # tokens whose logits are there at once, or half as many, for scores
 CHUNK = 8  # tokens between two calls of `on_tokens`
 
@@ -165,7 +165,7 @@ class Generator:
 
     def _checked(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         row = np.asarray(ids)
-        require(row.ndim == 1 and row.size > 0, f"{name}: has no tokens; must be a list of one or more ids")
+        require(row.ndim == 1 and row.size > 0, f"{name}: has no tokens; must have one or more")
         require(np.issubdtype(row.dtype, np.integer), f"{name}: is of {row.dtype}; must be ids, integers")
         outside = row[(row < 0) | (row >= self.ids)]
         require(not outside.size, lambda: f"{name}: id {outside[0]} is not in the vocabulary of {self.ids}")
@@ -294,22 +294,10 @@ class Generator:
 def check_context(name: str, tokens: int, more: int, longest: int | None) -> None:
     """Raises InputError for a row of no tokens, or of more than the context has. name: of the row, for the
     message. more: tokens that are to follow it. longest: of the context, None is no bound."""
-    require(tokens > 0, f"{name}: has no tokens; must be a list of one or more ids")
+    require(tokens > 0, f"{name}: has no tokens; must have one or more")
     said = f"{name}: {tokens} tokens" + (f" and max_tokens = {more} are {tokens + more}" if more else "")
     fits = longest is None or tokens + more <= longest
     require(fits, f"{said}: more than the model's context of {longest}")
-
-
-def size(count: int) -> int:
-    """Returns the smallest size that holds so many tokens: a power of two or one and a half of one, at least
-    SMALLEST. No more than a third of it is empty."""
-    whole = power_of_two(max(count, SMALLEST))
-    return whole * 3 // 4 if count <= whole * 3 // 4 and whole > SMALLEST else whole
-
-
-def power_of_two(count: int) -> int:
-    """Returns the smallest power of two that is at least so many."""
-    return 1 << (count - 1).bit_length()
 
 
 def _stop_array(stop: Sequence[int]) -> np.ndarray:

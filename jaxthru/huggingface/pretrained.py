@@ -27,11 +27,12 @@ def taken(model: FamilyConfig) -> FamilyConfig:
         return model
     published, _ = read_config(folder)
     there = family.to_plain(published)
+    # The default family is that of a configuration which names none.
+    agrees = model.family in (there["family"], family.SHIPPED[0])
+    require(agrees, lambda: _contradicts("model.family", model.family, folder, repr(there["family"])))
     for name, value in given.items():
-        found = (
-            there.get(name) if type(published) is type(model) else f"a model of family {there['family']!r}"
-        )
-        require(found == value, lambda: _contradicts(f"model.{name}", value, folder, found))  # noqa: B023
+        found = repr(there[name]) if name in there else f"a model of family {there['family']!r}"
+        require(there.get(name) == value, lambda: _contradicts(f"model.{name}", value, folder, found))  # noqa: B023
     return dataclasses.replace(published, loop=model.loop, pretrained=model.pretrained)
 
 
@@ -42,7 +43,7 @@ def check_set(asked: Mapping[str, Any], found: Mapping[str, Any], folder: str) -
     """
     for key, value in asked.items():
         if key.startswith("model.") and value != found.get(key):
-            raise InputError(_contradicts(key, value, Path(folder), found.get(key)))
+            raise InputError(_contradicts(key, value, Path(folder), repr(found.get(key))))
 
 
 def leave(tree: dict, folder: str) -> None:
@@ -56,6 +57,6 @@ def leave(tree: dict, folder: str) -> None:
         tree["data"]["tokenizer"] = None
 
 
-def _contradicts(key: str, value: Any, folder: Path, found: Any) -> str:
-    said = f"{key} = {value!r}: {folder / 'config.json'} has {found!r}"
+def _contradicts(key: str, value: Any, folder: Path, found: str) -> str:
+    said = f"{key} = {value!r}: {folder / 'config.json'} has {found}"
     return f"{said}; leave the shape to the folder, or give another model.pretrained"

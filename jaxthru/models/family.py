@@ -43,7 +43,7 @@ class FamilyConfig:
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that a row may have: `max_sequence`, if the family has that key; None is no bound."""
+        """The most tokens that a row may have, `max_sequence` where a family has it; None is no bound."""
         return getattr(self, "max_sequence", None)
 
     def key(self, axis: str) -> str:

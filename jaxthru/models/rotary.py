@@ -85,26 +85,38 @@ def angles(
 
     theta: base of the wavelengths.
     """
-    pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
-    # As published weights were trained: theta ** -x rounds otherwise, 8e-3 rad off at position 131k.
-    frequency = 1.0 / theta ** (pairs / head_dim)
-    if scaling is not None:
-        kept = _kept(frequency, head_dim, theta, scaling)
-        frequency = kept * frequency + (1 - kept) * frequency / scaling.factor
+    frequency = jnp.asarray(frequencies(head_dim, theta, scaling))
     angle = positions_BT.astype(jnp.float32)[..., None] * frequency[None, None, :]
     if scaling is None or scaling.amplitude == 1:
         return jnp.cos(angle), jnp.sin(angle)
     return scaling.amplitude * jnp.cos(angle), scaling.amplitude * jnp.sin(angle)
 
 
-def _kept(frequency: jax.Array, head_dim: int, theta: float, scaling: RopeScaling) -> jax.Array:
-    """Returns the share of each frequency [C/2] that is not stretched."""
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+    """Returns the radians per position of each pair of dims, float32 [C/2].
+
+    Made on the host, in the float32 arithmetic that published weights were trained with, and rounded as it
+    is: a device's power is a bit or two off, and at position 4,096 that is 5e-4 radians.
+    """
+    exponents = (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)).astype(np.float64)
+    power = (np.float64(np.float32(theta)) ** exponents).astype(np.float32)
+    frequency = np.float32(1) / power
+    if scaling is None:
+        return frequency
+    kept, factor = _kept(frequency, head_dim, theta, scaling), np.float32(scaling.factor)
+    stretched = np.float32(1) / (factor * power) if scaling.kind == "yarn" else frequency / factor
+    return kept * frequency + (1 - kept) * stretched
+
+
+def _kept(frequency: np.ndarray, head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Returns the share of each frequency, float32 [C/2], that is not stretched."""
     if scaling.kind == "linear":
-        return jnp.zeros_like(frequency)
+        return np.zeros_like(frequency)
     if scaling.kind == "llama3":
-        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        rotations = scaling.original_sequence * frequency / (2 * jnp.pi)
-        return jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+        low, high = np.float32(scaling.low_frequency_factor), np.float32(scaling.high_frequency_factor)
+        wavelengths = np.float32(2 * math.pi) / frequency
+        rotations = np.float32(scaling.original_sequence) / wavelengths
+        return np.clip((rotations - low) / (high - low), np.float32(0), np.float32(1))
 
     def pair(rotations: float) -> float:
         """Returns the pair of dims, as a fraction too, that turns so often in the original row."""
@@ -117,7 +129,7 @@ def _kept(frequency: jax.Array, head_dim: int, theta: float, scaling: RopeScalin
     first, last = max(first, 0), min(last, head_dim - 1)
     width = last - first or 0.001  # a step instead of a ramp
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(width)
-    return jnp.asarray(1 - np.clip(ramp, 0, 1), jnp.float32)
+    return (1 - np.clip(ramp, 0, 1)).astype(np.float32)
 
 
 def rotary_angles(positions_BT: jax.Array, config) -> Rotary:

@@ -194,7 +194,8 @@ def final_table(run: RunDirectory, console: rich.console.Console | None = None) 
 
 def summary(run: RunDirectory) -> list[tuple[str, str]]:
     """Returns (name, value) of each line of the final table."""
-    rows, evaluations = run.read_metrics(), run.read_eval()
+    rows = run.read_metrics()
+    evaluations = [row for row in run.read_eval() if row["tokens"] != 0]  # the others have samples alone
     found = []
     if rows:
         losses = [row["loss"] for row in rows if row["loss"] is not None]

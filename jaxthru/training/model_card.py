@@ -32,7 +32,7 @@ def model_card(run: RunDirectory, config: dict[str, Any], name: str, step: int, 
         f"# {name}",
         "",
         f"A language model of the family `{config.get('model.family')}`, {began} with jaxthru, after "
-        f"{step:,} updates. The weights are {dtype}.",
+        f"{step:,} update{'s' * (step != 1)}. The weights are {dtype}.",
     ]
     if base and not license_:
         lines += ["", f"The license is that of `{_name_of(base)}`, whose card did not name it."]
@@ -54,7 +54,7 @@ def license_of(card: Path) -> str | None:
 def _results(run: RunDirectory, step: int) -> list[tuple[str, str]]:
     """Returns what the record says of the updates up to a step."""
     rows = [row for row in run.read_metrics() if row["step"] <= step]
-    evaluations = [row for row in run.read_eval() if row["step"] <= step]
+    evaluations = [row for row in run.read_eval() if row["step"] <= step and row["loss"] is not None]
     found = [("updates", f"{step:,}"), ("tokens", f"{sum(row['tokens'] or 0 for row in rows):,}")]
     losses = [row["loss"] for row in rows if row["loss"] is not None]
     if losses:

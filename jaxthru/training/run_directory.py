@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 EVAL_FIELDS = ("step", "loss", "loss_by_source", "tokens")
 
 PACKAGES = ("jaxthru", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-BASE_FILES = ("config.json", "generation_config.json", "README.md", "LICENSE*")
+BASE_FILES = ("config.json", "generation_config.json", "README.md", "LICENSE*", "NOTICE*")
 """What a folder of published weights says about them, beside its tokenizer."""
 BASE_BYTES = 10_000_000
 FLAG_PREFIXES = ("XLA_", "LIBTPU_", "JAX_", "NCCL_", "NVSHMEM_", "TORCH_SYMM_")

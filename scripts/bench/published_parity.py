@@ -44,10 +44,20 @@ NEW_TOKENS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """What transformers made. model: in float32, on the CPU."""
+    """What transformers made."""
 
     path: Path
-    model: Any
+
+    def logits(self, tokens: np.ndarray, dtype: str) -> np.ndarray:
+        """Returns transformers' logits [T, V], on the CPU. The model is loaded anew: one that is cast has
+        frequencies of positions in the dtype that it had before."""
+        import torch
+        import transformers
+
+        options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, **options)
+        with torch.no_grad():
+            return model(torch.tensor(tokens[None].astype(np.int64))).logits[0].float().numpy()
 
 
 def made(name: str, path: Path, shape: dict[str, int], sequence: int) -> Folder:
@@ -65,10 +75,9 @@ def made(name: str, path: Path, shape: dict[str, int], sequence: int) -> Folder:
         for parameter in model.parameters():  # norms and biases are drawn too, or none would notice them
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    model = model.to(torch.bfloat16)
-    model.save_pretrained(path)
+    model.to(torch.bfloat16).save_pretrained(path)
     tokenizer(path, keys["vocab_size"])
-    return Folder(path, model.float().eval())
+    return Folder(path)
 
 
 def tokenizer(path: Path, vocabulary: int) -> None:
@@ -97,17 +106,11 @@ def divergence(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
 
 def compared(name: str, work: Path, shape: dict[str, int], sequence: int) -> dict[str, Any]:
     """Returns the row of a family."""
-    import torch
-
     import jaxthru
 
     folder = made(name, work / name, shape, sequence)
     tokens = np.random.default_rng(1).integers(3, shape["vocab_size"], sequence).astype(np.int32)
-    ids = torch.tensor(tokens[None].astype(np.int64))
-    with torch.no_grad():
-        exact = folder.model(ids).logits[0].numpy()
-        theirs = folder.model.to(torch.bfloat16)(ids).logits[0].float().numpy()
-        folder.model.float()
+    exact, theirs = (folder.logits(tokens, dtype) for dtype in ("float32", "bfloat16"))
     ours = jaxthru.load(folder.path, ["precision.compute=float32"]).logits(tokens)
     rounded = jaxthru.load(folder.path, ["precision.compute=bfloat16"]).logits(tokens)
     kl = divergence(exact, ours)
@@ -154,7 +157,9 @@ def trained(folder: Folder, work: Path) -> Path:
     digits = np.random.default_rng(2).integers(3, 200, (64, 80))
     for index, line in enumerate(digits):
         (corpus / f"{index}.txt").write_text(" ".join(map(str, line)))
-    (work / "mix.toml").write_text('[sources.numbers]\nrecipe = "local_text"\npaths = ["corpus/*.txt"]\n')
+    (work / "mix.toml").write_text(
+        '[sources.numbers]\nrecipe = "local_text"\npaths = ["corpus/*.txt"]\nweight = 1\n'
+    )
     settings = [f"model.pretrained={folder.path}", f"data.mix={work}/mix.toml", f"data.store={work}/store"]
     settings += ["train.steps=2", "train.rows=4", "data.sequence=64", "optim.learning_rate=1e-3"]
     settings += ["precision.compute=float32", "evaluate.rows=0", "kernels.attention=xla", "mesh.fsdp=1"]

@@ -1,5 +1,6 @@
-"""Published weights in and out: time and host memory to load and to write a folder of an 8B, against plain
-reading and writing of the same bytes.
+"""Times loading and writing an 8B folder of published weights, and measures the host memory of both.
+
+Beside it stands plain reading and writing of the same bytes.
 
     python scripts/bench/published_weights.py --folder EMPTY_DISK --output FILE
     python scripts/bench/published_weights.py --tiny --folder /tmp/somewhere

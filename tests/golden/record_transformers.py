@@ -144,6 +144,7 @@ MODELS = {
             "sliding_window": 16,
             "max_position_embeddings": 96,
             "tie_word_embeddings": True,
+            "pad_token_id": None,  # by default it is 0, whose row of the table then gets no gradient
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
