@@ -10,6 +10,8 @@ For a notebook, each imported when it is first used:
     load          a trained model, of a run or of published weights: text, logits, losses
     export_weights  a run's weights, or published ones, as a folder that transformers and vLLM read
     run           trains, from the data's preparation to the final table, and returns the RunDirectory
+    ledger        where the time of a profiled run's step went: a picture, its operations, advice
+    compare       what changed from one profiled run to another, and what likely caused it
     RunDirectory  a run's files: metrics() and evaluations() give tables, plot() draws the losses
 
     config = jaxthru.load_config("configs/quickstart.py", ["train.steps=100"])
@@ -32,6 +34,8 @@ _HOME = {
     "load": ("jaxthru.build.language_model", "load"),
     "export_weights": ("jaxthru.build.export_weights", "export_weights"),
     "run": ("jaxthru.train", "run"),
+    "ledger": ("jaxthru.profile.shown", "ledger"),
+    "compare": ("jaxthru.profile.shown", "compare"),
     "RunDirectory": ("jaxthru.training.run_directory", "RunDirectory"),
 }
 __all__ = list(_HOME)

@@ -91,8 +91,8 @@ def test_a_configuration_is_named_after_its_file(monkeypatch):
         raise InputError("enough")
 
     monkeypatch.setattr(RunDirectory, "fresh", fresh)
-    monkeypatch.setattr(train, "prepare_data", lambda config, begun: {})
-    monkeypatch.setattr(train, "open_data", lambda config, prepare, begun: None)
+    monkeypatch.setattr(train, "prepare_data", lambda config, begun, kept: {})
+    monkeypatch.setattr(train, "open_data", lambda config, prepare, begun, kept: None)
     for given, name in ((config, None), (config, "own"), (dataclasses.replace(config), None)):
         with pytest.raises(InputError, match="enough"):
             jaxthru.run(given, name=name)
@@ -128,6 +128,9 @@ def test_a_run_is_a_table_and_a_picture(tmp_path):
     )
     root = xml.etree.ElementTree.fromstring(picture._repr_svg_())
     assert len(root.findall(".//{*}polyline")) == 3
+    both = run.plot(beside={"other": write_run(tmp_path / "other")})
+    assert [*both.panels[0].series] == ["training", "held out", "other, training", "other, held out"]
+    assert [*both.panels[1].series] == ["", "other"]
     picture.save(tmp_path / "plots" / "run.svg")
     assert (tmp_path / "plots" / "run.svg").read_text() == picture._repr_svg_()
 

@@ -1,4 +1,4 @@
-"""Progress of a preparation: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""Progress of a preparation: a bar on a terminal, one line in a notebook, elsewhere a line now and then."""
 
 import contextlib
 import sys
@@ -6,6 +6,8 @@ import time
 
 import rich.console
 import rich.progress
+
+from jaxthru.runtime import notebook
 
 INTERVAL = 5.0
 """Seconds between plain lines."""
@@ -23,6 +25,7 @@ class Progress(contextlib.AbstractContextManager):
             rich.progress.TimeElapsedColumn(),
         )
         self._bar = rich.progress.Progress(*columns, console=console) if console.is_terminal else None
+        self._cell = notebook.Line() if self._bar is None and notebook.in_notebook() else None
         self._start = self._last = time.monotonic()
         self._started = False
         self._task = None
@@ -55,15 +58,19 @@ class Progress(contextlib.AbstractContextManager):
         """Ends the stage, whose total was an estimate."""
         if self._bar is not None:
             self._bar.update(self._task, total=self._done, completed=self._done)
+        elif self._cell is not None:
+            self._cell(f"prepared data: {self._name} [{time.monotonic() - self._start:.0f} s]")
 
     def note(self, line: str) -> None:
         """Prints a line that stays."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
+        elif self._cell is not None:
+            notebook.Line()(line)
         else:
             print(line, file=sys.stderr, flush=True)
 
     def _line(self) -> None:
         self._last = time.monotonic()
         done = f"{self._done / 1e6:.1f} of about {self._total / 1e6:.1f} MB"
-        self.note(f"preparing data: {self._name}: {done} [{self._last - self._start:.0f} s]")
+        (self._cell or self.note)(f"preparing data: {self._name}: {done} [{self._last - self._start:.0f} s]")

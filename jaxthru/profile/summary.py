@@ -47,8 +47,9 @@ def _advice(ledger: Ledger, unit: Unit) -> list[rich.console.RenderableType]:
     return [table]
 
 
-def comparison(found: Comparison, names: tuple[str, str]) -> rich.console.Group:
-    """Returns what changed, the largest first, each with its likely cause. names: of the two runs."""
+def comparison(found: Comparison, names: tuple[str, str], brief: bool = False) -> rich.console.Group:
+    """Returns what changed, the largest first, each with its likely cause. names: of the two runs. brief:
+    without layers, kernels and what is not about time."""
     unit = Unit.of(max(found.step_before, found.step_after))
     shown: list[rich.console.RenderableType] = [Text(_headline(found, unit))]
     if abs(found.tokens - 1) >= 0.01:
@@ -69,6 +70,8 @@ def comparison(found: Comparison, names: tuple[str, str]) -> rich.console.Group:
     _row(table, "step", *_cells(step, unit))
     shown.append(table)
     shown += [Text(f"{title(change.name)}: {change.cause}.") for change in found.changes[1:] if change.cause]
+    if brief:
+        return rich.console.Group(*shown)
     for name, changes in (
         ("layer, phase (line)", found.scopes),
         ("kernels by scope", found.kernels),

@@ -16,7 +16,9 @@ import rich.table
 import rich.text
 
 from jaxthru.models.family import SHIPPED
+from jaxthru.runtime import notebook
 from jaxthru.runtime.distributed import is_primary
+from jaxthru.runtime.notebook import in_notebook
 from jaxthru.training.checkpoint import saved_steps
 from jaxthru.training.run_directory import RunDirectory
 
@@ -97,6 +99,22 @@ class Lines(NoProgress):
         show_sample(self._console, prompt, text)
 
 
+class Cell(Lines):
+    """The same below a notebook's cell, where each line takes the place of the one before."""
+
+    def __init__(self, console: rich.console.Console, steps: int):
+        super().__init__(console, steps)
+        self._line, self._step = notebook.Line(), ""
+
+    def __exit__(self, *_) -> None:
+        if self._step:  # and not what was waited for last
+            self._line(self._step)
+
+    def note(self, text: str) -> None:
+        self._line(text)
+        self._step = text if text.startswith("step ") else self._step
+
+
 def show_sample(console: rich.console.Console, prompt: str, text: str) -> None:
     """Prints a prompt, set off by its style, and what the model continues it with."""
     shown = rich.text.Text("sample: ", style="dim")
@@ -114,7 +132,9 @@ def open_progress(steps: int, done: int = 0) -> NoProgress:
     if not is_primary():
         return NoProgress()
     console = rich.console.Console(stderr=True)
-    return Bar(console, steps, done) if console.is_terminal else Lines(console, steps)
+    if console.is_terminal:
+        return Bar(console, steps, done)
+    return Cell(console, steps) if in_notebook() else Lines(console, steps)
 
 
 class TimeLeft:
@@ -255,12 +275,6 @@ def calls(run: RunDirectory) -> list[tuple[str, str]]:
         arguments = f"{config}, {more}" if more else config
         found.append((purpose, f"jaxthru.run(jaxthru.load_config({arguments}), {directory})"))
     return found
-
-
-def in_notebook() -> bool:
-    """Says whether IPython runs this process."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and ipython.get_ipython() is not None
 
 
 def this_python() -> str:

@@ -191,17 +191,19 @@ class RunDirectory:
         """Returns eval.jsonl as a table, a row an evaluation, with the columns EVAL_FIELDS."""
         return Table(self.read_eval(), EVAL_FIELDS)
 
-    def plot(self) -> Picture:
+    def plot(self, beside: Mapping[str, "RunDirectory"] | None = None) -> Picture:
         """Returns loss and learning rate over the steps: a notebook shows it, `save(FILE)` writes it as SVG.
 
-        Raises InputError before the first step.
+        beside: {name: another run}, drawn into the same plots. Raises InputError before the first step.
         """
-        rows, held_out = self.metrics(), self.evaluations()
-        require(len(rows) > 0, f"{self.path}: no step has been recorded yet")
-        losses = {"training": (rows["step"], rows["loss"])}
-        if len(held_out):
-            losses["held out"] = held_out["step"], held_out["loss"]
-        rates = {"": (rows["step"], rows["learning_rate"])}
+        losses, rates = {}, {}
+        for name, run in {"": self, **(beside or {})}.items():
+            rows, held_out = run.metrics(), run.evaluations()
+            require(len(rows) > 0, f"{run.path}: no step has been recorded yet")
+            losses[f"{name}, training" if name else "training"] = rows["step"], rows["loss"]
+            if len(held_out):
+                losses[f"{name}, held out" if name else "held out"] = held_out["step"], held_out["loss"]
+            rates[name] = rows["step"], rows["learning_rate"]
         return Picture(
             (Panel("loss (nats per token), by step", losses), Panel("learning rate, by step", rates))
         )
