@@ -230,7 +230,7 @@ def test_a_folder_without_such_weights_is_one_line(tmp_path):
 def test_a_family_without_a_table_is_one_line(tmp_path, monkeypatch):
     monkeypatch.delattr(toy, "PUBLISHED")
     said = refused(toy.folder_of(tmp_path / "a", toy.arrays(PLAIN)))
-    assert "has no table of published tensors" in said
+    assert "has no table of published weights" in said
 
 
 def weights_of(config, dtype=np.float32):
