@@ -52,8 +52,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     # lm-eval forks a pool for some errors of means, which a process with JAX's threads must not.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     lm_eval_model = _adapter()
+    model = load(arguments.model, arguments.overrides, step=arguments.step)  # its weights come later
     tasks = load_tasks(arguments.tasks)
-    model = load(arguments.model, arguments.overrides, step=arguments.step)
     require(jax.process_count() == 1, "evaluate: runs in one process, with all the devices that it sees")
     scores = score(lm_eval_model.JaxthruLM(model, arguments.batch), tasks, limit)
     print(table(scores), flush=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxthru.build.language_model import LanguageModel, load
 from jaxthru.runtime import command_line
 from jaxthru.runtime.errors import InputError, exit_code, require
+from jaxthru.training.display import printable
 
 PROG = "python -m jaxthru.generate"
 EXAMPLE = 'runs/quickstart/1 --prompt "def main(" --max-tokens 64'
@@ -51,7 +52,8 @@ def generate(arguments: argparse.Namespace) -> None:
     names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
     texts = model.generate(prompts, **{name: getattr(arguments, name) for name in names})
     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        print(("\n" if index else "") + prompt + text)
+        said = prompt + text
+        print(("\n" if index else "") + (printable(said) if sys.stdout.isatty() else said))
 
 
 def main(argv: list[str] | None = None, prog: str = PROG) -> int:

@@ -23,6 +23,7 @@ from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep
 from jaxthru.engine.model import Model
 from jaxthru.engine.step import Batch, State, Step
+from jaxthru.huggingface.generation_config import read_generation_defaults
 from jaxthru.huggingface.weights import Weights
 from jaxthru.models import family
 from jaxthru.runtime import hardware, xla
@@ -195,4 +196,6 @@ def samples_of(config: RunConfig, model: Model, data: Data) -> Samples | None:
             size < memory / 2,
             f"{said} GiB have no room beside a step; use `python -m jaxthru.generate` on a checkpoint",
         )
-    return Samples(config.evaluate, model, data.tokenizer, config.model.longest, config.train.seed)
+    base = Path(config.model.pretrained or "").expanduser()
+    stop = read_generation_defaults(base).stop if config.model.pretrained else ()
+    return Samples(config.evaluate, model, data.tokenizer, config.model.longest, config.train.seed, stop)

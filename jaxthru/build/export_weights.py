@@ -15,12 +15,13 @@ from jaxthru.data.tokenizer_folder import FILES as TOKENIZER_FILES
 from jaxthru.huggingface.config import read_config, written
 from jaxthru.huggingface.folder import check_empty, read_json
 from jaxthru.huggingface.generation_config import FILE as GENERATION_CONFIG
+from jaxthru.huggingface.generation_config import read_generation_defaults
 from jaxthru.huggingface.weights import Weights
 from jaxthru.huggingface.write import write_folder
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.published import Tensor
-from jaxthru.runtime import plain
+from jaxthru.runtime import plain, xla
 from jaxthru.runtime.errors import require
 from jaxthru.training.model_card import model_card
 from jaxthru.training.run_directory import RunDirectory
@@ -50,10 +51,13 @@ def export_weights(
     require(path.is_dir(), f"{path}: no such folder; give a run directory, or a folder of published weights")
     require(dtype is None or dtype in DTYPES, f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
     check_empty(folder)
+    xla.configure()
     if is_run(path):
         _export_run(RunDirectory(path), folder, step, dtype, overrides)
     else:
         require(step is None, f"--step {step}: {path} is no run directory, it has no steps")
+        said = f"--set {' '.join(overrides)}: {path} is no run directory, it has no settings"
+        require(not overrides, said)
         _export_folder(path, folder, dtype)
     return folder
 
@@ -71,9 +75,10 @@ def _export_run(
     card = model_card(run, plain.flat(configuration.to_dict(config)), folder.name, saved.step, dtype)
     files = tokenizer_files(tokenizer, config.model.longest) | {
         "config.json": _json(written(config.model, dtype, base) | _token_ids(tokenizer, base)),
-        GENERATION_CONFIG: _bytes(run.base / GENERATION_CONFIG) or _json(_token_ids(tokenizer, None)),
         "README.md": card.encode(),
     }
+    if (settings := _generation_config(run, tokenizer, base)) is not None:
+        files[GENERATION_CONFIG] = settings
     files |= {path.name: path.read_bytes() for path in run.base.glob("*") if _is_license(path)}
     read = _reader(config.model, saved.master)
     write_folder(folder, config.model, read, dtype_of=lambda tensor: dtype, files=files)
@@ -130,6 +135,19 @@ def _token_ids(tokenizer: Tokenizer, base: dict[str, Any] | None) -> dict[str, A
         return {}
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.end_of_text}
     return {name: each for name, each in ids.items() if each is not None}
+
+
+def _generation_config(run: RunDirectory, tokenizer: Tokenizer, base: dict[str, Any] | None) -> bytes | None:
+    """Returns the generation_config.json of an export, None for none: that of the base, with the token that
+    the run's documents ended with among those that end a text."""
+    if base is None:
+        return _json(_token_ids(tokenizer, None))
+    kept, stop = _bytes(run.base / GENERATION_CONFIG), read_generation_defaults(run.base).stop
+    if tokenizer.end_of_text in stop:
+        return kept
+    ends = [*stop, tokenizer.end_of_text]
+    keys = json.loads(kept) if kept else {}
+    return _json(keys | {"eos_token_id": ends if len(ends) > 1 else ends[0]})
 
 
 def _dtype_of(base: dict[str, Any] | None) -> str | None:

@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru import config as configuration
-from jaxthru.build.checks import attention_by, check_vocabulary, fit
+from jaxthru.build.checks import asked_for, attention_by, check_vocabulary, fit
 from jaxthru.build.step import bound
 from jaxthru.config import DataConfig, MeshConfig, OffloadConfig, RematConfig, RunConfig
 from jaxthru.data.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ from jaxthru.runtime.sharding import Layout
 from jaxthru.training import layout as on_disk
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.saved import SavedParameters, abstract_parameters
+from pallas_kernels.dispatch import Unsupported
 
 log = logging.getLogger("jaxthru")
 Tree = Any
@@ -76,7 +77,7 @@ class LanguageModel:
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns float32 [..., T, V]. tokens: ids [T], or [B, T]. Raises InputError."""
         tokens = np.asarray(tokens)
-        with self._precisely():
+        with self._computing():
             found = self.generator.logits(np.atleast_2d(tokens))
         return np.asarray(found).reshape(*tokens.shape, -1)
 
@@ -99,7 +100,7 @@ class LanguageModel:
 
     def scores(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[Scores]:
         """Returns the same of rows of any lengths, computed as one batch. Raises InputError."""
-        with self._precisely():
+        with self._computing():
             return self.generator.scores([np.asarray(row) for row in rows])
 
     def encode(self, text: Text) -> np.ndarray:
@@ -145,15 +146,21 @@ class LanguageModel:
         sampling = Sampling(**given, seed=seed, max_tokens=max_tokens)
         for at, prompt in enumerate(ids):
             check_context(f"prompt {at + 1}", len(prompt), max_tokens, self.longest)
-        with self._precisely():
+        with self._computing():
             ends = self.stop if stop is None else tuple(stop)
             found = self.generator.generate(ids, sampling, ends, on_tokens)
         return [each.tokens for each in found]
 
-    def _precisely(self) -> contextlib.AbstractContextManager:
-        """What multiplies float32 in float32: GPUs and TPUs by themselves take fewer bits."""
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Multiplies float32 in float32, where GPUs and TPUs by themselves take fewer bits. Raises InputError
+        for a kernel that was asked for and cannot run."""
         exact = self.config.precision.compute == "float32"
-        return jax.default_matmul_precision("highest" if exact else None)
+        try:
+            with jax.default_matmul_precision("highest" if exact else None):
+                yield
+        except Unsupported as refusal:
+            raise InputError(f"{asked_for(self.config, refusal)}: {refusal}") from refusal
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -173,6 +180,7 @@ def load(
     """
     path = where.path if isinstance(where, RunDirectory) else Path(where).expanduser()
     require(path.is_dir(), f"{path}: no such folder; give a run directory, or a folder of published weights")
+    xla.configure()  # before anything asks for a device
     if is_run(path):
         return _of_run(RunDirectory(path), overrides, step)
     require(step is None, f"--step {step}: {path} is no run directory, it has no steps")
@@ -204,14 +212,13 @@ def _of_run(run: RunDirectory, overrides: Sequence[str], step: int | None) -> La
 
 def _of_folder(folder: Path, overrides: Sequence[str]) -> LanguageModel:
     model, _ = read_config(folder)
+    weights, tokenizer = Weights(folder, model), Tokenizer.of(folder)
     longest = model.longest or DataConfig.sequence
     plain = RunConfig(model=model, data=DataConfig(sequence=min(DataConfig.sequence, longest)))
     if not any(word.startswith("precision.compute") for word in overrides):
         on_cpu = jax.default_backend() == "cpu"  # four times slower in bfloat16
         overrides = [*overrides, f"precision.compute={'float32' if on_cpu else 'bfloat16'}"]
     config = configuration.changed(plain, overrides)
-    weights = Weights(folder, config.model)
-    tokenizer = Tokenizer.of(folder)
     read = lambda abstract: on_disk.assembled(abstract, weights.array)  # noqa: E731
     return _loaded(config, overrides, tokenizer, read_generation_defaults(folder), read, None)
 
@@ -226,7 +233,9 @@ def _loaded(
 ) -> LanguageModel:
     """Returns the model of a configuration. read: abstract parameters -> the parameters."""
     config, layout = _for_use(config, any(word.startswith("mesh.") for word in overrides))
-    attention = attention_by(config)
+    # A run may have named a kernel of the devices that it trained on.
+    named = any(word.startswith("kernels.attention=") for word in overrides)
+    attention = attention_by(config) if named else "auto"
     if attention == "auto" and config.precision.compute == "float32" and jax.default_backend() == "gpu":
         attention = "xla"  # the packed kernels take 16 bits
     model = bound(config, layout, attention)
@@ -239,7 +248,6 @@ def _loaded(
 def _for_use(config: RunConfig, meshed: bool) -> tuple[RunConfig, Layout]:
     """Returns a configuration as a model is used and not trained, and its layout. meshed: on the devices that
     its mesh asks for, and not on one."""
-    xla.configure(config.kernels.writes_to_peers)
     devices = hardware.devices() if meshed else hardware.devices()[:1]
     config = dataclasses.replace(
         config,

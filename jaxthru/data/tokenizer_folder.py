@@ -100,7 +100,7 @@ def _special(folder: Path, tokenizer: tokenizers.Tokenizer, which: str) -> str |
             return name
     for file in ("config.json", "generation_config.json"):
         tree = _read(folder / file)
-        value = tree.get(by_id, (tree.get("text_config") or {}).get(by_id))
+        value = tree.get(by_id, _within(tree).get(by_id))
         first = value[0] if isinstance(value, list) and value else value
         if first is not None and first != []:
             token = tokenizer.id_to_token(first) if type(first) is int and 0 <= first < 2**32 else None
@@ -109,6 +109,12 @@ def _special(folder: Path, tokenizer: tokenizers.Tokenizer, which: str) -> str |
             )
             return token
     return None
+
+
+def _within(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the keys of the text model within one of text and pictures."""
+    found = tree.get("text_config")
+    return found if isinstance(found, dict) else {}
 
 
 def _name(file: Path, tree: Mapping[str, Any], key: str) -> str | None:

@@ -33,7 +33,8 @@ class Sampling:
 
     def __post_init__(self):
         require(self.temperature >= 0, f"temperature = {self.temperature}: must be at least 0")
-        require(self.top_k >= 0, f"top_k = {self.top_k}: must be at least 0, which takes all tokens")
+        said = f"top_k = {self.top_k}: must be at least 0, which takes all tokens, and below 2**31"
+        require(0 <= self.top_k < 2**31, said)
         require(0 < self.top_p <= 1, f"top_p = {self.top_p}: must be above 0 and at most 1")
         require(0 <= self.seed < 2**32, f"seed = {self.seed}: must be at least 0 and below 2**32")
         require(self.max_tokens >= 1, f"max_tokens = {self.max_tokens}: must be at least 1")

@@ -2,12 +2,20 @@
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from jaxthru.runtime.errors import InputError, require
 
+log = logging.getLogger(__name__)
 FILE = "generation_config.json"
+NEUTRAL = {
+    **dict.fromkeys(("repetition_penalty", "typical_p", "num_beams", "length_penalty"), (1,)),
+    **dict.fromkeys(("min_p", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "min_length"), (0,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "min_new_tokens"), ()),
+}
+"""Keys that change which token is taken and are not built -> the values that change nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +33,17 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
     not. Absent keys mean what they do in Hugging Face's `GenerationConfig`. Raises InputError."""
     keys, config = _read(folder / FILE), _read(folder / "config.json")
     stop = _ids(folder / FILE, keys) or _ids(folder / "config.json", config)
+    left = [name for name, neutral in NEUTRAL.items() if keys.get(name) not in (None, *neutral)]
+    if left:
+        log.warning("%s: %s: not applied, as it is not built", folder / FILE, ", ".join(left))
     if not keys.get("do_sample", False):
         return GenerationDefaults(stop=stop)
     found = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
     for name, default in found.items():
         value = keys.get(name)
         value = default if value is None else value
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-        require(is_number, f"{folder / FILE}: {name} = {value!r}: must be a number of at least 0")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**31
+        require(is_number, f"{folder / FILE}: {name} = {value!r}: must be a number from 0 to 2**31 - 1")
         found[name] = type(default)(value)
     return GenerationDefaults(**found, stop=stop)
 
@@ -43,7 +54,7 @@ def _ids(path: Path, keys: dict[str, Any]) -> tuple[int, ...]:
     if found is None:
         return ()
     ids = tuple(found) if isinstance(found, list) else (found,)
-    are_ids = all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids)
+    are_ids = all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in ids)
     require(are_ids, f"{path}: eos_token_id = {found!r}: must be an id, or a list of ids")
     return ids
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxthru.huggingface.config import read_config
+from jaxthru.huggingface.config import NAME, read_config
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
 from jaxthru.runtime.errors import InputError, require
@@ -23,7 +23,7 @@ def taken(model: FamilyConfig) -> FamilyConfig:
     folder, unset = Path(model.pretrained).expanduser(), family.to_plain(type(model)())
     given = {name: value for name, value in family.to_plain(model).items() if value != unset[name]}
     given = {name: value for name, value in given.items() if name not in OWN}
-    if given and not folder.is_dir():
+    if given and not (folder / NAME).is_file():
         return model
     published, _ = read_config(folder)
     there = family.to_plain(published)

@@ -52,13 +52,11 @@ class Extras(NamedTuple):
     """What a stage has beside its output, of the micro-batch that it was given.
 
     losses: {name: scalar}, auxiliary losses: means over its rows × positions, which the step minimises beside
-    the cross-entropy and records. metrics: {name: array} for the record, declared as `Stage.metrics`. cache:
-    of keys and values.
+    the cross-entropy and records. metrics: {name: array} for the record, declared as `Stage.metrics`.
     """
 
     losses: Mapping[str, jax.Array] = {}
     metrics: Mapping[str, jax.Array] = {}
-    cache: Tree = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The model card of an exported run: README.md, of which the hub reads the first lines."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -24,9 +25,8 @@ def model_card(run: RunDirectory, config: dict[str, Any], name: str, step: int, 
     license_ = license_of(run.base / "README.md")
     if base:
         head = {"base_model": _name_of(base), "base_model_relation": "finetune"} | head
-    front = ["---", *(f"{key}: {value}" for key, value in head.items())]
-    front += [f"license: {license_}"] if license_ else []
-    front += ["tags:", "- jaxthru", "---"]
+    front = ["---", *(f"{key}: {_yaml(value)}" for key, value in head.items())]
+    front += [*license_, "tags:", "- jaxthru", "---"]
     began = f"continued from `{_name_of(base)}`" if base else "trained from random weights"
     lines = [
         f"# {name}",
@@ -40,15 +40,21 @@ def model_card(run: RunDirectory, config: dict[str, Any], name: str, step: int, 
     return "\n".join([*front, "", *lines])
 
 
-def license_of(card: Path) -> str | None:
-    """Returns the license that a model card names in its first lines, None without one."""
+def license_of(card: Path) -> list[str]:
+    """Returns the lines with which a model card names its license, and the name and the link of one that is
+    no usual one."""
     try:
-        text = card.read_text(encoding="utf-8")
+        text = card.read_text(encoding="utf-8")  # which makes line ends \n
     except (OSError, UnicodeDecodeError):
-        return None
+        return []
     front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-    named = re.search(r"^license:[ \t]*([\w.+-]+)[ \t]*$", front[1], re.MULTILINE) if front else None
-    return named[1] if named else None
+    lines = front[1].split("\n") if front else []
+    return [line.rstrip() for line in lines if re.match(r"license(_name|_link)?:[ \t]*\S", line)]
+
+
+def _yaml(value: str) -> str:
+    """Returns a text as a value in YAML: as it is where that is plain, else in quotes."""
+    return value if re.fullmatch(r"[\w][\w./-]*", value) else json.dumps(value)
 
 
 def _results(run: RunDirectory, step: int) -> list[tuple[str, str]]:

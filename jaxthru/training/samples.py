@@ -1,5 +1,6 @@
 """Samples of a model's text while it trains: what it makes of `evaluate.prompts`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxthru.data.tokenizer import Tokenizer
@@ -15,10 +16,17 @@ class Samples:
     """Continues the prompts with the parameters of the moment, by the same programs each time."""
 
     def __init__(
-        self, config: EvaluateConfig, model: Model, tokenizer: Tokenizer, longest: int | None, seed: int
+        self,
+        config: EvaluateConfig,
+        model: Model,
+        tokenizer: Tokenizer,
+        longest: int | None,
+        seed: int,
+        stop: Sequence[int] = (),
     ):
-        """longest: tokens in a row of the model. seed: of the samples. Raises InputError for a prompt that is
-        too long, or of no tokens."""
+        """longest: tokens in a row of the model. seed: of the samples. stop: ids that end a text, beside the
+        tokenizer's. Raises InputError for a prompt that is too long, or of no tokens."""
+        self._stop = (*stop, tokenizer.end_of_text)
         self.config, self.tokenizer, self._model, self._longest = config, tokenizer, model, longest
         self._sampling = Sampling(temperature=config.temperature, seed=seed, max_tokens=config.max_tokens)
         self._prompts = [tokenizer.encode_prompt(prompt) for prompt in config.prompts]
@@ -32,7 +40,7 @@ class Samples:
             self._generator = Generator(self._model, params, self._longest)
         else:
             self._generator.take(params)
-        found = self._generator.generate(self._prompts, self._sampling, (self.tokenizer.end_of_text,))
+        found = self._generator.generate(self._prompts, self._sampling, self._stop)
         self._generator.params = None  # a copy, of which the next step has no need
         texts = [self.tokenizer.decode(each.tokens, skip_special=True) for each in found]
         return [
