@@ -134,7 +134,9 @@ def test_a_name_that_is_gone_is_said_to_be(tmp_path):
 
 
 def test_the_quickstart_of_then_is_that_of_now(said):
-    assert load(OLD / "quickstart.py") == load(ROOT / "configs" / "quickstart.py")
+    now = load(ROOT / "configs" / "quickstart.py")
+    without_samples = dataclasses.replace(now.evaluate, prompts=(), temperature=0.0)
+    assert load(OLD / "quickstart.py") == dataclasses.replace(now, evaluate=without_samples)
     names = re.findall(
         r"import (\w+) from jaxthru.config; the old name goes with the next release", "\n".join(said)
     )
@@ -145,7 +147,11 @@ def test_the_quickstart_of_then_is_that_of_now(said):
     assert load(ROOT / "configs" / "quickstart.py").kernels.attention == "xla"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+OF_THEN = [path for path in sorted((ROOT / "configs").glob("*.py")) if "gemma" not in path.stem]
+"""Configurations of a family that there was."""
+
+
+@pytest.mark.parametrize("path", OF_THEN, ids=lambda path: path.stem)
 def test_configurations_by_their_old_imports_and_keys(path, tmp_path):
     body = path.read_text().partition("\n)\n")[2]
     if chosen := re.search(r" *kernels=KernelsConfig\((.*?)\),.*\n", body):
