@@ -89,7 +89,7 @@ def goes_on(place: Workplace, disk: Path, **settings) -> int:
     return resumed_from(output)
 
 
-@pytest.mark.parametrize(("left", "code"), [(0, 2), (4096, 2), (12288, 1)])
+@pytest.mark.parametrize(("left", "code"), [(0, 2), (12288, 2), (49152, 1)])
 def test_at_the_start(place, disk, left, code):
     """Nothing was trained, so that it is the place that was badly chosen: 2; but for the very last files."""
     fill(disk("400k"), left)

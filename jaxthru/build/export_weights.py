@@ -143,7 +143,7 @@ def _generation_config(run: RunDirectory, tokenizer: Tokenizer, base: dict[str, 
     if base is None:
         return _json(_token_ids(tokenizer, None))
     kept, stop = _bytes(run.base / GENERATION_CONFIG), read_generation_defaults(run.base).stop
-    if tokenizer.end_of_text in stop:
+    if not stop or tokenizer.end_of_text in stop:  # of a base that names none, all is kept as it is
         return kept
     ends = [*stop, tokenizer.end_of_text]
     keys = json.loads(kept) if kept else {}
