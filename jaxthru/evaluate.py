@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import difflib
 import json
-import logging
 import os
 import sys
 from pathlib import Path
@@ -169,9 +168,7 @@ JSON = {"indent": 2, "ensure_ascii": False, "default": _plain}
 def main(argv: list[str] | None = None, prog: str = PROG) -> int:
     """Runs the command; returns its exit code, 2 for bad input."""
     arguments = parse_arguments(argv, prog)
-    log = logging.getLogger("jaxthru")
-    log.handlers, log.propagate = [logging.StreamHandler()], False
-    log.setLevel(logging.WARNING)
+    command_line.log_to_stderr()
     return exit_code(lambda: evaluate(arguments))
 
 

@@ -1,7 +1,6 @@
 """python -m jaxthru.export: a run's weights as a folder that Hugging Face's transformers and vLLM read."""
 
 import argparse
-import logging
 import sys
 
 from jaxthru.build.export_weights import DTYPES, export_weights
@@ -28,9 +27,7 @@ def parse_arguments(argv: list[str] | None = None, prog: str = PROG) -> argparse
 def main(argv: list[str] | None = None, prog: str = PROG) -> int:
     """Runs the command; returns its exit code, 2 for bad input."""
     arguments = parse_arguments(argv, prog)
-    log = logging.getLogger("jaxthru")
-    log.handlers, log.propagate = [logging.StreamHandler()], False
-    log.setLevel(logging.WARNING)
+    command_line.log_to_stderr()
     options = {"step": arguments.step, "dtype": arguments.dtype, "overrides": arguments.overrides}
     return exit_code(lambda: print(export_weights(arguments.run, arguments.folder, **options)))
 

@@ -1,7 +1,6 @@
 """python -m jaxthru.generate: text from a run's checkpoint, or from published weights."""
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
@@ -59,9 +58,7 @@ def generate(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None, prog: str = PROG) -> int:
     """Runs the command; returns its exit code, 2 for bad input."""
     arguments = parse_arguments(argv, prog)
-    log = logging.getLogger("jaxthru")
-    log.handlers, log.propagate = [logging.StreamHandler()], False
-    log.setLevel(logging.WARNING)
+    command_line.log_to_stderr()
     return exit_code(lambda: generate(arguments))
 
 

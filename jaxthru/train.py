@@ -210,8 +210,7 @@ def main(argv: list[str] | None = None, prog: str = PROG) -> int:
         run(config, arguments.run_dir, resume=arguments.resume)
 
     arguments = parse_arguments(argv, prog)
-    log.handlers, log.propagate = [logging.StreamHandler()], False
-    log.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
+    command_line.log_to_stderr(logging.DEBUG if arguments.verbose else logging.INFO)
     return exit_code(command, "interrupted before training began; nothing is lost")
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxthru import config as configuration
-from jaxthru.build.language_model import is_run, run_config
+from jaxthru.build.language_model import folder_of, run_at, run_config
 from jaxthru.data.tokenizer import Tokenizer
 from jaxthru.data.tokenizer_folder import FILES as TOKENIZER_FILES
 from jaxthru.huggingface.config import read_config, written
@@ -46,16 +46,13 @@ def export_weights(
 
     The folder appears whole, its file STABLE last. Raises InputError, before anything is written.
     """
-    path = where.path if isinstance(where, RunDirectory) else Path(where).expanduser()
-    folder = Path(folder).expanduser()
-    require(path.is_dir(), f"{path}: no such folder; give a run directory, or a folder of published weights")
+    path, folder = folder_of(where), Path(folder).expanduser()
     require(dtype is None or dtype in DTYPES, f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
     check_empty(folder)
     xla.configure()
-    if is_run(path):
-        _export_run(RunDirectory(path), folder, step, dtype, overrides)
+    if run := run_at(path, step):
+        _export_run(run, folder, step, dtype, overrides)
     else:
-        require(step is None, f"--step {step}: {path} is no run directory, it has no steps")
         said = f"--set {' '.join(overrides)}: {path} is no run directory, it has no settings"
         require(not overrides, said)
         _export_folder(path, folder, dtype)

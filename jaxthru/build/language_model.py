@@ -178,13 +178,27 @@ def load(
     checkpoint of a run; None is the newest.
     Raises InputError, before the devices' memory is used, for what cannot be read or does not fit.
     """
+    path = folder_of(where)
+    xla.configure()  # before anything asks for a device
+    if run := run_at(path, step):
+        return _of_run(run, overrides, step)
+    return _of_folder(path, overrides)
+
+
+def folder_of(where: Path | str | RunDirectory) -> Path:
+    """Returns the folder of a run, or of published weights. Raises InputError if there is none."""
     path = where.path if isinstance(where, RunDirectory) else Path(where).expanduser()
     require(path.is_dir(), f"{path}: no such folder; give a run directory, or a folder of published weights")
-    xla.configure()  # before anything asks for a device
+    return path
+
+
+def run_at(path: Path, step: int | None) -> RunDirectory | None:
+    """Returns the run in a folder, None for published weights. Raises InputError if these are asked for a
+    step."""
     if is_run(path):
-        return _of_run(RunDirectory(path), overrides, step)
+        return RunDirectory(path)
     require(step is None, f"--step {step}: {path} is no run directory, it has no steps")
-    return _of_folder(path, overrides)
+    return None
 
 
 def is_run(path: Path) -> bool:

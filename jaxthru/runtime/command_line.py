@@ -1,6 +1,7 @@
 """Command lines: the parser of a command, and what the help of each ends with."""
 
 import argparse
+import logging
 from typing import Any
 
 
@@ -14,6 +15,13 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     change = "change one key; may be given several times"
     settings = {"default": [], "dest": "overrides", "metavar": "GROUP.KEY=VALUE", "help": change}
     parser.add_argument("--set", action="append", **settings)
+
+
+def log_to_stderr(level: int = logging.WARNING) -> None:
+    """Has what jaxthru logs from this level on printed to stderr, and nowhere else."""
+    log = logging.getLogger("jaxthru")
+    log.handlers, log.propagate = [logging.StreamHandler()], False
+    log.setLevel(level)
 
 
 def ending(prog: str, example: str) -> dict[str, Any]:
