@@ -62,9 +62,9 @@ def read_borders(folder: Path, tokenizer: tokenizers.Tokenizer) -> Borders:
     or else, as what the tokenizer makes of a text begins. Raises InputError for a damaged file.
     """
     if (folder / BORDERS).is_file():
-        kept = _read(folder / BORDERS)
+        kept = read_object(folder / BORDERS)
         return Borders(_name(folder / BORDERS, kept, "bos") or "", _name(folder / BORDERS, kept, "end"))
-    asked = _read(folder / "tokenizer_config.json").get("add_bos_token")
+    asked = read_object(folder / "tokenizer_config.json").get("add_bos_token")
     if asked is None:
         bos = _begins(tokenizer)
     else:
@@ -93,13 +93,13 @@ def _special(folder: Path, tokenizer: tokenizers.Tokenizer, which: str) -> str |
     """Returns a special token's text: by name, as the tokenizer's files say, or by the model's id of it."""
     by_name, by_id = KEYS[which]
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        name = _name(folder / file, _read(folder / file), by_name)
+        name = _name(folder / file, read_object(folder / file), by_name)
         if name is not None:
             known = tokenizer.token_to_id(name) is not None
             require(known, f"{folder / file}: {by_name} = {name!r}: is no token of {TOKENIZER} beside it")
             return name
     for file in ("config.json", "generation_config.json"):
-        tree = _read(folder / file)
+        tree = read_object(folder / file)
         value = tree.get(by_id, _within(tree).get(by_id))
         first = value[0] if isinstance(value, list) and value else value
         if first is not None and first != []:
@@ -125,8 +125,8 @@ def _name(file: Path, tree: Mapping[str, Any], key: str) -> str | None:
     return name or None
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, {} if the file is not there."""
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file, {} if the file is not there. Raises InputError."""
     if not file.is_file():
         return {}
     try:

@@ -1,12 +1,12 @@
 """generation_config.json: how a model is meant to be sampled, and which tokens end a text."""
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.data.tokenizer_folder import read_object
+from jaxthru.runtime.errors import require
 
 log = logging.getLogger(__name__)
 FILE = "generation_config.json"
@@ -31,7 +31,7 @@ class GenerationDefaults:
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
     """Returns what a folder's generation_config.json says, and its config.json of stop tokens where that does
     not. Absent keys mean what they do in Hugging Face's `GenerationConfig`. Raises InputError."""
-    keys, config = _read(folder / FILE), _read(folder / "config.json")
+    keys, config = read_object(folder / FILE), read_object(folder / "config.json")
     stop = _ids(folder / FILE, keys) or _ids(folder / "config.json", config)
     left = [name for name, neutral in NEUTRAL.items() if keys.get(name) not in (None, *neutral)]
     if left:
@@ -57,13 +57,3 @@ def _ids(path: Path, keys: dict[str, Any]) -> tuple[int, ...]:
     are_ids = all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in ids)
     require(are_ids, f"{path}: eos_token_id = {found!r}: must be an id, or a list of ids")
     return ids
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Returns the keys of a JSON file, none of one that is not there."""
-    try:
-        keys = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
-    require(isinstance(keys, dict), f"{path}: must be an object")
-    return keys
