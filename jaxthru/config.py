@@ -55,6 +55,8 @@ class RunConfig:
     """
 
     name = "run"  # of the file that `load` read, for run directories: no key, and of no other configuration
+    recorded = None  # the choices.json beside the config.json that `load` read: no key either
+    named = frozenset()  # the keys that overrides of `load` named: none either
 
     train: TrainConfig = TrainConfig()
     model: FamilyConfig = ModelConfig()
@@ -129,6 +131,11 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
         tree = moved.renewed(_read(file))
         config = _changed(tree, overrides)
         object.__setattr__(config, "name", file.stem)
+        object.__setattr__(
+            config, "recorded", file.parent / "choices.json" if file.suffix == ".json" else None
+        )
+        keys = (override.partition("=")[0].strip() for override in overrides)
+        object.__setattr__(config, "named", frozenset(keys))
         return config
     except OSError as error:
         raise InputError(f"--config {path}: cannot be read ({error.strerror})") from error
@@ -191,6 +198,10 @@ def check_change(old: RunConfig, new: RunConfig, where: Path) -> list[str]:
     before, after = plain.flat(to_dict(old)), plain.flat(to_dict(new))
     changed = {k: f"{k} ({before.get(k)!r} → {after.get(k)!r})" for k in sorted(before | after)}
     changed = {k: line for k, line in changed.items() if before.get(k) != after.get(k)}
+    # What is left open is chosen by what the run was started with, if that is still right.
+    left_open = {k for k, value in after.items() if value == "auto"}
+    left_open |= {"offload.fraction"} if "offload.level" in left_open else set()
+    changed = {k: line for k, line in changed.items() if k not in left_open}
     if "model.family" in changed:  # their other keys have little to do with each other
         changed = {k: line for k, line in changed.items() if k == "model.family" or k[:6] != "model."}
     fixed = [line for key, line in changed.items() if not changeable(key)]

@@ -70,6 +70,7 @@ NAMES = {
     "train.describe": "build.compiled.announce",
     "training.layered.LayeredStep": "engine.dispatched.DispatchedStep",
     "training.loss.Metrics": "engine.terms.Terms",
+    "training.parts.init_by_parts": "training.state.sharded_init",
     "training.metrics.open_record": "training.record.open_record",
     "training.metrics.Record": "training.record.Record",
     "training.metrics.scalars": "training.sinks.tensorboard.scalars",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxthru import config as configuration
-from jaxthru.build import choices
+from jaxthru.build import choices, pinned_host
 from jaxthru.build.compiled import Build, compile_step, fit_here, published_weights
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data, prepare_data
@@ -25,21 +25,24 @@ from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import RunDirectory
-from jaxthru.training.self_check import check_attention
+from jaxthru.training.start import StartTimes
 from jaxthru.training.watchdog import Watchdog
 
 log = logging.getLogger("jaxthru")
 
 
-def train(built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float) -> State:
+def train(
+    built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float, times: StartTimes
+) -> State:
     """Runs the loop from the newest checkpoint, or from the start; returns the last state."""
     config, data, train = built.config, built.data, built.config.train
     state, data_state = restore_or_start(built, checkpointer)
+    times.note("state")
     start = data_state.step
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
-    record = open_record(config.metrics, directory, start)
+    record = open_record(config.metrics, directory, start, times)
     with (
         built.batches(data_state) as batches,
         open_progress(steps, start) as progress,
@@ -129,6 +132,13 @@ def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> 
             log.info("changed since the run was started: %s%s", line, follows)
 
 
+def recorded(directory: RunDirectory | None) -> tuple[RunConfig | None, tuple[choices.Choice, ...]]:
+    """Returns the configuration that a run was started with, and what was chosen then."""
+    if directory is None or not directory.config.exists():
+        return None, ()
+    return configuration.load_own(directory.config), choices.read(directory.choices)
+
+
 def run(
     config: RunConfig,
     directory: RunDirectory | Path | str | None = None,
@@ -142,14 +152,14 @@ def run(
     file which `load_config` read, else `run`. resume: as on the command line.
     Raises InputError or TrainingError, with a message of one line.
     """
-    started = time.monotonic()
+    started, times = time.monotonic(), StartTimes()
     name = name or config.name
     if isinstance(directory, Path | str):
         directory = RunDirectory(directory)
     xla.configure(config.kernels.writes_to_peers)
     distributed.initialize()
-    config = choices.ready(config)
-    newest = None
+    pinned_host.limit(config)
+    asked, newest = config, None
     if directory:
         distributed.from_first(lambda: check_resumable(config, directory, resume))
         newest = newest_step(directory.checkpoints)
@@ -158,6 +168,7 @@ def run(
             if distributed.is_primary():
                 final_table(directory)
             return directory
+    config = choices.ready(config, *recorded(directory))
     layout = fit_here(config)
     weights = published_weights(config) if newest is None else None
     log.info("preparing data: mix %s ...", config.data.mix)
@@ -167,18 +178,20 @@ def run(
     data = open_data(config.data, prepare=False, begun=keys, kept=kept)
     directory = directory or RunDirectory.fresh(name)
     autotuned = directory.autotune if config.train.deterministic else None
-    built = compile_step(config, layout, data, autotuned, weights)
-    rows = config.train.rows // config.train.microbatches
-    check_attention(built.step.objective.model, rows, config.data.sequence, data.segments)
+    times.note("data")
+    how = {"asked": asked, "fresh": newest is None, "checked": True}
+    built = compile_step(config, layout, data, autotuned, weights, **how)
+    times.note("compile")
     saved = directory.checkpoints, config.checkpoint, in_place(built.abstract)
     # Only who holds the lock may clear away what looks like the rest of a killed save.
     with data, directory.locked(), Checkpointer(*saved) as checkpointer:
-        distributed.from_first(lambda: configuration.dump(config, directory.config))
+        distributed.from_first(lambda: configuration.dump(built.config, directory.config))
+        distributed.from_first(lambda: choices.write(directory.choices, built.choices))
         directory.write_environment()
         directory.keep_tokenizer(data.tokenizer.kept)
         if weights:
             directory.keep_base(weights.folder.path)
-        train(built, directory, checkpointer, started)
+        train(built, directory, checkpointer, started, times)
     log.debug("compiled %d programs, %d from the cache", *xla.compilations())
     if distributed.is_primary():
         final_table(directory)

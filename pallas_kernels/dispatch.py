@@ -40,6 +40,20 @@ def assumed(platform: str) -> Iterator[None]:
         _assumed.reset(token)
 
 
+_noted = contextvars.ContextVar[dict[str, set[str]] | None]("noted", default=None)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[dict[str, set[str]]]:
+    """Yields {operation: implementations}, which comes to hold those that are traced within."""
+    found: dict[str, set[str]] = {}
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
 def resolve_platform(platform: str | None = None) -> str:
     """Returns "cpu", "gpu" or "tpu": where the computation will run, by default on JAX's default backend."""
     platform = platform or _assumed.get() or jax.default_backend()
@@ -220,6 +234,8 @@ class Operation:
             except Unsupported as refusal:
                 refusals.append(f"{name}: {refusal}")
                 continue
+            if (found := _noted.get()) is not None:
+                found.setdefault(self.name, set()).add(name)
             if (label, name) not in _logged and _assumed.get() is None:
                 _logged.add((label, name))
                 reasons = f" (refused: {'; '.join(refusals)})" if refusals else ""

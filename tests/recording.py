@@ -4,7 +4,9 @@ All that is asked of a commit stands in `configured`, `program` and `on_disk`. W
 disk, whatever their form in memory is.
 """
 
+import contextlib
 import functools
+import importlib
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -141,6 +143,16 @@ def devices_of(config: Any) -> list[jax.Device]:
     return jax.devices()[: config.mesh.data * config.mesh.fsdp * config.mesh.tensor]
 
 
+def by_parts_where_older(config: Any) -> Callable | None:
+    """Returns what made the first state of a dispatched step, of commits where that was a function of its
+    own."""
+    for home in ("jaxthru.training.state", "jaxthru.training.parts") if config.offload.layered else ():
+        with contextlib.suppress(ModuleNotFoundError):
+            if found := vars(importlib.import_module(home)).get("init_by_parts"):
+                return found
+    return None
+
+
 def program(words: dict[str, str]) -> Program:
     """Returns the step of a configuration."""
     from jaxthru.training.state import sharded_init
@@ -148,15 +160,13 @@ def program(words: dict[str, str]) -> Program:
     try:
         from jaxthru.build.checks import attention_by, fit
         from jaxthru.build.step import assemble
-        from jaxthru.training.state import init_by_parts
     except ModuleNotFoundError:  # of commits that have no jaxthru/build and no jaxthru/engine
         from jaxthru.plan.assemble import assemble
         from jaxthru.plan.fit import attention_by, fit
-        from jaxthru.training.parts import init_by_parts
     config = configured(words)
     layout = fit(config, devices_of(config))
     made = assemble(config, layout, segments=SEGMENTS, sources=SOURCES, attention=attention_by(config))
-    init = init_by_parts if config.offload.layered else sharded_init
+    init = by_parts_where_older(config) or sharded_init
     of_run = made.step.objective.model, made.step.optimizer, made.abstract, config.train.seed
     return Program(lambda: init(*of_run), made.compile({}), layout.sharding(("batch", "sequence")))
 

@@ -105,7 +105,7 @@ def test_what_a_module_held_is_somewhere():
         ("training.step", "token_weight", "engine.gradients", "token_weight"),
         ("training.step", "CompiledStep", "engine.inline", "CompiledStep"),
         ("training.layered", "LayeredStep", "engine.dispatched", "DispatchedStep"),
-        ("training.parts", "init_by_parts", "training.state", "init_by_parts"),
+        ("training.parts", "init_by_parts", "training.state", "sharded_init"),
         ("training.metrics", "open_record", "training.record", "open_record"),
         ("models.flops", "train_flops", "models.llama", "train_flops"),
         ("plan.levels", "PCIE", "plan.memory", "PCIE"),

@@ -72,7 +72,7 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
     if config.offload.layered:
         which = offloaded(config)
         require(
-            shape.loop == "unroll",
+            shape.loop != "scan",
             f"model.loop = {shape.loop!r}: with {which} the host runs layer after layer; choose 'unroll'",
         )
         require(

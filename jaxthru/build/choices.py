@@ -1,165 +1,197 @@
-"""Chooses the offload level, state format and fraction that fit, by arithmetic; resolves `auto`."""
+"""What `auto` stands for on these devices: the fastest that fits, by the compiled step.
 
-import bisect
+Arithmetic proposes (build/proposals.py), a compile confirms, and what does not fit after all makes room for
+the next. A run directory keeps what was chosen, in choices.json.
+"""
+
 import dataclasses
-import functools
+import json
 import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 
-from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate, gib, host_room
+from jaxthru import config as configuration
+from jaxthru.build.defaults import AUTO, get, plain, replaced
+from jaxthru.build.memory_estimate import Room, estimate, gib, host_room
+from jaxthru.build.proposals import LEVELS, Candidate, candidates, propose
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
 from jaxthru.data.mix import load_mix
-from jaxthru.engine.offload import OffloadConfig
-from jaxthru.models import family
 from jaxthru.runtime import distributed, hardware
-from jaxthru.runtime import pinned as pinned_memory
+from jaxthru.runtime import plain as plain_values
+from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.sharding import Layout
 
 log = logging.getLogger("jaxthru")
 
-LEVELS = ("none", "optimizer", "gradients", "parameters")
-
-BY_PRECISION = (
-    *("float32", "split_master_float32", "bfloat16", "split_master"),
-    *("int8", "split_master_int8", "stochastic_rounding"),
-)
-"""Formats, the one nearest to float32 first: of two that cost the same, the first is proposed."""
+KEPT_WITH = {"offload.level": ("offload.fraction",)}
+"""A key -> others that are chosen with it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Proposal:
-    """moved: bytes over PCIe a step, both directions together."""
+class Choice:
+    """What a key was asked to be, what was chosen, why, and on which devices."""
 
-    level: str
-    state: str
-    fraction: float
-    plan: MemoryPlan
-    moved: int
-
-
-def pinned(config: RunConfig) -> int:
-    """Returns the bytes that this process will keep in pinned host memory, by arithmetic. 0 where that is not
-    known before devices are: with level auto, several processes, or -1 along `data` or `tensor`.
-
-    There is a copy of the state for each replica. Else state and activations are split, and the devices of a
-    replica together hold the same, however many they are.
-    """
-    offload, mesh = config.offload, config.mesh
-    if offload.level == "auto" or -1 in (mesh.data, mesh.tensor) or jax.distributed.is_initialized():
-        return 0
-    mesh = dataclasses.replace(mesh, fsdp=1)
-    config = dataclasses.replace(config, mesh=mesh)
-    devices = mesh.data * mesh.tensor
-    return estimate(config, devices=devices)[0].peak_host
+    key: str
+    asked: Any
+    chosen: Any
+    reason: str
+    device: str
 
 
-def saved_at_once(config: RunConfig) -> int:
-    """Returns the bytes of pinned memory that a save takes at most, for what of the state is on the device:
-    two arrays as large as the largest (see `Checkpointer`)."""
-    if config.offload.level == "none":
-        return 0
-    return 8 * max(stage.largest for stage in family.chain(config.model).stages)
+def device_name(devices: Sequence[jax.Device]) -> str:
+    """Returns how many devices of which kind, as choices.json has it."""
+    return f"{len(devices)} × {devices[0].device_kind}"
 
 
-def ready(config: RunConfig) -> RunConfig:
-    """Returns a configuration as this machine is to run it, and has XLA pin what it needs. Call it before
-    the first device is touched. Raises InputError."""
-    if config.offload.layered:
-        # A process is taken to have its host to itself, here and in `resolve_here`; where several share one,
-        # offload.host_gib has to be the share of each.
-        kept = pinned(config)
-        pinned_memory.limit(kept and kept + saved_at_once(config), host_room(config))
-        kind = hardware.devices()[0].device_kind
-        if hardware.has_unified_memory(kind):
-            log.info("%s reaches its host's memory over NVLink-C2C: docs/memory.md, Unified memory", kind)
-    return resolve_here(config)
+def open_keys(config: RunConfig) -> list[str]:
+    """Returns the keys of `defaults.AUTO` that are still `auto`."""
+    return [key for key in AUTO if get(config, key) == "auto"]
 
 
-def reserve(config: RunConfig, devices: list[jax.Device]) -> None:
-    """Has this process pin at once what a configuration keeps in host memory, if it runs on GPUs: else steps
-    would wait while the system pins more.
-
-    devices: of all processes, that share the step.
-    """
-    offload, here = config.offload, [device for device in devices if device in jax.local_devices()]
-    if not offload.layered or devices[0].platform != "gpu":
-        return
-    plan, _ = estimate(config, devices=len(devices))
-    kept = plan.peak_host * len(here) // len(devices) + saved_at_once(config)
-    pinned_memory.reserve(min(pinned_memory.spared(kept), host_room(config)))
-
-
-def propose(
-    config: RunConfig,
-    room: Room,
-    *,
-    resident: MemoryPlan | None = None,
-    devices: int = 1,
-    segments: int = 1,
-) -> list[Proposal]:
-    """Returns for each format the level and fraction that fit and move the least, the cheapest format first.
-
-    One that fits at no level is left out, or that the optimizer's other settings forbid. resident, devices,
-    segments: as of `estimate`.
-    """
+def made(
+    asked: RunConfig, chosen: RunConfig, reason: str, devices: Sequence[jax.Device]
+) -> tuple[Choice, ...]:
+    """Returns the choices that lead from one configuration to the other. reason: for keys of AUTO."""
+    ours, theirs = (plain_values.flat(configuration.to_dict(each)) for each in (asked, chosen))
     found = []
-    for state in BY_PRECISION:
-        try:
-            dataclasses.replace(config.optim, state=state)
-        except InputError:
-            continue
-        levels = ("none",) if config.remat.keep_parameters else LEVELS  # the others keep none
-        fitting: list[Proposal] = []
-        for level in levels:
-            if proposal := _least(config, level, state, room, resident, devices, segments):
-                fitting.append(proposal)
-                if not proposal.moved:
-                    break  # none moves less
-        if fitting:
-            found.append(min(fitting, key=lambda proposal: proposal.moved))
-    return sorted(found, key=lambda proposal: proposal.moved)
+    for key in sorted(key for key in ours if ours[key] != theirs[key]):
+        why = REASONS.get(key.partition(".")[0]) or reason or RECORDED
+        found.append(Choice(key, ours[key], theirs[key], why, device_name(devices)))
+    return tuple(found)
 
 
-def _least(config, level, state, room, resident=None, devices=1, segments=1) -> Proposal | None:
-    """Returns a level with the least fraction that fits, if any does."""
-    optim = dataclasses.replace(config.optim, state=state)
-
-    @functools.cache
-    def planned(step: int) -> tuple[MemoryPlan, int]:
-        offload = dataclasses.replace(config.offload, level=level, fraction=step / count or 1.0)
-        tried = dataclasses.replace(config, offload=offload, optim=optim)
-        return estimate(tried, resident=resident, devices=devices, segments=segments)
-
-    # Embedding and head are parts too. The more of them are on the host, the less is on the device.
-    count = len(family.chain(config.model).layers) + 2
-    steps = range(1, count + 1) if level != "none" else range(1)
-    if planned(steps[-1])[0].peak_device > room.device:
-        return None  # not even with all of them
-    least = bisect.bisect_left(steps, True, key=lambda step: planned(step)[0].peak_device <= room.device)
-    if not room.holds(planned(steps[least])[0]):
-        return None
-    return Proposal(level, state, steps[least] / count, *planned(steps[least]))
+REASONS = {"kernels": "the first that can run here", "mesh": "the default"}
+RECORDED = "as on the first start, or the default of this device"
 
 
-def resolve_here(config: RunConfig) -> RunConfig:
-    """Returns what `resolve` does for this process's devices and host, the same in all processes."""
-    if config.offload.level != "auto":
-        return config
+def with_kernels(config: RunConfig, kernels: Mapping[str, Collection[str]]) -> RunConfig:
+    """Returns a configuration with the implementations that were taken, where one alone was of an operation
+    that is `auto`. kernels: {operation: implementations}."""
+    names = {f"kernels.{name}": sorted(found) for name, found in kernels.items() if len(found) == 1}
+    return replaced(config, {key: name for key, (name,) in names.items() if get(config, key) == "auto"})
+
+
+def write(path: Path, choices: Iterable[Choice]) -> None:
+    """Writes choices as JSON, in one piece."""
+    rows = [dataclasses.asdict(choice) for choice in choices]
+    write_atomically(path, json.dumps(rows, indent=2) + "\n")
+
+
+def read(path: Path) -> tuple[Choice, ...]:
+    """Returns the choices in a file, none without one. Raises InputError for a file that is none."""
+    if not path.is_file():
+        return ()
+    try:
+        return tuple(Choice(**row) for row in json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        said = f"{path}: cannot be read as choices ({error})"
+        raise InputError(f"{said}; delete it to have them made anew") from error
+
+
+def ready(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[Choice] = ()) -> RunConfig:
+    """Returns a configuration with every `auto` settled that needs no compile: by what its run has recorded
+    on such devices, and on a CPU.
+
+    run, recorded: the configuration that a run was started with, and the choices that led to it.
+    """
+    devices = hardware.devices()
+    here = device_name(devices)
+    if config.recorded:  # as it was chosen for other devices, it is open again
+        away = [
+            each for each in read(config.recorded) if each.device != here and each.key not in config.named
+        ]
+        again = {each.key: each.asked for each in away if get(config, each.key) == each.chosen}
+        config = replaced(config, again)
+    if run is not None and _alike(config, run):
+        kept = {each.key: each.chosen for each in recorded if each.device == here}
+        open_here = {*open_keys(config), *(key for key in kept if get(config, key) == "auto")}
+        open_here |= {other for key in open_here for other in KEPT_WITH.get(key, ())}
+        config = replaced(config, {key: value for key, value in kept.items() if key in open_here})
+    return plain(config) if devices[0].platform == "cpu" else config
+
+
+DECIDES = (
+    "train.rows",
+    "train.microbatches",
+    "train.deterministic",
+    "model.",
+    "data.sequence",
+    "optim.state",
+)
+DECIDES += ("optim.clip_rule", "optim.name", "mesh.", "precision.", "remat.", "offload.", "kernels.")
+"""Keys that what fits, and what is fast, depends on."""
+
+
+def _alike(config: RunConfig, other: RunConfig) -> bool:
+    """Says whether the same would be chosen for two configurations, but for what is open."""
+    ours, theirs = (plain_values.flat(configuration.to_dict(each)) for each in (config, other))
+    left_open = {key for key, value in ours.items() if value == "auto"}
+    left_open |= {other for key in left_open for other in KEPT_WITH.get(key, ())}
+    keys = [key for key in ours | theirs if key.startswith(DECIDES) and key not in left_open]
+    return all(ours.get(key) == theirs.get(key) for key in keys)
+
+
+FULL, DISPATCHED = 0.97, 0.94
+"""Share of a device's memory that a compiled plan may fill: of a step that is one program, and of one that is
+several, whose arrays of many sizes come and go and leave holes."""
+
+
+def room_here(config: RunConfig) -> Room:
+    """Returns the room on this process's devices and hosts, the same in all processes."""
     host = host_room(config)
-    hardware.devices()  # or it says why there are none
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", host)  # a CPU's is the host's
     # A plan's host bytes are those of all devices, a host's room is for its own.
-    room = Room(memory, host * jax.device_count() // jax.local_device_count())
+    sizes = distributed.from_first(lambda: [memory, host * jax.device_count() // jax.local_device_count()])
+    return Room(*sizes)
 
-    def chosen() -> dict:
-        segments, _, _ = documents(config)
-        return dataclasses.asdict(resolve(config, room, jax.device_count(), segments).offload)
 
-    found = distributed.from_first(chosen)
-    log.info("offload.level = auto: %s, offload.fraction = %g", found["level"], found["fraction"])
-    return dataclasses.replace(config, offload=OffloadConfig(**found))
+def full(room: Room) -> Room:
+    """Returns the room beyond which a compiled plan does not fit."""
+    return dataclasses.replace(room, device=round(FULL * room.device))
+
+
+def share_of(room: Room, config: RunConfig) -> Room:
+    """Returns the room that a compiled plan of this configuration may fill."""
+    share = DISPATCHED if config.offload.layered else FULL
+    return dataclasses.replace(room, device=round(share * room.device))
+
+
+def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int) -> Iterator[Candidate]:
+    """Yields what a configuration may become here, the fastest first; itself where nothing is open.
+
+    segments: most documents in a row. Raises InputError, with what is short, where nothing fits by
+    arithmetic.
+    """
+    if not open_keys(config):
+        yield Candidate(config, None, 0.0)
+        return
+    devices, gpu = layout.mesh.size, layout.mesh.devices.flat[0].platform == "gpu"
+    found = candidates(config, room, devices=devices, segments=segments, gpu=gpu)
+    first = next(found, None)
+    if first is None:
+        raise InputError(nothing_fits(config, room, devices, segments))
+    yield first
+    yield from found
+
+
+def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> str:
+    """Returns a line that says what is short, at the least that a configuration can take, and what fits."""
+    asked = ", ".join(f"{key} = 'auto'" for key in open_keys(config))
+    most = {"model.loop": "unroll", "remat.policy": "full", "offload.level": LEVELS[-1]}
+    tried = plain(replaced(config, {key: value for key, value in most.items() if get(config, key) == "auto"}))
+    plan, _ = estimate(tried, devices=devices, segments=segments)
+    others = [found.state for found in propose(tried, room, devices=devices, segments=segments)]
+    advice = f"optim.state = {' or '.join(map(repr, others))} fits" if others else "no optim.state fits"
+    return (
+        f"{asked}: nothing fits with optim.state = {config.optim.state!r}; at the least it needs "
+        f"{gib(plan.peak_device)} GiB on the device, of {gib(room.device)}, and {gib(plan.peak_host)} on the "
+        f"host, of {gib(room.host)}; {advice}"
+    )
 
 
 DOCUMENTS = 32
@@ -176,38 +208,3 @@ def documents(config: RunConfig) -> tuple[int, int, tuple[str, ...]]:
     except InputError:
         note = f"the corpus is not prepared: {DOCUMENTS} documents a row assumed (--segments)"
         return DOCUMENTS, 1, (note,)
-
-
-def resolve(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> RunConfig:
-    """Returns a configuration with `offload.level = "auto"` replaced by the first level that fits, with the
-    least fraction, by arithmetic; any other as it is. segments: most documents in a row.
-
-    Raises InputError, with what is short, where none fits.
-    """
-    if config.offload.level != "auto":
-        return config
-    room = dataclasses.replace(room, device=round(room.device * CERTAIN))
-    of = {"devices": devices, "segments": segments}
-    fits = (_least(config, level, config.optim.state, room, **of) for level in LEVELS)
-    first = next((proposal for proposal in fits if proposal), None)
-    if first is None:
-        most, _ = estimate(
-            dataclasses.replace(config, offload=dataclasses.replace(config.offload, level=LEVELS[-1])), **of
-        )
-        others = [proposal.state for proposal in propose(config, room, **of)]
-        advice = f"optim.state = {' or '.join(map(repr, others))} fits" if others else "no optim.state fits"
-        raise InputError(
-            f"offload.level = 'auto': no level fits with optim.state = {config.optim.state!r}; with all on "
-            f"the host it needs {gib(most.peak_device)} GiB on the device, of {gib(room.device)}, and "
-            f"{gib(most.peak_host)} on the host, of {gib(room.host)}; {advice}"
-        )
-    fraction = first.fraction or 1.0
-    offload = dataclasses.replace(config.offload, level=first.level, fraction=fraction)
-    return dataclasses.replace(config, offload=offload)
-
-
-CERTAIN = 0.90
-"""Share of the device that a plan by arithmetic may fill: it is up to 3 % below the compiled peak (4 % on
-several devices), what was measured up to 5 % above that, and this is not all either (first steps,
-evaluation, holes in the memory). Of kernels only cuDNN's attention has its workspace in the plan: what
-attention "xla" and "reference" need, which grows with the square of the sequence, is not in it."""

@@ -5,14 +5,16 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from jaxthru.build import choices
+from jaxthru.build import choices, confirmed, pinned_host
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import asked_for, attention_by, check_vocabulary, fit, offloaded
+from jaxthru.build.choices import Choice
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.step import assemble
 from jaxthru.config import RunConfig
@@ -33,7 +35,9 @@ from jaxthru.training.account import Account
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
 from jaxthru.training.samples import Samples
-from jaxthru.training.state import init_by_parts, sharded_init, state_of_weights
+from jaxthru.training.self_check import agree_on_attention, wrong_attention
+from jaxthru.training.state import FirstState, state_of_weights
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Unsupported
 
 log = logging.getLogger("jaxthru")
@@ -45,7 +49,8 @@ class Build:
 
     abstract: shapes, dtypes and shardings of the state. compiled: (state, batch) -> (state, metrics).
     recompile: compiles it again, with more of XLA's options. weights: published ones that the state before
-    the first update has. samples: makes those of `evaluate.prompts`.
+    the first update has. samples: makes those of `evaluate.prompts`. choices: what `auto` was
+    settled to. first: makes the first state.
     """
 
     config: RunConfig
@@ -58,6 +63,8 @@ class Build:
     recompile: Callable[[dict], CompiledStep | DispatchedStep]
     weights: Weights | None = None
     samples: Samples | None = None
+    choices: tuple[Choice, ...] = ()
+    first: FirstState | None = None
 
     def first_state(self) -> State:
         """Returns the state before the first update."""
@@ -65,8 +72,8 @@ class Build:
             log.info("reading the weights of %s ...", self.config.model.pretrained)
             return state_of_weights(self.step.optimizer, self.abstract, self.weights.array)
         log.info("initialising the parameters ...")
-        make = init_by_parts if self.config.offload.layered else sharded_init
-        return make(self.step.objective.model, self.step.optimizer, self.abstract, self.config.train.seed)
+        first = self.first or FirstState(self.step.model, self.step.optimizer, self.abstract)
+        return first(self.config.train.seed)
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
@@ -104,22 +111,24 @@ class Build:
         return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
 
 
-def announce(parameters: int, layout: Layout) -> None:
-    """Logs what is about to be compiled, and for which devices."""
+def announce(parameters: int, layout: Layout, settings: str) -> None:
+    """Logs what is about to be compiled, and for which devices. settings: that were chosen, if any were."""
     mesh = layout.mesh
     log.info(
-        "compiling the step: %s parameters on %d × %s (%s) ...",
+        "compiling the step: %s parameters on %d × %s (%s)%s ...",
         f"{parameters:,}",
         mesh.size,
         mesh.devices.flat[0].device_kind,
         " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        settings and f": {settings}",
     )
 
 
 def build_step(config: RunConfig, data: Data, devices: list[jax.Device] | None = None) -> Build:
     """Returns the compiled step for a configuration, on all devices or these. Raises InputError if
-    configuration, data and devices do not fit each other."""
+    configuration, data and devices do not fit each other, or nothing that is `auto` fits the devices."""
     xla.configure(config.kernels.writes_to_peers)
+    pinned_host.limit(config)
     config = choices.ready(config)
     return compile_step(config, fit_here(config, devices), data, weights=published_weights(config))
 
@@ -133,10 +142,13 @@ def published_weights(config: RunConfig) -> Weights | None:
 
 
 def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
-    """Returns the layout of a configuration, see `checks.fit`, whose step has room in the hosts' memory. Ask
-    it before data is prepared. Raises InputError."""
+    """Returns the layout of a configuration, see `checks.fit`, whose step has room in the devices' and the
+    hosts' memory. Ask it before data is prepared. Raises InputError."""
     layout = fit(config, devices)
     check_host_memory(config, layout)
+    if choices.open_keys(config):
+        segments, _, _ = choices.documents(config)
+        next(choices.proposed(config, layout, choices.room_here(config), segments))
     return layout
 
 
@@ -146,36 +158,80 @@ def compile_step(
     data: Data,
     autotuned: Path | None = None,
     weights: Weights | None = None,
+    *,
+    asked: RunConfig | None = None,
+    fresh: bool = True,
+    checked: bool = False,
 ) -> Build:
-    """Returns the compiled step of a configuration that is `choices.ready`, on its layout. autotuned: a
-    folder of what autotuning has chosen, by which it is compiled anew. weights: published ones to start from.
-    Raises InputError."""
-    train = config.train
-    choices.reserve(config, list(layout.mesh.devices.flat))
+    """Returns the compiled step of a configuration that is `choices.ready`, on its layout: of what it leaves
+    open, the fastest that fits as compiled.
+
+    autotuned: a folder of what autotuning has chosen, by which it is compiled anew. weights: published ones
+    to start from. asked: the configuration before anything was chosen. fresh: whether the first state will be
+    made. checked: compare attention with its reference. Both are compiled on another thread, while the step
+    is. Raises InputError, and TrainingError for an attention that is wrong.
+    """
     check_vocabulary(config, data.vocabulary)
     segments, sources = data.segments, len(data.names)
-    made = assemble(config, layout, segments=segments, sources=sources, attention=attention_by(config))
-    samples = samples_of(config, made.step.objective.model, data)
     options = xla.compiler_options(
         jax.default_backend(),
         layout.mesh.size,
-        train.deterministic,
+        config.train.deterministic,
         writes_to_peers=config.kernels.writes_to_peers,
         copies=config.mesh.copies,
         autotuned=autotuned,
     )
-    compile_ = xla.nothing_kept(autotuned is not None)(made.compile)
-    announce(made.step.model.parameters, layout)
+    anew = xla.nothing_kept(autotuned is not None)
+    room = choices.room_here(config) if choices.open_keys(config) else None
     started = time.monotonic()
-    try:
-        compiled = compile_(options)
-    except Unsupported as refusal:
-        raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
+    first = initial = check = None
+    with ThreadPoolExecutor(2, "jaxthru-beside") as others:
+        for candidate in choices.proposed(config, layout, room, segments):
+            made = assemble(
+                candidate.config, layout, segments=segments, sources=sources, attention=attention_by(config)
+            )
+            announce(made.step.model.parameters, layout, candidate.said if room else "")
+            if fresh and weights is None and (first is None or not first.makes(made.abstract)):
+                first = FirstState(made.step.model, made.step.optimizer, made.abstract)
+                initial = others.submit(first.compile)
+            if checked and check is None:
+                rows = config.train.rows // config.train.microbatches
+                check = others.submit(wrong_attention, made.step.model, rows, config.data.sequence, segments)
+            try:
+                with dispatch.noted() as kernels:
+                    found = anew(confirmed.compile_candidate)(config, candidate, made, options, room)
+            except Unsupported as refusal:
+                raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
+            if found.compiled is not None:
+                break
+            log.info("%s", found.reason)
+        else:
+            raise InputError(choices.nothing_fits(config, room, layout.mesh.size, segments))
+        for other in (initial, check):
+            if other is not None:
+                other.result()
     seconds = time.monotonic() - started
-    log.info("compiled in %.1f s", seconds)
-    recompile = lambda more: compile_(options | more)  # noqa: E731
+    log.info("compiled in %.1f s%s", seconds, found.reason and f": {found.reason}")
+    if check is not None:
+        agree_on_attention(made.step.model, check.result())
+    pinned_host.reserve(found.config, list(layout.mesh.devices.flat))
+    made, chosen = found.made, choices.with_kernels(found.config, kernels)
+    decisions = choices.made(asked or config, chosen, found.reason, list(layout.mesh.devices.flat))
+    samples = samples_of(chosen, made.step.objective.model, data)
+    recompile = lambda more: anew(made.compile)(options | more)  # noqa: E731
     return Build(
-        config, data, layout, made.step, made.abstract, compiled, seconds, recompile, weights, samples
+        chosen,
+        data,
+        layout,
+        made.step,
+        made.abstract,
+        found.compiled,
+        seconds,
+        recompile,
+        weights,
+        samples,
+        decisions,
+        first if first is not None and first.makes(made.abstract) else None,
     )
 
 

@@ -4,8 +4,9 @@ import bisect
 import dataclasses
 from collections.abc import Iterator
 
-from jaxthru.build.choices import BY_PRECISION
+from jaxthru.build.defaults import plain
 from jaxthru.build.memory_estimate import estimate, gib, indispensable
+from jaxthru.build.proposals import BY_PRECISION
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.runtime import distributed, hardware
@@ -23,7 +24,7 @@ def check_host_memory(config: RunConfig, layout: Layout) -> None:
     devices = list(layout.mesh.devices.flat)
     if devices[0].platform != "cpu":
         return
-    processes = distributed.sharing_memory()
+    config, processes = plain(config), distributed.sharing_memory()
     here = sum(device.process_index in processes for device in devices)
     lack = lacking(config, len(devices), here, memory_of_host(config))
     for said in distributed.gather_text(lack):  # hosts may differ, and none can train without the others

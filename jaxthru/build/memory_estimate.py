@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from jaxthru.build.defaults import plain
 from jaxthru.build.memory_sizes import Sizes, attention_stand_in, stacked
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
@@ -97,6 +98,7 @@ def estimate(
     resident: of the configuration's own step without offload, compiled; its transients are taken for level
     `none`. segments: most documents in a row, by which cuDNN's attention sizes its workspace.
     """
+    config = plain(config)
     if not config.offload.layered:
         made, _, workspace = _assembled(config, devices, segments)
         return _resident(made, Sizes.of(made, workspace, _stacked(config, devices, segments)), resident), 0

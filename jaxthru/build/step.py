@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxthru.build.defaults import plain
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs
 from jaxthru.engine.dispatched import DispatchedStep
@@ -60,6 +61,7 @@ class Assembled:
 
 def bound(config: RunConfig, layout: Layout, attention: str) -> Model:
     """Returns the model of a configuration on a layout. attention: implementation, or `auto`."""
+    config = plain(config)
     ops = Ops(
         layout,
         jnp.dtype(config.precision.compute),
@@ -85,6 +87,7 @@ def assemble(
 
     segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`.
     """
+    config = plain(config)
     train, model = config.train, bound(config, layout, attention)
     schedule = make_schedule(config.optim, train.steps)
     adamw_8bit = config.kernels.named("adamw_8bit") or (PARTITIONED if layout.mesh.size > 1 else None)

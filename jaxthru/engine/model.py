@@ -65,24 +65,25 @@ class Model:
 
     def init(self, key: jax.Array) -> Tree:
         """Returns fresh parameters, all float32; the same values for `scan` and `unroll`, on any mesh."""
-        first, last, *keys = self.part_keys(key)
-        groups = []
+        made = [init(stage, keys) for stage, keys in self.part_keys(key)]
+        return from_parts(made, self.weights)
+
+    def part_keys(self, key: jax.Array) -> list[tuple[Stage, jax.Array]]:
+        """Returns what each of the `parts` is made by and from: its stage and its key, or the keys of all
+        that are stacked. key: of them all."""
+        first, layers, last = jax.random.split(key, 3)
+        found, keys = (
+            [(self.chain.embedding, first), (self.chain.head, last)],
+            list(jax.random.split(layers, len(self.chain.layers))),
+        )
         for group in self.chain.groups:
             count = len(group.blocks)
             own, keys = keys[: count * group.repetitions], keys[count * group.repetitions :]
-            groups.append(tuple(self._init(stage, own[at::count]) for at, stage in enumerate(group.blocks)))
-        embedding, head = self.chain.embedding, self.chain.head
-        return {"embedding": embedding.init(first), "layers": tuple(groups), "head": head.init(last)}
-
-    def _init(self, stage: Stage, keys: list[jax.Array]) -> Tree:
-        if self.loop == "scan":
-            return jax.vmap(stage.init)(jnp.stack(keys))
-        return tuple(map(stage.init, keys))
-
-    def part_keys(self, key: jax.Array) -> list[jax.Array]:
-        """Returns the keys that embedding, head and each layer are made from, of the key of them all."""
-        first, layers, last = jax.random.split(key, 3)
-        return [first, last, *jax.random.split(layers, len(self.chain.layers))]
+            if self.loop == "unroll":
+                found += zip(group.blocks * group.repetitions, own, strict=True)
+            else:
+                found += [(stage, jnp.stack(own[at::count])) for at, stage in enumerate(group.blocks)]
+        return found
 
     def context(self, batch: Batch, max_segments: int, share: float = 1.0) -> Context:
         """Returns what all stages need of a micro-batch. share: of the step's rows, those in it."""
@@ -129,6 +130,11 @@ class Model:
         for name in self.chain.output:
             matrix, info = matrix[name], info[name]
         return matrix, info.axes
+
+
+def init(stage: Stage, keys: jax.Array) -> Tree:
+    """Returns fresh parameters of a stage, float32; of several keys those of several, stacked."""
+    return jax.vmap(stage.init)(keys) if keys.ndim else stage.init(keys)
 
 
 EMBEDDING, HEAD, LAYERS = 0, 1, 2

@@ -32,7 +32,8 @@ class OffloadConfig:
     """level: `none`: nothing. `optimizer`: moments and what else only the update reads (ZeRO stage 1,
         arXiv:1910.02054). `gradients`: and with optim.clip_rule = exact the gradients, which have to wait for
         their norm; with `previous` each is used as soon as it is there. `parameters`: and the weights.
-        `auto`: the first of these that fits the device, with the smallest fraction (`plan memory` says).
+        `auto`: none where the step fits the device; else the level and the smallest fraction that fit, with
+        the remat.policy that makes the faster step (`plan memory --best` says). On a CPU none.
     fraction: share of the model's parts that `level` is applied to, evenly spread over its depth.
     activations: `inputs` sends each layer's input to the host until its backward pass; `names` also what
         remat.policy keeps.
@@ -43,7 +44,7 @@ class OffloadConfig:
         says how much it has.
     """
 
-    level: Literal["none", "optimizer", "gradients", "parameters", "auto"] = "none"
+    level: Literal["auto", "none", "optimizer", "gradients", "parameters"] = "auto"
     fraction: float = 1.0
     activations: Literal["none", "inputs", "names"] = "none"
     staging_gib: float = 4.0
@@ -62,11 +63,11 @@ class OffloadConfig:
     @property
     def layered(self) -> bool:
         """Says whether the host dispatches the layers one by one."""
-        return self.level != "none" or self.activations != "none"
+        return self.level not in ("none", "auto") or self.activations != "none"
 
     def on_host(self, count: int) -> tuple[bool, ...]:
         """Returns which of so many parts have their state on the host, in the order of the forward pass."""
-        share = self.fraction if self.level != "none" else 0.0
+        share = self.fraction if self.level not in ("none", "auto") else 0.0
         # Bresenham's line: the share of any stretch of the depth is the share of the whole.
         return tuple(int((i + 1) * share + 1e-9) > int(i * share + 1e-9) for i in range(count))
 

@@ -28,12 +28,13 @@ class FamilyConfig:
 
     family: `llama`, or the whole name of a module of your own that has a `Config`, as `package.module`.
     loop: `scan` compiles each block of the repeated pattern once and loops over stacked parameters; `unroll`
-    compiles each layer.
+    compiles each layer, and makes faster steps. `auto` takes the faster that fits a GPU (build/choices.py);
+    elsewhere it scans.
     pretrained: a folder of published weights in Hugging Face's form, to start from. Its config.json gives the
     model's shape, and its tokenizer reads the text; a key of `model` that is set must agree with it.
     """
 
-    loop: Literal["scan", "unroll"] = dataclasses.field(default="scan", kw_only=True)
+    loop: Literal["auto", "scan", "unroll"] = dataclasses.field(default="auto", kw_only=True)
     pretrained: str | None = dataclasses.field(default=None, kw_only=True)
 
     @property

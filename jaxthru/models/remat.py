@@ -23,12 +23,13 @@ that `Ops` gives where they are to be."""
 class RematConfig:
     """policy: `none` keeps everything; `projections` recomputes norms and activations only; `gate` also
     recomputes the up projection, `attention` the gate projection too; `full` keeps each layer's input alone.
+    `auto` takes the fastest that fits the device by the compiled step (build/choices.py), on a CPU `none`.
     keep_parameters: keep each layer's matrices as its products take them, in the compute dtype and gathered
     over `fsdp`, for the backward pass too, as `none` does. It then casts none and gathers none again, at the
     price of their bytes (the opposite of FSDP2's `reshard_after_forward`).
     """
 
-    policy: Literal["none", "projections", "gate", "attention", "full"] = "none"
+    policy: Literal["auto", "none", "projections", "gate", "attention", "full"] = "auto"
     keep_parameters: bool = False
 
 

@@ -12,7 +12,10 @@ import rich.table
 from jaxthru import config as configuration
 from jaxthru.build import choices
 from jaxthru.build.checks import asked_for
+from jaxthru.build.defaults import get
 from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib
+from jaxthru.build.proposals import candidates, propose
+from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
 from jaxthru.plan import memory
 from jaxthru.plan.data import forecast
@@ -56,14 +59,21 @@ def _memory(arguments: argparse.Namespace) -> int:
     segments, notes = arguments.segments, ()
     if segments is None:
         segments, _, notes = choices.documents(config)
-    plan, resident = _plan(config, target, devices, arguments.segments)
+    if arguments.best:
+        return _best(config, target, devices, arguments.segments, room)
+    asked, config, settled = config, *_settled(config, target, devices, arguments.segments, room)
+    plan, resident = settled or _plan(config, target, devices, arguments.segments)
+    if asked is not config:
+        found = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
+        layered = f", offload.fraction = {config.offload.fraction:g}" * config.offload.layered
+        plan = dataclasses.replace(plan, notes=(found + layered, *plan.notes))
     if not aot.available():  # a plan that is compiled says so itself
         plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     _show(None, [COMPILED if aot.available() else ESTIMATE])
     _show(memory.table(plan), [*room.said, *plan.notes])
-    proposals = choices.propose(config, room, resident=resident, devices=devices, segments=segments)
+    proposals = propose(config, room, resident=resident, devices=devices, segments=segments)
     _show(*memory.proposed(proposals))
-    short = room.lacks(plan)
+    short = choices.full(room).lacks(plan)
     fits = f"fits: {gib(plan.peak_device)} of {gib(room.device)} GiB"
     if plan.peak_host:
         fits += f", on the host {gib(plan.peak_host)} of {gib(room.host)}"
@@ -75,21 +85,46 @@ COMPILED = "Memory of a step, compiled for the GPU:"
 ESTIMATE = 'Memory of a step, an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
 
 
+def _settled(config, target, devices, segments, room) -> tuple[RunConfig, tuple | None]:
+    """Returns a configuration with what it leaves open as a run on these devices would choose it, and its
+    plan; itself and None where nothing is open. Raises InputError where nothing fits."""
+    if not choices.open_keys(config):
+        return config, None
+    known = segments or choices.documents(config)[0]
+    for candidate in candidates(config, room, devices=devices, segments=known):
+        if found := memory.confirm(config, candidate, target, room, devices, segments):
+            config, plan = found
+            return config, (plan, None if config.offload.layered or not aot.available() else plan)
+    raise InputError(choices.nothing_fits(config, room, devices, known))
+
+
+def _best(config, target, devices, segments, room) -> int:
+    """Shows all that `auto` may stand for, and compiles the fastest until one fits."""
+    require(bool(choices.open_keys(config)), "--best: nothing is `auto` in this configuration")
+    known, rows, fits = segments or choices.documents(config)[0], [], None
+    for candidate in candidates(config, room, devices=devices, segments=known, all_of_them=True):
+        if fits or not room.holds(candidate.plan):
+            rows.append((candidate, None, None if room.holds(candidate.plan) else False))
+            continue
+        found = memory.confirm(config, candidate, target, room, devices, segments)
+        fits = found is not None
+        if found:
+            candidate = dataclasses.replace(candidate, config=found[0])
+        rows.append((candidate, found and found[1], fits))
+    _show(
+        memory.best_table(rows),
+        [*room.said, "time: by arithmetic, of the fastest; a run takes the first that fits"],
+    )
+    return 0 if fits else 1
+
+
 def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | None]:
     """Returns the plan of a configuration, and the same if it is that of the resident step, compiled."""
-    offload = config.offload
-    if offload.level == "auto":
-        room = memory.room(config, target)
-        config = choices.resolve(config, room, devices, segments or choices.documents(config)[0])
-        level, fraction = config.offload.level, config.offload.fraction
-        found = f"offload.level = auto is {level}, offload.fraction = {fraction:g}"
-        plan, resident = _plan(config, target, devices, segments)
-        return dataclasses.replace(plan, notes=(found, *plan.notes)), resident
     if not aot.available():
         segments = segments or choices.documents(config)[0]
         return estimate(config, devices=devices, segments=segments)[0], None
     try:
-        if offload.layered:
+        if config.offload.layered:
             return memory.dispatched(config, target, devices, segments), None
         plan = memory.resident(config, target, devices, segments)
     except Unsupported as refusal:
@@ -136,6 +171,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--device", default="h200", help=f"one of {', '.join(aot.TARGETS)}; default %(default)s"
     )
     room.add_argument("--devices", type=int, default=1, help="of one host; default %(default)s")
+    room.add_argument("--best", action="store_true", help="all that `auto` may stand for, the fastest first")
     room.add_argument("--segments", type=int, help="most documents in a row; default: what the corpus has")
     data.add_argument("--samples", type=int, default=300, help="steps to plan in full, default %(default)s")
     data.add_argument("--plot", metavar="FILE", help="draw shares and load imbalance there, as SVG")

@@ -6,10 +6,13 @@ import jax
 import rich.box
 import rich.table
 
+from jaxthru.build import choices
 from jaxthru.build.checks import fit
-from jaxthru.build.choices import Proposal, documents
+from jaxthru.build.choices import documents
+from jaxthru.build.confirmed import Programs
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
 from jaxthru.build.memory_sizes import attention_stand_in
+from jaxthru.build.proposals import PCIE, Candidate, Proposal
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis
@@ -61,6 +64,30 @@ def dispatched(
         "for it",
     )
     return fullest(made.rehearsed(compiled_for(target, devices)).moments, notes)
+
+
+def confirm(
+    asked: RunConfig, candidate: Candidate, target: aot.Target, room: Room, devices: int, segments: int | None
+) -> tuple[RunConfig, MemoryPlan] | None:
+    """Returns a candidate, with the least offload that fits where that was left open, and its memory, if it
+    fits as compiled; or by arithmetic, where nothing can be compiled."""
+    config = candidate.config
+    room = choices.share_of(room, config)
+    if not aot.available():
+        return (config, candidate.plan) if room.holds(candidate.plan) else None
+    if not config.offload.layered:
+        plan = resident(config, target, devices, segments)
+        return (config, plan) if room.holds(plan) else None
+    made, notes, how = traced(config, target, devices, segments)
+
+    def analyse(program: jax.stages.Traced) -> object:
+        return aot.compile_for(program.lower(lowering_platforms=("cuda",)), target, devices).stats
+
+    found = Programs(made, analyse).fitted(config, asked.offload.level, room)
+    if found is None:
+        return None
+    config, plan = found
+    return config, dataclasses.replace(plan, notes=(*notes, f"each program {how}", *plan.notes))
 
 
 def compiled_for(target: aot.Target, devices: int) -> Analysis:
@@ -118,9 +145,6 @@ def proposed(proposals: list[Proposal]) -> tuple[rich.table.Table | None, list[s
     return proposal_table(proposals), []
 
 
-PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)
-
-
 def proposal_table(proposals: list[Proposal]) -> rich.table.Table:
     """Returns what was proposed, the cheapest first."""
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns take it
@@ -137,5 +161,30 @@ def proposal_table(proposals: list[Proposal]) -> rich.table.Table:
             gib(found.plan.peak_host),
             f"{found.moved / 1e9:,.0f}",
             f"{found.moved / PCIE:.2f}",
+        )
+    return table
+
+
+def best_table(rows: list[tuple[Candidate, MemoryPlan | None, bool | None]]) -> rich.table.Table:
+    """Returns what `auto` may stand for, the fastest first. rows: a candidate, its memory as compiled, and
+    whether it fits; None is not compiled."""
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("remat\npolicy", "model\nloop", "offload\nlevel"):
+        table.add_column(column, no_wrap=True)
+    for column in ("\nfraction", "\ntime", "GiB, by\nestimate", "GiB as\ncompiled", "host\nGiB", "\nfits"):
+        table.add_column(column, justify="right", no_wrap=True)
+    least = min(candidate.seconds for candidate, _, _ in rows)
+    for candidate, plan, fits in rows:
+        config, offload = candidate.config, candidate.config.offload
+        table.add_row(
+            config.remat.policy,
+            config.model.loop,
+            offload.level,
+            f"{offload.fraction:.2f}" if offload.layered else "",
+            f"{candidate.seconds / least:.2f}",
+            gib(candidate.plan.peak_device),
+            gib(plan.peak_device) if plan else "",
+            gib(candidate.plan.peak_host) if offload.layered else "",
+            {True: "yes", False: "no", None: ""}[fits],
         )
     return table

@@ -135,6 +135,13 @@ def without_graphs(platform: str) -> dict[str, Any]:
     return {"xla_gpu_enable_command_buffer": ""} if platform in ("gpu", "cuda", "rocm") else {}
 
 
+def untuned(platform: str) -> dict[str, Any]:
+    """Returns the options for compiling a program that runs once. Else XLA times several kernels for each of
+    its fusions: for the draws of a 1B's parameters that took a minute on an H200, and now takes three
+    seconds."""
+    return {"xla_gpu_autotune_level": 0} if platform in ("gpu", "cuda", "rocm") else {}
+
+
 def for_peers(platform: str) -> dict[str, Any]:
     """Returns the options for compiling a program with kernels that write into peers' memory.
 

@@ -37,9 +37,10 @@ class Record:
             sink.evaluation(row)
 
 
-def open_record(config: MetricsConfig, run: RunDirectory, resumed: int = 0) -> Record:
+def open_record(config: MetricsConfig, run: RunDirectory, resumed: int = 0, *more: Sink) -> Record:
     """Returns where this process's rows go: nowhere, but for the first. resumed: the step that was restored,
-    0 at the start."""
+    0 at the start. more: further sinks."""
     if not is_primary():
         return Record([])
-    return Record([JsonLines(run), *([TensorBoard(run, resumed)] if config.tensorboard else [])])
+    board = [TensorBoard(run, resumed)] if config.tensorboard else []
+    return Record([JsonLines(run), *board, *more])

@@ -1,6 +1,7 @@
 """The run directory: the contract between a run and everything that reads it afterwards.
 
 config.json          the resolved configuration; `--config RUN_DIR/config.json` runs it again
+choices.json         what was asked to be `auto`: key, asked, chosen, reason, device
 environment.json     versions, devices, flags
 metrics.jsonl        one object a step, with METRICS_FIELDS and what the model adds; unknown values are null
 eval.jsonl           one object an evaluation, with EVAL_FIELDS
@@ -64,6 +65,7 @@ class RunDirectory:
         require(path != "", "--run-dir: is empty; give a directory, or leave it out")
         self.path = Path(path)
         self.config = self.path / "config.json"
+        self.choices = self.path / "choices.json"
         self.environment = self.path / "environment.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.eval_file = self.path / "eval.jsonl"

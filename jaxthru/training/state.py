@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxthru.engine.model import LAYERS, Model, parts
+from jaxthru.engine.model import Model, init, parts
 from jaxthru.engine.offload import Pace, move, on_device
 from jaxthru.engine.step import State, counters_of, first_state, slots_by_part, state_of
 from jaxthru.optim.optimizer import Optimizer
+from jaxthru.runtime import xla
 from jaxthru.runtime.sharding import Axes, Layout
 from jaxthru.training import layout as on_disk
 
@@ -51,34 +52,59 @@ def _placed(leaf: jax.ShapeDtypeStruct, layout: Layout, axes: Axes) -> jax.Shape
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def sharded_init(model: Model, optimizer: Optimizer, abstract: State, seed: int) -> State:
-    """Returns the first state, each shard made where it lives. abstract: as from `abstract_state`."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = jax.jit(lambda key: init_state(model, optimizer, key), out_shardings=shardings)
-    return make(jax.random.key(seed))
+class FirstState:
+    """Makes the first state, part after part where it is to live, by one small program for each kind of
+    stage: a layer is compiled once, no more than a few parts are ever on the device in float32, and they
+    leave no holes in its memory.
 
-
-def init_by_parts(model: Model, optimizer: Optimizer, abstract: State, seed: int) -> State:
-    """Returns the first state, part after part made where it is to live: no more than a few of them are ever
-    on the device in float32.
-
-    abstract: shapes, dtypes and shardings of the state; layers are unrolled.
+    `compile` may run ahead, on another thread.
     """
-    homes = list(zip(parts(abstract["params"]), slots_by_part(abstract), strict=True))
-    infos, pace = parts(optimizer.infos), Pace()
-    stages = [model.chain.embedding, model.chain.head, *model.chain.layers]
 
-    @functools.cache
-    def program(first: int) -> Callable:
-        make = lambda key: optimizer.init_part(stages[first].init(key), infos[first])  # noqa: E731
-        return jax.jit(make, out_shardings=on_device(homes[first]))
+    def __init__(self, model: Model, optimizer: Optimizer, abstract: State):
+        """abstract: shapes, dtypes and shardings of the state, as from `abstract_state`."""
+        self.model, self.optimizer, self.abstract = model, optimizer, abstract
+        self._homes = list(zip(parts(abstract["params"]), slots_by_part(abstract), strict=True))
+        self._kinds: list[tuple[Any, jax.stages.Compiled]] = []
+        self._programs: list[jax.stages.Compiled] = []
 
-    made = []
-    for index, key in enumerate(model.part_keys(jax.random.key(seed))):
-        first = stages.index(stages[index], min(index, LAYERS))  # of equal ones, which share a program
-        made.append(move(program(first)(key), _shardings(homes[index]), donate=True))
-        pace(made[-1])
-    return _first_state_of(made, abstract)
+    def compile(self) -> "FirstState":
+        """Compiles what is not yet compiled. Returns self."""
+        if self._programs:
+            return self
+        key = jax.random.key(0)
+        keys = jax.eval_shape(lambda: [keys for _, keys in self.model.part_keys(key)])
+        stages = [stage for stage, _ in self.model.part_keys(key)]
+        for stage, like, infos, home in zip(
+            stages, keys, parts(self.optimizer.infos), self._homes, strict=True
+        ):
+            kind = stage, like.shape, on_device(home)
+            found = next((program for other, program in self._kinds if other == kind), None)
+            if found is None:
+                make = lambda keys: self.optimizer.init_part(init(stage, keys), infos)  # noqa: B023, E731
+                options = xla.untuned(jax.default_backend())
+                found = jax.jit(make, out_shardings=kind[2]).lower(like).compile(compiler_options=options)
+                self._kinds.append((kind, found))
+            self._programs.append(found)
+        return self
+
+    def makes(self, abstract: State) -> bool:
+        """Says whether it makes a state of these shapes, dtypes and shardings."""
+        return abstract == self.abstract
+
+    def __call__(self, seed: int) -> State:
+        """Returns the first state of a seed."""
+        self.compile()
+        made, pace = [], Pace()
+        keys = self.model.part_keys(jax.random.key(seed))
+        for program, (_, of_part), home in zip(self._programs, keys, self._homes, strict=True):
+            made.append(move(program(of_part), _shardings(home), donate=True))
+            pace(made[-1])
+        return _first_state_of(made, self.abstract)
+
+
+def sharded_init(model: Model, optimizer: Optimizer, abstract: State, seed: int) -> State:
+    """Returns the first state, see `FirstState`."""
+    return FirstState(model, optimizer, abstract)(seed)
 
 
 def state_of_weights(optimizer: Optimizer, abstract: State, read: on_disk.Read) -> State:

@@ -30,7 +30,7 @@ from jaxthru.plan.__main__ import main
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError
-from jaxthru.training.state import init_by_parts
+from jaxthru.training.state import sharded_init
 
 GIB = 2**30
 cuda = pytest.mark.compiles_for("cuda")
@@ -478,7 +478,7 @@ def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
         leaves = jax.tree.leaves(state)
         return sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == HOST)
 
-    state = init_by_parts(model, optimizer, made.abstract, 0)
+    state = sharded_init(model, optimizer, made.abstract, 0)
     planned = on_host(made.abstract)
     assert kept(state) == planned
     batch = {name: jnp.ones(leaf.shape, leaf.dtype) for name, leaf in made.batch.items()}

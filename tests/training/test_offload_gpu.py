@@ -18,7 +18,7 @@ from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.gradients import gradient_dtype
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, from_parts, parts
 from jaxthru.engine.offload import HOST, OffloadConfig, placed
-from jaxthru.training.state import init_by_parts
+from jaxthru.training.state import sharded_init
 
 pytestmark = pytest.mark.gpu
 
@@ -229,7 +229,7 @@ def test_pinned_memory_holds_the_state():
     config = OffloadConfig("parameters")
     abstract = placed(whole.abstract, config)
     step, before = whole.step, device.memory_stats()["bytes_in_use"]
-    state = init_by_parts(step.model, step.optimizer, abstract, 0)
+    state = sharded_init(step.model, step.optimizer, abstract, 0)
     in_use = lambda: device.memory_stats()["bytes_in_use"] - before  # noqa: E731
     leaves = jax.tree.leaves(state)
     away = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == HOST)

@@ -1,0 +1,136 @@
+"""Compiles a step as one of several candidates, and says what memory it takes as compiled."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxthru.build import choices
+from jaxthru.build.defaults import replaced
+from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib
+from jaxthru.build.proposals import LEVELS, Candidate, cheapest
+from jaxthru.build.step import Assembled
+from jaxthru.config import RunConfig
+from jaxthru.engine import programs
+from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.inline import CompiledStep
+from jaxthru.engine.offload import OffloadConfig, on_device, placed
+from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY
+from jaxthru.engine.step import State
+from jaxthru.models.scopes import program_of
+from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
+
+Step = CompiledStep | DispatchedStep
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bytes on one device of a compiled program. results: of those that take over no argument's memory."""
+
+    arguments: int
+    results: int
+    temporary: int
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.results + self.temporary
+
+    @classmethod
+    def of(cls, stats: Any) -> "Sizes | None":
+        """Returns those that XLA says of a program (`memory_analysis`); None where it does not."""
+        if stats is None:
+            return None
+        results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return cls(stats.argument_size_in_bytes, max(results, 0), stats.temp_size_in_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Confirmed:
+    """A candidate as it was compiled. compiled: None where it does not fit. reason: what was found, for
+    people; empty where nothing was asked."""
+
+    config: RunConfig
+    made: Assembled
+    compiled: Step | None
+    reason: str
+
+
+def compile_candidate(
+    asked: RunConfig, candidate: Candidate, made: Assembled, options: dict[str, Any], room: Room | None
+) -> Confirmed:
+    """Compiles a candidate, and says whether it fits: at once where `room` is None, for nothing is open.
+
+    asked: the configuration with what is open. made: of the candidate.
+    """
+    config = candidate.config
+    if room is None:
+        return Confirmed(config, made, made.compile(options), "")
+    room = choices.share_of(room, config)
+    if config.offload.layered:
+        analyse = lambda traced: traced.lower().compile(compiler_options=options).memory_analysis()  # noqa: E731
+        found = Programs(made, analyse).fitted(config, asked.offload.level, room)
+        if found is None:
+            reason = f"{candidate.said}: as compiled it does not fit {gib(room.device)} GiB"
+            return Confirmed(config, made, None, reason)
+        config, plan = found
+        made = dataclasses.replace(
+            made, offload=config.offload, abstract=replaced_homes(made, config.offload)
+        )
+        size, compiled = plan.peak_device, made.compile(options)
+    else:
+        compiled = made.compile(options)
+        size = (sizes := Sizes.of(compiled.program.memory_analysis())) and sizes.peak
+    if size is None:
+        return Confirmed(config, made, compiled, f"{candidate.said}: fits by arithmetic")
+    reason = f"{dataclasses.replace(candidate, config=config).said}: {gib(size)} of {gib(room.device)} GiB"
+    fits = size <= room.device
+    return Confirmed(
+        config, made, compiled if fits else None, reason + " as compiled" + ", too much" * (not fits)
+    )
+
+
+def replaced_homes(made: Assembled, offload: OffloadConfig) -> State:
+    """Returns the abstract state with another part of it on the host."""
+    return placed(programs.placed(made.abstract, on_device(made.abstract)), offload)
+
+
+class Programs:
+    """The programs of a dispatched step, each compiled once, whatever of the state is on the host."""
+
+    def __init__(self, made: Assembled, analyse: Callable[[jax.stages.Traced], Any]):
+        """made: with any offload: the programs are the same with all. analyse: compiles one, and returns what
+        XLA says of its memory."""
+        self.made, self._analyse = made, analyse
+        self._known: dict[str, tuple[jax.stages.Traced, Sizes | None]] = {}
+
+    def fitted(self, config: RunConfig, level: str, room: Room) -> tuple[RunConfig, MemoryPlan] | None:
+        """Returns a configuration with the least offload that fits as compiled, if any does. level: as it was
+        asked for; another than `auto` stays as it is."""
+        if level != "auto":
+            plan, _ = self._planned(config.offload)
+            return (config, plan) if room.holds(plan) else None
+        levels = LEVELS[config.offload.activations == "none" :]
+        if (found := cheapest(config, levels, room, self._planned)) is None:
+            return None
+        values = {"offload.level": found.level, "offload.fraction": found.fraction or 1.0}
+        return replaced(config, values), found.plan
+
+    def _planned(self, offload: OffloadConfig) -> tuple[MemoryPlan, int]:
+        abstract = replaced_homes(self.made, offload)
+        made = dataclasses.replace(self.made, offload=offload, abstract=abstract)
+        found = made.rehearsed(self._needs, self._trace)
+        return fullest(found.moments, ("as compiled",)), found.moved
+
+    def _trace(self, name: str, *arguments, **settings) -> jax.stages.Traced:
+        if name not in self._known:
+            traced = programs.trace(name, *arguments, **settings)
+            self._known[name] = traced, Sizes.of(self._analyse(traced))
+        return self._known[name][0]
+
+    def _needs(self, name: str, _: jax.stages.Traced) -> Breakdown:
+        sizes, kind, device = self._known[name][1], program_of(name), dict.fromkeys(CATEGORIES, 0)
+        if sizes:
+            device[TEMPORARY[kind]] += sizes.temporary
+            device[OUTPUT[kind]] += sizes.results
+        return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")

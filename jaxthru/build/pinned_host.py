@@ -1,0 +1,57 @@
+"""The host memory that a configuration pins: how much, and that it is there before the first step."""
+
+import dataclasses
+
+import jax
+
+from jaxthru.build.memory_estimate import estimate, host_room
+from jaxthru.config import RunConfig
+from jaxthru.models import family
+from jaxthru.runtime import allocator, pinned
+
+
+def limit(config: RunConfig) -> None:
+    """Lets XLA pin what a configuration needs, or may come to need. Call it before the first device is
+    touched. Raises InputError."""
+    if config.offload.layered or (config.offload.level == "auto" and not allocator.on_cpus_alone()):
+        # A process is taken to have its host to itself, here and in `choices`; where several share one,
+        # offload.host_gib has to be the share of each.
+        kept = needed(config)
+        pinned.limit(kept and kept + saved_at_once(config), host_room(config))
+
+
+def needed(config: RunConfig) -> int:
+    """Returns the bytes that this process will keep in pinned host memory, by arithmetic. 0 where that is not
+    known before devices are: with level auto, several processes, or -1 along `data` or `tensor`.
+
+    There is a copy of the state for each replica. Else state and activations are split, and the devices of a
+    replica together hold the same, however many they are.
+    """
+    offload, mesh = config.offload, config.mesh
+    if offload.level == "auto" or -1 in (mesh.data, mesh.tensor) or jax.distributed.is_initialized():
+        return 0
+    mesh = dataclasses.replace(mesh, fsdp=1)
+    config = dataclasses.replace(config, mesh=mesh)
+    return estimate(config, devices=mesh.data * mesh.tensor)[0].peak_host
+
+
+def saved_at_once(config: RunConfig) -> int:
+    """Returns the bytes of pinned memory that a save takes at most, for what of the state is on the device:
+    two arrays as large as the largest (see `Checkpointer`)."""
+    if config.offload.level in ("none", "auto"):
+        return 0
+    return 8 * max(stage.largest for stage in family.chain(config.model).stages)
+
+
+def reserve(config: RunConfig, devices: list[jax.Device]) -> None:
+    """Has this process pin at once what a configuration keeps in host memory, if it runs on GPUs: else steps
+    would wait while the system pins more.
+
+    devices: of all processes, that share the step.
+    """
+    here = [device for device in devices if device in jax.local_devices()]
+    if not config.offload.layered or devices[0].platform != "gpu":
+        return
+    plan, _ = estimate(config, devices=len(devices))
+    kept = plan.peak_host * len(here) // len(devices) + saved_at_once(config)
+    pinned.reserve(min(pinned.spared(kept), host_room(config)))

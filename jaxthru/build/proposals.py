@@ -1,0 +1,228 @@
+"""Settings that fit a device and its host, by arithmetic, the fastest first: of remat.policy, model.loop and
+offload.
+
+Arithmetic alone decides nothing (build/choices.py compiles what it proposes): the estimate is up to 5 % off.
+"""
+
+import bisect
+import dataclasses
+import functools
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+
+from jaxthru.build.defaults import get, replaced
+from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate
+from jaxthru.config import RunConfig
+from jaxthru.engine.offload import OffloadConfig
+from jaxthru.models import family
+from jaxthru.models.remat import recomputed
+from jaxthru.runtime.errors import InputError
+
+LEVELS = ("none", "optimizer", "gradients", "parameters")
+POLICIES = ("none", "projections", "gate", "attention", "full")
+"""Of rematerialisation, the one that computes the least again first."""
+
+BY_PRECISION = (
+    *("float32", "split_master_float32", "bfloat16", "split_master"),
+    *("int8", "split_master_int8", "stochastic_rounding"),
+)
+"""Formats, the one nearest to float32 first: of two that cost the same, the first is proposed."""
+
+SUSTAINED = 650e12
+"""FLOP/s that an H200's products keep up (docs/results.md): what a copy over PCIE is weighed against."""
+PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)
+SCANNED = 1.05
+"""How much longer a step takes that loops over its layers: 1.05 to 1.09 on an H200 (docs/results.md)."""
+BY_PROGRAMS = 1.01
+"""The same of a step of several programs."""
+HIDDEN = 0.9
+"""Share of the products' time that copies can hide behind."""
+UNROLLED_MOST = 64
+"""Most layers that are compiled one by one: 36 take 40 s."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A level and fraction of offload that fit. moved: bytes over PCIe a step, both directions together."""
+
+    level: str
+    state: str
+    fraction: float
+    plan: MemoryPlan
+    moved: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A configuration with none of `defaults.AUTO` left open. plan: by arithmetic. seconds: of a step's
+    products and of the copies that they do not hide, to compare candidates by."""
+
+    config: RunConfig
+    plan: MemoryPlan
+    seconds: float
+
+    @property
+    def said(self) -> str:
+        """Its settings, for people."""
+        config = self.config
+        offload = f", offload {config.offload.level} {config.offload.fraction:.2g}"
+        return f"remat {config.remat.policy}, {config.model.loop}" + offload * config.offload.layered
+
+
+Planned = Callable[[OffloadConfig], tuple[MemoryPlan, int]]
+"""What a step with this offload needs, and the bytes that it moves."""
+
+
+def least(config: RunConfig, level: str, room: Room, planned: Planned) -> Proposal | None:
+    """Returns a level with the least fraction that fits, if any does."""
+
+    @functools.cache
+    def at(step: int) -> tuple[MemoryPlan, int]:
+        return planned(dataclasses.replace(config.offload, level=level, fraction=step / count or 1.0))
+
+    # Embedding and head are parts too. The more of them are on the host, the less is on the device.
+    count = len(family.chain(config.model).layers) + 2
+    steps = range(1, count + 1) if level != "none" else range(1)
+    if at(steps[-1])[0].peak_device > room.device:
+        return None  # not even with all of them
+    first = bisect.bisect_left(steps, True, key=lambda step: at(step)[0].peak_device <= room.device)
+    if not room.holds(at(steps[first])[0]):
+        return None
+    return Proposal(level, config.optim.state, steps[first] / count, *at(steps[first]))
+
+
+def cheapest(config: RunConfig, levels: tuple[str, ...], room: Room, planned: Planned) -> Proposal | None:
+    """Returns of several levels the one that fits and moves the least."""
+    fitting: list[Proposal] = []
+    for level in levels:
+        if proposal := least(config, level, room, planned):
+            fitting.append(proposal)
+            if not proposal.moved:
+                break  # none moves less
+    return min(fitting, key=lambda proposal: proposal.moved, default=None)
+
+
+def by_arithmetic(
+    config: RunConfig, devices: int, segments: int, resident: MemoryPlan | None = None
+) -> Planned:
+    """Returns `estimate` as a function of the offload."""
+
+    def planned(offload: OffloadConfig) -> tuple[MemoryPlan, int]:
+        tried = dataclasses.replace(config, offload=offload)
+        return estimate(tried, resident=resident, devices=devices, segments=segments)
+
+    return planned
+
+
+def propose(
+    config: RunConfig,
+    room: Room,
+    *,
+    resident: MemoryPlan | None = None,
+    devices: int = 1,
+    segments: int = 1,
+) -> list[Proposal]:
+    """Returns for each format the level and fraction that fit and move the least, the cheapest format first.
+
+    One that fits at no level is left out, or that the optimizer's other settings forbid. resident, devices,
+    segments: as of `estimate`.
+    """
+    found = []
+    for state in BY_PRECISION:
+        try:
+            tried = dataclasses.replace(config, optim=dataclasses.replace(config.optim, state=state))
+        except InputError:
+            continue
+        levels = ("none",) if config.remat.keep_parameters else LEVELS  # the others keep none
+        if proposal := cheapest(tried, levels, room, by_arithmetic(tried, devices, segments, resident)):
+            found.append(proposal)
+    return sorted(found, key=lambda proposal: proposal.moved)
+
+
+def candidates(
+    config: RunConfig,
+    room: Room,
+    *,
+    devices: int = 1,
+    segments: int = 1,
+    gpu: bool = True,
+    all_of_them: bool = False,
+) -> Iterator[Candidate]:
+    """Yields what a configuration's `auto` may stand for, and fits by arithmetic, the fastest first.
+
+    devices, segments: as of `estimate`. gpu: where unrolled layers are the faster ones. all_of_them: also
+    those that are one program and do not fit.
+    """
+    order = itertools.count()
+    queue: list[tuple[float, int, RunConfig | Candidate]] = []
+
+    def add(seconds: float, one: RunConfig | Candidate) -> None:
+        heapq.heappush(queue, (seconds, next(order), one))
+
+    for tried in (*_resident(config, gpu), *_layered(config)):
+        add(_seconds(tried, devices), tried)
+    while queue:
+        seconds, _, one = heapq.heappop(queue)
+        if isinstance(one, Candidate):
+            yield one
+            continue
+        found = _fitted(config, one, room, seconds, by_arithmetic(one, devices, segments))
+        if found and (all_of_them or room.holds(found.plan)):
+            add(found.seconds, found)
+
+
+def _fitted(
+    config: RunConfig, tried: RunConfig, room: Room, seconds: float, planned: Planned
+) -> Candidate | None:
+    """Returns a configuration, with the offload that it needs where `config` leaves that open, if it fits.
+    seconds: of its products."""
+    proposal = None
+    if config.offload.level == "auto" and tried.offload.layered:
+        levels = LEVELS[tried.offload.activations == "none" :]
+        if (proposal := cheapest(tried, levels, room, planned)) is None:
+            return None
+        offload = {"offload.level": proposal.level, "offload.fraction": proposal.fraction or 1.0}
+        tried, plan, moved = replaced(tried, offload), proposal.plan, proposal.moved
+    else:
+        plan, moved = planned(tried.offload)
+    return Candidate(tried, plan, seconds + max(0.0, moved / PCIE - HIDDEN * seconds))
+
+
+def _asked(config: RunConfig, key: str, choices: tuple[str, ...]) -> tuple[str, ...]:
+    value = get(config, key)
+    return choices if value == "auto" else (value,)
+
+
+def _resident(config: RunConfig, gpu: bool) -> Iterator[RunConfig]:
+    """Yields the configurations that are one program."""
+    if config.offload.level not in ("auto", "none") or config.offload.activations != "none":
+        return
+    few = len(family.chain(config.model).layers) <= UNROLLED_MOST
+    for policy in _asked(config, "remat.policy", POLICIES):
+        for loop in _asked(config, "model.loop", ("unroll", "scan") if gpu and few else ("scan",)):
+            settings = {"remat.policy": policy, "model.loop": loop, "offload.level": "none"}
+            yield replaced(config, settings)
+
+
+def _layered(config: RunConfig) -> Iterator[RunConfig]:
+    """Yields the configurations that are several programs; where the level is open, with the last one."""
+    level = config.offload.level
+    if config.model.loop == "scan" or config.remat.keep_parameters:
+        return
+    if level == "none" and config.offload.activations == "none":
+        return
+    for policy in _asked(config, "remat.policy", POLICIES[1:]):
+        if policy != "none":
+            settings = {"remat.policy": policy, "model.loop": "unroll"}
+            yield replaced(config, settings | ({"offload.level": LEVELS[-1]} if level == "auto" else {}))
+
+
+def _seconds(config: RunConfig, devices: int) -> float:
+    """Returns how long a step's products take on devices like an H200."""
+    tokens = config.train.rows * config.data.sequence
+    needed = family.module_of(config.model).train_flops(config.model, tokens, tokens * config.data.sequence)
+    layers = family.chain(config.model).layers
+    again = sum(recomputed(stage.products, config.remat.policy) for stage in layers) * tokens
+    form = SCANNED if config.model.loop == "scan" else BY_PROGRAMS if config.offload.layered else 1.0
+    return form * (needed + again) / devices / SUSTAINED

@@ -1,0 +1,48 @@
+"""Where the time before the first step went."""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from jaxthru.training.metrics import Row
+
+log = logging.getLogger("jaxthru")
+
+
+class StartTimes:
+    """Notes how long each part of a start took, and says it in one line once the first step has ended. A sink
+    of the record."""
+
+    def __init__(self):
+        self._last = self._began = time.monotonic()
+        self._parts: dict[str, float] = {}
+        self._ended = False
+        if (age := process_seconds()) is not None:
+            self._parts["python"], self._began = age, self._began - age
+
+    def note(self, part: str) -> None:
+        """Books the time since the last note."""
+        now = time.monotonic()
+        self._parts[part], self._last = now - self._last, now
+
+    def step(self, row: Row) -> None:
+        """Takes the row of a step: the first one ends the start."""
+        if self._ended:
+            return
+        self._ended = True
+        self.note("first step")
+        parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self._parts.items())
+        log.info("start: %s; %.0f s in all", parts, self._last - self._began)
+
+    def evaluation(self, row: Row) -> None:
+        """Takes the row of an evaluation."""
+
+
+def process_seconds() -> float | None:
+    """Returns the age of this process, None where the system does not say."""
+    stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
+    if not (stat.is_file() and uptime.is_file()):
+        return None
+    started = int(stat.read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return float(uptime.read_text().split()[0]) - started
