@@ -55,8 +55,7 @@ class RunConfig:
     """
 
     name = "run"  # of the file that `load` read, for run directories: no key, and of no other configuration
-    recorded = None  # the choices.json beside the config.json that `load` read: no key either
-    named = frozenset()  # the keys that overrides of `load` named: none either
+    file, overridden = None, frozenset()  # that `load` read, and keys that it was told: no keys either
 
     train: TrainConfig = TrainConfig()
     model: FamilyConfig = ModelConfig()
@@ -73,7 +72,7 @@ class RunConfig:
     kernels: KernelsConfig = KernelsConfig()
 
     def __post_init__(self):
-        check_types(self)
+        plain.check_groups(self)
         _take_old_keys(self)
         _take_shape(self)
         sequence, longest = self.data.sequence, self.model.longest
@@ -111,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_arguments(arguments: argparse.Namespace) -> RunConfig:
     """Returns the configuration that a command line asks for. Raises InputError, also for a key set twice."""
-    keys = [override.partition("=")[0].strip() for override in arguments.overrides]
+    keys = config_file.keys(arguments.overrides)
     twice = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
     require(twice is None, f"--set {twice}: is given twice; which one counts?")
     return load(arguments.config, arguments.overrides)
@@ -131,11 +130,8 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
         tree = moved.renewed(_read(file))
         config = _changed(tree, overrides)
         object.__setattr__(config, "name", file.stem)
-        object.__setattr__(
-            config, "recorded", file.parent / "choices.json" if file.suffix == ".json" else None
-        )
-        keys = (override.partition("=")[0].strip() for override in overrides)
-        object.__setattr__(config, "named", frozenset(keys))
+        object.__setattr__(config, "file", file)
+        object.__setattr__(config, "overridden", frozenset(config_file.keys(overrides)))
         return config
     except OSError as error:
         raise InputError(f"--config {path}: cannot be read ({error.strerror})") from error
@@ -157,7 +153,7 @@ def _changed(tree: dict, overrides: Sequence[str]) -> RunConfig:
         _set(tree, key, text)
     config = from_dict(tree)
     if config.model.pretrained:
-        named = {*words, *(override.partition("=")[0].strip() for override in overrides)}
+        named = {*words, *config_file.keys(overrides)}
         asked = {key: value for key, value in plain.flat(tree).items() if key in named}
         pretrained.check_set(asked, plain.flat(to_dict(config)), config.model.pretrained)
     return config
@@ -196,12 +192,10 @@ def check_change(old: RunConfig, new: RunConfig, where: Path) -> list[str]:
     where: the run directory, for the message.
     """
     before, after = plain.flat(to_dict(old)), plain.flat(to_dict(new))
-    changed = {k: f"{k} ({before.get(k)!r} → {after.get(k)!r})" for k in sorted(before | after)}
-    changed = {k: line for k, line in changed.items() if before.get(k) != after.get(k)}
-    # What is left open is chosen by what the run was started with, if that is still right.
-    left_open = {k for k, value in after.items() if value == "auto"}
+    left_open = {k for k, value in after.items() if value == "auto"}  # what the run has recorded is kept
     left_open |= {"offload.fraction"} if "offload.level" in left_open else set()
-    changed = {k: line for k, line in changed.items() if k not in left_open}
+    differ = [k for k in sorted(before | after) if before.get(k) != after.get(k) and k not in left_open]
+    changed = {k: f"{k} ({before.get(k)!r} → {after.get(k)!r})" for k in differ}
     if "model.family" in changed:  # their other keys have little to do with each other
         changed = {k: line for k, line in changed.items() if k == "model.family" or k[:6] != "model."}
     fixed = [line for key, line in changed.items() if not changeable(key)]
@@ -211,18 +205,6 @@ def check_change(old: RunConfig, new: RunConfig, where: Path) -> list[str]:
         "give another --run-dir, or the values that the run was started with",
     )
     return list(changed.values())
-
-
-def check_types(config: RunConfig) -> None:
-    """Raises InputError for the first field whose value is not of its declared type."""
-    for group in dataclasses.fields(config):
-        part = getattr(config, group.name)
-        require(
-            isinstance(part, group.type),
-            f"{group.name} is {type(part).__name__}: must be a {group.type.__name__}",
-        )
-        for name, declared in plain.fields(type(part)).items():
-            plain.check(f"{group.name}.{name}", getattr(part, name), declared)
 
 
 def _take_old_keys(config: RunConfig) -> None:

@@ -3,6 +3,7 @@
 import difflib
 import json
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,8 @@ def _group(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} is given twice")
     return group
+
+
+def keys(overrides: Sequence[str]) -> list[str]:
+    """Returns the key of each `a.b=value`."""
+    return [override.partition("=")[0].strip() for override in overrides]

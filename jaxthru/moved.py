@@ -30,7 +30,7 @@ MODULES = {
     "plan.assemble": "build.step",
     "plan.cost": "build.batches",
     "plan.fit": "build.checks",
-    "plan.levels": "build.choices plan.memory",
+    "plan.levels": "build.proposals plan.memory",
     "plan.plot": "training.plot",
     "plan.rehearsal": "engine.rehearsed plan.memory",
     "profile.clocks": "profile.collect.clocks profile.frequency",
@@ -52,6 +52,8 @@ NAMES = {
     "models.flops.parameters": "models.llama.parameters",
     "models.flops.train_flops": "models.llama.train_flops",
     "models.layers.weight": "models.layers.drawn",
+    "plan.levels.pinned": "build.pinned_host.needed",
+    "plan.levels.saved_at_once": "build.pinned_host.saved_at_once",
     "plan.levels.table": "plan.memory.proposal_table",
     "plan.arithmetic.LOSS_CHUNK": "build.memory_sizes.LOSS_CHUNK",
     "plan.memory.DOCUMENTS": "build.choices.DOCUMENTS",
@@ -84,7 +86,7 @@ GONE = {
     *("models.bind.Summing", "models.bind.wide_stand_in", "models.bind.widened"),
     *("profile.memory.PURPOSES", "profile.memory.SCOPES", "training.metrics.NoRecord"),
     *("training.metrics.NoTensorBoard", "training.parts.slots_by_name", "training.programs.lower"),
-    "training.state.matrices",
+    *("training.state.matrices", "plan.levels.CERTAIN", "plan.levels.resolve", "plan.levels.resolve_here"),
 }
 """Names that nothing has taken the place of."""
 

@@ -162,7 +162,10 @@ def test_keys_that_fit_only_together():
         ("data.linear_cost=1", "data.linear_cost = 1.0, data.attention_cost = None: must both be given"),
         ("train.steps=0", "train.steps = 0: must be at least 1"),
         ("train.deterministic=1", "train.deterministic = '1': must be bool"),
-        ("model.loop=scan_", "model.loop = 'scan_': must be one of 'scan', 'unroll'; did you mean 'scan'"),
+        (
+            "model.loop=scan_",
+            "model.loop = 'scan_': must be one of 'auto', 'scan', 'unroll'; did you mean 'scan'",
+        ),
         ("train=3", "train is a group"),
         ("train.steps", "must look like group.key=value"),
         ("train.microbatches=3", "train.rows = 8: must be a multiple of train.microbatches = 3"),

@@ -108,7 +108,7 @@ def test_what_a_module_held_is_somewhere():
         ("training.parts", "init_by_parts", "training.state", "sharded_init"),
         ("training.metrics", "open_record", "training.record", "open_record"),
         ("models.flops", "train_flops", "models.llama", "train_flops"),
-        ("plan.levels", "PCIE", "plan.memory", "PCIE"),
+        ("plan.levels", "PCIE", "build.proposals", "PCIE"),
         ("plan.levels", "table", "plan.memory", "proposal_table"),
         ("profile.clocks", "reference", "profile.frequency", "reference"),
         ("runtime.xla", "limit_pinned", "runtime.pinned", "limit"),
@@ -245,5 +245,5 @@ def test_a_run_directory_of_then_is_resumed(tmp_path):
     ):
         assert line in ended.stderr
     now = json.loads(stored.read_text())
-    assert now["model"]["family"] == "llama" and now["kernels"]["attention"] == "auto"
+    assert now["model"]["family"] == "llama" and now["kernels"]["attention"] == "xla"  # as was chosen
     assert "attention" not in now["model"] and "collective_matmul" not in now["mesh"]

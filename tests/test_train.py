@@ -368,7 +368,6 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
             {"mesh__tensor": 2, "model__kv_heads": 2, "kernels__collective_matmul": "mosaic_tpu"},
             "kernels.collective_matmul = 'mosaic_tpu': all_gather_matmul: no implementation",
         ),
-        ({"offload__level": "auto", "offload__host_gib": 1e-4}, "offload.level = 'auto': no level fits"),
         (
             {"offload__level": "parameters", "offload__host_gib": 1e-4},
             "which may pin 0.0 (offload.host_gib)",

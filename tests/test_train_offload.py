@@ -75,7 +75,10 @@ def test_resumed_at_other_levels_the_losses_are_the_same(place):
             "remat.policy = 'none': with offload.level = 'parameters'",
         ),
         ({"offload__fraction": 0}, "offload.fraction = 0.0: must be above 0, at most 1"),
-        ({"offload__level": "optimiser"}, "offload.level = 'optimiser': must be one of 'none', 'optimizer'"),
+        (
+            {"offload__level": "optimiser"},
+            "offload.level = 'optimiser': must be one of 'auto', 'none', 'optimizer'",
+        ),
         ({"offload__staging_gib": "inf"}, "offload.staging_gib = inf: must be finite"),
         ({"offload__host_gib": -1}, "offload.host_gib = -1.0: must be above 0"),
     ],

@@ -101,9 +101,11 @@ def ready(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[Ch
     """
     devices = hardware.devices()
     here = device_name(devices)
-    if config.recorded:  # as it was chosen for other devices, it is open again
+    if config.file and config.file.suffix == ".json":  # what was chosen for other devices is open again
         away = [
-            each for each in read(config.recorded) if each.device != here and each.key not in config.named
+            each
+            for each in read(config.file.parent / "choices.json")
+            if each.device != here and each.key not in config.overridden
         ]
         again = {each.key: each.asked for each in away if get(config, each.key) == each.chosen}
         config = replaced(config, again)

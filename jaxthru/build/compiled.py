@@ -190,6 +190,7 @@ def compile_step(
             made = assemble(
                 candidate.config, layout, segments=segments, sources=sources, attention=attention_by(config)
             )
+            samples = samples_of(candidate.config, made.step.objective.model, data)
             announce(made.step.model.parameters, layout, candidate.said if room else "")
             if fresh and weights is None and (first is None or not first.makes(made.abstract)):
                 first = FirstState(made.step.model, made.step.optimizer, made.abstract)
@@ -217,7 +218,6 @@ def compile_step(
     pinned_host.reserve(found.config, list(layout.mesh.devices.flat))
     made, chosen = found.made, choices.with_kernels(found.config, kernels)
     decisions = choices.made(asked or config, chosen, found.reason, list(layout.mesh.devices.flat))
-    samples = samples_of(chosen, made.step.objective.model, data)
     recompile = lambda more: anew(made.compile)(options | more)  # noqa: E731
     return Build(
         chosen,

@@ -1,5 +1,4 @@
-"""Settings that fit a device and its host, by arithmetic, the fastest first: of remat.policy, model.loop and
-offload.
+"""The settings of remat.policy, model.loop and offload that fit by arithmetic, the fastest first.
 
 Arithmetic alone decides nothing (build/choices.py compiles what it proposes): the estimate is up to 5 % off.
 """
@@ -161,7 +160,7 @@ def candidates(
         heapq.heappush(queue, (seconds, next(order), one))
 
     for tried in (*_resident(config, gpu), *_layered(config)):
-        add(_seconds(tried, devices), tried)
+        add(_seconds(tried, devices, gpu), tried)
     while queue:
         seconds, _, one = heapq.heappop(queue)
         if isinstance(one, Candidate):
@@ -218,11 +217,11 @@ def _layered(config: RunConfig) -> Iterator[RunConfig]:
             yield replaced(config, settings | ({"offload.level": LEVELS[-1]} if level == "auto" else {}))
 
 
-def _seconds(config: RunConfig, devices: int) -> float:
-    """Returns how long a step's products take on devices like an H200."""
+def _seconds(config: RunConfig, devices: int, gpu: bool) -> float:
+    """Returns how long a step's products take on devices like an H200. gpu: where loops cost time."""
     tokens = config.train.rows * config.data.sequence
     needed = family.module_of(config.model).train_flops(config.model, tokens, tokens * config.data.sequence)
     layers = family.chain(config.model).layers
     again = sum(recomputed(stage.products, config.remat.policy) for stage in layers) * tokens
-    form = SCANNED if config.model.loop == "scan" else BY_PROGRAMS if config.offload.layered else 1.0
+    form = BY_PROGRAMS if config.offload.layered else SCANNED if gpu and config.model.loop == "scan" else 1.0
     return form * (needed + again) / devices / SUSTAINED

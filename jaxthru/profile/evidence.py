@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
+from jaxthru.build.defaults import AUTO
 from jaxthru.models.kernels import KernelsConfig
 from jaxthru.profile.ledger import Ledger
 from jaxthru.runtime.aot import TARGETS
@@ -22,7 +23,8 @@ class Evidence:
     def __getitem__(self, key: str) -> Any:
         """Returns the value of `group.key`."""
         group, _, name = key.partition(".")
-        return self.config[group][name]
+        value = self.config[group][name]
+        return AUTO.get(key, value) if value == "auto" else value  # of a run that chose nothing
 
     def line(self, name: str) -> float:
         return self.ledger.seconds(name)

@@ -169,3 +169,16 @@ def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return found
+
+
+def check_groups(config: Any) -> None:
+    """Raises InputError for the first field, of a dataclass of dataclasses, whose value is not of its declared
+    type."""
+    for group in dataclasses.fields(config):
+        part = getattr(config, group.name)
+        require(
+            isinstance(part, group.type),
+            f"{group.name} is {type(part).__name__}: must be a {group.type.__name__}",
+        )
+        for name, declared in fields(type(part)).items():
+            check(f"{group.name}.{name}", getattr(part, name), declared)

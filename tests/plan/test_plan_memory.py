@@ -13,7 +13,7 @@ import pytest
 from runs import ROOT
 
 from jaxthru import config as configuration
-from jaxthru.build import choices, memory_estimate
+from jaxthru.build import choices, memory_estimate, pinned_host, proposals
 from jaxthru.build.checks import fit
 from jaxthru.build.memory_estimate import MemoryPlan, Room
 from jaxthru.build.step import assemble
@@ -248,7 +248,7 @@ def test_levels_move_bytes_from_the_device_to_the_host():
         offload = dataclasses.replace(config.offload, level=level, fraction=fraction)
         return memory_estimate.estimate(dataclasses.replace(config, offload=offload))
 
-    plans, moved = ({level: at(level)[which] for level in choices.LEVELS} for which in (0, 1))
+    plans, moved = ({level: at(level)[which] for level in proposals.LEVELS} for which in (0, 1))
     assert plans["none"].peak_host == moved["none"] == 0
     assert plans["optimizer"].host["optimizer"] == 6 * P
     assert moved["optimizer"] == 12 * P
@@ -256,7 +256,7 @@ def test_levels_move_bytes_from_the_device_to_the_host():
     # Not all at once: the first are fetched again while the last are stored.
     assert 0.5 < plans["gradients"].host["gradients"] / (2 * (P - tables) + 4 * tables) <= 1
     assert plans["parameters"].host["parameters"] == 2 * P
-    peaks = [plans[level].peak_device for level in choices.LEVELS]
+    peaks = [plans[level].peak_device for level in proposals.LEVELS]
     assert peaks == sorted(peaks, reverse=True)
     half = at("optimizer", 0.5)[0]
     assert half.host["optimizer"] == pytest.approx(3 * P, rel=0.05)  # of whole parts
@@ -338,12 +338,12 @@ def test_an_estimate_starts_no_backend_and_logs_no_kernel():
 import logging
 from jax._src import xla_bridge
 from jaxthru import config as configuration
-from jaxthru.build import choices, memory_estimate
+from jaxthru.build import memory_estimate, pinned_host
 logging.basicConfig(level=logging.INFO, format="logged %(message)s")
 for more in ([], ["offload.activations=inputs"], ["offload.level=none"], ["optim.state=split_master_int8"],
              ["offload.level=none", "model.loop=scan", "optim.clip_rule=exact"]):
     config = configuration.load("configs/llama3_8b.py", ["model.layers=4", *more])
-    memory_estimate.estimate(config), choices.pinned(config), choices.saved_at_once(config)
+    memory_estimate.estimate(config), pinned_host.needed(config), pinned_host.saved_at_once(config)
 print(xla_bridge.backends_are_initialized())
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -354,18 +354,18 @@ print(xla_bridge.backends_are_initialized())
 def test_what_fits_with_the_least_traffic_is_proposed():
     shape = "llama3_8b_one_gpu", "mesh.fsdp=1", "model.layers=8"
     config, wide = load(*shape), Room(44 * GIB, 500 * GIB)
-    first = choices.propose(config, wide)[0]
+    first = proposals.propose(config, wide)[0]
     assert (first.level, first.state, first.fraction, first.moved) == ("none", "float32", 0, 0)
     narrow = Room(28 * GIB, 40 * GIB)
-    found = choices.propose(config, narrow)
+    found = proposals.propose(config, narrow)
     assert found and all(narrow.holds(proposal.plan) for proposal in found)
     assert [proposal.moved for proposal in found] == sorted(proposal.moved for proposal in found)
-    assert not choices.propose(config, Room(1 * GIB, 1 * GIB))
+    assert not proposals.propose(config, Room(1 * GIB, 1 * GIB))
     slow = load(*shape, "optim.b2=0.999")
-    states = {proposal.state for proposal in choices.propose(slow, wide)}
+    states = {proposal.state for proposal in proposals.propose(slow, wide)}
     assert states == {"float32", "split_master_float32"}  # for optim.b2 is too slow for the others
     kept = load(*shape, "remat.keep_parameters=true")
-    assert {proposal.level for proposal in choices.propose(kept, wide)} == {"none"}
+    assert {proposal.level for proposal in proposals.propose(kept, wide)} == {"none"}
 
 
 def test_what_lacks_names_the_setting():
@@ -534,64 +534,40 @@ def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatc
     assert "which may pin 10.0 (offload.host_gib)" in capsys.readouterr().out
 
 
-def test_auto_is_the_first_level_that_fits():
-    config = load("llama3_8b", "offload.level=auto", "model.layers=8")
-    found = {size: choices.resolve(config, Room(size * GIB, 200 * GIB)).offload for size in (44, 34, 30, 25)}
-    assert [offload.level for offload in found.values()] == ["none", "optimizer", "optimizer", "parameters"]
-    assert found[34].fraction < found[30].fraction <= 1
-    for size, offload in found.items():
-        plan, _ = memory_estimate.estimate(dataclasses.replace(config, offload=offload))
-        assert Room(size * GIB, 200 * GIB).holds(plan)
-    inputs = load("llama3_8b", "offload.level=auto", "offload.activations=inputs")
-    assert choices.resolve(inputs, Room(142 * GIB, 200 * GIB)).offload.level == "none"
-    fixed = load("llama3_8b")
-    assert choices.resolve(fixed, Room(1, 1)) is fixed
-
-
-def test_auto_refuses_what_fits_nowhere():
-    config = load("llama3_8b", "offload.level=auto", "optim.state=split_master_float32", "model.layers=8")
-    with pytest.raises(
-        InputError, match=r"auto.*split_master_float32.*GiB on the device.*stochastic_round.* fits"
-    ):
-        choices.resolve(config, Room(24 * GIB, 20 * GIB))
-    with pytest.raises(InputError, match=r"no optim\.state fits"):
-        choices.resolve(config, Room(1 * GIB, 1 * GIB))
-
-
 def test_pinned_memory_is_reserved_for_what_is_offloaded(monkeypatch):
     asked = []
-    monkeypatch.setattr(choices.pinned_memory, "limit", lambda *sizes: asked.append(sizes))
-    choices.ready(load("quickstart"))
+    monkeypatch.setattr(pinned_host.pinned, "limit", lambda *sizes: asked.append(sizes))
+    pinned_host.limit(load("quickstart"))
     assert asked == []
     config = load("llama3_8b", "offload.host_gib=100")
-    choices.ready(config)
+    pinned_host.limit(config)
     [(needed, allowed)] = asked
     assert allowed == 100 * GIB
     plan, _ = memory_estimate.estimate(config)
     assert needed == plan.peak_host + 8 * 128_256 * 4096
     needed = plan.peak_host
-    assert choices.pinned(load("llama3_8b", "offload.level=auto")) == 0
-    assert choices.pinned(load("llama3_8b", "mesh.data=-1", "mesh.fsdp=1")) == 0
-    assert choices.pinned(load("llama3_8b", "mesh.data=2", "mesh.fsdp=1")) == 2 * needed
-    assert choices.pinned(load("llama3_8b", "mesh.tensor=2")) == needed  # split, the state
+    assert pinned_host.needed(load("llama3_8b", "offload.level=auto")) == 0
+    assert pinned_host.needed(load("llama3_8b", "mesh.data=-1", "mesh.fsdp=1")) == 0
+    assert pinned_host.needed(load("llama3_8b", "mesh.data=2", "mesh.fsdp=1")) == 2 * needed
+    assert pinned_host.needed(load("llama3_8b", "mesh.tensor=2")) == needed  # split, the state
 
 
 def test_what_a_process_of_gpus_keeps_on_the_host_is_pinned_at_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(choices.pinned_memory, "reserve", asked.append)
+    monkeypatch.setattr(pinned_host.pinned, "reserve", asked.append)
     here, there = ([Mock(platform="gpu") for _ in range(2)] for _ in range(2))
     monkeypatch.setattr(jax, "local_devices", lambda: here)
     config = load("llama3_8b", "offload.host_gib=100", "train.microbatches=2")
-    state, saving = choices.pinned(config), choices.saved_at_once(config)
-    choices.reserve(config, here[:1])
-    choices.reserve(config, here)  # which split the state
-    choices.reserve(config, here + there)
+    state, saving = pinned_host.needed(config), pinned_host.saved_at_once(config)
+    pinned_host.reserve(config, here[:1])
+    pinned_host.reserve(config, here)  # which split the state
+    pinned_host.reserve(config, here + there)
     each = state + saving, state + saving, state // 2 + saving
-    assert asked == [choices.pinned_memory.spared(needed) for needed in each]
-    choices.reserve(load("llama3_8b", "offload.host_gib=30", "train.microbatches=2"), here[:1])
+    assert asked == [pinned_host.pinned.spared(needed) for needed in each]
+    pinned_host.reserve(load("llama3_8b", "offload.host_gib=30", "train.microbatches=2"), here[:1])
     assert asked[3] == 30 * GIB  # all that may be
-    choices.reserve(config, jax.devices()[:1])
-    choices.reserve(load("quickstart"), here)
+    pinned_host.reserve(config, jax.devices()[:1])
+    pinned_host.reserve(load("quickstart"), here)
     assert len(asked) == 4
 
 
@@ -599,10 +575,10 @@ def test_activations_in_pinned_memory_are_one_copy_on_any_mesh():
     config = load("llama3_8b", "offload.activations=inputs")
     shape, tokens = config.model, config.train.rows * config.data.sequence
     inputs = 2 * shape.embed * tokens * shape.layers
-    state = choices.pinned(load("llama3_8b"))
+    state = pinned_host.needed(load("llama3_8b"))
 
     def pinned(*mesh: str) -> float:
-        return choices.pinned(load("llama3_8b", "offload.activations=inputs", *mesh))
+        return pinned_host.needed(load("llama3_8b", "offload.activations=inputs", *mesh))
 
     assert pinned() == pytest.approx(state + inputs)
     assert pinned("mesh.tensor=2") == pytest.approx(state + inputs)
@@ -630,11 +606,8 @@ def test_staging_counts_in_both_directions(clip_rule):
 
 
 def test_a_host_has_room_for_its_own_devices(monkeypatch):
-    rooms = []
     monkeypatch.setattr(jax, "local_device_count", lambda: jax.device_count() // 2)
-    monkeypatch.setattr(choices, "resolve", lambda config, room, *_: rooms.append(room) or config)
-    choices.resolve_here(load("llama3_8b", "offload.level=auto", "offload.host_gib=100"))
-    assert [room.host for room in rooms] == [200 * GIB]
+    assert choices.room_here(load("llama3_8b", "offload.host_gib=100")).host == 200 * GIB
 
 
 def test_the_pending_update_of_exact_clipping_is_in_the_plan():

@@ -1,0 +1,198 @@
+"""What `auto` stands for: proposed by arithmetic, confirmed by a compile, kept by the run."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import pytest
+import tiny
+from runs import ROOT
+
+import jaxthru
+from jaxthru import config as configuration
+from jaxthru.build import choices, confirmed
+from jaxthru.build.checks import fit
+from jaxthru.build.compiled import compile_step
+from jaxthru.build.defaults import get, plain
+from jaxthru.build.memory_estimate import Room, estimate
+from jaxthru.build.proposals import LEVELS, POLICIES, candidates
+from jaxthru.runtime.errors import InputError
+
+GIB = 2**30
+OPEN = "remat.policy=auto", "model.loop=auto", "offload.level=auto"
+
+
+def load(name: str, *overrides: str):
+    return configuration.load(ROOT / "configs" / f"{name}.py", list(overrides))
+
+
+def eight_layers(*more: str):
+    return load("llama3_8b_8layer", *OPEN, "optim.state=split_master", "model.layers=4", *more)
+
+
+def test_auto_is_the_default_and_on_a_cpu_what_it_was():
+    config = jaxthru.RunConfig()
+    assert choices.open_keys(config) == ["model.loop", "remat.policy", "offload.level"]
+    ready = choices.ready(config)
+    assert (ready.model.loop, ready.remat.policy, ready.offload.level) == ("scan", "none", "none")
+    assert plain(eight_layers("offload.activations=inputs")).model.loop == "unroll"
+
+
+def test_candidates_come_the_fastest_first_and_fit():
+    config = eight_layers()
+    for size in (60, 40, 30, 24):
+        room = Room(size * GIB, 100 * GIB)
+        found = [*itertools.islice(candidates(config, room), 3)]
+        assert found and [each.seconds for each in found] == sorted(each.seconds for each in found)
+        assert all(room.holds(each.plan) and not choices.open_keys(each.config) for each in found)
+    wide = next(candidates(config, Room(130 * GIB, 100 * GIB))).config
+    assert (wide.remat.policy, wide.model.loop, wide.offload.level) == ("none", "unroll", "none")
+    # Where it is tight, copies that products hide cost less than products that are made again.
+    tight = next(candidates(config, Room(20 * GIB, 100 * GIB))).config
+    assert tight.offload.layered and 0 < tight.offload.fraction <= 1
+
+
+def test_less_room_never_makes_a_faster_step():
+    config, seconds = eight_layers(), []
+    for size in (130, 50, 35, 25, 20, 16):
+        found = next(candidates(config, Room(size * GIB, 100 * GIB)), None)
+        seconds.append(found.seconds if found else float("inf"))
+    assert seconds == sorted(seconds) and seconds[0] < seconds[-2]
+
+
+def test_what_is_asked_for_stays():
+    room = Room(130 * GIB, 100 * GIB)
+    asked = eight_layers("remat.policy=full", "model.loop=scan")
+    assert {(c.config.remat.policy, c.config.model.loop) for c in candidates(asked, room)} == {
+        ("full", "scan")
+    }
+    assert not any(c.config.offload.layered for c in candidates(asked, Room(20 * GIB, 100 * GIB)))
+    asked = eight_layers("offload.level=optimizer", "offload.fraction=0.5")
+    found = [c.config for c in candidates(asked, room)]
+    assert {(c.offload.level, c.offload.fraction) for c in found} == {("optimizer", 0.5)}
+    assert [c.remat.policy for c in found] == [*POLICIES[1:]]
+    on_tpu = [c.config.model.loop for c in candidates(eight_layers(), room, gpu=False)]
+    assert on_tpu[0] == "scan"
+
+
+def test_what_fits_nowhere_is_one_line_with_what_would():
+    config = eight_layers("optim.state=split_master_float32")
+    room = Room(13 * GIB, 20 * GIB)
+    assert next(candidates(config, room), None) is None
+    said = choices.nothing_fits(config, room)
+    assert "offload.level = 'auto'" in said and "split_master_float32" in said and "\n" not in said
+    assert "GiB on the device" in said and " fits" in said
+    assert "no optim.state fits" in choices.nothing_fits(config, Room(GIB, GIB))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A configuration of a tiny model with what `auto` decides left open, and its data."""
+    shape = {field.name: getattr(tiny.SHAPE, field.name) for field in dataclasses.fields(tiny.SHAPE)}
+    model = dataclasses.replace(tiny.SHAPE, loop="auto")
+    config = jaxthru.RunConfig(
+        train=dataclasses.replace(jaxthru.RunConfig().train, rows=2),
+        model=model,
+        data=dataclasses.replace(jaxthru.RunConfig().data, sequence=tiny.SEQUENCE),
+        precision=dataclasses.replace(jaxthru.RunConfig().precision, compute="float32"),
+    )
+    assert shape["vocabulary"]
+
+    class Data:
+        vocabulary, segments, names, tokenizer = tiny.SHAPE.vocabulary, 4, ("a",), None
+
+    monkeypatch.setattr(choices, "room_here", lambda config: Room(GIB, GIB))
+    return config, Data()
+
+
+def built(small):
+    config, data = small
+    return compile_step(config, fit(config, jax.devices()[:1]), data)
+
+
+def test_what_does_not_fit_as_compiled_makes_room_for_the_next(small, monkeypatch, caplog):
+    caplog.set_level("INFO", "jaxthru")
+    tried = []
+
+    def sizes(stats):
+        tried.append(stats)
+        return confirmed.Sizes(2 * GIB if len(tried) < 3 else GIB // 2, 0, 0)
+
+    monkeypatch.setattr(confirmed.Sizes, "of", staticmethod(sizes))
+    build = built(small)
+    assert len(tried) == 3
+    assert build.config.remat.policy == "gate" and build.config.model.loop == "scan"
+    assert not choices.open_keys(build.config)
+    keys = {choice.key: choice for choice in build.choices}
+    assert keys["remat.policy"].asked == "auto" and keys["remat.policy"].chosen == "gate"
+    assert "0.5 of 1.0 GiB as compiled" in keys["remat.policy"].reason
+    assert keys["kernels.attention"].chosen == build.config.kernels.attention == "xla"
+    assert "too much" in caplog.text
+
+
+def test_where_nothing_fits_as_compiled_the_run_is_refused(small, monkeypatch):
+    monkeypatch.setattr(confirmed.Sizes, "of", staticmethod(lambda stats: confirmed.Sizes(0, 0, 2 * GIB)))
+    with pytest.raises(InputError, match="nothing fits"):
+        built(small)
+
+
+def test_the_least_offload_is_that_of_the_compiled_programs(small, monkeypatch):
+    config, data = small
+    config = dataclasses.replace(config, remat=dataclasses.replace(config.remat, policy="full"))
+    monkeypatch.setattr(jaxthru.build.choices, "DISPATCHED", 1.0)
+    step = dataclasses.replace(config, offload=dataclasses.replace(config.offload, level="optimizer"))
+    whole = estimate(plain(step))[0].peak_device
+    # So narrow that one program does not fit, whatever XLA says of it.
+    monkeypatch.setattr(choices, "room_here", lambda config: Room(whole + (1 << 20), GIB))
+    build = built((config, data))
+    if build.config.offload.layered:
+        assert build.config.offload.level in LEVELS and build.config.model.loop == "unroll"
+    state = build.first_state()
+    assert jax.tree.leaves(state)[0] is not None
+
+
+def test_a_run_keeps_what_it_chose_on_such_devices(tmp_path):
+    config = eight_layers()
+    chosen = next(candidates(config, Room(24 * GIB, 100 * GIB))).config
+    here = choices.device_name(jax.devices())
+    made = choices.made(config, chosen, "why", jax.devices())
+    choices.write(tmp_path / "choices.json", made)
+    kept = choices.read(tmp_path / "choices.json")
+    assert kept == made and {
+        each["device"] for each in json.loads((tmp_path / "choices.json").read_text())
+    } == {here}
+    again = choices.ready(config, chosen, kept)
+    for key in choices.open_keys(config):
+        assert get(again, key) == get(chosen, key)
+    assert again.offload.fraction == chosen.offload.fraction
+    # Another step, or other devices: chosen anew, which on a CPU is what the default was.
+    other = dataclasses.replace(config, train=dataclasses.replace(config.train, rows=4))
+    assert choices.ready(other, chosen, kept).offload.level == "none"
+    away = [dataclasses.replace(each, device="8 × another") for each in kept]
+    assert choices.ready(config, chosen, away).offload.level == "none"
+
+
+def test_a_config_json_of_other_devices_is_open_again(tmp_path):
+    config = plain(eight_layers())
+    configuration.dump(config, tmp_path / "config.json")
+    made = (choices.Choice("remat.policy", "auto", "none", "why", "8 × another"),)
+    made += (choices.Choice("kernels.attention", "auto", "xla", "why", "8 × another"),)
+    choices.write(tmp_path / "choices.json", made)
+    loaded = configuration.load(tmp_path / "config.json", ["kernels.attention=xla"])
+    ready = choices.ready(loaded)
+    assert ready.kernels.attention == "xla", "who sets a key has it so"
+    assert choices.ready(configuration.load(tmp_path / "config.json")).kernels.attention == "auto"
+
+
+def test_choices_that_are_damaged_are_one_line(tmp_path):
+    (tmp_path / "choices.json").write_text("[{")
+    with pytest.raises(InputError, match="cannot be read as choices"):
+        choices.read(tmp_path / "choices.json")
+    assert choices.read(tmp_path / "none.json") == ()
+
+
+def test_what_is_left_open_is_no_change_of_a_run(tmp_path):
+    asked = eight_layers()
+    chosen = next(candidates(asked, Room(24 * GIB, 100 * GIB))).config
+    assert configuration.check_change(chosen, asked, tmp_path) == []
