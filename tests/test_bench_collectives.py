@@ -123,7 +123,7 @@ def test_a_slow_first_run_makes_no_short_turns(bench, clock, monkeypatch):
     )
     plain = case.of(contenders.reference), case.operands()
     runs = {"plain": plain, "product": case.products(), "collective": case.collective()}
-    monkeypatch.setattr(module, "contenders", lambda case, without_jax, adds: (runs, {}))
+    monkeypatch.setattr(module, "contenders", lambda case, without_jax, adds, without: (dict(runs), {}))
     compile_in_a_row, turns, cold = module.programs.compile_in_a_row, [], set(runs)
 
     def slow_at_first(runs, *how):
@@ -142,7 +142,7 @@ def test_a_slow_first_run_makes_no_short_turns(bench, clock, monkeypatch):
     monkeypatch.setattr(module.programs, "compile_in_a_row", slow_at_first)
     turn = module.programs.turn
     monkeypatch.setattr(module.programs, "turn", lambda *words: turns.append(words[2]) or turn(*words))
-    module.measure(case, 2, 2, 0.2, 0.0)
+    module.measure(case, module.How(2, 2, 0.2, 0.0))
     a_round = len(runs)
     assert min(turns[2 * a_round : 4 * a_round] + turns[6 * a_round :]) > 1
 
@@ -289,10 +289,10 @@ def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
     module = bench("collective_matmul_contenders")
     mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
     plain = lambda case: case.of(module.reference)  # noqa: E731
-    monkeypatch.setattr(module, "jax_kernels", lambda case: {"jax_right": plain(case)})
+    monkeypatch.setattr(module, "jax_kernels", lambda case, orders: {"jax_right": plain(case)})
     module.first_run_of_jax(mesh)
     wrong = lambda case: lambda *operands: [2 * y for y in plain(case)(*operands)]  # noqa: E731
-    monkeypatch.setattr(module, "jax_kernels", lambda case: {"jax_wrong": wrong(case)})
+    monkeypatch.setattr(module, "jax_kernels", lambda case, orders: {"jax_wrong": wrong(case)})
     with pytest.raises(RuntimeError, match="jax_wrong: 1 apart from the plain form"):
         module.first_run_of_jax(mesh)
     found, missing = module.contenders(module.Case(GPU["qkv"].scaled(64), mesh, False), "it hangs")
