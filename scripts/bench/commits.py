@@ -117,41 +117,33 @@ class Tree:
             sys.modules.update(others)
 
     def build(self, row: Row, devices: list[jax.Device] | None = None) -> Any:
-        """Returns the `Build` of a row, compiled, for all devices or these."""
-        with self():
-            configuration = importlib.import_module("jaxthru.config")
-            try:
-                build = importlib.import_module("jaxthru.build.compiled").build_step
-            except ModuleNotFoundError:  # before there was jaxthru/build
-                build = importlib.import_module("jaxthru.train").build
-            assert Path(build.__code__.co_filename).is_relative_to(self.folder), build.__code__.co_filename
-            path = self.folder / "configs" / f"{row.config}.py"
-            settings = [*row.settings, "train.steps=1000000"]
-            config = configuration.load(str(path))
-            for name, before in RENAMED.items():
-                group, _, field = before.partition(".")
-                if hasattr(getattr(config, group), field):
-                    settings = [text.replace(f"{name}=", f"{before}=") for text in settings]
-            config = configuration.load(str(path), settings)
-            names = SimpleNamespace(
-                vocabulary=config.model.vocabulary, segments=row.documents, names=("random",)
-            )
-            return build(config, names, devices)
+        """Returns the `Build` of a row, compiled, for all devices or these; to be called where this commit is
+        the one that imports find."""
+        configuration = importlib.import_module("jaxthru.config")
+        try:
+            build = importlib.import_module("jaxthru.build.compiled").build_step
+        except ModuleNotFoundError:  # before there was jaxthru/build
+            build = importlib.import_module("jaxthru.train").build
+        assert Path(build.__code__.co_filename).is_relative_to(self.folder), build.__code__.co_filename
+        path, settings = str(self.folder / "configs" / f"{row.config}.py"), row.settings
+        config = configuration.load(path)
+        for name, before in RENAMED.items():
+            group, _, field = before.partition(".")
+            if hasattr(getattr(config, group), field):
+                settings = [text.replace(f"{name}=", f"{before}=") for text in settings]
+        config = configuration.load(path, [*settings, "train.steps=1000000"])
+        names = SimpleNamespace(vocabulary=config.model.vocabulary, segments=row.documents, names=("random",))
+        return build(config, names, devices)
 
 
 class Contender:
-    """A row's step of one commit, or the steps of devices that each work alone, and their batches."""
+    """A row's step of one commit, or the steps of devices that each work alone, and their batches.
 
-    def __init__(self, tree: Tree, row: Row):
-        self.tree, self.row = tree, row
-        began = time.perf_counter()
-        if row.alone:
-            devices = jax.local_devices()[: row.alone]
-            with concurrent.futures.ThreadPoolExecutor(row.alone) as pool:
-                self.builds = list(pool.map(lambda device: tree.build(row, [device]), devices))
-        else:
-            self.builds = [tree.build(row)]
-        self.seconds = time.perf_counter() - began
+    builds: its `Build`, or one for each device.
+    """
+
+    def __init__(self, tree: Tree, row: Row, builds: list):
+        self.tree, self.row, self.builds = tree, row, builds
         self.rows = sum(of.config.train.rows for of in self.builds)
         self.tokens = self.rows * self.builds[0].config.data.sequence
         placed = [[] for _ in self.builds]
@@ -247,15 +239,32 @@ def peak(built: Any) -> int | None:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + made
 
 
+def build_all(rows: dict[str, Row], sides: dict[str, Tree]) -> dict[tuple[str, str], Contender]:
+    """Returns {(row, side): contender}. The first row compiles by itself, so that what XLA tunes it tunes
+    while the GPUs do nothing else; the others find most of that done, and each commit's compile together."""
+    every = [(name, side) for name, row in rows.items() for side in sides if side in row.sides]
+    first = next(key for key in every if key[1] == "new")
+    stages = [[first]] + [
+        [key for key in every if key != first and key[1] == side] for side in ("new", "old")
+    ]
+    built: dict[tuple[str, str], list] = {}
+    for keys in filter(None, stages):
+        tree = sides[keys[0][1]]
+        with tree(), concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for key in keys:
+                row = rows[key[0]]
+                on = [[device] for device in jax.local_devices()[: row.alone]] or [None]
+                built[key] = [pool.submit(tree.build, row, devices) for devices in on]
+        for key in keys:
+            built[key] = [pending.result() for pending in built[key]]
+            seconds = built[key][0].compile_seconds
+            print(f"  {', '.join(key)}: compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
+    return {key: Contender(sides[key[1]], rows[key[0]], built[key]) for key in every}
+
+
 def measure(rows: dict[str, Row], sides: dict[str, Tree], timed: float) -> dict[str, dict]:
     """Returns what is to be said of rows that take turns. timed: seconds of each of their commits."""
-    made: dict[tuple[str, str], Contender] = {}
-    for (name, row), side in itertools.product(rows.items(), sides):
-        if side in row.sides:
-            made[name, side] = Contender(sides[side], row)
-            print(
-                f"  {name}, {side}: compiled in {made[name, side].seconds:.1f} s", file=sys.stderr, flush=True
-            )
+    made = build_all(rows, sides)
     states, first, peaks = {}, {}, {}
     for key, of in made.items():
         layout = of.layout
@@ -296,7 +305,7 @@ def measure(rows: dict[str, Row], sides: dict[str, Tree], timed: float) -> dict[
             "power_watts": mean(one.watts for one in clocks[key]),
             "energy_watts": power,
             "joules_per_token": round(power * gpus * seconds / of.tokens, 5) if power else None,
-            "compile_seconds": round(of.seconds, 1),
+            "compile_seconds": round(of.builds[0].compile_seconds, 1),
             "peak_hbm_bytes": peaks[key],
             "program": of.program(),
             "first_step": first[key] if of.row.alone else first[key][0],
