@@ -240,26 +240,18 @@ def peak(built: Any) -> int | None:
 
 
 def build_all(rows: dict[str, Row], sides: dict[str, Tree]) -> dict[tuple[str, str], Contender]:
-    """Returns {(row, side): contender}. The first row compiles by itself, so that what XLA tunes it tunes
-    while the GPUs do nothing else; the others find most of that done, and each commit's compile together."""
-    every = [(name, side) for name, row in rows.items() for side in sides if side in row.sides]
-    first = next(key for key in every if key[1] == "new")
-    stages = [[first]] + [
-        [key for key in every if key != first and key[1] == side] for side in ("new", "old")
-    ]
-    built: dict[tuple[str, str], list] = {}
-    for keys in filter(None, stages):
-        tree = sides[keys[0][1]]
-        with tree(), concurrent.futures.ThreadPoolExecutor(8) as pool:
-            for key in keys:
-                row = rows[key[0]]
-                on = [[device] for device in jax.local_devices()[: row.alone]] or [None]
-                built[key] = [pool.submit(tree.build, row, devices) for devices in on]
-        for key in keys:
-            built[key] = [pending.result() for pending in built[key]]
-            seconds = built[key][0].compile_seconds
-            print(f"  {', '.join(key)}: compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
-    return {key: Contender(sides[key[1]], rows[key[0]], built[key]) for key in every}
+    """Returns {(row, side): contender}. One compiles after the other, for XLA tunes by timing: together are
+    only those of devices that each work alone."""
+    made = {}
+    for (name, row), side in itertools.product(rows.items(), sides):
+        if side not in row.sides:
+            continue
+        devices = [[device] for device in jax.local_devices()[: row.alone]] or [None]
+        with sides[side](), concurrent.futures.ThreadPoolExecutor(len(devices)) as pool:
+            builds = list(pool.map(lambda on, row=row, tree=sides[side]: tree.build(row, on), devices))
+        made[name, side] = Contender(sides[side], row, builds)
+        print(f"  {name}, {side}: compiled in {builds[0].compile_seconds:.1f} s", file=sys.stderr, flush=True)
+    return made
 
 
 def measure(rows: dict[str, Row], sides: dict[str, Tree], timed: float) -> dict[str, dict]:
