@@ -123,7 +123,7 @@ def test_a_slow_first_run_makes_no_short_turns(bench, clock, monkeypatch):
     )
     plain = case.of(contenders.reference), case.operands()
     runs = {"plain": plain, "product": case.products(), "collective": case.collective()}
-    monkeypatch.setattr(module, "contenders", lambda case, without_jax, adds: (runs, {}))
+    monkeypatch.setattr(module, "contenders", lambda case, without_jax, adds, without: (dict(runs), {}))
     compile_in_a_row, turns, cold = module.programs.compile_in_a_row, [], set(runs)
 
     def slow_at_first(runs, *how):
@@ -142,7 +142,7 @@ def test_a_slow_first_run_makes_no_short_turns(bench, clock, monkeypatch):
     monkeypatch.setattr(module.programs, "compile_in_a_row", slow_at_first)
     turn = module.programs.turn
     monkeypatch.setattr(module.programs, "turn", lambda *words: turns.append(words[2]) or turn(*words))
-    module.measure(case, 2, 2, 0.2, 0.0)
+    module.measure(case, module.How(2, 2, 0.2, 0.0))
     a_round = len(runs)
     assert min(turns[2 * a_round : 4 * a_round] + turns[6 * a_round :]) > 1
 
@@ -289,10 +289,10 @@ def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
     module = bench("collective_matmul_contenders")
     mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
     plain = lambda case: case.of(module.reference)  # noqa: E731
-    monkeypatch.setattr(module, "jax_kernels", lambda case: {"jax_right": plain(case)})
+    monkeypatch.setattr(module, "jax_kernels", lambda case, orders: {"jax_right": plain(case)})
     module.first_run_of_jax(mesh)
     wrong = lambda case: lambda *operands: [2 * y for y in plain(case)(*operands)]  # noqa: E731
-    monkeypatch.setattr(module, "jax_kernels", lambda case: {"jax_wrong": wrong(case)})
+    monkeypatch.setattr(module, "jax_kernels", lambda case, orders: {"jax_wrong": wrong(case)})
     with pytest.raises(RuntimeError, match="jax_wrong: 1 apart from the plain form"):
         module.first_run_of_jax(mesh)
     found, missing = module.contenders(module.Case(GPU["qkv"].scaled(64), mesh, False), "it hangs")
@@ -328,3 +328,44 @@ def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
     assert entry["faster"] in (False, True)
     both = zip(entry["microseconds"], entry["plain_microseconds"], strict=True)
     assert entry["faster"] == all(fused < plain for fused, plain in both)
+
+
+def test_power_is_taken_between_steps_of_the_counters(bench):
+    """A reading before the first step is of another time; each GPU has steps of its own."""
+    power = bench("gpu_joules").power
+    assert power([[(0.1, 100.0), (0.2, 170.0), (0.3, 240.0)], [(0.15, 7.0), (0.25, 57.0)]]) == 600.0
+    assert power([[(0.1, 100.0)]]) is None and power([]) is None
+    assert power([[(0.1, 1.0), (0.2, 2.0)], []]) is None, "one that is not known is not left out"
+
+
+def test_joules_of_a_call_are_those_of_all_gpus(bench):
+    found = {
+        "plain": {"seconds": [1e-3, 1e-3], "watts": [700.0, 700.0]},
+        "jax_128x256_N_M8": {"seconds": [0.8e-3, 0.8e-3], "watts": [700.0, None]},
+    }
+    rows = bench("collective_matmul").told_of_energy(found, 2)
+    assert rows["plain"]["joules"] == 1.4 and rows["jax"]["joules"] == 1.12
+    assert rows["jax"]["over_plain"] == 1.25 and rows["jax"]["joules_over_plain"] == 0.8
+
+
+def test_tiles_of_jax_are_searched_by_size_and_then_by_order(bench, monkeypatch):
+    """The fastest without a pause and the fastest in bursts are kept, once each."""
+    module = bench("collective_matmul_contenders")
+    case = module.Case(GPU["qkv"], bench("collective_matmul_check").make_mesh({"tensor": 2}), False)
+    monkeypatch.setattr(module.Case, "operands", lambda case: ())
+    monkeypatch.setattr(
+        module, "jax_kernels", lambda case, orders=tiles.ORDERS: module.all_jax_kernels(case, orders)
+    )
+    asked = []
+
+    def times(runs, calls):
+        asked.append(sorted(runs))
+        return {
+            name: [1.0 if "256x128_N_N8" in name else 2.0 + ("256x128_N" not in name), 5.0 - ("_M8" in name)]
+            for name in runs
+        }
+
+    monkeypatch.setattr(module.programs, "brief_times", times)
+    kept, timed = module.search_jax(case)
+    assert len(asked[0]) == len(module.JAX_SIZES) and len(timed) == sum(map(len, asked))
+    assert "jax_256x128_N_N8" in kept and len(kept) == 2

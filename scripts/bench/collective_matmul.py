@@ -9,15 +9,18 @@ result has to be within 1e-2 of the plain form's, by norm.
 
 An H200 that multiplies without a pause is at its power cap, and slows the more the less it waits; in a short
 burst after a rest it runs at its full clock. Both are timed: `contenders` one after another without a pause,
-`in_bursts` with a rest before each turn.
+`in_bursts` with a rest before each turn. With --cap-rounds some also run for --cap-seconds each,
+`at_the_cap`, so that each has the clock that its own work leaves it, and NVML's counter says how many joules
+a call takes, on all GPUs together.
 
   plain: XLA's collective and then its product, or the other way round; all ratios are over it
   ring, ring_bidirectional: transfers beside products, in as many steps as there are devices
-  jax: JAX's own kernel, the best of a few configurations; for forward gathers of one matrix on one axis
+  jax: JAX's own kernel, the best that `search_jax` finds; for forward gathers of one matrix on one axis
   fused: the kernels for Hopper
   fused_adds: with --adds, those whose scatters add to the result in place of staging
   dispatched: what `kernels.collective_matmul=fused` takes; where that is the program of plain or fused, it is
     not timed again
+  old_fused: the kernels of another commit, with --old
   product: the matrix products alone, as if all rows were there; no form can be faster
   collective: the transfer alone, by XLA
   torch: PyTorch's symmetric-memory operations, in a process of their own and without multicast
@@ -28,12 +31,15 @@ for the weights' gradients besides.
 
 import argparse
 import dataclasses
+import importlib
+import inspect
 import itertools
 import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 if "--tiny" in sys.argv:  # before JAX starts
@@ -45,10 +51,12 @@ import collective_matmul_programs as programs
 import comparison
 import harness
 import jax
-from collective_matmul_contenders import Case, contenders, first_run_of_jax, torch_peer
+from collective_matmul_contenders import Case, contenders, first_run_of_jax, search_jax, torch_peer
+from commits import Tree
 from gpu_clocks import Clocks
 
 from jaxthru.runtime import xla
+from pallas_kernels import dispatch
 from pallas_kernels.collective_matmul import tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED
 from pallas_kernels.dispatch import Unsupported
@@ -56,22 +64,43 @@ from pallas_kernels.dispatch import Unsupported
 SHAPES = ("qkv", "gate", "gate_up", "scatter_6144", "down", *UNTUNED)
 
 
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How a case is timed: turns that warm up, and that count; the seconds of each, and of the rest before
+    those `in_bursts`; rounds `at_the_cap` and the seconds of each."""
+
+    warmup_turns: int
+    turns: int
+    turn_seconds: float
+    rest: float
+    cap_rounds: int = 0
+    cap_seconds: float = 0.4
+
+
+AT_THE_CAP = ("plain", "fused", "fused_adds", "product")  # and the fastest of JAX's
+
+
 def measure(
     case: Case,
-    warmup_turns: int,
-    turns: int,
-    turn_seconds: float,
-    rest: float,
+    how: How,
     without_jax: str = "",
     adds: bool = False,
+    without: tuple[str, ...] = (),
+    old: Callable[[Case], Callable] | None = None,
 ) -> dict:
     """Returns the result of a case: each contender's times, errors and ratio over the plain form.
 
-    rest: seconds before each of the turns `in_bursts`. without_jax, adds: as `contenders` has them.
+    without_jax, adds, without: as `contenders` has them. old: makes another commit's fused form.
     """
-    runs, missing = contenders(case, without_jax, adds)
+    runs, missing = contenders(case, without_jax, adds, without)
+    searched = {}
+    if not without_jax:
+        found, searched = search_jax(case)
+        runs |= found
+    if old and "fused" in runs:
+        runs["old_fused"] = old(case), case.operands()
     known = [name for name in ("plain", "fused") if {name, "dispatched"} <= runs.keys()]
-    same = [name for name in known if programs.same(runs["dispatched"], runs[name])]
+    same = [name for name in known if programs.same(runs["dispatched"], runs[name])][:1]
     if same:
         del runs["dispatched"]
     compiled, failed = programs.compile_in_a_row(runs, case.in_a_row)
@@ -90,17 +119,24 @@ def measure(
             del compiled[name]
     del plain, others
     placed = {name: (run, runs[name][1]) for name, run in compiled.items()}
-    how = warmup_turns, turns, turn_seconds, case.in_a_row
-    rows = told(case, programs.in_turns(placed, *how), errors)
+    turns = how.warmup_turns, how.turns, how.turn_seconds, case.in_a_row
+    rows = told(case, programs.in_turns(placed, *turns), errors)
     shown = {rows[name].get("configuration", name) for name in rows}
     placed = {name: run for name, run in placed.items() if name in shown}
-    bursts = told(case, programs.in_turns(placed, *how, rest), errors)
+    bursts = told(case, programs.in_turns(placed, *turns, how.rest), errors)
     if same:
         for regime in (rows, bursts):
             if same[0] in regime:
                 regime["dispatched"] = regime[same[0]] | {"same_program_as": same[0]}
     line = {"calls_in_a_program": case.in_a_row, "contenders": rows}
     line |= {"in_bursts": bursts, "missing": missing}
+    if how.cap_rounds:
+        chosen = (*AT_THE_CAP, rows.get("jax", {}).get("configuration"))
+        kept = {name: run for name, run in placed.items() if name in chosen}
+        cap = programs.at_the_cap(kept, how.cap_rounds, how.cap_seconds, case.in_a_row, case.mesh.size)
+        line["at_the_cap"] = told_of_energy(cap, case.mesh.size)
+    if searched:
+        line["jax_searched"] = searched
     try:
         chosen, _ = tiles.choose(case.problem, *_gpu())
         fused, plain = tiles.predict(case.problem, chosen, _gpu()[1])
@@ -136,6 +172,46 @@ def told(case: Case, times: dict[str, list[float]], errors: dict[str, float]) ->
     return rows
 
 
+def told_of_energy(found: dict[str, dict[str, list]], gpus: int) -> dict[str, dict]:
+    """Returns what the record says of each contender at the power cap. watts: of a GPU; joules: of a call, on
+    all of them; None where no counter was read."""
+    rows = {}
+    for name, of in found.items():
+        seconds = statistics.median(of["seconds"])
+        watts = [each for each in of["watts"] if each]
+        power = statistics.fmean(watts) if watts else None
+        rows["jax" if name.startswith("jax_") else name] = {
+            "microseconds": round(1e6 * seconds, 1),
+            "a_a_spread": comparison.halves_apart([[each] for each in of["seconds"]]),
+            "watts": round(power, 1) if power else None,
+            "watts_least_and_most": [min(watts), max(watts)] if watts else None,
+            "joules": round(power * seconds * gpus, 5) if power else None,
+        }
+    for row in rows.values():
+        row["over_plain"] = round(rows["plain"]["microseconds"] / row["microseconds"], 3)
+        row["joules_over_plain"] = (
+            round(row["joules"] / rows["plain"]["joules"], 3) if row["joules"] else None
+        )
+    return rows
+
+
+def of_commit(folder: Path) -> Callable[[Case], Callable]:
+    """Returns what makes a case's fused form by the kernels of another commit's tree."""
+    tree = Tree(folder.resolve())
+
+    def make(case: Case) -> Callable:
+        def run(*operands):
+            with tree():
+                kernels = importlib.import_module("pallas_kernels.collective_matmul.mosaic_gpu")
+                names = inspect.signature(kernels.tiles_for).parameters
+                asked = {name: True for name in ("named", "always") if name in names}
+                return case.of(kernels, platform=dispatch.resolve_platform(), **asked)(*operands)
+
+        return run
+
+    return make
+
+
 def _gpu() -> tuple[str, int]:
     device = jax.local_devices()[0]
     return (device.device_kind, device.core_count) if device.platform == "gpu" else ("", tiles.SMS)
@@ -154,6 +230,16 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--turn-seconds", type=float, default=0.02, help="of one contender")
     parser.add_argument("--rest-seconds", type=float, default=0.06, help="before each burst")
+    parser.add_argument("--cap-rounds", type=int, default=0, help="at the power cap, for joules a call")
+    parser.add_argument("--cap-seconds", type=float, default=0.4, help="of one contender in such a round")
+    parser.add_argument("--without", nargs="+", default=(), metavar="CONTENDER", help="as ring")
+    parser.add_argument(
+        "--old", type=Path, metavar="FOLDER", help="another commit's files, whose fused form to time"
+    )
+    parser.add_argument("--old-commit", default="", help="its name, for the record")
+    parser.add_argument(
+        "--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no case after"
+    )
     parser.add_argument(
         "--heat-seconds", type=float, default=5.0, help="of products, before anything is timed"
     )
@@ -173,19 +259,19 @@ def main() -> int:
         parser.error(f"--warmup-turns {options.warmup_turns}: a program's first run loads what it needs")
     if options.tiny:
         options.shapes, options.heat_seconds, options.turns = ("tiny_gather", "tiny_scatter"), 0.1, 3
-        options.rest_seconds = 0.0
+        options.rest_seconds, options.cap_seconds = 0.0, 0.05
     axes = ({"data": options.data} if options.data > 1 else {}) | {"tensor": options.devices}
     harness.keep_stdout()
     xla.configure()
     if options.first_run_of_jax:
         first_run_of_jax(checks.make_mesh(axes))
         return 0
-    phase = harness.Phases()
-    without_jax, peer = "", None
+    phase, started = harness.Phases(), time.monotonic()
+    without_jax, peer = "" if "jax" not in options.without else "left out", None
     if not (options.tiny or options.first_run_done):
         with phase("first run, in a child process"):
             checks.in_child([axes], seconds=180)
-    if not options.tiny and "forward" in options.directions:
+    if not (options.tiny or without_jax) and "forward" in options.directions:
         with phase("first run of JAX's kernel, in a child process"):
             same = ["--devices", str(options.devices), "--data", str(options.data)]
             try:
@@ -203,6 +289,7 @@ def main() -> int:
         "benchmark": "collective_matmul",
         "axes": axes,
         "dtype": "bfloat16",
+        "old_commit": options.old_commit,
         "cases": {},
         **({"torch": peer} if peer else {}),
         **harness.provenance(),
@@ -213,12 +300,23 @@ def main() -> int:
             hot, began = programs.program(run, operands).compile(), time.perf_counter()
             while time.perf_counter() - began < options.heat_seconds:
                 jax.block_until_ready(hot(*operands))
+        how = How(
+            options.warmup_turns,
+            options.turns,
+            options.turn_seconds,
+            options.rest_seconds,
+            options.cap_rounds,
+            options.cap_seconds,
+        )
+        old = of_commit(options.old) if options.old else None
         for name, direction in itertools.product(options.shapes, options.directions):
             named = f"{name}_{direction}"
+            if time.monotonic() - started > options.stop_after:
+                line.setdefault("left_out", []).append(named)
+                continue
             with phase(named), checks.ends_within(180, named):
                 case = Case(shapes[name], mesh, direction == "backward")
-                turns = options.warmup_turns, options.turns, options.turn_seconds, options.rest_seconds
-                found = measure(case, *turns, without_jax, options.adds)
+                found = measure(case, how, without_jax, options.adds, tuple(options.without), old)
             line["cases"][named] = dataclasses.asdict(shapes[name]) | found
             harness.write(line, options.output)
             print(json.dumps({named: found}), file=sys.stderr, flush=True)

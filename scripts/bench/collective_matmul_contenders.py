@@ -7,6 +7,7 @@ computing it.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -160,37 +161,59 @@ class Case:
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
-def jax_kernels(case: Case) -> dict[str, Callable]:
-    """Returns JAX's own kernel in a few configurations, none where it cannot run."""
+# A warpgroup's tile in JAX's kernel, whether both stand along M or N, and stages: as many as there is room
+# for. Together they are the sizes that `tiles.candidates` takes; its clusters JAX's kernel does not have.
+JAX_SIZES = (128, 128, "N", 4), (64, 256, "M", 4), (128, 128, "M", 4), (256, 64, "N", 4), (64, 192, "M", 4)
+
+
+def jax_kernels(case: Case, orders: tuple = tiles.ORDERS) -> dict[str, Callable]:
+    """Returns JAX's own kernel in all configurations that its search takes, none where it cannot run."""
     unable = case.backward or not case.gathers or len(case.shape.columns) > 1 or len(case.mesh.shape) > 1
     if unable or case.mesh.size != jax.device_count() or jax.default_backend() != "gpu":
         return {}
+    return all_jax_kernels(case, orders)
+
+
+def all_jax_kernels(case: Case, orders: tuple) -> dict[str, Callable]:
+    """Returns {name: JAX's kernel} of those whose tiles divide the shape."""
     from jax.experimental.pallas.ops.gpu import collective_matmul_mgpu, hopper_matmul_mgpu
 
-    dims = hopper_matmul_mgpu.MatmulDimension
-    runs = {}
-    for minor, split, width in (
-        (dims.M, dims.N, 8),
-        (dims.N, dims.N, 8),
-        (dims.M, dims.M, 8),
-        (dims.M, dims.N, 16),
-    ):
+    dims, runs, t = hopper_matmul_mgpu.MatmulDimension, {}, case.mesh.size
+    for (m, n, split, stages), (minor, width) in itertools.product(JAX_SIZES, orders):
+        rows, columns = m * (1 + (split == "M")), n * (1 + (split == "N"))
+        if case.shape.rows // t % rows or case.shape.columns[0] // t % columns:
+            continue
         config = hopper_matmul_mgpu.TuningConfig(
-            tile_m=128,
-            tile_n=128,
+            tile_m=m,
+            tile_n=n,
             tile_k=64,
-            max_concurrent_steps=4,
-            grid_minor_dim=minor,
+            max_concurrent_steps=stages,
+            grid_minor_dim=dims[minor],
             grid_tile_width=width,
-            wg_dimension=split,
+            wg_dimension=dims[split],
         )
 
         def local(x, w, config=config):
             gather = collective_matmul_mgpu.all_gather_lhs_matmul
             return (gather(x, w, "tensor", config=config, dtype=jnp.bfloat16),)
 
-        runs[f"jax_{minor}_{split}_{width}"] = case._over_shards(local, *case._specs())
+        runs[f"jax_{rows}x{columns}_{split}_{minor}{width}"] = case._over_shards(local, *case._specs())
     return runs
+
+
+def search_jax(case: Case) -> tuple[dict[str, tuple[Callable, tuple]], dict[str, list[float]]]:
+    """Returns the fastest of JAX's kernels in each regime, with their operands, and what was timed of all:
+    each size in one order, and then the fastest in the others."""
+    operands, timed, best = case.operands(), {}, set()
+    every = {name: (run, operands) for name, run in jax_kernels(case).items()}
+    sizes = jax_kernels(case, tiles.ORDERS[:1]).keys()
+    for stage in (1, 2):
+        if stage == 2:
+            fastest = {name.rpartition("_")[0] for name in best}
+            sizes = {name for name in every if name.rpartition("_")[0] in fastest} - timed.keys()
+        timed |= programs.brief_times({name: every[name] for name in sizes}, case.in_a_row)
+        best = {min(timed, key=lambda name: timed[name][regime]) for regime in (0, 1) if timed}
+    return {name: every[name] for name in sorted(best)}, timed
 
 
 def first_run_of_jax(mesh: Mesh) -> None:
@@ -198,7 +221,7 @@ def first_run_of_jax(mesh: Mesh) -> None:
     case = Case(checks.TINY["tiny_gather"], mesh, backward=False)
     operands = case.operands()
     wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
-    for name, run in jax_kernels(case).items():
+    for name, run in jax_kernels(case, tiles.ORDERS[:1]).items():
         with checks.ends_within(60, name):
             found = jax.block_until_ready(checks.compile_safely(jax.jit(run).lower(*operands))(*operands))
             (error,) = (float(e) for e in programs.apart(found, wanted))
@@ -207,16 +230,18 @@ def first_run_of_jax(mesh: Mesh) -> None:
 
 
 def contenders(
-    case: Case, without_jax: str = "", adds: bool = False
+    case: Case, without_jax: str = "", adds: bool = False, without: tuple[str, ...] = ()
 ) -> tuple[dict[str, tuple[Callable, tuple]], dict[str, str]]:
-    """Returns {name: (function, operands)} and why others cannot run.
+    """Returns {name: (function, operands)} and why others cannot run; JAX's own kernel `search_jax` adds.
 
-    without_jax: why JAX's own kernel is not to run, if so. adds: whether "fused_adds" is to.
+    without_jax: why that is not to run, if so. adds: whether "fused_adds" is to. without: names to leave out.
     """
     operands, found, missing = case.operands(), {}, {}
     named = NAMED | ({"fused_adds": "mosaic_gpu_adds"} if adds and case.gathers == case.backward else {})
     runs = {name: functools.partial(case.implementation, of, named=True) for name, of in named.items()}
     runs["dispatched"] = case.dispatched
+    for name in without:
+        runs.pop(name, None)
     for name, make in runs.items():
         try:
             jax.eval_shape(run := make(), *operands)
@@ -225,8 +250,6 @@ def contenders(
             missing[name] = str(refusal)
     if without_jax:
         missing["jax"] = without_jax
-    else:
-        found |= {name: (run, operands) for name, run in jax_kernels(case).items()}
     return found | {"product": case.products(), "collective": case.collective()}, missing
 
 

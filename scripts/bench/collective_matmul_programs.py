@@ -2,14 +2,18 @@
 
 import collections
 import concurrent.futures
+import os
 import random
 import re
+import statistics
+import sys
 import time
 from collections.abc import Callable, Hashable
 
 import collective_matmul_check as checks
 import jax
 import jax.numpy as jnp
+from gpu_joules import Energy
 
 IN_A_ROW = 16  # calls in a program: a step has as many, and what the host does for a program counts little
 # Longer calls are fewer, but four: a burst is to end before the power cap is reached.
@@ -107,13 +111,68 @@ def in_turns(
     return times
 
 
+SETTLES = 0.15  # seconds in which a GPU's clock forgets what ran before
+
+
+def at_the_cap(
+    runs: dict[Hashable, tuple[Callable, tuple]], rounds: int, seconds: float, calls: int, gpus: int
+) -> dict[Hashable, dict[str, list]]:
+    """Returns the seconds of a call in each round of each compiled program, and the watts of a GPU meanwhile.
+
+    Rounds are as in `in_turns`, without a pause; each program runs for `seconds`, long enough for the counter
+    of energy to say what it takes, after some in which the clock becomes its own.
+    """
+    found = {name: {"seconds": [], "watts": []} for name in runs}
+    order, shuffle = list(runs), random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            _keep_busy(*runs[name], SETTLES)
+            with Energy(gpus) as used:
+                programs, took = _keep_busy(*runs[name], seconds)
+            found[name]["seconds"].append(took / programs / calls)
+            found[name]["watts"].append(used.watts)
+    return found
+
+
+def _keep_busy(run: Callable, operands: tuple, seconds: float) -> tuple[int, float]:
+    """Returns how many times a program ran, and in how many seconds: two are under way at any time."""
+    began, count, before = time.perf_counter(), 0, run(*operands)
+    while True:
+        last = run(*operands)
+        jax.block_until_ready(before)
+        count, before, took = count + 1, last, time.perf_counter() - began
+        if took >= seconds:
+            jax.block_until_ready(last)
+            return count + 1, time.perf_counter() - began
+
+
+def brief_times(
+    runs: dict[str, tuple[Callable, tuple]], calls: int, turns: int = 4, turn_seconds: float = 0.01
+) -> dict[str, list[float]]:
+    """Returns the microseconds of a call of programs that are alike, without a pause and in bursts, of those
+    that can run."""
+    if not runs:
+        return {}
+    once = {name: (jax.jit(run), operands) for name, (run, operands) in runs.items()}  # to lower each once
+    compiled, failed = compile_in_a_row(once, calls, alike=True)
+    for name, reason in failed.items():
+        print(f"{name}: {reason}", file=sys.stderr, flush=True)
+    placed = {name: (run, runs[name][1]) for name, run in compiled.items()}
+    if not placed:
+        return {}
+    regimes = [in_turns(placed, 2, turns, turn_seconds, calls, rest) for rest in (0, 3 * turn_seconds)]
+    medians = [{name: statistics.median(times[name]) for name in placed} for times in regimes]
+    return {name: [round(1e6 * of[name], 1) for of in medians] for name in placed}
+
+
 def compile_in_a_row(
     runs: dict[str, tuple[Callable, tuple]], calls: int, alike: bool = False
 ) -> tuple[dict[str, jax.stages.Compiled], dict[str, str]]:
     """Returns the programs to be timed, each of which has been seen to make all of its calls, and why others
     cannot be. alike: a single call of any of them compiles to what one of another does."""
     compiled, failed = {}, {}
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with concurrent.futures.ThreadPoolExecutor(max(8, (os.cpu_count() or 1) // 2)) as pool:
 
         def started(name: str, calls: int) -> concurrent.futures.Future:
             return pool.submit(checks.compile_safely, program(*runs[name], calls=calls))

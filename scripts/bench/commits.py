@@ -1,23 +1,30 @@
 """Are the steps of one commit as fast as those of another? Both in turns, in one process, on one state.
 
     git worktree add build/old OLD
-    python scripts/bench/commits.py --old build/old --output FILE [--rows a,b,...] [--stop-after SECONDS]
+    python scripts/bench/commits.py --old build/old --output FILE [--rows a,b+c,...] [--stop-after SECONDS]
 
 Each commit compiles the step of its own configuration file; one state goes through both, A-B-A-B, so that
-they see the same clocks and one warm-up serves both. What is timed is a turn from a synchronised start to a
-synchronised end, over its steps. Batches are random tokens, packed or one document a row, the same for both.
+they see the same clocks and one warm-up serves both. Rows joined by + take turns with each other too, in one
+process: each round takes all of them, every other round backwards, for what a GPU can do depends on what it
+has just done. What is timed is a turn from a synchronised start to a synchronised end, over its steps, and
+turns follow each other without a pause. Batches are random tokens, packed or one document a row, the same for
+all of one size; GPUs that each work alone have their shares of the same rows.
 The first step of each, from the same state, says whether they compute the same. Peaks: of a step that is one
 program as XLA compiled it; of several, what the allocator had seen when the old commit's first step was done,
 and then the new one's, so such rows want a process of their own. Ratios are of the new commit's tokens per
-second to the old one's. The commit that compiles first also tunes for the other, so compile times are no
-comparison of the two: see compile_time.py.
+second to the old one's, and of joined rows also to the first of them, new beside new. Watts are of a GPU, and
+joules of all of them, by NVML's counter of energy. The commit that compiles first also tunes for the other,
+so compile times are no comparison of the two: see compile_time.py.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import itertools
+import re
 import statistics
 import sys
 import time
@@ -33,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from gemm import REPEATS, operands, product
 from gpu_clocks import Clocks, mean
+from gpu_joules import Energy
 
 from jaxthru.runtime import hardware, xla
 from jaxthru.training.state import init_by_parts  # a scanned or sharded one takes a minute to compile
@@ -43,17 +51,24 @@ OWN = ("jaxthru", "pallas_kernels")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """config: in either commit's configs/. settings: as `--set` takes them; keys that both commits have.
-    documents: in a row. steps: of a turn. warmup: seconds of both commits, beside their first steps."""
+    """config: in either commit's configs/. settings: as `--set` takes them; keys that both commits have, or
+    that are `RENAMED`. documents: in a row. steps: of a turn. warmup: seconds of all that take turns, beside
+    their first steps. alone: so many devices make a step of their own each, at the same time. sides: the
+    commits that are to run it."""
 
     config: str
     settings: tuple[str, ...] = ()
     documents: int = 1
     steps: int = 10
     warmup: float = 20.0
+    alone: int = 0
+    sides: tuple[str, ...] = ("old", "new")
 
 
+RENAMED = {"kernels.collective_matmul": "mesh.collective_matmul"}  # until there was a group `kernels`
 EXACT = ("optim.clip_rule=exact", "offload.level=optimizer", "offload.fraction=0.65")
+FSDP, TENSOR = ("mesh.fsdp=2", "train.rows=4"), ("mesh.fsdp=1", "mesh.tensor=2")
+KEPT = "remat.keep_parameters=true"
 ROWS = {
     "8layer_packed": Row("llama3_8b_8layer", documents=12),
     "8layer_causal": Row("llama3_8b_8layer", warmup=8.0),
@@ -61,6 +76,20 @@ ROWS = {
     "32layer": Row("llama3_8b_one_gpu", documents=12, steps=4, warmup=8.0),
     "8b_64k": Row("llama3_8b", documents=12, steps=3, warmup=0.0),
     "8b_64k_exact": Row("llama3_8b", EXACT, documents=12, steps=3, warmup=0.0),
+}
+# On two GPUs, to be joined: the first of each is what the others are held against.
+alone = Row("llama3_8b_8layer", ("mesh.fsdp=1",), documents=12, steps=5, warmup=10.0, alone=2, sides=("new",))
+fsdp = dataclasses.replace(alone, settings=FSDP, alone=0)
+both = dataclasses.replace(fsdp, sides=("old", "new"))
+tensor = dataclasses.replace(both, settings=TENSOR, steps=9)
+ON_TWO = {
+    "alone": alone,
+    "alone_kept": dataclasses.replace(alone, settings=(*alone.settings, KEPT)),
+    "fsdp": fsdp,
+    "fsdp_kept": dataclasses.replace(both, settings=(*FSDP, KEPT)),
+    "fsdp_copies": dataclasses.replace(both, settings=(*FSDP, KEPT, "mesh.transfers=copies")),
+    "tensor": dataclasses.replace(tensor, settings=(*TENSOR, "kernels.collective_matmul=none")),
+    "tensor_fused": dataclasses.replace(tensor, settings=(*TENSOR, "kernels.collective_matmul=fused")),
 }
 
 
@@ -87,21 +116,81 @@ class Tree:
             self._modules = _taken_out()
             sys.modules.update(others)
 
-    def build(self, row: Row) -> Any:
-        """Returns the `Build` of a row, compiled."""
-        with self():
-            configuration = importlib.import_module("jaxthru.config")
-            try:
-                build = importlib.import_module("jaxthru.build.compiled").build_step
-            except ModuleNotFoundError:  # before there was jaxthru/build
-                build = importlib.import_module("jaxthru.train").build
-            assert Path(build.__code__.co_filename).is_relative_to(self.folder), build.__code__.co_filename
-            path = self.folder / "configs" / f"{row.config}.py"
-            config = configuration.load(str(path), [*row.settings, "train.steps=1000000"])
-            names = SimpleNamespace(
-                vocabulary=config.model.vocabulary, segments=row.documents, names=("random",)
-            )
-            return build(config, names)
+    def build(self, row: Row, devices: list[jax.Device] | None = None) -> Any:
+        """Returns the `Build` of a row, compiled, for all devices or these; to be called where this commit is
+        the one that imports find."""
+        configuration = importlib.import_module("jaxthru.config")
+        try:
+            build = importlib.import_module("jaxthru.build.compiled").build_step
+        except ModuleNotFoundError:  # before there was jaxthru/build
+            build = importlib.import_module("jaxthru.train").build
+        assert Path(build.__code__.co_filename).is_relative_to(self.folder), build.__code__.co_filename
+        path, settings = str(self.folder / "configs" / f"{row.config}.py"), row.settings
+        config = configuration.load(path)
+        for name, before in RENAMED.items():
+            group, _, field = before.partition(".")
+            if hasattr(getattr(config, group), field):
+                settings = [text.replace(f"{name}=", f"{before}=") for text in settings]
+        config = configuration.load(path, [*settings, "train.steps=1000000"])
+        names = SimpleNamespace(vocabulary=config.model.vocabulary, segments=row.documents, names=("random",))
+        return build(config, names, devices)
+
+
+class Contender:
+    """A row's step of one commit, or the steps of devices that each work alone, and their batches.
+
+    builds: its `Build`, or one for each device.
+    """
+
+    def __init__(self, tree: Tree, row: Row, builds: list):
+        self.tree, self.row, self.builds = tree, row, builds
+        self.rows = sum(of.config.train.rows for of in self.builds)
+        self.tokens = self.rows * self.builds[0].config.data.sequence
+        placed = [[] for _ in self.builds]
+        for batch in batches(self.builds[0].config, self.rows, row.documents):
+            at = 0
+            for of, its in zip(self.builds, placed, strict=True):
+                own = {name: value[at : at + of.config.train.rows] for name, value in batch.items()}
+                its.append(of.place(own, of.config.train.rows))
+                at += of.config.train.rows
+        self.source = [itertools.cycle(its) for its in placed]
+
+    @property
+    def layout(self) -> tuple:
+        """What is equal of contenders that can take over each other's state."""
+        leaves = jax.tree.leaves([of.abstract for of in self.builds])
+        return tuple((leaf.shape, leaf.dtype, str(leaf.sharding)) for leaf in leaves), len(self.builds)
+
+    def first_states(self) -> list:
+        return [first_state(of) for of in self.builds]
+
+    def turn(self, states: list, steps: int) -> tuple[list, float, list]:
+        """Returns the states after so many steps, the seconds that each took, and the last metrics.
+
+        As in training, a step is dispatched before the last one's metrics are read.
+        """
+        with self.tree():
+            states = [like(state, of.abstract) for state, of in zip(states, self.builds, strict=True)]
+            jax.block_until_ready(states)
+            began, previous = time.perf_counter(), None
+            for _ in range(steps):
+                metrics = []
+                for number, of in enumerate(self.builds):
+                    states[number], told = of.compiled(states[number], next(self.source[number]))
+                    metrics.append(told)
+                if previous is not None:
+                    jax.device_get(previous)
+                previous = metrics
+            states = [of.compiled.settled(state) for state, of in zip(states, self.builds, strict=True)]
+            jax.block_until_ready(states)
+            return states, (time.perf_counter() - began) / steps, jax.device_get(previous)
+
+    def program(self) -> str | None:
+        """Returns a digest of the program that XLA has made, without what says where it comes from."""
+        if not hasattr(self.builds[0].compiled, "program"):
+            return None
+        text = re.sub(r", metadata=\{[^}]*\}", "", self.builds[0].compiled.program.as_text())
+        return hashlib.sha256(text.partition("FileNames")[0].encode()).hexdigest()[:16]
 
 
 def _taken_out() -> dict[str, ModuleType]:
@@ -109,11 +198,9 @@ def _taken_out() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def batches(built: Any, documents: int) -> Iterator[dict]:
-    """Yields batches of random tokens for ever, eight different ones. documents: in each row."""
-    config, random = built.config, np.random.default_rng(0)
-    rows, sequence = config.train.rows, config.data.sequence
-    made = []
+def batches(config: Any, rows: int, documents: int) -> Iterator[dict]:
+    """Yields eight different batches of random tokens. documents: in each row."""
+    random, sequence = np.random.default_rng(0), config.data.sequence
     for _ in range(8):
         tokens = random.integers(0, config.model.vocabulary, (rows, sequence + 1), np.int32)
         ends = np.sort(random.integers(1, sequence, (rows, documents - 1)), axis=1)
@@ -123,12 +210,11 @@ def batches(built: Any, documents: int) -> Iterator[dict]:
         batch = {"tokens": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy(), "segment_ids": segment_ids}
         batch |= {"positions": (at - starts).astype(np.int32), "source": np.zeros_like(segment_ids)}
         batch["loss_mask"] = np.ones((rows, sequence), np.float32)
-        made.append(built.place(batch, rows))
-    yield from itertools.cycle(made)
+        yield batch
 
 
 def first_state(built: Any) -> Any:
-    """Returns the first state of the new commit's step."""
+    """Returns the first state of a step of the new commit."""
     step = built.step
     state = init_by_parts(step.objective.model, step.optimizer, built.abstract, built.config.train.seed)
     # Of the counters several are one array, which a step cannot take over twice.
@@ -144,24 +230,6 @@ def like(state: Any, abstract: Any) -> Any:
     return structure.unflatten(leaves)
 
 
-def turn(built: Any, state: Any, source: Iterator, steps: int) -> tuple[Any, float, dict]:
-    """Returns the state after so many steps, the seconds that each took, and the last metrics.
-
-    As in training, a step is dispatched before the last one's metrics are read.
-    """
-    state = like(state, built.abstract)
-    jax.block_until_ready(state)
-    began, previous = time.perf_counter(), None
-    for _ in range(steps):
-        state, metrics = built.compiled(state, next(source))
-        if previous is not None:
-            jax.device_get(previous)
-        previous = metrics
-    state = built.compiled.settled(state)
-    jax.block_until_ready(state)
-    return state, (time.perf_counter() - began) / steps, jax.device_get(previous)
-
-
 def peak(built: Any) -> int | None:
     """Returns the bytes that a step of one program needs on the device, its arguments among them."""
     if not hasattr(built.compiled, "program"):
@@ -171,59 +239,85 @@ def peak(built: Any) -> int | None:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + made
 
 
-def measure(row: Row, sides: dict[str, Tree], timed: float) -> dict[str, Any]:
-    """Returns what is to be said of a row. timed: seconds of each commit."""
-    built = {}
-    for side, tree in sides.items():
-        built[side] = tree.build(row)
-        print(f"  {side}: compiled in {built[side].compile_seconds:.1f} s", file=sys.stderr, flush=True)
-    source = batches(built["new"], row.documents)
-    batch, first, peaks = next(source), {}, {}
-    for side, of in built.items():
-        with sides[side]():
-            state, _, metrics = turn(of, first_state(built["new"]), itertools.repeat(batch), 1)
-        first[side] = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
-        peaks[side] = peak(of)
-        print(f"  {side}: first step {first[side]}", file=sys.stderr, flush=True)
-        if side != list(built)[-1]:
-            del state
-    took, clocks = ({side: [] for side in built} for _ in range(2))
-    began, warm = time.perf_counter(), False
-    while any(row.steps * sum(took[side]) < timed or len(took[side]) < 2 for side in built):
-        warm = warm or time.perf_counter() - began >= row.warmup
-        for side, of in built.items():
-            with sides[side](), Clocks() as seen:
-                state, seconds, metrics = turn(of, state, source, row.steps)
-            print(f"  {side}: {seconds:.4f} s a step", file=sys.stderr, flush=True)
+def build_all(rows: dict[str, Row], sides: dict[str, Tree]) -> dict[tuple[str, str], Contender]:
+    """Returns {(row, side): contender}. One compiles after the other, for XLA tunes by timing: together are
+    only those of devices that each work alone."""
+    made = {}
+    for (name, row), side in itertools.product(rows.items(), sides):
+        if side not in row.sides:
+            continue
+        devices = [[device] for device in jax.local_devices()[: row.alone]] or [None]
+        with sides[side](), concurrent.futures.ThreadPoolExecutor(len(devices)) as pool:
+            builds = list(pool.map(lambda on, row=row, tree=sides[side]: tree.build(row, on), devices))
+        made[name, side] = Contender(sides[side], row, builds)
+        print(f"  {name}, {side}: compiled in {builds[0].compile_seconds:.1f} s", file=sys.stderr, flush=True)
+    return made
+
+
+def measure(rows: dict[str, Row], sides: dict[str, Tree], timed: float) -> dict[str, dict]:
+    """Returns what is to be said of rows that take turns. timed: seconds of each of their commits."""
+    made = build_all(rows, sides)
+    states, first, peaks = {}, {}, {}
+    for key, of in made.items():
+        layout = of.layout
+        states.pop(layout, None)  # each begins with a first step from the same state
+        maker = next(one for (_, side), one in made.items() if side == "new" and one.layout == layout)
+        states[layout], _, metrics = of.turn(maker.first_states(), 1)
+        first[key] = [{name: float(each[name]) for name in ("loss", "grad_norm")} for each in metrics]
+        peaks[key] = peak(of.builds[0])
+        print(f"  {', '.join(key)}: first step {first[key]}", file=sys.stderr, flush=True)
+    took, clocks, watts, last = ({key: [] for key in made} for _ in range(4))
+    began, warm, order = time.perf_counter(), False, list(made)
+    gpus, needed = len({d for of in made.values() for b in of.builds for d in b.layout.mesh.devices.flat}), 2
+    warmup = max(row.warmup for row in rows.values())
+    while any(made[key].row.steps * sum(took[key]) < timed or len(took[key]) < needed for key in made):
+        warm = warm or time.perf_counter() - began >= warmup
+        for key in order:
+            of = made[key]
+            with Clocks(gpus) as seen, Energy(gpus, 0.02) as used:
+                states[of.layout], seconds, last[key] = of.turn(states[of.layout], of.row.steps)
+            print(f"  {', '.join(key)}: {seconds:.4f} s a step", file=sys.stderr, flush=True)
             if warm:
-                took[side].append(seconds)
-                clocks[side].append(seen)
-    tokens = int(np.prod(batch["tokens"].shape))
-    found = {
-        side: {
-            "tokens_per_second": round(tokens / statistics.fmean(took[side]), 1),
-            "step_seconds_mean": round(statistics.fmean(took[side]), 5),
-            "turns": [round(seconds, 5) for seconds in took[side]],
-            "steps_timed": row.steps * len(took[side]),
-            "spread": comparison.halves_apart([[seconds] for seconds in took[side]], statistics.fmean),
-            "sm_clock_mhz": mean(one.mhz for one in clocks[side]),
-            "power_watts": mean(one.watts for one in clocks[side]),
-            "compile_seconds": round(of.compile_seconds, 1),
-            "peak_hbm_bytes": peaks[side],
-            "first_step": first[side],
+                took[key].append(seconds)
+                clocks[key].append(seen)
+                watts[key].append(used.watts)
+        if len(rows) > 1:
+            order.reverse()
+    found: dict[str, dict] = {name: {} for name in rows}
+    for (name, side), of in made.items():
+        key = name, side
+        power, seconds = mean(watts[key]), statistics.fmean(took[key])
+        found[name][side] = {
+            "tokens_per_second": round(of.tokens / seconds, 1),
+            "step_seconds_mean": round(seconds, 5),
+            "turns": [round(each, 5) for each in took[key]],
+            "steps_timed": of.row.steps * len(took[key]),
+            "spread": comparison.halves_apart([[each] for each in took[key]], statistics.fmean),
+            "sm_clock_mhz": mean(one.mhz for one in clocks[key]),
+            "power_watts": mean(one.watts for one in clocks[key]),
+            "energy_watts": power,
+            "joules_per_token": round(power * gpus * seconds / of.tokens, 5) if power else None,
+            "compile_seconds": round(of.builds[0].compile_seconds, 1),
+            "peak_hbm_bytes": peaks[key],
+            "program": of.program(),
+            "first_step": first[key] if of.row.alone else first[key][0],
         }
-        for side, of in built.items()
-    }
-    old, new = found.values()
-    compared = comparison.ratio(new, old)
-    return {
-        **found,
-        "ratio": round(compared["ratio"], 4),
-        "claimed": compared["claimed"],
-        "peak_ratio": round(new["peak_hbm_bytes"] / old["peak_hbm_bytes"], 5) if peaks["old"] else None,
-        "tokens_per_step": tokens,
-        "skipped_updates": int(metrics["skipped"]),
-    }
+    base = next(iter(found))
+    for name, row in rows.items():
+        line, of = found[name], made[name, "new"]
+        if "old" in line:
+            old, new = line["old"], line["new"]
+            compared = comparison.ratio(new, old)
+            line |= {"ratio": round(compared["ratio"], 4), "claimed": compared["claimed"]}
+            line["needed"] = round(compared["needed"], 5)
+            known = new["peak_hbm_bytes"] and old["peak_hbm_bytes"]
+            line["peak_ratio"] = round(new["peak_hbm_bytes"] / old["peak_hbm_bytes"], 5) if known else None
+        if name != base:
+            compared = comparison.ratio(line["new"], found[base]["new"])
+            line[f"over_{base}"] = {field: compared[field] for field in ("ratio", "needed", "claimed")}
+        line |= {"set": list(row.settings), "tokens_per_step": of.tokens}
+        line["skipped_updates"] = sum(int(each["skipped"]) for each in last[name, "new"])
+    return found
 
 
 def sustained(seconds: float) -> float:
@@ -244,9 +338,12 @@ def main() -> int:
     add = parser.add_argument
     add("--old", type=Path, required=True, metavar="FOLDER", help="the other commit's files")
     add("--old-commit", default="", help="its name, for the record")
-    add("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    every = ROWS | ON_TWO
+    add("--rows", default=",".join(ROWS), help=f"of {', '.join(every)}")
     add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--timed-seconds", type=float, default=40.0, help="of each commit")
+    add("--warmup-seconds", type=float, help="of a row, in place of its own")
+    add("--keep-compiled", action="store_true", help="take from the compilation cache what is there")
     add("--gemm-seconds", type=float, default=8.0)
     add("--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no row after so long")
     add("--output", type=Path, required=True)
@@ -255,21 +352,29 @@ def main() -> int:
     sys.meta_path = [finder for finder in sys.meta_path if "editable" not in finder.__module__]
     sys.path.append(str(ROOT))
     sides = {"old": Tree(arguments.old.resolve()), "new": Tree(ROOT)}
-    xla.configure()
-    jax.config.update("jax_enable_compilation_cache", False)  # each compiles as at a first start
+    # Some may; CUDA starts once for all.
+    xla.configure(writes_to_peers="fused" in arguments.rows)
+    # Without the cache each compiles as at a first start.
+    jax.config.update("jax_enable_compilation_cache", arguments.keep_compiled)
     line = {"benchmark": "commits", "old_commit": arguments.old_commit, "rows": {}}
     line |= {"gemm_bf16_tflops": sustained(arguments.gemm_seconds) if arguments.gemm_seconds else None}
     began = time.monotonic()
-    for name in arguments.rows.split(","):
+    for names in arguments.rows.split(","):
         if time.monotonic() - began > arguments.stop_after:
-            print(f"{name}: left out, for want of time", file=sys.stderr, flush=True)
+            print(f"{names}: left out, for want of time", file=sys.stderr, flush=True)
             continue
-        print(name, file=sys.stderr, flush=True)
-        row = dataclasses.replace(ROWS[name], settings=(*ROWS[name].settings, *arguments.overrides))
+        print(names, file=sys.stderr, flush=True)
+        more = {} if arguments.warmup_seconds is None else {"warmup": arguments.warmup_seconds}
+        rows = {
+            name: dataclasses.replace(
+                every[name], settings=(*every[name].settings, *arguments.overrides), **more
+            )
+            for name in names.split("+")
+        }
         try:
-            line["rows"][name] = measure(row, sides, arguments.timed_seconds)
+            line["rows"] |= measure(rows, sides, arguments.timed_seconds)
         except jax.errors.JaxRuntimeError as error:  # out of memory, say; the next may run
-            line["rows"][name] = {"error": str(error).partition("\n")[0]}
+            line["rows"][names] = {"error": str(error).partition("\n")[0]}
         harness.write(line | harness.provenance(), arguments.output)
     harness.emit(line | harness.provenance(), arguments.output)
     return 0
