@@ -172,7 +172,7 @@ def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def check_groups(config: Any) -> None:
-    """Raises InputError for the first field, of a dataclass of dataclasses, whose value is not of its declared
+    """Raises InputError for the first field of a group (a dataclass) whose value is not of its declared
     type."""
     for group in dataclasses.fields(config):
         part = getattr(config, group.name)

@@ -43,7 +43,7 @@ from gpu_clocks import Clocks, mean
 from gpu_joules import Energy
 
 from jaxthru.runtime import hardware, xla
-from jaxthru.training.state import init_by_parts  # a scanned or sharded one takes a minute to compile
+from jaxthru.training.state import sharded_init
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ("jaxthru", "pallas_kernels")
@@ -216,7 +216,7 @@ def batches(config: Any, rows: int, documents: int) -> Iterator[dict]:
 def first_state(built: Any) -> Any:
     """Returns the first state of a step of the new commit."""
     step = built.step
-    state = init_by_parts(step.objective.model, step.optimizer, built.abstract, built.config.train.seed)
+    state = sharded_init(step.objective.model, step.optimizer, built.abstract, built.config.train.seed)
     # Of the counters several are one array, which a step cannot take over twice.
     return jax.tree.map(lambda leaf: leaf.copy() if leaf.ndim == 0 else leaf, state)
 
