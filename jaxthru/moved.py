@@ -30,7 +30,7 @@ MODULES = {
     "plan.assemble": "build.step",
     "plan.cost": "build.batches",
     "plan.fit": "build.checks",
-    "plan.levels": "build.proposals plan.memory",
+    "plan.levels": "build.proposals build.choices plan.memory",
     "plan.plot": "training.plot",
     "plan.rehearsal": "engine.rehearsed plan.memory",
     "profile.clocks": "profile.collect.clocks profile.frequency",
@@ -48,6 +48,7 @@ MODULES = {
 """A module that is no more -> those that have what it held, by the same names but for NAMES."""
 
 NAMES = {
+    "config.check_types": "runtime.plain.check_groups",
     "models.flops.matmul_parameters": "models.llama.matmul_parameters",
     "models.flops.parameters": "models.llama.parameters",
     "models.flops.train_flops": "models.llama.train_flops",
