@@ -65,7 +65,7 @@ def made(
     return tuple(found)
 
 
-REASONS = {"kernels": "the first that can run here", "mesh": "the default"}
+REASONS = {"kernels": "the first that can run here"}
 RECORDED = "as on the first start, or the default of this device"
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 
 from jaxthru.build import choices
-from jaxthru.build.defaults import replaced
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib
-from jaxthru.build.proposals import LEVELS, Candidate, cheapest
+from jaxthru.build.proposals import Candidate, with_least_offload
 from jaxthru.build.step import Assembled
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs
@@ -17,7 +16,6 @@ from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep
 from jaxthru.engine.offload import OffloadConfig, on_device, placed
 from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY
-from jaxthru.engine.step import State
 from jaxthru.models.scopes import program_of
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
 
@@ -74,9 +72,7 @@ def compile_candidate(
             reason = f"{candidate.said}: as compiled it does not fit {gib(room.device)} GiB"
             return Confirmed(config, made, None, reason)
         config, plan = found
-        made = dataclasses.replace(
-            made, offload=config.offload, abstract=replaced_homes(made, config.offload)
-        )
+        made = offloaded(made, config.offload)
         size, compiled = plan.peak_device, made.compile(options)
     else:
         compiled = made.compile(options)
@@ -90,9 +86,10 @@ def compile_candidate(
     )
 
 
-def replaced_homes(made: Assembled, offload: OffloadConfig) -> State:
-    """Returns the abstract state with another part of it on the host."""
-    return placed(programs.placed(made.abstract, on_device(made.abstract)), offload)
+def offloaded(made: Assembled, offload: OffloadConfig) -> Assembled:
+    """Returns a step with another part of its state on the host."""
+    whole = programs.placed(made.abstract, on_device(made.abstract))
+    return dataclasses.replace(made, offload=offload, abstract=placed(whole, offload))
 
 
 class Programs:
@@ -110,16 +107,11 @@ class Programs:
         if level != "auto":
             plan, _ = self._planned(config.offload)
             return (config, plan) if room.holds(plan) else None
-        levels = LEVELS[config.offload.activations == "none" :]
-        if (found := cheapest(config, levels, room, self._planned)) is None:
-            return None
-        values = {"offload.level": found.level, "offload.fraction": found.fraction or 1.0}
-        return replaced(config, values), found.plan
+        found = with_least_offload(config, room, self._planned)
+        return found and found[:2]
 
     def _planned(self, offload: OffloadConfig) -> tuple[MemoryPlan, int]:
-        abstract = replaced_homes(self.made, offload)
-        made = dataclasses.replace(self.made, offload=offload, abstract=abstract)
-        found = made.rehearsed(self._needs, self._trace)
+        found = offloaded(self.made, offload).rehearsed(self._needs, self._trace)
         return fullest(found.moments, ("as compiled",)), found.moved
 
     def _trace(self, name: str, *arguments, **settings) -> jax.stages.Traced:

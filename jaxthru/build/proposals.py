@@ -102,6 +102,18 @@ def cheapest(config: RunConfig, levels: tuple[str, ...], room: Room, planned: Pl
     return min(fitting, key=lambda proposal: proposal.moved, default=None)
 
 
+def with_least_offload(
+    config: RunConfig, room: Room, planned: Planned
+) -> tuple[RunConfig, MemoryPlan, int] | None:
+    """Returns a configuration of several programs with the offload that fits and moves the least, what it
+    needs, and the bytes that it moves."""
+    levels = LEVELS[config.offload.activations == "none" :]
+    if (found := cheapest(config, levels, room, planned)) is None:
+        return None
+    values = {"offload.level": found.level, "offload.fraction": found.fraction or 1.0}
+    return replaced(config, values), found.plan, found.moved
+
+
 def by_arithmetic(
     config: RunConfig, devices: int, segments: int, resident: MemoryPlan | None = None
 ) -> Planned:
@@ -176,13 +188,10 @@ def _fitted(
 ) -> Candidate | None:
     """Returns a configuration, with the offload that it needs where `config` leaves that open, if it fits.
     seconds: of its products."""
-    proposal = None
     if config.offload.level == "auto" and tried.offload.layered:
-        levels = LEVELS[tried.offload.activations == "none" :]
-        if (proposal := cheapest(tried, levels, room, planned)) is None:
+        if (found := with_least_offload(tried, room, planned)) is None:
             return None
-        offload = {"offload.level": proposal.level, "offload.fraction": proposal.fraction or 1.0}
-        tried, plan, moved = replaced(tried, offload), proposal.plan, proposal.moved
+        tried, plan, moved = found
     else:
         plan, moved = planned(tried.offload)
     return Candidate(tried, plan, seconds + max(0.0, moved / PCIE - HIDDEN * seconds))

@@ -60,8 +60,8 @@ def _memory(arguments: argparse.Namespace) -> int:
     if segments is None:
         segments, _, notes = choices.documents(config)
     if arguments.best:
-        return _best(config, target, devices, arguments.segments, room)
-    asked, config, settled = config, *_settled(config, target, devices, arguments.segments, room)
+        return _best(config, target, devices, arguments.segments, segments, room)
+    asked, config, settled = config, *_settled(config, target, devices, arguments.segments, segments, room)
     plan, resident = settled or _plan(config, target, devices, arguments.segments)
     if asked is not config:
         found = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
@@ -85,12 +85,12 @@ COMPILED = "Memory of a step, compiled for the GPU:"
 ESTIMATE = 'Memory of a step, an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
 
 
-def _settled(config, target, devices, segments, room) -> tuple[RunConfig, tuple | None]:
+def _settled(config, target, devices, segments, known, room) -> tuple[RunConfig, tuple | None]:
     """Returns a configuration with what it leaves open as a run on these devices would choose it, and its
-    plan; itself and None where nothing is open. Raises InputError where nothing fits."""
+    plan; itself and None where nothing is open. segments, known: most documents in a row, as it was asked
+    for, and as it is. Raises InputError where nothing fits."""
     if not choices.open_keys(config):
         return config, None
-    known = segments or choices.documents(config)[0]
     for candidate in candidates(config, room, devices=devices, segments=known):
         if found := memory.confirm(config, candidate, target, room, devices, segments):
             config, plan = found
@@ -98,10 +98,10 @@ def _settled(config, target, devices, segments, room) -> tuple[RunConfig, tuple 
     raise InputError(choices.nothing_fits(config, room, devices, known))
 
 
-def _best(config, target, devices, segments, room) -> int:
+def _best(config, target, devices, segments, known, room) -> int:
     """Shows all that `auto` may stand for, and compiles the fastest until one fits."""
     require(bool(choices.open_keys(config)), "--best: nothing is `auto` in this configuration")
-    known, rows, fits = segments or choices.documents(config)[0], [], None
+    rows, fits = [], None
     for candidate in candidates(config, room, devices=devices, segments=known, all_of_them=True):
         if fits or not room.holds(candidate.plan):
             rows.append((candidate, None, None if room.holds(candidate.plan) else False))

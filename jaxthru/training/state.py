@@ -71,12 +71,8 @@ class FirstState:
         """Compiles what is not yet compiled. Returns self."""
         if self._programs:
             return self
-        key = jax.random.key(0)
-        keys = jax.eval_shape(lambda: [keys for _, keys in self.model.part_keys(key)])
-        stages = [stage for stage, _ in self.model.part_keys(key)]
-        for stage, like, infos, home in zip(
-            stages, keys, parts(self.optimizer.infos), self._homes, strict=True
-        ):
+        made = self.model.part_keys(jax.random.key(0))
+        for (stage, like), infos, home in zip(made, parts(self.optimizer.infos), self._homes, strict=True):
             kind = stage, like.shape, on_device(home)
             found = next((program for other, program in self._kinds if other == kind), None)
             if found is None:
