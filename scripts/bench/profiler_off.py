@@ -28,6 +28,7 @@ from jaxthru.profile.build import WARM_UP
 from jaxthru.runtime import xla
 from jaxthru.training.checkpoint import Checkpointer
 from jaxthru.training.run_directory import RunDirectory
+from jaxthru.training.start import StartTimes
 
 HOOKS = "profile"
 """What the loop calls the profiler."""
@@ -75,7 +76,7 @@ def turn(loop: Callable, built, folder: Path) -> float:
     directory = RunDirectory(folder)
     directory.path.mkdir(parents=True)
     with Checkpointer(directory.checkpoints, built.config.checkpoint) as checkpointer:
-        loop(built, directory, checkpointer, time.monotonic())
+        loop(built, directory, checkpointer, time.monotonic(), StartTimes())
     return median(row["step_seconds"] for row in directory.read_metrics() if row["step"] > WARM_UP)
 
 
