@@ -184,7 +184,7 @@ class Programs:
         self, params: Tree, x_ND: jax.Array, context: Context, *, stage: Stage
     ) -> tuple[jax.Array, Terms, jax.Array]:
         """Returns a block's output, its terms, and a scalar that is there when they are."""
-        (y_ND, _), terms = walk.block(self.model, stage, context)(params, x_ND)
+        (y_ND, _), terms = walk.block(self.model, stage)(params, x_ND, context)
         return y_ND, terms, y_ND[0, 0]
 
     def eval_head(

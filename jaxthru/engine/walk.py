@@ -34,10 +34,10 @@ def embedding(model: Model, tokens_BT: jax.Array, context: Context) -> Callable:
     return apply
 
 
-def block(model: Model, stage: Stage, context: Context) -> Callable:
-    """Returns (params, input [N, D]) of a block -> its output, rematerialised as the policy says."""
+def block(model: Model, stage: Stage) -> Callable:
+    """Returns (params, input [N, D], context) of a block -> its output, rematerialised as the policy says."""
 
-    def apply(params: Tree, x_ND: jax.Array) -> tuple:
+    def apply(params: Tree, x_ND: jax.Array, context: Context) -> tuple:
         y_ND, extras = stage.apply(params, x_ND, context)
         return (y_ND, dict(extras.losses)), of_stage(model.chain, stage, extras, context.share)
 
@@ -71,11 +71,18 @@ def cotangents(link: Linearised, dy: jax.Array, context: Context) -> tuple:
 
 
 def linearised_block(
-    model: Model, stage: Stage, params: Tree, x_ND: jax.Array, context: Context, kept: list | None = None
+    model: Model,
+    stage: Stage,
+    params: Tree,
+    x_ND: jax.Array,
+    context: Context,
+    kept: list | None = None,
+    apply: Callable | None = None,
 ) -> Linearised:
-    """Returns a block's output and its pullback. kept: see `linearise`."""
-    apply, compute = block(model, stage, context), model.ops.compute
-    return linearise(apply, params, stage.weights, compute, x_ND, given=context, kept=kept)
+    """Returns a block's output and its pullback. kept: see `linearise`. apply: of `block`."""
+    apply = apply or block(model, stage)
+    of_block = lambda params, x_ND: apply(params, x_ND, context)  # noqa: E731
+    return linearise(of_block, params, stage.weights, model.ops.compute, x_ND, given=context, kept=kept)
 
 
 def linearised_head(
