@@ -1,5 +1,4 @@
-"""Triton kernels of attention and of the norm, run on a CPU by Triton's interpreter and compared with the
-reference.
+"""Triton kernels of attention and the norm, run on a CPU by Triton's interpreter, against the reference.
 
     TRITON_INTERPRET=1 python tests/kernels/triton_interpreted.py [OFF]
 
