@@ -80,7 +80,7 @@ def test_kernels_train_as_xla_does(loop, remat, called):
     shape = {"loop": loop, "remat": remat, "qk_norm": True}
     wanted = tiny.make(**shape).losses(3)
     assert not called
-    np.testing.assert_allclose(tiny.make(**shape, rms_norm="triton").losses(3), wanted, rtol=2e-6)
+    np.testing.assert_allclose(tiny.make(**shape, rms_norm="triton").losses(3), wanted, rtol=2e-5)
     assert set(called) == {"forward", "backward", "forward_rotary", "backward_rotary"}
 
 
@@ -92,7 +92,7 @@ def test_kernels_train_as_xla_does_offloaded(called):
     for index in range(3):
         state, metrics = step(state, tiny.make(**shape).batch(index))
         found.append(float(metrics["loss"]))
-    np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    np.testing.assert_allclose(found, wanted, rtol=2e-5)
     assert set(called) == {"forward", "backward", "forward_rotary", "backward_rotary"}
 
 
