@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxthru.models import fp8
+from jaxthru.models.fan_out import fan_out
 from jaxthru.models.remat import PARAMETERS
 from jaxthru.models.scopes import ATTENTION_KERNEL
 from jaxthru.runtime import copies
@@ -123,7 +124,9 @@ class Ops:
         if self.float8:
             return fp8.project(self.layout, x_NI, matrices, axes)
         x_NI = self.constrain(x_NI, "batch", axes[0][0])
-        return [x_NI @ self.gather(*pair) for pair in zip(matrices, axes, strict=True)]
+        each = fan_out(x_NI, len(matrices))
+        weights = zip(each, matrices, axes, strict=True)
+        return [x_NI @ self.gather(matrix, of) for x_NI, matrix, of in weights]
 
     def _by_shard(
         self,
