@@ -32,8 +32,8 @@ def rms_norm_rotary(
     return triton.norm_rotary(x_BTHC, scale_C, cos, sin, epsilon, offset, launch)
 
 
-def launch(kernel: str, arrays, rows: int, outputs, **_) -> list[jax.Array]:
-    """As `triton.launch`."""
+def launch(kernel: str, arrays, numbers, outputs, **_) -> list[jax.Array]:
+    """As `triton.launch`; numbers are no operands, nor are they in its call."""
     structs = [jax.ShapeDtypeStruct(*output) for output in outputs]
-    call = jax.ffi.ffi_call(f"jaxthru_stand_in_norm_{kernel}", structs, vmap_method="sequential")
+    call = jax.ffi.ffi_call(f"jaxthru_stand_in_{kernel}", structs, vmap_method="sequential")
     return call(*arrays)

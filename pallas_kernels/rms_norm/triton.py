@@ -97,14 +97,14 @@ def stages(bytes_of_block: int) -> int:
 
 
 def launch(
-    kernel: str, arrays, rows: int, outputs, *, grid: int, block: dict, **constants
+    kernel: str, arrays, numbers: tuple[int, ...], outputs, *, grid: int, block: dict, **constants
 ) -> tuple[jax.Array, ...]:
-    """Calls a kernel on arrays and the number of rows. Its outputs, (shape, dtype) each, vary over mesh axes
-    as the first array does: a custom call's own carry none."""
+    """Calls a kernel on arrays and the numbers of rows and of heads. Its outputs, (shape, dtype) each, vary
+    over mesh axes as the first array does: a custom call's own carry none."""
     jax_triton, kernels = load_triton(__package__)
     found = jax_triton.triton_call(
         *arrays,
-        rows,
+        *numbers,
         kernel=getattr(kernels, kernel),
         out_shape=[jax.ShapeDtypeStruct(*output) for output in outputs],
         grid=grid,
@@ -125,9 +125,9 @@ def _forward(x, scale_D, epsilon, offset, launch):
     D = x.shape[-1]
     N, block = x.size // D, tile(D, **FORWARD)
     y, inverse_N = launch(
-        "forward",
+        "norm_forward",
         (x, scale_D),
-        N,
+        (N,),
         ((x.shape, x.dtype), ((N,), jnp.float32)),
         grid=-(-N // block["R"]),
         block=block,
@@ -146,10 +146,10 @@ def _backward(kept, dy, d_residual, offset, launch):
     P = programs(N, block["R"], block["BD"])
     streams = 2 if d_residual is None else 3
     dx, d_scale_PD = launch(
-        "backward",
+        "norm_backward",
         # Where there is no d_residual nothing reads it.
         (x, scale_D, inverse_N, dy, dy if d_residual is None else d_residual),
-        N,
+        (N,),
         ((x.shape, x.dtype), ((P, D), jnp.float32)),
         grid=P,
         block=block,
@@ -201,15 +201,14 @@ def _rotary_forward(x_BTHC, scale_C, cos, sin, epsilon, offset, launch):
     N, block = x_BTHC.size // C, _head_tile(C, FORWARD)
     arrays = x_BTHC, scale_C, cos, sin
     y_BTHC, inverse_N = launch(
-        "forward_rotary",
+        "norm_rotary_forward",
         arrays,
-        N,
+        (N, H),
         ((x_BTHC.shape, x_BTHC.dtype), ((N,), jnp.float32)),
         grid=-(-N // block["R"]),
         block=block,
         epsilon=epsilon,
         offset=offset,
-        H=H,
         C=C,
     )
     return y_BTHC, (*arrays, inverse_N)
@@ -221,9 +220,9 @@ def _rotary_backward(epsilon, offset, launch, kept, dy_BTHC):
     N, block = x_BTHC.size // C, _head_tile(C, BACKWARD)
     P = programs(N, block["R"], 2 * block["BC"])
     dx_BTHC, d_scale_PC = launch(
-        "backward_rotary",
+        "norm_rotary_backward",
         (*kept, dy_BTHC),
-        N,
+        (N, H),
         ((x_BTHC.shape, x_BTHC.dtype), ((P, C), jnp.float32)),
         grid=P,
         block=block,
@@ -231,7 +230,6 @@ def _rotary_backward(epsilon, offset, launch, kept, dy_BTHC):
         # Two arrays in halves, and cosines and sines in float32.
         stages=stages(block["R"] * block["BC"] * (4 * x_BTHC.dtype.itemsize + 8)),
         offset=offset,
-        H=H,
         C=C,
     )
     return dx_BTHC, jnp.sum(d_scale_PC, axis=0).astype(scale_C.dtype), None, None
