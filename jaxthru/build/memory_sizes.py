@@ -65,7 +65,9 @@ def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tupl
     train, sequence = config.train, config.data.sequence
     rows = train.rows // train.microbatches
     chain = family.chain(config.model)
-    model = Model(chain, Ops(layout, jnp.dtype(config.precision.compute)), "none", "unroll")
+    # Norms of one name: which can run is asked of a backend, and none may start here.
+    ops = Ops(layout, jnp.dtype(config.precision.compute), rms_norm_by=norm_stand_in(config, layout))
+    model = Model(chain, ops, "none", "unroll")
     kinds = [kind[:3] for kind in model.attention_shapes(rows, sequence)]  # a window takes no other memory
     heads, _, head_dim = max(kinds, default=(0, 0, 0))
     elements = rows // layout.size("batch") * sequence * heads // layout.size("heads") * head_dim
