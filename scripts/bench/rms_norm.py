@@ -13,15 +13,14 @@ Counted in steps of Llama-3.2-1B and Qwen3-0.6B that are compiled for an H200, 1
   norm, 32,768 × 2,048                     403        268      806        537
   queries, 32,768 × 16 heads of 128        423        287    1,234        422
   keys, 8 heads                            220        152      625        219
-Before attention the gradient is a sum of two products' results, which XLA adds within its passes, 1,075 MB,
-and else in one of its own, 403.
+What the gradient before attention is summed from, cuBLAS adds up for either (jaxthru/models/fan_out.py).
 
 Forward alone, with nothing to keep for a backward pass, XLA makes one pass as well: 268 and 285 MB.
 
 Predicted at the 4.1 TB/s that an H200 sustains: norms forward alone 0.065 ms by either, both passes 0.196 ms
 by Triton and 0.295 by XLA; queries 0.070 by either, and 0.173 against 0.404. An array of qwen3_4b, 42 MB, may
-stay in the cache of 50 MB, whatever a pass asks for: there XLA loses less. In a step: 3.7 ms of 440 (0.8 %) of
-Llama-3.2-1B; of Qwen3-0.6B, 1.7 GB a layer, 12 ms.
+stay in the cache of 50 MB, whatever a pass asks for: there XLA loses less. In a step of Llama-3.2-1B that is
+3.7 ms of 440 (0.8 %), with what cuBLAS adds up; in one of Qwen3-0.6B, 1.7 GB a layer, 12 ms.
 """
 
 import concurrent.futures
