@@ -82,6 +82,14 @@ def write(path: Path, choices: Iterable[Choice]) -> None:
     write_atomically(path, json.dumps(rows, indent=2) + "\n")
 
 
+def still_true(recorded: Iterable[Choice], config: RunConfig, made: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Returns the choices that led to a configuration: those of this start, and of earlier ones those whose
+    key is not chosen anew and has the value that was chosen, be it that this start asks for just that."""
+    values, found = plain_values.flat(configuration.to_dict(config)), {each.key: each for each in made}
+    kept = {each.key: each for each in recorded if values.get(each.key) == each.chosen}
+    return tuple(one for _, one in sorted((kept | found).items()))
+
+
 def read(path: Path) -> tuple[Choice, ...]:
     """Returns the choices in a file, none without one. Raises InputError for a file that is none."""
     if not path.is_file():
