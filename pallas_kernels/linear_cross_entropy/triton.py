@@ -20,10 +20,12 @@ MIN_CAPABILITY = (8, 0)
 
 TILE = {"BV": 4096, "num_warps": 8}  # 16 columns a thread, in two loads of 16 bytes in bfloat16
 
-# A token's program is so large that a multiprocessor runs one: the rows of all then fit Hopper's cache of
-# 50 MB. 1,024 threads are the most that a program may have, in warps of 32 or, on AMD's, of 64.
 ROW_TILE = {"LANES": 2048, "EACH": 8}
 ROW_WARPS = {True: 32, False: 16}
+"""1,024 threads: the most that a program may have, in NVIDIA's warps of 32 or another maker's of 64."""
+PROGRAMS = 132
+"""So many tokens are visited at a time: one on each multiprocessor of a Hopper, whose cache of 50 MB then
+holds their logits from the first pass to the second."""
 
 
 def linear_cross_entropy(hidden_BTD, *arguments, platform: str, **options):
@@ -59,8 +61,9 @@ def losses_and_gradient(logits_CV, targets_C, weights_C, z_loss: float, axis_nam
         kernel=kernels.losses_and_gradient,
         out_shape=(of_token, of_token, jax.ShapeDtypeStruct(logits_CV.shape, logits_CV.dtype)),
         input_output_aliases={0: 2},
-        grid=(C,),
+        grid=(min(C, PROGRAMS),),
         z_loss=float(z_loss),
+        C=C,
         V=V,
         num_warps=ROW_WARPS[on_nvidia()],
         **ROW_TILE,

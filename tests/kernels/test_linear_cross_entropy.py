@@ -259,19 +259,18 @@ def test_triton_s_kernel_is_given_what_it_needs(triton_calls, small_chunks):
     """Also of a split vocabulary. The kernels are replaced by their definitions."""
     asked = []
 
-    def triton_call(
-        *arrays, kernel, out_shape, input_output_aliases, grid, z_loss, V, num_warps, BV=0, LANES=0, EACH=0
-    ):
+    def triton_call(*arrays, kernel, out_shape, input_output_aliases, grid, z_loss, V, num_warps, **tile):
         asked.append(kernel)
         of_logits = jax.tree.leaves(out_shape)[-1]
-        (C, columns), (tokens, *blocks) = arrays[0].shape, grid
-        assert of_logits == jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)
-        assert tokens == C and columns == V
+        (tokens, columns), (programs, *blocks) = arrays[0].shape, grid
+        assert of_logits == jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype) and columns == V
         if kernel == "losses_and_gradient":
-            assert not blocks and 32 * num_warps <= LANES * EACH and input_output_aliases == {0: 2}
+            assert tile["C"] == tokens and 1 <= programs <= tokens and input_output_aliases == {0: 2}
+            assert 32 * num_warps <= tile["LANES"] * tile["EACH"]
             assert [x.dtype for x in arrays[1:]] == [jnp.int32, jnp.float32]
             return xla.losses_and_gradient(*arrays, z_loss, None)
-        assert (blocks[0] - 1) * BV < V <= blocks[0] * BV and input_output_aliases == {0: 0}
+        assert programs == tokens and input_output_aliases == {0: 0}
+        assert (blocks[0] - 1) * tile["BV"] < V <= blocks[0] * tile["BV"]
         assert [x.dtype for x in arrays[1:]] == [jnp.float32, jnp.int32, jnp.float32]
         return xla.logits_gradient(*arrays, z_loss)
 
