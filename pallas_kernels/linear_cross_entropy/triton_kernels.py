@@ -49,8 +49,8 @@ def losses_and_gradient(
     its own and the sum over them, so that lanes meet once, at the end.
     """
     lane = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    start = tl.program_id(0).to(tl.int64) * V
     for token in range(tl.program_id(0), C, tl.num_programs(0)):
-        start = token.to(tl.int64) * V
         target = tl.load(targets + token)
         inside = (target >= 0) & (target < V)
         chosen = tl.load(logits + start + target, mask=inside, other=0.0).to(tl.float32)
@@ -75,3 +75,4 @@ def losses_and_gradient(
             gradient = (1 + 2 * z_loss * log_z_1) * tl.exp(logit - log_z_1)
             gradient = weight * (gradient - tl.where(columns == target, 1.0, 0.0))
             tl.store(d_logits + start + columns, gradient.to(d_logits.dtype.element_ty), mask=exists)
+        start += tl.num_programs(0).to(tl.int64) * V
