@@ -59,13 +59,13 @@ def _memory(arguments: argparse.Namespace) -> int:
     found = choices.Documents(arguments.segments, 1) if arguments.segments else choices.documents(config)
     segments, layout = found.segments, layout_of(config, devices)
     config, by_table = attention_choice.by_table(config, layout, segments, found.mean, target.capability)
+    taken = (f"kernels.attention = auto is {config.kernels.attention}, {by_table}",) * bool(by_table)
     if arguments.best:
+        _show(None, [*taken])
         return _best(config, target, devices, arguments.segments, segments, room)
     asked, config, settled = config, *_settled(config, target, devices, arguments.segments, segments, room)
     plan, resident = settled or _plan(config, target, devices, arguments.segments)
-    if by_table:
-        chosen = f"kernels.attention = auto is {config.kernels.attention}, {by_table}"
-        plan = dataclasses.replace(plan, notes=(chosen, *plan.notes))
+    plan = dataclasses.replace(plan, notes=(*taken, *plan.notes))
     if asked is not config:
         chosen = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
         layered = f", offload.fraction = {config.offload.fraction:g}" * config.offload.layered
