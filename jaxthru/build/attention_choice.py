@@ -5,6 +5,7 @@ before the step is traced, from the corpus; training and evaluation share it, fo
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def capability_of(layout: Layout) -> tuple[int, int] | None:
 def of_run(config: RunConfig, layout: Layout, data: Data) -> tuple[RunConfig, str]:
     """Returns `by_table` of the data and of the devices of a layout."""
     capability = capability_of(layout)
-    if capability is None:
+    if capability is None or not _open(config, data.segments):
         return config, ""
     return by_table(config, layout, data.segments, mean_document(data), capability)
 
@@ -70,36 +71,39 @@ def by_table(
     segments: most documents in a row. mean: tokens of one; None is unknown. capability: the GPU's, None for
     another device.
     """
-    # With one segment cuDNN runs another kernel, and with a window other blocks: neither is in the table.
-    open_here = attention_by(config, "gpu") == "auto" and config.precision.compute != "float32"
-    if capability is None or mean is None or segments == 1 or not open_here:
+    if capability is None or mean is None or not _open(config, segments):
         return config, ""
     rows, kinds = shapes_of(config, layout)
-    sequence = config.data.sequence
-    documents, found = min(mean, sequence), {}
+    found = {}
     for kind in kinds:
-        point = measured.nearest(kind.head_dim, sequence, documents, capability)
-        if point is None or point.fastest is None or kind.window is not None:
+        point = measured.nearest(kind.head_dim, config.data.sequence, mean, capability)
+        if kind.window is not None or point is None or point.fastest is None:  # no window was measured
             return config, ""
-        if not _runs(
-            point.fastest, kind, rows, sequence, segments, layout, jnp.dtype(config.precision.compute)
-        ):
+        if not _runs(point.fastest, kind, rows, config, layout, segments):
             return config, ""
         found[point.fastest] = point
     if len(found) != 1:
         return config, ""
     ((name, point),) = found.items()
     kernels = dataclasses.replace(config.kernels, attention=name)
-    return dataclasses.replace(config, kernels=kernels), point.said(sequence, documents)
+    return dataclasses.replace(config, kernels=kernels), point.said(config.data.sequence, mean)
+
+
+def _open(config: RunConfig, segments: int) -> bool:
+    """Says whether the table may decide. It has no rows with room for one segment alone, for which cuDNN has
+    another kernel."""
+    named = attention_by(config, "gpu") != "auto"
+    return not named and segments > 1 and config.precision.compute != "float32"
 
 
 def _runs(
-    name: str, kind: AttentionShape, rows: int, sequence: int, segments: int, layout: Layout, dtype: jnp.dtype
+    name: str, kind: AttentionShape, rows: int, config: RunConfig, layout: Layout, segments: int
 ) -> bool:
     """Says whether an implementation can run here, or on the GPU that is planned for, with a workspace that
     `automatic` would give it."""
+    shape, dtype = (rows, config.data.sequence), jnp.dtype(config.precision.compute)
     heads, kv_heads = kind.heads // layout.size("heads"), kind.kv_heads // layout.size("kv_heads")
-    elements = rows * sequence * heads * kind.head_dim
+    elements = math.prod((*shape, heads, kind.head_dim))
     if name == "cudnn_packed" and automatic(elements, segments, "cpu", width=kind.head_dim)[0] != name:
         return False
     if jax.default_backend() != "gpu":
@@ -108,10 +112,10 @@ def _runs(
     def call(q, k, ids):
         return attention(q, k, k, find_segments(ids, segments), implementation=name, platform="gpu")
 
-    q, k = (jax.ShapeDtypeStruct((rows, sequence, each, kind.head_dim), dtype) for each in (heads, kv_heads))
+    q, k = (jax.ShapeDtypeStruct((*shape, each, kind.head_dim), dtype) for each in (heads, kv_heads))
     try:
-        with dispatch.assumed("gpu"):
-            jax.eval_shape(call, q, k, jax.ShapeDtypeStruct((rows, sequence), jnp.int32))
+        with dispatch.assumed("gpu"):  # so that it is not logged as what runs
+            jax.eval_shape(call, q, k, jax.ShapeDtypeStruct(shape, jnp.int32))
     except Unsupported:
         return False
     return True

@@ -57,7 +57,7 @@ def nearest(
     """Returns the measured point that stands for rows of these documents, None where none is near.
 
     head_dim: which must be that of the point, for tiles and what a kernel can take depend on it. documents:
-    the mean tokens of one, no more than a row's. capability: the GPU's. table: by default `TABLE`.
+    the mean tokens of one. capability: the GPU's. table: by default `TABLE`.
     """
     rows = (TABLE if table is None else table).get(".".join(map(str, capability)), ())
     points = [point for row in rows if (point := Point(**row)).head_dim == head_dim]

@@ -53,11 +53,6 @@ def test_the_fastest_that_was_measured_is_taken_and_says_why(monkeypatch, fastes
     assert said.startswith("by the table: head_dim 128, rows of 8,192, documents of about 512 tokens (")
 
 
-def test_documents_are_no_longer_than_rows(monkeypatch):
-    monkeypatch.setattr(measured, "TABLE", table((128, 8192, 8192, "triton")))
-    assert by_table(load(), mean=100_000.0)[0] == "triton"
-
-
 @pytest.mark.parametrize(
     ("overrides", "asked"),
     [
