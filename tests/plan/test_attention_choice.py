@@ -17,6 +17,7 @@ from jaxthru.build.checks import fit
 from jaxthru.build.compiled import compile_step
 from jaxthru.build.memory_estimate import Room, estimate, layout_of
 from jaxthru.build.memory_sizes import attention_stand_in
+from jaxthru.data.loader import open_data
 from jaxthru.data.packing import pack
 from jaxthru.data.schedule import Mixing
 from jaxthru.plan.__main__ import main
@@ -135,6 +136,41 @@ def test_the_mean_is_of_pieces_as_the_mix_weighs_its_sources():
     # A document longer than a row is cut: 160 tokens are pieces of 64, 64 and 32.
     assert mean(corpus("tokens", (1.0, 0.0), [160], short)) == pytest.approx(160 / 3)
     assert mean(corpus("tokens", (1.0, 0.0), [], [])) is None
+
+
+MIX = """
+[tokenizer]
+vocabulary = 300
+[sources.long]
+recipe = "local_text"
+paths = ["long/*.txt"]
+weight = 0.25
+[sources.short]
+recipe = "local_text"
+paths = ["short/*.txt"]
+weight = 0.75
+"""
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+def test_the_mean_is_that_of_the_batches(tmp_path, packing):
+    for name, words in (("long", 300), ("short", 10)):
+        (tmp_path / name).mkdir()
+        for number in range(60):
+            text = " ".join(f"{number}{word}" for word in range(words + number % 7))
+            (tmp_path / name / f"{number}.txt").write_text(text)
+    (tmp_path / "mix.toml").write_text(MIX)
+    settings = [f"data.mix={tmp_path}/mix.toml", f"data.store={tmp_path}/store", "data.sequence=256"]
+    config = configuration.load(
+        ROOT / "configs" / "quickstart.py", [*settings, f"data.packing={packing}", "train.rows=8"]
+    )
+    assert choices.documents(config).mean is None, "the corpus is not prepared"
+    with open_data(config.data) as data:
+        with data.train_batches(((0, data.mixing),), seed=0, rows=8, steps=60) as made:
+            rows = np.concatenate([np.asarray(batch["segment_ids"]) for batch in made])
+        found = attention_choice.mean_document(data)
+    assert found == pytest.approx((rows > 0).sum() / rows.max(axis=1).sum(), rel=0.05)
+    assert choices.documents(config).mean == found
 
 
 # A run and its plan
