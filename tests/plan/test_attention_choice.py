@@ -25,6 +25,7 @@ from jaxthru.runtime import aot
 from pallas_kernels import dispatch
 from pallas_kernels.attention import measured, triton
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.testing import has_gpu
 
 HOPPER = (9, 0)
 MEAN = 512.0
@@ -178,9 +179,8 @@ def test_the_mean_is_that_of_the_batches(tmp_path, packing):
 FAR = "reference"  # named by a made-up table, for it runs on a CPU, where nothing would choose it
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """A configuration of a tiny model, its data, and a table of such rows for this CPU."""
+def tiny_run():
+    """Returns the configuration of a tiny model of heads of 16, and its data, documents of 16 tokens."""
     config = jaxthru.RunConfig(
         train=dataclasses.replace(jaxthru.RunConfig().train, rows=2),
         model=dataclasses.replace(tiny.SHAPE, loop="scan"),
@@ -192,11 +192,28 @@ def small(monkeypatch):
     names = ("long", "short", "empty")
     data = corpus("tokens", (1.0, 0.0), [16] * 8, [8])
     data.vocabulary, data.segments, data.tokenizer, data.names = tiny.SHAPE.vocabulary, 8, None, names
-    head_dim = tiny.SHAPE.head_dim
-    monkeypatch.setattr(measured, "TABLE", table((head_dim, tiny.SEQUENCE, 16, FAR)))
+    return config, data
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A tiny run, and a table of such rows for this CPU."""
+    monkeypatch.setattr(measured, "TABLE", table((16, tiny.SEQUENCE, 16, FAR)))
     monkeypatch.setattr(attention_choice, "capability_of", lambda layout: HOPPER)
     monkeypatch.setattr(choices.hardware, "devices", lambda: jax.devices()[:1])
-    return config, data
+    return tiny_run()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(HOPPER), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("fastest", ["triton", "cudnn_packed"])
+def test_a_step_on_a_gpu_takes_it(monkeypatch, fastest):
+    found = table((16, tiny.SEQUENCE, 16, fastest))["9.0"]
+    here = ".".join(map(str, dispatch.nvidia_compute_capability()))
+    monkeypatch.setattr(measured, "TABLE", {here: found})
+    config, data = tiny_run()
+    build = compile_step(config, fit(config, jax.devices()[:1]), data)
+    assert build.step.objective.model.ops.attention_by == build.config.kernels.attention == fastest
 
 
 def test_a_step_takes_it_and_choices_say_why(small, caplog, tmp_path):
