@@ -8,7 +8,7 @@ import rich.table
 
 from jaxthru.build import choices
 from jaxthru.build.checks import fit
-from jaxthru.build.choices import documents
+from jaxthru.build.choices import Documents, documents
 from jaxthru.build.confirmed import Programs
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
 from jaxthru.build.memory_sizes import attention_stand_in
@@ -109,14 +109,15 @@ def traced(
     segments: most documents in a row; None asks the prepared corpus. Raises InputError.
     """
     layout = fit(config, jax.devices()[:devices], "gpu")
-    segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
+    found = documents(config) if segments is None else Documents(segments, 1)
+    segments, notes = found.segments, found.notes
     kernels = config.kernels
     if kernels.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
         asked = f"kernels.collective_matmul = {kernels.collective_matmul!r}"
         notes += (f"planned with the ring in place of {asked}",)
         config = dataclasses.replace(config, kernels=dataclasses.replace(kernels, collective_matmul="ring"))
     attention, _ = attention_stand_in(config, layout, segments)
-    made = assemble(config, layout, segments=segments, sources=sources, attention=attention)
+    made = assemble(config, layout, segments=segments, sources=found.sources, attention=attention)
     how = f"compiled for {target.name} without autotuning; attention: {attention}"
     return made, notes, f"{how}, up to {segments} documents a row"
 

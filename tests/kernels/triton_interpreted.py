@@ -1,8 +1,9 @@
 """The Triton kernels of attention, run on a CPU by Triton's interpreter and compared with the reference.
 
-    TRITON_INTERPRET=1 python tests/kernels/triton_interpreted.py [OFF]
+    TRITON_INTERPRET=1 python tests/kernels/triton_interpreted.py [OFF | unmasked]
 
-OFF makes the kernels' windows wrong by so many tokens: one case, which then must fail.
+OFF makes the kernels' windows wrong by so many tokens, `unmasked` leaves the mask out of one block too many:
+one case, which then must fail.
 
 A process of its own, because Triton reads the variable when it is imported. In float32, which the kernels
 take as they do half precision, so that a boundary that is off by one shows.
@@ -14,6 +15,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 
 from pallas_kernels.attention import find_segments, reference, triton, triton_kernels
@@ -37,6 +39,10 @@ CASES = (
     ("wide", "mixed", 75, 2, 2, 16, 20),
     ("square", "tiny_documents", 64, 1, 1, 16, 50),
     ("square", "padding_tail", 64, 1, 1, 256, 20),
+    # Blocks without a mask between those at the rims, in each kernel, and queries that share keys.
+    ("square", "one_document", 90, 2, 1, 16, None),
+    ("tall", "padding_tail", 150, 4, 2, 16, None),
+    ("wide", "padding_tail", 150, 4, 2, 16, None),
 )
 
 
@@ -107,7 +113,13 @@ if __name__ == "__main__":
     numbers_are_numbers()
     stub = type("jax_triton", (), {"triton_call": staticmethod(triton_call)})
     triton.load_triton = lambda package: (stub, triton_kernels)
-    if sys.argv[1:]:
+    if sys.argv[1:] == ["unmasked"]:
+        parts = triton_kernels._parts
+        triton_kernels._parts = lambda low, high, free_low, free_high: parts(
+            low, high, free_low, tl.minimum(free_high + TILE["BK"], high)
+        )
+        check("square", "one_document", 96, 2, 1, 16, None)  # whole blocks: nothing is read beyond the row
+    elif sys.argv[1:]:
         sound = triton._bounds
         triton._bounds = lambda segments, window: sound(segments, window + int(sys.argv[1]))
         check(*CASES[3])
