@@ -99,13 +99,14 @@ def make(
     compute: str = "float32",
     optim: OptimConfig = OPTIM,
     ops: tuple[str, ...] = (),
+    rms_norm: str | None = None,
     **shape,
 ) -> Tiny:
-    """Returns the step. ops: fields of `Ops` that are to be True."""
+    """Returns the step. ops: fields of `Ops` that are to be True. rms_norm: an implementation."""
     layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
     dtype = jnp.dtype(compute)
     using = Ops(layout, dtype, float8=float8, collective_matmul_by=collective_matmul)
-    using = dataclasses.replace(using, **dict.fromkeys(ops, True))
+    using = dataclasses.replace(using, **dict.fromkeys(ops, True), rms_norm_by=rms_norm)
     shape = dataclasses.replace(SHAPE, **shape)
     model = bind(shape, using, remat)
     schedule = make_schedule(optim, 20)

@@ -1,5 +1,6 @@
 """Checks that a configuration fits these devices, before data is prepared or a device works."""
 
+import dataclasses
 import logging
 
 import jax
@@ -66,6 +67,11 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
         kernels.adamw_8bit in ("auto", PARTITIONED) or layout.mesh.size == 1,
         f"kernels.adamw_8bit = {kernels.adamw_8bit!r}: XLA does not partition it, and the mesh has "
         f"{layout.mesh.size} devices; choose 'auto' or {PARTITIONED!r}",
+    )
+    require(
+        kernels.rms_norm != "triton" or layout.mesh.size == 1,
+        f"kernels.rms_norm = {kernels.rms_norm!r}: XLA does not partition it, and the mesh has "
+        f"{layout.mesh.size} devices; choose 'auto' or 'xla'",
     )
     if config.mesh.copies:
         check_copies(config, layout, platform or device.platform)
@@ -139,7 +145,9 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
 def asked_for(config: RunConfig, refusal: Unsupported) -> str:
     """Returns the setting that asked for what refuses, as `key = value`."""
     operation = str(refusal).partition(":")[0]
-    key = operation if hasattr(config.kernels, operation) else "collective_matmul"  # which is two operations
+    keys = (field.name for field in dataclasses.fields(config.kernels))
+    # Several functions of one operation are called after it, but for collective products.
+    key = next((key for key in keys if operation.startswith(key)), "collective_matmul")
     return f"kernels.{key} = {getattr(config.kernels, key)!r}"
 
 

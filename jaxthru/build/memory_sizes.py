@@ -35,6 +35,20 @@ GATHERED_TOKENS = 5
 attention's and the feed-forward's products, the gradients of their outputs, and one on its way."""
 
 
+LOWERED_ON_A_GPU = "linear_cross_entropy", "adamw_8bit", "rms_norm"
+"""Operations whose Triton kernels cannot be lowered without the GPU that they are for."""
+
+
+def without_triton(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """Returns a configuration that can be traced where there is no GPU, and notes: XLA's form of these
+    operations takes as much memory or a little more. Attention has a stand-in."""
+    kernels = config.kernels
+    named = [key for key in LOWERED_ON_A_GPU if getattr(kernels, key) == "triton"]
+    notes = tuple(f"planned with XLA's form in place of kernels.{key} = 'triton'" for key in named)
+    other = dataclasses.replace(kernels, **dict.fromkeys(named, "auto"))
+    return dataclasses.replace(config, kernels=other), notes
+
+
 def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tuple[str, int]:
     """Returns the attention that takes the memory of the one which would run on a GPU, and the bytes that its
     backward pass works in there. segments: most documents in a row."""

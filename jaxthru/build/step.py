@@ -69,6 +69,7 @@ def bound(config: RunConfig, layout: Layout, attention: str) -> Model:
         float8=config.precision.matmul == "fp8",
         collective_matmul_by=config.kernels.collective_matmul,
         linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
+        rms_norm_by=config.kernels.named("rms_norm"),
         copies=config.mesh.copies,
         keep_parameters=config.remat.keep_parameters,
     )

@@ -19,6 +19,7 @@ from jaxthru.engine.model import Model, unrolled
 from jaxthru.generation.cache import Cached, Capture, Time
 from jaxthru.models.ops import Ops
 from jaxthru.models.stage import Context, Group
+from pallas_kernels.rms_norm import PARTITIONED
 
 Tree = Any
 Caches = tuple
@@ -34,9 +35,10 @@ class GenerationOps(Ops):
     def of(cls, ops: Ops) -> "GenerationOps":
         """Returns those in place of a run's. Linear maps are of the compute type: scales of float8 would be
         of all rows, and a row's text then depend on the others'. Tokens are too few for kernels that move
-        them while they multiply."""
+        them while they multiply, and for norms of their own."""
         fields = {field.name: getattr(ops, field.name) for field in dataclasses.fields(ops)}
         other = {"float8": False, "collective_matmul_by": "none", "copies": False, "keep_parameters": False}
+        other |= {"rms_norm_by": PARTITIONED}
         return cls(**fields | other)
 
     def embed(self, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:

@@ -9,7 +9,6 @@ and needs a history; qwix quantises each gradient twice and an input once for ev
 Shapes: R rows × tokens, I input and O output of a linear layer.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxthru.models.fan_out import added
 from jaxthru.models.remat import FLOAT8
 from jaxthru.runtime.sharding import Axes, Layout
 
@@ -120,7 +120,7 @@ def project(
             parts_RI.append(dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS, lay_out(where[0])))
             sum_IO = dot(x8, gradient8, (0, 0), dtype, BACKWARD_SUMS)
             dweights.append(layout.constrain(sum_IO, where).astype(kept_in))
-        return functools.reduce(jnp.add, parts_RI), dweights
+        return added(parts_RI), dweights
 
     @jax.custom_vjp
     def run(x_RI, weights):

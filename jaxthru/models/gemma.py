@@ -122,11 +122,13 @@ class Block(nnx.Module):
         of_key = context.prepared["local" if self.local else "global"]
         of_query = of_key if self.scale == 1 else tuple(each * self.scale for each in of_key)
         with jax.named_scope(scopes.ATTENTION):
-            y_ND = self.attention(self.attention_norm(x_ND), context, (of_query, of_key))
-            x_ND = x_ND + self.attention_out_norm(y_ND)
+            x_ND, y_ND = self.attention_norm.branch(x_ND, context)
+            y_ND = self.attention(y_ND, context, (of_query, of_key))
+            x_ND = x_ND + self.attention_out_norm(y_ND, context)
         with jax.named_scope(scopes.MLP):
-            y_ND = checkpoint_name(self.mlp(self.mlp_norm(x_ND), context), "mlp_out")
-            return x_ND + self.mlp_out_norm(y_ND)
+            x_ND, y_ND = self.mlp_norm.branch(x_ND, context)
+            y_ND = checkpoint_name(self.mlp(y_ND, context), "mlp_out")
+            return x_ND + self.mlp_out_norm(y_ND, context)
 
 
 class LocalBlock(Block):
@@ -147,7 +149,7 @@ class Head(nnx.Module):
             self.matrix = drawn(rngs, info, (config.embed, config.vocabulary), table_deviation(config))
 
     def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
-        return self.norm(x_ND)
+        return self.norm(x_ND, context)
 
 
 def table_deviation(config: Config) -> float:

@@ -8,6 +8,7 @@ from pallas_kernels.attention import OPERATION as ATTENTION
 from pallas_kernels.collective_matmul import OPERATION as COLLECTIVE_MATMUL
 from pallas_kernels.collective_matmul import WRITES_TO_PEERS
 from pallas_kernels.linear_cross_entropy import OPERATION as LINEAR_CROSS_ENTROPY
+from pallas_kernels.rms_norm import OPERATION as RMS_NORM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,15 @@ class KernelsConfig:
     partitioner puts in.
     adamw_8bit: the update of moments that are kept in 8 bits. On a mesh of several devices `auto` is
     `reference`, which alone the partitioner can split.
+    rms_norm: norms between the blocks and of queries and keys, these with their rotation. On a mesh of
+    several devices `auto` is `xla`, which the partitioner can split.
     """
 
     attention: Literal["auto", *ATTENTION.names] = "auto"
     linear_cross_entropy: Literal["auto", *LINEAR_CROSS_ENTROPY.names] = "auto"
     collective_matmul: Literal["auto", "fused", "none", *COLLECTIVE_MATMUL.names] = "auto"
     adamw_8bit: Literal["auto", *ADAMW_8BIT.names] = "auto"
+    rms_norm: Literal["auto", *RMS_NORM.names] = "auto"
 
     @property
     def writes_to_peers(self) -> bool:

@@ -18,6 +18,7 @@ from jaxthru.models.rotary import Rotary, rotate
 from jaxthru.models.rotary import rotary_angles as rotary_angles
 from jaxthru.models.stage import Context
 from jaxthru.runtime.weights import WeightInfo
+from pallas_kernels.rms_norm import PARTITIONED, rms_norm, rms_norm_residual, rms_norm_rotary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,8 @@ class RMSNorm(nnx.Module):
     """Root-mean-square norm (arXiv:1910.07467) over the last dim, computed in float32.
 
     offset: what stands in the scale's place is the scale less this, as Gemma stores 1 + its weights.
+
+    Each of its calls takes the run's context, by whose kernels it is made; without one XLA makes it.
     """
 
     def __init__(self, size: int, epsilon: float, offset: float = 0.0):
@@ -66,14 +69,23 @@ class RMSNorm(nnx.Module):
         self.epsilon, self.offset = epsilon, offset
 
     @jax.named_scope(scopes.NORM)
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        scale = self.scale[...].astype(jnp.float32)  # published weights may be bfloat16
-        if self.offset:
-            scale = scale + self.offset
-        scale = jnp.expand_dims(scale, range(x.ndim - 1))
-        return (x32 * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
+    def __call__(self, x: jax.Array, context: Context | None = None) -> jax.Array:
+        return rms_norm(x, self.scale[...], **self._how(context))
+
+    @jax.named_scope(scopes.NORM)
+    def branch(self, x: jax.Array, context: Context | None = None) -> tuple[jax.Array, jax.Array]:
+        """Returns x, for the residual stream, and its norm, for the branch that starts here: of both together
+        the backward pass is one."""
+        return rms_norm_residual(x, self.scale[...], **self._how(context))
+
+    @jax.named_scope(scopes.NORM)
+    def rotated(self, x_BTHC: jax.Array, rotary: Rotary, context: Context | None = None) -> jax.Array:
+        """Returns the norm of each head, rotated as `rotate` does."""
+        return rms_norm_rotary(x_BTHC, self.scale[...], *rotary, **self._how(context))
+
+    def _how(self, context: Context | None) -> dict[str, Any]:
+        by = PARTITIONED if context is None else context.ops.norm_by
+        return {"epsilon": self.epsilon, "offset": self.offset, "implementation": by}
 
 
 class Attention(nnx.Module):
@@ -121,9 +133,11 @@ class Attention(nnx.Module):
             projected = [y + each[...].astype(y.dtype)[None] for y, each in pairs]
         q_BTHC, k_BTKC, v_BTKC = (y.reshape(-1, length, *y.shape[1:]) for y in projected)
         if self.qk_norm:
-            q_BTHC, k_BTKC = self.query_norm(q_BTHC), self.key_norm(k_BTKC)
-        q_BTHC = checkpoint_name(rotate(q_BTHC, of_query), "query")
-        k_BTKC = checkpoint_name(rotate(k_BTKC, of_key), "key")
+            q_BTHC = self.query_norm.rotated(q_BTHC, of_query, context)
+            k_BTKC = self.key_norm.rotated(k_BTKC, of_key, context)
+        else:
+            q_BTHC, k_BTKC = rotate(q_BTHC, of_query), rotate(k_BTKC, of_key)
+        q_BTHC, k_BTKC = checkpoint_name(q_BTHC, "query"), checkpoint_name(k_BTKC, "key")
         v_BTKC = checkpoint_name(v_BTKC, "value")
         o_BTHC = context.attend(q_BTHC, k_BTKC, v_BTKC, window=self.window)
         o_NHC = o_BTHC.reshape(-1, *o_BTHC.shape[2:])

@@ -101,9 +101,11 @@ class Block(nnx.Module):
 
     def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
         with jax.named_scope(scopes.ATTENTION):
-            x_ND = x_ND + self.attention(self.attention_norm(x_ND), context)
+            x_ND, y_ND = self.attention_norm.branch(x_ND, context)
+            x_ND = x_ND + self.attention(y_ND, context)
         with jax.named_scope(scopes.MLP):
-            return x_ND + self.mlp(self.mlp_norm(x_ND), context)
+            x_ND, y_ND = self.mlp_norm.branch(x_ND, context)
+            return x_ND + self.mlp(y_ND, context)
 
 
 class Head(nnx.Module):
@@ -116,7 +118,7 @@ class Head(nnx.Module):
             self.matrix = drawn(rngs, info, (config.embed, config.vocabulary), head_deviation(config))
 
     def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
-        return self.norm(x_ND)
+        return self.norm(x_ND, context)
 
 
 EMBEDDING_DEVIATION = 0.02

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxthru.models import fp8
+from jaxthru.models.fan_out import fan_out
 from jaxthru.models.remat import PARAMETERS
 from jaxthru.models.scopes import ATTENTION_KERNEL
 from jaxthru.runtime import copies
@@ -28,6 +29,7 @@ from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
 from pallas_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.rms_norm import PARTITIONED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +37,9 @@ class Ops:
     """compute: the dtype of activations and matmul operands. attention_by: an implementation of
     `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8. collective_matmul_by: an
     implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`.
-    linear_cross_entropy_by: an implementation, None takes the first that can run. copies: gather parameters
-    over `fsdp`, and scatter their gradients, by `runtime.copies`. keep_parameters: have them kept for the
-    backward pass, see `RematConfig`."""
+    linear_cross_entropy_by, rms_norm_by: an implementation, None takes the first that can run, see
+    `norm_by`. copies: gather parameters over `fsdp`, and scatter their gradients, by `runtime.copies`.
+    keep_parameters: have them kept for the backward pass, see `RematConfig`."""
 
     layout: Layout
     compute: jnp.dtype
@@ -45,6 +47,7 @@ class Ops:
     float8: bool = False
     collective_matmul_by: str = "auto"
     linear_cross_entropy_by: str | None = None
+    rms_norm_by: str | None = None
     copies: bool = False
     keep_parameters: bool = False
 
@@ -55,6 +58,12 @@ class Ops:
         collectives the layouts ask for around plain matmuls."""
         split = self.layout.spec(("tokens",)) != self.layout.spec(("batch",))
         return split and not self.float8 and self.collective_matmul_by != "none"
+
+    @property
+    def norm_by(self) -> str | None:
+        """What norms take as `implementation`. On several devices it has to be one that XLA's partitioner can
+        split: a kernel is a call, of which it would gather all operands."""
+        return self.rms_norm_by or (None if self.layout.mesh.size == 1 else PARTITIONED)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Lays an activation out as its logical axes say."""
@@ -115,7 +124,9 @@ class Ops:
         if self.float8:
             return fp8.project(self.layout, x_NI, matrices, axes)
         x_NI = self.constrain(x_NI, "batch", axes[0][0])
-        return [x_NI @ self.gather(*pair) for pair in zip(matrices, axes, strict=True)]
+        each = fan_out(x_NI, len(matrices))
+        weights = zip(each, matrices, axes, strict=True)
+        return [x_NI @ self.gather(matrix, of) for x_NI, matrix, of in weights]
 
     def _by_shard(
         self,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru.runtime.errors import require
+from pallas_kernels.rms_norm import rotate as rotate
 
 Rotary = tuple[jax.Array, jax.Array]
 """Cosine and sine [B, T, C/2] of each position's rotation."""
@@ -135,10 +136,3 @@ def _kept(frequency: np.ndarray, head_dim: int, theta: float, scaling: RopeScali
 def rotary_angles(positions_BT: jax.Array, config) -> Rotary:
     """Returns `angles` as a configuration's head_dim, rope_theta and rope_scaling say."""
     return angles(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling)
-
-
-def rotate(x_BTHC: jax.Array, rotary: Rotary) -> jax.Array:
-    """Rotates the pairs (i, i + C/2) of each head, the pairing of published Llama weights."""
-    cos, sin = rotary[0][:, :, None, :], rotary[1][:, :, None, :]
-    first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTHC.dtype)

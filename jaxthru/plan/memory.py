@@ -11,7 +11,7 @@ from jaxthru.build.checks import fit
 from jaxthru.build.choices import Documents, documents
 from jaxthru.build.confirmed import Programs
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
-from jaxthru.build.memory_sizes import attention_stand_in
+from jaxthru.build.memory_sizes import attention_stand_in, without_triton
 from jaxthru.build.proposals import PCIE, Candidate, Proposal
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
@@ -110,8 +110,8 @@ def traced(
     """
     layout = fit(config, jax.devices()[:devices], "gpu")
     found = documents(config) if segments is None else Documents(segments, 1)
-    segments, notes = found.segments, found.notes
-    kernels = config.kernels
+    config, named = without_triton(config)
+    segments, notes, kernels = found.segments, found.notes + named, config.kernels
     if kernels.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
         asked = f"kernels.collective_matmul = {kernels.collective_matmul!r}"
         notes += (f"planned with the ring in place of {asked}",)

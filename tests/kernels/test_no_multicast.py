@@ -22,6 +22,7 @@ from pallas_kernels.attention.shapes import GPU
 from pallas_kernels.collective_matmul import shapes as collective_shapes
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.shapes import GPU as LINEAR_CROSS_ENTROPY
+from pallas_kernels.rms_norm import rms_norm_residual, rms_norm_rotary
 
 FORBIDDEN = ("multimem", "symmetric_memory_parameters")
 
@@ -60,7 +61,7 @@ def test_attention(name, implementation, devices):
     assert not [word for word in FORBIDDEN if word in text]
 
 
-TRITON = ("attention", "linear_cross_entropy", "adamw_8bit")
+TRITON = ("attention", "linear_cross_entropy", "adamw_8bit", "rms_norm")
 
 
 @pytest.mark.parametrize("operation", TRITON)
@@ -191,10 +192,18 @@ def test_portable_forms_lower_for(platform):
         )
     )
     moments = jax.ShapeDtypeStruct(MOMENTS["up"], jnp.float32)
+    norm_scale = jax.ShapeDtypeStruct((64,), jnp.float32)
+
+    def norms(x, scale):
+        how, angle = {"epsilon": 1e-5, "implementation": "xla"}, jnp.ones((4, 8, 32))
+        both = *rms_norm_residual(x, scale, **how), rms_norm_rotary(x, scale, angle, angle, **how)
+        return sum(jnp.sum(each.astype(jnp.float32)) for each in both)
+
     for function, arguments in (
         (jax.grad(attend, (0, 1, 2)), (q, k, k, ids)),
         (jax.grad(lambda *a: linear_cross_entropy(*a, implementation="xla")[0], (0, 1)), loss_arguments),
         (adamw, (moments,)),
+        (jax.grad(norms, (0, 1)), (jax.ShapeDtypeStruct((4, 8, 2, 64), jnp.bfloat16), norm_scale)),
     ):
         text = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
         assert "custom_call @cudnn" not in text and "triton" not in text

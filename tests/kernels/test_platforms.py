@@ -15,6 +15,7 @@ from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.attention import attention, cudnn_packed, find_segments
 from pallas_kernels.collective_matmul import all_gather_matmul
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.rms_norm import rms_norm, rms_norm_residual, rms_norm_rotary
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -39,6 +40,19 @@ def run_adamw_8bit(platform):
     return update(x, x, None, *moments, None, scalars, Adam(0.9, 0.95, 1e-8, 0.1), platform=platform)
 
 
+def run_rms_norm(platform):
+    return rms_norm(jnp.zeros((4, 256), bf16), jnp.ones((256,)), epsilon=1e-5, platform=platform)
+
+
+def run_rms_norm_residual(platform):
+    return rms_norm_residual(jnp.zeros((4, 256), bf16), jnp.ones((256,)), epsilon=1e-5, platform=platform)
+
+
+def run_rms_norm_rotary(platform):
+    x, angle = jnp.zeros((1, 4, 2, 64), bf16), jnp.ones((1, 4, 32), f32)
+    return rms_norm_rotary(x, jnp.ones((64,)), angle, angle, epsilon=1e-5, platform=platform)
+
+
 def run_collective_matmul(platform, rows=512, columns=512, implementation=None):
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
     specs = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
@@ -55,6 +69,9 @@ RUNS = {
     "attention": run_attention,
     "linear_cross_entropy": run_linear_cross_entropy,
     "adamw_8bit": run_adamw_8bit,
+    "rms_norm": run_rms_norm,
+    "rms_norm_residual": run_rms_norm_residual,
+    "rms_norm_rotary": run_rms_norm_rotary,
     "all_gather_matmul": run_collective_matmul,
 }
 HOPPER, AMPERE, AMD = (9, 0), (8, 0), None  # what a process with a GPU finds of NVIDIA's
@@ -64,6 +81,10 @@ CHOICE = {
     "attention": {"cpu": "xla", "hopper": "cudnn_packed", "ampere": "triton", "amd": "xla", "tpu": "xla"},
     "linear_cross_entropy": dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton"},
     "adamw_8bit": dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton"},
+    **dict.fromkeys(
+        ("rms_norm", "rms_norm_residual", "rms_norm_rotary"),
+        dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton"},
+    ),
     "all_gather_matmul": dict.fromkeys(WHERE, "reference") | {"tpu": "ring"},
 }
 
@@ -77,7 +98,7 @@ def test_what_runs_where_nothing_is_named(operation, where, monkeypatch, caplog)
     def triton_call(*operands, out_shape, **how):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
 
-    for name in ("attention", "linear_cross_entropy", "adamw_8bit"):
+    for name in ("attention", "linear_cross_entropy", "adamw_8bit", "rms_norm"):
         module = importlib.import_module(f"pallas_kernels.{name}.triton")
         loaded = types.SimpleNamespace(triton_call=triton_call), mock.MagicMock()
         monkeypatch.setattr(module, "load_triton", lambda package, loaded=loaded: loaded)

@@ -4,6 +4,9 @@ JAX lowers them only where one is. So what it would pass to jax-triton is caught
 """
 
 import importlib
+import re
+import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import pytest
 from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.attention import attention, find_segments
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.rms_norm import rms_norm_residual, rms_norm_rotary
 
 pytestmark = pytest.mark.compiles_for("triton")
 
@@ -56,8 +60,9 @@ SHARED = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10}
 """Bytes of shared memory that a block may have, by NVIDIA's CUDA programming guide."""
 
 
-def compile_for(target: str, kernel, arrays, constants) -> str:
-    """Returns the assembly of a kernel."""
+def compile_for(target: str, kernel, arrays, constants, aligned: bool = False) -> str:
+    """Returns the assembly of a kernel. aligned: arrays begin at 16 bytes and numbers are multiples of 16, as
+    JAX's arrays do and as most numbers are."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -72,8 +77,11 @@ def compile_for(target: str, kernel, arrays, constants) -> str:
     signature |= dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    known = (
+        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names} if aligned else None
+    )
     compiled = triton.compile(
-        ASTSource(kernel, signature, places), target=GPUTarget(*TARGETS[target]), options=options
+        ASTSource(kernel, signature, places, known), target=GPUTarget(*TARGETS[target]), options=options
     )
     assert compiled.metadata.shared <= SHARED.get(target, compiled.metadata.shared)
     return compiled.asm["amdgcn" if target.startswith("gfx") else "ptx"]
@@ -122,7 +130,28 @@ def of_attention(head_dim: int = 128, window: int | None = None):
     return function, (q, k, k, struct(1, 512, dtype=i32))
 
 
-CASES = {
+def of_rms_norm(D: int, dtype=bf16):
+    def function(x, scale, dy):
+        how = {"epsilon": 1e-5, "implementation": "triton", "platform": "gpu"}
+        return jax.vjp(lambda *a: rms_norm_residual(*a, **how), x, scale)[1]((dy, dy))
+
+    x = struct(4096, D, dtype=dtype)
+    return function, (x, struct(D, dtype=f32), x)
+
+
+def of_rms_norm_rotary(head_dim: int):
+    def function(x, scale, cos, sin, dy):
+        how = {"epsilon": 1e-5, "implementation": "triton", "platform": "gpu"}
+        return jax.vjp(lambda *a: rms_norm_rotary(*a, cos, sin, **how), x, scale)[1](dy)
+
+    x, angle = struct(2, 512, 16, head_dim), struct(2, 512, head_dim // 2, dtype=f32)
+    return function, (x, struct(head_dim, dtype=f32), angle, angle, x)
+
+
+NORMS = {f"rms_norm {D}": of_rms_norm(D) for D in (1024, 2048, 2560, 4096, 8192)}
+NORMS |= {f"rms_norm heads {C}": of_rms_norm_rotary(C) for C in (64, 96, 128, 256)}
+CASES = NORMS | {
+    "rms_norm float32": of_rms_norm(8192, f32),
     "adamw_8bit split": of_adamw("split"),
     "adamw_8bit whole": of_adamw("whole"),
     "adamw_8bit rounded": of_adamw("rounded"),
@@ -154,3 +183,30 @@ def test_kernels_compile(case, target, monkeypatch, tmp_path):
     for kernel, arrays, constants in calls(case.split()[0], *CASES[case], monkeypatch):
         text = compile_for(target, kernel, arrays, constants)
         assert kernel.__name__ in text and "multimem" not in text
+
+
+def resources(ptx: str, target: str, folder: Path) -> tuple[int, int]:
+    """Returns the registers of a thread, and the bytes of them that go to memory and back."""
+    import triton
+
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    (folder / "kernel.ptx").write_text(ptx)
+    architecture = target + "a" * (target == "sm_90")
+    command = [assembler, "-v", f"--gpu-name={architecture}", "-o", "/dev/null", folder / "kernel.ptx"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    (registers,) = re.findall(r"Used (\d+) registers", said)
+    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+
+
+@pytest.mark.parametrize("target", SHARED)
+@pytest.mark.parametrize("case", NORMS)
+def test_the_norm_keeps_its_rows_in_registers(case, target, monkeypatch, tmp_path):
+    """Without spilling. Loads and stores are of 16 bytes; the backward pass loads ahead of its work."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel, arrays, constants in calls("rms_norm", *NORMS[case], monkeypatch):
+        text = compile_for(target, kernel, arrays, constants, aligned=True)
+        registers, spilled = resources(text, target, tmp_path)
+        print(f"{case} {target} {kernel.__name__}: {registers} registers, {spilled} bytes spilled")
+        assert not spilled and registers * 32 * constants["num_warps"] <= 65_536
+        wide = "cp.async.cg.shared.global" if "backward" in kernel.__name__ else r"ld.global\S*.v4.b32"
+        assert re.search(wide, text) and "st.global.v4.b32" in text

@@ -1,9 +1,9 @@
-"""The Triton kernels of attention, run on a CPU by Triton's interpreter and compared with the reference.
+"""Triton kernels of attention and the norm, run on a CPU by Triton's interpreter, against the reference.
 
-    TRITON_INTERPRET=1 python tests/kernels/triton_interpreted.py [OFF | unmasked]
+    TRITON_INTERPRET=1 python tests/kernels/triton_interpreted.py [OFF | unmasked | residual]
 
-OFF makes the kernels' windows wrong by so many tokens, `unmasked` leaves the mask out of one block too many:
-one case, which then must fail.
+OFF makes the kernels' windows wrong by so many tokens, `unmasked` leaves the mask out of one block too many,
+`residual` loses the gradient that comes along the norm's residual stream: one case, which then must fail.
 
 A process of its own, because Triton reads the variable when it is imported. In float32, which the kernels
 take as they do half precision, so that a boundary that is off by one shows.
@@ -18,8 +18,19 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from pallas_kernels import rms_norm
 from pallas_kernels.attention import find_segments, reference, triton, triton_kernels
-from pallas_kernels.testing import CPU_TOLERANCE, assert_close, fresh_seed, normal, segment_ids
+from pallas_kernels.rms_norm import triton as norm
+from pallas_kernels.rms_norm import triton_kernels as norm_kernels
+from pallas_kernels.rms_norm.shapes import CPU, CPU_HEADS
+from pallas_kernels.testing import (
+    CPU_TOLERANCE,
+    GPU_TOLERANCE,
+    assert_close,
+    fresh_seed,
+    normal,
+    segment_ids,
+)
 
 TILE = {"BQ": 16, "BK": 16, "num_warps": 4, "num_stages": 1}
 TILES = {
@@ -84,10 +95,11 @@ def numbers_are_numbers(scope_of=interpreter._patch_lang_tensor) -> None:
 def triton_call(*arrays, kernel, out_shape, grid, **constants):
     """Takes the place of jax_triton's."""
     shapes, tree = jax.tree.flatten(out_shape)
-    arrays = [np.array(x) for x in arrays]
+    arrays = [x if isinstance(x, int) else np.array(x) for x in arrays]
     results = [np.full(shape.shape, np.nan, shape.dtype) for shape in shapes]
     constants = {name: value for name, value in constants.items() if name not in ("num_warps", "num_stages")}
-    kernel[grid](*(Tensor(x) for x in (*arrays, *results)), **constants)
+    grid = (grid,) if isinstance(grid, int) else grid
+    kernel[grid](*(x if isinstance(x, int) else Tensor(x) for x in (*arrays, *results)), **constants)
     return jax.tree.unflatten(tree, map(jnp.asarray, results))
 
 
@@ -109,16 +121,64 @@ def check(tiles: str, layout: str, T: int, H: int, K: int, C: int, window: int |
     assert_close(found, expected, CPU_TOLERANCE)
 
 
+def check_norm(kind: str, shape: tuple[int, ...], dtype, scale_dtype, offset: float) -> None:
+    """Values, and gradients of cotangents that differ; half precision is rounded once, at the end."""
+    rng, rotated = np.random.default_rng(fresh_seed()), kind == "rms_norm_rotary"
+    x, dy, d_residual = (normal(rng, shape, dtype) for _ in range(3))
+    scale = (1 - offset + 0.3 * normal(rng, shape[-1:], jnp.float32)).astype(scale_dtype)
+    angle = normal(rng, (*shape[:2], shape[-1] // 2), jnp.float32)
+    angles = (jnp.cos(angle), 1.1 * jnp.sin(angle)) if rotated else ()
+    function = getattr(rms_norm, kind)
+
+    def run(implementation: str, wide: bool):
+        arrays = tuple(leaf.astype(jnp.float32) if wide else leaf for leaf in (x, scale))
+        how = {"epsilon": 1e-5, "offset": offset, "implementation": implementation, "platform": "gpu"}
+        values, pullback = jax.vjp(lambda x, scale: function(x, scale, *angles, **how), *arrays)
+        gradient = (d_residual, dy) if kind == "rms_norm_residual" else dy
+        return values, pullback(jax.tree.map(lambda g, y: g.astype(y.dtype), gradient, values))
+
+    found = run("triton", False)
+    assert [leaf.dtype for leaf in found[1]] == [x.dtype, scale.dtype]
+    exact = dtype == scale_dtype == jnp.float32
+    assert_close(found, run("reference", True), CPU_TOLERANCE if exact else GPU_TOLERANCE)
+
+
+ALONE, RESIDUAL, ROTARY = "rms_norm", "rms_norm_residual", "rms_norm_rotary"
+NORMS = (
+    # function, shape, dtype, the scale's, offset
+    *((RESIDUAL, shape, jnp.float32, jnp.float32, 0.0) for shape in CPU.values()),
+    *((ROTARY, shape, jnp.float32, jnp.float32, 0.0) for shape in CPU_HEADS.values()),
+    (ALONE, CPU["odd"], jnp.float32, jnp.float32, 1.0),
+    (RESIDUAL, CPU["odd"], jnp.bfloat16, jnp.float32, 1.0),
+    (RESIDUAL, CPU["wide"], jnp.bfloat16, jnp.bfloat16, 0.0),
+    (ROTARY, CPU_HEADS["odd"], jnp.bfloat16, jnp.bfloat16, 1.0),
+)
+
+
+def check_norms() -> None:
+    """With few programs, so that each has several blocks, and with as many as there are."""
+    for programs in (2, norm.PROGRAMS):
+        norm.PROGRAMS = programs
+        for case in NORMS:
+            check_norm(*case)
+            print("ok norm", programs, *case, flush=True)
+
+
 if __name__ == "__main__":
     numbers_are_numbers()
     stub = type("jax_triton", (), {"triton_call": staticmethod(triton_call)})
     triton.load_triton = lambda package: (stub, triton_kernels)
+    norm.load_triton = lambda package: (stub, norm_kernels)
     if sys.argv[1:] == ["unmasked"]:
         parts = triton_kernels._parts
         triton_kernels._parts = lambda low, high, free_low, free_high: parts(
             low, high, free_low, tl.minimum(free_high + TILE["BK"], high)
         )
         check("square", "one_document", 96, 2, 1, 16, None)  # whole blocks: nothing is read beyond the row
+    elif sys.argv[1:] == ["residual"]:
+        backward = norm._norm_backward
+        norm._norm_backward = lambda kept, dy, _, offset: backward(kept, dy, None, offset)
+        check_norm(*NORMS[0])
     elif sys.argv[1:]:
         sound = triton._bounds
         triton._bounds = lambda segments, window: sound(segments, window + int(sys.argv[1]))
@@ -127,3 +187,4 @@ if __name__ == "__main__":
         for case in CASES:
             check(*case)
             print("ok", *case, flush=True)
+        check_norms()

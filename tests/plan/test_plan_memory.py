@@ -106,6 +106,18 @@ def test_a_step_is_taken_apart_for_a_gpu_that_is_not_here():
     assert any("cudnn_packed_stand_in" in note for note in plan.notes)
 
 
+def test_triton_s_kernels_are_planned_as_xla_s():
+    """Which are recorded in `config.json` of a run on a GPU, and cannot be traced without one."""
+    named = [f"kernels.{key}=triton" for key in ("linear_cross_entropy", "adamw_8bit", "rms_norm")]
+    shape = [*SMALL, "optim.state=split_master_int8", "model.loop=scan", "remat.policy=projections"]
+    ours, theirs = load("quickstart", *shape, *named), load("quickstart", *shape)
+    made, notes, _ = memory.traced(ours, aot.TARGETS["h200"], 1, 8)
+    assert made.step.model.ops.norm_by is None and len(notes) == 3
+    assert notes[2] == "planned with XLA's form in place of kernels.rms_norm = 'triton'"
+    found, expected = (memory_estimate.estimate(each, segments=8)[0] for each in (ours, theirs))
+    assert found == expected
+
+
 def in_micro_batches(layers: int):
     """Returns the configuration of a small resident step, and the bytes of a layer's state, of its gradients'
     sums in float32, and of its input."""

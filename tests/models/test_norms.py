@@ -1,0 +1,115 @@
+"""Models whose norms are kernels: the same losses, whatever is rematerialised, looped over or offloaded.
+
+The kernels are replaced by their definitions: they themselves are tested in tests/kernels/.
+"""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxthru.engine.offload import OffloadConfig
+from jaxthru.models.layers import RMSNorm
+from jaxthru.models.ops import Ops
+from jaxthru.runtime.mesh import MeshConfig, make_mesh
+from jaxthru.runtime.sharding import Layout
+from pallas_kernels.rms_norm import triton
+from pallas_kernels.rms_norm.reference import rms_norm, rms_norm_rotary
+
+
+def forward(x, scale, *angles, epsilon, offset):
+    x32 = x.astype(jnp.float32)
+    norm = rms_norm_rotary if angles else rms_norm
+    inverse = jax.lax.rsqrt(jnp.mean(x32**2, axis=-1) + epsilon).reshape(-1)
+    return norm(x, scale, *angles, epsilon=epsilon, offset=offset), inverse
+
+
+def backward(x, scale, *others, offset):
+    """Returns the gradients as the chain rule has them, with nothing of x but the inverse roots made anew."""
+    *angles, inverse, dy, d_residual = others
+    g, C = dy.astype(jnp.float32), x.shape[-1]
+    if angles:
+        cos, sin = (each[:, :, None, :] for each in angles)
+        first, second = g[..., : C // 2], g[..., C // 2 :]
+        g = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], -1)
+    inverse = inverse.reshape(*x.shape[:-1], 1)
+    normed = x.astype(jnp.float32) * inverse
+    whole = (1,) * (x.ndim - 1) + scale.shape
+    along = g * (scale.astype(jnp.float32) + offset).reshape(whole)
+    dx = inverse * (along - normed * jnp.mean(along * normed, axis=-1, keepdims=True))
+    dx = dx if d_residual is None else dx + d_residual.astype(jnp.float32)
+    return dx.astype(x.dtype), jnp.sum((g * normed).reshape(-1, C), axis=0)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Has Triton's form run on a CPU. Returns the names of the kernels that are traced."""
+    names = []
+
+    def triton_call(*arrays, kernel, out_shape, offset, epsilon=None, residual=False, **_):
+        names.append(kernel)
+        *arrays, rows = arrays
+        assert rows == arrays[0].size // arrays[0].shape[-1]
+        if kernel.startswith("forward"):
+            return forward(*arrays, epsilon=epsilon, offset=offset)
+        if kernel == "backward":
+            arrays[-1] = arrays[-1] if residual else None
+        else:
+            arrays.append(None)
+        dx, d_scale = backward(*arrays, offset=offset)
+        return dx, jnp.zeros(out_shape[1].shape).at[-1].set(d_scale)
+
+    kernels = ("forward", "backward", "forward_rotary", "backward_rotary")
+    loaded = (
+        types.SimpleNamespace(triton_call=triton_call),
+        types.SimpleNamespace(**{name: name for name in kernels}),
+    )
+    monkeypatch.setattr(triton, "load_triton", lambda package: loaded)
+    monkeypatch.setattr(triton, "require_gpu", lambda platform, least: None)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("loop", "remat"), [("unroll", "none"), ("scan", "none"), ("scan", "projections"), ("unroll", "full")]
+)
+def test_kernels_train_as_xla_does(loop, remat, called):
+    shape = {"loop": loop, "remat": remat, "qk_norm": True}
+    wanted = tiny.make(**shape).losses(3)
+    assert not called
+    np.testing.assert_allclose(tiny.make(**shape, rms_norm="triton").losses(3), wanted, rtol=2e-5)
+    assert set(called) == {"forward", "backward", "forward_rotary", "backward_rotary"}
+
+
+def test_kernels_train_as_xla_does_offloaded(called):
+    shape = {"loop": "unroll", "remat": "projections", "qk_norm": True}
+    wanted = tiny.make(**shape).losses(3)
+    step, state = tiny.dispatched(tiny.make(**shape, rms_norm="triton"), OffloadConfig(level="optimizer"))
+    found = []
+    for index in range(3):
+        state, metrics = step(state, tiny.make(**shape).batch(index))
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found, wanted, rtol=2e-5)
+    assert set(called) == {"forward", "backward", "forward_rotary", "backward_rotary"}
+
+
+def test_on_several_devices_norms_are_xla_s():
+    layout = Layout(make_mesh(MeshConfig(), jax.devices()[:1]))
+    ops = Ops(layout, jnp.dtype(jnp.float32))
+    assert ops.norm_by is None
+    several = dataclasses.replace(ops, layout=Layout(make_mesh(MeshConfig(1, 2, 1), jax.devices()[:2])))
+    assert several.norm_by == "xla"
+    assert dataclasses.replace(several, rms_norm_by="reference").norm_by == "reference"
+
+
+def test_a_norm_without_a_context_is_xla_s(called):
+    """As families outside of jaxthru may call it, which name no kernels."""
+    norm, x = RMSNorm(16, 1e-5), jnp.ones((3, 16))
+    np.testing.assert_allclose(norm(x), 1.0, rtol=1e-4)
+    same, y = norm.branch(x)
+    np.testing.assert_array_equal(same, x)
+    np.testing.assert_array_equal(y, norm(x))
+    assert not called
