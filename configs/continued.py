@@ -5,7 +5,6 @@ from jaxthru.config import (
     DataConfig,
     EvaluateConfig,
     OptimConfig,
-    RematConfig,
     RunConfig,
     TrainConfig,
 )
@@ -16,7 +15,6 @@ def config() -> RunConfig:
         train=TrainConfig(steps=1000, rows=8),
         data=DataConfig(mix="quickstart", sequence=2048),
         optim=OptimConfig(learning_rate=2e-5, warmup_ratio=0.03),
-        remat=RematConfig(policy="projections"),
         checkpoint=CheckpointConfig(every=200),
         evaluate=EvaluateConfig(every=200, rows=64),
     )

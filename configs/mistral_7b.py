@@ -6,7 +6,6 @@ from jaxthru.config import (
     EvaluateConfig,
     ModelConfig,
     OptimConfig,
-    RematConfig,
     RunConfig,
     TrainConfig,
 )
@@ -28,7 +27,6 @@ def config() -> RunConfig:
         ),
         data=DataConfig(mix="quickstart", sequence=8192),
         optim=OptimConfig(learning_rate=3e-4),
-        remat=RematConfig(policy="attention"),
         checkpoint=CheckpointConfig(every=1000),
         evaluate=EvaluateConfig(every=1000, rows=64),
     )

@@ -25,6 +25,7 @@ from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import RunDirectory
+from jaxthru.training.stalls import Stalls
 from jaxthru.training.start import StartTimes
 from jaxthru.training.watchdog import Watchdog
 
@@ -42,7 +43,7 @@ def train(
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
-    record = open_record(config.metrics, directory, start, times)
+    record = open_record(config.metrics, directory, start, times, Stalls())
     with (
         built.batches(data_state) as batches,
         open_progress(steps, start) as progress,
@@ -168,7 +169,8 @@ def run(
             if distributed.is_primary():
                 final_table(directory)
             return directory
-    config = choices.ready(config, *recorded(directory))
+    begun_with, chosen = recorded(directory)
+    config = choices.ready(config, begun_with, chosen)
     layout = fit_here(config)
     weights = published_weights(config) if newest is None else None
     log.info("preparing data: mix %s ...", config.data.mix)
@@ -186,7 +188,8 @@ def run(
     # Only who holds the lock may clear away what looks like the rest of a killed save.
     with data, directory.locked(), Checkpointer(*saved) as checkpointer:
         distributed.from_first(lambda: configuration.dump(built.config, directory.config))
-        distributed.from_first(lambda: choices.write(directory.choices, built.choices))
+        chosen = choices.still_true(chosen, built.config, built.choices)
+        distributed.from_first(lambda: choices.write(directory.choices, chosen))
         directory.write_environment()
         directory.keep_tokenizer(data.tokenizer.kept)
         if weights:

@@ -7,13 +7,15 @@ the next. A run directory keeps what was chosen, in choices.json.
 import dataclasses
 import json
 import logging
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxthru import config as configuration
+from jaxthru.build.attention_choice import mean_document
 from jaxthru.build.defaults import AUTO, get, plain, replaced
 from jaxthru.build.memory_estimate import Room, estimate, gib, host_room
 from jaxthru.build.proposals import LEVELS, Candidate, candidates, propose
@@ -54,13 +56,18 @@ def open_keys(config: RunConfig) -> list[str]:
 
 
 def made(
-    asked: RunConfig, chosen: RunConfig, reason: str, devices: Sequence[jax.Device]
+    asked: RunConfig,
+    chosen: RunConfig,
+    reason: str,
+    devices: Sequence[jax.Device],
+    reasons: Mapping[str, str] = types.MappingProxyType({}),
 ) -> tuple[Choice, ...]:
-    """Returns the choices that lead from one configuration to the other. reason: for keys of AUTO."""
+    """Returns the choices that lead from one configuration to the other. reason: for keys of AUTO. reasons:
+    of single keys, where there is one."""
     ours, theirs = (plain_values.flat(configuration.to_dict(each)) for each in (asked, chosen))
     found = []
     for key in sorted(key for key in ours if ours[key] != theirs[key]):
-        why = REASONS.get(key.partition(".")[0]) or reason or RECORDED
+        why = reasons.get(key) or REASONS.get(key.partition(".")[0]) or reason or RECORDED
         found.append(Choice(key, ours[key], theirs[key], why, device_name(devices)))
     return tuple(found)
 
@@ -80,6 +87,14 @@ def write(path: Path, choices: Iterable[Choice]) -> None:
     """Writes choices as JSON, in one piece."""
     rows = [dataclasses.asdict(choice) for choice in choices]
     write_atomically(path, json.dumps(rows, indent=2) + "\n")
+
+
+def still_true(recorded: Iterable[Choice], config: RunConfig, made: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Returns the choices that led to a configuration: those of this start, and of earlier ones those whose
+    key is not chosen anew and has the value that was chosen, be it that this start asks for just that."""
+    values, found = plain_values.flat(configuration.to_dict(config)), {each.key: each for each in made}
+    kept = {each.key: each for each in recorded if values.get(each.key) == each.chosen}
+    return tuple(one for _, one in sorted((kept | found).items()))
 
 
 def read(path: Path) -> tuple[Choice, ...]:
@@ -200,13 +215,22 @@ DOCUMENTS = 32
 """Most documents assumed in a row where the corpus is not prepared: they size tables and workspaces."""
 
 
-def documents(config: RunConfig) -> tuple[int, int, tuple[str, ...]]:
-    """Returns the most documents in a row and the sources of the mix, and a note where they are assumed.
-    Raises InputError for a mix that is none."""
+class Documents(NamedTuple):
+    """segments: most documents in a row. sources: of the mix. notes: where these are assumed. mean: tokens of
+    a document in a row, None where that is unknown."""
+
+    segments: int
+    sources: int
+    notes: tuple[str, ...] = ()
+    mean: float | None = None
+
+
+def documents(config: RunConfig) -> Documents:
+    """Returns what the documents of the mix are like. Raises InputError for a mix that is none."""
     load_mix(config.data.mix, config.data.tokenizer)
     try:
         with open_data(config.data, prepare=False) as data:
-            return data.segments, len(data.names), ()
+            return Documents(data.segments, len(data.names), mean=mean_document(data))
     except InputError:
         note = f"the corpus is not prepared: {DOCUMENTS} documents a row assumed (--segments)"
-        return DOCUMENTS, 1, (note,)
+        return Documents(DOCUMENTS, 1, (note,))

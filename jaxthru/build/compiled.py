@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxthru.build import choices, confirmed, pinned_host
+from jaxthru.build import attention_choice, choices, confirmed, pinned_host
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import asked_for, attention_by, check_vocabulary, fit, offloaded
 from jaxthru.build.choices import Choice
@@ -147,8 +147,10 @@ def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> Layo
     layout = fit(config, devices)
     check_host_memory(config, layout)
     if choices.open_keys(config):
-        segments, _, _ = choices.documents(config)
-        next(choices.proposed(config, layout, choices.room_here(config), segments))
+        found = choices.documents(config)
+        capability = attention_choice.capability_of(layout)
+        config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, capability)
+        next(choices.proposed(config, layout, choices.room_here(config), found.segments))
     return layout
 
 
@@ -172,7 +174,11 @@ def compile_step(
     is. Raises InputError, and TrainingError for an attention that is wrong.
     """
     check_vocabulary(config, data.vocabulary)
-    segments, sources = data.segments, len(data.names)
+    asked, segments, sources = asked or config, data.segments, len(data.names)
+    recorded = config.kernels.attention != asked.kernels.attention and choices.RECORDED
+    config, by_table = attention_choice.of_run(config, layout, data)
+    if by_table:
+        log.info("kernels.attention = 'auto' is %r, %s", config.kernels.attention, by_table)
     options = xla.compiler_options(
         jax.default_backend(),
         layout.mesh.size,
@@ -217,7 +223,9 @@ def compile_step(
         agree_on_attention(made.step.model, check.result())
     pinned_host.reserve(found.config, list(layout.mesh.devices.flat))
     made, chosen = found.made, choices.with_kernels(found.config, kernels)
-    decisions = choices.made(asked or config, chosen, found.reason, list(layout.mesh.devices.flat))
+    devices = list(layout.mesh.devices.flat)
+    reasons = {"kernels.attention": by_table or recorded or ""}
+    decisions = choices.made(asked, chosen, found.reason, devices, reasons)
     recompile = lambda more: anew(made.compile)(options | more)  # noqa: E731
     return Build(
         chosen,

@@ -159,12 +159,17 @@ def indispensable(config: RunConfig, devices: int) -> dict[str, int]:
     return {name: _bytes_on_a_device(tree) for name, tree in kept.items()}
 
 
+def layout_of(config: RunConfig, devices: int) -> Layout:
+    """Returns the layout of a configuration on so many devices, none of which need be here."""
+    shape = config.mesh.shape(devices)
+    return Layout(AbstractMesh((*shape.values(),), (*shape,), axis_types=(AxisType.Auto,) * len(shape)))
+
+
 @functools.lru_cache(maxsize=16)
 def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assembled, Callable, int]:
     """Returns the step on a mesh of no devices, `programs.trace` that remembers what it has traced, and the
     bytes of attention's workspace."""
-    shape = config.mesh.shape(devices)
-    layout = Layout(AbstractMesh((*shape.values(),), (*shape,), axis_types=(AxisType.Auto,) * len(shape)))
+    layout = layout_of(config, devices)
     attention, workspace = attention_stand_in(config, layout, segments)
     config, _ = without_triton(config)
     stand_ins = {"attention": attention, "norm": norm_stand_in(config, layout)}

@@ -10,14 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxthru.build.attention_choice import shapes_of
 from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled
 from jaxthru.config import RunConfig
-from jaxthru.engine.model import Model, parts
+from jaxthru.engine.model import parts
 from jaxthru.engine.rehearsed import shard_size
 from jaxthru.engine.walk import linearised_block
-from jaxthru.models import family
-from jaxthru.models.ops import Ops
 from jaxthru.models.remat import kept_bytes
 from jaxthru.models.stage import Stage, distinct
 from jaxthru.runtime.sharding import Layout
@@ -62,15 +61,9 @@ def norm_stand_in(config: RunConfig, layout: Layout) -> str | None:
 def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tuple[str, int]:
     """Returns the attention that takes the memory of the one which would run on a GPU, and the bytes that its
     backward pass works in there. segments: most documents in a row."""
-    train, sequence = config.train, config.data.sequence
-    rows = train.rows // train.microbatches
-    chain = family.chain(config.model)
-    # Norms of one name: which can run is asked of a backend, and none may start here.
-    ops = Ops(layout, jnp.dtype(config.precision.compute), rms_norm_by=norm_stand_in(config, layout))
-    model = Model(chain, ops, "none", "unroll")
-    kinds = [kind[:3] for kind in model.attention_shapes(rows, sequence)]  # a window takes no other memory
-    heads, _, head_dim = max(kinds, default=(0, 0, 0))
-    elements = rows // layout.size("batch") * sequence * heads // layout.size("heads") * head_dim
+    rows, shapes = shapes_of(config, layout)
+    heads, _, head_dim = max((shape[:3] for shape in shapes), default=(0, 0, 0))  # a window takes no other
+    elements = rows * config.data.sequence * heads // layout.size("heads") * head_dim
     chosen = attention_by(config, "gpu")
     if chosen == "auto":
         # The first is the same on a CPU, and to ask for a GPU starts a backend.

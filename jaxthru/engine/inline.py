@@ -125,6 +125,12 @@ def micro_batch(
     return terms, from_parts([made[index] for index in range(len(made))], params)
 
 
+def traced_once(model: Model, group: Group) -> list[Callable]:
+    """Returns `walk.block` of each block of a group, for all repetitions: Python walks through the first of
+    them alone, where 36 layers took it 11.6 s."""
+    return [jax.jit(walk.block(model, stage)) for stage in group.blocks]
+
+
 def _unrolled(
     model: Model, group: Group, trees: Tree, x_ND: jax.Array, context: Context, first: int, book: Callable
 ) -> tuple[jax.Array, Terms, Back]:
@@ -133,10 +139,9 @@ def _unrolled(
     first: index of the first, as `parts` counts. book: takes (index, gradients).
     """
     links, terms = [], {}
-    # Jitted, so that repetitions are traced once: 36 layers took 11.6 s of Python else.
-    blocks = [(stage, jax.jit(walk.block(model, stage))) for stage in group.blocks]
+    blocks = traced_once(model, group)
     for repetition in zip(*trees, strict=True):
-        for (stage, apply), tree in zip(blocks, repetition, strict=True):
+        for stage, apply, tree in zip(group.blocks, blocks, repetition, strict=True):
             links.append(walk.linearised_block(model, stage, tree, x_ND, context, apply=apply))
             x_ND, terms = links[-1].result[0], merged(model.chain, terms, links[-1].aux)
     # On several devices a layer later: meanwhile gradients are on their way between them.
@@ -199,20 +204,20 @@ def forward(model: Model, params: Tree, batch: Batch, context: Context) -> tuple
     (x_ND, losses), terms = walk.embedding(model, batch["tokens"], context)(params["embedding"])
     losses = list(losses.values())
 
-    def repetition(group: Group, x_ND: jax.Array, trees: Tree) -> tuple:
+    def repetition(blocks: list[Callable], x_ND: jax.Array, trees: Tree) -> tuple:
         losses, terms = [], {}
-        for stage, tree in zip(group.blocks, trees, strict=True):
-            (x_ND, more), of_stage = walk.block(model, stage)(tree, x_ND, context)
+        for apply, tree in zip(blocks, trees, strict=True):
+            (x_ND, more), of_stage = apply(tree, x_ND, context)
             losses, terms = [*losses, *more.values()], merged(chain, terms, of_stage)
         return x_ND, (losses, terms)
 
     for group, trees in zip(chain.groups, params["layers"], strict=True):
+        one = functools.partial(repetition, traced_once(model, group))
         if unrolled(trees):
             for each in zip(*trees, strict=True):
-                x_ND, (more, of_layers) = repetition(group, x_ND, each)
+                x_ND, (more, of_layers) = one(x_ND, each)
                 losses, terms = losses + more, merged(chain, terms, of_layers)
         else:
-            one = functools.partial(repetition, group)
             x_ND, (more, of_layers) = jax.lax.scan(one, x_ND, trees, length=group.repetitions)
             losses += [jnp.sum(each) for each in more]
             terms = merged(chain, terms, over_first(chain, of_layers))

@@ -10,10 +10,10 @@ import rich.console
 import rich.table
 
 from jaxthru import config as configuration
-from jaxthru.build import choices
+from jaxthru.build import attention_choice, choices
 from jaxthru.build.checks import asked_for
 from jaxthru.build.defaults import get
-from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib
+from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib, layout_of
 from jaxthru.build.proposals import candidates, propose
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
@@ -56,19 +56,22 @@ def _memory(arguments: argparse.Namespace) -> int:
     xla.configure()
     aot.use_cpu(devices)
     room = memory.room(config, target)
-    segments, notes = arguments.segments, ()
-    if segments is None:
-        segments, _, notes = choices.documents(config)
+    found = choices.Documents(arguments.segments, 1) if arguments.segments else choices.documents(config)
+    segments, layout = found.segments, layout_of(config, devices)
+    config, by_table = attention_choice.by_table(config, layout, segments, found.mean, target.capability)
+    taken = (f"kernels.attention = auto is {config.kernels.attention}, {by_table}",) * bool(by_table)
     if arguments.best:
+        _show(None, [*taken])
         return _best(config, target, devices, arguments.segments, segments, room)
     asked, config, settled = config, *_settled(config, target, devices, arguments.segments, segments, room)
     plan, resident = settled or _plan(config, target, devices, arguments.segments)
+    plan = dataclasses.replace(plan, notes=(*taken, *plan.notes))
     if asked is not config:
-        found = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
+        chosen = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
         layered = f", offload.fraction = {config.offload.fraction:g}" * config.offload.layered
-        plan = dataclasses.replace(plan, notes=(found + layered, *plan.notes))
+        plan = dataclasses.replace(plan, notes=(chosen + layered, *plan.notes))
     if not aot.available():  # a plan that is compiled says so itself
-        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *found.notes))
     _show(None, [COMPILED if aot.available() else ESTIMATE])
     _show(memory.table(plan), [*room.said, *plan.notes])
     proposals = propose(config, room, resident=resident, devices=devices, segments=segments)

@@ -8,7 +8,7 @@ import rich.table
 
 from jaxthru.build import choices
 from jaxthru.build.checks import fit
-from jaxthru.build.choices import documents
+from jaxthru.build.choices import Documents, documents
 from jaxthru.build.confirmed import Programs
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
 from jaxthru.build.memory_sizes import attention_stand_in, norm_stand_in, without_triton
@@ -109,16 +109,16 @@ def traced(
     segments: most documents in a row; None asks the prepared corpus. Raises InputError.
     """
     layout = fit(config, jax.devices()[:devices], "gpu")
-    segments, sources, notes = documents(config) if segments is None else (segments, 1, ())
+    found = documents(config) if segments is None else Documents(segments, 1)
     config, named = without_triton(config)
-    notes, kernels = notes + named, config.kernels
+    segments, notes, kernels = found.segments, found.notes + named, config.kernels
     if kernels.writes_to_peers:  # a CPU cannot compile that; the ring moves the same tokens
         asked = f"kernels.collective_matmul = {kernels.collective_matmul!r}"
         notes += (f"planned with the ring in place of {asked}",)
         config = dataclasses.replace(config, kernels=dataclasses.replace(kernels, collective_matmul="ring"))
     attention, _ = attention_stand_in(config, layout, segments)
     stand_ins = {"attention": attention, "norm": norm_stand_in(config, layout)}
-    made = assemble(config, layout, segments=segments, sources=sources, **stand_ins)
+    made = assemble(config, layout, segments=segments, sources=found.sources, **stand_ins)
     how = f"compiled for {target.name} without autotuning; attention: {attention}"
     return made, notes, f"{how}, up to {segments} documents a row"
 

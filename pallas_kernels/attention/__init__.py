@@ -24,7 +24,7 @@ def automatic(
 
     On an NVIDIA GPU that is cudnn_packed, or triton where cuDNN's workspace would be above CUDNN_WORKSPACE or
     heads are wider than it takes, or an error: the other two cost T² whatever the documents and run there
-    only when named. The reference does so everywhere.
+    only when named. The reference does so everywhere. Who knows how long documents are asks `measured` first.
 
     elements: of q on one device. max_segments: that `segments` have room for. platform: as for `attention`.
     width: of a head; 0 is any that each of them takes.

@@ -38,6 +38,21 @@ def logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss: float) -> 
     return jax.lax.optimization_barrier(d_logits_CV.astype(logits_CV.dtype))
 
 
+def losses_and_gradient(
+    logits_CV, targets_C, weights_C, z_loss: float, axis_name, logits_gradient=logits_gradient
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns each token's cross-entropy and log(Z), and the gradient of a chunk's objective, [C, V] of the
+    logits' dtype.
+
+    The logits are not read again after it. logits_gradient: forms the gradient, as the function of this name
+    does.
+    """
+    losses_C, log_z_C, targets_C = _losses_of(logits_CV, targets_C, axis_name)
+    # The losses come first: the logits may be gone once their gradient is there.
+    losses_C, log_z_C = jax.lax.optimization_barrier((losses_C, log_z_C))
+    return losses_C, log_z_C, logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss)
+
+
 def linear_cross_entropy(
     hidden_BTD,
     matrix,
@@ -47,11 +62,11 @@ def linear_cross_entropy(
     z_loss,
     layout,
     axis_name,
-    logits_gradient=logits_gradient,
+    losses_and_gradient=losses_and_gradient,
 ):
     """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package.
 
-    logits_gradient: forms the logits' gradient, as the function of this name does.
+    losses_and_gradient: of a chunk's logits, as the function of this name makes them.
     """
     B, T, D = hidden_BTD.shape
     hidden_BTD, matrix = vary_alike(hidden_BTD, matrix)
@@ -63,7 +78,7 @@ def linear_cross_entropy(
         z_loss,
         layout.index("D"),
         axis_name,
-        logits_gradient,
+        losses_and_gradient,
     )
     return objective, losses_N.reshape(B, T), log_z_N.reshape(B, T)
 
@@ -79,12 +94,12 @@ def chunk_length(tokens: int, vocabulary: int, itemsize: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _losses(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, logits_gradient):
+def _losses(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, losses_and_gradient):
     matrix = matrix.astype(hidden_ND.dtype)
 
     def one_chunk(_, chunk):
         hidden_CD, targets_C, _ = chunk
-        return None, _chunk_losses(hidden_CD, matrix, targets_C, d_dim, axis_name)[:2]
+        return None, _losses_of(dot(hidden_CD, matrix, 1, d_dim), targets_C, axis_name)[:2]
 
     C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
     _, parts = jax.lax.scan(one_chunk, None, _split(C, hidden_ND, targets_N, weights_N))
@@ -92,17 +107,14 @@ def _losses(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, l
     return _objective(losses_N, log_z_N, weights_N, z_loss), losses_N, log_z_N
 
 
-def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, logits_gradient):
+def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, losses_and_gradient):
     stored, matrix = matrix.dtype, matrix.astype(hidden_ND.dtype)
 
     def one_chunk(d_matrix, chunk):
         hidden_CD, targets_C, weights_C = chunk
-        losses_C, log_z_C, logits_CV, targets_C = _chunk_losses(
-            hidden_CD, matrix, targets_C, d_dim, axis_name
+        losses_C, log_z_C, d_logits_CV = losses_and_gradient(
+            dot(hidden_CD, matrix, 1, d_dim), targets_C, weights_C, z_loss, axis_name
         )
-        # The losses come first: the logits may be gone once their gradient is there.
-        losses_C, log_z_C = jax.lax.optimization_barrier((losses_C, log_z_C))
-        d_logits_CV = logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss)
         d_hidden_CD = dot(d_logits_CV, matrix, 1, 1 - d_dim)
         pair = (hidden_CD, d_logits_CV) if d_dim == 0 else (d_logits_CV, hidden_CD)
         # The sum in float32, in the form of a matrix product that adds to its output in place.
@@ -117,7 +129,7 @@ def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, 
     return (objective, losses_N, log_z_N), (d_hidden_ND, d_matrix.astype(stored))
 
 
-def _backward(z_loss, d_dim, axis_name, logits_gradient, residuals, cotangents):
+def _backward(z_loss, d_dim, axis_name, losses_and_gradient, residuals, cotangents):
     scale = cotangents[0]  # those of the tokens' losses and log(Z) are none of ours
     d_hidden_ND, d_matrix = ((scale * x.astype(jnp.float32)).astype(x.dtype) for x in residuals)
     return d_hidden_ND, d_matrix, None, None
@@ -126,9 +138,8 @@ def _backward(z_loss, d_dim, axis_name, logits_gradient, residuals, cotangents):
 _losses.defvjp(_forward, _backward)
 
 
-def _chunk_losses(hidden_CD, matrix, targets_C, d_dim, axis_name):
-    """Returns each token's cross-entropy and log(Z), the logits, and the targets in this device's columns."""
-    logits_CV = dot(hidden_CD, matrix, 1, d_dim)
+def _losses_of(logits_CV, targets_C, axis_name):
+    """Returns each token's cross-entropy and log(Z), and the targets in this device's columns."""
     logits32_CV = logits_CV.astype(jnp.float32)
     if axis_name is not None:
         targets_C = targets_C - jax.lax.axis_index(axis_name) * logits_CV.shape[1]
@@ -138,7 +149,7 @@ def _chunk_losses(hidden_CD, matrix, targets_C, d_dim, axis_name):
         top_C = jax.lax.pmax(log_z_C, axis_name)
         z_C, target_C = jax.lax.psum(jnp.stack([jnp.exp(log_z_C - top_C), target_C]), axis_name)
         log_z_C = top_C + jnp.log(z_C)
-    return log_z_C - target_C, log_z_C, logits_CV, targets_C
+    return log_z_C - target_C, log_z_C, targets_C
 
 
 def _chosen(logits_CV, targets_C):

@@ -132,8 +132,15 @@ class Tree:
             if hasattr(getattr(config, group), field):
                 settings = [text.replace(f"{name}=", f"{before}=") for text in settings]
         config = configuration.load(path, [*settings, "train.steps=1000000"])
-        names = SimpleNamespace(vocabulary=config.model.vocabulary, segments=row.documents, names=("random",))
-        return build(config, names, devices)
+        lengths = np.full(row.documents, config.data.sequence / row.documents)
+        data = SimpleNamespace(
+            vocabulary=config.model.vocabulary,
+            segments=row.documents,
+            names=("random",),
+            mixing=SimpleNamespace(count="tokens", weights=lambda *at: {"random": 1.0}),
+            train=[(None, SimpleNamespace(length=lengths))],
+        )
+        return build(config, data, devices)
 
 
 class Contender:

@@ -1,6 +1,6 @@
 """Times the output matrix with its loss, forward and backward, against other ways and prints one JSON line.
 
-    python scripts/bench/linear_cross_entropy.py [--shape llama3_8b|benchmark] [--output FILE]
+    python scripts/bench/linear_cross_entropy.py [--shape llama3_2_1b] [--output FILE]
 
 Contenders take turns, A-B-C-A-B-C, and medians count; each takes a float32 matrix and gives its float32
 gradient. `fused` is the kernel here as it runs by default, `fused_xla` its form without Triton, `recomputed`
@@ -8,10 +8,11 @@ computes the logits again in the backward pass, `tokamax` is its chunked_xla whe
 
 Predicted for llama3_8b (N = 16,384, D = 4,096, V = 128,256, bf16) on an H200, at the 655 TFLOP/s that it
 sustains in large products and 4.2 TB/s:
-  fused: 3 products × 2·N·D·V = 51.6 TFLOP, 79 ms. Passes over the logits (N·V·2 = 4.2 GB): three reads and a
-    write, 4 ms. Casting the matrix and clearing its gradient: 5.3 GB, 1.3 ms. Each of 8 chunks reads and
-    writes the gradient (4.2 GB): up to 8 ms, less what hides behind its product. In all 84 to 92 ms.
-  fused_xla: the same products and passes.
+  fused: 3 products × 2·N·D·V = 51.6 TFLOP, 79 ms. Passes over the logits (N·V·2 = 4.2 GB): a read and a
+    write, 2 ms. Casting the matrix and clearing its gradient: 5.3 GB, 1.3 ms. Each of 8 chunks reads and
+    writes the gradient (4.2 GB): up to 8 ms, less what hides behind its product. In all 82 to 90 ms.
+  fused_xla: the same products, and four passes over the logits: 2 ms more. At llama3_2_1b the two passes are
+    16.8 GB, 4 ms of a step of 440; at qwen3_0_6b 20 GB, 4.8 ms.
   recomputed: 4 products, 105 ms, and the same passes and one more: 112 to 122 ms.
   tokamax: 4 products in 1,024 blocks of 2,048 columns, and slices of the matrix copied: above 130 ms.
 Memory beyond the matrix, its copy in bf16 and its gradient: a chunk's logits (0.49 GiB), which their gradient

@@ -47,8 +47,10 @@ def inputs(shape: tuple[int, ...]) -> tuple:
     rotated, keys = len(shape) == 4, jax.random.split(jax.random.key(0), 5)
     x, *gradients = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[: 2 if rotated else 3])
     scale = 1 + 0.1 * jax.random.normal(keys[3], shape[-1:])
+    if not rotated:
+        return x, scale, (), tuple(gradients)
     angle = jax.random.normal(keys[4], (*shape[:2], shape[-1] // 2))
-    return x, scale, (jnp.cos(angle), jnp.sin(angle)) if rotated else (), tuple(gradients)
+    return x, scale, (jnp.cos(angle), jnp.sin(angle)), tuple(gradients)
 
 
 def contenders(implementation: str):

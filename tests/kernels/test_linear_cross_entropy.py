@@ -29,15 +29,17 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(xla, "TILE", 16)
 
 
+KERNELS = "losses_and_gradient", "logits_gradient"
+
+
 @pytest.fixture
 def triton_calls(monkeypatch):
     """Returns a function that has another one called in the place of `jax_triton.triton_call`."""
 
     def set_call(triton_call):
         stub = types.SimpleNamespace(triton_call=triton_call)
-        monkeypatch.setattr(
-            triton, "load_triton", lambda _: (stub, types.SimpleNamespace(logits_gradient=None))
-        )
+        kernels = types.SimpleNamespace(**{name: name for name in KERNELS})
+        monkeypatch.setattr(triton, "load_triton", lambda _: (stub, kernels))
 
     return set_call
 
@@ -254,12 +256,21 @@ def test_xla_copies_no_logits_for_triton_s_gradient(lowered_of_triton):
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_triton_s_kernel_is_given_what_it_needs(triton_calls, small_chunks):
-    """Also of a split vocabulary. The kernel is replaced by its definition."""
+    """Also of a split vocabulary. The kernels are replaced by their definitions."""
+    asked = []
 
-    def triton_call(*arrays, kernel, out_shape, input_output_aliases, grid, z_loss, V, BV, num_warps):
-        (C, _), (tokens, blocks) = out_shape.shape, grid
-        assert out_shape == jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)
-        assert tokens == C and (blocks - 1) * BV < V <= blocks * BV and out_shape.shape[1] == V
+    def triton_call(*arrays, kernel, out_shape, input_output_aliases, grid, z_loss, V, num_warps, **tile):
+        asked.append(kernel)
+        of_logits = jax.tree.leaves(out_shape)[-1]
+        (tokens, columns), (programs, *blocks) = arrays[0].shape, grid
+        assert of_logits == jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype) and columns == V
+        if kernel == "losses_and_gradient":
+            assert tile["C"] == tokens and 1 <= programs <= tokens and input_output_aliases == {0: 2}
+            assert 32 * num_warps <= tile["LANES"] * tile["EACH"]
+            assert [x.dtype for x in arrays[1:]] == [jnp.int32, jnp.float32]
+            return xla.losses_and_gradient(*arrays, z_loss, None)
+        assert programs == tokens and input_output_aliases == {0: 0}
+        assert (blocks[0] - 1) * tile["BV"] < V <= blocks[0] * tile["BV"]
         assert [x.dtype for x in arrays[1:]] == [jnp.float32, jnp.int32, jnp.float32]
         return xla.logits_gradient(*arrays, z_loss)
 
@@ -268,7 +279,10 @@ def test_triton_s_kernel_is_given_what_it_needs(triton_calls, small_chunks):
     arguments = draw(np.random.default_rng(fresh_seed()), Shape(4, 21, 16, 136))
     whole = expected(*arguments, z_loss=1e-2)
     assert_close(run(*arguments, **options), whole, CPU_TOLERANCE)
+    assert set(asked) == {"losses_and_gradient"}
+    asked.clear()
     assert_close(split_run((2, 2), "DV", *arguments, **options), whole, CPU_TOLERANCE)
+    assert set(asked) == {"logits_gradient"}
 
 
 # A split vocabulary

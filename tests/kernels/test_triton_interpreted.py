@@ -1,4 +1,4 @@
-"""Triton kernels agree with their reference where there is no GPU: see triton_interpreted.py."""
+"""Triton kernels agree with the reference where there is no GPU: see triton_interpreted.py and its like."""
 
 import os
 import subprocess
@@ -7,25 +7,26 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("triton_interpreted.py")
+ATTENTION, LOSSES = "triton_interpreted.py", "triton_interpreted_losses.py"
 
 pytestmark = pytest.mark.compiles_for("triton")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(SCRIPT), *arguments]
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def test_kernels_agree_with_the_reference():
-    done = run()
+@pytest.mark.parametrize(("script", "cases"), [(ATTENTION, 37), (LOSSES, 25)])
+def test_kernels_agree_with_the_reference(script, cases):
+    done = run(script)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok norm ") >= 24 and done.stdout.count("ok ") >= 34
+    assert done.stdout.count("ok ") >= cases
 
 
-@pytest.mark.parametrize("off", ["-1", "1", "residual"])
-def test_a_window_off_by_one_is_seen(off):
-    """And a residual stream whose gradient is lost."""
-    done = run(off)
+@pytest.mark.parametrize("wrong", ["-1", "1", "unmasked", "residual"])
+def test_a_wrong_kernel_is_seen(wrong):
+    """A window off by one, a mask that is left out, a residual stream whose gradient is lost."""
+    done = run(ATTENTION, wrong)
     assert done.returncode == 1 and "relative error above" in done.stderr, done.stdout + done.stderr

@@ -1,9 +1,9 @@
 """Triton kernels of attention and the norm, run on a CPU by Triton's interpreter, against the reference.
 
-    TRITON_INTERPRET=1 python tests/kernels/triton_interpreted.py [OFF]
+    TRITON_INTERPRET=1 python tests/kernels/triton_interpreted.py [OFF | unmasked | residual]
 
-OFF makes the kernels' windows wrong by so many tokens: one case, which then must fail. `residual` loses the
-gradient that comes along the residual stream, in one case of the norm, which then must fail too.
+OFF makes the kernels' windows wrong by so many tokens, `unmasked` leaves the mask out of one block too many,
+`residual` loses the gradient that comes along the norm's residual stream: one case, which then must fail.
 
 A process of its own, because Triton reads the variable when it is imported. In float32, which the kernels
 take as they do half precision, so that a boundary that is off by one shows.
@@ -15,6 +15,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 
 from pallas_kernels import rms_norm
@@ -49,6 +50,10 @@ CASES = (
     ("wide", "mixed", 75, 2, 2, 16, 20),
     ("square", "tiny_documents", 64, 1, 1, 16, 50),
     ("square", "padding_tail", 64, 1, 1, 256, 20),
+    # Blocks without a mask between those at the rims, in each kernel, and queries that share keys.
+    ("square", "one_document", 90, 2, 1, 16, None),
+    ("tall", "padding_tail", 150, 4, 2, 16, None),
+    ("wide", "padding_tail", 150, 4, 2, 16, None),
 )
 
 
@@ -164,7 +169,13 @@ if __name__ == "__main__":
     stub = type("jax_triton", (), {"triton_call": staticmethod(triton_call)})
     triton.load_triton = lambda package: (stub, triton_kernels)
     norm.load_triton = lambda package: (stub, norm_kernels)
-    if sys.argv[1:] == ["residual"]:
+    if sys.argv[1:] == ["unmasked"]:
+        parts = triton_kernels._parts
+        triton_kernels._parts = lambda low, high, free_low, free_high: parts(
+            low, high, free_low, tl.minimum(free_high + TILE["BK"], high)
+        )
+        check("square", "one_document", 96, 2, 1, 16, None)  # whole blocks: nothing is read beyond the row
+    elif sys.argv[1:] == ["residual"]:
         backward = norm._backward
         norm._backward = lambda kept, dy, _, *how: backward(kept, dy, None, *how)
         check_norm(*NORMS[0])

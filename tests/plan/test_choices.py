@@ -196,3 +196,15 @@ def test_what_is_left_open_is_no_change_of_a_run(tmp_path):
     asked = eight_layers()
     chosen = next(candidates(asked, Room(24 * GIB, 100 * GIB))).config
     assert configuration.check_change(chosen, asked, tmp_path) == []
+
+
+def test_a_run_keeps_the_choices_that_its_configuration_still_shows():
+    asked = jaxthru.RunConfig()
+    chosen = choices.replaced(asked, {"remat.policy": "gate", "model.loop": "unroll"})
+    recorded = choices.made(asked, chosen, "fits", jax.devices()[:1])
+    assert [each.key for each in recorded] == ["model.loop", "remat.policy"]
+    assert choices.still_true(recorded, chosen, ()) == recorded  # started again by its config.json
+    other = choices.replaced(chosen, {"model.loop": "scan"})
+    assert choices.still_true(recorded, other, ()) == recorded[1:]
+    anew = dataclasses.replace(recorded[1], device="8 × TPU v5p")
+    assert choices.still_true(recorded, chosen, (anew,)) == (recorded[0], anew)

@@ -1,0 +1,336 @@
+"""Times cuDNN's and Triton's attention by width of heads, row and document, and writes the table of both.
+
+    python scripts/bench/attention_table.py --dry-run
+    python scripts/bench/attention_table.py --output FILE [--limit 280]
+    python scripts/bench/attention_table.py --table FILE
+
+Every point has 32,768 tokens, forward and backward; documents are as long as those of text (log-normal), and
+lie in rows as `data.packing = split` lays them, with as many segments a row as the corpus at most has. Both
+take turns, three rounds. Where their outputs or gradients differ by more than 5e-3 the point is an error: it
+is recorded but not written into the table, and the exit code is 1.
+
+--output: what it has already is not measured again, so that a run that stopped at --limit goes on. --table
+writes pallas_kernels/attention/attention_table.json from such a file, of points that have both.
+
+Rows split by document, the third way, are left out: a program has one shape, so that each document would take
+a row as long as the longest; and attention alone would not show what the copies to and fro cost.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxthru.data.packing import Packing, pack
+from jaxthru.runtime import xla
+from jaxthru.runtime.errors import InputError, require
+from pallas_kernels import dispatch
+from pallas_kernels.attention import CUDNN_WORKSPACE, attention, cudnn_packed, find_segments, measured
+
+TOKENS = 32_768
+HEAD_DIMS, SEQUENCES = (64, 128), (2048, 8192, 32_768)
+MEANS = (128, 512, 2048, 8192, None)
+"""Mean tokens of a document; None is one document a row."""
+HEADS = ((32, 8), (16, 4), (8, 2))
+"""Of queries and of keys: the most whose workspace the choice would let cuDNN have."""
+WORKSPACE = 48 << 30  # which fits an H100 too; beyond it cuDNN is not measured
+CORPUS = 1 << 24  # tokens whose documents a batch is drawn from
+SPREAD = 1.0  # deviation of the logarithm of a document's length
+ROUNDS, ROUND_SECONDS = 3, 0.12
+TOLERANCE = 5e-3
+NAMES = ("cudnn_packed", "triton")
+
+# For the plan alone, in seconds or a second: what the first run of a program takes, of Triton's with its
+# compilers; and the pace of products and of clearing memory.
+COMPILE = {"cudnn_packed": 2.5, "triton": 1.5}
+TRITON_COMPILERS, FLOPS, BYTES = 5.0, 250e12, 3e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What is measured at one place. lengths: of the pieces of each row. documents: the corpus' mean piece.
+    segments: room for them in a row."""
+
+    head_dim: int
+    sequence: int
+    mean: int | None
+    documents: float
+    segments: int
+    lengths: tuple[tuple[int, ...], ...]
+
+    @property
+    def key(self) -> list:
+        return [self.head_dim, self.sequence, self.mean]
+
+    @property
+    def spans(self) -> float:
+        """The sum of the squares of documents, which is what attention costs."""
+        return float(sum(n * n for row in self.lengths for n in row))
+
+    def workspace(self, heads: int) -> int:
+        return cudnn_packed.workspace_bytes(TOKENS * heads * self.head_dim, self.segments)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return next((pair for pair in HEADS if self.workspace(pair[0]) <= CUDNN_WORKSPACE), HEADS[-1])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what is measured."""
+        return NAMES if self.workspace(self.heads[0]) <= WORKSPACE else ("triton",)
+
+    def seconds(self) -> float:
+        """Returns about how long the point will take, but for Triton's compilers."""
+        each = 7 * self.spans * self.heads[0] * self.head_dim / FLOPS
+        each += self.workspace(self.heads[0]) / BYTES if len(self.names) > 1 else 0
+        one_round = max(ROUND_SECONDS, 3 * each)
+        return sum(COMPILE[name] + ROUNDS * one_round + 5 * each for name in self.names)
+
+
+@functools.cache
+def corpus(sequence: int, mean: int | None) -> Packing:
+    """Returns the rows of a text whose documents have this mean."""
+    if mean is None:
+        lengths = np.full(CORPUS // sequence, sequence)
+    else:
+        rng = np.random.default_rng(0)
+        logarithm = math.log(mean) - SPREAD**2 / 2
+        lengths = np.maximum(rng.lognormal(logarithm, SPREAD, CORPUS // mean).astype(np.int64), 1)
+    return pack(np.cumsum(lengths), sequence, "split")
+
+
+def point_of(head_dim: int, sequence: int, mean: int | None) -> Point:
+    """Returns a point, with the rows whose attention costs as much as the mean of all does."""
+    packed, rows = corpus(sequence, mean), TOKENS // sequence
+    squares = np.add.reduceat(packed.length.astype(np.float64) ** 2, packed.first[:-1])
+    full = (len(squares) - 1) // rows * rows  # the last row may have padding
+    cost = squares[:full].reshape(-1, rows).sum(1)
+    batch = int(np.abs(cost - cost.mean()).argmin())
+    borders = packed.first[batch * rows : (batch + 1) * rows + 1]
+    lengths = [tuple(packed.length[a:b].tolist()) for a, b in itertools.pairwise(borders)]
+    segments = -(-(packed.max_segments + 1) // 8) * 8  # as `Data.segments`
+    return Point(head_dim, sequence, mean, float(packed.length.mean()), segments, tuple(lengths))
+
+
+def points() -> list[Point]:
+    return [point_of(*each) for each in itertools.product(HEAD_DIMS, SEQUENCES, MEANS)]
+
+
+def plan(todo: list[Point]) -> float:
+    """Prints what is to be measured, and returns about how many seconds that takes."""
+    total, compiled = 0.0, set()
+    for point in todo:
+        seconds, kernels = point.seconds(), (point.head_dim, point.sequence, point.heads)
+        seconds += TRITON_COMPILERS * (kernels not in compiled)
+        compiled.add(kernels)
+        total += seconds
+        print(
+            f"head_dim {point.head_dim}, {len(point.lengths)} rows of {point.sequence:,}, documents of "
+            f"{point.documents:,.0f} (at most {point.segments - 1:,} a row), heads {point.heads}, cuDNN's "
+            f"workspace {point.workspace(point.heads[0]) / 2**30:.1f} GiB: {', '.join(point.names)}, "
+            f"about {seconds:.0f} s",
+            file=sys.stderr,
+        )
+    print(f"{len(todo)} points, about {total:.0f} s", file=sys.stderr, flush=True)
+    return total
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def inputs(rows: int, sequence: int, heads: tuple[int, int], head_dim: int):
+    """Returns q, k, v and the output's cotangent, made on the device."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    counts = (heads[0], heads[1], heads[1], heads[0])
+    return tuple(
+        jax.random.normal(key, (rows, sequence, count, head_dim), jnp.bfloat16)
+        for key, count in zip(keys, counts, strict=True)
+    )
+
+
+def program(name: str):
+    """Returns the jitted forward and backward pass of an implementation."""
+
+    def both(q, k, v, do, segments):
+        run = functools.partial(attention, segments=segments, implementation=name)
+        o, pullback = jax.vjp(lambda q, k, v: run(q, k, v), q, k, v)
+        return o, *pullback(do)
+
+    return jax.jit(both)
+
+
+@jax.jit
+def difference(found, expected):
+    """Returns ‖found - expected‖ / ‖expected‖."""
+    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.linalg.norm((found - expected).ravel()) / jnp.linalg.norm(expected.ravel())
+
+
+def seconds_of(run, arguments, calls: int) -> float:
+    """Returns the mean time of so many calls after one another."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        out = run(*arguments)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - began) / calls
+
+
+def measure(point: Point) -> dict:
+    """Returns the row of a point. An implementation that cannot run is left out, and the row says why."""
+    ids = np.stack([np.repeat(np.arange(1, len(row) + 1), row) for row in point.lengths]).astype(np.int32)
+    segments = jax.jit(find_segments, static_argnums=1)(jnp.asarray(ids), point.segments)
+    arguments = (*inputs(*ids.shape, point.heads, point.head_dim), segments)
+    runs, first, failed = {}, {}, {}
+    for name in point.names:
+        run = program(name)
+        try:
+            first[name], runs[name] = jax.block_until_ready(run(*arguments)), run
+        except (jax.errors.JaxRuntimeError, dispatch.Unsupported) as error:
+            failed[name] = (str(error).splitlines() or [repr(error)])[0]
+    differences = {}
+    if len(first) > 1:
+        pairs = zip(("o", "dq", "dk", "dv"), *(first[name] for name in reversed(point.names)), strict=True)
+        differences = {what: float(f"{float(difference(*pair)):.2e}") for what, *pair in pairs}
+    del first
+    calls = {}
+    for name, run in runs.items():
+        seconds_of(run, arguments, 2)
+        calls[name] = max(3, math.ceil(ROUND_SECONDS / seconds_of(run, arguments, 2)))
+    taken = {name: [] for name in runs}
+    for _, (name, run) in itertools.product(range(ROUNDS), runs.items()):
+        taken[name].append(1e3 * seconds_of(run, arguments, calls[name]))
+    return {
+        "point": point.key,
+        "rows": len(point.lengths),
+        "heads": list(point.heads),
+        "documents": round(point.documents, 1),
+        "segments": point.segments,
+        "share_of_causal": round(point.spans / (TOKENS * point.sequence), 4),
+        "milliseconds": {name: round(statistics.median(each), 4) for name, each in taken.items()},
+        "spread": {
+            name: round((max(each) - min(each)) / statistics.median(each), 4) for name, each in taken.items()
+        },
+        "differences": differences,
+        "failed": failed,
+    }
+
+
+def begun(output: Path | None, result: dict) -> list[dict]:
+    """Returns the rows that a file has. Raises InputError where they come from elsewhere."""
+    if output is None or not output.is_file():
+        return []
+    before = json.loads(output.read_text())
+    for key in ("benchmark", "settings", "device", "commit"):
+        said = (
+            f"{output}: its {key} is {before.get(key)!r}, here it is {result[key]!r}; give another --output"
+        )
+        require(before.get(key) == result[key], said)
+    return before["results"]
+
+
+def run(output: Path | None, limit: float) -> int:
+    """Measures what is missing, as far as `limit` seconds go; returns 1 where one is left or is wrong."""
+    capability, started = dispatch.nvidia_compute_capability(), time.monotonic()
+    require(
+        jax.default_backend() == "gpu" and capability is not None,
+        f"found {jax.default_backend()}: needs an NVIDIA GPU; --dry-run says what would be measured",
+    )
+    settings = {
+        "tokens": TOKENS,
+        "rounds": ROUNDS,
+        "round_seconds": ROUND_SECONDS,
+        "lengths": f"log-normal, deviation {SPREAD:g}",
+        "capability": list(capability),
+    }
+    result = {"benchmark": "attention_table", "settings": settings, **harness.provenance()}
+    result["results"] = begun(output, result)
+    done = [row["point"] for row in result["results"]]
+    todo = [point for point in points() if point.key not in done]
+    plan(todo)
+    longest = 0.0
+    for number, point in enumerate(todo):
+        began = time.monotonic()
+        if began - started + max(longest, point.seconds() + TRITON_COMPILERS) > limit:
+            print(f"{len(todo) - number} points are left: run it again with this --output", file=sys.stderr)
+            harness.emit(result, output)
+            return 1
+        result["results"].append(row := measure(point))
+        longest = max(longest, time.monotonic() - began)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        harness.write(result, output)
+    harness.emit(result, output)
+    bad = [row for row in result["results"] if wrong(row) or row["failed"]]
+    for row in bad:
+        print(f"{row['point']}: {row['failed'] or row['differences']}: see the record", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def wrong(row: dict) -> bool:
+    """Says whether two implementations do not agree."""
+    return not all(value <= TOLERANCE for value in row["differences"].values())
+
+
+def fastest(row: dict) -> str | None:
+    """Returns the name of the faster implementation, None where rounds of one differ as much as the two."""
+    (name, least), (_, other) = sorted(row["milliseconds"].items(), key=lambda item: item[1])
+    return name if other / least - 1 > max(row["spread"].values()) else None
+
+
+def entries(record: dict) -> dict[str, list[dict]]:
+    """Returns the table of a record, see `measured.TABLE`. A point decides nothing where one implementation
+    alone ran, or where the two do not agree."""
+    rows = [
+        dataclasses.asdict(
+            measured.Point(*row["point"][:2], row["documents"], row["milliseconds"], fastest(row))
+        )
+        for row in record["results"]
+        if len(row["milliseconds"]) > 1 and not wrong(row)
+    ]
+    return {".".join(map(str, record["settings"]["capability"])): rows}
+
+
+def write_table(record: Path) -> None:
+    """Writes what a record has into the table, in place of all that was there for such a GPU."""
+    try:
+        found = json.loads(record.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"--table {record}: cannot be read ({error})") from error
+    require(
+        isinstance(found, dict) and found.get("benchmark") == "attention_table",
+        f"--table {record}: is no record of this benchmark; give what --output wrote",
+    )
+    table = measured.TABLE | entries(found)
+    measured.TABLE_FILE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--limit", type=float, default=280.0, help="seconds; default %(default)g")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the points, and about how long they take"
+    )
+    parser.add_argument("--table", type=Path, metavar="RECORD", help="write the table from a record")
+    arguments = parser.parse_args()
+    if arguments.table:
+        write_table(arguments.table)
+        return 0
+    if arguments.dry_run:
+        plan(points())
+        return 0
+    harness.keep_stdout()
+    xla.configure()
+    return run(arguments.output, arguments.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run(main))
