@@ -365,6 +365,10 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
             "kernels.adamw_8bit = 'triton': XLA does not partition it, and the mesh has 8 devices",
         ),
         (
+            {"kernels__rms_norm": "triton"},
+            "kernels.rms_norm = 'triton': XLA does not partition it, and the mesh has 8 devices",
+        ),
+        (
             {"mesh__tensor": 2, "model__kv_heads": 2, "kernels__collective_matmul": "mosaic_tpu"},
             "kernels.collective_matmul = 'mosaic_tpu': all_gather_matmul: no implementation",
         ),

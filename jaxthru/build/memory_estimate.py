@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxthru.build.defaults import plain
-from jaxthru.build.memory_sizes import Sizes, attention_stand_in, stacked, without_triton
+from jaxthru.build.memory_sizes import Sizes, attention_stand_in, norm_stand_in, stacked, without_triton
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs
@@ -172,7 +172,8 @@ def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assemble
     layout = layout_of(config, devices)
     attention, workspace = attention_stand_in(config, layout, segments)
     config, _ = without_triton(config)
-    made = assemble(config, layout, segments=segments, sources=1, attention=attention)
+    stand_ins = {"attention": attention, "norm": norm_stand_in(config, layout)}
+    made = assemble(config, layout, segments=segments, sources=1, **stand_ins)
     # No devices, no memory kind that they would have by default.
     abstract = programs.placed(made.abstract, on_device(made.abstract))
     made = dataclasses.replace(made, abstract=abstract)

@@ -22,6 +22,8 @@ from jaxthru.models.stage import Stage, distinct
 from jaxthru.runtime.sharding import Layout
 from pallas_kernels import dispatch
 from pallas_kernels.attention import STAND_IN, automatic, cudnn_packed
+from pallas_kernels.rms_norm import STAND_IN as NORM_STAND_IN
+from pallas_kernels.rms_norm import automatic as automatic_norms
 
 LOSS_CHUNK = 2048
 """Tokens whose logits exist at once in linear_cross_entropy."""
@@ -35,18 +37,25 @@ GATHERED_TOKENS = 5
 attention's and the feed-forward's products, the gradients of their outputs, and one on its way."""
 
 
-LOWERED_ON_A_GPU = "linear_cross_entropy", "adamw_8bit", "rms_norm"
-"""Operations whose Triton kernels cannot be lowered without the GPU that they are for."""
+LOWERED_ON_A_GPU = "linear_cross_entropy", "adamw_8bit"
+"""Operations whose Triton kernels have no stand-in; without their GPU they cannot be lowered."""
 
 
 def without_triton(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """Returns a configuration that can be traced where there is no GPU, and notes: XLA's form of these
-    operations takes as much memory or a little more. Attention has a stand-in."""
+    operations takes as much memory or a little more."""
     kernels = config.kernels
     named = [key for key in LOWERED_ON_A_GPU if getattr(kernels, key) == "triton"]
     notes = tuple(f"planned with XLA's form in place of kernels.{key} = 'triton'" for key in named)
     other = dataclasses.replace(kernels, **dict.fromkeys(named, "auto"))
     return dataclasses.replace(config, kernels=other), notes
+
+
+def norm_stand_in(config: RunConfig, layout: Layout) -> str | None:
+    """Returns what takes the memory of the norm which would run on a GPU: a loop over layers stacks for XLA's
+    backward pass what its forward pass made in float32, and for the kernels' a norm's input alone."""
+    chosen = config.kernels.named("rms_norm") or automatic_norms("gpu")[0]
+    return NORM_STAND_IN if chosen == "triton" and layout.mesh.size == 1 else config.kernels.named("rms_norm")
 
 
 def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tuple[str, int]:

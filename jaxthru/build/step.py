@@ -59,8 +59,9 @@ class Assembled:
         return CompiledStep(program, self.step.objective)
 
 
-def bound(config: RunConfig, layout: Layout, attention: str) -> Model:
-    """Returns the model of a configuration on a layout. attention: implementation, or `auto`."""
+def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = None) -> Model:
+    """Returns the model of a configuration on a layout. attention: implementation, or `auto`. norm: in the
+    place of the configuration's."""
     config = plain(config)
     ops = Ops(
         layout,
@@ -69,7 +70,7 @@ def bound(config: RunConfig, layout: Layout, attention: str) -> Model:
         float8=config.precision.matmul == "fp8",
         collective_matmul_by=config.kernels.collective_matmul,
         linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
-        rms_norm_by=config.kernels.named("rms_norm"),
+        rms_norm_by=norm or config.kernels.named("rms_norm"),
         copies=config.mesh.copies,
         keep_parameters=config.remat.keep_parameters,
     )
@@ -83,13 +84,15 @@ def assemble(
     segments: int,
     sources: int,
     attention: str,
+    norm: str | None = None,
 ) -> Assembled:
     """Returns the step of a configuration on a layout.
 
-    segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`.
+    segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`. norm: in the
+    place of the configuration's.
     """
     config = plain(config)
-    train, model = config.train, bound(config, layout, attention)
+    train, model = config.train, bound(config, layout, attention, norm)
     schedule = make_schedule(config.optim, train.steps)
     adamw_8bit = config.kernels.named("adamw_8bit") or (PARTITIONED if layout.mesh.size > 1 else None)
     optimizer = Optimizer(config.optim, model.weights, adamw_8bit)

@@ -11,7 +11,7 @@ from jaxthru.build.checks import fit
 from jaxthru.build.choices import Documents, documents
 from jaxthru.build.confirmed import Programs
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
-from jaxthru.build.memory_sizes import attention_stand_in, without_triton
+from jaxthru.build.memory_sizes import attention_stand_in, norm_stand_in, without_triton
 from jaxthru.build.proposals import PCIE, Candidate, Proposal
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
@@ -117,7 +117,8 @@ def traced(
         notes += (f"planned with the ring in place of {asked}",)
         config = dataclasses.replace(config, kernels=dataclasses.replace(kernels, collective_matmul="ring"))
     attention, _ = attention_stand_in(config, layout, segments)
-    made = assemble(config, layout, segments=segments, sources=found.sources, attention=attention)
+    stand_ins = {"attention": attention, "norm": norm_stand_in(config, layout)}
+    made = assemble(config, layout, segments=segments, sources=found.sources, **stand_ins)
     how = f"compiled for {target.name} without autotuning; attention: {attention}"
     return made, notes, f"{how}, up to {segments} documents a row"
 

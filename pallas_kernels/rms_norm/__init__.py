@@ -3,10 +3,26 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Operation, triton_before_xla
+from pallas_kernels.dispatch import Implementation, Operation, Unsupported
+from pallas_kernels.rms_norm import stand_in
 from pallas_kernels.rms_norm.xla import rotate
 
-__all__ = ["OPERATION", "PARTITIONED", "rms_norm", "rms_norm_residual", "rms_norm_rotary", "rotate"]
+__all__ = [
+    "OPERATION",
+    "PARTITIONED",
+    "STAND_IN",
+    "rms_norm",
+    "rms_norm_residual",
+    "rms_norm_rotary",
+    "rotate",
+]
+
+
+def automatic(platform: str | None = None) -> tuple[str, ...]:
+    """Returns the implementations that are tried where none is named: Triton's kernels run when named, for no
+    GPU has timed them yet."""
+    return ("xla",)
+
 
 OPERATION = Operation(
     __name__,
@@ -15,11 +31,14 @@ OPERATION = Operation(
         "xla": Implementation(),
         "reference": Implementation(),
     },
-    triton_before_xla,
+    automatic,
 )
 
 PARTITIONED = "xla"
 """What XLA's partitioner can split: the one for activations that lie on a mesh of several devices."""
+
+STAND_IN = "triton_stand_in"
+"""What has the memory of "triton", for programs that are compiled and not run; where it refuses, "xla"."""
 
 
 def rms_norm(
@@ -40,8 +59,8 @@ def rms_norm(
       scale_D: [D] of any float dtype, in which its gradient comes.
       epsilon: added to the mean square, static.
       offset: added to the scale, static; 1 where weights are stored as Gemma's are.
-      implementation: one of `OPERATION.names`; None takes "triton" on an NVIDIA GPU where it can run, and
-        else "xla". On a mesh of several devices name `PARTITIONED`.
+      implementation: one of `OPERATION.names`; None takes those of `automatic`. On a mesh of several devices
+        name `PARTITIONED`, in a plan of "triton" without a GPU `STAND_IN`.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:
@@ -51,8 +70,7 @@ def rms_norm(
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
     _check("rms_norm", x, scale_D)
-    how = {"implementation": implementation, "platform": platform}
-    return OPERATION.run(x, scale_D, epsilon=epsilon, offset=offset, **how)
+    return _run("rms_norm", x, scale_D, implementation, platform, epsilon=epsilon, offset=offset)
 
 
 def rms_norm_residual(
@@ -70,8 +88,8 @@ def rms_norm_residual(
     stream is added where the norm's gradient is made, with no pass of its own.
     """
     _check("rms_norm_residual", x, scale_D)
-    how = {"implementation": implementation, "platform": platform}
-    return OPERATION.run(x, scale_D, epsilon=epsilon, offset=offset, function="rms_norm_residual", **how)
+    options = {"epsilon": epsilon, "offset": offset}
+    return _run("rms_norm_residual", x, scale_D, implementation, platform, **options)
 
 
 def rms_norm_rotary(
@@ -104,9 +122,20 @@ def rms_norm_rotary(
         )
     if {cos.dtype, sin.dtype} != {jnp.dtype(jnp.float32)}:
         raise ValueError(f"rms_norm_rotary: cos and sin are float32, got {cos.dtype} and {sin.dtype}")
-    how = {"implementation": implementation, "platform": platform, "function": "rms_norm_rotary"}
-    cos, sin = jax.lax.stop_gradient((cos, sin))
-    return OPERATION.run(x_BTHC, scale_C, cos, sin, epsilon=epsilon, offset=offset, **how)
+    arrays = x_BTHC, scale_C, *jax.lax.stop_gradient((cos, sin))
+    return _run("rms_norm_rotary", *arrays, implementation, platform, epsilon=epsilon, offset=offset)
+
+
+def _run(function: str, *given, **options):
+    """given: the function's arrays, implementation and platform."""
+    *arrays, implementation, platform = given
+    if implementation == STAND_IN:
+        try:
+            return getattr(stand_in, function)(*arrays, **options)
+        except Unsupported:
+            implementation = "xla"
+    how = {"implementation": implementation, "platform": platform, "function": function}
+    return OPERATION.run(*arrays, **how, **options)
 
 
 def _check(function: str, x: jax.Array, scale_D: jax.Array) -> None:

@@ -38,7 +38,7 @@ def rms_norm(x: jax.Array, scale_D: jax.Array, *, epsilon: float, offset: float,
         wide; or none of bfloat16, float16 and float32.
     """
     _require(platform, x, WIDEST)
-    return _norm(*vary_alike(x, scale_D), epsilon, offset)
+    return norm(*vary_alike(x, scale_D), epsilon, offset, launch)
 
 
 def rms_norm_residual(
@@ -46,7 +46,7 @@ def rms_norm_residual(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x and its norm; see `rms_norm_residual` of the package. Raises Unsupported as `rms_norm`."""
     _require(platform, x, WIDEST)
-    return _residual(*vary_alike(x, scale_D), epsilon, offset)
+    return norm_residual(*vary_alike(x, scale_D), epsilon, offset, launch)
 
 
 def rms_norm_rotary(
@@ -62,16 +62,21 @@ def rms_norm_rotary(
     """Returns the rotated norm of each head; see `rms_norm_rotary` of the package. Raises Unsupported as
     `rms_norm`."""
     _require(platform, x_BTHC, WIDEST_HEAD)
-    return _rotary(*vary_alike(x_BTHC, scale_C, cos, sin), epsilon, offset)
+    return norm_rotary(*vary_alike(x_BTHC, scale_C, cos, sin), epsilon, offset, launch)
 
 
 def _require(platform: str, x: jax.Array, widest: int) -> None:
     require_gpu(platform, MIN_CAPABILITY)
+    require_fit(x, widest)
+    load_triton(__package__)
+
+
+def require_fit(x: jax.Array, widest: int) -> None:
+    """Raises Unsupported for what the kernels do not take, on any device."""
     if x.shape[-1] > widest:
         raise Unsupported(f"needs rows of at most {widest:,} entries, got {x.shape[-1]:,}")
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise Unsupported(f"needs bfloat16, float16 or float32, got {x.dtype}")
-    load_triton(__package__)
 
 
 def tile(width: int, entries: int, of_thread: int) -> dict[str, int]:
@@ -91,13 +96,15 @@ def stages(bytes_of_block: int) -> int:
     return min(STAGES, 1 + STAGED_BYTES // bytes_of_block)
 
 
-def _launch(kernel: str, arrays, rows: int, outputs, grid: int, block: dict, **constants):
-    """Calls a kernel on arrays and the number of rows; its outputs vary over mesh axes as the first array
-    does, for a custom call's own carry none."""
+def launch(
+    kernel: str, arrays, numbers: tuple[int, ...], outputs, *, grid: int, block: dict, **constants
+) -> tuple[jax.Array, ...]:
+    """Calls a kernel on arrays and the numbers of rows and of heads. Its outputs, (shape, dtype) each, vary
+    over mesh axes as the first array does: a custom call's own carry none."""
     jax_triton, kernels = load_triton(__package__)
     found = jax_triton.triton_call(
         *arrays,
-        rows,
+        *numbers,
         kernel=getattr(kernels, kernel),
         out_shape=[jax.ShapeDtypeStruct(*output) for output in outputs],
         grid=grid,
@@ -107,31 +114,45 @@ def _launch(kernel: str, arrays, rows: int, outputs, grid: int, block: dict, **c
     return vary_alike(*found, arrays[0])[: len(outputs)]
 
 
-def _norm_forward(x, scale_D, epsilon, offset):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def norm(x, scale_D, epsilon, offset, launch):
+    """Returns the norm. launch: calls the kernels, as the function of this name does."""
+    return _forward(x, scale_D, epsilon, offset, launch)[0]
+
+
+def _forward(x, scale_D, epsilon, offset, launch):
     """Returns the norm, and what the backward pass takes."""
     D = x.shape[-1]
     N, block = x.size // D, tile(D, **FORWARD)
-    outputs = (x.shape, x.dtype), ((N,), jnp.float32)
-    constants = {"epsilon": epsilon, "offset": offset, "D": D}
-    y, inverse_N = _launch("forward", (x, scale_D), N, outputs, -(-N // block["R"]), block, **constants)
+    y, inverse_N = launch(
+        "norm_forward",
+        (x, scale_D),
+        (N,),
+        ((x.shape, x.dtype), ((N,), jnp.float32)),
+        grid=-(-N // block["R"]),
+        block=block,
+        epsilon=epsilon,
+        offset=offset,
+        D=D,
+    )
     return y, (x, scale_D, inverse_N)
 
 
-def _norm_backward(kept, dy, d_residual, offset):
+def _backward(kept, dy, d_residual, offset, launch):
     """Returns the gradients of x, to which d_residual is added if there is one, and of the scale."""
     x, scale_D, inverse_N = kept
     D = x.shape[-1]
     N, block = x.size // D, tile(D, **BACKWARD)
     P = programs(N, block["R"], block["BD"])
     streams = 2 if d_residual is None else 3
-    dx, d_scale_PD = _launch(
-        "backward",
+    dx, d_scale_PD = launch(
+        "norm_backward",
         # Where there is no d_residual nothing reads it.
         (x, scale_D, inverse_N, dy, dy if d_residual is None else d_residual),
-        N,
+        (N,),
         ((x.shape, x.dtype), ((P, D), jnp.float32)),
-        P,
-        block,
+        grid=P,
+        block=block,
         residual=d_residual is not None,
         programs=P,
         stages=stages(streams * block["R"] * block["BD"] * x.dtype.itemsize),
@@ -141,35 +162,32 @@ def _norm_backward(kept, dy, d_residual, offset):
     return dx, jnp.sum(d_scale_PD, axis=0).astype(scale_D.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _norm(x, scale_D, epsilon, offset):
-    return _norm_forward(x, scale_D, epsilon, offset)[0]
+norm.defvjp(_forward, lambda epsilon, offset, launch, kept, dy: _backward(kept, dy, None, offset, launch))
 
 
-_norm.defvjp(_norm_forward, lambda epsilon, offset, kept, dy: _norm_backward(kept, dy, None, offset))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def norm_residual(x, scale_D, epsilon, offset, launch):
+    """Returns x and its norm. launch: see `norm`."""
+    return x, _forward(x, scale_D, epsilon, offset, launch)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _residual(x, scale_D, epsilon, offset):
-    return x, _norm_forward(x, scale_D, epsilon, offset)[0]
-
-
-def _residual_forward(x, scale_D, epsilon, offset):
-    y, kept = _norm_forward(x, scale_D, epsilon, offset)
+def _residual_forward(x, scale_D, epsilon, offset, launch):
+    y, kept = _forward(x, scale_D, epsilon, offset, launch)
     return (x, y), kept
 
 
-def _residual_backward(epsilon, offset, kept, gradients):
+def _residual_backward(epsilon, offset, launch, kept, gradients):
     d_residual, dy = gradients
-    return _norm_backward(kept, dy, d_residual, offset)
+    return _backward(kept, dy, d_residual, offset, launch)
 
 
-_residual.defvjp(_residual_forward, _residual_backward)
+norm_residual.defvjp(_residual_forward, _residual_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _rotary(x_BTHC, scale_C, cos, sin, epsilon, offset):
-    return _rotary_forward(x_BTHC, scale_C, cos, sin, epsilon, offset)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def norm_rotary(x_BTHC, scale_C, cos, sin, epsilon, offset, launch):
+    """Returns the rotated norm. launch: see `norm`."""
+    return _rotary_forward(x_BTHC, scale_C, cos, sin, epsilon, offset, launch)[0]
 
 
 def _head_tile(C: int, how: dict[str, int]) -> dict[str, int]:
@@ -178,36 +196,43 @@ def _head_tile(C: int, how: dict[str, int]) -> dict[str, int]:
     return {"R": block["R"], "BC": block["BD"], "num_warps": block["num_warps"]}
 
 
-def _rotary_forward(x_BTHC, scale_C, cos, sin, epsilon, offset):
+def _rotary_forward(x_BTHC, scale_C, cos, sin, epsilon, offset, launch):
     H, C = x_BTHC.shape[2:]
     N, block = x_BTHC.size // C, _head_tile(C, FORWARD)
-    outputs = (x_BTHC.shape, x_BTHC.dtype), ((N,), jnp.float32)
-    constants = {"epsilon": epsilon, "offset": offset, "H": H, "C": C}
     arrays = x_BTHC, scale_C, cos, sin
-    y_BTHC, inverse_N = _launch("forward_rotary", arrays, N, outputs, -(-N // block["R"]), block, **constants)
+    y_BTHC, inverse_N = launch(
+        "norm_rotary_forward",
+        arrays,
+        (N, H),
+        ((x_BTHC.shape, x_BTHC.dtype), ((N,), jnp.float32)),
+        grid=-(-N // block["R"]),
+        block=block,
+        epsilon=epsilon,
+        offset=offset,
+        C=C,
+    )
     return y_BTHC, (*arrays, inverse_N)
 
 
-def _rotary_backward(epsilon, offset, kept, dy_BTHC):
+def _rotary_backward(epsilon, offset, launch, kept, dy_BTHC):
     x_BTHC, scale_C, *_ = kept
     H, C = x_BTHC.shape[2:]
     N, block = x_BTHC.size // C, _head_tile(C, BACKWARD)
     P = programs(N, block["R"], 2 * block["BC"])
-    dx_BTHC, d_scale_PC = _launch(
-        "backward_rotary",
+    dx_BTHC, d_scale_PC = launch(
+        "norm_rotary_backward",
         (*kept, dy_BTHC),
-        N,
+        (N, H),
         ((x_BTHC.shape, x_BTHC.dtype), ((P, C), jnp.float32)),
-        P,
-        block,
+        grid=P,
+        block=block,
         programs=P,
         # Two arrays in halves, and cosines and sines in float32.
         stages=stages(block["R"] * block["BC"] * (4 * x_BTHC.dtype.itemsize + 8)),
         offset=offset,
-        H=H,
         C=C,
     )
     return dx_BTHC, jnp.sum(d_scale_PC, axis=0).astype(scale_C.dtype), None, None
 
 
-_rotary.defvjp(_rotary_forward, _rotary_backward)
+norm_rotary.defvjp(_rotary_forward, _rotary_backward)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def forward(
+def norm_forward(
     x,
     scale,
     rows,
@@ -36,7 +36,7 @@ def forward(
 
 
 @triton.jit
-def backward(
+def norm_backward(
     x,
     scale,
     inverse,
@@ -80,23 +80,23 @@ def backward(
 
 
 @triton.jit
-def forward_rotary(
+def norm_rotary_forward(
     x,
     scale,
     cos,
     sin,
     rows,
+    heads,
     y,
     inverse,
     epsilon: tl.constexpr,
     offset: tl.constexpr,
-    H: tl.constexpr,
     C: tl.constexpr,
     BC: tl.constexpr,
     R: tl.constexpr,
 ):
-    """As `forward`, of heads: each row is one of a token's H. x, y [rows, C]; cos, sin [rows / H, C/2]. The
-    halves of a row, which a rotation mixes, are loaded apart."""
+    """As `norm_forward`, of heads: each row is one of a token's `heads`. x, y [rows, C]; cos, sin
+    [rows / heads, C/2]. The halves of a row, which a rotation mixes, are loaded apart."""
     column_C = tl.arange(0, BC)
     row_R, exists_R, at_RC, exists_RC = places(tl.program_id(0), rows, column_C, C // 2, C, R)
     first_RC = tl.load(x + at_RC, mask=exists_RC, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -104,7 +104,7 @@ def forward_rotary(
     second_RC = second_RC.to(tl.float32)
     scale_RC = scales(scale + column_C, column_C < C // 2, offset, R, BC)
     scale2_RC = scales(scale + column_C + C // 2, column_C < C // 2, offset, R, BC)
-    angle_RC = (row_R // H)[:, None] * (C // 2) + column_C[None, :]
+    angle_RC = (row_R // heads)[:, None] * (C // 2) + column_C[None, :]
     cos_RC = tl.load(cos + angle_RC, mask=exists_RC, other=0.0)
     sin_RC = tl.load(sin + angle_RC, mask=exists_RC, other=0.0)
 
@@ -118,7 +118,7 @@ def forward_rotary(
 
 
 @triton.jit
-def backward_rotary(
+def norm_rotary_backward(
     x,
     scale,
     cos,
@@ -126,17 +126,17 @@ def backward_rotary(
     inverse,
     dy,
     rows,
+    heads,
     dx,
     d_scale,
     programs: tl.constexpr,
     stages: tl.constexpr,
     offset: tl.constexpr,
-    H: tl.constexpr,
     C: tl.constexpr,
     BC: tl.constexpr,
     R: tl.constexpr,
 ):
-    """As `backward`, of heads; see `forward_rotary`. The gradient is rotated back before it is the norm's."""
+    """As `norm_backward`, of heads; see `norm_rotary_forward`. The gradient is rotated back first."""
     column_C = tl.arange(0, BC)
     scale_RC = scales(scale + column_C, column_C < C // 2, offset, R, BC)
     scale2_RC = scales(scale + column_C + C // 2, column_C < C // 2, offset, R, BC)
@@ -148,7 +148,7 @@ def backward_rotary(
         second_RC = tl.load(x + at_RC + C // 2, mask=exists_RC, other=0.0).to(tl.float32)
         dy_RC = tl.load(dy + at_RC, mask=exists_RC, other=0.0).to(tl.float32)
         dy2_RC = tl.load(dy + at_RC + C // 2, mask=exists_RC, other=0.0).to(tl.float32)
-        angle_RC = (row_R // H)[:, None] * (C // 2) + column_C[None, :]
+        angle_RC = (row_R // heads)[:, None] * (C // 2) + column_C[None, :]
         cos_RC = tl.load(cos + angle_RC, mask=exists_RC, other=0.0)
         sin_RC = tl.load(sin + angle_RC, mask=exists_RC, other=0.0)
         inverse_R = tl.load(inverse + row_R, mask=exists_R, other=0.0)

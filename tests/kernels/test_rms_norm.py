@@ -203,7 +203,7 @@ def triton_calls(monkeypatch):
         calls.append((kernel, arrays, how))
         return [jnp.ones(shape.shape, shape.dtype) for shape in out_shape]
 
-    names = "forward", "backward", "forward_rotary", "backward_rotary"
+    names = "norm_forward", "norm_backward", "norm_rotary_forward", "norm_rotary_backward"
     stub = types.SimpleNamespace(triton_call=triton_call)
     monkeypatch.setattr(
         triton, "load_triton", lambda _: (stub, types.SimpleNamespace(**{name: name for name in names}))
@@ -223,21 +223,22 @@ def test_triton_s_blocks_cover_all_rows(kind, shape, triton_calls):
 
     jax.eval_shape(both, arguments, (x, x) if kind == "residual" else x)
     assert [kernel for kernel, *_ in triton_calls] == [
-        name + "_rotary" * (kind == "rotary") for name in ("forward", "backward")
+        "norm_" + "rotary_" * (kind == "rotary") + name for name in ("forward", "backward")
     ]
     rows, width = np.prod(shape[:-1]), shape[-1] // (2 if kind == "rotary" else 1)
     for kernel, arrays, how in triton_calls:
         columns = how["BC" if kind == "rotary" else "BD"]
-        assert arrays[-1] == rows and width <= columns < 2 * width
+        assert arrays[-2 if kind == "rotary" else -1] == rows and width <= columns < 2 * width
         threads = 32 * how["num_warps"]
         assert how["num_warps"] in (4, 8, 16) and how["R"] * columns <= threads * 32
-        if kernel.startswith("forward"):
+        if kernel.endswith("forward"):
             assert (how["grid"] - 1) * how["R"] < rows <= how["grid"] * how["R"]
         else:  # no program without a block
             assert how["grid"] == how["programs"] and (how["grid"] - 1) * how["R"] < rows
-            assert how["residual" if kind != "rotary" else "H"] == (
-                kind == "residual" if kind != "rotary" else shape[2]
-            )
+            if kind == "rotary":
+                assert arrays[-1] == shape[2]
+            else:
+                assert how["residual"] == (kind == "residual")
             assert 1 <= how["stages"] <= 3
 
 

@@ -61,8 +61,8 @@ SHARED = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10}
 
 
 def compile_for(target: str, kernel, arrays, constants, aligned: bool = False) -> str:
-    """Returns the assembly of a kernel. aligned: arrays begin at 16 bytes and numbers are multiples of 16, as
-    JAX's arrays do and as most numbers are."""
+    """Returns the assembly of a kernel. aligned: arrays begin at multiples of 16 bytes, as those of JAX
+    do by jax-triton."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -77,9 +77,8 @@ def compile_for(target: str, kernel, arrays, constants, aligned: bool = False) -
     signature |= dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    known = (
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names} if aligned else None
-    )
+    pointers = [name for name in names if aligned and signature[name].startswith("*")]
+    known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     compiled = triton.compile(
         ASTSource(kernel, signature, places, known), target=GPUTarget(*TARGETS[target]), options=options
     )

@@ -176,8 +176,8 @@ if __name__ == "__main__":
         )
         check("square", "one_document", 96, 2, 1, 16, None)  # whole blocks: nothing is read beyond the row
     elif sys.argv[1:] == ["residual"]:
-        backward = norm._norm_backward
-        norm._norm_backward = lambda kept, dy, _, offset: backward(kept, dy, None, offset)
+        backward = norm._backward
+        norm._backward = lambda kept, dy, _, *how: backward(kept, dy, None, *how)
         check_norm(*NORMS[0])
     elif sys.argv[1:]:
         sound = triton._bounds

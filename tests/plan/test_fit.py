@@ -4,8 +4,9 @@ import jax
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.build.checks import fit
+from jaxthru.build.checks import asked_for, fit
 from jaxthru.runtime.errors import InputError
+from pallas_kernels.dispatch import Unsupported
 
 
 def test_bfloat16_on_several_cpu_devices_is_refused_where_xla_would_abort():
@@ -30,6 +31,21 @@ def test_an_update_in_8_bits_that_is_not_partitioned_is_refused_on_a_mesh(kernel
         f"kernels.adamw_8bit = {kernel!r}: XLA does not partition it, and the mesh has 2 devices; "
         "choose 'auto' or 'reference'"
     )
+
+
+@pytest.mark.parametrize(
+    ("operation", "setting"),
+    [
+        ("rms_norm_rotary", "kernels.rms_norm = 'triton'"),
+        ("rms_norm", "kernels.rms_norm = 'triton'"),
+        ("matmul_reduce_scatter", "kernels.collective_matmul = 'ring'"),
+        ("linear_cross_entropy", "kernels.linear_cross_entropy = 'auto'"),
+    ],
+)
+def test_a_refusal_names_the_setting_that_asked(operation, setting):
+    settings = ["kernels.rms_norm=triton", "kernels.collective_matmul=ring"]
+    config = configuration.load("configs/quickstart.py", settings)
+    assert asked_for(config, Unsupported(f"{operation}: no implementation can run here")) == setting
 
 
 def test_tokens_that_do_not_divide_over_tensor_are_refused():
