@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Operation, Unsupported, triton_before_xla
+from pallas_kernels.dispatch import Implementation, Operation, Unsupported
 from pallas_kernels.rms_norm import stand_in
 from pallas_kernels.rms_norm.xla import rotate
 
@@ -17,6 +17,13 @@ __all__ = [
     "rotate",
 ]
 
+
+def automatic(platform: str | None = None) -> tuple[str, ...]:
+    """Returns the implementations that are tried where none is named: Triton's kernels run when named, for no
+    GPU has timed them yet."""
+    return ("xla",)
+
+
 OPERATION = Operation(
     __name__,
     {
@@ -24,7 +31,7 @@ OPERATION = Operation(
         "xla": Implementation(),
         "reference": Implementation(),
     },
-    triton_before_xla,
+    automatic,
 )
 
 PARTITIONED = "xla"
@@ -52,8 +59,8 @@ def rms_norm(
       scale_D: [D] of any float dtype, in which its gradient comes.
       epsilon: added to the mean square, static.
       offset: added to the scale, static; 1 where weights are stored as Gemma's are.
-      implementation: one of `OPERATION.names`; None takes "triton" on an NVIDIA GPU where it can run, and
-        else "xla". On a mesh of several devices name `PARTITIONED`, in a plan without a GPU `STAND_IN`.
+      implementation: one of `OPERATION.names`; None takes those of `automatic`. On a mesh of several devices
+        name `PARTITIONED`, in a plan of "triton" without a GPU `STAND_IN`.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:
