@@ -20,6 +20,7 @@ from jaxthru.runtime.sharding import Layout
 from pallas_kernels import dispatch
 from pallas_kernels.attention import attention, automatic, find_segments, measured
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
+from pallas_kernels.rms_norm import PARTITIONED
 
 
 def mean_document(data: Data) -> float | None:
@@ -39,7 +40,8 @@ def shapes_of(config: RunConfig, layout: Layout) -> tuple[int, list[AttentionSha
     heads."""
     train = config.train
     rows = train.rows // train.microbatches
-    ops = Ops(layout, jnp.dtype(config.precision.compute))
+    # Norms of one name: which can run is asked of a backend, and none may start here.
+    ops = Ops(layout, jnp.dtype(config.precision.compute), rms_norm_by=PARTITIONED)
     model = Model(family.chain(config.model), ops, "none", "unroll")
     return rows // layout.size("batch"), model.attention_shapes(rows, config.data.sequence)
 

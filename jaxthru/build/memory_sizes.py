@@ -22,6 +22,7 @@ from jaxthru.models.stage import Stage, distinct
 from jaxthru.runtime.sharding import Layout
 from pallas_kernels import dispatch
 from pallas_kernels.attention import STAND_IN, automatic, cudnn_packed
+from pallas_kernels.rms_norm import PARTITIONED
 from pallas_kernels.rms_norm import STAND_IN as NORM_STAND_IN
 from pallas_kernels.rms_norm import automatic as automatic_norms
 
@@ -51,11 +52,12 @@ def without_triton(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     return dataclasses.replace(config, kernels=other), notes
 
 
-def norm_stand_in(config: RunConfig, layout: Layout) -> str | None:
+def norm_stand_in(config: RunConfig, layout: Layout) -> str:
     """Returns what takes the memory of the norm which would run on a GPU: a loop over layers stacks for XLA's
     backward pass what its forward pass made in float32, and for the kernels' a norm's input alone."""
-    chosen = config.kernels.named("rms_norm") or automatic_norms("gpu")[0]
-    return NORM_STAND_IN if chosen == "triton" and layout.mesh.size == 1 else config.kernels.named("rms_norm")
+    automatic = automatic_norms("gpu")[0] if layout.mesh.size == 1 else PARTITIONED
+    chosen = config.kernels.named("rms_norm") or automatic
+    return NORM_STAND_IN if chosen == "triton" else chosen
 
 
 def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tuple[str, int]:
