@@ -177,7 +177,7 @@ class Profile:
         return None if any(distributed.gather_text("late" if late else "")) else made.result()
 
     def span(self, name: str, step: int | None = None) -> contextlib.AbstractContextManager:
-        """Marks what the host does, see `events.SPANS`."""
+        """Marks what the host does, see `xplane.SPANS`."""
         if self._running is None:
             return contextlib.nullcontext()
         return jax.profiler.TraceAnnotation(name, **({} if step is None else {"step_num": step}))

@@ -1,0 +1,163 @@
+"""A ledger, and two compared, as a notebook shows them: pictures, tables and sentences."""
+
+import dataclasses
+import io
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import rich.console
+
+from jaxthru.profile.account.ledger import Ledger
+from jaxthru.profile.explain import compare as comparing
+from jaxthru.profile.explain.breakdown import TITLES, parts
+from jaxthru.profile.explain.unit import Unit
+from jaxthru.profile.explain.verdict import nothing_to_win, shares, verdict
+from jaxthru.profile.show.publish import config, opened
+from jaxthru.profile.show.terminal import comparison, summary
+from jaxthru.training.run_directory import RunDirectory
+from jaxthru.training.table import Table
+
+Run = RunDirectory | Path | str
+WIDTH, ROW, LEFT, RIGHT, TOP = 720, 24, 170, 130, 58
+COLOUR, WHOLE = "#4477aa", "#777777"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ShownLedger:
+    """A run's ledger. A notebook draws the parts of the step, and `print` gives the same as text; `.ledger`
+    has all numbers, as docs/ledger.md explains them."""
+
+    ledger: Ledger
+
+    def table(self, most: int | None = 10) -> Table:
+        """Returns the operations of a step, those that take the longest first.
+
+        most: so many of them; None is all. Columns: `operation`, `part` of the step that it counts for,
+        `source` line that asked for it, `times` in a step, `ms` a step in all, beside what else runs, and
+        where it multiplies `GFLOP/s`.
+        """
+        found = sorted(self.ledger.kernels, key=lambda kernel: -kernel.seconds)[:most]
+        rows = [
+            {
+                "operation": kernel.name,
+                "part": TITLES[kernel.line][0],
+                "source": kernel.source or "",
+                "times": round(kernel.count),
+                "ms": 1e3 * kernel.seconds,
+                "GFLOP/s": kernel.flops_per_second and kernel.flops_per_second / 1e9,
+            }
+            for kernel in found
+        ]
+        return Table(rows, ("operation", "part", "source", "times", "ms", "GFLOP/s"))
+
+    def layers(self) -> Table:
+        """Returns the seconds of the step by layer, phase and part, the longest first."""
+        found = sorted(self.ledger.scopes, key=lambda scope: -scope.seconds)
+        rows = [
+            {"layer": each.layer, "phase": each.phase, "part": TITLES[each.line][0], "ms": 1e3 * each.seconds}
+            for each in found
+        ]
+        return Table(rows, ("layer", "phase", "part", "ms"))
+
+    def advice(self) -> str:
+        """Returns what to change next, what it is expected to win at most, and why."""
+        unit = Unit.of(self.ledger.window.step_seconds)
+        said = []
+        for each in self.ledger.advice:
+            gain = "memory only, or not known"
+            if each.gain_seconds is not None:
+                gain = f"up to {unit(each.gain_seconds)} of {unit(self.ledger.window.step_seconds)}"
+            said.append(f"{each.key} = {each.value}: {gain}. {each.text}")
+        return "\n".join(said) or nothing_to_win(self.ledger, unit)
+
+    def __repr__(self) -> str:
+        return _text(summary(self.ledger))
+
+    def _repr_svg_(self) -> str:
+        return waterfall(self.ledger)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ShownComparison:
+    """Two runs compared. `print` gives what changed; `.details` has layers and kernels too; `.comparison`
+    all numbers."""
+
+    comparison: comparing.Comparison
+    names: tuple[str, str]
+
+    @property
+    def details(self) -> str:
+        """All that changed, as `jaxthru profile compare` prints it."""
+        return _text(comparison(self.comparison, self.names))
+
+    def __repr__(self) -> str:
+        return _text(comparison(self.comparison, self.names, brief=True))
+
+
+def ledger(run: Run, step: int | None = None) -> ShownLedger:
+    """Returns where the time of a profiled run's step went. A notebook shows it as a picture; `table()` has
+    the operations, `layers()` the layers, `advice()` what to change next.
+
+    run: a run that was trained with `profile.at`. step: where it was profiled; None is the last time.
+    Raises InputError.
+    """
+    return ShownLedger(opened(_path(run), step))
+
+
+def compare(
+    before: Run, after: Run, names: tuple[str, str] = ("before", "after"), step: int | None = None
+) -> ShownComparison:
+    """Returns what changed from one profiled run to another, by how much, and the likely cause.
+
+    names: what the two are called. step: where both were profiled; None is the last time of each.
+    Raises InputError.
+    """
+    runs = _path(before), _path(after)
+    ledgers = [opened(run, step) for run in runs]
+    return ShownComparison(comparing.compare(*ledgers, *map(config, runs)), names)
+
+
+def waterfall(ledger: Ledger) -> str:
+    """Returns the parts of the step as SVG: bars that begin where the one before ends."""
+    step = ledger.window.step_seconds
+    unit = Unit.of(step)
+    shown = {name: seconds for name, seconds in parts(ledger).items() if abs(seconds) >= 5e-4 * step}
+    height = TOP + ROW * (len(shown) + 1) + 10
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="8" y="20" font-size="13">{escape(verdict(ledger))}</text>',
+        f'<text x="8" y="40" fill="#555555">{escape(shares(ledger, unit))}</text>',
+    ]
+    at = 0.0
+    for number, (name, seconds) in enumerate(shown.items()):
+        drawn += _bar(number, TITLES[name][0], at / step, seconds / step, unit(seconds), COLOUR)
+        at += seconds
+    drawn += _bar(len(shown), "Observed step", 0.0, 1.0, unit(step), WHOLE)
+    return "\n".join([*drawn, "</svg>", ""])
+
+
+def _bar(number: int, title: str, start: float, share: float, seconds: str, colour: str) -> list[str]:
+    """Returns a bar, its name before it and its numbers behind. start, share: of the step."""
+    y, room = TOP + ROW * number, WIDTH - LEFT - RIGHT
+    left, wide = LEFT + room * min(start, start + share), max(1.0, room * abs(share))
+    return [
+        f'<text x="8" y="{y + 15}">{escape(title)}</text>',
+        f'<rect x="{left:.1f}" y="{y + 3}" width="{wide:.1f}" height="{ROW - 6}" fill="{colour}"/>',
+        f'<text x="{WIDTH - 62}" y="{y + 15}" text-anchor="end">{escape(seconds)}</text>',
+        f'<text x="{WIDTH - 8}" y="{y + 15}" text-anchor="end" fill="#555555">{share:.1%}</text>',
+    ]
+
+
+def _path(run: Run) -> Path:
+    return run.path if isinstance(run, RunDirectory) else Path(run).expanduser()
+
+
+def _text(shown: Any) -> str:
+    """Returns what a terminal would show, 100 columns wide."""
+    console = rich.console.Console(file=io.StringIO(), width=100, force_jupyter=False, force_terminal=False)
+    console.print(shown)
+    lines = console.file.getvalue().splitlines()
+    return "\n".join(line.rstrip() for line in lines if line.strip()).rstrip()
