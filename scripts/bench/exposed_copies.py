@@ -16,8 +16,7 @@ from pathlib import Path
 import harness
 
 from jaxthru.profile.account.measured import Measured
-from jaxthru.profile.account.paint import paint
-from jaxthru.profile.account.windows import HOST_COPIES
+from jaxthru.profile.account.timeline import HOST_COPIES, paint
 from jaxthru.profile.read.xplane import Event
 
 IDLE = ("data_wait", "host_gap", "dependency")

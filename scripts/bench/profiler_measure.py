@@ -19,7 +19,7 @@ from jaxthru.profile.account import frequency
 from jaxthru.profile.account.attribution import Attribution
 from jaxthru.profile.account.build import unprofiled
 from jaxthru.profile.account.ledger import Ledger
-from jaxthru.profile.account.windows import BY_NAME
+from jaxthru.profile.account.timeline import BY_NAME
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.explain import compare
 from jaxthru.profile.read import hlo, xplane

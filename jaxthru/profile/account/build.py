@@ -14,6 +14,7 @@ from jaxthru.profile.account.attribution import Attribution
 from jaxthru.profile.account.ledger import LINES, Ledger
 from jaxthru.profile.account.measured import Measured
 from jaxthru.profile.account.memory import footprint
+from jaxthru.profile.account.operations import Operations
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read.facts import Facts
 from jaxthru.runtime import plain
@@ -26,11 +27,12 @@ WARM_UP = 3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accounted:
-    """A profile that was accounted for. ledger: without what its program shows, and without advice. program:
-    what ran. spent: seconds of a step by (module, instruction). runs: of each program in a step. config: the
-    run's, as nested plain values, with the sizes of its mesh found."""
+    """A profile that was accounted for. ledger: without what its program shows, and without advice.
+    operations: of each pass. program: what ran. spent: seconds of a step by (module, instruction). runs: of
+    each program in a step. config: the run's, as nested plain values, with the sizes of its mesh found."""
 
     ledger: Ledger
+    operations: dict[str, Operations]
     program: Attribution
     spent: dict[tuple[str, str], float]
     runs: dict[str, float]
@@ -57,6 +59,7 @@ def account(folder: Path) -> Accounted:
     production = Measured(
         folder, "production", "step.hlo.txt", taken["production"], learned, kinds=model.scopes
     )
+    passes = {"attribution": named, "production": production} if named else {"production": production}
     named = named or production
     # A line's seconds are those of the steps as they are trained; what it is made of, of those with names.
     scale = {
@@ -92,7 +95,8 @@ def account(folder: Path) -> Accounted:
         ),
         model=model,
     )
-    return Accounted(made, named.attribution, named.spent(scale), named.runs, config)
+    operations = {name: one.operations for name, one in passes.items()}
+    return Accounted(made, operations, named.attribution, named.spent(scale), named.runs, config)
 
 
 def facts_of(config: dict[str, Any], collected: dict[str, Any]) -> Facts:

@@ -4,25 +4,25 @@ import itertools
 import logging
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
 
-from jaxthru.profile.account import frequency, ledger, paint
+import numpy as np
+
+from jaxthru.profile.account import frequency, ledger, timeline
 from jaxthru.profile.account.attribution import Attribution, Work
 from jaxthru.profile.account.ledger import LINES
-from jaxthru.profile.account.windows import Ran, Window, windows
+from jaxthru.profile.account.operations import Operations
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read import hlo, xplane
 
 STRIP = 2000
-LEAST = 0.98
-"""Of the most kernels in a step, what another one has unless some are lost."""
-
 log = logging.getLogger("jaxthru")
 
 
 class Measured:
-    """One pass: its trace, its HLO, and its steps on every device. Seconds are means per step and device."""
+    """One pass: its trace, its HLO, and its steps on every device. Seconds are means per step and device.
+    operations: all that ran, as a table."""
 
     def __init__(
         self,
@@ -40,68 +40,59 @@ class Measured:
         self.attribution = Attribution(modules, kinds)
         self.trace = xplane.read(folder / name)
         first, steps = taken["first_step"], taken["steps"]
-        found = windows(self.trace, self.attribution, next(iter(modules)), first, steps, learned)
-        self.windows = whole([one for one in found if one.step >= first + skip], modules)
+        program = next(iter(modules))
+        found = timeline.windows(self.trace, self.attribution, program, first, steps, learned)
+        self.windows = timeline.whole([one for one in found if one.step >= first + skip], modules)
         self.kept = sorted({window.step for window in self.windows})
         if lost := len(found) - len(self.windows) - skip * len(self.trace.devices):
             log.warning("%s: %d of %d steps lack kernels, and are left out", folder / name, lost, len(found))
         self.count = len(self.windows)
         if not self.count:
             raise ValueError(f"{folder / name}: the trace has nothing that ran on a device")
+        self.operations = Operations(self.windows)
         self.step_seconds = sum(window.end - window.start for window in self.windows) / 1e9 / self.count
-        totals = [paint.totals(window.painted) for window in self.windows]
+        totals = [timeline.totals(window.painted) for window in self.windows]
         self.seconds = {line: sum(of[line] for of in totals) / 1e9 / self.count for line in LINES}
-        self.inside = [list(_inside(window)) for window in self.windows]
         self.runs = self._runs()
 
     def _runs(self) -> dict[str, float]:
         """Returns how often each program runs in a step, from how often its instructions do."""
-        seen: dict[tuple[str, str], int] = Counter(
-            (one.event.module, one.event.hlo) for inside in self.inside for one in inside if one.work
-        )
-        ratios = defaultdict(list)
-        for (module, name), count in seen.items():
+        table, ratios = self.operations, defaultdict(list)
+        known = table.began & [bool(one and one.work) for one in table.ran]
+        for (module, name), rows in table.grouped(table.by("module", "instruction"), known).items():
             work = self.attribution.find(module, name)
             if work and work.runs:
-                ratios[module].append(count / work.runs / self.count)
+                ratios[module].append(len(rows) / work.runs / self.count)
         found = {module: statistics.median(of) for module, of in ratios.items()}
         return {module: found.get(module, 0.0) for module in self.attribution.modules} if found else {}
 
-    def scopes(self, scale: dict[str, float]) -> tuple[ledger.Scope, ...]:
-        """Returns the painted time by layer, phase and line, the largest first."""
-        sums: dict[tuple[str, str, str], float] = defaultdict(float)
-        for window in self.windows:
-            for piece in window.painted:
-                if piece.owner is None:
-                    continue
-                work = window.ran[piece.owner].work
-                key = (work.layer, work.phase, piece.line) if work else ("other", "other", piece.line)
-                sums[key] += (piece.end - piece.start) / 1e9 / self.count * scale[piece.line]
-        found = [ledger.Scope(*key, seconds) for key, seconds in sums.items()]
+    def scopes(self, scale: Mapping[str, float]) -> tuple[ledger.Scope, ...]:
+        """Returns the time that each layer, phase and line owns, the largest first."""
+        table = self.operations
+        owning = (table["exposed"] > 0) & [one is not None for one in table.ran]
+        found = [
+            ledger.Scope(*key, float(table["exposed"][rows].sum()) / 1e9 / self.count * scale[key[-1]])
+            for key, rows in table.grouped(table.by("layer", "phase", "line"), owning).items()
+        ]
         return tuple(sorted(found, key=lambda scope: -scope.seconds))
 
-    def spent(self, scale: dict[str, float]) -> dict[tuple[str, str], float]:
+    def spent(self, scale: Mapping[str, float]) -> dict[tuple[str, str], float]:
         """Returns the seconds of each instruction, by (module, name)."""
-        sums: dict[tuple[str, str], float] = defaultdict(float)
-        for inside in self.inside:
-            for one in inside:
-                if one.work:
-                    key = one.work.module, one.work.instruction.name
-                    sums[key] += (one.event.end - one.event.start) / 1e9 / self.count * scale[one.line]
-        return dict(sums)
+        table = self.operations
+        works = [one.work if one else None for one in table.ran]
+        keys = [(work.module, work.instruction.name) if work else None for work in works]
+        seconds = table.seconds * [scale[line] for line in table["line"]] / self.count
+        found = table.grouped(keys, table.began & [key is not None for key in keys])
+        return {key: float(seconds[rows].sum()) for key, rows in found.items()}
 
-    def kernels(self, scale: dict[str, float]) -> tuple[ledger.Kernel, ...]:
+    def kernels(self, scale: Mapping[str, float]) -> tuple[ledger.Kernel, ...]:
         """Returns what ran, by instruction, the longest first."""
-        groups = defaultdict(list)
-        for inside in self.inside:
-            for one in inside:
-                groups[one.event.name, one.event.hlo, one.event.module, one.line].append(one)
-        found = []
-        for (name, instruction, _, line), of in groups.items():
-            work = of[0].work
-            own = sum(one.event.end - one.event.start for one in of) / 1e9
-            each = own / len(of) * scale[line]
-            done = work.flops if work and work.flops else None
+        table, found = self.operations, []
+        keys = table.by("name", "instruction", "module", "line")
+        for (name, instruction, _, line), rows in table.grouped(keys, table.began).items():
+            work = table.ran[rows[0]].work
+            each = float(table.seconds[rows].mean()) * scale[line]
+            done, size = (_known(table[column][rows[0]]) for column in ("flops", "bytes"))
             found.append(
                 ledger.Kernel(
                     name=name,
@@ -109,53 +100,59 @@ class Measured:
                     line=line,
                     scope=work.op_name if work else "",
                     source=work.source if work else None,
-                    count=len(of) / self.count,
-                    seconds=each * len(of) / self.count,
+                    count=len(rows) / self.count,
+                    seconds=each * len(rows) / self.count,
                     flops=done,
-                    bytes=float(work.bytes) if work else float(of[0].event.bytes) or None,
+                    bytes=size,
                     flops_per_second=done / each if done and each else None,
                 )
             )
         return tuple(sorted(found, key=lambda kernel: -kernel.seconds))
 
     def collectives(self) -> tuple[ledger.Collective, ...]:
-        """Returns the collectives, those with the most exposed time first. Of a run of one, the device that
-        came last has the shortest time, for it waits for nobody."""
-        exposed: dict[int, int] = Counter()
-        runs = defaultdict(lambda: defaultdict(list))
-        for window, inside in zip(self.windows, self.inside, strict=True):
-            for piece in window.painted:
-                if piece.line == "exposed_communication" and piece.owner is not None:
-                    exposed[id(window.ran[piece.owner])] += piece.end - piece.start
-            for one in inside:
-                if one.line == "exposed_communication":
-                    kind = one.work.collective if one.work and one.work.collective else one.event.name
-                    key = one.event.hlo or one.event.name, one.event.module, kind
-                    runs[key][window.device].append(one)
-        found = []
-        for (name, _, kind), by_device in runs.items():
-            of = [one for ones in by_device.values() for one in ones]
-            work = of[0].work
-            waits, last = 0, Counter()
-            if len({len(ones) for ones in by_device.values()}) == 1:
-                for group in self._groups(work, by_device):
-                    for together in zip(*(by_device[device] for device in group), strict=True):
-                        spent = [one.event.end - one.event.start for one in together]
-                        waits += sum(spent) - min(spent) * len(spent)
-                        last[max(together, key=lambda one: one.event.start).event.device] += 1
+        """Returns the collectives, those with the most exposed time first."""
+        table, found = self.operations, []
+        kinds = [one.work.collective if one and one.work else None for one in table.ran]
+        keys = (
+            (instruction or name, module, kind or name)
+            for (instruction, name, module), kind in zip(
+                table.by("instruction", "name", "module"), kinds, strict=True
+            )
+        )
+        wanted = table.began & (table["line"] == "exposed_communication")
+        mean = lambda column, rows: float(column[rows].sum()) / self.count  # noqa: E731
+        for (name, _, kind), rows in table.grouped(keys, wanted).items():
+            work = table.ran[rows[0]].work
+            waited, last = self._waited(work, rows)
             found.append(
                 ledger.Collective(
                     name=name,
                     kind=kind,
                     bytes=float(work.bytes) if work else None,
-                    count=len(of) / self.count,
-                    seconds=sum(one.event.end - one.event.start for one in of) / 1e9 / self.count,
-                    exposed_seconds=sum(exposed[id(one)] for one in of) / 1e9 / self.count,
-                    wait_seconds=waits / 1e9 / self.count,
-                    last=last.most_common(1)[0][0] if last else None,
+                    count=len(rows) / self.count,
+                    seconds=mean(table.seconds, rows),
+                    exposed_seconds=mean(table["exposed"] / 1e9, rows),
+                    wait_seconds=waited / self.count,
+                    last=last,
                 )
             )
         return tuple(sorted(found, key=lambda collective: -collective.exposed_seconds))
+
+    def _waited(self, work: Work | None, rows: np.ndarray) -> tuple[float, str | None]:
+        """Returns for how long devices waited in a collective for one another, seconds of all together, and
+        the straggler: who came last most often. Of one run of it, the device that came last has the shortest
+        time, for it waits for nobody. rows: of it."""
+        table, waited, last = self.operations, 0.0, Counter()
+        on = {
+            device: rows[table["device"][rows] == device] for device in dict.fromkeys(table["device"][rows])
+        }
+        if len({len(own) for own in on.values()}) == 1:
+            for group in self._groups(work, on):
+                together = np.stack([on[device] for device in group])  # [devices, runs]
+                spent = table.seconds[together]
+                waited += float((spent - spent.min(axis=0)).sum())
+                last.update(group[late] for late in table["start"][together].argmax(axis=0))
+        return waited, last.most_common(1)[0][0] if last else None
 
     def _groups(self, work: Work | None, devices: Container[str]) -> list[list[str]]:
         """Returns the devices that wait for one another in a collective: all, where its HLO does not say."""
@@ -179,11 +176,11 @@ class Measured:
                     window.step,
                     (window.start - begun) / 1e9,
                     (window.end - window.start) / 1e9,
-                    {line: time / 1e9 for line, time in paint.totals(window.painted).items()},
+                    {line: time / 1e9 for line, time in timeline.totals(window.painted).items()},
                 )
                 for window in own
             )
-            found.append(ledger.Device(device, steps, paint.strip(shown.painted, shown.start, STRIP)))
+            found.append(ledger.Device(device, steps, timeline.strip(shown.painted, shown.start, STRIP)))
         return tuple(found)
 
     def clock(self, samples: clocks.Samples) -> ledger.Clock:
@@ -198,24 +195,5 @@ class Measured:
         return frequency.clock(self.trace, samples, first.start, self.windows[-1].end, busy)
 
 
-def whole(found: list[Window], modules: Container[str]) -> list[Window]:
-    """Returns the windows of the steps in which as many kernels of the step's programs ran as in others, on
-    all devices that have such steps: CUPTI can lose some. All, on a CPU. Raises ValueError where none is."""
-
-    def kernels(window: Window) -> int:
-        own = (one.event for one in _inside(window) if one.event.module in modules)
-        return sum(event.kind == "kernel" and event.stream.startswith("Stream") for event in own)
-
-    counts = [(window, kernels(window)) for window in found]
-    least = LEAST * max((count for _, count in counts), default=0)
-    devices = {window.device for window, count in counts if count >= least}
-    lost = {window.step for window, count in counts if window.device in devices and count < least}
-    kept = [window for window in found if window.device in devices and window.step not in lost]
-    if found and not kept:
-        raise ValueError("each step lacks kernels on some device")
-    return kept
-
-
-def _inside(window: Window) -> Iterator[Ran]:
-    """Yields what began within a window."""
-    return (one for one in window.ran if window.start <= one.event.start < window.end)
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)

@@ -10,8 +10,8 @@ import rich.console
 from jaxthru.models.family import SHIPPED
 from jaxthru.models.kernels import KernelsConfig
 from jaxthru.moved import renewed
-from jaxthru.profile.account import ledger
-from jaxthru.profile.account.build import account, facts_of
+from jaxthru.profile.account import ledger, operations
+from jaxthru.profile.account.build import Accounted, account, facts_of
 from jaxthru.profile.account.ledger import Ledger
 from jaxthru.profile.explain.advice import with_advice
 from jaxthru.profile.explain.lint import lint
@@ -36,20 +36,25 @@ def profiled(run: Path, step: int | None = None) -> Path:
 def build(folder: Path) -> Ledger:
     """Returns the ledger of `runs/.../profile/<step>/`, without advice. Raises ValueError if what was
     collected is incomplete."""
-    made = account(folder)
+    return _with_lint(account(folder))
+
+
+def _with_lint(made: Accounted) -> Ledger:
     found = lint(made.program, made.spent, made.config, made.runs, made.ledger.model.exchanges)
     return dataclasses.replace(made.ledger, lint=found)
 
 
 def publish(folder: Path) -> Ledger:
-    """Makes the ledger of a profile, with advice, and writes it and the report. Raises InputError.
+    """Makes the ledger of a profile, with advice, and writes it, the report and the table
+    of operations. Raises InputError.
 
     folder: `runs/.../profile/<step>`. Where the trace is gone, the ledger made of it before is read again.
     """
     run = folder.parent.parent
     configuration = config(run)
     try:
-        found = build(folder) if any(folder.rglob("*.xplane.pb")) else read(folder)
+        made = account(folder) if any(folder.rglob("*.xplane.pb")) else None
+        found = _with_lint(made) if made else read(folder)
         if found.model is None:  # an older ledger
             found = dataclasses.replace(found, model=facts_of(configuration, {}))
         found = with_advice(found, configuration)
@@ -60,6 +65,8 @@ def publish(folder: Path) -> Ledger:
         raise InputError(f"{folder}: {_one_line(error)}") from error
     found.write(folder / "ledger.json")
     write_atomically(folder / "report.html", page)
+    if made:
+        operations.write(folder / "ops.parquet", made.operations)
     return found
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import planes
 import pytest
+from planes import CONFIG, collected
 
 from jaxthru import config as configuration
 from jaxthru.profile.account import ledger
 from jaxthru.profile.account.attribution import Attribution
-from jaxthru.profile.account.measured import Measured, whole
-from jaxthru.profile.account.paint import Painted
-from jaxthru.profile.account.windows import Ran, Window, _called
+from jaxthru.profile.account.measured import Measured
+from jaxthru.profile.account.operations import Operations
+from jaxthru.profile.account.timeline import Painted, Ran, Window, _called, whole
 from jaxthru.profile.explain import breakdown, lint
 from jaxthru.profile.read import buffers, hlo, xplane
 from jaxthru.profile.read.facts import Facts
@@ -60,38 +61,7 @@ def test_a_ledger_of_before_findings_knew_their_advice_is_read():
     assert ledger.from_json(data) == found
 
 
-SHAPE = {"vocabulary": 100, "layers": 1, "embed": 10, "heads": 1, "kv_heads": 1, "head_dim": 10, "mlp": 10}
-CONFIG = {
-    "model": SHAPE,
-    "mesh": {"data": 2, "fsdp": 1, "tensor": 1},
-    "precision": {"compute": "bfloat16"},
-    "data": {"sequence": 64},
-}
 MATMUL_PARAMETERS = 10 * 10 * 4 + 3 * 10 * 10 + 10 * 100
-
-
-def collected(run: Path, *, graphs: bool) -> Path:
-    """Writes what a run of two H200 leaves: steps 5 and 6 as trained, and, with graphs, 8 and 9 in 1,100 ns
-    each without them, of which the product has 40 more."""
-    folder = run / "profile" / "5"
-    passes = {"production": {"first_step": 5, "steps": 2}}
-    planes.write(folder / "production" / "0", *planes.steps(5, 2, graph=graphs))
-    folder.joinpath("step.hlo.txt").write_text(planes.STEP)
-    if graphs:
-        passes["attribution"] = {"first_step": 8, "steps": 2}
-        planes.write(folder / "attribution" / "0", *planes.steps(8, 2, length=1100, product=440))
-        folder.joinpath("attribution.hlo.txt").write_text(planes.STEP)
-    about = {"platform": "gpu", "device_kind": "NVIDIA H200", "devices": 2, "processes": 1}
-    about |= {"peak_flops": 989.5e12, "peak_bytes": None, "host_pinned_bytes": 7, "passes": passes}
-    folder.joinpath("collected.json").write_text(json.dumps(about))
-    run.joinpath("config.json").write_text(json.dumps(CONFIG))
-    run.joinpath("environment.json").write_text(json.dumps({"versions": {"jax": "0"}}))
-    rows = [
-        {"step": step, "tokens": 1000, "attention_span": 250_000.0, "step_seconds": 990e-9 + step * 1e-9}
-        for step in range(1, 30)
-    ]
-    run.joinpath("metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 EXPECTED = {
@@ -145,8 +115,8 @@ def test_devices_wait_only_for_those_that_they_exchange_data_with():
     measured.trace, measured.count = Trace(list(ran.values()), [], {}, 0), 4
     work = measured.attribution.find("jit_train_step", "all-reduce.1")
     of = {device: [Ran(event, "exposed_communication", work)] for device, event in ran.items()}
-    measured.windows = [Window(device, 1, 0, 1000, [], ones) for device, ones in of.items()]
-    measured.inside = list(of.values())
+    idle = [Painted(0, 1000, "dependency", None)]
+    measured.operations = Operations([Window(device, 1, 0, 1000, idle, ones) for device, ones in of.items()])
     (found,) = measured.collectives()
     assert found.wait_seconds == pytest.approx((60 + 70) / 4 * 1e-9)
     assert found.last in ("0", "2")
