@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import html
 import itertools
 import json
 import re
 from html.parser import HTMLParser
 
 import browser
+import markupsafe
 import pytest
 import sample
 
@@ -16,9 +16,8 @@ from jaxthru.profile.account.ledger import LINES, Advice, Ledger, Line, Matmul, 
 from jaxthru.profile.explain.advice import with_advice
 from jaxthru.profile.explain.breakdown import TITLES, figures, parts
 from jaxthru.profile.explain.unit import Unit
-from jaxthru.profile.show import manual
-from jaxthru.profile.show.charts import series
-from jaxthru.profile.show.html import report
+from jaxthru.profile.show import html as page_
+from jaxthru.profile.show.html import plot, report
 
 
 def full() -> Ledger:
@@ -104,7 +103,7 @@ def test_page_is_whole_and_needs_no_network(make):
     page.feed(report(make()))
     assert page.open == []
     assert page.addresses[0] == "data:,"
-    assert {address.partition("#")[0] for address in page.addresses[1:]} == {manual.LEDGER.as_uri()}
+    assert {address.partition("#")[0] for address in page.addresses[1:]} == {page_.LEDGER.as_uri()}
     assert "url(" not in TEMPLATE_CSS
     assert not re.search(r"\bNone\b|\bnan\b", " ".join(page.words))
 
@@ -168,17 +167,16 @@ def test_without_a_peak_none_is_claimed():
 
 @pytest.mark.parametrize("part", TITLES)
 def test_each_part_leads_to_its_heading_in_the_docs(part, monkeypatch, tmp_path):
-    title = TITLES[part][0]
-    headings = re.findall(r"^#+ (.+)$", manual.LEDGER.read_text(), re.MULTILINE)
-    assert [manual.anchor(heading) for heading in headings].count(manual.anchor(title)) == 1
-    assert f'href="{manual.LEDGER.as_uri()}#{manual.anchor(title)}"' in manual.more(title)
-    monkeypatch.setattr(manual, "LEDGER", tmp_path / "docs" / "ledger.md")
-    assert "href" not in manual.more(title)
-    assert f"docs/ledger.md, {title}" in manual.more(title)
+    heading = page_.anchor(TITLES[part][0])
+    headings = re.findall(r"^#+ (.+)$", page_.LEDGER.read_text(), re.MULTILINE)
+    assert [page_.anchor(each) for each in headings].count(heading) == 1
+    assert page_.manual(part) == f"{page_.LEDGER.as_uri()}#{heading}"
+    monkeypatch.setattr(page_, "LEDGER", tmp_path / "docs" / "ledger.md")
+    assert page_.manual(part) == ""
 
 
 def test_without_a_checkout_the_page_names_the_docs(monkeypatch, tmp_path):
-    monkeypatch.setattr(manual, "LEDGER", tmp_path / "docs" / "ledger.md")
+    monkeypatch.setattr(page_, "LEDGER", tmp_path / "docs" / "ledger.md")
     text = Text()
     text.feed(report(full()))
     assert text.addresses == ["data:,"]
@@ -221,7 +219,7 @@ def test_what_is_beyond_the_program_is_not_its_peak():
     assert text.words[at + 1 : at + 3] == ["57.30\N{NO-BREAK SPACE}GB", "93.6%"]
 
 
-PLANT = """<b>"'&</b><script>$title</script>"""
+PLANT = """<b>"'&</b><script>$title{{title}}</script>"""
 
 
 def planted(value, plant: str, found: dict[str, str], at: str = ""):
@@ -260,7 +258,7 @@ def test_no_name_can_break_the_page():
     page = report(planted(ledger, PLANT, found))
     harmless = report(planted(ledger, "name", {}))
     assert structure(page) == structure(harmless)  # not one element or attribute more
-    assert {at for mark, at in found.items() if html.escape(mark) in page} == {
+    assert {at for mark, at in found.items() if str(markupsafe.escape(mark)) in page} == {
         *("run.config", "run.device_kind", "run.versions", "clock.source", "clock.cap_reasons"),
         *("scopes.layer", "scopes.phase", "kernels.name", "kernels.scope", "kernels.source"),
         *("collectives.name", "collectives.kind", "collectives.last", "devices.device"),
@@ -296,9 +294,9 @@ def test_units_suit_the_step():
 
 @pytest.mark.parametrize("levels", [(0.0, 0.0), (690.0, 690.0), (-3.0, 5.0), (1e9, 1.2e9)])
 def test_plots_stay_in_their_frame(levels):
-    drawn = series("x", list(enumerate(levels)), unit="W", x="#", ticks=["a", "b"], mark=(4.0, "four"))
-    points = re.search(r' points="([^"]+)"', drawn)[1]
-    assert all(0 <= float(point.split(",")[1]) <= 100 for point in points.split())
+    drawn = plot("x", list(enumerate(levels)), "W", "#", ["a", "b"], mark=(4.0, "four"))
+    assert all(0 <= float(point.split(",")[1]) <= 100 for point in drawn["line"].split())
+    assert 0 <= drawn["mark"][0] <= 100
 
 
 CHROMIUM = browser.find()
