@@ -23,8 +23,6 @@ LEDGER = Path(__file__).parents[3] / "docs" / "ledger.md"
 """A report lies in a run's directory, anywhere: only a whole address leads from there to a checkout."""
 
 DEVICES = 4  # timelines shown
-SHOWN = 12  # kernels and collectives, before the rest is folded away
-SCOPES = 16
 CONFIG_KEY = re.compile(r"[a-z]+\.\w+")
 CLASSES = {">": "number", "~": "wide", "<": "name"}
 
@@ -35,19 +33,18 @@ Content = dict[str, Any] | None
 def report(ledger: Ledger) -> str:
     """Returns the page."""
     unit = Unit.of(ledger.window.step_seconds)
-    sections = (_waterfall, _advice, _timeline, _clock, _memory, _scopes, _kernels, _collectives, _lint)
+    sections = (_waterfall, _advice, _timeline, _clock, _memory, _lint)
     return template("report.html").render(
+        ledger=ledger,
+        unit=unit,
         titles=TITLES,
         manual=manual,
-        names=lambda lines: {line: TITLES[line][0] for line in lines},
-        step=unit(ledger.window.step_seconds),
-        title=f"{ledger.run.config}: where the step went",
-        heading=f"Where the step of {ledger.run.config} went",
-        subtitle=_subtitle(ledger),
+        figures=figures(ledger),
+        parts=parts(ledger),
         verdict=verdict(ledger),
+        thresholds=thresholds(ledger),
         said=f"{shares(ledger, unit)} {relation(ledger, unit)}",
-        figures=_figures(ledger, unit),
-        footer=_footer(ledger, unit),
+        noise_threshold=unit(floor(ledger)),
         **{section.__name__.removeprefix("_"): section(ledger, unit) for section in sections},
     )
 
@@ -59,7 +56,8 @@ def template(name: str):
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     made = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    made.filters |= {"code": code, "share": "{:.1%}".format, "json": json.dumps, "classes": classes}
+    made.filters |= {"code": code, "json": json.dumps, "classes": classes, "tera": tera}
+    made.filters |= {"share": "{:.1%}".format, "count": "{:,.0f}".format}
     return made.get_template(name)
 
 
@@ -75,6 +73,12 @@ def classes(column: str) -> str:
     return " ".join(kind for sign, kind in CLASSES.items() if sign in column[:2])
 
 
+def tera(rate: float | None) -> str:
+    """Returns a rate in units of 1e12, in three digits."""
+    rate = rate and rate / 1e12
+    return "–" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 def manual(part: str) -> str:
     """Returns the address of a part's heading in docs/ledger.md; none without a checkout."""
     return f"{LEDGER.as_uri()}#{anchor(TITLES[part][0])}" if LEDGER.is_file() else ""
@@ -85,55 +89,20 @@ def anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def _subtitle(ledger: Ledger) -> str:
-    run, window = ledger.run, ledger.window
-    last = window.first_step + window.steps - 1
-    steps = f"step {window.first_step}" if window.steps == 1 else f"steps {window.first_step} to {last}"
-    hosts = f", {run.processes} processes" if run.processes > 1 else ""
-    return f"{run.devices} × {run.device_kind}{hosts}; {steps}; {run.tokens_per_step:,.0f} tokens a step"
-
-
-def _figures(ledger: Ledger, unit: Unit) -> list[tuple[str, str, str]]:
-    """Returns name, value and explanation of each figure that has a value."""
-    found, window, share = figures(ledger), ledger.window, parts(ledger)
-    step = window.step_seconds
-    mean = f"mean of {window.steps} profiled" if window.steps > 1 else "as profiled"
-    rows = [
-        ("a step", unit(step), mean),
-        ("tokens/s", f"{found.tokens_per_second:,.0f}", "of all devices, in profiled steps"),
-    ]
-    if found.mfu is not None:
-        rows.append(("MFU", f"{found.mfu:.1%}", "of the data sheet's bf16 peak"))
-    if found.mfu_at_clock is not None:
-        at = f"of the bf16 peak at {ledger.clock.mean_mhz:,.0f} MHz"
-        rows.append(("MFU at the clock that ran", f"{found.mfu_at_clock:.1%}", at))
-    if "matmul" in share:
-        rows.append((TITLES["matmul"][0].lower(), f"{share['matmul'] / step:.1%}", "of the step"))
-    return rows
-
-
-def _footer(ledger: Ledger, unit: Unit) -> str:
-    window, versions = ledger.window, ledger.run.versions
-    noise = f"{window.noise:.1%} between unprofiled steps" if window.loop_seconds else "not known"
-    said = [thresholds(ledger), f"Noise: {noise}; no cause below {unit(floor(ledger))} is named."]
-    if window.attribution_seconds:
-        graphs = f"{unit(window.attribution_seconds)} a step"
-        said.append(f"Kernels were named in a pass without CUDA graphs, {graphs}.")
-    if ledger.clock.source != "none":
-        said.append(f"Clock: {ledger.clock.source}.")
-    said.append(", ".join(f"{name} {version}" for name, version in versions.items()))
-    return " ".join(filter(None, said))
+def bars(ledger: Ledger, unit: Unit, least: float) -> list[tuple[str, float, float, str]]:
+    """Returns the parts of the step that take this share of it at least: name, start and width as shares, and
+    what is written beside it. Each begins where the one before ends."""
+    found, at, step = [], 0.0, ledger.window.step_seconds
+    for name, seconds in parts(ledger).items():
+        if abs(seconds) >= least * step:
+            found.append((name, at / step, seconds / step, unit(seconds)))
+            at += seconds
+    return found
 
 
 def _waterfall(ledger: Ledger, unit: Unit) -> Content:
-    step, found = ledger.window.step_seconds, parts(ledger)
-    bars, at = [], 0.0
-    for name, seconds in found.items():
-        if abs(seconds) >= 5e-5 * step:
-            bars.append((name, at / step, seconds / step, unit(seconds)))
-            at += seconds
-    shown = {name for name, *_ in bars}
-    nothing = [TITLES[name][0] for name in found if name not in shown]
+    found, drawn = parts(ledger), bars(ledger, unit, 5e-5)
+    nothing = [TITLES[name][0] for name in found if name not in {bar[0] for bar in drawn}]
     notes = [f"No time went to: {', '.join(nothing).lower()}."] if nothing else []
     if "ideal" not in found:
         notes.append("No peak is known for these devices, so matrix products are not taken apart.")
@@ -141,8 +110,8 @@ def _waterfall(ledger: Ledger, unit: Unit) -> Content:
     if matmul.headroom_seconds and matmul.maximum_mhz:
         clock, less = f"{matmul.maximum_mhz:,.0f} MHz", unit(matmul.headroom_seconds)
         notes.append(f"At the maximum clock, {clock}, the needed matmuls would take {less} less.")
-    total = [(name, start, max(0.0, width)) for name, start, width, _ in bars]
-    return {"bars": bars, "total": total, "notes": " ".join(notes), "parts": found}
+    total = [(name, start, max(0.0, width)) for name, start, width, _ in drawn]
+    return {"bars": drawn, "total": total, "notes": " ".join(notes)}
 
 
 def _advice(ledger: Ledger, unit: Unit) -> Content:
@@ -152,7 +121,7 @@ def _advice(ledger: Ledger, unit: Unit) -> Content:
         if each.gain_seconds is not None:
             gain, known = f"{unit(each.gain_seconds)} ({each.gain_share:.1%})", True
         items.append((each, CONFIG_KEY.fullmatch(each.key) and " " not in each.value, gain))
-    return {"items": items, "nothing": "" if known else nothing_to_win(ledger, unit)}
+    return {"pieces": items, "nothing": "" if known else nothing_to_win(ledger, unit)}
 
 
 def _timeline(ledger: Ledger, unit: Unit) -> Content:
@@ -160,12 +129,11 @@ def _timeline(ledger: Ledger, unit: Unit) -> Content:
     if not devices:
         return None
     used = {line for device in devices for _, _, line in device.strip}
-    more = len(ledger.devices) - len(devices)
-    mean = unit(ledger.window.step_seconds)
-    said = f"A band is one step and ends where that step does; the mean of the profiled steps is {mean}."
-    said += f" And {more} devices more." if more else ""
-    strips = [_strip(device, unit) for device in devices]
-    return {"strips": strips, "lines": [line for line in LINES if line in used], "note_": said}
+    return {
+        "strips": [_strip(device, unit) for device in devices],
+        "lines": [line for line in LINES if line in used],
+        "more": len(ledger.devices) - len(devices),
+    }
 
 
 def _strip(device: Device, unit: Unit) -> tuple:
@@ -179,21 +147,19 @@ def _strip(device: Device, unit: Unit) -> tuple:
     step = min(device.steps, key=lambda step: abs(step.seconds - end), default=None)
     said = f"{f', step {step.step}' if step else ''}, {unit(end)}"
     spans = [[round(start, 7), round(stop, 7), line] for start, stop, line in device.strip]
-    return called, said, end, paths, spans, [unit(end * i / 4) for i in range(5)]
+    names = {line: TITLES[line][0] for line in paths}
+    return called, said, end, paths, names, spans, [unit(end * i / 4) for i in range(5)]
 
 
-def _clock(ledger: Ledger, unit: Unit) -> Content:
-    clock, reference = ledger.clock, ledger.matmul.reference_mhz
+def _clock(ledger: Ledger, unit: Unit) -> list[dict[str, Any]]:
+    reference = ledger.matmul.reference_mhz
     mark = (reference, f"reference, {reference:,.0f} MHz") if reference else None
-    drawn = ("Clock, MHz", clock.samples, "MHz", mark), ("Power, W", clock.power, "W", None)
-    plots = [
+    drawn = ("Clock, MHz", ledger.clock.samples, "MHz", mark), ("Power, W", ledger.clock.power, "W", None)
+    return [
         plot(title, points, name, "after # s", [unit(points[0][0]), unit(points[-1][0])], mark=level)
         for title, points, name, level in drawn
         if points
     ]
-    reasons = (f"{reason} for {share:.0%} of the time" for reason, share in clock.cap_reasons.items())
-    said = f"Held down by: {', '.join(reasons)}." if clock.cap_reasons else ""
-    return {"plots": plots, "notes": said} if plots else None
 
 
 def plot(
@@ -251,56 +217,6 @@ def _memory(ledger: Ledger, unit: Unit) -> Content:
     return {"curve": curve, "rows": rows, "largest": buffers}
 
 
-def _table(columns: list[str], rows: list, **more) -> Content:
-    return {"columns": columns, "rows": rows, **more} if rows else None
-
-
-def _scopes(ledger: Ledger, unit: Unit) -> Content:
-    step = ledger.window.step_seconds
-    found = sorted(ledger.scopes, key=lambda scope: -scope.seconds)[:SCOPES]
-    rows = [
-        (each.layer, each.phase, TITLES[each.line][0], unit.bare(each.seconds), f"{each.seconds / step:.1%}")
-        for each in found
-        if each.seconds >= 5e-5 * step
-    ]
-    return _table(["layer", "phase", "~line", f">{unit.name}", ">share"], rows)
-
-
-def _kernels(ledger: Ledger, unit: Unit) -> Content:
-    rows = [
-        (
-            (each.name, " · ".join(filter(None, (each.scope, each.source)))),
-            f"{each.count:,.0f}",
-            unit.bare(each.seconds),
-            f"{each.seconds / ledger.window.step_seconds:.1%}",
-            _rate(each.flops_per_second),
-        )
-        for each in ledger.kernels
-    ]
-    columns = ["<kernel, and where it comes from", ">~a step", f">{unit.name}", ">share", ">~TFLOP/s"]
-    return _table(columns, rows, shown=SHOWN)
-
-
-def _rate(flops_per_second: float | None) -> str:
-    rate = (flops_per_second or 0.0) / 1e12
-    return "–" if flops_per_second is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def _collectives(ledger: Ledger, unit: Unit) -> Content:
-    rows = [
-        (
-            (each.kind, each.name),
-            "–" if each.bytes is None else f"{each.bytes / 1e6:,.1f}",
-            f"{each.count:,.0f}",
-            *map(unit.bare, (each.seconds, each.exposed_seconds, each.wait_seconds)),
-            each.last or "–",
-        )
-        for each in sorted(ledger.collectives, key=lambda each: -each.exposed_seconds)
-    ]
-    names = ["<collective", ">MB", ">~a step", f">~{unit.name}", ">exposed", ">waiting", "~last to come"]
-    return _table(names, rows, shown=SHOWN)
-
-
 def _lint(ledger: Ledger, unit: Unit) -> Content:
     alike: dict[tuple[str, str, str, bool], list[Lint]] = {}
     for each in ledger.lint:
@@ -318,5 +234,4 @@ def _lint(ledger: Ledger, unit: Unit) -> Content:
         )
         rows.append((sum(seconds), cells))
     rows.sort(key=lambda row: -row[0])
-    columns = ["<found", "what it is", "~advice", ">~MB", f">{unit.name}"]
-    return _table(columns, [cells for _, cells in rows], notes=" ".join(unadvised(ledger, unit)))
+    return {"rows": [cells for _, cells in rows], "notes": " ".join(unadvised(ledger, unit))}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,16 @@ import rich.console
 
 from jaxthru.profile.account.ledger import Ledger
 from jaxthru.profile.explain import compare as comparing
-from jaxthru.profile.explain.breakdown import TITLES, parts
+from jaxthru.profile.explain.breakdown import TITLES
 from jaxthru.profile.explain.unit import Unit
 from jaxthru.profile.explain.verdict import nothing_to_win, shares, verdict
+from jaxthru.profile.show.html import bars, template
 from jaxthru.profile.show.publish import config, opened
 from jaxthru.profile.show.terminal import comparison, summary
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.table import Table
 
 Run = RunDirectory | Path | str
-WIDTH, ROW, LEFT, RIGHT, TOP = 720, 24, 170, 130, 58
-COLOUR, WHOLE = "#4477aa", "#777777"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -120,35 +118,11 @@ def compare(
 
 def waterfall(ledger: Ledger) -> str:
     """Returns the parts of the step as SVG: bars that begin where the one before ends."""
-    step = ledger.window.step_seconds
-    unit = Unit.of(step)
-    shown = {name: seconds for name, seconds in parts(ledger).items() if abs(seconds) >= 5e-4 * step}
-    height = TOP + ROW * (len(shown) + 1) + 10
-    drawn = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="8" y="20" font-size="13">{escape(verdict(ledger))}</text>',
-        f'<text x="8" y="40" fill="#555555">{escape(shares(ledger, unit))}</text>',
-    ]
-    at = 0.0
-    for number, (name, seconds) in enumerate(shown.items()):
-        drawn += _bar(number, TITLES[name][0], at / step, seconds / step, unit(seconds), COLOUR)
-        at += seconds
-    drawn += _bar(len(shown), "Observed step", 0.0, 1.0, unit(step), WHOLE)
-    return "\n".join([*drawn, "</svg>", ""])
-
-
-def _bar(number: int, title: str, start: float, share: float, seconds: str, colour: str) -> list[str]:
-    """Returns a bar, its name before it and its numbers behind. start, share: of the step."""
-    y, room = TOP + ROW * number, WIDTH - LEFT - RIGHT
-    left, wide = LEFT + room * min(start, start + share), max(1.0, room * abs(share))
-    return [
-        f'<text x="8" y="{y + 15}">{escape(title)}</text>',
-        f'<rect x="{left:.1f}" y="{y + 3}" width="{wide:.1f}" height="{ROW - 6}" fill="{colour}"/>',
-        f'<text x="{WIDTH - 62}" y="{y + 15}" text-anchor="end">{escape(seconds)}</text>',
-        f'<text x="{WIDTH - 8}" y="{y + 15}" text-anchor="end" fill="#555555">{share:.1%}</text>',
-    ]
+    unit = Unit.of(ledger.window.step_seconds)
+    drawn = [(TITLES[name][0], *bar) for name, *bar in bars(ledger, unit, 5e-4)]
+    drawn.append(("Observed step", 0.0, 1.0, unit(ledger.window.step_seconds)))
+    said = {"verdict": verdict(ledger), "shares": shares(ledger, unit)}
+    return template("waterfall.svg").render(bars=drawn, **said)
 
 
 def _path(run: Run) -> Path:
