@@ -1,4 +1,7 @@
+import inspect
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,20 +40,18 @@ def test_counters_are_asked_for_where_the_driver_gives_them(tmp_path, monkeypatc
     status.write_text(f"CapPrm:\t1\nCapEff:\t{capabilities}\n")
     monkeypatch.setattr(clocks, "RESTRICTED", params)
     monkeypatch.setattr(clocks, "STATUS", status)
-    monkeypatch.setattr(clocks, "_library", lambda: None)
+    monkeypatch.setattr(clocks, "nvml", lambda: SimpleNamespace(nvmlDeviceGetCount=lambda: 2))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert bool(clocks.sampling(2)) is may
+    monkeypatch.setattr(clocks, "nvml", lambda: None)  # nobody knows which GPUs the process sees
+    assert not clocks.sampling(2)
 
 
 @pytest.mark.parametrize(
     ("named", "local", "may"), [(None, 8, True), (None, 1, False), ("3", 1, True), ("0,1", 1, False)]
 )
 def test_gpus_of_other_processes_are_not_sampled(tmp_path, monkeypatch, named, local, may):
-    class Eight:
-        def nvmlDeviceGetCount_v2(self, count):
-            count._obj.value = 8
-
-    monkeypatch.setattr(clocks, "_library", Eight)
+    monkeypatch.setattr(clocks, "nvml", lambda: SimpleNamespace(nvmlDeviceGetCount=lambda: 8))
     monkeypatch.setattr(clocks, "RESTRICTED", tmp_path / "none")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
@@ -72,30 +73,55 @@ def test_nvml_also_knows_power_and_reasons(tmp_path):
 
 
 class Library:
-    """NVML of one GPU, by the signatures of nvml.h."""
+    """NVML of one GPU, by the signatures of nvidia-ml-py; this GPU does not tell its power."""
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
-        handle._obj.value = 40 + index
-        return 0
+    NVML_CLOCK_SM = 1
 
-    def nvmlDeviceGetHandleByUUID(self, name, handle):
-        return 1  # not found
+    class NVMLError(Exception):
+        pass
 
-    def nvmlDeviceGetClockInfo(self, handle, kind, value):
-        value._obj.value = 1480 if (handle.value, kind) == (42, 1) else 0
-        return 0
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return 40 + index
 
-    def nvmlDeviceGetPowerUsage(self, handle, value):
-        value._obj.value = 700_000
-        return 0
+    def nvmlDeviceGetHandleByUUID(self, name):
+        raise self.NVMLError("not found")
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle, value):
-        value._obj.value = 4
-        return 0
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        return 1480 if (handle, kind) == (42, self.NVML_CLOCK_SM) else 0
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        raise self.NVMLError("not supported")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        return 4
+
+
+def test_the_package_has_what_is_asked_of_it():
+    pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
+    for name in (*dir(Library), "nvmlInit", "nvmlDeviceGetCount"):
+        assert name.startswith("__") or hasattr(pynvml, name), name
+    for name in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetClockInfo"):
+        own = list(inspect.signature(getattr(Library, name)).parameters)[1:]
+        assert len(inspect.signature(getattr(pynvml, name)).parameters) >= len(own), name
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_a_missing_package_is_said_once_where_there_is_a_gpu(tmp_path, monkeypatch, caplog, driver):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(clocks, "RESTRICTED", tmp_path / "params")
+    if driver:
+        (tmp_path / "params").touch()
+    clocks.nvml.cache_clear()
+    for _ in range(2):
+        with clocks.sampled(["0"]) as samples:
+            assert samples.devices == {}
+    clocks.nvml.cache_clear()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ['the clock is not sampled: needs nvidia-ml-py, pip install "jaxthru[gpu]"'] * driver
 
 
 def test_nvml_is_asked_while_steps_run(monkeypatch):
-    monkeypatch.setattr(clocks, "_library", Library)
+    monkeypatch.setattr(clocks, "nvml", Library)
     monkeypatch.setattr(clocks, "INTERVAL", 0.001)
     before = time.time_ns()
     with clocks.sampled(["2", "GPU-gone"]) as samples:
@@ -104,7 +130,7 @@ def test_nvml_is_asked_while_steps_run(monkeypatch):
             time.sleep(0.001)
     assert list(samples.devices) == ["0"]
     at, *rest = samples.devices["0"][0]
-    assert before <= at <= time.time_ns() and rest == [1480.0, 700.0, 4]
+    assert before <= at <= time.time_ns() and rest == [1480.0, 0.0, 4]
 
 
 def test_devices_are_named_as_nvml_sees_them(monkeypatch):
