@@ -13,8 +13,9 @@ from typing import Any
 
 from jaxthru.optim.formats import FORMATS
 from jaxthru.profile.account.ledger import Advice, Ledger, Lint
-from jaxthru.profile.explain.breakdown import floor
-from jaxthru.profile.explain.run_facts import Evidence
+from jaxthru.profile.explain.breakdown import noise_threshold
+from jaxthru.profile.explain.run_facts import RunFacts
+from jaxthru.profile.explain.settings import FINDINGS
 
 FLOAT8 = re.compile(r"\b(h100|h200|gh200|b200|gb200|b300|l4|l40s?|ada)\b", re.I)
 FLOAT8_SPEED = 1.6
@@ -45,109 +46,106 @@ def advise(ledger: Ledger, config: dict[str, Any]) -> tuple[Advice, ...]:
 def with_advice(ledger: Ledger, config: dict[str, Any]) -> Ledger:
     """Returns the ledger with advice, and with what its findings have to do with it: one rule, the noise of
     the run, decides on both. config: as of `advise`."""
-    seen, least = Evidence(ledger, config), floor(ledger)
-    found = {(each.cause, each.key): each for rule in RULES for each in rule(seen)}
+    run, least = RunFacts(ledger, config), noise_threshold(ledger)
+    found = {(each.cause, each.key): each for rule in RULES for each in rule(run)}
     named = [each for each in found.values() if each.gain_seconds is None or each.gain_seconds >= least]
     named.sort(key=lambda each: -(each.gain_seconds or 0.0))
-    lint = tuple(_judged(entry, found.get(_remedy(seen, entry)), named) for entry in ledger.lint)
-    return dataclasses.replace(ledger, advice=tuple(named), lint=lint)
+    lint = []
+    for entry in ledger.lint:
+        remedy = found.get(_remedy(run, entry))
+        gain, key = (remedy.gain_seconds, remedy.key) if remedy else (None, "")
+        said = {"remedy": key, "gain_seconds": gain, "advised": remedy in named}
+        lint.append(dataclasses.replace(entry, **said))
+    return dataclasses.replace(ledger, advice=tuple(named), lint=tuple(lint))
 
 
-def _judged(entry: Lint, remedy: Advice | None, named: list[Advice]) -> Lint:
-    if remedy is None:
-        return dataclasses.replace(entry, remedy="", gain_seconds=None, advised=False)
-    return dataclasses.replace(
-        entry, remedy=remedy.key, gain_seconds=remedy.gain_seconds, advised=remedy in named
-    )
-
-
-def _advice(seen: Evidence, cause: str, key: str, value: Any, gain: float | None, text: str) -> Advice:
-    share = None if gain is None else gain / seen.ledger.window.step_seconds
+def _advice(run: RunFacts, cause: str, key: str, value: Any, gain: float | None, text: str) -> Advice:
+    share = None if gain is None else gain / run.ledger.window.step_seconds
     return Advice(cause, key, str(value), gain, share, text)
 
 
-def _data_wait(seen: Evidence) -> Iterator[Advice]:
-    now = seen["data.loaders"]
+def _data_wait(run: RunFacts) -> Iterator[Advice]:
+    now = run["data.loaders"]
     text = (
         "The devices waited for the next batch. If the mix has online sources, more processes make their "
         "tokens; if not, tokenise ahead (without `online`), or put data.store on a faster disk. At most the "
         "whole wait."
     )
     value = 2 * now if now else "all cores"
-    yield _advice(seen, "data_wait", "data.loaders", value, seen.line("data_wait"), text)
+    yield _advice(run, "data_wait", "data.loaders", value, run.line("data_wait"), text)
 
 
-def _host_gap(seen: Evidence) -> Iterator[Advice]:
-    if seen.layered:
+def _host_gap(run: RunFacts) -> Iterator[Advice]:
+    if run.layered:
         return  # see _larger
     text = (
         "The devices ran out of work before the host gave them more: something in the loop waits for them. "
         "Read a step's metrics one step late, never a fresh array. At most the whole gap."
     )
-    yield _advice(seen, "host_gap", "host synchronisation", "one step late", seen.line("host_gap"), text)
+    yield _advice(run, "host_gap", "host synchronisation", "one step late", run.line("host_gap"), text)
 
 
-def _communication(seen: Evidence) -> Iterator[Advice]:
-    exposed, collectives = seen.line("exposed_communication"), seen.ledger.collectives
+def _communication(run: RunFacts) -> Iterator[Advice]:
+    exposed, collectives = run.line("exposed_communication"), run.ledger.collectives
     if not collectives:
         return
     waited = sum(min(each.wait_seconds, each.exposed_seconds) for each in collectives)
-    if not seen["data.balance"]:
+    if not run["data.balance"]:
         text = "Devices waited for the slowest: even out what each has to do. At most all of that wait."
-        yield _advice(seen, "exposed_communication", "data.balance", True, min(waited, exposed), text)
-    again = seen.mesh["fsdp"] > 1 and seen["remat.policy"] != "none" and seen["precision.matmul"] != "fp8"
-    if again and not seen.layered and not seen.config["remat"].get("keep_parameters"):
-        need = seen.gathered_bytes()
-        if seen.unused_bytes is not None and need <= seen.unused_bytes:
+        yield _advice(run, "exposed_communication", "data.balance", True, min(waited, exposed), text)
+    again = run.mesh["fsdp"] > 1 and run["remat.policy"] != "none" and run["precision.matmul"] != "fp8"
+    if again and not run.layered and not run.config["remat"].get("keep_parameters"):
+        need = run.gathered_bytes()
+        if run.unused_bytes is not None and need <= run.unused_bytes:
             text = f"Every other gather is for the backward pass; kept, matrices take {need / 1e9:.1f} GB."
-            half = min(exposed, seen.exposed("all-gather")) / 2
-            yield _advice(seen, "exposed_communication", "remat.keep_parameters", True, half, text)
-    if seen.tensor > 1:
-        if seen.fused_fits and HOPPER.search(seen.ledger.run.device_kind):
-            won = FUSED_WINS * min(exposed, seen.exposed("all-gather", "reduce-scatter"))
+            half = min(exposed, run.exposed("all-gather")) / 2
+            yield _advice(run, "exposed_communication", "remat.keep_parameters", True, half, text)
+    if run.tensor > 1:
+        if run.fused_fits and HOPPER.search(run.ledger.run.device_kind):
+            won = FUSED_WINS * min(exposed, run.exposed("all-gather", "reduce-scatter"))
             text = f"Kernels that send while they multiply: {FUSED_WINS:.0%} of it, as on two H200s."
-            yield _advice(seen, "exposed_communication", "kernels.collective_matmul", "fused", won, text)
+            yield _advice(run, "exposed_communication", "kernels.collective_matmul", "fused", won, text)
         text = "Sums over mesh.tensor are on the critical path: half as many devices, half of them."
-        reduced = min(exposed, seen.exposed("all-reduce")) / 2
-        yield _advice(seen, "exposed_communication", "mesh.tensor", seen.tensor // 2, reduced, text)
+        reduced = min(exposed, run.exposed("all-reduce")) / 2
+        yield _advice(run, "exposed_communication", "mesh.tensor", run.tensor // 2, reduced, text)
 
 
-def _host_copies(seen: Evidence) -> Iterator[Advice]:
-    exposed = seen.line("exposed_host_copies")
-    if seen["offload.level"] == "none":
+def _host_copies(run: RunFacts) -> Iterator[Advice]:
+    exposed = run.line("exposed_host_copies")
+    if run["offload.level"] == "none":
         return
-    state = seen["optim.state"]
+    state = run["optim.state"]
     if (lighter := _lighter(state)) is not None:
         bytes_of = lambda name: FORMATS[name].bytes_per_parameter().state  # noqa: E731
         share = 1 - bytes_of(lighter) / bytes_of(state)
         text = f"{share:.0%} fewer bytes to copy for each parameter, the exposed ones in proportion."
-        yield _advice(seen, "exposed_host_copies", "optim.state", lighter, exposed * share, text)
-    pinned = seen.ledger.memory.host_pinned_bytes if seen.ledger.memory else 0
-    if seen.unused_bytes and pinned:
-        share = min(1.0, seen.unused_bytes / pinned)
-        fraction = max(0.01, math.ceil(100 * seen["offload.fraction"] * (1 - share)) / 100)
+        yield _advice(run, "exposed_host_copies", "optim.state", lighter, exposed * share, text)
+    pinned = run.ledger.memory.host_pinned_bytes if run.ledger.memory else 0
+    if run.unused_bytes and pinned:
+        share = min(1.0, run.unused_bytes / pinned)
+        fraction = max(0.01, math.ceil(100 * run["offload.fraction"] * (1 - share)) / 100)
         text = (
-            f"{seen.unused_bytes / 1e9:.1f} GB of device memory were never used, {share:.0%} of the "
+            f"{run.unused_bytes / 1e9:.1f} GB of device memory were never used, {share:.0%} of the "
             "state on the host; the exposed copies in proportion."
         )
-        yield _advice(seen, "exposed_host_copies", "offload.fraction", fraction, exposed * share, text)
+        yield _advice(run, "exposed_host_copies", "offload.fraction", fraction, exposed * share, text)
 
 
-def _larger(seen: Evidence) -> Iterator[Advice]:
+def _larger(run: RunFacts) -> Iterator[Advice]:
     """What a step, or a micro-batch, costs whatever its tokens."""
-    microbatches = seen["train.microbatches"]
+    microbatches = run["train.microbatches"]
     # Over tensor it is activations that move, and they grow with the tokens.
-    parameters = seen.exposed("all-gather", "reduce-scatter") if seen.tensor == 1 else 0.0
+    parameters = run.exposed("all-gather", "reduce-scatter") if run.tensor == 1 else 0.0
     fixed = {
-        "exposed_communication": (min(seen.line("exposed_communication"), parameters), "gathered parameters"),
-        "host_gap": (seen.line("host_gap") if seen.layered else 0.0, "the host dispatching layer by layer"),
-        "dependency": (seen.line("dependency") if seen.gpu else 0.0, "gaps between kernels"),
+        "exposed_communication": (min(run.line("exposed_communication"), parameters), "gathered parameters"),
+        "host_gap": (run.line("host_gap") if run.layered else 0.0, "the host dispatching layer by layer"),
+        "dependency": (run.line("dependency") if run.gpu else 0.0, "gaps between kernels"),
     }
-    if microbatches == 1 and seen.layered:
-        fixed["exposed_host_copies"] = seen.line("exposed_host_copies"), "the state on its way"
-    if (lost := seen.ledger.matmul.inefficiency_seconds) and seen.tokens_at_once < FEW_TOKENS:
-        fixed["inefficiency"] = lost, f"weights read for {seen.tokens_at_once:,.0f} tokens"
-    least = floor(seen.ledger)
+    if microbatches == 1 and run.layered:
+        fixed["exposed_host_copies"] = run.line("exposed_host_copies"), "the state on its way"
+    if (lost := run.ledger.matmul.inefficiency_seconds) and run.tokens_at_once < FEW_TOKENS:
+        fixed["inefficiency"] = lost, f"weights read for {run.tokens_at_once:,.0f} tokens"
+    least = noise_threshold(run.ledger)
     fixed = {cause: (seconds, what) for cause, (seconds, what) in fixed.items() if seconds >= least}
     if not fixed:
         return
@@ -157,9 +155,9 @@ def _larger(seen: Evidence) -> Iterator[Advice]:
     if microbatches > 1:
         key, value, more = "train.microbatches", microbatches // 2, "Half the micro-batches halve"
     else:
-        key, value, more = "train.rows", 2 * seen["train.rows"], "Twice the rows halve, for each token,"
+        key, value, more = "train.rows", 2 * run["train.rows"], "Twice the rows halve, for each token,"
     text = f"{more} what does not grow with them: {said}. `plan memory` says whether they fit."
-    yield _advice(seen, cause, key, value, gain, text)
+    yield _advice(run, cause, key, value, gain, text)
 
 
 def _lighter(state: str) -> str | None:
@@ -169,147 +167,136 @@ def _lighter(state: str) -> str | None:
     return next((name for name in found if FORMATS[state].moments != "int8"), None)
 
 
-def _recomputation(seen: Evidence) -> Iterator[Advice]:
-    now, unused = seen["remat.policy"], seen.unused_bytes
-    again = seen.ledger.matmul.recomputation_seconds
-    again = seen.scoped("recomputation", "matmul") if again is None else again
+def _recomputation(run: RunFacts) -> Iterator[Advice]:
+    now, unused = run["remat.policy"], run.unused_bytes
+    again = run.ledger.matmul.recomputation_seconds
+    again = run.scoped("recomputation", "matmul") if again is None else again
     cheaper = POLICIES[POLICIES.index(now) + 1 :]
     if not cheaper:
-        if seen["data.packing"] == "best_fit":
+        if run["data.packing"] == "best_fit":
             text = "Nothing is recomputed: the rest is padding, and rows cut anywhere have none."
-            yield _advice(seen, "recomputation", "data.packing", "split", again, text)
+            yield _advice(run, "recomputation", "data.packing", "split", again, text)
         return
-    fitting = [policy for policy in cheaper if unused is not None and seen.kept(policy) <= unused]
+    fitting = [policy for policy in cheaper if unused is not None and run.kept(policy) <= unused]
     policy = fitting[-1] if fitting else cheaper[0]
-    before, after = seen.ledger.model.recomputed[now], seen.ledger.model.recomputed[policy]
+    before, after = run.ledger.model.recomputed[now], run.ledger.model.recomputed[policy]
     gain = again * (1 - after / before) if before else 0.0
     if now == "full":
-        gain += seen.scoped("recomputation", "attention")
+        gain += run.scoped("recomputation", "attention")
     if policy == "none":
-        gain += seen.scoped("recomputation", "other_kernels")
-    extra = seen.kept(policy) / 1e9
+        gain += run.scoped("recomputation", "other_kernels")
+    extra = run.kept(policy) / 1e9
     fits = f"; {unused / 1e9:.1f} GB were never used" if unused is not None else ""
     fits += "" if fitting else "; `plan memory` says whether it fits"
     text = (
         f"Keep more activations: about {extra:.1f} GB{fits}. Of the seconds recomputed, the share of FLOPs "
         "that this policy does not repeat."
     )
-    yield _advice(seen, "recomputation", "remat.policy", policy, gain, text)
+    yield _advice(run, "recomputation", "remat.policy", policy, gain, text)
 
 
-def _frequency(seen: Evidence) -> Iterator[Advice]:
-    lost = seen.ledger.matmul.frequency_seconds
-    if lost is None or seen["precision.matmul"] == "fp8" or not FLOAT8.search(seen.ledger.run.device_kind):
+def _frequency(run: RunFacts) -> Iterator[Advice]:
+    lost = run.ledger.matmul.frequency_seconds
+    if lost is None or run["precision.matmul"] == "fp8" or not FLOAT8.search(run.ledger.run.device_kind):
         return
-    reasons = seen.ledger.clock.cap_reasons
+    reasons = run.ledger.clock.cap_reasons
     why = f" ({max(reasons, key=reasons.__getitem__)})" if reasons else ""
     text = (
         f"The clock was held down{why}. In float8 a matrix product takes 1/{FLOAT8_SPEED} of the time, and "
         "loses so much less to the clock; that it has fewer cycles to run comes on top."
     )
-    yield _advice(seen, "frequency", "precision.matmul", "fp8", lost * (1 - 1 / FLOAT8_SPEED), text)
+    yield _advice(run, "frequency", "precision.matmul", "fp8", lost * (1 - 1 / FLOAT8_SPEED), text)
 
 
-def _inefficiency(seen: Evidence) -> Iterator[Advice]:
-    matmul = seen.line("matmul")
-    lost = seen.ledger.matmul.inefficiency_seconds
+def _inefficiency(run: RunFacts) -> Iterator[Advice]:
+    matmul = run.line("matmul")
+    lost = run.ledger.matmul.inefficiency_seconds
     if lost is None:
         return
-    for name, width in seen.ledger.model.widths.items():
-        split = seen.tensor if name in seen.ledger.model.split_widths else 1
+    for name, width in run.ledger.model.widths.items():
+        split = run.tensor if name in run.ledger.model.split_widths else 1
         if (size := width / split) % TILE:
             whole = math.ceil(size / TILE) * TILE
             text = f"{size:g} on a device is no multiple of {TILE}: the empty part of the last tile."
             gain = min(lost, matmul * (1 - size / whole))
-            yield _advice(seen, "inefficiency", f"model.{name}", whole * split, gain, text)
+            yield _advice(run, "inefficiency", f"model.{name}", whole * split, gain, text)
 
 
-def _attention(seen: Evidence) -> Iterator[Advice]:
-    peak, run = seen.ledger.matmul.peak_flops, seen.ledger.run
-    if not (seen.gpu and peak and seen["kernels.attention"] in ("reference", "xla")):
+def _attention(run: RunFacts) -> Iterator[Advice]:
+    peak, of = run.ledger.matmul.peak_flops, run.ledger.run
+    if not (run.gpu and peak and run["kernels.attention"] in ("reference", "xla")):
         return
-    span = run.attention_span_per_token * run.tokens_per_step
-    needed = seen.ledger.model.flops(0, span) / run.devices / peak
-    gain = max(0.0, seen.line("attention") - needed)
+    span = of.attention_span_per_token * of.tokens_per_step
+    needed = run.ledger.model.flops(0, span) / of.devices / peak
+    gain = max(0.0, run.line("attention") - needed)
     text = (
         "A kernel made for GPUs visits only what documents allow. At most what lies above its FLOPs at peak."
     )
-    yield _advice(seen, "attention", "kernels.attention", "auto", gain, text)
+    yield _advice(run, "attention", "kernels.attention", "auto", gain, text)
 
 
-def _other_kernels(seen: Evidence) -> Iterator[Advice]:
-    line = seen.line("other_kernels")
-    state, update = seen["optim.state"], seen.scoped("optimizer", "other_kernels")
+def _other_kernels(run: RunFacts) -> Iterator[Advice]:
+    line = run.line("other_kernels")
+    state, update = run["optim.state"], run.scoped("optimizer", "other_kernels")
     if (lighter := _lighter(state)) is not None:
         # An update reads a float32 gradient, and reads and writes weight, master and moments.
         moved = {name: 4 + 2 * sum(FORMATS[name].bytes_per_parameter()) for name in (state, lighter)}
         share = 1 - moved[lighter] / moved[state]
         text = f"The update runs at the speed of memory: {share:.0%} fewer bytes, and as much less time."
-        yield _advice(seen, "other_kernels", "optim.state", lighter, min(line, update) * share, text)
-    if seen["model.loop"] == "scan":
+        yield _advice(run, "other_kernels", "optim.state", lighter, min(line, update) * share, text)
+    if run["model.loop"] == "scan":
         slices = re.compile(r"dynamic[-_](update[-_])?slice")
-        copies = {entry.instruction for entry in seen.ledger.lint if _stacked(seen, entry)}
+        copies = {entry.instruction for entry in run.ledger.lint if _stacked(run, entry)}
         seconds = sum(
             each.seconds
-            for each in seen.ledger.kernels
+            for each in run.ledger.kernels
             if each.line == "other_kernels"
             and (each.hlo in copies or slices.search(f"{each.name} {each.hlo}"))
         )
         text = (
             "A loop over layers cuts parameters out of stacks, and stacks and copies what is kept: all of it."
         )
-        gain = seen.painted("other_kernels", seconds)
-        yield _advice(seen, "other_kernels", "model.loop", "unroll", gain, text)
+        gain = run.painted("other_kernels", seconds)
+        yield _advice(run, "other_kernels", "model.loop", "unroll", gain, text)
 
 
-def _precision(seen: Evidence) -> Iterator[Advice]:
-    if seen.gpu and seen["precision.compute"] == "float32":
+def _precision(run: RunFacts) -> Iterator[Advice]:
+    if run.gpu and run["precision.compute"] == "float32":
         text = "Tensor cores multiply bfloat16 at twice the rate of TF32: half of the matrix products' time."
-        yield _advice(seen, "matmul", "precision.compute", "bfloat16", seen.line("matmul") / 2, text)
+        yield _advice(run, "matmul", "precision.compute", "bfloat16", run.line("matmul") / 2, text)
 
 
-REMEDIES = {
-    "float32_matmuls": ("matmul", "precision.compute", "bfloat16", "Cast its operands to the compute type."),
-    "not_donated": (None, "donate_argnums", "the state", "Donate it, so that the result takes its memory."),
-    "collectives": ("exposed_communication", "mesh", "its operands' axes", "State its operands' sharding."),
-    "attention_again": ("attention", "remat.policy", "attention", "Keep the attention kernel's results."),
-    "copies": ("other_kernels", "layout", "that of the producer", "Avoid the layout that needs the copy."),
-    "loops": (None, "model.loop", "scan", "Give the loop a length that is known when it is compiled."),
-}
-"""Lint rule -> the line that pays, None where it is memory or not known; key, value, and what to do."""
-
-
-def _lint(seen: Evidence) -> Iterator[Advice]:
-    for rule, (line, key, value, what) in REMEDIES.items():
-        entries = [entry for entry in seen.ledger.lint if _remedy(seen, entry) == (rule, key)]
+def _lint(run: RunFacts) -> Iterator[Advice]:
+    for rule, (_, line, key, value, what) in FINDINGS.items():
+        entries = [entry for entry in run.ledger.lint if _remedy(run, entry) == (rule, key)]
         if not entries:
             continue
         known = [entry.seconds for entry in entries if entry.seconds is not None]
-        gain = seen.painted(line, sum(known)) if known and line else None
+        gain = run.painted(line, sum(known)) if known and line else None
         worst = max(entries, key=lambda entry: (entry.seconds or 0.0, entry.bytes or 0.0))
         held = sum(entry.bytes or 0.0 for entry in entries)
         text = f"{worst.text[:1].upper()}{worst.text[1:].rstrip('.')}. {what} "
         text += f"{len(entries)} such, in all {held / 1e6:,.0f} MB. " if len(entries) > 1 else ""
         text += "At most their share of the line." if gain is not None else "Time not known."
-        yield _advice(seen, rule, key, value, gain, text)
+        yield _advice(run, rule, key, value, gain, text)
 
 
-def _remedy(seen: Evidence, entry: Lint) -> tuple[str, str]:
+def _remedy(run: RunFacts, entry: Lint) -> tuple[str, str]:
     """Returns the cause and the key of the advice that counts a finding."""
-    if _stacked(seen, entry):
+    if _stacked(run, entry):
         return "other_kernels", "model.loop"
-    if entry.rule == "attention_again" and seen["remat.policy"] == "full":
+    if entry.rule == "attention_again" and run["remat.policy"] == "full":
         return "recomputation", "remat.policy"
-    return entry.rule, REMEDIES[entry.rule][1] if entry.rule in REMEDIES else ""
+    return entry.rule, FINDINGS[entry.rule].key if entry.rule in FINDINGS else ""
 
 
-def _stacked(seen: Evidence, entry: Lint) -> bool:
+def _stacked(run: RunFacts, entry: Lint) -> bool:
     """Says whether a copy is of what a loop over the layers has stacked: see _other_kernels."""
-    stacked = f"[{seen.ledger.model.layers}," in entry.text
-    return entry.rule == "copies" and seen["model.loop"] == "scan" and stacked
+    stacked = f"[{run.ledger.model.layers}," in entry.text
+    return entry.rule == "copies" and run["model.loop"] == "scan" and stacked
 
 
-Rule = Callable[[Evidence], Iterator[Advice]]
+Rule = Callable[[RunFacts], Iterator[Advice]]
 RULES: tuple[Rule, ...] = (
     *(_data_wait, _host_gap, _communication, _host_copies, _larger, _recomputation, _frequency),
     *(_inefficiency, _attention, _other_kernels, _precision, _lint),

@@ -81,7 +81,7 @@ def parts(ledger: Ledger) -> dict[str, float]:
     return found
 
 
-def floor(ledger: Ledger) -> float:
+def noise_threshold(ledger: Ledger) -> float:
     """Returns the seconds of a step below which no cause is named."""
     return max(ledger.window.noise, LEAST_NOISE) * ledger.window.step_seconds
 

@@ -5,37 +5,10 @@ from typing import Any
 
 from jaxthru.profile.account.ledger import Ledger, Lint
 from jaxthru.profile.explain.breakdown import MATMUL_PARTS
-
-BATCH = ("train.rows", "train.microbatches", "train.deterministic")
-UPDATE = ("optim.name", "optim.state", "optim.clip")
-KEYS = {
-    "ideal": ("model.", *BATCH, "data.sequence", "mesh."),
-    "recomputation": ("remat.", "data.packing"),
-    "frequency": ("precision.",),
-    "inefficiency": ("precision.", "model.", *BATCH, "data.sequence", "mesh."),
-    "matmul": ("precision.", "model.", *BATCH, "data.sequence", "mesh.", "remat."),
-    "attention": ("model.", "remat.", "data.sequence", "data.packing", "data.mix", *BATCH),
-    "collective_matmul": ("mesh.", "model.", *BATCH, "data.sequence"),
-    "other_kernels": (*UPDATE, "remat.", "model.", "precision.", *BATCH, "data.sequence"),
-    "exposed_communication": ("mesh.", *BATCH, "optim.clip_rule", "data.balance", "remat.keep_parameters"),
-    "exposed_host_copies": ("offload.", *UPDATE, "train.rows"),
-    "data_wait": ("data.", "train.rows"),
-    "host_gap": ("offload.", *BATCH, "checkpoint.", "evaluate.", "metrics.", "model.loop"),
-    "dependency": ("model.loop", "offload.", "mesh.", *BATCH),
-}
-"""Part -> keys of the configuration, or groups of them, that move it."""
+from jaxthru.profile.explain.settings import FINDINGS, SETTINGS
 
 MACHINE = ("devices", "jax", "jaxlib")
 """What moves any part: not of the configuration, but of what it ran on."""
-
-RULES = {
-    "float32_matmuls": ("matmul",),
-    "attention_again": ("recomputation", "attention"),
-    "collectives": ("exposed_communication",),
-    "copies": ("other_kernels",),
-    "loops": ("dependency", "host_gap"),
-}
-"""Lint rule -> the parts that what it found moves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +26,7 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
-class Clues:
+class Causes:
     """All that may say why a part changed."""
 
     before: Ledger
@@ -68,13 +41,15 @@ class Clues:
     def explained(self, change: Change) -> Change:
         """Returns the change with its likely cause."""
         entries = self.new if change.seconds > 0 else self.gone
-        lint = [entry for entry in entries if change.name in RULES.get(entry.rule, ())]
+        lint = [
+            entry for entry in entries if entry.rule in FINDINGS and change.name in FINDINGS[entry.rule].parts
+        ]
         lint.sort(key=lambda entry: -(entry.seconds or 0.0))
         said = []
         if lint:
             where = f" in {lint[0].scope}" if lint[0].scope else ""
             said.append(f"{'new' if change.seconds > 0 else 'gone'}: {lint[0].text.rstrip('.')}{where}")
-        keys = KEYS.get(change.name, ())
+        keys = SETTINGS.get(change.name, ())
         changed = [entry for entry in self.config if entry[0] in MACHINE or entry[0].startswith(keys)]
         changed.sort(key=lambda entry: entry[0] in MACHINE)
         said += [f"{key} {a!r} → {b!r}" for key, a, b in changed[:3]]

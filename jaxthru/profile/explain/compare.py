@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxthru.profile.account.ledger import Collective, Ledger, Lint
-from jaxthru.profile.explain.breakdown import MATMUL_PARTS, TITLES, floor, parts
-from jaxthru.profile.explain.causes import Change, Clues
+from jaxthru.profile.explain.breakdown import MATMUL_PARTS, TITLES, noise_threshold, parts
+from jaxthru.profile.explain.causes import Causes, Change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def compare(
     tokens = counts[1] / counts[0] if all(counts) else 1.0  # 0 where they were not recorded
     # Packing alone changes a step's tokens by little: that is no reason to bend what was measured.
     scale = 1.0 if abs(tokens - 1) < 0.01 else 1 / tokens
-    noise = math.hypot(floor(before), floor(after) * scale)
+    noise = math.hypot(noise_threshold(before), noise_threshold(after) * scale)
     step = before.window.step_seconds
     config = _machine_changes(before, after) + _config_changes(config_before, config_after)
     gone, new = _only(before.lint, after.lint), _only(after.lint, before.lint)
@@ -70,8 +70,8 @@ def compare(
     scopes, kernels = changes(_scopes(before), _scopes(after)), changes(_kernels(before), _kernels(after))
     collectives = changes(_collectives(before), _collectives(after))
     found = changes(was, now)
-    clue = Clues(before, after, config, gone, new, scopes, kernels, collectives)
-    named = tuple(clue.explained(change) for change in found if abs(change.seconds) > noise)
+    causes = Causes(before, after, config, gone, new, scopes, kernels, collectives)
+    named = tuple(causes.explained(change) for change in found if abs(change.seconds) > noise)
     large = lambda entries: tuple(entry for entry in entries if abs(entry.seconds) > noise)  # noqa: E731
     return Comparison(
         step,

@@ -1,4 +1,4 @@
-"""The evidence behind advice: a ledger, the configuration of its run, and what follows from both."""
+"""The facts of a run behind advice: its ledger, its configuration, and what follows from both."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ MEMORY_SPARED = 0.05  # of a device's memory, kept free for what is not predicte
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class RunFacts:
     """A ledger and what it was run with. config: nested plain values of config.json."""
 
     ledger: Ledger

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from jaxthru.profile.account.ledger import Ledger
-from jaxthru.profile.explain.breakdown import TITLES, figures, floor, parts
+from jaxthru.profile.explain.breakdown import TITLES, figures, noise_threshold, parts
 from jaxthru.profile.explain.unit import Unit
 
 USUAL = 0.02
@@ -88,7 +88,7 @@ def shares(ledger: Ledger, unit: Unit) -> str:
     lost = {name: seconds for name, seconds in found.items() if name != useful}
     worst = max(lost, key=lost.__getitem__)
     start = f"Of a step of {unit(step)}, the {TITLES[useful][0].lower()} take {found[useful] / step:.0%}."
-    if lost[worst] < floor(ledger):
+    if lost[worst] < noise_threshold(ledger):
         return f"{start} No other part rises above the noise."
     name = TITLES[worst][0]
     rest = f"{unit(lost[worst])}, {lost[worst] / step:.1%}"
@@ -111,7 +111,7 @@ def relation(ledger: Ledger, unit: Unit) -> str:
 
 def nothing_to_win(ledger: Ledger, unit: Unit) -> str:
     """Returns what is said where no advice has a gain above the noise."""
-    least, window = floor(ledger), ledger.window
+    least, window = noise_threshold(ledger), ledger.window
     what = "the noise of this run, " if window.loop_seconds else ""  # else it is not known
     size = f"{unit(least)} ({least / window.step_seconds:.1%} of the step)"
     said = f"No setting is expected to win more than {what}{size}."
@@ -129,6 +129,6 @@ def unadvised(ledger: Ledger, unit: Unit) -> list[str]:
     }
     return [
         f"No advice on {rule.replace('_', ' ')}: another `{remedy}` is expected to win {unit(gain)} a step "
-        f"at most, below the noise of {unit(floor(ledger))}."
+        f"at most, below the noise of {unit(noise_threshold(ledger))}."
         for (rule, remedy), gain in gains.items()
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthru.profile.account.ledger import LINES, Device, Ledger, Lint
-from jaxthru.profile.explain.breakdown import TITLES, figures, floor, parts
+from jaxthru.profile.explain.breakdown import TITLES, figures, noise_threshold, parts
 from jaxthru.profile.explain.unit import Unit
 from jaxthru.profile.explain.verdict import (
     nothing_to_win,
@@ -44,7 +44,7 @@ def report(ledger: Ledger) -> str:
         verdict=verdict(ledger),
         thresholds=thresholds(ledger),
         said=f"{shares(ledger, unit)} {relation(ledger, unit)}",
-        noise_threshold=unit(floor(ledger)),
+        noise_threshold=unit(noise_threshold(ledger)),
         **{section.__name__.removeprefix("_"): section(ledger, unit) for section in sections},
     )
 

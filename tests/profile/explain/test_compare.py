@@ -7,8 +7,8 @@ import sample
 
 from jaxthru.profile.account.ledger import LINES, Collective, Scope
 from jaxthru.profile.explain.breakdown import TITLES, parts
-from jaxthru.profile.explain.causes import KEYS, RULES
 from jaxthru.profile.explain.compare import compare
+from jaxthru.profile.explain.settings import FINDINGS, SETTINGS
 
 CLEAN = sample.ledger()
 CONFIG = sample.config()
@@ -167,14 +167,14 @@ def test_settings_that_move_no_time_are_no_cause(part):
 def test_the_keys_of_causes_are_of_the_configuration():
     keys = {f"{group}.{name}" for group, part in CONFIG.items() for name in part}
     assert {
-        key for found in KEYS.values() for key in found if not any(of.startswith(key) for of in keys)
+        key for found in SETTINGS.values() for key in found if not any(of.startswith(key) for of in keys)
     } == set()
-    assert set(LINES) - {"unclassified"} <= set(KEYS)
+    assert set(LINES) - {"unclassified"} <= set(SETTINGS)
 
 
 def test_all_parts_have_names():
-    assert set(KEYS) <= set(TITLES)
-    assert {part for found in RULES.values() for part in found} <= set(TITLES)
+    assert set(SETTINGS) <= set(TITLES)
+    assert {part for found in FINDINGS.values() for part in found.parts} <= set(TITLES)
     assert set(LINES) <= set(TITLES)
     assert set(parts(CLEAN)) <= set(TITLES)
     assert sum(parts(CLEAN).values()) == pytest.approx(CLEAN.window.step_seconds)
