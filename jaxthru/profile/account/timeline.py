@@ -6,9 +6,11 @@ those of one line the one that began first.
 """
 
 import dataclasses
-import heapq
+import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from jaxthru.profile.account.attribution import Attribution, Work
 from jaxthru.profile.account.ledger import LINES
@@ -195,32 +197,22 @@ def paint(spans: Sequence[tuple[int, int, str]], start: int, end: int) -> tuple[
 
     spans: (start, end, line), sorted by start.
     """
-    painted: list[Painted] = []
-    idle: list[Idle] = []
-    active: list[tuple[int, int, int]] = []  # (rank, index, end), the owner first
-    at, following = start, 0
-    while at < end:
-        while following < len(spans) and spans[following][0] <= at:
-            begun, over, line = spans[following]
-            if over > at and over > begun:
-                heapq.heappush(active, (RANK[line], following, over))
-            following += 1
-        while active and active[0][2] <= at:
-            heapq.heappop(active)
-        until = min(spans[following][0], end) if following < len(spans) else end
-        if active:
-            _, owner, over = active[0]
-            until = min(until, over)
-            line = spans[owner][2]
-            if painted and painted[-1].owner == owner and painted[-1].end == at:
-                painted[-1] = painted[-1]._replace(end=until)
-            else:
-                painted.append(Painted(at, until, line, owner))
-        elif idle and idle[-1].end == at:
-            idle[-1] = Idle(idle[-1].start, until, following if following < len(spans) else None)
+    starts, ends = np.array([span[:2] for span in spans], np.int64).reshape(-1, 2).T
+    begun, over = np.clip(starts, start, end), np.clip(ends, start, end)
+    edges = np.unique(np.concatenate([[start, end], begun, over]))
+    first, last = np.searchsorted(edges, begun), np.searchsorted(edges, over)
+    owners, upcoming = np.full(len(edges) - 1, -1), np.searchsorted(starts, edges)
+    # Each span over those that come after it in the order.
+    for index in sorted(np.flatnonzero(first < last), key=lambda at: (-RANK[spans[at][2]], -at)):
+        owners[first[index] : last[index]] = index
+    changes = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+    painted, idle = [], []
+    for own, of in itertools.pairwise(changes if start < end else ()):
+        begins, until, owner = int(edges[own]), int(edges[of]), int(owners[own])
+        if owner >= 0:
+            painted.append(Painted(begins, until, spans[owner][2], owner))
         else:
-            idle.append(Idle(at, until, following if following < len(spans) else None))
-        at = until
+            idle.append(Idle(begins, until, int(upcoming[of]) if upcoming[of] < len(spans) else None))
     return painted, idle
 
 

@@ -8,48 +8,6 @@ import dataclasses
 from jaxthru.profile.account.ledger import LINES, Ledger
 from jaxthru.runtime.hardware import data_sheet_flops
 
-TITLES = {
-    "ideal": (
-        "Needed matmuls at peak",
-        "The matrix products that the model needs, at the data sheet's rate (in float8, twice bf16's).",
-    ),
-    "recomputation": (
-        "Recomputation, padding",
-        "Matrix products beyond those: activations computed again to save memory, and padding.",
-    ),
-    "frequency": (
-        "Clock below reference",
-        "The device lowers its clock, mostly to keep its power limit, and matrix products take longer.",
-    ),
-    "inefficiency": (
-        "Matmul inefficiency",
-        "What matrix products take beyond that: shapes that do not fill the device, and memory traffic.",
-    ),
-    "matmul": ("Matrix products", "Kernels that multiply matrices, alone or fused with what is around them."),
-    "attention": ("Attention", "The attention kernels, forward and backward, without their projections."),
-    "collective_matmul": ("Collective matmul", "Kernels that multiply and communicate at the same time."),
-    "other_kernels": (
-        "Other kernels",
-        "All other computation: norms, activations, the loss, the optimizer, copies within the device.",
-    ),
-    "unclassified": ("Unclassified", "Kernels that the profiler does not know."),
-    "exposed_communication": (
-        "Exposed communication",
-        "Devices exchange data, and nothing is computed meanwhile.",
-    ),
-    "exposed_host_copies": (
-        "Exposed host copies",
-        "Data moves between host and device, and nothing else runs meanwhile.",
-    ),
-    "data_wait": ("Data wait", "The device is idle because the next batch is not ready."),
-    "host_gap": ("Host gap", "The device is idle because the host sent it the next work too late."),
-    "dependency": (
-        "Dependency",
-        "The device is idle though its next work was sent: it waits for another device or for the runtime.",
-    ),
-}
-"""Part -> its title, which is its heading in docs/ledger.md too, and what it is in a sentence."""
-
 MATMUL_PARTS = ("ideal", "recomputation", "frequency", "inefficiency")
 LEAST_NOISE = 0.002
 """A share of the step below which no cause is named, however quiet the other steps were: the parts of one

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxthru.profile.account.ledger import Collective, Ledger, Lint
-from jaxthru.profile.explain.breakdown import MATMUL_PARTS, TITLES, noise_threshold, parts
+from jaxthru.profile.explain.breakdown import MATMUL_PARTS, noise_threshold, parts
 from jaxthru.profile.explain.causes import Causes, Change
+from jaxthru.profile.explain.settings import TITLES
 
 
 @dataclasses.dataclass(frozen=True)

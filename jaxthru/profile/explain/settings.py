@@ -1,67 +1,30 @@
-"""What moves each part of the step: one table, by which advice is given and changes are explained."""
+"""What moves each part of the step (parts.toml): advice is given and changes are explained by it."""
 
+import tomllib
+from pathlib import Path
 from typing import NamedTuple
-
-BATCH = ("train.rows", "train.microbatches", "train.deterministic")
-SHAPE = ("model.", *BATCH, "data.sequence")
-UPDATE = ("optim.name", "optim.state", "optim.clip")
-SETTINGS = {
-    "ideal": (*SHAPE, "mesh."),
-    "recomputation": ("remat.", "data.packing"),
-    "frequency": ("precision.",),
-    "inefficiency": (*SHAPE, "mesh.", "precision."),
-    "matmul": (*SHAPE, "mesh.", "precision.", "remat."),
-    "attention": (*SHAPE, "remat.", "data.packing", "data.mix", "kernels.attention"),
-    "collective_matmul": (*SHAPE, "mesh.", "kernels.collective_matmul"),
-    "other_kernels": (*SHAPE, *UPDATE, "remat.", "precision.", "kernels."),
-    "exposed_communication": (
-        *("mesh.", *BATCH, "optim.clip_rule", "data.balance", "remat.keep_parameters"),
-        "kernels.collective_matmul",
-    ),
-    "exposed_host_copies": ("offload.", *UPDATE, "train.rows"),
-    "data_wait": ("data.", "train.rows"),
-    "host_gap": ("offload.", *BATCH, "checkpoint.", "evaluate.", "metrics.", "model.loop"),
-    "dependency": ("model.loop", "offload.", "mesh.", *BATCH),
-}
-"""Part -> keys of the configuration, or groups of them, that move it. Advice on a part names one of these, and a
-change of one explains a change of the part."""
 
 
 class Finding(NamedTuple):
-    """parts: that what was found moves. line: the one whose seconds a repair wins, None where it wins memory or
-    it is not known. key, value: of the advice. remedy: what to do."""
+    """What a lint rule finds; see parts.toml."""
 
-    parts: tuple[str, ...]
-    line: str | None
+    parts: list[str]
+    line: str
     key: str
     value: str
     remedy: str
 
 
-FINDINGS = {
-    "float32_matmuls": Finding(
-        *(("matmul",), "matmul", "precision.compute", "bfloat16"),
-        "Cast its operands to the compute type.",
-    ),
-    "not_donated": Finding(
-        *((), None, "donate_argnums", "the state"),
-        "Donate it, so that the result takes its memory.",
-    ),
-    "collectives": Finding(
-        *(("exposed_communication",), "exposed_communication", "mesh", "its operands' axes"),
-        "State its operands' sharding.",
-    ),
-    "attention_again": Finding(
-        *(("recomputation", "attention"), "attention", "remat.policy", "attention"),
-        "Keep the attention kernel's results.",
-    ),
-    "copies": Finding(
-        *(("other_kernels",), "other_kernels", "layout", "that of the producer"),
-        "Avoid the layout that needs the copy.",
-    ),
-    "loops": Finding(
-        *(("dependency", "host_gap"), None, "model.loop", "scan"),
-        "Give the loop a length that is known when it is compiled.",
-    ),
+_TABLE = tomllib.loads(Path(__file__).with_name("parts.toml").read_text(encoding="utf-8"))
+
+TITLES = {name: (part["title"], part["said"]) for name, part in _TABLE["parts"].items()}
+"""Part -> its title, and what it is in a sentence."""
+
+SETTINGS = {
+    name: tuple(key for one in part["settings"] for key in _TABLE["several"].get(one, [one]))
+    for name, part in _TABLE["parts"].items()
 }
+"""Part -> keys of the configuration, or groups of them, that move it."""
+
+FINDINGS = {rule: Finding(**found) for rule, found in _TABLE["findings"].items()}
 """Lint rule -> what its findings cost, and what to do about them."""

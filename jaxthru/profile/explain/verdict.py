@@ -4,7 +4,8 @@ import dataclasses
 import re
 
 from jaxthru.profile.account.ledger import Ledger
-from jaxthru.profile.explain.breakdown import TITLES, figures, noise_threshold, parts
+from jaxthru.profile.explain.breakdown import figures, noise_threshold, parts
+from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 
 USUAL = 0.02

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxthru.profile.account.ledger import LINES, Device, Ledger, Lint
-from jaxthru.profile.explain.breakdown import TITLES, figures, noise_threshold, parts
+from jaxthru.profile.explain.breakdown import figures, noise_threshold, parts
+from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 from jaxthru.profile.explain.verdict import (
     nothing_to_win,

@@ -9,7 +9,7 @@ import rich.console
 
 from jaxthru.profile.account.ledger import Ledger
 from jaxthru.profile.explain import compare as comparing
-from jaxthru.profile.explain.breakdown import TITLES
+from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 from jaxthru.profile.explain.verdict import nothing_to_win, shares, verdict
 from jaxthru.profile.show.html import bars, template

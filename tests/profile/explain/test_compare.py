@@ -6,9 +6,9 @@ import pytest
 import sample
 
 from jaxthru.profile.account.ledger import LINES, Collective, Scope
-from jaxthru.profile.explain.breakdown import TITLES, parts
+from jaxthru.profile.explain.breakdown import parts
 from jaxthru.profile.explain.compare import compare
-from jaxthru.profile.explain.settings import FINDINGS, SETTINGS
+from jaxthru.profile.explain.settings import FINDINGS, SETTINGS, TITLES
 
 CLEAN = sample.ledger()
 CONFIG = sample.config()

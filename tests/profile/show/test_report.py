@@ -14,7 +14,8 @@ import sample
 
 from jaxthru.profile.account.ledger import LINES, Advice, Ledger, Line, Matmul, Run, Window
 from jaxthru.profile.explain.advice import with_advice
-from jaxthru.profile.explain.breakdown import TITLES, figures, parts
+from jaxthru.profile.explain.breakdown import figures, parts
+from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 from jaxthru.profile.show import html as page_
 from jaxthru.profile.show.html import plot, report
