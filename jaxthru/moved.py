@@ -100,7 +100,8 @@ GONE = {
     *("data.corpus.DECISIVE", "data.corpus.TRANSFORMS", "optim.optimizer.Linear", "models.bind.bind"),
     *("models.bind.is_axes", "models.bind.is_matrix", "models.bind.Part", "models.bind.Substituted"),
     *("models.bind.Summing", "models.bind.wide_stand_in", "models.bind.widened"),
-    *("profile.clues.RULES", "profile.memory.PURPOSES", "profile.memory.SCOPES", "training.metrics.NoRecord"),
+    *("profile.clues.BATCH", "profile.clues.UPDATE", "profile.clues.RULES", "profile.trace.NoProfile"),
+    *("profile.memory.PURPOSES", "profile.memory.SCOPES", "training.metrics.NoRecord"),
     *("training.metrics.NoTensorBoard", "training.parts.slots_by_name", "training.programs.lower"),
     *("training.state.matrices", "plan.levels.CERTAIN", "plan.levels.resolve", "plan.levels.resolve_here"),
 }
