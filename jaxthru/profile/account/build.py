@@ -11,7 +11,7 @@ from jaxthru.models.family import from_plain
 from jaxthru.moved import renewed
 from jaxthru.profile.account import frequency, ledger
 from jaxthru.profile.account.attribution import Attribution
-from jaxthru.profile.account.ledger import LINES, Ledger
+from jaxthru.profile.account.ledger import Ledger
 from jaxthru.profile.account.measured import Measured
 from jaxthru.profile.account.memory import footprint
 from jaxthru.profile.account.operations import Operations
@@ -56,33 +56,27 @@ def account(folder: Path) -> Accounted:
         skip = int(of["steps"] > 1)
         named = Measured(folder, "attribution", "attribution.hlo.txt", of, skip=skip, kinds=model.scopes)
         learned = {one.event.name: one.line for window in named.windows for one in window.ran if one.work}
-    production = Measured(
-        folder, "production", "step.hlo.txt", taken["production"], learned, kinds=model.scopes
-    )
+    of = taken["production"]
+    production = Measured(folder, "production", "step.hlo.txt", of, learned, kinds=model.scopes)
     passes = {"attribution": named, "production": production} if named else {"production": production}
     named = named or production
     # A line's seconds are those of the steps as they are trained; what it is made of, of those with names.
-    scale = {
-        line: production.seconds[line] / named.seconds[line] if named.seconds[line] else 0.0 for line in LINES
-    }
+    scale = {line: production.seconds[line] / (of or 1.0) for line, of in named.seconds.items()}
     clock = production.clock(clocks.read(folder / "production"))
     tokens, span = _tokens(rows, production.kept, model)
     about = ledger.Run(
         config=run.parent.name if run.name.isdecimal() else run.name,
-        device_kind=collected["device_kind"],
-        devices=collected["devices"],
-        processes=collected["processes"],
-        platform=collected["platform"],
         versions=environment["versions"],
         tokens_per_step=tokens,
         attention_span_per_token=span / tokens if tokens else 0.0,
+        **{name: collected[name] for name in ("device_kind", "devices", "processes", "platform")},
     )
-    total = production.step_seconds
+    held = collected["peak_bytes"], collected["host_pinned_bytes"]
     made = Ledger(
         run=about,
         window=_window(production, named, rows, taken),
         lines=tuple(
-            ledger.Line(line, seconds, seconds / total) for line, seconds in production.seconds.items()
+            ledger.Line(*line, line[1] / production.step_seconds) for line in production.seconds.items()
         ),
         matmul=matmul(named, production.seconds["matmul"], model.flops(tokens, 0), collected, clock),
         scopes=named.scopes(scale),
@@ -90,9 +84,7 @@ def account(folder: Path) -> Accounted:
         collectives=named.collectives(),
         devices=production.devices(),
         clock=clock,
-        memory=footprint(
-            folder / "dump", named.attribution, collected["peak_bytes"], collected["host_pinned_bytes"]
-        ),
+        memory=footprint(folder / "dump", named.attribution, *held),
         model=model,
     )
     operations = {name: one.operations for name, one in passes.items()}
@@ -116,24 +108,13 @@ def matmul(
     reference, most = frequency.reference(collected["device_kind"])
     if peak is None:
         return ledger.Matmul(done, needed, reference_mhz=reference, maximum_mhz=most)
-    speed = _speed(measured.attribution)
-    ideal = (needed - elsewhere) / devices / (peak * speed)
-    recomputation = (done - needed) / devices / (peak * speed)
-    slowed = None
-    if clock.mean_mhz and reference:
-        slowed = seconds * (1 - clock.mean_mhz / reference)
-    return ledger.Matmul(
-        flops=done,
-        model_flops=needed,
-        ideal_seconds=ideal,
-        recomputation_seconds=recomputation,
-        frequency_seconds=slowed,
-        inefficiency_seconds=seconds - ideal - recomputation - (slowed or 0.0),
-        reference_mhz=reference,
-        maximum_mhz=most,
-        headroom_seconds=ideal * (1 - reference / most) if reference and most else None,
-        peak_flops=peak,
-    )
+    rate = peak * _speed(measured.attribution)
+    ideal, recomputation = (needed - elsewhere) / devices / rate, (done - needed) / devices / rate
+    slowed = seconds * (1 - clock.mean_mhz / reference) if clock.mean_mhz and reference else None
+    inefficiency = seconds - ideal - recomputation - (slowed or 0.0)
+    headroom = ideal * (1 - reference / most) if reference and most else None
+    parts = ideal, recomputation, slowed, inefficiency
+    return ledger.Matmul(done, needed, *parts, reference, most, headroom, peak)
 
 
 def _speed(attribution: Attribution) -> float:
@@ -163,15 +144,10 @@ def _window(production: Measured, named: Measured, rows: list, taken: dict) -> l
     own = [row["step_seconds"] for row in unprofiled(rows, taken)]
     loop = statistics.median(own) if len(own) >= 3 else None
     quarters = statistics.quantiles(own, n=4) if loop else (0.0, 0.0, 0.0)
-    return ledger.Window(
-        first_step=production.kept[0],
-        steps=len(production.kept),
-        step_seconds=production.step_seconds,
-        loop_seconds=loop,
-        closure=production.step_seconds / loop - 1 if loop else None,
-        noise=(quarters[2] - quarters[0]) / loop if loop else 0.0,
-        attribution_seconds=None if named is production else named.step_seconds,
-    )
+    step, kept = production.step_seconds, production.kept
+    closure, noise = (step / loop - 1, (quarters[2] - quarters[0]) / loop) if loop else (None, 0.0)
+    apart = None if named is production else named.step_seconds
+    return ledger.Window(kept[0], len(kept), step, loop, closure, noise, apart)
 
 
 def _tokens(rows: list, steps: list[int], model: Facts) -> tuple[float, float]:

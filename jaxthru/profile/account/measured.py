@@ -93,49 +93,26 @@ class Measured:
             work = table.ran[rows[0]].work
             each = float(table.seconds[rows].mean()) * scale[line]
             done, size = (_known(table[column][rows[0]]) for column in ("flops", "bytes"))
-            found.append(
-                ledger.Kernel(
-                    name=name,
-                    hlo=instruction,
-                    line=line,
-                    scope=work.op_name if work else "",
-                    source=work.source if work else None,
-                    count=len(rows) / self.count,
-                    seconds=each * len(rows) / self.count,
-                    flops=done,
-                    bytes=size,
-                    flops_per_second=done / each if done and each else None,
-                )
-            )
+            scope, source = (work.op_name, work.source) if work else ("", None)
+            count, rate = len(rows) / self.count, done / each if done and each else None
+            own = name, instruction, line, scope, source, count, each * count, done, size, rate
+            found.append(ledger.Kernel(*own))
         return tuple(sorted(found, key=lambda kernel: -kernel.seconds))
 
     def collectives(self) -> tuple[ledger.Collective, ...]:
         """Returns the collectives, those with the most exposed time first."""
         table, found = self.operations, []
         kinds = [one.work.collective if one and one.work else None for one in table.ran]
-        keys = (
-            (instruction or name, module, kind or name)
-            for (instruction, name, module), kind in zip(
-                table.by("instruction", "name", "module"), kinds, strict=True
-            )
-        )
+        rows = zip(table.by("instruction", "name", "module"), kinds, strict=True)
+        keys = [(hlo or name, module, kind or name) for (hlo, name, module), kind in rows]
         wanted = table.began & (table["line"] == "exposed_communication")
         mean = lambda column, rows: float(column[rows].sum()) / self.count  # noqa: E731
         for (name, _, kind), rows in table.grouped(keys, wanted).items():
             work = table.ran[rows[0]].work
             waited, last = self._waited(work, rows)
-            found.append(
-                ledger.Collective(
-                    name=name,
-                    kind=kind,
-                    bytes=float(work.bytes) if work else None,
-                    count=len(rows) / self.count,
-                    seconds=mean(table.seconds, rows),
-                    exposed_seconds=mean(table["exposed"] / 1e9, rows),
-                    wait_seconds=waited / self.count,
-                    last=last,
-                )
-            )
+            size, count = float(work.bytes) if work else None, len(rows) / self.count
+            seconds = mean(table.seconds, rows), mean(table["exposed"] / 1e9, rows), waited / self.count
+            found.append(ledger.Collective(name, kind, size, count, *seconds, last))
         return tuple(sorted(found, key=lambda collective: -collective.exposed_seconds))
 
     def _waited(self, work: Work | None, rows: np.ndarray) -> tuple[float, str | None]:
@@ -171,16 +148,13 @@ class Measured:
         for device in dict.fromkeys(window.device for window in self.windows):
             own = [window for window in self.windows if window.device == device]
             shown = min(own, key=lambda window: abs((window.end - window.start) / 1e9 - self.step_seconds))
-            steps = tuple(
-                ledger.DeviceStep(
-                    window.step,
-                    (window.start - begun) / 1e9,
-                    (window.end - window.start) / 1e9,
-                    {line: time / 1e9 for line, time in timeline.totals(window.painted).items()},
-                )
-                for window in own
-            )
-            found.append(ledger.Device(device, steps, timeline.strip(shown.painted, shown.start, STRIP)))
+            steps = []
+            for window in own:
+                lines = {line: time / 1e9 for line, time in timeline.totals(window.painted).items()}
+                begins, takes = window.start - begun, window.end - window.start
+                steps.append(ledger.DeviceStep(window.step, begins / 1e9, takes / 1e9, lines))
+            strip = timeline.strip(shown.painted, shown.start, STRIP)
+            found.append(ledger.Device(device, tuple(steps), strip))
         return tuple(found)
 
     def clock(self, samples: clocks.Samples) -> ledger.Clock:
