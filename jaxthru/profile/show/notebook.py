@@ -36,18 +36,13 @@ class ShownLedger:
         where it multiplies `GFLOP/s`.
         """
         found = sorted(self.ledger.kernels, key=lambda kernel: -kernel.seconds)[:most]
-        rows = [
-            {
-                "operation": kernel.name,
-                "part": TITLES[kernel.line][0],
-                "source": kernel.source or "",
-                "times": round(kernel.count),
-                "ms": 1e3 * kernel.seconds,
-                "GFLOP/s": kernel.flops_per_second and kernel.flops_per_second / 1e9,
-            }
-            for kernel in found
-        ]
-        return Table(rows, ("operation", "part", "source", "times", "ms", "GFLOP/s"))
+        names = "operation", "part", "source", "times", "ms", "GFLOP/s"
+        rows = []
+        for each in found:
+            speed = each.flops_per_second and each.flops_per_second / 1e9
+            values = each.name, TITLES[each.line][0], each.source or "", round(each.count)
+            rows.append(dict(zip(names, (*values, 1e3 * each.seconds, speed), strict=True)))
+        return Table(rows, names)
 
     def layers(self) -> Table:
         """Returns the seconds of the step by layer, phase and part, the longest first."""
