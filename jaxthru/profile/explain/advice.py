@@ -6,6 +6,7 @@ up. What lies below the noise of the run is not named.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from jaxthru.optim.formats import FORMATS
 from jaxthru.profile.account.ledger import Advice, Ledger, Lint
 from jaxthru.profile.explain.breakdown import noise_threshold
 from jaxthru.profile.explain.run_facts import RunFacts
-from jaxthru.profile.explain.settings import FINDINGS
+from jaxthru.profile.explain.settings import FINDINGS, TEXTS
 
 FLOAT8 = re.compile(r"\b(h100|h200|gh200|b200|gb200|b300|l4|l40s?|ada)\b", re.I)
 FLOAT8_SPEED = 1.6
@@ -59,76 +60,62 @@ def with_advice(ledger: Ledger, config: dict[str, Any]) -> Ledger:
     return dataclasses.replace(ledger, advice=tuple(named), lint=tuple(lint))
 
 
-def _advice(run: RunFacts, cause: str, key: str, value: Any, gain: float | None, text: str) -> Advice:
+def _advice(
+    run: RunFacts, cause: str, key: str, value: Any, gain: float | None, text: str | None = None, **numbers
+) -> Advice:
+    """text: None is that of the table, with these numbers."""
     share = None if gain is None else gain / run.ledger.window.step_seconds
+    text = TEXTS[cause][key].format(**numbers) if text is None else text
     return Advice(cause, key, str(value), gain, share, text)
 
 
 def _data_wait(run: RunFacts) -> Iterator[Advice]:
     now = run["data.loaders"]
-    text = (
-        "The devices waited for the next batch. If the mix has online sources, more processes make their "
-        "tokens; if not, tokenise ahead (without `online`), or put data.store on a faster disk. At most the "
-        "whole wait."
-    )
     value = 2 * now if now else "all cores"
-    yield _advice(run, "data_wait", "data.loaders", value, run.line("data_wait"), text)
+    yield _advice(run, "data_wait", "data.loaders", value, run.line("data_wait"))
 
 
 def _host_gap(run: RunFacts) -> Iterator[Advice]:
-    if run.layered:
-        return  # see _larger
-    text = (
-        "The devices ran out of work before the host gave them more: something in the loop waits for them. "
-        "Read a step's metrics one step late, never a fresh array. At most the whole gap."
-    )
-    yield _advice(run, "host_gap", "host synchronisation", "one step late", run.line("host_gap"), text)
+    if not run.layered:  # else see _larger
+        yield _advice(run, "host_gap", "host synchronisation", "one step late", run.line("host_gap"))
 
 
 def _communication(run: RunFacts) -> Iterator[Advice]:
     exposed, collectives = run.line("exposed_communication"), run.ledger.collectives
     if not collectives:
         return
+    advice = functools.partial(_advice, run, "exposed_communication")
     waited = sum(min(each.wait_seconds, each.exposed_seconds) for each in collectives)
     if not run["data.balance"]:
-        text = "Devices waited for the slowest: even out what each has to do. At most all of that wait."
-        yield _advice(run, "exposed_communication", "data.balance", True, min(waited, exposed), text)
+        yield advice("data.balance", True, min(waited, exposed))
     again = run.mesh["fsdp"] > 1 and run["remat.policy"] != "none" and run["precision.matmul"] != "fp8"
     if again and not run.layered and not run.config["remat"].get("keep_parameters"):
         need = run.gathered_bytes()
         if run.unused_bytes is not None and need <= run.unused_bytes:
-            text = f"Every other gather is for the backward pass; kept, matrices take {need / 1e9:.1f} GB."
             half = min(exposed, run.exposed("all-gather")) / 2
-            yield _advice(run, "exposed_communication", "remat.keep_parameters", True, half, text)
+            yield advice("remat.keep_parameters", True, half, gigabytes=need / 1e9)
     if run.tensor > 1:
         if run.fused_fits and HOPPER.search(run.ledger.run.device_kind):
             won = FUSED_WINS * min(exposed, run.exposed("all-gather", "reduce-scatter"))
-            text = f"Kernels that send while they multiply: {FUSED_WINS:.0%} of it, as on two H200s."
-            yield _advice(run, "exposed_communication", "kernels.collective_matmul", "fused", won, text)
-        text = "Sums over mesh.tensor are on the critical path: half as many devices, half of them."
-        reduced = min(exposed, run.exposed("all-reduce")) / 2
-        yield _advice(run, "exposed_communication", "mesh.tensor", run.tensor // 2, reduced, text)
+            yield advice("kernels.collective_matmul", "fused", won, share=FUSED_WINS)
+        yield advice("mesh.tensor", run.tensor // 2, min(exposed, run.exposed("all-reduce")) / 2)
 
 
 def _host_copies(run: RunFacts) -> Iterator[Advice]:
-    exposed = run.line("exposed_host_copies")
     if run["offload.level"] == "none":
         return
-    state = run["optim.state"]
+    exposed, state = run.line("exposed_host_copies"), run["optim.state"]
+    advice = functools.partial(_advice, run, "exposed_host_copies")
     if (lighter := _lighter(state)) is not None:
-        bytes_of = lambda name: FORMATS[name].bytes_per_parameter().state  # noqa: E731
-        share = 1 - bytes_of(lighter) / bytes_of(state)
-        text = f"{share:.0%} fewer bytes to copy for each parameter, the exposed ones in proportion."
-        yield _advice(run, "exposed_host_copies", "optim.state", lighter, exposed * share, text)
+        now, then = (FORMATS[name].bytes_per_parameter().state for name in (state, lighter))
+        share = 1 - then / now
+        yield advice("optim.state", lighter, exposed * share, share=share)
     pinned = run.ledger.memory.host_pinned_bytes if run.ledger.memory else 0
     if run.unused_bytes and pinned:
         share = min(1.0, run.unused_bytes / pinned)
         fraction = max(0.01, math.ceil(100 * run["offload.fraction"] * (1 - share)) / 100)
-        text = (
-            f"{run.unused_bytes / 1e9:.1f} GB of device memory were never used, {share:.0%} of the "
-            "state on the host; the exposed copies in proportion."
-        )
-        yield _advice(run, "exposed_host_copies", "offload.fraction", fraction, exposed * share, text)
+        numbers = {"share": share, "gigabytes": run.unused_bytes / 1e9}
+        yield advice("offload.fraction", fraction, exposed * share, **numbers)
 
 
 def _larger(run: RunFacts) -> Iterator[Advice]:
@@ -147,17 +134,14 @@ def _larger(run: RunFacts) -> Iterator[Advice]:
         fixed["inefficiency"] = lost, f"weights read for {run.tokens_at_once:,.0f} tokens"
     least = noise_threshold(run.ledger)
     fixed = {cause: (seconds, what) for cause, (seconds, what) in fixed.items() if seconds >= least}
-    if not fixed:
-        return
-    gain = sum(seconds for seconds, _ in fixed.values()) / 2
-    cause = max(fixed, key=lambda each: fixed[each][0])
-    said = ", ".join(f"{what} ({1e3 * seconds:.1f} ms)" for seconds, what in fixed.values())
-    if microbatches > 1:
-        key, value, more = "train.microbatches", microbatches // 2, "Half the micro-batches halve"
-    else:
-        key, value, more = "train.rows", 2 * run["train.rows"], "Twice the rows halve, for each token,"
-    text = f"{more} what does not grow with them: {said}. `plan memory` says whether they fit."
-    yield _advice(run, cause, key, value, gain, text)
+    if fixed:
+        key, value = "train.rows", 2 * run["train.rows"]
+        if microbatches > 1:
+            key, value = "train.microbatches", microbatches // 2
+        said = ", ".join(f"{what} ({1e3 * seconds:.1f} ms)" for seconds, what in fixed.values())
+        gain = sum(seconds for seconds, _ in fixed.values()) / 2
+        text = TEXTS["fixed"][key].format(said=said)
+        yield _advice(run, max(fixed, key=lambda each: fixed[each][0]), key, value, gain, text)
 
 
 def _lighter(state: str) -> str | None:
@@ -168,102 +152,77 @@ def _lighter(state: str) -> str | None:
 
 
 def _recomputation(run: RunFacts) -> Iterator[Advice]:
-    now, unused = run["remat.policy"], run.unused_bytes
+    now, unused, model = run["remat.policy"], run.unused_bytes, run.ledger.model
     again = run.ledger.matmul.recomputation_seconds
     again = run.scoped("recomputation", "matmul") if again is None else again
     cheaper = POLICIES[POLICIES.index(now) + 1 :]
     if not cheaper:
         if run["data.packing"] == "best_fit":
-            text = "Nothing is recomputed: the rest is padding, and rows cut anywhere have none."
-            yield _advice(run, "recomputation", "data.packing", "split", again, text)
+            yield _advice(run, "recomputation", "data.packing", "split", again)
         return
     fitting = [policy for policy in cheaper if unused is not None and run.kept(policy) <= unused]
     policy = fitting[-1] if fitting else cheaper[0]
-    before, after = run.ledger.model.recomputed[now], run.ledger.model.recomputed[policy]
+    before, after = model.recomputed[now], model.recomputed[policy]
     gain = again * (1 - after / before) if before else 0.0
     if now == "full":
         gain += run.scoped("recomputation", "attention")
     if policy == "none":
         gain += run.scoped("recomputation", "other_kernels")
-    extra = run.kept(policy) / 1e9
     fits = f"; {unused / 1e9:.1f} GB were never used" if unused is not None else ""
     fits += "" if fitting else "; `plan memory` says whether it fits"
-    text = (
-        f"Keep more activations: about {extra:.1f} GB{fits}. Of the seconds recomputed, the share of FLOPs "
-        "that this policy does not repeat."
-    )
-    yield _advice(run, "recomputation", "remat.policy", policy, gain, text)
+    numbers = {"gigabytes": run.kept(policy) / 1e9, "fits": fits}
+    yield _advice(run, "recomputation", "remat.policy", policy, gain, **numbers)
 
 
 def _frequency(run: RunFacts) -> Iterator[Advice]:
     lost = run.ledger.matmul.frequency_seconds
     if lost is None or run["precision.matmul"] == "fp8" or not FLOAT8.search(run.ledger.run.device_kind):
         return
-    reasons = run.ledger.clock.cap_reasons
+    reasons, gain = run.ledger.clock.cap_reasons, lost * (1 - 1 / FLOAT8_SPEED)
     why = f" ({max(reasons, key=reasons.__getitem__)})" if reasons else ""
-    text = (
-        f"The clock was held down{why}. In float8 a matrix product takes 1/{FLOAT8_SPEED} of the time, and "
-        "loses so much less to the clock; that it has fewer cycles to run comes on top."
-    )
-    yield _advice(run, "frequency", "precision.matmul", "fp8", lost * (1 - 1 / FLOAT8_SPEED), text)
+    yield _advice(run, "frequency", "precision.matmul", "fp8", gain, why=why, speed=FLOAT8_SPEED)
 
 
 def _inefficiency(run: RunFacts) -> Iterator[Advice]:
-    matmul = run.line("matmul")
-    lost = run.ledger.matmul.inefficiency_seconds
-    if lost is None:
-        return
-    for name, width in run.ledger.model.widths.items():
-        split = run.tensor if name in run.ledger.model.split_widths else 1
+    lost, model = run.ledger.matmul.inefficiency_seconds, run.ledger.model
+    for name, width in model.widths.items() if lost is not None else ():
+        split = run.tensor if name in model.split_widths else 1
         if (size := width / split) % TILE:
             whole = math.ceil(size / TILE) * TILE
-            text = f"{size:g} on a device is no multiple of {TILE}: the empty part of the last tile."
-            gain = min(lost, matmul * (1 - size / whole))
+            gain = min(lost, run.line("matmul") * (1 - size / whole))
+            text = TEXTS["inefficiency"]["model"].format(size=size, tile=TILE)
             yield _advice(run, "inefficiency", f"model.{name}", whole * split, gain, text)
 
 
 def _attention(run: RunFacts) -> Iterator[Advice]:
     peak, of = run.ledger.matmul.peak_flops, run.ledger.run
-    if not (run.gpu and peak and run["kernels.attention"] in ("reference", "xla")):
-        return
-    span = of.attention_span_per_token * of.tokens_per_step
-    needed = run.ledger.model.flops(0, span) / of.devices / peak
-    gain = max(0.0, run.line("attention") - needed)
-    text = (
-        "A kernel made for GPUs visits only what documents allow. At most what lies above its FLOPs at peak."
-    )
-    yield _advice(run, "attention", "kernels.attention", "auto", gain, text)
+    if run.gpu and peak and run["kernels.attention"] in ("reference", "xla"):
+        span = of.attention_span_per_token * of.tokens_per_step
+        needed = run.ledger.model.flops(0, span) / of.devices / peak
+        gain = max(0.0, run.line("attention") - needed)
+        yield _advice(run, "attention", "kernels.attention", "auto", gain)
 
 
 def _other_kernels(run: RunFacts) -> Iterator[Advice]:
-    line = run.line("other_kernels")
-    state, update = run["optim.state"], run.scoped("optimizer", "other_kernels")
+    line, state = run.line("other_kernels"), run["optim.state"]
     if (lighter := _lighter(state)) is not None:
         # An update reads a float32 gradient, and reads and writes weight, master and moments.
-        moved = {name: 4 + 2 * sum(FORMATS[name].bytes_per_parameter()) for name in (state, lighter)}
-        share = 1 - moved[lighter] / moved[state]
-        text = f"The update runs at the speed of memory: {share:.0%} fewer bytes, and as much less time."
-        yield _advice(run, "other_kernels", "optim.state", lighter, min(line, update) * share, text)
+        now, then = (4 + 2 * sum(FORMATS[name].bytes_per_parameter()) for name in (state, lighter))
+        share = 1 - then / now
+        gain = min(line, run.scoped("optimizer", "other_kernels")) * share
+        yield _advice(run, "other_kernels", "optim.state", lighter, gain, share=share)
     if run["model.loop"] == "scan":
         slices = re.compile(r"dynamic[-_](update[-_])?slice")
         copies = {entry.instruction for entry in run.ledger.lint if _stacked(run, entry)}
-        seconds = sum(
-            each.seconds
-            for each in run.ledger.kernels
-            if each.line == "other_kernels"
-            and (each.hlo in copies or slices.search(f"{each.name} {each.hlo}"))
-        )
-        text = (
-            "A loop over layers cuts parameters out of stacks, and stacks and copies what is kept: all of it."
-        )
-        gain = run.painted("other_kernels", seconds)
-        yield _advice(run, "other_kernels", "model.loop", "unroll", gain, text)
+        kernels = [each for each in run.ledger.kernels if each.line == "other_kernels"]
+        named = (each for each in kernels if each.hlo in copies or slices.search(f"{each.name} {each.hlo}"))
+        gain = run.painted("other_kernels", sum(each.seconds for each in named))
+        yield _advice(run, "other_kernels", "model.loop", "unroll", gain)
 
 
 def _precision(run: RunFacts) -> Iterator[Advice]:
     if run.gpu and run["precision.compute"] == "float32":
-        text = "Tensor cores multiply bfloat16 at twice the rate of TF32: half of the matrix products' time."
-        yield _advice(run, "matmul", "precision.compute", "bfloat16", run.line("matmul") / 2, text)
+        yield _advice(run, "matmul", "precision.compute", "bfloat16", run.line("matmul") / 2)
 
 
 def _lint(run: RunFacts) -> Iterator[Advice]:

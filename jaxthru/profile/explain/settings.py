@@ -28,3 +28,6 @@ SETTINGS = {
 
 FINDINGS = {rule: Finding(**found) for rule, found in _TABLE["findings"].items()}
 """Lint rule -> what its findings cost, and what to do about them."""
+
+TEXTS = _TABLE["advice"]
+"""Part -> key -> what advice says, with places for numbers; "fixed": what a step has whatever its tokens."""
