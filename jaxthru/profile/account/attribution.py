@@ -13,13 +13,8 @@ from jaxthru.profile.read import hlo
 from jaxthru.profile.read.hlo import Instruction, Module, size, within
 
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
 )
 
 PROGRAMS = {
@@ -102,21 +97,13 @@ class Attribution:
         layer, phase = layer_and_phase(named, module.name, self.kinds)
         # The result of a "-start" also holds its operands.
         made, read = sum(map(size, instruction.shapes)), sum(map(size, module.operand_shapes(instruction)))
-        started = instruction.opcode.endswith("-start")
-        return Work(
-            module=module.name,
-            instruction=instruction,
-            line=line(module, instruction, named, kind),
-            layer=layer,
-            phase=phase,
-            op_name=named,
-            source=module.frames.get(frame),
-            runs=self._runs.get((module.name, instruction.name), 0),
-            # A loop's body is counted where it runs.
-            flops=0.0 if instruction.opcode in hlo.CONTROL else flops(module, instruction, phase, named),
-            bytes=max(made - read if started else made, read) if kind else made + read,
-            collective=kind,
-        )
+        own = made - read if instruction.opcode.endswith("-start") else made
+        moved = max(own, read) if kind else made + read
+        # A loop's body is counted where it runs.
+        done = 0.0 if instruction.opcode in hlo.CONTROL else flops(module, instruction, phase, named)
+        runs, source = self._runs.get((module.name, instruction.name), 0), module.frames.get(frame)
+        of = line(module, instruction, named, kind), layer, phase, named, source
+        return Work(module.name, instruction, *of, runs, done, moved, kind)
 
 
 def line(module: Module, instruction: Instruction, op_name: str, kind: str | None) -> str:

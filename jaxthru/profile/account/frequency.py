@@ -12,10 +12,7 @@ from jaxthru.profile.account.ledger import Clock
 from jaxthru.profile.collect.clocks import COUNTER, Samples
 from jaxthru.profile.read.xplane import Trace, natural
 
-REFERENCE_MHZ = {
-    r"h200 nvl": (1545, 1785),
-    r"(g?h200|h100(?! (nvl|pcie)))": (1830, 1980),
-}
+REFERENCE_MHZ = {r"h200 nvl": (1545, 1785), r"(g?h200|h100(?! (nvl|pcie)))": (1830, 1980)}
 """Device kind -> the SM clock of its data sheet's dense bf16 FLOP/s, and its highest clock, MHz. The first is
 the data sheet's rate over 4,096 FLOPs per SM and cycle, with 132 SMs."""
 

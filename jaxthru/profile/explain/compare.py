@@ -54,7 +54,8 @@ def compare(
     scale = 1.0 if abs(tokens - 1) < 0.01 else 1 / tokens
     noise = math.hypot(noise_threshold(before), noise_threshold(after) * scale)
     step = before.window.step_seconds
-    config = _machine_changes(before, after) + _config_changes(config_before, config_after)
+    config = _differences(_machine(before), _machine(after))
+    config += tuple(sorted(_differences(_flat(config_before), _flat(config_after))))
     gone, new = _only(before.lint, after.lint), _only(after.lint, before.lint)
     merged = any(entry.rule == "float32_matmuls" for entry in (*gone, *new))
     common = min(each.matmul.recomputation_seconds or 0.0 for each in (before, after))
@@ -74,21 +75,10 @@ def compare(
     causes = Causes(before, after, config, gone, new, scopes, kernels, collectives)
     named = tuple(causes.explained(change) for change in found if abs(change.seconds) > noise)
     large = lambda entries: tuple(entry for entry in entries if abs(entry.seconds) > noise)  # noqa: E731
-    return Comparison(
-        step,
-        after.window.step_seconds * scale,
-        noise,
-        tokens,
-        config,
-        named,
-        sum(change.seconds for change in found if abs(change.seconds) <= noise),
-        large(scopes),
-        large(kernels),
-        large(collectives),
-        gone,
-        new,
-        _figures(before, after),
-    )
+    rest = sum(change.seconds for change in found if abs(change.seconds) <= noise)
+    whole = step, after.window.step_seconds * scale, noise, tokens, config
+    parts_of = large(scopes), large(kernels), large(collectives)
+    return Comparison(*whole, named, rest, *parts_of, gone, new, _figures(before, after))
 
 
 def _parts(ledger: Ledger, merged: bool, common: float) -> dict[str, float]:
@@ -160,23 +150,19 @@ def _only(these: Iterable[Lint], others: Iterable[Lint]) -> tuple[Lint, ...]:
     return tuple(entry for entry in these if (entry.rule, entry.scope) not in known)
 
 
-def _machine_changes(before: Ledger, after: Ledger) -> tuple[tuple[str, Any, Any], ...]:
-    """Returns what differs of the devices and the installed packages."""
-    was, now = (
-        {"devices": f"{each.run.devices} × {each.run.device_kind}"} | each.run.versions
-        for each in (before, after)
-    )
+def _differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
     return tuple((key, was.get(key), now.get(key)) for key in was | now if was.get(key) != now.get(key))
 
 
-def _config_changes(before: dict[str, Any], after: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
-    """Returns the keys that differ; what a profile does to itself is no difference."""
-    was, now = (
-        {f"{group}.{name}": value for group in tree for name, value in tree[group].items()}
-        for tree in (before, after)
-    )
-    keys = sorted(key for key in was.keys() | now.keys() if not key.startswith("profile."))
-    return tuple((key, was.get(key), now.get(key)) for key in keys if was.get(key) != now.get(key))
+def _machine(ledger: Ledger) -> dict[str, str]:
+    """Returns the devices and the installed packages."""
+    return {"devices": f"{ledger.run.devices} × {ledger.run.device_kind}"} | ledger.run.versions
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a configuration by whole keys, without those of the profile: it is no difference."""
+    found = {f"{group}.{name}": value for group in config for name, value in config[group].items()}
+    return {key: found[key] for key in sorted(found) if not key.startswith("profile.")}
 
 
 def _figures(before: Ledger, after: Ledger) -> tuple[tuple[str, float | None, float | None], ...]:

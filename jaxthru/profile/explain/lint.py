@@ -34,17 +34,11 @@ def lint(
     found: list[Lint] = []
     for rule in (copies, float32_matmuls, collectives, loops, not_donated, attention_again):
         more = (exchanges,) if rule is collectives else ()
-        of = [
-            Lint(
-                rule.__name__,
-                work.op_name,
-                work.instruction.name,
-                moved * (runs or {}).get(work.module, 1.0),
-                spent.get((work.module, work.instruction.name)),
-                text,
-            )
-            for work, moved, text in rule(attribution, config, *more)
-        ]
+        of = []
+        for work, moved, text in rule(attribution, config, *more):
+            name, times = work.instruction.name, (runs or {}).get(work.module, 1.0)
+            seconds = spent.get((work.module, name))
+            of.append(Lint(rule.__name__, work.op_name, name, moved * times, seconds, text))
         of.sort(key=lambda entry: (-(entry.seconds or 0.0), -(entry.bytes or 0.0)))
         found += of[:MOST]
     return tuple(found)
@@ -84,11 +78,8 @@ def float32_matmuls(attribution: Attribution, config: Mapping[str, Any]) -> Foun
         wide = [one for one, _ in module.inner(work.instruction) if _is_wide_product(module, one)]
         if work.line == "matmul" and work.runs and wide:
             moved = sum(size(shape) for one in wide for shape in module.operand_shapes(one))
-            yield (
-                work,
-                float(moved * work.runs),
-                f"multiplies float32: {work.flops * work.runs:.3g} FLOPs a step",
-            )
+            text = f"multiplies float32: {work.flops * work.runs:.3g} FLOPs a step"
+            yield work, float(moved * work.runs), text
 
 
 def _is_wide_product(module: Module, instruction: Instruction) -> bool:

@@ -217,17 +217,10 @@ def _instruction(line: str) -> Instruction | None:
     operands = number if opcode == "parameter" else _OPERAND.findall(line, opened, closed)
     op_name = _OP_NAME.search(attributes)
     frame = re.search(r"stack_frame_id=(\d+)", attributes)
-    return Instruction(
-        name=named[2],
-        opcode=opcode,
-        shapes=shapes,
-        operands=tuple(operands),
-        attributes=attributes,
-        calls=tuple(name.lstrip("%") for text in _CALLS.findall(attributes) for name in _names(text)),
-        op_name=op_name[1].replace("\\'", "'") if op_name else "",
-        frame=int(frame[1]) if frame else 0,
-        root=bool(named[1]),
-    )
+    calls = tuple(name.lstrip("%") for text in _CALLS.findall(attributes) for name in _names(text))
+    said = op_name[1].replace("\\'", "'") if op_name else ""
+    held = shapes, tuple(operands), attributes, calls
+    return Instruction(named[2], opcode, *held, said, int(frame[1]) if frame else 0, bool(named[1]))
 
 
 def _names(text: str) -> list[str]:

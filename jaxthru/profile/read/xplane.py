@@ -10,6 +10,7 @@ import dataclasses
 import re
 import statistics
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,10 @@ class Trace:
     counters: dict[str, dict[str, list[tuple[int, float]]]]
     begun: int
 
+    def sort(self) -> None:
+        self.events.sort(key=lambda event: (event.start, event.end))
+        self.host.sort(key=lambda span: span.start)
+
     @property
     def devices(self) -> list[str]:
         return sorted({event.device for event in self.events}, key=natural)
@@ -86,12 +91,8 @@ def read(folder: Path) -> Trace:
         files[int(process) if process.isdigit() else len(files)] = path
     if not files:
         raise ValueError(f"{folder}: holds no trace (*.xplane.pb)")
-    alone = len(files) == 1
-    parts = [
-        table(_opened(path), process, "" if alone else f"{process}/")
-        for process, path in sorted(files.items())
-    ]
-    return merge(parts)
+    prefix = "" if len(files) == 1 else "{}/"
+    return merge([table(_opened(path), each, prefix.format(each)) for each, path in sorted(files.items())])
 
 
 def _opened(path: Path) -> ProfileData:
@@ -117,66 +118,91 @@ def stats(plane) -> dict[str, Any]:
 
 def table(data: ProfileData, process: int = 0, prefix: str = "") -> Trace:
     """Returns one process's trace. prefix: goes before the numbers of its devices."""
+    reader = _Process(process, prefix)
     with warnings.catch_warnings():  # the iterators' types name no module; as an error that ends the process
         warnings.simplefilter("ignore", DeprecationWarning)
-        return _table(data, process, prefix)
+        for plane in data.planes:
+            reader.read(plane)
+    return reader.finished()
 
 
-def _table(data: ProfileData, process: int, prefix: str) -> Trace:
-    trace = Trace([], [], {}, 0)
-    launches: dict[int, int] = {}
-    correlated: list[tuple[int, Event]] = []
-    on_host: list[Event] = []
-    for plane in data.planes:
+class _Process:
+    """The planes of one process, as they are read. launches: when the host called for a number's event."""
+
+    def __init__(self, number: int, prefix: str):
+        self.number, self.prefix, self.trace = number, prefix, Trace([], [], {}, 0)
+        self.launches: dict[int, int] = {}
+        self.correlated: list[tuple[int, Event]] = []
+        self.on_host: list[Event] = []
+
+    def read(self, plane) -> None:
         if found := re.match(r"/device:GPU:(\d+)", plane.name):
-            device = prefix + found[1]
+            device = self.prefix + found[1]
             for line in plane.lines:
                 if line.name.startswith("Stream"):
-                    _stream(line, device, trace, correlated)
+                    self.stream(line, device)
                 elif line.name == "_counters_":
-                    _counters(line, trace.counters.setdefault(device, {}))
+                    _counters(line, self.trace.counters.setdefault(device, {}))
         elif plane.name.startswith("/host:"):
-            ended: dict[Any, int] = {}
-            begun: list[tuple[Any, Event]] = []
+            begun, ended = [], {}
             for line in plane.lines:
-                _host(line, process, prefix, trace, launches, begun, ended)
+                self.host(line, begun, ended)
             for mark, event in begun:
                 event.end = max(event.end, ended.get(mark, 0))
-            _number([event for _, event in begun], prefix)
-            on_host += [event for _, event in begun]
+            # Ordinals of CPU devices leave room for other processes' devices.
+            ordinals = sorted({event.device for _, event in begun}, key=natural)
+            names = {device: f"{self.prefix}{index}" for index, device in enumerate(ordinals)}
+            for _, event in begun:
+                event.device = names[event.device]
+            self.on_host += [event for _, event in begun]
         elif plane.name == "Task Environment":
-            trace.begun = int(stats(plane).get("profile_start_time", 0))
-    # Beside a GPU the host may name an instruction too, as it launches it: that did not run there.
-    trace.events += [] if trace.events else on_host
-    for correlation, event in correlated:
-        event.launched = launches.get(correlation)
-    trace.events.sort(key=lambda event: (event.start, event.end))
-    trace.host.sort(key=lambda span: span.start)
-    if trace.events and trace.events[0].start > trace.begun > 0:
-        trace.begun = 0  # times are wall times themselves
-    return trace
+            self.trace.begun = int(stats(plane).get("profile_start_time", 0))
 
+    def stream(self, line, device: str) -> None:
+        """Reads what ran on a stream of a GPU."""
+        for event in line.events:
+            said, span = dict(event.stats), (round(event.start_ns), round(event.end_ns))
+            kind = next((kind for name, kind in COPIES.items() if name in event.name), "kernel")
+            kind = "memset" if event.name.startswith("Memset") else kind
+            size = re.search(r"\bsize:(\d+)", str(said.get("memcpy_details", "")))
+            own = str(said.get("hlo_module", "")), str(said.get("hlo_op", ""))
+            held = int(size[1]) if size else 0
+            found = Event(device, line.name, event.name, *span, *own, kind, held)
+            self.trace.events.append(found)
+            if "correlation_id" in said:
+                self.correlated.append((int(said["correlation_id"]), found))
 
-def _stream(line, device: str, trace: Trace, correlated: list[tuple[int, Event]]) -> None:
-    for event in line.events:
-        stats = dict(event.stats)
-        kind = next((kind for name, kind in COPIES.items() if name in event.name), "kernel")
-        kind = "memset" if event.name.startswith("Memset") else kind
-        size = re.search(r"\bsize:(\d+)", str(stats.get("memcpy_details", "")))
-        found = Event(
-            device,
-            line.name,
-            event.name,
-            round(event.start_ns),
-            round(event.end_ns),
-            str(stats.get("hlo_module", "")),
-            str(stats.get("hlo_op", "")),
-            kind,
-            int(size[1]) if size else 0,
-        )
-        trace.events.append(found)
-        if "correlation_id" in stats:
-            correlated.append((int(stats["correlation_id"]), found))
+    def host(self, line, begun: list[tuple[Any, Event]], ended: dict[Any, int]) -> None:
+        """Reads a host thread: the loop's annotations, calls of the driver, and instructions that it ran.
+
+        A CPU's instruction may go on in other threads after its event ended: then an event "end: NAME" says
+        when it was over, and the two carry the same number (`_p`, `_c`).
+        """
+        for event in line.events:
+            name, span = event.name, (round(event.start_ns), round(event.end_ns))
+            if name in SPANS:
+                step = dict(event.stats).get("step_num")
+                self.trace.host.append(Span(self.number, name, *span, step and int(step)))
+            elif name.startswith("cu") and "correlation_id" in (said := dict(event.stats)):
+                self.launches[int(said["correlation_id"])] = span[0]
+            elif name.startswith("end: "):
+                ended[dict(event.stats).get("_c")] = span[1]
+            elif not name.startswith(("$", "Threadpool")) and "hlo_op" in (said := dict(event.stats)):
+                device, module = str(said.get("device_ordinal", 0)), str(said["hlo_module"])
+                found = Event(device, line.name, name, *span, module, str(said["hlo_op"]))
+                found.run = said.get("run_id")
+                begun.append((said.get("_p"), found))
+
+    def finished(self) -> Trace:
+        trace = self.trace
+        # Beside a GPU the host may name an instruction too, as it launches it: that did not run there.
+        trace.events += [] if trace.events else self.on_host
+        for correlation, event in self.correlated:
+            event.launched = self.launches.get(correlation)
+        trace.sort()
+        if trace.events and trace.events[0].start > trace.begun > 0:
+            trace.begun = 0  # times are wall times themselves
+        return trace
 
 
 def _counters(line, into: dict[str, list[tuple[int, float]]]) -> None:
@@ -184,47 +210,6 @@ def _counters(line, into: dict[str, list[tuple[int, float]]]) -> None:
         values = [value for value in dict(event.stats).values() if isinstance(value, int | float)]
         if values:
             into.setdefault(event.name, []).append((round(event.start_ns), float(values[0])))
-
-
-def _host(
-    line,
-    process: int,
-    prefix: str,
-    trace: Trace,
-    launches: dict[int, int],
-    begun: list[tuple[Any, Event]],
-    ended: dict[Any, int],
-) -> None:
-    """Reads a host thread: the loop's annotations, calls of the driver, and instructions run by the thread.
-
-    A CPU's instruction may go on in other threads after its event ended: then an event "end: NAME" says when
-    it was over, and the two carry the same number (`_p`, `_c`).
-    """
-    for event in line.events:
-        name = event.name
-        if name in SPANS:
-            step = dict(event.stats).get("step_num")
-            trace.host.append(
-                Span(process, name, round(event.start_ns), round(event.end_ns), step and int(step))
-            )
-        elif name.startswith("cu") and "correlation_id" in (stats := dict(event.stats)):
-            launches[int(stats["correlation_id"])] = round(event.start_ns)
-        elif name.startswith("end: "):
-            ended[dict(event.stats).get("_c")] = round(event.end_ns)
-        elif not name.startswith(("$", "Threadpool")) and "hlo_op" in (stats := dict(event.stats)):
-            device = f"{prefix}{stats.get('device_ordinal', 0)}"
-            span = round(event.start_ns), round(event.end_ns)
-            found = Event(device, line.name, name, *span, str(stats["hlo_module"]), str(stats["hlo_op"]))
-            found.run = stats.get("run_id")
-            begun.append((stats.get("_p"), found))
-
-
-def _number(events: list[Event], prefix: str) -> None:
-    """Numbers a process's CPU devices from 0: their ordinals leave room for other processes' devices."""
-    ordinals = sorted({event.device for event in events}, key=natural)
-    names = {device: f"{prefix}{index}" for index, device in enumerate(ordinals)}
-    for event in events:
-        event.device = names[event.device]
 
 
 def merge(parts: list[Trace]) -> Trace:
@@ -250,8 +235,7 @@ def merge(parts: list[Trace]) -> Trace:
         first.events += part.events
         first.host += part.host
         first.counters |= part.counters
-    first.events.sort(key=lambda event: (event.start, event.end))
-    first.host.sort(key=lambda span: span.start)
+    first.sort()
     return first
 
 
@@ -261,10 +245,10 @@ COLLECTIVE = re.compile(r"all-|all_|reduce-scatter|reduce_scatter|collective|ncc
 def _ends(trace: Trace) -> dict[tuple[str, str, int], int]:
     """Returns when each run of each collective ended, on the process's first device that ran it."""
     ends: dict[tuple[str, str, int], int] = {}
-    count: dict[tuple[str, str, str], int] = {}
+    count: Counter[tuple[str, str, str]] = Counter()
     for event in trace.events:
         if COLLECTIVE.search(event.hlo) or COLLECTIVE.search(event.name):
             key = event.device, event.module, event.hlo
-            count[key] = count.get(key, 0) + 1
+            count[key] += 1
             ends.setdefault((event.module, event.hlo, count[key]), event.end)
     return ends

@@ -11,14 +11,7 @@ from jaxthru.profile.account.ledger import LINES, Device, Ledger, Lint
 from jaxthru.profile.explain.breakdown import figures, noise_threshold, parts
 from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
-from jaxthru.profile.explain.verdict import (
-    nothing_to_win,
-    relation,
-    shares,
-    thresholds,
-    unadvised,
-    verdict,
-)
+from jaxthru.profile.explain.verdict import nothing_to_win, relation, shares, thresholds, unadvised, verdict
 
 LEDGER = Path(__file__).parents[3] / "docs" / "ledger.md"
 """A report lies in a run's directory, anywhere: only a whole address leads from there to a checkout."""
