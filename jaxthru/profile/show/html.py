@@ -27,7 +27,7 @@ Content = dict[str, Any] | None
 def report(ledger: Ledger) -> str:
     """Returns the page."""
     unit = Unit.of(ledger.window.step_seconds)
-    sections = (_waterfall, _advice, _timeline, _clock, _memory, _lint)
+    sections = (_waterfall, _timeline, _lint)
     return template("report.html").render(
         ledger=ledger,
         unit=unit,
@@ -39,6 +39,8 @@ def report(ledger: Ledger) -> str:
         thresholds=thresholds(ledger),
         said=f"{shares(ledger, unit)} {relation(ledger, unit)}",
         noise_threshold=unit(noise_threshold(ledger)),
+        nothing_to_win=nothing_to_win(ledger, unit),
+        drawn=plot,
         **{section.__name__.removeprefix("_"): section(ledger, unit) for section in sections},
     )
 
@@ -52,6 +54,7 @@ def template(name: str):
     made = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     made.filters |= {"code": code, "json": json.dumps, "classes": classes, "tera": tera}
     made.filters |= {"share": "{:.1%}".format, "count": "{:,.0f}".format}
+    made.tests["setting"] = lambda each: bool(CONFIG_KEY.fullmatch(each.key) and " " not in each.value)
     return made.get_template(name)
 
 
@@ -108,16 +111,6 @@ def _waterfall(ledger: Ledger, unit: Unit) -> Content:
     return {"bars": drawn, "total": total, "notes": " ".join(notes)}
 
 
-def _advice(ledger: Ledger, unit: Unit) -> Content:
-    items, known = [], False
-    for each in ledger.advice:
-        gain = "memory only, or not known"
-        if each.gain_seconds is not None:
-            gain, known = f"{unit(each.gain_seconds)} ({each.gain_share:.1%})", True
-        items.append((each, CONFIG_KEY.fullmatch(each.key) and " " not in each.value, gain))
-    return {"pieces": items, "nothing": "" if known else nothing_to_win(ledger, unit)}
-
-
 def _timeline(ledger: Ledger, unit: Unit) -> Content:
     devices = [device for device in ledger.devices if device.strip][:DEVICES]
     if not devices:
@@ -145,28 +138,19 @@ def _strip(device: Device, unit: Unit) -> tuple:
     return called, said, end, paths, names, spans, [unit(end * i / 4) for i in range(5)]
 
 
-def _clock(ledger: Ledger, unit: Unit) -> list[dict[str, Any]]:
-    reference = ledger.matmul.reference_mhz
-    mark = (reference, f"reference, {reference:,.0f} MHz") if reference else None
-    drawn = ("Clock, MHz", ledger.clock.samples, "MHz", mark), ("Power, W", ledger.clock.power, "W", None)
-    return [
-        plot(title, points, name, "after # s", [unit(points[0][0]), unit(points[-1][0])], mark=level)
-        for title, points, name, level in drawn
-        if points
-    ]
-
-
 def plot(
     title: str,
     points: Sequence[tuple[float, float]],
     unit: str,
     x: str,
     ticks: Sequence[str],
+    scale: float = 1.0,
     zero: bool = False,
     mark: tuple[float, str] | None = None,
 ) -> dict[str, Any]:
-    """Returns what a line plot is drawn of. x: what a place is called, "#" where its number goes. zero: the y
-    axis begins there. mark: a level drawn as a dashed line, and its name."""
+    """Returns what a line plot is drawn of. x: what a place is called, "#" where its number goes. scale: of
+    values. zero: the y axis begins there. mark: a level drawn as a dashed line, and its name."""
+    points = [(at, value / scale) for at, value in points]
     xs, ys = zip(*points, strict=True)
     levels = [*ys, *([mark[0]] if mark else []), *([0.0] if zero else [])]
     low, high = min(levels), max(levels)
@@ -188,27 +172,6 @@ def plot(
         "ticks": ticks,
         "mark": mark and (up(mark[0]), mark[1]),
     }
-
-
-def _memory(ledger: Ledger, unit: Unit) -> Content:
-    memory = ledger.memory
-    if memory is None:
-        return None
-    most = max(memory.peak_bytes or 0, *memory.categories.values(), 1)
-    name, scale = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
-    size = lambda count: f"{count / scale:,.2f}\N{NO-BREAK SPACE}{name}"  # noqa: E731
-    total = sum(memory.categories.values())
-    program = total - sum(memory.categories.get(rest, 0) for rest in ("fragmentation", "beside"))
-    known = sorted(memory.categories.items(), key=lambda item: -item[1])
-    rows = [(category, size(count), f"{count / total:.1%}") for category, count in known if count]
-    rows.append(("program's peak", size(program), f"{program / total:.1%}"))
-    beyond = ("the runtime's own peak", memory.peak_bytes), ("pinned on the host", memory.host_pinned_bytes)
-    rows += [(what, size(count), "") for what, count in beyond if count]
-    points, ends = [(at, count / scale) for at, count in memory.curve], ["start of the step", "end"]
-    title = f"Over the step, {name}"
-    curve = plot(title, points, name, "at # of the step", ends, zero=True) if len(points) > 1 else None
-    buffers = [((each.scope or "–", each.source), each.category, size(each.bytes)) for each in memory.buffers]
-    return {"curve": curve, "rows": rows, "largest": buffers}
 
 
 def _lint(ledger: Ledger, unit: Unit) -> Content:
