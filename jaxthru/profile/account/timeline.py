@@ -89,12 +89,9 @@ def identify(event: Event, attribution: Attribution, learned: Mapping[str, str])
     work = work or attribution.of_kernel(event.name)
     if work:
         return Ran(event, work.line, work)
-    line = learned.get(event.name) or next(
-        (line for line, parts in BY_NAME if any(part in event.name for part in parts)), None
-    )
-    if line is None and event.kind == "on_device":
-        line = "other_kernels"
-    return Ran(event, line or "unclassified", None)
+    named = (line for line, parts in BY_NAME if any(part in event.name for part in parts))
+    unknown = "other_kernels" if event.kind == "on_device" else "unclassified"
+    return Ran(event, learned.get(event.name) or next(named, unknown), None)
 
 
 def windows(
@@ -167,9 +164,8 @@ def _firsts(first: list[Ran], steps: int, device: str) -> list[Event]:
         found = runs[one.event.hlo, one.event.name]
         if steps <= len(found) <= steps + 2:
             return found[: steps + 1]
-    raise ValueError(
-        f"device {device}: {steps} steps cannot be told apart in its trace of {len(first)} kernels"
-    )
+    of = f"its trace of {len(first)} kernels"
+    raise ValueError(f"device {device}: {steps} steps cannot be told apart in {of}")
 
 
 def _called(ran: list[Ran], firsts: list[Event], host: list[Span], first_step: int) -> list[int | None]:
@@ -231,17 +227,11 @@ def split_idle(
         if called is not None and called <= gap.start:  # the batch that the loop waits for is a later step's
             painted.append(Painted(gap.start, gap.end, "dependency", None))
             continue
+        within = [(*wait, "data_wait") for wait in waits if wait[0] < gap.end and wait[1] > gap.start]
+        waited, left = paint(within, gap.start, gap.end) if within else ([], [gap])
         rest = "dependency" if called is None else "host_gap"
-        at = gap.start
-        for begun, over in waits:
-            begun, over = max(begun, at), min(over, gap.end)
-            if begun < over:
-                if at < begun:
-                    painted.append(Painted(at, begun, rest, None))
-                painted.append(Painted(begun, over, "data_wait", None))
-                at = over
-        if at < gap.end:
-            painted.append(Painted(at, gap.end, rest, None))
+        pieces = [*(piece[:3] for piece in waited), *((one.start, one.end, rest) for one in left)]
+        painted += [Painted(*piece, None) for piece in sorted(pieces)]
     return painted
 
 

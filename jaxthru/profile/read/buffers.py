@@ -88,17 +88,12 @@ def breakdown(
     """
     allocations, values = parse(dump)
     purpose = Purpose(values, scopes, unnamed)
-    spaces = {space: dict.fromkeys(CATEGORIES, 0) for space in (0, HOST)}
+    device, host = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
     for found, _, size, category in held(allocations, purpose, argument, output):
-        spaces[HOST if found.space == HOST else 0][category] += size
+        (host if found.space == HOST else device)[category] += size
     moment = fullest(allocations)
-    return Breakdown(
-        spaces[0],
-        spaces[HOST],
-        sum(spaces[0].values()),
-        sum(spaces[HOST].values()),
-        next((value.made for value in values if value.first == moment and value.made), ""),
-    )
+    at = next((value.made for value in values if value.first == moment and value.made), "")
+    return Breakdown(device, host, sum(device.values()), sum(host.values()), at)
 
 
 def held(
