@@ -45,13 +45,11 @@ def footprint(
             of = f"activations of {layer}"
             categories[of] = categories.get(of, 0) + size
             categories[category] -= size
-    return Memory(
-        peak_bytes=peak_bytes,
-        categories=categories,
-        buffers=_largest(there, name, attribution),
-        curve=_curve(allocations),
-        host_pinned_bytes=host_pinned_bytes,
-    )
+    largest = []
+    for size, category, value in sorted(there, key=lambda row: -row[0])[:BUFFERS]:
+        work = attribution.find(name, value.instruction)
+        largest.append(Buffer(size, value.made, work.source if work else None, category))
+    return Memory(peak_bytes, categories, tuple(largest), _curve(allocations), host_pinned_bytes)
 
 
 def _dumps(folder: Path) -> dict[str, dict[str, str]]:
@@ -83,22 +81,11 @@ def _layer(value: buffers.Value, module: str, attribution: Attribution) -> str:
     return next((work.layer for work in works if work and work.layer != "other"), "other")
 
 
-def _largest(
-    there: list[tuple[int, str, buffers.Value]], module: str, attribution: Attribution
-) -> tuple[Buffer, ...]:
-    found = []
-    for size, category, value in sorted(there, key=lambda row: -row[0])[:BUFFERS]:
-        work = attribution.find(module, value.instruction)
-        found.append(Buffer(size, value.made, work.source if work else None, category))
-    return tuple(found)
-
-
 def _curve(allocations: list[buffers.Allocation]) -> tuple[tuple[float, float], ...]:
     """Returns (position from 0 to 1, bytes): what lives throughout, and temporaries. Of many points, the
     highest of each stretch is kept."""
-    constant = sum(
-        found.size for found in allocations if found.kind != "temporary" and found.space != buffers.HOST
-    )
+    here = [found for found in allocations if found.space != buffers.HOST]
+    constant = sum(found.size for found in here if found.kind != "temporary")
     points = buffers.curve(allocations)
     last = max((at for at, _ in points), default=0) or 1
     highest: dict[int, tuple[int, int]] = {}

@@ -229,13 +229,10 @@ class Profile:
 
     def collected(self) -> dict[str, Any]:
         """Returns what the traces are of, for `profile.build`."""
-        devices = jax.devices()
-        kind = devices[0].device_kind
+        kind = jax.devices()[0].device_kind
         taken = [one for one in self.passes if one not in self._coming]
-        return {
-            "platform": jax.default_backend(),
-            "device_kind": kind,
-            "devices": len(devices),
+        machine = {"platform": jax.default_backend(), "device_kind": kind, "devices": jax.device_count()}
+        return machine | {
             "processes": jax.process_count(),
             "peak_flops": hardware.data_sheet_flops(kind),
             "peak_bytes": self._peak or hardware.peak_bytes(),

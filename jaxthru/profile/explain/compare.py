@@ -166,24 +166,17 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figures(before: Ledger, after: Ledger) -> tuple[tuple[str, float | None, float | None], ...]:
-    def watts(ledger: Ledger) -> float | None:
-        power = [value for _, value in ledger.clock.power]
-        return sum(power) / len(power) if power else None
-
-    def peak(ledger: Ledger) -> float | None:
-        return ledger.memory.peak_bytes if ledger.memory else None
-
-    def category(ledger: Ledger, name: str) -> float | None:
-        return ledger.memory.categories.get(name, 0) if ledger.memory else None
-
     names = dict.fromkeys(name for each in (before, after) if each.memory for name in each.memory.categories)
-    rows = [
-        ("clock, MHz", before.clock.mean_mhz, after.clock.mean_mhz),
-        ("power, W", watts(before), watts(after)),
-        ("peak memory, bytes", peak(before), peak(after)),
-        *((f"  {name}", category(before, name), category(after, name)) for name in names),
-    ]
-    return tuple((name, a, b) for name, a, b in rows if a != b)
+
+    def of(ledger: Ledger) -> dict[str, float | None]:
+        power, memory = [watts for _, watts in ledger.clock.power], ledger.memory
+        return {
+            "clock, MHz": ledger.clock.mean_mhz,
+            "power, W": sum(power) / len(power) if power else None,
+            "peak memory, bytes": memory and memory.peak_bytes,
+        } | {f"  {name}": memory and memory.categories.get(name, 0) for name in names}
+
+    return _differences(of(before), of(after))
 
 
 def title(name: str) -> str:
