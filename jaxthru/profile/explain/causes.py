@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxthru.profile.account.ledger import Ledger, Lint
 from jaxthru.profile.explain.breakdown import MATMUL_PARTS
-from jaxthru.profile.explain.settings import FINDINGS, SETTINGS
+from jaxthru.profile.explain.settings import CAUSES, FINDINGS, SETTINGS
 
 MACHINE = ("devices", "jax", "jaxlib")
 """What moves any part: not of the configuration, but of what it ran on."""
@@ -41,9 +41,8 @@ class Causes:
     def explained(self, change: Change) -> Change:
         """Returns the change with its likely cause."""
         entries = self.new if change.seconds > 0 else self.gone
-        lint = [
-            entry for entry in entries if entry.rule in FINDINGS and change.name in FINDINGS[entry.rule].parts
-        ]
+        moving = {rule for rule, found in FINDINGS.items() if change.name in found.parts}
+        lint = [entry for entry in entries if entry.rule in moving]
         lint.sort(key=lambda entry: -(entry.seconds or 0.0))
         said = []
         if lint:
@@ -58,11 +57,9 @@ class Causes:
 
     def seen(self, change: Change) -> list[str]:
         """Returns what the ledgers show of a part beside its seconds."""
+        if change.name in CAUSES:
+            return [CAUSES[change.name]]
         match change.name:
-            case "data_wait":
-                return ["the loop waited for its batches: the source or its loader"]
-            case "host_gap":
-                return ["the devices waited for the host: a synchronisation, or work between two dispatches"]
             case "frequency":
                 return [self.clock()]
             case "exposed_communication":
@@ -72,9 +69,8 @@ class Causes:
             case "exposed_host_copies" | "dependency":
                 return []
         line = "matmul" if change.name in MATMUL_PARTS else change.name
-        return self.largest(self.kernels, change, f"({line})") or self.largest(
-            self.scopes, change, f"({line})"
-        )
+        kernels, scopes = (self.largest(each, change, f"({line})") for each in (self.kernels, self.scopes))
+        return kernels or scopes
 
     def largest(self, entries: list[Change], change: Change, within: str) -> list[str]:
         """Returns the entry that moved most in the direction of the change."""
@@ -90,9 +86,8 @@ class Causes:
         reasons = b.cap_reasons if b.mean_mhz < a.mean_mhz else a.cap_reasons
         said += f", held down by {max(reasons, key=reasons.__getitem__)}" if reasons else ""
         same = abs(self.after.matmul.flops / max(1.0, self.before.matmul.flops) - 1) < 0.01
-        return said + (
-            ", with the same FLOPs: the operands, or the power and heat that the card has" if same else ""
-        )
+        alike = ", with the same FLOPs: the operands, or the power and heat that the card has"
+        return said + alike * same
 
     def waited(self, change: Change) -> list[str]:
         """Returns who came last, where waiting for it is most of the change."""

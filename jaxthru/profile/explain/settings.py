@@ -20,6 +20,9 @@ _TABLE = tomllib.loads(Path(__file__).with_name("parts.toml").read_text(encoding
 TITLES = {name: (part["title"], part["said"]) for name, part in _TABLE["parts"].items()}
 """Part -> its title, and what it is in a sentence."""
 
+CAUSES = {name: part["cause"] for name, part in _TABLE["parts"].items() if "cause" in part}
+"""Part -> what a change of it says by itself."""
+
 SETTINGS = {
     name: tuple(key for one in part["settings"] for key in _TABLE["several"].get(one, [one]))
     for name, part in _TABLE["parts"].items()

@@ -70,18 +70,6 @@ def verdict(ledger: Ledger) -> str:
     return f"{share:.0%} of what {device} in large {against.name} matrix products: {against.word(share)}."
 
 
-def thresholds(ledger: Ledger) -> str:
-    """Returns what the verdict goes by, "" where there is none."""
-    against = sustained(ledger)
-    if against is None or figures(ledger).flops_per_second is None:
-        return ""
-    return (
-        f"Verdict: the FLOPs that the model needs, over {against.flops / 1e12:,.0f} TFLOP/s, what an H200 "
-        f"sustains in a loop of large {against.name} matrix products. Good: from {against.good:.0%}, as "
-        f"tuned steps (docs/results.md, One GPU); fair: from {against.fair:.0%}; low: less."
-    )
-
-
 def shares(ledger: Ledger, unit: Unit) -> str:
     """Returns in words what the useful part of the step is, and the largest of the rest."""
     found, step = parts(ledger), ledger.window.step_seconds
@@ -119,17 +107,3 @@ def nothing_to_win(ledger: Ledger, unit: Unit) -> str:
     if window.noise > NOISY:
         said += " Its steps differ by that much: profile on an idle machine to see smaller gains."
     return said
-
-
-def unadvised(ledger: Ledger, unit: Unit) -> list[str]:
-    """Returns for each kind of finding without advice, in a sentence, why it has none."""
-    gains = {
-        (each.rule, each.remedy): each.gain_seconds
-        for each in ledger.lint
-        if each.gain_seconds is not None and not each.advised
-    }
-    return [
-        f"No advice on {rule.replace('_', ' ')}: another `{remedy}` is expected to win {unit(gain)} a step "
-        f"at most, below the noise of {unit(noise_threshold(ledger))}."
-        for (rule, remedy), gain in gains.items()
-    ]

@@ -11,7 +11,7 @@ from jaxthru.profile.account.ledger import LINES, Device, Ledger, Lint
 from jaxthru.profile.explain.breakdown import figures, noise_threshold, parts
 from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
-from jaxthru.profile.explain.verdict import nothing_to_win, relation, shares, thresholds, unadvised, verdict
+from jaxthru.profile.explain.verdict import nothing_to_win, relation, shares, sustained, verdict
 
 LEDGER = Path(__file__).parents[3] / "docs" / "ledger.md"
 """A report lies in a run's directory, anywhere: only a whole address leads from there to a checkout."""
@@ -36,7 +36,7 @@ def report(ledger: Ledger) -> str:
         figures=figures(ledger),
         parts=parts(ledger),
         verdict=verdict(ledger),
-        thresholds=thresholds(ledger),
+        sustained=sustained(ledger),
         said=f"{shares(ledger, unit)} {relation(ledger, unit)}",
         noise_threshold=unit(noise_threshold(ledger)),
         nothing_to_win=nothing_to_win(ledger, unit),
@@ -51,7 +51,8 @@ def template(name: str):
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    made = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    strict = {"autoescape": True, "undefined": jinja2.StrictUndefined}
+    made = jinja2.Environment(loader=loader, extensions=["jinja2.ext.do"], **strict)
     made.filters |= {"code": code, "json": json.dumps, "classes": classes, "tera": tera}
     made.filters |= {"share": "{:.1%}".format, "count": "{:,.0f}".format}
     made.tests["setting"] = lambda each: bool(CONFIG_KEY.fullmatch(each.key) and " " not in each.value)
@@ -174,7 +175,7 @@ def plot(
     }
 
 
-def _lint(ledger: Ledger, unit: Unit) -> Content:
+def _lint(ledger: Ledger, unit: Unit) -> list[tuple]:
     alike: dict[tuple[str, str, str, bool], list[Lint]] = {}
     for each in ledger.lint:
         alike.setdefault((each.rule, each.scope, each.text, each.advised), []).append(each)
@@ -191,4 +192,4 @@ def _lint(ledger: Ledger, unit: Unit) -> Content:
         )
         rows.append((sum(seconds), cells))
     rows.sort(key=lambda row: -row[0])
-    return {"rows": [cells for _, cells in rows], "notes": " ".join(unadvised(ledger, unit))}
+    return [cells for _, cells in rows]
