@@ -5,6 +5,7 @@ questions that the report does not answer (docs/profile.md).
 """
 
 import logging
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,15 +36,16 @@ class Operations:
                     owned[id(window.ran[piece.owner])] += piece.end - piece.start
         rows, self.ran, began, seen = [], [], [], set()
         for window in windows:
-            for one in window.ran:
-                start, end = one.event.start, one.event.end
-                inside = window.start <= start < window.end
-                # Of a step that is not in the pass, and still at work in this one.
-                if inside or (id(one) in owned and id(one) not in seen and start < window.start < end):
-                    rows.append((window.device, window.step, *_row(one, owned[id(one)])))
-                    self.ran.append(one)
-                    began.append(inside)
-                    seen.add(id(one))
+            first, last = (bisect_left(window.ran, at, key=_start) for at in (window.start, window.end))
+            owners = {piece.owner for piece in window.painted if piece.owner is not None}
+            # Of a step that is not in the pass, and still at work in this one.
+            before = [at for at in sorted(owners) if at < first and id(window.ran[at]) not in seen]
+            for at in (*before, *range(first, last)):
+                one = window.ran[at]
+                rows.append((window.device, window.step, *_row(one, owned[id(one)])))
+                self.ran.append(one)
+                began.append(at >= first)
+                seen.add(id(one))
             for start, end, line, owner in window.painted:
                 if owner is None:
                     idle = start, end, "", "", "", line, "", "", np.nan, np.nan, end - start
@@ -100,6 +102,10 @@ NAMES = (
     *("device", "step", "start", "end", "module", "instruction", "name", "line", "layer", "phase"),
     *("flops", "bytes", "exposed"),
 )
+
+
+def _start(one: Ran) -> int:
+    return one.event.start
 
 
 def _row(one: Ran, owned: int) -> tuple:
