@@ -37,15 +37,13 @@ def reference(kind: str) -> tuple[float | None, float | None]:
 def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple[int, int]]) -> Clock:
     """Returns the clock between two moments of a trace. busy: when matrix products ran on the first device,
     in order; the mean is taken over it, where samples fall into it, for it is these that the clock slows."""
-    traced = {
-        device: [(at, value / 1e6) for name, rows in by_name.items() if is_clock(name) for at, value in rows]
-        for device, by_name in trace.counters.items()
-    }
-    traced = {device: rows for device, rows in traced.items() if rows}
-    asked = {
-        device: [(row[0] - trace.begun, *row[1:]) for row in rows] for device, rows in samples.devices.items()
-    }
-    asked = {device: [row for row in rows if start <= row[0] <= end] for device, rows in asked.items()}
+    traced, asked = {}, {}
+    for device, by_name in trace.counters.items():
+        if sampled := [row for name, rows in by_name.items() if is_clock(name) for row in rows]:
+            traced[device] = [(at, hertz / 1e6) for at, hertz in sampled]
+    for device, rows in samples.devices.items():
+        shifted = ((at - trace.begun, *rest) for at, *rest in rows)
+        asked[device] = [row for row in shifted if start <= row[0] <= end]
     source = "cupti" if traced else "nvml" if any(asked.values()) else "none"
     rows = traced or {device: [row[:2] for row in rows] for device, rows in asked.items()}
     first = min(rows, key=natural, default=None)  # as `busy` is: planes stand in any order

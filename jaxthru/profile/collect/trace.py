@@ -202,9 +202,8 @@ class Profile:
                 jax.profiler.stop_trace()
             self._samples.write(self.folder / ended.name / str(jax.process_index()) / "clocks.json")
             if distributed.is_primary():
-                write_atomically(
-                    self.folder / "collected.json", json.dumps(self.collected(), indent=1) + "\n"
-                )
+                text = json.dumps(self.collected(), indent=1) + "\n"
+                write_atomically(self.folder / "collected.json", text)
         except Exception as error:  # a full disk must not cost the run a step, nor its last state
             log.warning("%s: the trace is not whole: %s: %s", self.folder, type(error).__name__, error)
 
@@ -222,10 +221,9 @@ class Profile:
         self.say("reading the profile")
         try:
             self.publish(self.folder)
-        except ValueError as error:  # a profile that cannot be read must not cost the run
-            log.warning("%s: no ledger: %s", self.folder, error)
-        except Exception as error:  # nor must a fault of the profiler fail it
-            log.warning("%s: no ledger: %s: %s", self.folder, type(error).__name__, error)
+        except Exception as error:  # a profile that cannot be read, or a fault of ours, must not cost the run
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            log.warning("%s: no ledger: %s%s", self.folder, kind, error)
 
     def collected(self) -> dict[str, Any]:
         """Returns what the traces are of, for `profile.build`."""

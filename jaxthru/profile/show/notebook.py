@@ -47,20 +47,17 @@ class ShownLedger:
     def layers(self) -> Table:
         """Returns the seconds of the step by layer, phase and part, the longest first."""
         found = sorted(self.ledger.scopes, key=lambda scope: -scope.seconds)
-        rows = [
-            {"layer": each.layer, "phase": each.phase, "part": TITLES[each.line][0], "ms": 1e3 * each.seconds}
-            for each in found
-        ]
-        return Table(rows, ("layer", "phase", "part", "ms"))
+        names = "layer", "phase", "part", "ms"
+        rows = [(each.layer, each.phase, TITLES[each.line][0], 1e3 * each.seconds) for each in found]
+        return Table([dict(zip(names, row, strict=True)) for row in rows], names)
 
     def advice(self) -> str:
         """Returns what to change next, what it is expected to win at most, and why."""
         unit = Unit.of(self.ledger.window.step_seconds)
         said = []
         for each in self.ledger.advice:
-            gain = "memory only, or not known"
-            if each.gain_seconds is not None:
-                gain = f"up to {unit(each.gain_seconds)} of {unit(self.ledger.window.step_seconds)}"
+            known, step = each.gain_seconds, unit(self.ledger.window.step_seconds)
+            gain = "memory only, or not known" if known is None else f"up to {unit(known)} of {step}"
             said.append(f"{each.key} = {each.value}: {gain}. {each.text}")
         return "\n".join(said) or nothing_to_win(self.ledger, unit)
 
