@@ -85,6 +85,19 @@ def test_every_layer_and_phase_is_seen(found):
     assert any(kernel.source and kernel.flops for kernel in found.kernels)
 
 
+def test_the_table_of_operations_adds_up(run, found):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = parquet.read_table(run / "profile" / str(AT) / "ops.parquet").to_pydict()
+    assert {*table["step"]} == set(range(AT, AT + STEPS)) and {*table["pass"]} == {"production"}
+    assert sum(table["exposed"]) / 1e9 / STEPS == pytest.approx(found.window.step_seconds, rel=1e-9)
+    for line in ledger.LINES:
+        own = sum(each for each, of in zip(table["exposed"], table["line"], strict=True) if of == line)
+        assert own / 1e9 / STEPS == pytest.approx(found.seconds(line), abs=1e-12), line
+    flops = sum(filter(None, table["flops"])) / STEPS
+    attention = (flops for flops, of in zip(table["flops"], table["line"], strict=True) if of == "attention")
+    assert flops - sum(filter(None, attention)) / STEPS == pytest.approx(found.matmul.flops)
+
+
 def test_products_are_counted(found):
     assert found.matmul.flops == pytest.approx(found.matmul.model_flops, rel=0.05)  # padding is not needed
     assert found.matmul.ideal_seconds is None and found.clock.source == "none"  # a CPU has no data sheet
