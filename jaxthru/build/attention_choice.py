@@ -40,10 +40,11 @@ def shapes_of(config: RunConfig, layout: Layout) -> tuple[int, list[AttentionSha
     heads."""
     train = config.train
     rows = train.rows // train.microbatches
-    # Norms of one name: which can run is asked of a backend, and none may start here.
     ops = Ops(layout, jnp.dtype(config.precision.compute), rms_norm_by=PARTITIONED)
     model = Model(family.chain(config.model), ops, "none", "unroll")
-    return rows // layout.size("batch"), model.attention_shapes(rows, config.data.sequence)
+    with dispatch.assumed("cpu"):  # which alters no shape, and no backend has to start
+        shapes = model.attention_shapes(rows, config.data.sequence)
+    return rows // layout.size("batch"), shapes
 
 
 def capability_of(layout: Layout) -> tuple[int, int] | None:
