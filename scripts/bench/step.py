@@ -25,6 +25,7 @@ import numpy as np
 from jaxthru import config as configuration
 from jaxthru.build import choices
 from jaxthru.build.compiled import Build, build_step, fit_here
+from jaxthru.build.defaults import AUTO, get
 from jaxthru.data.loader import Data, open_data
 from jaxthru.data.state import DataState
 from jaxthru.engine.step import Batch
@@ -145,9 +146,14 @@ def run(arguments: argparse.Namespace) -> dict:
         **line,
         **measure(built, batches, arguments),
         "compile_seconds": round(built.compile_seconds, 2),
-        "chosen": {choice.key: choice.chosen for choice in built.choices},
+        "chosen": chosen(built),
         **harness.provenance(),
     }
+
+
+def chosen(built: Build) -> dict:
+    """Returns what became of the settings that may be `auto`."""
+    return {key: get(built.config, key) for key in (*AUTO, "offload.fraction", "kernels.attention")}
 
 
 def resident_step(config: configuration.RunConfig, data: Data) -> Build | None:

@@ -43,13 +43,15 @@ def peak(built: Build) -> int:
 
 def next_size(tried: list[tuple[int, int]], target: int) -> int:
     """Returns the size to try, from the sizes tried and their bytes: where the line through the last two
-    meets the target; after the first alone, a tenth more, to have a line."""
-    (size, bytes_) = tried[-1]
+    meets the target; after the first alone, a tenth more, to have a line. Where a larger size took less,
+    another policy was chosen for it: then halfway between."""
+    size, bytes_ = tried[-1]
     if len(tried) == 1:
         wanted = size * 1.1
     else:
         before, bytes_before = tried[-2]
-        wanted = size + (target - bytes_) * (size - before) / (bytes_ - bytes_before)
+        slope = (bytes_ - bytes_before) / (size - before)
+        wanted = size + (target - bytes_) / slope if slope > 0 else (size + before) / 2
     return round(wanted / MULTIPLE) * MULTIPLE
 
 
@@ -100,7 +102,7 @@ def main() -> int:
             "tried": tried,
             "card_gib": card and round(card / 2**30, 2),
             "share_of_card": round(peak_bytes / card, 4) if card and peak_bytes else None,
-            "chosen": {choice.key: choice.chosen for choice in built.choices},
+            "chosen": step.chosen(built),
             **harness.provenance(),
         }
     )

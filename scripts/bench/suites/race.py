@@ -115,7 +115,7 @@ class Race(Row):
         peak = hardware.data_sheet_flops(comparison.device_kind(done))
         names |= {name: name.removeprefix("gemm_") for name in self.products}
         found = comparison.rows(done, names, needed, peak)
-        best = comparison.best_peer(found, list(self.against), precision)
+        best = comparison.best_peer(found, self.leaders(done), precision)
         own = found.get(self.own, {})
         of_both = [found[name]["spread"] for name in (self.own, best) if name in found]
         told = {
