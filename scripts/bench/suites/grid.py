@@ -57,8 +57,5 @@ class Grid(Row):
         }
         if own and best:
             found["ratio"] = statistics.fmean(own) / by_point[best]
-            chosen = lines_of(done, AUTO)[0]["chosen"]
-            found["chosen"] = {
-                key: chosen.get(key) for key in ("remat.policy", "model.loop", "offload.level")
-            }
+            found["chosen"] = lines_of(done, AUTO)[0]["chosen"]
         return found
