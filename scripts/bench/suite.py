@@ -12,6 +12,7 @@ that would not end by then, by its estimate. --tiny runs rows as small ones on a
 import argparse
 import importlib
 import json
+import re
 import sys
 import tempfile
 import time
@@ -41,17 +42,12 @@ def new_record(suite: str, name: str, row: Row, setup: Setup) -> dict:
     return about | {"commit": setup.commit, "settings": setup.settings(row), "blocks": []}
 
 
-def opened(suite: str, name: str, row: Row, setup: Setup, folder: Path) -> dict:
-    """Returns the record of a row, as far as it ran. Exits if that one is of another commit or size."""
-    new, path = new_record(suite, name, row, setup), path_of(suite, name, folder)
-    if not path.exists():
-        return new
-    record = json.loads(path.read_text())
+def check_same(record: dict, new: dict, path: Path) -> None:
+    """Exits if a record that is to go on is of another commit, size or shape than the new one."""
     for key in ("commit", "tiny", "settings"):
         if record[key] != new[key]:
-            said = f"{path}: its {key} is {record[key]!r}, not {new[key]!r}"
+            said = f"{path}: unfinished, and its {key} is {record[key]!r}, not {new[key]!r}"
             sys.exit(f"suite.py: {said}; move it away, or give another --output")
-    return record
 
 
 def complete(record: dict, row: Row, setup: Setup) -> None:
@@ -72,23 +68,37 @@ def complete(record: dict, row: Row, setup: Setup) -> None:
     ]
 
 
-def measure(record: dict, row: Row, setup: Setup, path: Path, ends: float, retry: bool) -> bool:
+def measure(record: dict, row: Row, setup: Setup, path: Path, ends: float) -> bool:
     """Runs the blocks that a record lacks, and writes it after each; says whether none is left.
 
-    ends: on the clock of `time.monotonic`, when all has to have ended. retry: failed blocks too, once.
+    ends: on the clock of `time.monotonic`, when all has to have ended.
     """
     gpu = blocks.visible(1)[0]
-    if retry:
-        record["blocks"] = [block for block in record["blocks"] if "line" in block]
     while left := row.left(record["blocks"]):
         block = left[0]
-        if not setup.tiny and time.monotonic() + block.seconds > ends:
+        if time.monotonic() + block.seconds > ends:
             return False
         command = gemm_command(block.name, setup) if block.name in GEMM else row.command(block.name, setup)
         blocks.keep(record, blocks.block_of(block.name, block.turn, command, gpu, LIMIT))
         complete(record, row, setup)
         harness.write(record, path)
     return True
+
+
+def run(suite: str, rows: dict[str, Row], setup: Setup, folder: Path, ends: float, retry: bool) -> None:
+    """Measures rows until all have their record, or the time is over. retry: failed blocks once more."""
+    for name, row in rows.items():
+        path, record = path_of(suite, name, folder), new_record(suite, name, row, setup)
+        if path.exists():
+            new, record = record, json.loads(path.read_text())
+            if record["blocks_left"] == 0 and not retry:
+                continue
+            check_same(record, new, path)
+        if retry:
+            record["blocks"] = [block for block in record["blocks"] if "line" in block]
+        if not measure(record, row, setup, path, ends):
+            print(f"{name}: {len(row.left(record['blocks']))} blocks left: run the same command again")
+            return
 
 
 def listed(rows: dict[str, Row]) -> str:
@@ -187,20 +197,14 @@ def main() -> int:
         return 0
     if not arguments.table:
         commit = arguments.commit or harness.commit()
-        if commit is None:
-            sys.exit("suite.py: git does not tell the commit of this tree; give it as --commit HASH")
-        arguments.output.mkdir(parents=True, exist_ok=True)
+        if commit is None or not re.fullmatch("[0-9a-f]{12,40}(-dirty)?", commit):
+            sys.exit(
+                f"suite.py: --commit {commit}: must be the hash of this tree's commit, 12 digits or more"
+            )
         with tempfile.TemporaryDirectory() as folder:
             mix = arguments.mix or corpus()
             setup = Setup(commit, Path(folder), arguments.tiny, mix, arguments.torch_python)
-            for name, row in rows.items():
-                record = opened(suite, name, row, setup, arguments.output)
-                path = path_of(suite, name, arguments.output)
-                if not measure(record, row, setup, path, began + arguments.stop_after, arguments.retry):
-                    print(
-                        f"{name}: {len(row.left(record['blocks']))} blocks left: run the same command again"
-                    )
-                    break
+            run(suite, rows, setup, arguments.output, began + arguments.stop_after, arguments.retry)
     print(table(suite, rows, arguments.output))
     print(f"\n{importlib.import_module(f'suites.{suite}').NOTES}")
     return 0

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import sys
 
+DIGITS = 12
 FITTING, TOO_LARGE = (9e9, 36e9, 6), (55e9, 110e9, 2)
 
 
@@ -68,8 +69,9 @@ def shape(draw: Draws, target: float) -> Drawn:
 
 
 def shapes(commit: str) -> tuple[list[Drawn], list[Drawn]]:
-    """Returns the shapes that are to fit, and those that are too large."""
-    draw = Draws(commit)
+    """Returns the shapes that are to fit, and those that are too large. commit: its hash, of which the first
+    DIGITS digits count."""
+    draw = Draws(commit[:DIGITS])
 
     def drawn(low: float, high: float, count: int) -> list[Drawn]:
         steps = [(number + draw()) / count for number in range(count)]

@@ -134,9 +134,9 @@ class Row:
         """Returns what the blocks that ran show: what bars ask for, and `spread`, the A-A spread."""
         raise NotImplementedError
 
-    def left(self, done: list[dict], retry: bool = False) -> list[Block]:
-        """Returns the blocks that are still to run. retry: those that failed too."""
-        ran = {(each["contender"], each["round"]) for each in done if "line" in each or not retry}
+    def left(self, done: list[dict]) -> list[Block]:
+        """Returns the blocks that are still to run; one that failed is not run again."""
+        ran = {(each["contender"], each["round"]) for each in done}
         gemm = [Block(name, 1, 30.0) for name in GEMM if name in self.products]
         return [each for each in (*gemm, *self.wanted(done)) if (each.name, each.turn) not in ran]
 
