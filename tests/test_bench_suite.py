@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from jaxthru import config as configuration
 from jaxthru.models import llama
+from jaxthru.runtime.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -109,13 +111,43 @@ def test_auto_is_held_to_the_fastest_point_and_every_point_has_to_fit(bench, set
     assert len(wanted(grid, [])) == 1 + 2 + 10
     done = [block("auto", 1, 970.0, chosen={"remat.policy": "none"}), block("auto", 2, 990.0)]
     done += [block("none_unroll", 1, 1000.0), block("full_scan", 1, 800.0)]
-    done += [{"contender": "none_scan", "round": 1, "line": {"fits": False}}]
+    done += [{"contender": "none_scan", "round": 1, "line": {"fits": False, "reason": "too large"}}]
     found = grid.found(setup, done)
     assert (found["ratio"], found["fastest_point"], found["unfit"]) == (0.98, "none_unroll", 0)
-    assert found["refused"] == ["none_scan"], "which the plan did not let pass"
+    assert found["refused"] == {"none_scan": "too large"}, "which the plan did not let pass"
     assert [bar.met(found) for bar in grid.bars] == [False, True]
     failed = grid.found(setup, [*done, block("gate_unroll", 1, None)])
     assert failed["unfit"] == 1 and not grid.bars[1].met(failed)
+
+
+@pytest.mark.parametrize(
+    ("level", "compiled", "says"),
+    [
+        ("optimizer", None, "by arithmetic it fits with offload alone"),
+        (None, None, "nothing fits"),
+        ("none", "optimizer", "as compiled it fits with offload alone"),
+        ("none", None, "nothing fits as compiled"),
+        ("none", "none", ""),
+    ],
+)
+def test_a_point_that_takes_offload_is_not_timed(bench, monkeypatch, level, compiled, says):
+    """level: of the first proposal; compiled: of what was built. None of both where there is none."""
+    step, config = bench("step"), configuration.load(ROOT / "configs" / "quickstart.py", [])
+
+    def with_level(level: str, reason: str):
+        if level is None:
+            raise InputError(reason)
+        of = dataclasses.replace(config, offload=dataclasses.replace(config.offload, level=level))
+        return types.SimpleNamespace(config=of)
+
+    def proposed(*_):
+        yield with_level(level, "nothing fits")
+
+    monkeypatch.setattr(step.choices, "ready", lambda config: config)
+    monkeypatch.setattr(step.choices, "proposed", proposed)
+    monkeypatch.setattr(step, "build_step", lambda *_: with_level(compiled, "nothing fits as compiled"))
+    built, why = step.resident_step(config, types.SimpleNamespace(segments=8))
+    assert why == says and (built is not None) == (says == "")
 
 
 def test_the_slower_of_two_starts_counts(bench, setup):
@@ -247,7 +279,7 @@ def test_every_row_is_listed_with_its_bars_and_fits_two_commands(bench, rows, ca
     monkeypatch.setattr(sys, "argv", ["suite.py", "every_shape", "--list"])
     assert bench("suite").main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(rows) + 3
+    assert "A ratio is one of tokens per second" in "\n".join(lines[len(rows) + 3 :])
     for (name, row), said in zip(rows.items(), lines[2:], strict=False):
         assert said.startswith(f"| {name} | {row.about} | ") and row.bars
         assert all(bar.asked() in said for bar in row.bars)
@@ -293,7 +325,7 @@ def test_a_tiny_row_runs_on_a_cpu(tmp_path):
     rows = ("layers_32", "near_limit", "offload_refuses")
     ended = subprocess.run(
         [*script, "--rows", ",".join(rows), "--output", str(tmp_path), "--commit", COMMIT],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},  # one device
         cwd=ROOT,
         capture_output=True,
         text=True,

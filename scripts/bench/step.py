@@ -24,13 +24,15 @@ import numpy as np
 
 from jaxthru import config as configuration
 from jaxthru.build import choices
-from jaxthru.build.compiled import Build, build_step, fit_here
+from jaxthru.build.checks import fit
+from jaxthru.build.compiled import Build, build_step
 from jaxthru.build.defaults import AUTO, get
 from jaxthru.data.loader import Data, open_data
 from jaxthru.data.state import DataState
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
+from jaxthru.runtime.errors import InputError
 
 
 def packed_batches(built: Build) -> Iterator[Batch]:
@@ -133,9 +135,9 @@ def run(arguments: argparse.Namespace) -> dict:
         data = copy.copy(data)
         data.segments = 1
     line = {"benchmark": "step", "config": Path(arguments.config).stem, "set": arguments.overrides}
-    built = resident_step(config, data) if arguments.resident else build_step(config, data)
+    built, why = resident_step(config, data) if arguments.resident else (build_step(config, data), "")
     if built is None:
-        return line | {"fits": False} | harness.provenance()
+        return line | {"fits": False, "reason": why} | harness.provenance()
     if arguments.causal_rows:
         batches = causal_batches(built, np.load(arguments.causal_rows))
     elif arguments.packed_rows:
@@ -156,15 +158,21 @@ def chosen(built: Build) -> dict:
     return {key: get(built.config, key) for key in (*AUTO, "offload.fraction", "kernels.attention")}
 
 
-def resident_step(config: configuration.RunConfig, data: Data) -> Build | None:
-    """Returns the step of a configuration that leaves the offload open, None where it takes some to fit."""
+def resident_step(config: configuration.RunConfig, data: Data) -> tuple[Build | None, str]:
+    """Returns the step of a configuration that leaves the offload open; None, and why, where jaxthru says
+    that it does not fit the device without."""
     config = choices.ready(config)
-    if choices.open_keys(config):
-        proposed = choices.proposed(config, fit_here(config), choices.room_here(config), data.segments)
-        if next(proposed).config.offload.layered:
-            return None
-    built = build_step(config, data)
-    return None if built.config.offload.layered else built
+    try:
+        if choices.open_keys(config):
+            first = next(choices.proposed(config, fit(config), choices.room_here(config), data.segments))
+            if first.config.offload.layered:
+                return None, "by arithmetic it fits with offload alone"
+        built = build_step(config, data)
+    except InputError as refusal:
+        return None, str(refusal)
+    if built.config.offload.layered:
+        return None, "as compiled it fits with offload alone"
+    return built, ""
 
 
 def main() -> int:

@@ -102,15 +102,17 @@ def run(suite: str, rows: dict[str, Row], setup: Setup, folder: Path, ends: floa
 
 
 def listed(rows: dict[str, Row]) -> str:
-    """Returns the rows with their bars and the seconds that they take, in Markdown."""
-    lines = ["| row | what | bar | about s |", "|---|---|---|---|"]
+    """Returns the rows with their bars, what runs for them and the seconds that it takes, in Markdown."""
+    lines = ["| row | what | bar | contenders | about s |", "|---|---|---|---|---|"]
     total = 0.0
     for name, row in rows.items():
-        seconds = sum(block.seconds for block in row.left([]))
+        left = row.left([])
+        seconds = sum(block.seconds for block in left)
         total += seconds
+        names = ", ".join(dict.fromkeys(block.name for block in left if block.name not in GEMM))
         bars = "; ".join(bar.asked() for bar in row.bars)
-        lines.append(f"| {name} | {row.about} | {bars} | {seconds:,.0f} |")
-    return "\n".join([*lines, f"| all | | | {total:,.0f} |"])
+        lines.append(f"| {name} | {row.about} | {bars} | {names} | {seconds:,.0f} |")
+    return "\n".join([*lines, f"| all | | | | {total:,.0f} |"])
 
 
 def table(suite: str, rows: dict[str, Row], folder: Path) -> str:
@@ -192,8 +194,9 @@ def main() -> int:
     began = time.monotonic()
     arguments, rows = arguments_of({name: importlib.import_module(f"suites.{name}").ROWS for name in SUITES})
     suite = arguments.suite
+    notes = importlib.import_module(f"suites.{suite}").NOTES
     if arguments.list:
-        print(listed(rows))
+        print(f"{listed(rows)}\n\n{notes}")
         return 0
     if not arguments.table:
         commit = arguments.commit or harness.commit()
@@ -206,7 +209,7 @@ def main() -> int:
             setup = Setup(commit, Path(folder), arguments.tiny, mix, arguments.torch_python)
             run(suite, rows, setup, arguments.output, began + arguments.stop_after, arguments.retry)
     print(table(suite, rows, arguments.output))
-    print(f"\n{importlib.import_module(f'suites.{suite}').NOTES}")
+    print(f"\n{notes}")
     return 0
 
 

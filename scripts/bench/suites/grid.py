@@ -50,7 +50,12 @@ class Grid(Row):
             "tokens_per_second": statistics.fmean(own) if own else None,
             "spread": comparison.spread(own),
             "points": by_point,
-            "refused": [name for name in POINTS if any("fits" in line for line in lines_of(done, name))],
+            "refused": {
+                name: line["reason"]
+                for name in POINTS
+                for line in lines_of(done, name)
+                if line.get("fits") is False
+            },
             "failed": failed,
             "unfit": len(failed) if done else None,
             "fastest_point": best,

@@ -12,8 +12,9 @@ import sys
 import blocks
 import comparison
 import harness
-from suites.rows import Block, Row, Setup, rates
+from suites.rows import Block, Row, Setup, config_file, rates
 
+from jaxthru import config as configuration
 from jaxthru.models import llama
 from jaxthru.runtime import hardware
 
@@ -24,36 +25,39 @@ SECONDS = 20.0, 20.0  # of warm-up and timed, of a block
 @dataclasses.dataclass(frozen=True)
 class Contender:
     """peer: a module of peers; without it, step.py. arguments: as one types them, with {tokens} for the file
-    of causal rows and {batches} for that of packed ones. seconds: of a block, about. instead_of: contenders
-    that all have to fail before it runs.
+    of causal rows and {batches} for that of packed ones. seconds, layer_seconds: of a block, about, and in it
+    of each layer, where all are compiled as one program. instead_of: contenders that all have to fail before
+    it runs.
     """
 
     peer: str = ""
     arguments: str = ""
-    seconds: float = 110.0
+    seconds: float = 100.0
+    layer_seconds: float = 0.0
     instead_of: tuple[str, ...] = ()
 
 
 # fmt: off
 CONTENDERS = {
-    "jaxthru": Contender(arguments="--causal-rows {tokens}"),
-    "jaxthru_packed": Contender(arguments="--packed-rows {batches}"),
-    "hf": Contender("hugging_face"),
+    "jaxthru": Contender(arguments="--causal-rows {tokens}", seconds=80, layer_seconds=2),
+    "jaxthru_packed": Contender(arguments="--packed-rows {batches}", seconds=80, layer_seconds=2),
+    "hf": Contender("hugging_face", layer_seconds=4),
     "hf_blocks": Contender("hugging_face", "--compile blocks"),
-    "hf_flash": Contender("hugging_face", "--attention flash"),
+    "hf_flash": Contender("hugging_face", "--attention flash", layer_seconds=4),
     "hf_checkpointed": Contender("hugging_face", "--compile blocks --checkpoint full",
                                  instead_of=("hf", "hf_blocks", "hf_flash")),
-    "hf_fp8": Contender("hugging_face", "--float8 tensorwise"),
-    "documents_flex": Contender("torch_documents", "--documents flex --batches {batches}"),
+    "hf_fp8": Contender("hugging_face", "--float8 tensorwise", layer_seconds=5),
+    "documents_flex": Contender("torch_documents", "--documents flex --batches {batches}", layer_seconds=4),
     "documents_flex_blocks": Contender("torch_documents",
                                        "--documents flex --compile blocks --batches {batches}"),
-    "documents_varlen": Contender("torch_documents", "--documents varlen --batches {batches}"),
+    "documents_varlen": Contender("torch_documents", "--documents varlen --batches {batches}",
+                                  layer_seconds=4),
     "documents_varlen_blocks": Contender("torch_documents",
                                          "--documents varlen --compile blocks --batches {batches}"),
     "torchtitan": Contender("torchtitan"),
     "torchtitan_fp8": Contender("torchtitan", "--float8 tensorwise"),
-    "maxtext_unrolled": Contender("maxtext", "--loop unroll", seconds=150),
-    "maxtext_scanned": Contender("maxtext", "--loop scan"),
+    "maxtext_unrolled": Contender("maxtext", "--loop unroll", layer_seconds=6),
+    "maxtext_scanned": Contender("maxtext", "--loop scan", seconds=130),
 }
 # fmt: on
 OF_JAX = ("maxtext",)
@@ -76,7 +80,17 @@ class Race(Row):
             if failed.issuperset(CONTENDERS[name].instead_of)
         ]
         order = [(1, name) for name in first] + [(2, name) for name in (self.own, *self.leaders(done))]
-        return [Block(name, turn, CONTENDERS[name].seconds) for turn, name in order]
+        return [Block(name, turn, self.seconds_of(name)) for turn, name in order]
+
+    def seconds_of(self, name: str) -> float:
+        """Returns about how long a block takes, its compilation included."""
+        contender = CONTENDERS[name]
+        return contender.seconds + contender.layer_seconds * self.layers
+
+    @functools.cached_property
+    def layers(self) -> int:
+        """The layers of the model."""
+        return configuration.load(config_file(self.config), self.settings.split()).model.layers
 
     def leaders(self, done: list[dict]) -> list[str]:
         """Returns the peers that run again: the first that has not failed, while none has run."""
