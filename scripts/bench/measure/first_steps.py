@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 import starts
 
-LIMIT = 240.0  # seconds of a refusal, which takes a few
+LIMIT = 400.0  # seconds of a refusal, which compiles nothing
 
 
 def refusal(words: list[str], folder: Path) -> dict:

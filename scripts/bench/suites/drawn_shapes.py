@@ -11,6 +11,7 @@ import hashlib
 import sys
 
 DIGITS = 12
+WIDTHS, DEPTHS = (4096, 5120, 6144, 7168, 8192, 10_240, 12_288), range(16, 97)
 FITTING, TOO_LARGE = (9e9, 36e9, 6), (55e9, 110e9, 2)
 
 
@@ -39,18 +40,23 @@ class Draws:
 
 
 def shape(draw: Draws, target: float) -> Drawn:
-    """Returns a shape of about so many parameters."""
-    embed = draw.of((4096, 5120, 6144, 7168))
-    mlp = round(embed * (2.5 + 1.5 * draw()) / 256) * 256
+    """Returns a shape of about so many parameters, and of a depth that models have."""
     kv_heads, vocabulary = draw.of((4, 8)), draw.of((32_000, 128_256, 151_936))
     tied, qk_norm = draw.of((False, True)), draw.of((False, True))
-    heads = embed // 128
-    layer = embed * 128 * 2 * (heads + kv_heads) + 3 * embed * mlp
-    table = embed * vocabulary * (1 if tied else 2)
-    layers = max(1, round((target - table) / layer))
+    ratio = 2.5 + 1.5 * draw()
+    possible = []
+    for embed in WIDTHS:
+        heads, mlp = embed // 128, round(embed * ratio / 256) * 256
+        layer = embed * 128 * 2 * (heads + kv_heads) + 3 * embed * mlp
+        table = embed * vocabulary * (1 if tied else 2)
+        layers = round((target - table) / layer)
+        if layers in DEPTHS:
+            possible.append((embed, heads, mlp, layers, layers * layer + table))
+    embed, heads, mlp, layers, parameters = draw.of(tuple(possible))
     sequence, tokens = draw.of((2048, 4096, 8192)), draw.of((8192, 16_384, 32_768))
     rows = tokens // sequence
-    microbatches = draw.of(tuple(count for count in (1, 2, 4) if rows % count == 0))
+    # No more than 16,384 tokens in a micro-batch.
+    microbatches = draw.of(tuple(n for n in (1, 2, 4) if rows % n == 0 and tokens // n <= 16_384))
     settings = {
         "model.layers": layers,
         "model.embed": embed,
@@ -65,7 +71,7 @@ def shape(draw: Draws, target: float) -> Drawn:
         "train.rows": rows,
         "train.microbatches": microbatches,
     }
-    return Drawn(" ".join(f"{key}={value}" for key, value in settings.items()), layers * layer + table)
+    return Drawn(" ".join(f"{key}={value}" for key, value in settings.items()), parameters)
 
 
 def shapes(commit: str) -> tuple[list[Drawn], list[Drawn]]:

@@ -49,7 +49,8 @@ LIMIT = (
     Bar("slowest", 1.05, "{:.3g} × the median for the slowest of 40 steps", most=True),
     Bar("share_of_card", 0.92, "{:.1%} of the card's memory by nvidia-smi"),
 )
-OFFLOAD = "optim.state=split_master_int8"
+# With exact clipping the gradients wait for their norm: 8 bytes a parameter, and 36 B do not fit.
+OFFLOAD = "optim.state=split_master_int8 optim.clip_rule=previous"
 
 # fmt: off
 ROWS: dict[str, Row] = {
@@ -80,7 +81,7 @@ ROWS: dict[str, Row] = {
     "offload_refuses": Untuned("offload.level=auto, 2 shapes too large, drawn in the same way",
                                "llama3_8b_8layer", OFFLOAD,
                                (Bar("as_they_should", 2, "{:.0f} of 2 refused before data is prepared"),),
-                               steps=0, seconds=30),
+                               steps=0),
     "starts_llama_1b": Starts("starts, Llama-3.2-1B", *LLAMA_1B, starts(45, 30)),
     "starts_layers_8": Starts("starts, 8 layers of Llama 3 8B", *LAYERS_8, starts(45, 30)),
     "starts_unrolled_36": Starts("starts, Qwen3-4B, 36 layers unrolled", QWEN3_4B[0],

@@ -43,7 +43,7 @@ class Untuned(Row):
     not. steps: 0 of those that are to be refused. seconds: of a block, about."""
 
     steps: int = 10
-    seconds: float = 150.0
+    seconds: float = 200.0
 
     def drawn(self, setup: Setup) -> list[Drawn]:
         """Returns the row's shapes."""
