@@ -117,6 +117,11 @@ def test_auto_is_held_to_the_fastest_point_and_every_point_has_to_fit(bench, set
     assert found["refused"] == {"none_scan": "too large"}, "which the plan did not let pass"
     assert [bar.met(found) for bar in grid.bars] == [False, True]
     failed = grid.found(setup, [*done, block("gate_unroll", 1, None)])
+    shown = grid.details(failed).splitlines()[2:]
+    assert shown[0] == "| none_unroll | 1,000 |" and shown[2:] == [
+        "| none_scan | refused: too large |",
+        "| gate_unroll | failed |",
+    ]
     assert failed["unfit"] == 1 and not grid.bars[1].met(failed)
 
 
@@ -240,6 +245,7 @@ def test_a_row_goes_on_where_it_was_cut_short_and_is_not_run_again(suite, tmp_pa
     assert "| ≥ 10,500 tokens/s | 12,002 tokens/s | 0.01% | met |" in said
     record = json.loads((tmp_path / "records" / "every_shape_layers_32.json").read_text())
     assert all(record[key] for key in ("device", "versions", "commit", "command"))
+    assert "| jaxthru_packed | 12,002 |" in said, "a row that is named is shown whole"
     assert record["sustained_tflops"] == {"gemm_bf16": 700.0} and record["blocks_left"] == 0
     assert suite(*row) == suite(*row, "--commit", "f" * 40) == [], "it has its record"
 

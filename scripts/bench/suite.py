@@ -210,6 +210,12 @@ def main() -> int:
             run(suite, rows, setup, arguments.output, began + arguments.stop_after, arguments.retry)
     print(table(suite, rows, arguments.output))
     print(f"\n{notes}")
+    for name in rows if arguments.rows else ():
+        path = path_of(suite, name, arguments.output)
+        if path.exists():
+            record = json.loads(path.read_text())
+            told = [rows[name].details(record["found"]), *comparison.remarks(record["blocks"])]
+            print("\n".join([f"\n{name}", *filter(None, told)]))
     return 0
 
 

@@ -39,6 +39,12 @@ class Grid(Row):
         script = [sys.executable, str(blocks.HERE / "step.py")]
         return [*script, *words, *tokens, *how, "--keep-compiled", *setup.seconds(3, 10)]
 
+    def details(self, found: dict) -> str:
+        ranked = sorted(found["points"].items(), key=lambda point: -point[1])
+        lines = ["| point | tokens/s |", "|---|---|", *(f"| {name} | {of:,.0f} |" for name, of in ranked)]
+        lines += [f"| {name} | refused: {why} |" for name, why in found["refused"].items()]
+        return "\n".join([*lines, *(f"| {name} | failed |" for name in found["failed"])])
+
     def found(self, setup: Setup, done: list[dict]) -> dict:
         own = rates(done, AUTO)
         by_point = {name: statistics.fmean(of) for name in POINTS if (of := rates(done, name))}

@@ -122,6 +122,10 @@ class Race(Row):
             words += ["--documents", "mask"] if on_cpu else []  # the others have no backward pass there
         return [python, "-m", f"peers.{contender.peer}", *shape, "--tokens", files["tokens"], *words]
 
+    def details(self, found: dict) -> str:
+        of, peers = found["contenders"], [*self.against, *self.beside]
+        return comparison.table(of, [*self.products, self.own, *peers], found["fastest_peer"], peers)
+
     def found(self, setup: Setup, done: list[dict]) -> dict:
         precision = "fp8" if "fp8" in self.settings else "bf16"
         names = dict.fromkeys((self.own, *self.against, *self.beside), precision)

@@ -134,6 +134,10 @@ class Row:
         """Returns what the blocks that ran show: what bars ask for, and `spread`, the A-A spread."""
         raise NotImplementedError
 
+    def details(self, found: dict) -> str:
+        """Returns what there is to show of the row beside its bars, in Markdown."""
+        return ""
+
     def left(self, done: list[dict]) -> list[Block]:
         """Returns the blocks that are still to run; one that failed is not run again."""
         ran = {(each["contender"], each["round"]) for each in done}
