@@ -64,15 +64,13 @@ def test_bounds_have_one_length_and_end_with_the_tokens(documents, path):
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_all_attentions_keep_documents_apart(bench, documents, path, monkeypatch, flags):
     import torch
-    from torch.nn.attention import varlen
 
-    def by_bounds(query, key, value, bounds, _, longest, __, *, scale, window_size, enable_gqa):
+    def by_bounds(query, key, value, bounds, _, longest, __, *, window_size, enable_gqa):
         ends = bounds.tolist()
         found = [
             torch.nn.functional.scaled_dot_product_attention(
                 *(x[a:b].transpose(0, 1)[None] for x in (query, key, value)),
                 is_causal=True,
-                scale=scale,
                 enable_gqa=enable_gqa,
             )[0].transpose(0, 1)
             for a, b in itertools.pairwise(ends)
@@ -81,7 +79,7 @@ def test_all_attentions_keep_documents_apart(bench, documents, path, monkeypatch
         assert window_size == (-1, 0) and max(np.diff(ends)) <= longest
         return torch.cat(found)
 
-    monkeypatch.setattr(varlen, "varlen_attn", by_bounds)
+    monkeypatch.setattr(documents, "varlen_attn", by_bounds)
     by_mask = losses(bench, documents, path, "mask", *flags)
     for how in ("flex", "varlen"):
         assert losses(bench, documents, path, how, *flags) == pytest.approx(by_mask, rel=1e-5)

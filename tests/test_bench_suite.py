@@ -1,6 +1,7 @@
 """The suite of benchmark rows: what is run, what goes on where it was cut short, and which bars are met."""
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -323,6 +324,42 @@ def test_a_peer_without_tied_embeddings_says_so_in_one_line(bench):
     ):
         shape.need_plain("torchtitan.py")
     bench("harness").Shape().need_plain("torchtitan.py")
+
+
+def test_only_named_packages_are_stood_in_for_where_maxtext_lacks_them(bench, monkeypatch):
+    maxtext = bench("peers.maxtext")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, maxtext.StandIns()])
+    for name in ("pathwaysutils", "pathwaysutils.elastic"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    from pathwaysutils.elastic import manager
+
+    class Own(manager.Manager):  # as MaxText subclasses, decorates and calls what it imports
+        pass
+
+    assert isinstance(Own("a", key=1)(lambda: 0), maxtext.Anything)
+    with pytest.raises(ImportError):
+        importlib.import_module("tensorflow_that_is_absent")
+    for name in ("pathwaysutils", "pathwaysutils.elastic"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_maxtext_takes_the_same_shape_and_optimizer(bench):
+    harness, maxtext = bench("harness"), bench("peers.maxtext")
+    shape = harness.Shape(tied_embeddings=1, qk_norm=1, layers=3, rope_theta=1e6)
+    parser = harness.peer_parser("")
+    parser.add_argument("--loop", default="scan")
+    parser.add_argument("--vocabulary-tiles", type=int, default=1)
+    given = parser.parse_args([*shape.flags(), "--rows", "4", "--sequence", "64"])
+    values = maxtext.settings(given, "minimal", "folder")
+    assert (values["decoder_block"], values["logits_via_embedding"]) == ("qwen3", True)
+    assert (values["base_num_decoder_layers"], values["rope_max_timescale"]) == (3, 1_000_000)
+    assert (values["per_device_batch_size"], values["max_target_length"]) == (4, 64)
+    assert (values["gradient_clipping_threshold"], values["adam_b2"]) == (1.0, 0.95)
+    assert values["scan_layers"] and "none" not in maxtext.POLICIES["scan"], (
+        "with which a scan recomputes all"
+    )
+    batch = next(maxtext.batches(given))
+    assert batch["targets_segmentation"].sum() == 4 * 63, "the last token of a row has no target"
 
 
 @pytest.mark.slow

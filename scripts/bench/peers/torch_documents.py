@@ -22,6 +22,22 @@ from peers import hugging_face, torch_step  # noqa: E402
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention  # noqa: E402
 from transformers import AttentionInterface  # noqa: E402
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch has it since 2.10
+    varlen_attn = None
+
+
+def varlen_words() -> dict:
+    """Returns how this torch's varlen attention is asked for causal, grouped attention. Its scale is that of
+    these models."""
+    known = inspect.signature(varlen_attn).parameters if varlen_attn else {}
+    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+
+
+VARLEN = varlen_words()  # beforehand: nothing is looked up in what is compiled
+
 
 def by_flex(_module, query, key, value, _mask, *, scaling, documents, **_):
     query, key = query.to(value.dtype), key.to(value.dtype)  # Qwen3's norms of them are float32
@@ -29,16 +45,11 @@ def by_flex(_module, query, key, value, _mask, *, scaling, documents, **_):
     return found.transpose(1, 2), None
 
 
-def by_varlen(_module, query, key, value, _mask, *, scaling, documents, **_):
-    from torch.nn.attention.varlen import varlen_attn  # here, for torch has it since 2.10
-
+def by_varlen(_module, query, key, value, _mask, *, documents, **_):
     rows, _, length, _ = query.shape
     flat = [x.to(value.dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     bounds, longest = documents
-    known = inspect.signature(varlen_attn).parameters
-    how = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    how |= {"enable_gqa": True} if "enable_gqa" in known else {}
-    found = varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling, **how)
+    found = varlen_attn(*flat, bounds, bounds, longest, longest, **VARLEN)
     return found.unflatten(0, (rows, length)), None
 
 
@@ -103,6 +114,8 @@ def main() -> int:
     parser.add_argument("--batches", type=Path, required=True, help="an .npz of packed batches")
     parser.add_argument("--documents", choices=tuple(ATTENTIONS), default="flex")
     arguments = parser.parse_args()
+    if arguments.documents == "varlen" and varlen_attn is None:
+        sys.exit(f"torch_documents.py: torch {torch.__version__} has no varlen attention")
     model, loss_of = hugging_face.prepared(arguments, f"documents_{arguments.documents}")
     batches = packed(arguments.batches, arguments.documents)
     arguments.attention = "math" if arguments.documents == "mask" else arguments.attention

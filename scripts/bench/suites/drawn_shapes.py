@@ -10,9 +10,10 @@ import dataclasses
 import hashlib
 import sys
 
-DIGITS = 12
-WIDTHS, DEPTHS = (4096, 5120, 6144, 7168, 8192, 10_240, 12_288), range(16, 97)
-FITTING, TOO_LARGE = (9e9, 36e9, 6), (55e9, 110e9, 2)
+DIGITS, DEPTHS = 12, range(16, 97)
+WIDTHS = (4096, 5120, 6144, 7168, 8192)
+# Parameters from, to, how many shapes, and widths. Of a wider model two layers on their way take 20 GB.
+FITTING, TOO_LARGE = (9e9, 36e9, 6, WIDTHS), (55e9, 110e9, 2, (*WIDTHS, 10_240, 12_288))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +40,13 @@ class Draws:
         return values[int(self() * len(values))]
 
 
-def shape(draw: Draws, target: float) -> Drawn:
+def shape(draw: Draws, target: float, widths: tuple[int, ...]) -> Drawn:
     """Returns a shape of about so many parameters, and of a depth that models have."""
     kv_heads, vocabulary = draw.of((4, 8)), draw.of((32_000, 128_256, 151_936))
     tied, qk_norm = draw.of((False, True)), draw.of((False, True))
     ratio = 2.5 + 1.5 * draw()
     possible = []
-    for embed in WIDTHS:
+    for embed in widths:
         heads, mlp = embed // 128, round(embed * ratio / 256) * 256
         layer = embed * 128 * 2 * (heads + kv_heads) + 3 * embed * mlp
         table = embed * vocabulary * (1 if tied else 2)
@@ -79,9 +80,9 @@ def shapes(commit: str) -> tuple[list[Drawn], list[Drawn]]:
     DIGITS digits count."""
     draw = Draws(commit[:DIGITS])
 
-    def drawn(low: float, high: float, count: int) -> list[Drawn]:
+    def drawn(low: float, high: float, count: int, widths: tuple[int, ...]) -> list[Drawn]:
         steps = [(number + draw()) / count for number in range(count)]
-        return [shape(draw, low * (high / low) ** step) for step in steps]
+        return [shape(draw, low * (high / low) ** step, widths) for step in steps]
 
     return drawn(*FITTING), drawn(*TOO_LARGE)
 

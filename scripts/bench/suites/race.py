@@ -124,7 +124,9 @@ class Race(Row):
 
     def details(self, found: dict) -> str:
         of, peers = found["contenders"], [*self.against, *self.beside]
-        return comparison.table(of, [*self.products, self.own, *peers], found["fastest_peer"], peers)
+        return comparison.table(
+            of, [*self.products, self.own, *peers], found["fastest_peer"] or self.own, peers
+        )
 
     def found(self, setup: Setup, done: list[dict]) -> dict:
         precision = "fp8" if "fp8" in self.settings else "bf16"
