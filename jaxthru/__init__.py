@@ -34,8 +34,8 @@ _HOME = {
     "load": ("jaxthru.build.language_model", "load"),
     "export_weights": ("jaxthru.build.export_weights", "export_weights"),
     "run": ("jaxthru.train", "run"),
-    "ledger": ("jaxthru.profile.shown", "ledger"),
-    "compare": ("jaxthru.profile.shown", "compare"),
+    "ledger": ("jaxthru.profile.show.notebook", "ledger"),
+    "compare": ("jaxthru.profile.show.notebook", "compare"),
     "RunDirectory": ("jaxthru.training.run_directory", "RunDirectory"),
 }
 __all__ = list(_HOME)

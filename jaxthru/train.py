@@ -18,7 +18,7 @@ from jaxthru.engine.step import State
 from jaxthru.models import facts
 from jaxthru.optim.schedule_change import Plan, schedule_change
 from jaxthru.profile.collect.trace import open_profile
-from jaxthru.profile.publish import present
+from jaxthru.profile.show.publish import present
 from jaxthru.runtime import allocator, command_line, distributed, xla
 from jaxthru.runtime.errors import exit_code, leave, require
 from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps

@@ -16,6 +16,8 @@ FOLDERS = {
     "configs": "One run each, as a Python function.",
     "scripts": "Tools for the repository itself.",
     "scripts/bench": "One script for each published number, and what these scripts share.",
+    "scripts/bench/suites": "The rows of suite.py, and what they are made of.",
+    "scripts/bench/measure": "What a row of a suite measures, where no other script does.",
     "scripts/bench/peers": "The same training step in other stacks, for comparison.",
 }
 """Folders that are no packages -> what they hold."""

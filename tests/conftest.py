@@ -80,8 +80,8 @@ def importing_from(folder: Path, monkeypatch):
     """Yields a function that imports a module of a folder, as a script there would; forgets them after."""
     monkeypatch.syspath_prepend(folder)
     yield importlib.import_module
-    for script in folder.glob("*.py"):
-        sys.modules.pop(script.stem, None)
+    for script in folder.glob("**/*.py"):
+        sys.modules.pop(".".join(script.relative_to(folder).with_suffix("").parts), None)
 
 
 @pytest.fixture

@@ -30,15 +30,18 @@ LEVEL = {
     "config": 7,
     "config_reference": 8,
     "build": 8,
-    "profile": 9,
-    "plan": 10,
-    "train": 11,
-    "generate": 11,
-    "export": 11,
-    "evaluate": 11,
-    "__main__": 12,
+    "profile/account": 9,
+    "profile/explain": 10,
+    "profile/show": 11,
+    "profile": 12,
+    "plan": 12,
+    "train": 13,
+    "generate": 13,
+    "export": 13,
+    "evaluate": 13,
+    "__main__": 14,
 }
-"""Room -> its place in the order, from left to right; "profile" is what is in neither of its two rooms."""
+"""Room -> its place in the order, from left to right; "profile" is the command, beside its rooms."""
 
 CONFIG_READERS = ("config_reference", "build", "plan", "train", "generate", "export", "evaluate")
 

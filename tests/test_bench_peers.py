@@ -10,7 +10,7 @@ import pytest
 BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
 PEERS = {path.stem: path for path in sorted((BENCH / "peers").glob("*.py"))}
 OWN = {
-    *("jax", "numpy", "jaxthru", "pallas_kernels", "peers"),
+    *("jax", "flax", "numpy", "jaxthru", "pallas_kernels", "peers"),
     *sys.stdlib_module_names,
     *(path.stem for path in BENCH.glob("*.py")),
 }

@@ -16,9 +16,9 @@ import pytest
 from jaxthru import config as configuration
 from jaxthru import train
 from jaxthru.build import compiled
-from jaxthru.profile import ledger
+from jaxthru.profile.account import ledger
 from jaxthru.profile.collect import clocks
-from jaxthru.profile.read.events import Event, Trace
+from jaxthru.profile.read.xplane import Event, Trace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "profile"))

@@ -110,7 +110,7 @@ def test_what_a_module_held_is_somewhere():
         ("models.flops", "train_flops", "models.llama", "train_flops"),
         ("plan.levels", "PCIE", "build.proposals", "PCIE"),
         ("plan.levels", "table", "plan.memory", "proposal_table"),
-        ("profile.clocks", "reference", "profile.frequency", "reference"),
+        ("profile.clocks", "reference", "profile.account.frequency", "reference"),
         ("runtime.xla", "limit_pinned", "runtime.pinned", "limit"),
     ],
 )

@@ -20,6 +20,7 @@ from jaxthru.runtime.sharding import Layout
 from pallas_kernels import dispatch
 from pallas_kernels.attention import attention, automatic, find_segments, measured
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
+from pallas_kernels.rms_norm import PARTITIONED
 
 
 def mean_document(data: Data) -> float | None:
@@ -39,10 +40,11 @@ def shapes_of(config: RunConfig, layout: Layout) -> tuple[int, list[AttentionSha
     heads."""
     train = config.train
     rows = train.rows // train.microbatches
-    ops = Ops(layout, jnp.dtype(config.precision.compute))
+    ops = Ops(layout, jnp.dtype(config.precision.compute), rms_norm_by=PARTITIONED)
     model = Model(family.chain(config.model), ops, "none", "unroll")
-    with dispatch.assumed("cpu"):  # norms ask where they are to run, and a plan starts no backend
-        return rows // layout.size("batch"), model.attention_shapes(rows, config.data.sequence)
+    with dispatch.assumed("cpu"):  # which alters no shape, and no backend has to start
+        shapes = model.attention_shapes(rows, config.data.sequence)
+    return rows // layout.size("batch"), shapes
 
 
 def capability_of(layout: Layout) -> tuple[int, int] | None:

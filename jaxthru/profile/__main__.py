@@ -1,65 +1,8 @@
 """python -m jaxthru.profile: where the profiled steps of a run went, and what changed between two runs."""
 
-import os
 import sys
-from pathlib import Path
 
-import rich.console
-
-from jaxthru.profile.compare import compare
-from jaxthru.profile.publish import config, opened, present, profiled
-from jaxthru.profile.summary import comparison
-from jaxthru.runtime import command_line
-from jaxthru.runtime.errors import exit_code
-
-
-def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.profile") -> int:
-    """Runs the command; returns its exit code: 2 for bad input, 130 for Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
-    comparing = argv[:1] == ["compare"]
-    return exit_code(lambda: _compare(argv[1:], f"{prog} compare") if comparing else _report(argv, prog))
-
-
-def _report(argv: list[str], prog: str) -> int:
-    parser = command_line.parser(
-        prog,
-        "Writes ledger.json and report.html of a profiled run, and prints a summary.\n"
-        f"{prog} compare RUN_A RUN_B says what changed between two runs.",
-        "runs/quickstart/1",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="runs/<config>/<n>")
-    parser.add_argument("--step", type=int, help="where it was profiled (profile.at); default: the last")
-    arguments = parser.parse_args(argv)
-    present(profiled(arguments.run, arguments.step))
-    return 0
-
-
-def _compare(argv: list[str], prog: str) -> int:
-    parser = command_line.parser(
-        prog,
-        "Says what changed from one profiled run to another, by how much, and the likely\ncause.",
-        "runs/quickstart/1 runs/quickstart/2",
-    )
-    for name, which in (("run_a", "before"), ("run_b", "after")):
-        parser.add_argument(name, type=Path, metavar=name.upper(), help=f"the run {which}")
-    parser.add_argument("--step", type=int, help="where both were profiled; default: the last of each")
-    arguments = parser.parse_args(argv)
-    runs = arguments.run_a, arguments.run_b
-    ledgers = [opened(run, arguments.step) for run in runs]
-    found = compare(*ledgers, *map(config, runs))
-    rich.console.Console().print(comparison(found, _names(*runs)))
-    return 0
-
-
-def _names(*runs: Path) -> tuple[str, str]:
-    """Returns how two runs are called: the shortest ends of their paths that differ."""
-    parts = [Path(os.path.abspath(run)).parts for run in runs]  # noqa: PTH100 - keeps links
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if names[0] != names[1]:
-            return names[0], names[1]
-    return "before", "after"
-
+from jaxthru.profile.show.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

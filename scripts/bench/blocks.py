@@ -95,6 +95,24 @@ def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
     return {"error": f"{ended}: {told[-1].strip()[:300]}", "host_gib": host.gib}
 
 
+def block_of(name: str, turn: int, command: list[str], gpu: str, limit: float | None = None) -> dict:
+    """Runs one block of a contender, says how it went, and returns it as a record keeps it."""
+    identity = harness.ask("nvidia-smi", f"--id={gpu}", "--query-gpu=uuid", "--format=csv,noheader")
+    started = time.monotonic()
+    outcome = run_block(command, gpu, limit)
+    took = time.monotonic() - started
+    print(f"round {turn} {name}, {took:.0f} s: {brief(outcome)}", flush=True)
+    block = {"contender": name, "round": turn, "gpu": identity, "seconds": round(took, 1)}
+    return block | outcome | {"command": shlex.join(["python", *command[1:]])}
+
+
+def keep(record: dict, block: dict) -> None:
+    """Adds a block to a record, in place of an earlier one of the same contender and round."""
+    own = (block["contender"], block["round"])
+    others = [each for each in record["blocks"] if (each["contender"], each["round"]) != own]
+    record["blocks"] = [*others, block]
+
+
 def brief(outcome: dict) -> str:
     """Returns a block's outcome in a line."""
     shown = ("tokens_per_second", "tflops", "step_seconds", "sm_clock_mhz", "power_watts", "loss", "settings")
@@ -110,13 +128,24 @@ def visible(gpus: int) -> list[str]:
     return names.split(",")[:gpus]
 
 
-def write_tokens(config: RunConfig, path: Path, batches: int = BATCHES) -> None:
-    """Writes the tokens of a run's first batches, int32 [batches, rows, sequence]."""
+def first_batches(config: RunConfig, batches: int) -> list[dict[str, np.ndarray]]:
+    """Returns so many of a run's first batches."""
     data = open_data(config.data)
     schedule = DataState(0, ((0, data.mixing),), data.keys).schedule
     train = config.train
     with data.train_batches(schedule, seed=train.seed, rows=train.rows, steps=batches) as steps:
-        np.save(path, np.stack([batch["tokens"] for batch in steps]))
+        return [{name: value.copy() for name, value in batch.items()} for batch in steps]
+
+
+def write_tokens(config: RunConfig, path: Path, batches: int = BATCHES) -> None:
+    """Writes the tokens of a run's first batches, int32 [batches, rows, sequence]."""
+    np.save(path, np.stack([batch["tokens"] for batch in first_batches(config, batches)]))
+
+
+def write_batches(config: RunConfig, path: Path, batches: int = BATCHES) -> None:
+    """Writes a run's first batches whole: an .npz with each of their arrays, [batches, rows, sequence]."""
+    found = first_batches(config, batches)
+    np.savez(path, **{name: np.stack([batch[name] for batch in found]) for name in found[0]})
 
 
 def record_of(benchmark: str, arguments: argparse.Namespace, **more) -> dict:
@@ -183,20 +212,12 @@ def run_missing(
     def work(number: int) -> None:
         """Runs the blocks that are this GPU's."""
         gpu = gpus_named[number]
-        identity = harness.ask("nvidia-smi", f"--id={gpu}", "--query-gpu=uuid", "--format=csv,noheader")
         for turn, name in comparison.share(left, names, number, gpus):
             if time.monotonic() - began > arguments.stop_after:
                 return
-            command = command_of(name)
-            started = time.monotonic()
-            outcome = run_block(command, gpu, limit)
-            took = time.monotonic() - started
-            print(f"round {turn} {name}, {took:.0f} s: {brief(outcome)}", flush=True)
-            block = {"contender": name, "round": turn, "gpu": identity, "seconds": round(took, 1)}
-            block |= outcome | {"command": shlex.join(["python", *command[1:]])}
+            block = block_of(name, turn, command_of(name), gpu, limit)
             with writing:
-                kept = [b for b in record["blocks"] if (b["contender"], b["round"]) != (name, turn)]
-                record["blocks"] = [*kept, block]
+                keep(record, block)
                 record["command"] = harness.command()
                 summarise()
                 harness.write(record, arguments.output)

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import harness
 
-from jaxthru.profile.measured import Measured
-from jaxthru.profile.paint import paint
-from jaxthru.profile.read.events import Event
-from jaxthru.profile.windows import HOST_COPIES
+from jaxthru.profile.account.measured import Measured
+from jaxthru.profile.account.timeline import HOST_COPIES, paint
+from jaxthru.profile.read.xplane import Event
 
 IDLE = ("data_wait", "host_gap", "dependency")
 

@@ -37,22 +37,28 @@ def definitions(path: Path) -> Iterator[str]:
             yield ast.get_source_segment(text, node)
 
 
+def write(directory: Path) -> int:
+    """Writes the corpus and then its mix; returns how many documents there are."""
+    library, documents = Path(sysconfig.get_path("stdlib")), 0
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "functions.jsonl").open("w", encoding="utf-8") as file:
+        for path in sorted(library.rglob("*.py")):
+            if SKIPPED.isdisjoint(path.relative_to(library).parts):
+                with warnings.catch_warnings(action="ignore"):  # invalid escapes in other people's files
+                    found = list(definitions(path))
+                for text in found:
+                    file.write(json.dumps({"text": text}) + "\n")
+                    documents += 1
+    (directory / "mix.toml").write_text(MIX)
+    return documents
+
+
 def main() -> int:
     if len(sys.argv) != 2:
         print(__doc__, file=sys.stderr)
         return 2
-    warnings.simplefilter("ignore")  # invalid escapes in other people's files
-    directory, library = Path(sys.argv[1]), Path(sysconfig.get_path("stdlib"))
-    directory.mkdir(parents=True, exist_ok=True)
-    documents = 0
-    with (directory / "functions.jsonl").open("w", encoding="utf-8") as file:
-        for path in sorted(library.rglob("*.py")):
-            if SKIPPED.isdisjoint(path.relative_to(library).parts):
-                for text in definitions(path):
-                    file.write(json.dumps({"text": text}) + "\n")
-                    documents += 1
-    (directory / "mix.toml").write_text(MIX)
-    print(f"{documents:,} documents in {directory}")
+    directory = Path(sys.argv[1])
+    print(f"{write(directory):,} documents in {directory}")
     return 0
 
 

@@ -128,7 +128,8 @@ class Phases:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A Llama's shape, as peers take it; the defaults are Llama 3 8B cut to 8 layers."""
+    """A Llama's or Qwen3's shape, as peers take it; the defaults are Llama 3 8B cut to 8 layers. Flags are 0
+    or 1 on a command line."""
 
     layers: int = 8
     embed: int = 4096
@@ -137,19 +138,30 @@ class Shape:
     head_dim: int = 128
     mlp: int = 14_336
     vocabulary: int = 128_256
+    tied_embeddings: int = 0
+    qk_norm: int = 0
+    rope_theta: float = 500_000.0
+    norm_epsilon: float = 1e-5
 
     @classmethod
     def of(cls, fields: Any) -> "Shape":
         """Returns the shape with the attributes of `fields`: parsed arguments or a ModelConfig."""
-        return cls(**{field.name: getattr(fields, field.name) for field in dataclasses.fields(cls)})
+        values = {field.name: field.type(getattr(fields, field.name)) for field in dataclasses.fields(cls)}
+        return cls(**values)
 
     def flags(self) -> list[str]:
         """Returns the shape as command-line arguments of a peer."""
         named = dataclasses.asdict(self).items()
         return [word for name, value in named for word in (f"--{name.replace('_', '-')}", str(value))]
 
+    def need_plain(self, peer: str) -> None:
+        """Ends a peer with one line if it has no tied embeddings or norms of queries and keys, and the shape
+        has."""
+        if lacking := [name for name in ("tied_embeddings", "qk_norm") if getattr(self, name)]:
+            sys.exit(f"{peer}: has no {' and no '.join(lacking)}; run peers.hugging_face for this shape")
 
-ROPE_THETA = 500_000.0
+
+ROPE_THETA = Shape.rope_theta
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
@@ -184,7 +196,7 @@ def peer_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     add_seconds(parser)
     for field in dataclasses.fields(Shape):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
     parser.add_argument("--tokens", type=Path, help="an .npy of rows; without it they are random")
     parser.add_argument("--rows", type=int, default=2, help="of a random batch")
     parser.add_argument("--sequence", type=int, default=8192, help="of a random batch")

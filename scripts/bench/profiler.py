@@ -37,7 +37,7 @@ from profiler_table import table
 from jaxthru import config as configuration
 from jaxthru.data.loader import open_data
 from jaxthru.profile.collect import clocks
-from jaxthru.profile.read import events
+from jaxthru.profile.read import xplane
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.xla import NO_MULTICAST
 
@@ -151,7 +151,7 @@ class Bench:
         environment = json.loads((self.work / name / "environment.json").read_text())
         found = {key: environment[key] for key in ("devices", "versions", "commit")}
         run = self.opened(name)
-        parts = {"gemm": lambda: measured.gemm_clock(events.read(run.folder / "production"))}
+        parts = {"gemm": lambda: measured.gemm_clock(xplane.read(run.folder / "production"))}
         if run.ledger.run.platform != "gpu":
             parts = {}
         parts |= {"closure": lambda: measured.closure(run)} if row.closes else {}

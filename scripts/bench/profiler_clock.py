@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from profiler_measure import capped, gemm_clock, judged
 
-from jaxthru.profile import frequency
+from jaxthru.profile.account import frequency
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.collect.trace import options
-from jaxthru.profile.read import events
+from jaxthru.profile.read import xplane
 from jaxthru.runtime import hardware, xla
 
 REPEATS = 40  # products between two looks at the clock
@@ -170,7 +170,7 @@ def main() -> int:
             except Exception as error:  # one lever must not cost the others
                 found[name] |= {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         jax.profiler.stop_trace()
-        trace = events.read(Path(folder)) if jax.default_backend() == "gpu" else None
+        trace = xplane.read(Path(folder)) if jax.default_backend() == "gpu" else None
     for name, of in found.items():
         between = of.pop("between", None)
         if between and trace and trace.devices:

@@ -15,13 +15,15 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from jaxthru.profile import compare, frequency, publish
-from jaxthru.profile.attribution import Attribution
-from jaxthru.profile.build import unprofiled
+from jaxthru.profile.account import frequency
+from jaxthru.profile.account.attribution import Attribution
+from jaxthru.profile.account.build import unprofiled
+from jaxthru.profile.account.ledger import Ledger
+from jaxthru.profile.account.timeline import BY_NAME
 from jaxthru.profile.collect import clocks
-from jaxthru.profile.ledger import Ledger
-from jaxthru.profile.read import events, hlo
-from jaxthru.profile.windows import BY_NAME
+from jaxthru.profile.explain import compare
+from jaxthru.profile.read import hlo, xplane
+from jaxthru.profile.show import publish
 
 BARS = {
     "unclassified": 0.01,
@@ -257,7 +259,7 @@ def split(run: Run) -> dict[str, Any]:
     }
 
 
-def gemm_clock(trace: events.Trace, between: tuple[int, int] | None = None) -> dict[str, Any]:
+def gemm_clock(trace: xplane.Trace, between: tuple[int, int] | None = None) -> dict[str, Any]:
     """Returns how many matrix products ran on a trace's first device, their seconds, those from the first to
     the last, and the clock while they ran and from the first to the last, by CUPTI; None without it. Products
     are told by kernels' names. between: two moments of the trace, in place of all of it."""

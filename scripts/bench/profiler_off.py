@@ -24,7 +24,7 @@ from jaxthru import config as configuration
 from jaxthru import train as training
 from jaxthru.build.compiled import build_step
 from jaxthru.data.loader import open_data
-from jaxthru.profile.build import WARM_UP
+from jaxthru.profile.account.build import WARM_UP
 from jaxthru.runtime import xla
 from jaxthru.training.checkpoint import Checkpointer
 from jaxthru.training.run_directory import RunDirectory

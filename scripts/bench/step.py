@@ -5,11 +5,14 @@
 At least 20 s of warm-up under load and 40 s timed: tokens_per_second is all tokens over all seconds, beside
 the median step, the slowest and each one's seconds. Clipping, loss mask and the check for finite values are
 part of the step. The SM clock and the power are means over the timed steps. With --causal-rows the step takes
-the rows of a file, each as one document, and so has plain causal attention.
+the rows of a file, each as one document, and so has plain causal attention; with --packed-rows the batches of
+a file, so that a peer can take the same. With --resident the step is timed only if all of it and of the state
+fit the device, by arithmetic and then as compiled; the line says so if not.
 """
 
 import argparse
 import copy
+import itertools
 import statistics
 import sys
 from collections.abc import Iterator
@@ -20,12 +23,16 @@ import jax
 import numpy as np
 
 from jaxthru import config as configuration
+from jaxthru.build import choices
+from jaxthru.build.checks import fit
 from jaxthru.build.compiled import Build, build_step
-from jaxthru.data.loader import open_data
+from jaxthru.build.defaults import AUTO, get
+from jaxthru.data.loader import Data, open_data
 from jaxthru.data.state import DataState
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
+from jaxthru.runtime.errors import InputError
 
 
 def packed_batches(built: Build) -> Iterator[Batch]:
@@ -41,6 +48,15 @@ def causal_batches(built: Build, rows: np.ndarray) -> Iterator[Batch]:
     for tokens, targets, mask in harness.causal_batches(rows):
         batch = {"tokens": tokens, "targets": targets, "loss_mask": mask, "segment_ids": segment_ids}
         yield built.place(batch | {"positions": positions, "source": np.zeros_like(tokens)}, len(tokens))
+
+
+def kept_batches(built: Build, path: Path) -> Iterator[Batch]:
+    """Yields the batches of a file that `blocks.write_batches` wrote, over and over."""
+    with np.load(path) as file:
+        batches = {name: file[name] for name in file.files}
+    for number in itertools.cycle(range(len(batches["tokens"]))):
+        batch = {name: values[number] for name, values in batches.items()}
+        yield built.place(batch, len(batch["tokens"]))
 
 
 def documents(built: Build, steps: range) -> dict:
@@ -103,7 +119,7 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
     }
     if arguments.steps:
         line["losses"] = [float(step["loss"]) for step in values]
-    if built.data.segments > 1:
+    if built.data.segments > 1 and not arguments.packed_rows:
         line["documents"] = documents(built, range(timing.first, timing.first + len(values)))
     return line
 
@@ -118,17 +134,45 @@ def run(arguments: argparse.Namespace) -> dict:
     if arguments.causal_rows:
         data = copy.copy(data)
         data.segments = 1
-    built = build_step(config, data)
-    rows = np.load(arguments.causal_rows) if arguments.causal_rows else None
-    batches = packed_batches(built) if rows is None else causal_batches(built, rows)
+    line = {"benchmark": "step", "config": Path(arguments.config).stem, "set": arguments.overrides}
+    built, why = resident_step(config, data) if arguments.resident else (build_step(config, data), "")
+    if built is None:
+        return line | {"fits": False, "reason": why} | harness.provenance()
+    if arguments.causal_rows:
+        batches = causal_batches(built, np.load(arguments.causal_rows))
+    elif arguments.packed_rows:
+        batches = kept_batches(built, arguments.packed_rows)
+    else:
+        batches = packed_batches(built)
     return {
-        "benchmark": "step",
-        "config": Path(arguments.config).stem,
-        "set": arguments.overrides,
+        **line,
         **measure(built, batches, arguments),
         "compile_seconds": round(built.compile_seconds, 2),
+        "chosen": chosen(built),
         **harness.provenance(),
     }
+
+
+def chosen(built: Build) -> dict:
+    """Returns what became of the settings that may be `auto`."""
+    return {key: get(built.config, key) for key in (*AUTO, "offload.fraction", "kernels.attention")}
+
+
+def resident_step(config: configuration.RunConfig, data: Data) -> tuple[Build | None, str]:
+    """Returns the step of a configuration that leaves the offload open; None, and why, where jaxthru says
+    that it does not fit the device without."""
+    config = choices.ready(config)
+    try:
+        if choices.open_keys(config):
+            first = next(choices.proposed(config, fit(config), choices.room_here(config), data.segments))
+            if first.config.offload.layered:
+                return None, "by arithmetic it fits with offload alone"
+        built = build_step(config, data)
+    except InputError as refusal:
+        return None, str(refusal)
+    if built.config.offload.layered:
+        return None, "as compiled it fits with offload alone"
+    return built, ""
 
 
 def main() -> int:
@@ -138,6 +182,8 @@ def main() -> int:
     harness.add_seconds(parser)
     parser.add_argument("--steps", type=int, nargs=2, metavar=("WARMUP", "TIMED"), help="in place of seconds")
     parser.add_argument("--causal-rows", type=Path, metavar="FILE", help="an .npy of rows, each one document")
+    parser.add_argument("--packed-rows", type=Path, metavar="FILE", help="an .npz of packed batches")
+    parser.add_argument("--resident", action="store_true", help="only if it fits without offload")
     parser.add_argument("--keep-compiled", action="store_true", help="start from a compiled step if kept")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()

@@ -22,7 +22,7 @@ from toys import alternating
 
 from jaxthru import train
 from jaxthru.plan import __main__ as plan
-from jaxthru.profile import __main__ as profile
+from jaxthru.profile.show import command as profile
 from jaxthru.runtime import aot
 
 FAMILY, LARGE = "toys.alternating", alternating.Config()

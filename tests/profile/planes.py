@@ -138,3 +138,36 @@ def copy(kind: str, start: int, end: int, size: int, **stats) -> tuple:
     """Returns a copy, "H2D" or "D2H"."""
     details = f"kind_src:pinned kind_dst:device size:{size} dest:0 async:1"
     return f"Memcpy{kind}", start, end, {"memcpy_details": details, **stats}
+
+
+SHAPE = {"vocabulary": 100, "layers": 1, "embed": 10, "heads": 1, "kv_heads": 1, "head_dim": 10, "mlp": 10}
+CONFIG = {
+    "model": SHAPE,
+    "mesh": {"data": 2, "fsdp": 1, "tensor": 1},
+    "precision": {"compute": "bfloat16"},
+    "data": {"sequence": 64},
+}
+
+
+def collected(run: Path, *, graphs: bool) -> Path:
+    """Writes what a run of two H200 leaves: steps 5 and 6 as trained, and, with graphs, 8 and 9 in 1,100 ns
+    each without them, of which the product has 40 more."""
+    folder = run / "profile" / "5"
+    passes = {"production": {"first_step": 5, "steps": 2}}
+    write(folder / "production" / "0", *steps(5, 2, graph=graphs))
+    folder.joinpath("step.hlo.txt").write_text(STEP)
+    if graphs:
+        passes["attribution"] = {"first_step": 8, "steps": 2}
+        write(folder / "attribution" / "0", *steps(8, 2, length=1100, product=440))
+        folder.joinpath("attribution.hlo.txt").write_text(STEP)
+    about = {"platform": "gpu", "device_kind": "NVIDIA H200", "devices": 2, "processes": 1}
+    about |= {"peak_flops": 989.5e12, "peak_bytes": None, "host_pinned_bytes": 7, "passes": passes}
+    folder.joinpath("collected.json").write_text(json.dumps(about))
+    run.joinpath("config.json").write_text(json.dumps(CONFIG))
+    run.joinpath("environment.json").write_text(json.dumps({"versions": {"jax": "0"}}))
+    rows = [
+        {"step": step, "tokens": 1000, "attention_span": 250_000.0, "step_seconds": 990e-9 + step * 1e-9}
+        for step in range(1, 30)
+    ]
+    run.joinpath("metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxthru.models import facts as of_model
 from jaxthru.models.family import from_plain
-from jaxthru.profile.ledger import (
+from jaxthru.profile.account.ledger import (
     LINES,
     Buffer,
     Clock,

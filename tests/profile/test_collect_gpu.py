@@ -3,7 +3,7 @@
 import pytest
 from runs import make_workplace
 
-from jaxthru.profile import ledger
+from jaxthru.profile.account import ledger
 
 pytestmark = pytest.mark.gpu
 

@@ -1,18 +1,20 @@
 """Samples a GPU's clock, its power and the reasons for a low clock while steps run.
 
 Two sources. CUPTI samples the clock on the kernels' own time axis, within the trace; it needs the right to
-read performance counters. NVML is asked by a thread every 20 ms; it also knows the power and the reasons.
+read performance counters. NVML (nvidia-ml-py) is asked by a thread every 20 ms; it also knows the
+power and the reasons.
 """
 
 import contextlib
-import ctypes
 import dataclasses
+import functools
 import json
+import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ STATUS = Path("/proc/self/status")
 CAP_SYS_ADMIN = 21
 
 INTERVAL = 0.02
+log = logging.getLogger("jaxthru")
 
 
 def sampling(local: int) -> dict[str, Any]:
@@ -39,13 +42,12 @@ def sampling(local: int) -> dict[str, Any]:
 
     local: the process's devices.
     """
-    named, library = os.environ.get("CUDA_VISIBLE_DEVICES"), _library()
-    seen = ctypes.c_uint(local)
+    named, library = os.environ.get("CUDA_VISIBLE_DEVICES"), nvml()
     if named is not None:
-        seen = ctypes.c_uint(len([name for name in named.split(",") if name.strip()]))
-    elif library:
-        library.nvmlDeviceGetCount_v2(ctypes.byref(seen))
-    if seen.value != local:
+        seen = len([name for name in named.split(",") if name.strip()])
+    else:
+        seen = library.nvmlDeviceGetCount() if library else None
+    if seen != local:
         return {}
     restricted = RESTRICTED.is_file() and "RmProfilingAdminOnly: 1" in RESTRICTED.read_text()
     held = re.search(r"^CapEff:\s*(\w+)", STATUS.read_text(), re.M) if STATUS.is_file() else None
@@ -85,10 +87,9 @@ def names(ordinals: Iterable[int]) -> list[str]:
 def sampled(devices: Iterable[str]) -> Iterator[Samples]:
     """Samples NVML while a block runs. devices: index or UUID of each of the process's local devices, in
     order. Without NVML there are no samples."""
-    samples = Samples({})
-    library = _library()
-    handles = {str(index): _handle(library, name) for index, name in enumerate(devices)} if library else {}
-    handles = {device: handle for device, handle in handles.items() if handle is not None}
+    samples, library = Samples({}), nvml()
+    found = {str(index): _handle(library, name) for index, name in enumerate(devices)} if library else {}
+    handles = {device: handle for device, handle in found.items() if handle is not None}
     if not handles:
         yield samples
         return
@@ -109,32 +110,40 @@ def sampled(devices: Iterable[str]) -> Iterator[Samples]:
         thread.join()
 
 
-def _library() -> Any | None:
-    """Returns NVML, started, or None."""
+@functools.cache
+def nvml() -> Any | None:
+    """Returns the module of NVML, started, None where there is none; where only the package is missing, says
+    so once."""
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+        import pynvml
+    except ImportError:
+        if RESTRICTED.is_file():
+            log.warning('the clock is not sampled: needs nvidia-ml-py, pip install "jaxthru[gpu]"')
         return None
-    return library if library.nvmlInit_v2() == 0 else None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # there is no driver
+        return None
+    return pynvml
 
 
-def _handle(library: Any, device: str) -> ctypes.c_void_p | None:
-    handle = ctypes.c_void_p()
-    if device.isdigit():
-        failed = library.nvmlDeviceGetHandleByIndex_v2(int(device), ctypes.byref(handle))
-    else:
-        failed = library.nvmlDeviceGetHandleByUUID(device.encode(), ctypes.byref(handle))
-    return None if failed else handle
+def _handle(library: Any, device: str) -> Any | None:
+    by = library.nvmlDeviceGetHandleByIndex if device.isdigit() else library.nvmlDeviceGetHandleByUUID
+    return _asked(library, by, int(device) if device.isdigit() else device)
 
 
-_SM = 1  # NVML_CLOCK_SM
-
-
-def _sample(library: Any, handle: ctypes.c_void_p) -> tuple[float, float, int]:
+def _sample(library: Any, handle: Any) -> tuple[float, float, int]:
     """Returns the SM clock in MHz, the power in watts (on most cards a mean of the last second) and the
     reasons; what NVML refuses is 0."""
-    clock, milliwatts, reasons = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_ulonglong()
-    library.nvmlDeviceGetClockInfo(handle, _SM, ctypes.byref(clock))
-    library.nvmlDeviceGetPowerUsage(handle, ctypes.byref(milliwatts))
-    library.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons))
-    return float(clock.value), milliwatts.value / 1000, int(reasons.value)
+    clock = _asked(library, library.nvmlDeviceGetClockInfo, handle, library.NVML_CLOCK_SM) or 0
+    milliwatts = _asked(library, library.nvmlDeviceGetPowerUsage, handle) or 0
+    reasons = _asked(library, library.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    return float(clock), milliwatts / 1000, int(reasons)
+
+
+def _asked(library: Any, query: Callable, *arguments) -> Any | None:
+    """Returns what NVML answers, None where it refuses."""
+    try:
+        return query(*arguments)
+    except library.NVMLError:
+        return None

@@ -85,29 +85,31 @@ def _passes(config: ProfileConfig, program: Callable, start: int, last: int) -> 
     return [production]
 
 
+@dataclasses.dataclass(eq=False)
 class Profile:
-    """Profiles the steps of a run as it comes by them; called where the loop calls `NoProfile`."""
+    """Profiles the steps of a run as it comes by them. Without passes it does nothing.
 
-    def __init__(
-        self,
-        folder: Path,
-        program: Callable,
-        recompile: Callable[[dict], Callable],
-        passes: list[Pass],
-        publish: Callable[[Path], None],
-        model: Facts,
-        say: Callable[[str], None],
-    ):
-        """program: the compiled step. recompile: compiles it with these options of XLA. passes: in order."""
-        self.folder, self.program, self.compiled = folder, program, program
-        self._publish, self._model, self._say = publish, model, say
-        self._recompile, self._passes, self._coming = recompile, passes, list(passes)
-        self._running: Pass | None = None
-        self._open = contextlib.ExitStack()
-        self._samples: clocks.Samples | None = None
-        self._latest = 0
-        self._pinned: int | None = None
-        self._peak: int | None = None
+    program: the compiled step, or one that is traced in its place. recompile: compiles it with these options
+    of XLA. passes: in order. publish: makes a report of what a folder holds. say: shows what the run waits
+    for.
+    """
+
+    folder: Path
+    program: Callable
+    recompile: Callable[[dict], Callable]
+    passes: list[Pass]
+    publish: Callable[[Path], None]
+    model: Facts
+    say: Callable[[str], None]
+    _running: Pass | None = None
+    _open: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    _samples: clocks.Samples | None = None
+    _latest: int = 0
+    _pinned: int | None = None
+    _peak: int | None = None
+
+    def __post_init__(self):
+        self.compiled, self._coming = self.program, list(self.passes)
 
     def begins(self, step: int) -> bool:
         """Says whether a trace begins with this step, the next to be dispatched. No other may then be under
@@ -130,12 +132,12 @@ class Profile:
         folder.mkdir(parents=True, exist_ok=True)
         own = clocks.names(device.local_hardware_id for device in jax.local_devices())
         self._samples = self._open.enter_context(clocks.sampled(own))
-        start_trace(folder, clock=self._running is self._passes[-1])
+        start_trace(folder, clock=self._running is self.passes[-1])
 
     def _compile(self) -> None:
         """Compiles the step again, for the names of its kernels and for XLA's account of its buffers: within
         COMPILING seconds, or the ledger has to do without them."""
-        self._say("compiling the profiled step")
+        self.say("compiling the profiled step")
         self.folder.mkdir(parents=True, exist_ok=True)
         extra = xla.without_graphs(jax.default_backend())
         if distributed.is_primary():
@@ -148,17 +150,17 @@ class Profile:
             again_by = {"xla_dump_hlo_as_proto": False}  # JAX keeps what it has compiled by its options, too
             again = self._compiled(extra | again_by, until, xla.nothing_kept())
         if again is None:
-            del self._coming[:-1], self._passes[:-1]
+            del self._coming[:-1], self.passes[:-1]
             if distributed.is_primary():
                 log.warning("not compiled again after %.0f s: kernels are not named", COMPILING)
-        for one in self._passes[:-1]:
+        for one in self.passes[:-1]:
             one.program = again
         if distributed.is_primary():
             for path in (self.folder / "dump").glob("*"):
                 if path.suffix != ".txt":  # code, which nothing here reads
                     path.unlink()
             (self.folder / "step.hlo.txt").write_text(self.compiled.as_text())
-            if len(self._passes) > 1:
+            if len(self.passes) > 1:
                 (self.folder / "attribution.hlo.txt").write_text(again.as_text())
 
     def _compiled(self, options: dict, until: float, within=NOTHING) -> Callable | None:
@@ -168,7 +170,7 @@ class Profile:
         def compile_() -> None:
             try:
                 with within:
-                    made.set_result(self._recompile(options))
+                    made.set_result(self.recompile(options))
             except BaseException as error:
                 made.set_exception(error)
 
@@ -177,7 +179,7 @@ class Profile:
         return None if any(distributed.gather_text("late" if late else "")) else made.result()
 
     def span(self, name: str, step: int | None = None) -> contextlib.AbstractContextManager:
-        """Marks what the host does, see `events.SPANS`."""
+        """Marks what the host does, see `xplane.SPANS`."""
         if self._running is None:
             return contextlib.nullcontext()
         return jax.profiler.TraceAnnotation(name, **({} if step is None else {"step_num": step}))
@@ -191,7 +193,7 @@ class Profile:
         """Ends a trace that is still running; it is whole if the run ends with its last step."""
         if self._running is None:
             return
-        self._say("collecting the profile")
+        self.say("collecting the profile")
         ended, self.program, self._running = self._running, self.compiled, None
         # Of a run that ends early the steps count that were finished.
         ended.steps = min(ended.steps, self._latest - ended.first_step + 1)
@@ -200,44 +202,41 @@ class Profile:
                 jax.profiler.stop_trace()
             self._samples.write(self.folder / ended.name / str(jax.process_index()) / "clocks.json")
             if distributed.is_primary():
-                write_atomically(
-                    self.folder / "collected.json", json.dumps(self.collected(), indent=1) + "\n"
-                )
+                text = json.dumps(self.collected(), indent=1) + "\n"
+                write_atomically(self.folder / "collected.json", text)
         except Exception as error:  # a full disk must not cost the run a step, nor its last state
             log.warning("%s: the trace is not whole: %s: %s", self.folder, type(error).__name__, error)
 
     def finish(self) -> None:
         """Ends profiling; writes ledger and report once the run's record is written, and shows them."""
+        if not self.passes:
+            return
         self.close()
         distributed.gather_text("")  # every process has written its trace
-        if not distributed.is_primary() or self._passes[0] in self._coming:
+        if not distributed.is_primary() or self.passes[0] in self._coming:
             return
-        if self._passes[-1] in self._coming:
+        if self.passes[-1] in self._coming:
             log.warning("%s: no ledger: the run ended before its steps were traced", self.folder)
             return
-        self._say("reading the profile")
+        self.say("reading the profile")
         try:
-            self._publish(self.folder)
-        except ValueError as error:  # a profile that cannot be read must not cost the run
-            log.warning("%s: no ledger: %s", self.folder, error)
-        except Exception as error:  # nor must a fault of the profiler fail it
-            log.warning("%s: no ledger: %s: %s", self.folder, type(error).__name__, error)
+            self.publish(self.folder)
+        except Exception as error:  # a profile that cannot be read, or a fault of ours, must not cost the run
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            log.warning("%s: no ledger: %s%s", self.folder, kind, error)
 
     def collected(self) -> dict[str, Any]:
         """Returns what the traces are of, for `profile.build`."""
-        devices = jax.devices()
-        kind = devices[0].device_kind
-        taken = [one for one in self._passes if one not in self._coming]
-        return {
-            "platform": jax.default_backend(),
-            "device_kind": kind,
-            "devices": len(devices),
+        kind = jax.devices()[0].device_kind
+        taken = [one for one in self.passes if one not in self._coming]
+        machine = {"platform": jax.default_backend(), "device_kind": kind, "devices": jax.device_count()}
+        return machine | {
             "processes": jax.process_count(),
             "peak_flops": hardware.data_sheet_flops(kind),
             "peak_bytes": self._peak or hardware.peak_bytes(),
             "host_pinned_bytes": self._pinned,
             "passes": {one.name: {"first_step": one.first_step, "steps": one.steps} for one in taken},
-            "model": dataclasses.asdict(self._model),
+            "model": dataclasses.asdict(self.model),
         }
 
 
@@ -266,31 +265,6 @@ def pinned_bytes() -> int:
     return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 
 
-@dataclasses.dataclass(frozen=True)
-class NoProfile:
-    """Profiling switched off."""
-
-    program: Callable
-
-    def begins(self, step: int) -> bool:
-        return False
-
-    def begin(self) -> None:
-        pass
-
-    def span(self, name: str, step: int | None = None) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
-    def after(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
 def open_profile(
     config: ProfileConfig,
     directory: Path,
@@ -301,17 +275,15 @@ def open_profile(
     publish: Callable[[Path], None],
     model: Facts,
     say: Callable[[str], None] = log.info,
-) -> Profile | NoProfile:
+) -> Profile:
     """Returns what the loop calls between its steps; see `Profile`.
 
     start: the step that the run goes on from. last: its last. publish: makes a report of what a folder holds.
     model: what the ledger goes by. say: shows what the run waits for.
     """
-    if not config.at:
-        return NoProfile(program)
     folder, reached = directory / str(config.at), start < config.at <= last
-    if not reached and not (folder / "collected.json").is_file() and distributed.is_primary():
+    if config.at and not reached and not (folder / "collected.json").is_file() and distributed.is_primary():
         steps = config.at, start + 1, last
         log.warning("profile.at = %d: nothing is profiled, as this run takes steps %d to %d", *steps)
-    passes = _passes(config, program, start, last)
+    passes = _passes(config, program, start, last) if config.at else []
     return Profile(folder, program, recompile, passes, publish, model, say)

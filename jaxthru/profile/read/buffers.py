@@ -7,7 +7,9 @@ the instruction that makes it, and is as good as those names are after fusion.
 """
 
 import dataclasses
+import itertools
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxthru.profile.read.hlo import within
@@ -88,17 +90,12 @@ def breakdown(
     """
     allocations, values = parse(dump)
     purpose = Purpose(values, scopes, unnamed)
-    spaces = {space: dict.fromkeys(CATEGORIES, 0) for space in (0, HOST)}
+    device, host = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
     for found, _, size, category in held(allocations, purpose, argument, output):
-        spaces[HOST if found.space == HOST else 0][category] += size
+        (host if found.space == HOST else device)[category] += size
     moment = fullest(allocations)
-    return Breakdown(
-        spaces[0],
-        spaces[HOST],
-        sum(spaces[0].values()),
-        sum(spaces[HOST].values()),
-        next((value.made for value in values if value.first == moment and value.made), ""),
-    )
+    at = next((value.made for value in values if value.first == moment and value.made), "")
+    return Breakdown(device, host, sum(device.values()), sum(host.values()), at)
 
 
 def held(
@@ -202,19 +199,17 @@ def _live_ranges(text: str, values: dict[str, Value]) -> None:
 def curve(allocations: list[Allocation]) -> list[tuple[int, int]]:
     """Returns the bytes that temporaries on the device take together, from each moment at which they change.
     Moments are places in the program's order of instructions."""
-    changes: dict[int, list[tuple[bool, Value]]] = {}
-    for found in allocations:
-        if found.kind != "temporary" or found.space == HOST:
-            continue
-        for value in found.values:
-            changes.setdefault(value.first, []).append((True, value))
-            changes.setdefault(value.last + 1, []).append((False, value))
+    changes: dict[int, list[tuple[bool, Value]]] = defaultdict(list)
+    here = (found for found in allocations if found.kind == "temporary" and found.space != HOST)
+    for value in itertools.chain.from_iterable(found.values for found in here):
+        changes[value.first].append((True, value))
+        changes[value.last + 1].append((False, value))
     points, total = [], 0
-    live: dict[tuple[int, int, int], int] = {}  # a value may be written over the one it is made from
+    live: dict[tuple[int, int, int], int] = Counter()  # a value may be written over the one it is made from
     for at in sorted(changes):
         for begins, value in changes[at]:
             place = value.allocation, value.offset, value.size
-            live[place] = live.get(place, 0) + (1 if begins else -1)
+            live[place] += 1 if begins else -1
             total += value.size * ((live[place] == 1) if begins else -(live[place] == 0))
         points.append((at, total))
     return points
@@ -239,12 +234,10 @@ class Purpose:
         added up over micro-batches. otherwise: what no scope names."""
         self.scopes, self.otherwise = scopes, otherwise
         self.op_names = {value.instruction: value.made for value in values if not value.phi}
-        self.made_by: dict[str, list[Value]] = {}
+        self.made_by, self.places = defaultdict(list), defaultdict(list)
         for value in values:
-            self.made_by.setdefault(value.instruction, []).append(value)
-        self.places: dict[tuple[int, int, int], list[Value]] = {}
-        for value in values:
-            self.places.setdefault((value.allocation, value.offset, value.size), []).append(value)
+            self.made_by[value.instruction].append(value)
+            self.places[value.allocation, value.offset, value.size].append(value)
 
     def __call__(self, value: Value) -> str:
         if value.instruction.startswith("copy-start") and not value.phi:

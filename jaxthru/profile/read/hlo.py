@@ -185,7 +185,7 @@ def module(text: str) -> Module:
         elif current is not None and (instruction := _instruction(line)):
             current[instruction.name] = instruction
     wrapped = {inner: name for name, inner in _WRAPS.findall(text)}
-    return Module(named[1], lines[0], entry, computations, _frames(lines), wrapped)
+    return Module(named[1], lines[0], entry, computations, _frames(text), wrapped)
 
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
@@ -217,17 +217,10 @@ def _instruction(line: str) -> Instruction | None:
     operands = number if opcode == "parameter" else _OPERAND.findall(line, opened, closed)
     op_name = _OP_NAME.search(attributes)
     frame = re.search(r"stack_frame_id=(\d+)", attributes)
-    return Instruction(
-        name=named[2],
-        opcode=opcode,
-        shapes=shapes,
-        operands=tuple(operands),
-        attributes=attributes,
-        calls=tuple(name.lstrip("%") for text in _CALLS.findall(attributes) for name in _names(text)),
-        op_name=op_name[1].replace("\\'", "'") if op_name else "",
-        frame=int(frame[1]) if frame else 0,
-        root=bool(named[1]),
-    )
+    calls = tuple(name.lstrip("%") for text in _CALLS.findall(attributes) for name in _names(text))
+    said = op_name[1].replace("\\'", "'") if op_name else ""
+    held = shapes, tuple(operands), attributes, calls
+    return Instruction(named[2], opcode, *held, said, int(frame[1]) if frame else 0, bool(named[1]))
 
 
 def _names(text: str) -> list[str]:
@@ -248,35 +241,27 @@ def _closed(line: str, opened: int) -> int:
     return len(line)
 
 
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-
-
-def _frames(lines: list[str]) -> dict[int, str]:
+def _frames(text: str) -> dict[int, str]:
     """Returns the source of each stack frame: its innermost place outside of installed packages."""
-    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-    current = None
-    for line in lines:
-        if line in _TABLES:
-            current = tables[line]
-        elif current is not None:
-            number, _, rest = line.partition(" ")
-            if not number.isdigit():
-                current = None if line else current
-                continue
-            current[int(number)] = rest
-    files = {number: text.strip('"') for number, text in tables["FileNames"].items()}
-    places = {number: _fields(text) for number, text in tables["FileLocations"].items()}
-    stack = {number: _fields(text) for number, text in tables["StackFrames"].items()}
+
+    def table(name: str) -> dict[int, str]:
+        found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
+        rows = (line.partition(" ") for line in found[1].splitlines()) if found else ()
+        return {int(number): rest for number, _, rest in rows}
+
+    files = {number: name.strip('"') for number, name in table("FileNames").items()}
+    places = {number: _fields(row) for number, row in table("FileLocations").items()}
+    stack = {number: _fields(row) for number, row in table("StackFrames").items()}
 
     def place(number: int) -> str | None:
         innermost = None
         while number in stack:
             at = places.get(stack[number].get("file_location_id", 0), {})
             file = files.get(at.get("file_name_id", 0), "")
-            text = f"{_short(file)}:{at.get('line', 0)}"
-            innermost = innermost or text
+            said = f"{_short(file)}:{at.get('line', 0)}"
+            innermost = innermost or said
             if file and "site-packages" not in file and not file.startswith("<"):
-                return text
+                return said
             number = stack[number].get("parent_frame_id", 0) - 1  # written with one added: 0 is none
         return innermost
 

@@ -121,6 +121,7 @@ def main() -> int:
     arguments = harness.peer_parser(__doc__.splitlines()[0]).parse_args()
     xla.configure()
     shape = harness.Shape.of(arguments)
+    shape.need_plain("plain_jax.py")
     rows = harness.rows_of(arguments)
 
     @jax.jit

@@ -95,4 +95,5 @@ def measure(update, model: MeanLoss, arguments: argparse.Namespace, settings: di
     settings |= {name: getattr(arguments, name) for name in ("compile", "remat", "attention", "micro_rows")}
     settings["threads"] = torch.get_num_threads()
     packages |= harness.versions("transformers")
-    return torch_step.result(timing, rows, list(model.parameters()), settings, **packages)
+    size, span = rows[0].size, rows.shape[2]
+    return torch_step.result(timing, size, span, list(model.parameters()), settings, **packages)

@@ -9,6 +9,8 @@ Where PyTorch leaves a choice, the faster one is taken:
 
 import argparse
 import contextlib
+import dataclasses
+import importlib.util
 import itertools
 from collections.abc import Iterator
 
@@ -43,8 +45,6 @@ def use_float8(blocks: nn.Module, recipe: str) -> None:
     """Replaces the linear layers of the blocks (not the output layer) by torchao's float8 ones, in place."""
     if recipe == "none":
         return
-    import dataclasses
-
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -70,17 +70,23 @@ def adamw(parameters: list[torch.Tensor]) -> torch.optim.AdamW:
     )
 
 
-def measure(loss_of, model: nn.Module, arguments: argparse.Namespace, **packages: str) -> dict:
-    """Returns the line of a peer. loss_of: (tokens, targets) -> mean loss, with -100 for masked targets."""
+def measure(
+    loss_of, model: nn.Module, arguments: argparse.Namespace, packed: "Packed | None" = None, **packages: str
+) -> dict:
+    """Returns the line of a peer. loss_of: (tokens, targets, **more) -> mean loss, with -100 for masked
+    targets. packed: batches in place of the causal rows that the arguments name, with what `more` is."""
     where, parameters = device(), list(model.parameters())
     optimizer = adamw(parameters)
-    rows = harness.rows_of(arguments)
-    batches = causal_batches(rows)
+    if packed is None:
+        rows = harness.rows_of(arguments)
+        packed = Packed([(*batch, {}) for batch in _causal(rows)], rows.shape[2])
+    batches = itertools.cycle(packed.batches)
     skipped = torch.zeros((), device=where)
 
     def dispatch():
         with torch.autocast(where.type, torch.bfloat16):
-            loss = loss_of(*next(batches))
+            tokens, targets, more = next(batches)
+            loss = loss_of(tokens, targets, **more)
         loss.backward()
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters], foreach=True)
         missed = (~(norm.isfinite() & loss.isfinite())).float()
@@ -104,39 +110,57 @@ def measure(loss_of, model: nn.Module, arguments: argparse.Namespace, **packages
 
     with attention_by(arguments.attention if where.type == "cuda" else "math"):
         timing = harness.timed(dispatch, finish, arguments.warmup_seconds, arguments.timed_seconds)
-    settings = ("compile", "mode", "residual", "attention", "masks", "float8")
+    settings = ("compile", "mode", "residual", "attention", "masks", "float8", "checkpoint", "documents")
     settings = {name: getattr(arguments, name) for name in settings if hasattr(arguments, name)}
-    return result(timing, rows, parameters, settings, **packages)
+    size = packed.batches[0][0].numel()
+    return result(timing, size, packed.span, parameters, settings, **packages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """batches: (tokens, targets, more) each, on the device beforehand: loading costs the peers nothing. span:
+    mean length of the document that a token is in."""
+
+    batches: list[tuple[torch.Tensor, torch.Tensor, dict]]
+    span: float
+
+
+def on_device(tokens: np.ndarray, targets: np.ndarray, mask: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns tokens and targets of a batch on the device, -100 for masked targets."""
+    masked = torch.from_numpy(targets).long().masked_fill(torch.from_numpy(mask) == 0, -100)
+    return torch.from_numpy(tokens).long().to(device()), masked.to(device())
+
+
+def _causal(rows: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [on_device(*batch) for batch in itertools.islice(harness.causal_batches(rows), len(rows))]
 
 
 def causal_batches(rows: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields (tokens, targets) for ever, -100 for masked targets. rows: int32 [batches, rows, sequence].
-
-    All lie on the device beforehand: loading costs the peers nothing.
-    """
-    batches = []
-    for tokens, targets, mask in itertools.islice(harness.causal_batches(rows), len(rows)):
-        masked = torch.from_numpy(targets).long().masked_fill(torch.from_numpy(mask) == 0, -100)
-        batches.append((torch.from_numpy(tokens).long().to(device()), masked.to(device())))
-    return itertools.cycle(batches)
+    """Yields (tokens, targets) for ever, see `Packed`. rows: int32 [batches, rows, sequence]."""
+    return itertools.cycle(_causal(rows))
 
 
 def result(
-    timing: harness.Timing, rows: np.ndarray, parameters: list, settings: dict, **packages: str
+    timing: harness.Timing, tokens: int, span: float, parameters: list, settings: dict, **packages: str
 ) -> dict:
-    """Returns the line of a peer whose steps return (loss, gradient norm, skipped updates)."""
+    """Returns the line of a peer whose steps return (loss, gradient norm, skipped updates). tokens: of a
+    step. span: of `Packed`."""
     on_gpu = device().type == "cuda"
     return {
-        **timing.line(rows[0].size),
-        "attention_span_per_token": rows.shape[2],
+        **timing.line(tokens),
+        "attention_span_per_token": span,
         "loss": [timing.values[0][0], timing.values[-1][0]],
         "skipped_updates": int(timing.values[-1][2]),
         "peak_hbm_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "settings": settings,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "device": {"kind": torch.cuda.get_device_name() if on_gpu else "cpu", "count": 1},
-        "versions": {"torch": torch.__version__, "triton": harness.versions("triton")["triton"], **packages},
+        "versions": {"torch": torch.__version__, **_triton(), **packages},
     }
+
+
+def _triton() -> dict[str, str]:
+    return harness.versions("triton") if importlib.util.find_spec("triton") else {}
 
 
 def attention_by(name: str) -> contextlib.AbstractContextManager:

@@ -3,7 +3,8 @@
     PYTHONPATH=scripts/bench python -m peers.torchtitan [--float8 tensorwise] [--tokens FILE]
 
 Of torchtitan: the model, its compiling block by block, its compiled loss; its one-GPU mixed precision is
-autocast over float32 weights. Written for torchtitan 0.2.2, which goes with torch 2.11.
+autocast over float32 weights. Written for torchtitan 0.2.2, which goes with torch 2.11; its Llama has no tied
+embeddings, so that Llama 3.2 1B is not among the shapes that it runs.
 """
 
 import sys
@@ -24,6 +25,7 @@ from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
 def build(arguments) -> Transformer:
     """Returns the model in float32, its weights initialised, without activation checkpointing."""
     shape = harness.Shape.of(arguments)
+    shape.need_plain("torchtitan.py")
     sizes = TransformerModelArgs(
         dim=shape.embed,
         n_layers=shape.layers,

@@ -1,0 +1,158 @@
+"""Each rule on a program that breaks it, compiled where a CPU's compiler shows it, and on the step, which
+breaks none."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from jaxthru.models import facts, family
+from jaxthru.profile.account.attribution import Attribution
+from jaxthru.profile.explain.lint import lint
+from jaxthru.profile.read import hlo
+
+CONFIG = {
+    "mesh": {"data": 1, "fsdp": 2, "tensor": 1},
+    "precision": {"compute": "bfloat16"},
+    "data": {"sequence": 64},
+}
+
+
+def findings(text: str, rule: str, exchanges: dict[str, str] | None = None, **config):
+    attribution = Attribution(hlo.modules(text))
+    spent = {(work.module, work.instruction.name): 0.5 for work in attribution.all()}
+    found = lint(attribution, spent, CONFIG | config, exchanges=exchanges or {})
+    return [entry for entry in found if entry.rule == rule]
+
+
+def compiled(function, *arguments, **options) -> str:
+    return jax.jit(function, **options).lower(*arguments).compile().as_text()
+
+
+def array(*dims: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def program(*lines: str, header: str = "") -> str:
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"HloModule jit_f, is_scheduled=true{header}\n\nENTRY %main (a: f32[2]) -> f32[2] {{\n{body}\n}}\n"
+
+
+def test_large_copies():
+    text = compiled(lambda x: x.T.copy(), array(1024, 512))
+    (entry,) = findings(text, "copies")
+    assert entry.bytes == 2 * 4 * 1024 * 512 and entry.seconds == 0.5
+    assert not findings(compiled(lambda x: x.T.copy(), array(64, 64)), "copies")
+
+
+def test_float32_products_in_a_bfloat16_run():
+    wide = program(
+        "%a = f32[64,64]{1,0} parameter(0)",
+        "ROOT %dot.1 = f32[64,64]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+        'metadata={op_name="jit(f)/jvp(model)/mlp/dot"}',
+    )
+    (entry,) = findings(wide, "float32_matmuls")
+    assert entry.instruction == "dot.1" and "5.24e+05 FLOPs" in entry.text and entry.scope.endswith("mlp/dot")
+    assert not findings(wide, "float32_matmuls", precision={"compute": "float32"})
+
+
+def test_products_that_the_compiler_widens_are_its_own():
+    text = compiled(lambda x, y: x @ y, *[array(64, 64, dtype=jnp.bfloat16)] * 2)
+    assert " dot(" in text and not findings(text, "float32_matmuls")
+
+
+@pytest.mark.parametrize(("last", "wide"), [("multiply(%c, %c)", True), ("copy(%c)", False)])
+def test_what_is_computed_from_a_widened_array_is_not_the_compilers(last, wide):
+    """A fusion may convert to compute in float32, and leave that; or do no more than convert and copy."""
+    fused = (
+        "%fused (p: bf16[64,64]) -> f32[64,64] {\n  %p = bf16[64,64]{1,0} parameter(0)\n"
+        f"  %c = f32[64,64]{{1,0}} convert(%p)\n  ROOT %r = f32[64,64]{{1,0}} {last}\n}}\n\n"
+    )
+    text = program(
+        "%a = bf16[64,64]{1,0} parameter(0)",
+        "%f = f32[64,64]{1,0} fusion(%a), kind=kLoop, calls=%fused",
+        "ROOT %dot.1 = f32[64,64]{1,0} dot(%f, %f), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    )
+    header, _, entry = text.partition("\n\n")
+    assert bool(findings(f"{header}\n\n{fused}{entry}", "float32_matmuls")) is wide
+
+
+@pytest.mark.parametrize(
+    ("opcode", "shape", "mesh", "why"),
+    [
+        ("all-to-all", "bf16[512,64]", {"data": 1, "fsdp": 2, "tensor": 1}, "no axis of the mesh"),
+        ("all-gather", "bf16[512,64]", {"data": 2, "fsdp": 1, "tensor": 1}, "nothing is split"),
+        ("all-gather", "bf16[8,64,64]", {"data": 1, "fsdp": 2, "tensor": 1}, "gathers activations"),
+        ("all-gather", "bf16[512,64]", {"data": 1, "fsdp": 2, "tensor": 1}, None),
+        ("all-gather", "bf16[8,64,64]", {"data": 1, "fsdp": 1, "tensor": 2}, None),
+        ("all-reduce", "bf16[512,64]", {"data": 2, "fsdp": 1, "tensor": 1}, None),
+    ],
+)
+def test_collectives_that_the_mesh_does_not_explain(opcode, shape, mesh, why):
+    text = program(f"%a = {shape} parameter(0)", f"ROOT %c.1 = {shape} {opcode}(%a), dimensions={{0}}")
+    texts = [entry.text for entry in findings(text, "collectives", mesh=mesh)]
+    assert len(texts) == (why is not None) and all(why in text for text in texts)
+
+
+@pytest.mark.parametrize("scope", ["jit(train_step)/jvp(model)/embedding", "jit(embed)/jvp(embedding)"])
+@pytest.mark.parametrize(("fsdp", "found"), [(1, 1), (2, 0)])
+def test_columns_of_embedded_tokens_are_exchanged_over_fsdp(fsdp, found, scope):
+    text = program(
+        "%a = bf16[2,512,64] parameter(0)",
+        "ROOT %c.1 = bf16[2,512,64] all-to-all(%a), dimensions={0}, "
+        f'metadata={{op_name="{scope}/shard_map/all_to_all"}}',
+    )
+    assert len(findings(text, "collectives", mesh={"data": 1, "fsdp": fsdp, "tensor": 2})) == found
+
+
+def test_an_all_to_all_is_meant_in_scopes_that_exchange():
+    text = program(
+        "%a = bf16[2,512,64] parameter(0)",
+        "%c.1 = bf16[2,512,64] all-to-all(%a), dimensions={0}, "
+        'metadata={op_name="jit(train_step)/jvp(model)/mlp/experts/all_to_all"}',
+        "ROOT %c.2 = bf16[2,512,64] all-to-all(%c.1), dimensions={0}, "
+        'metadata={op_name="jit(train_step)/jvp(model)/mlp/all_to_all"}',
+    )
+    assert {entry.instruction for entry in findings(text, "collectives")} == {"c.1", "c.2"}
+    (entry,) = findings(text, "collectives", {"experts": "embed"})
+    assert entry.instruction == "c.2" and "no axis of the mesh needs it" in entry.text
+
+
+def test_what_stages_exchange_is_among_the_facts(monkeypatch):
+    chain = family.chain(tiny.SHAPE)
+    embedding = dataclasses.replace(chain.embedding, exchanges={"experts": "embed"})
+    monkeypatch.setattr(family, "chain", lambda config: chain._replace(embedding=embedding))
+    assert facts.facts(tiny.SHAPE, "float32").exchanges == {"experts": "embed"}
+
+
+def test_loops_of_unknown_length():
+    unknown = compiled(lambda x: jax.lax.while_loop(lambda x: x[0] < 9, lambda x: x * 2, x), array(8))
+    assert len(findings(unknown, "loops")) == 1
+    known = compiled(lambda x: jax.lax.fori_loop(0, 9, lambda _, x: jnp.sin(x), x), array(8))
+    assert "while(" in known and not findings(known, "loops")
+
+
+def test_state_that_is_not_donated():
+    def update(state):
+        return {"params": state["params"] * 2}
+
+    state = {"params": array(1024, 512)}
+    (entry,) = findings(compiled(update, state), "not_donated")
+    assert entry.bytes == 4 * 1024 * 512 and entry.text == "state['params'] is not donated"
+    assert not findings(compiled(update, state, donate_argnums=0), "not_donated")
+
+
+def test_attention_that_is_computed_again():
+    again = tiny.make(loop="scan", remat="full").compiled.as_text()
+    entries = findings(again, "attention_again")
+    assert entries and all("rematted_computation" in entry.scope for entry in entries)
+    assert not findings(tiny.make(loop="scan").compiled.as_text(), "attention_again")
+
+
+def test_the_step_breaks_no_rule_of_the_mesh():
+    text = tiny.make(loop="scan", mesh=(2, 2, 2)).compiled.as_text()
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    for rule in ("collectives", "loops", "not_donated", "attention_again"):
+        assert not findings(text, rule, mesh=mesh), rule
