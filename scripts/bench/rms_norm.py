@@ -1,11 +1,11 @@
 """Times the norm, forward and with its backward pass, Triton's against XLA's, and prints one JSON line.
 
-    python scripts/bench/rms_norm.py [--shape all|llama3_2_1b|...] [--output FILE]
+    python scripts/bench/rms_norm.py [--shape all|llama3_2_1b|...] [--tiles] [--output FILE]
 
 Contenders take turns, A-B-C-D-A-B-C-D, and medians count. The norm is that at the start of a branch: what
 comes back along the residual stream is added in its backward pass. Queries and keys are rotated too. A
 barrier keeps the passes apart, as all that lies between them does in a model. All shapes take about 25 s on a
-GPU.
+GPU. --tiles has Triton's kernels contend in other tiles too: about 10 s a shape.
 
 Counted in steps of Llama-3.2-1B and Qwen3-0.6B that are compiled for an H200, 16 rows of 2,048 tokens, in MB:
                                                forward            backward
@@ -24,18 +24,30 @@ stay in the cache of 50 MB, whatever a pass asks for: there XLA loses less. In a
 """
 
 import concurrent.futures
+import contextlib
 import statistics
 import sys
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
 import turns
 
 from jaxthru.runtime import xla
-from pallas_kernels.rms_norm import rms_norm_residual, rms_norm_rotary
+from pallas_kernels.rms_norm import rms_norm_residual, rms_norm_rotary, triton
 from pallas_kernels.rms_norm.shapes import CPU, CPU_HEADS, GPU, GPU_HEADS
 
 CALLS = 20
+TILES = {
+    "stages_1": {"STAGES": 1},
+    "stages_2": {"STAGES": 2},
+    "half_the_programs": {"PROGRAMS": triton.PROGRAMS // 2},
+    "twice_the_programs": {"PROGRAMS": 2 * triton.PROGRAMS},
+    "larger_blocks": {"BACKWARD": {"entries": 4096, "of_thread": 16}, "PROGRAMS": triton.PROGRAMS // 2},
+    "more_of_a_thread": {"BACKWARD": {"entries": 2048, "of_thread": 32}},
+    "less_of_a_thread": {"FORWARD": {"entries": 4096, "of_thread": 16}},
+}
+"""Constants of the kernels' launch that differ from their own."""
 MODELS = ("llama3_2_1b", "qwen3_0_6b", "qwen3_4b", "llama3_8b")
 SHAPES = {name: GPU[name] for name in MODELS}
 SHAPES |= {name: shape for name, shape in GPU_HEADS.items() if name.startswith(MODELS)}
@@ -93,6 +105,15 @@ def compared(shape: tuple[int, ...], names: tuple[str, ...], options) -> tuple[d
     arguments = inputs(shape)
     functions = {(name, what): f for name in names for what, f in contenders(name).items()}
     lowered = [jax.jit(function).lower(*arguments) for function in functions.values()]
+    for name, constants in (TILES if options.tiles and "triton" in names else {}).items():
+        with contextlib.ExitStack() as stack:
+            for key, value in constants.items():
+                stack.enter_context(unittest.mock.patch.object(triton, key, value))
+            jax.clear_caches()
+            for what, function in contenders("triton").items():
+                functions[name, what] = function
+                lowered.append(jax.jit(function).lower(*arguments))
+    names = tuple(dict.fromkeys(name for name, _ in functions))
     with concurrent.futures.ThreadPoolExecutor() as threads:
         runs = dict(zip(functions, threads.map(jax.stages.Lowered.compile, lowered), strict=True))
     results = {name: runs[name, "both"](*arguments) for name in names}
@@ -112,7 +133,9 @@ def compared(shape: tuple[int, ...], names: tuple[str, ...], options) -> tuple[d
 
 def main() -> int:
     shapes = SHAPES | SMALL
-    options = turns.parser(__doc__.splitlines()[0], ("all", *shapes), "all", 0.3, 0.15).parse_args()
+    parser = turns.parser(__doc__.splitlines()[0], ("all", *shapes), "all", 0.3, 0.15)
+    parser.add_argument("--tiles", action="store_true", help="time Triton's kernels in other tiles too")
+    options = parser.parse_args()
     xla.configure()
     chosen = SHAPES if options.shape == "all" else {options.shape: shapes[options.shape]}
     names = ("triton", "xla") if jax.default_backend() == "gpu" else ("xla", "reference")
