@@ -18,7 +18,7 @@ from jaxthru import config as configuration
 from jaxthru.build.attention_choice import mean_document
 from jaxthru.build.defaults import AUTO, get, plain, replaced
 from jaxthru.build.memory_estimate import Room, estimate, gib, host_room
-from jaxthru.build.proposals import LEVELS, Candidate, candidates, propose
+from jaxthru.build.proposals import LEVELS, Candidate, candidates, narrower, propose
 from jaxthru.config import RunConfig
 from jaxthru.data.loader import open_data
 from jaxthru.data.mix import load_mix
@@ -202,8 +202,11 @@ def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int 
     most = {"model.loop": "unroll", "remat.policy": "full", "offload.level": LEVELS[-1]}
     tried = plain(replaced(config, {key: value for key, value in most.items() if get(config, key) == "auto"}))
     plan, _ = estimate(tried, devices=devices, segments=segments)
-    others = [found.state for found in propose(tried, room, devices=devices, segments=segments)]
-    advice = f"optim.state = {' or '.join(map(repr, others))} fits" if others else "no optim.state fits"
+    how = {"devices": devices, "segments": segments, "formats": narrower(config.optim.state)}
+    others = [found.state for found in propose(tried, room, **how)]
+    advice = (
+        f"optim.state = {' or '.join(map(repr, others))} fits" if others else "no narrower optim.state fits"
+    )
     return (
         f"{asked}: nothing fits with optim.state = {config.optim.state!r}; at the least it needs "
         f"{gib(plan.peak_device)} GiB on the device, of {gib(room.device)}, and {gib(plan.peak_host)} on the "

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxthru.build.defaults import get, replaced
 from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate
@@ -16,6 +16,7 @@ from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.models import family
 from jaxthru.models.remat import recomputed
+from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime.errors import InputError
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
@@ -27,6 +28,14 @@ BY_PRECISION = (
     *("int8", "split_master_int8", "stochastic_rounding"),
 )
 """Formats, the one nearest to float32 first: of two that cost the same, the first is proposed."""
+
+
+def narrower(state: str) -> list[str]:
+    """Returns the formats that may fit where this one does not: whose weights, or all of it, are smaller."""
+    asked = FORMATS[state].bytes_per_parameter()
+    sizes = {other: FORMATS[other].bytes_per_parameter() for other in BY_PRECISION}
+    return [each for each in sizes if sizes[each].weights < asked.weights or sum(sizes[each]) < sum(asked)]
+
 
 SUSTAINED = 650e12
 """FLOP/s that an H200's products keep up (docs/results.md): what a copy over PCIE is weighed against."""
@@ -133,6 +142,7 @@ def propose(
     resident: MemoryPlan | None = None,
     devices: int = 1,
     segments: int = 1,
+    formats: Sequence[str] = BY_PRECISION,
 ) -> list[Proposal]:
     """Returns for each format the level and fraction that fit and move the least, the cheapest format first.
 
@@ -140,7 +150,7 @@ def propose(
     segments: as of `estimate`.
     """
     found = []
-    for state in BY_PRECISION:
+    for state in formats:
         try:
             tried = dataclasses.replace(config, optim=dataclasses.replace(config.optim, state=state))
         except InputError:

@@ -195,6 +195,8 @@ class _Account:
         self.copies: list[_Copy] = []
         self.moments: list[Moment] = []
         self.programs, self.latest, self.moved = 0, "start", 0
+        # What was waited for since a copy or a program was last begun: to wait again ends nothing more.
+        self.known: set[tuple[_Copy | None, int]] = set()
 
     def add(self, on_host: bool, category: str, size: int) -> None:
         self.live[on_host][category] += size
@@ -211,6 +213,7 @@ class _Account:
                 copied.append(_Array(self, array, sharding, "other", 0))
                 continue
             copy = _Copy(sharding.memory_kind == HOST, array.made)
+            self.known.clear()
             self.copies.append(copy)
             array.read.append(copy)
             category = array.category if copy.to_host else "staging"
@@ -225,6 +228,9 @@ class _Account:
 
     def waited(self, array: _Array) -> None:
         """Notes that the host has waited for an array."""
+        if (what := (array.comes, array.made)) in self.known:
+            return
+        self.known.add(what)
         own = self.copies.index(array.comes) if array.comes in self.copies else -1
 
         over, left = [], []
@@ -252,6 +258,7 @@ class _Program:
     def __call__(self, *arguments) -> Tree:
         account = self.account
         account.programs += 1
+        account.known.clear()
         account.latest = self.name
         for leaf in jax.tree.leaves(arguments):
             if isinstance(leaf, _Array) and leaf.comes is not None and leaf.comes.used_by is None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxthru.engine.model import Model, init, parts
 from jaxthru.engine.offload import Pace, move, on_device
 from jaxthru.engine.step import State, counters_of, first_state, slots_by_part, state_of
+from jaxthru.models.stage import Stage
 from jaxthru.optim.optimizer import Optimizer
 from jaxthru.runtime import xla
 from jaxthru.runtime.sharding import Axes, Layout
@@ -23,12 +24,40 @@ def init_state(model: Model, optimizer: Optimizer, key: jax.Array) -> State:
     return first_state(*optimizer.init(model.init(key)))
 
 
+def _shapes(model: Model, optimizer: Optimizer) -> State:
+    """Returns the shapes and dtypes of `init_state`: a kind of stage is traced once, however many there are
+    of it. No backend is asked for a key."""
+    stages: list[Stage] = []
+
+    def keys_of_parts() -> list[jax.Array]:
+        of_parts = model.part_keys(jax.random.key(0))
+        stages[:] = [stage for stage, _ in of_parts]
+        return [key for _, key in of_parts]
+
+    kinds: list[tuple[Any, Tree]] = []
+    made = []
+    keys = jax.eval_shape(keys_of_parts)
+    for stage, key, infos in zip(stages, keys, parts(optimizer.infos), strict=True):
+        kind = stage, key.shape
+        found = next((shapes for other, shapes in kinds if other == kind), None)
+        if found is None:
+            found = jax.eval_shape(lambda key: optimizer.init_part(init(stage, key), infos), key)  # noqa: B023
+            kinds.append((kind, found))
+        made.append(found)
+    weights, slots = map(list, zip(*made, strict=True))
+    return state_of(weights, slots, jax.eval_shape(_first_counters), model.weights)
+
+
+def _first_counters() -> State:
+    return counters_of(first_state(None, {"count": jnp.zeros((), jnp.int32)}))
+
+
 def abstract_state(model: Model, optimizer: Optimizer, layout: Layout) -> State:
     """Returns the state's shapes, dtypes and shardings, without making it.
 
     A slot of the optimizer is laid out as its parameter.
     """
-    shapes = jax.eval_shape(lambda: init_state(model, optimizer, jax.random.key(0)))
+    shapes = _shapes(model, optimizer)
 
     def placed(axes: Axes, tree: Tree) -> Tree:
         return jax.tree.map(lambda leaf: _placed(leaf, layout, axes), tree)
@@ -140,8 +169,5 @@ def _first_state_of(made: list[tuple[Tree, dict[str, Tree]]], abstract: State) -
     """Returns the first state. made: the weights and slots of each part."""
     weights, slots = map(list, zip(*made, strict=True))
     # By a program: a step takes each of them over, so each has to have memory of its own.
-    make = jax.jit(
-        lambda: counters_of(first_state(None, {"count": jnp.zeros((), jnp.int32)})),
-        out_shardings=abstract["opt_state"]["count"].sharding,
-    )
+    make = jax.jit(_first_counters, out_shardings=abstract["opt_state"]["count"].sharding)
     return state_of(weights, slots, make(), abstract["params"])

@@ -83,7 +83,7 @@ def test_what_fits_nowhere_is_one_line_with_what_would():
     said = choices.nothing_fits(config, room)
     assert "offload.level = 'auto'" in said and "split_master_float32" in said and "\n" not in said
     assert "GiB on the device" in said and " fits" in said
-    assert "no optim.state fits" in choices.nothing_fits(config, Room(GIB, GIB))
+    assert "no narrower optim.state fits" in choices.nothing_fits(config, Room(GIB, GIB))
 
 
 @pytest.fixture
