@@ -19,8 +19,8 @@ import harness
 import numpy as np
 
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import open_data
-from jaxthru.data.state import DataState
+from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.loading.state import DataState
 from jaxthru.runtime.xla import NO_MULTICAST
 
 # Relative, so that commands are recorded as one types them.
@@ -113,7 +113,7 @@ def visible(gpus: int) -> list[str]:
 def write_tokens(config: RunConfig, path: Path, batches: int = BATCHES) -> None:
     """Writes the tokens of a run's first batches, int32 [batches, rows, sequence]."""
     data = open_data(config.data)
-    schedule = DataState(0, ((0, data.mixing),), data.keys).schedule
+    schedule = DataState(0, ((0, data.mixture),), data.keys).schedule
     train = config.train
     with data.train_batches(schedule, seed=train.seed, rows=train.rows, steps=batches) as steps:
         np.save(path, np.stack([batch["tokens"] for batch in steps]))

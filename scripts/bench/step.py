@@ -21,8 +21,8 @@ import numpy as np
 
 from jaxthru import config as configuration
 from jaxthru.build.compiled import Build, build_step
-from jaxthru.data.loader import open_data
-from jaxthru.data.state import DataState
+from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.loading.state import DataState
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
@@ -30,7 +30,7 @@ from jaxthru.runtime import hardware, xla
 
 def packed_batches(built: Build) -> Iterator[Batch]:
     """Yields the batches of a run from its first step on."""
-    with built.batches(DataState(0, ((0, built.data.mixing),), built.data.keys)) as batches:
+    with built.batches(DataState(0, ((0, built.data.mixture),), built.data.keys)) as batches:
         yield from batches
 
 
@@ -46,7 +46,7 @@ def causal_batches(built: Build, rows: np.ndarray) -> Iterator[Batch]:
 def documents(built: Build, steps: range) -> dict:
     """Returns how long the documents of these steps' rows are: what packed attention saves rests on it."""
     train = built.config.train
-    schedule = DataState(0, ((0, built.data.mixing),), built.data.keys).schedule
+    schedule = DataState(0, ((0, built.data.mixture),), built.data.keys).schedule
     lengths = []
     with built.data.train_batches(
         schedule, seed=train.seed, rows=train.rows, start=steps.start, steps=steps.stop
