@@ -30,14 +30,12 @@ def cannot_be_read(error: Exception) -> str:
     return f"cannot be read from here on ({what})"
 
 
-def optional(module: str, path: Path):
-    """Returns a module that only some formats need. Raises InputError that says what to install."""
+def optional(module: str, path: Path, package: str = "jaxthru[formats]"):
+    """Returns a module that only some formats need. Raises InputError that says to install `package`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.split(".")[0]
-        # It comes with Grain where it is made at all, so no extra has it.
-        package = "array-record" if name == "array_record" else "jaxthru[formats]"
         raise InputError(f"{path}: reading it needs {name}; pip install {package}") from error
 
 

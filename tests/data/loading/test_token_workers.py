@@ -18,9 +18,9 @@ from corpus import sentences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxthru.data.loading import token_workers as loaders_module
-from jaxthru.data.loading import worker as source_loader
-from jaxthru.data.loading import worker_process as loader_process
+from jaxthru.data.loading import token_workers as workers_module
+from jaxthru.data.loading import worker as worker_module
+from jaxthru.data.loading import worker_process
 from jaxthru.data.loading.online import OnlineSplit
 from jaxthru.data.loading.token_workers import TokenWorkers, share_out
 from jaxthru.data.loading.worker import Stores, produce
@@ -48,7 +48,7 @@ def write_store(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> list[np
         parts = [
             chunk
             for text, tokens in zip(texts[part], ids[part], strict=True)
-            for chunk in text_store.stretches(text, tokens, tokenizer)
+            for chunk in text_store.chunks(text, tokens, tokenizer)
         ]
         splits = {"train": parts, "held_out": []}
         records.append(text_store.write_shard(folder, len(records), splits, {}))
@@ -79,7 +79,7 @@ def assert_runs(found, stream, start, length):
         assert np.array_equal(tokens, stream[first:stop])
 
 
-def test_a_long_document_is_cut_into_stretches_with_the_same_tokens(source):
+def test_a_long_document_is_cut_into_chunks_with_the_same_tokens(source):
     folder, stream, ends = source
     split = text_store.TextStore(folder).train
     assert (split.ends == ends).all() and split.tokens == len(stream)
@@ -90,12 +90,12 @@ def test_a_long_document_is_cut_into_stretches_with_the_same_tokens(source):
 
 @settings(deadline=None, max_examples=25)
 @given(lines=st.lists(st.text(alphabet="ab \n\t\r\u2028é", max_size=40), min_size=1, max_size=60))
-def test_stretches_say_what_the_document_says(tokenizer, lines):
+def test_chunks_say_what_the_document_says(tokenizer, lines):
     text = "\n".join(lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_store, "CHUNK_BYTES", 20)
         (ids,) = tokenizer.encode([text])
-        parts = text_store.stretches(text, ids, tokenizer)
+        parts = text_store.chunks(text, ids, tokenizer)
     assert b"".join(part.text for part in parts).decode() == text
     assert sum(part.tokens for part in parts) == len(ids)
     assert [part.final for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -113,7 +113,7 @@ def test_the_tokens_are_those_of_the_documents(source, tokenizer):
         assert workers.seconds_per_token["books"] != 1e-6 and workers.restarts == 0
 
 
-def test_killed_loaders_lose_nothing_and_double_nothing(source, tokenizer):
+def test_killed_workers_lose_nothing_and_double_nothing(source, tokenizer):
     folder, stream, _ = source
     split = text_store.TextStore(folder).train
     draw = np.random.default_rng(int(os.environ.get("JAXTHRU_TEST_SEED") or 0))
@@ -132,7 +132,7 @@ def test_killed_loaders_lose_nothing_and_double_nothing(source, tokenizer):
         assert workers.restarts == 6
 
 
-def test_a_loader_runs_the_code_of_the_process_that_it_works_for(source, tokenizer, tmp_path, monkeypatch):
+def test_a_worker_runs_the_code_of_the_process_that_it_works_for(source, tokenizer, tmp_path, monkeypatch):
     """Also where the working directory has some other."""
     folder, stream, _ = source
     (tmp_path / "jaxthru").mkdir()
@@ -143,7 +143,7 @@ def test_a_loader_runs_the_code_of_the_process_that_it_works_for(source, tokeniz
     assert len(tokens) and np.array_equal(tokens, stream[: len(tokens)])
 
 
-def test_a_request_to_stop_is_not_for_the_loaders(source, tokenizer):
+def test_a_request_to_stop_is_not_for_the_workers(source, tokenizer):
     """Ctrl-C and Slurm's SIGTERM reach them too, from their first moment on."""
     folder, stream, _ = source
     split = text_store.TextStore(folder).train
@@ -161,7 +161,7 @@ def test_a_request_to_stop_is_not_for_the_loaders(source, tokenizer):
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
 
 
-def test_a_loader_that_cannot_start_is_an_error_not_a_loop(source, tmp_path):
+def test_a_worker_that_cannot_start_is_an_error_not_a_loop(source, tmp_path):
     folder, *_ = source
     (tmp_path / "tokenizer.json").write_text("{}")
     with TokenWorkers(1, ("books",), tmp_path / "tokenizer.json") as workers:
@@ -171,7 +171,7 @@ def test_a_loader_that_cannot_start_is_an_error_not_a_loop(source, tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_text_that_ends_its_loader_is_named(tmp_path, tokenizer, monkeypatch, processes):
+def test_a_text_that_ends_its_worker_is_named(tmp_path, tokenizer, monkeypatch, processes):
     name = f"deadly_{processes}"  # a module is imported once
     (tmp_path / f"{name}.py").write_text(
         "import os, signal\n"
@@ -188,7 +188,7 @@ def test_a_text_that_ends_its_loader_is_named(tmp_path, tokenizer, monkeypatch, 
         assert "source notes" in str(caught.value)
 
 
-def test_who_waits_for_closed_loaders_is_told(source, tokenizer):
+def test_who_waits_for_closed_workers_is_told(source, tokenizer):
     folder, stream, _ = source
     workers = TokenWorkers(1, ("books",), tokenizer.path)
     split = OnlineSplit("books", text_store.TextStore(folder).train, workers)
@@ -203,7 +203,7 @@ def test_who_waits_for_closed_loaders_is_told(source, tokenizer):
         split.begin(np.array([0]), np.array([9]))
 
 
-def test_no_task_is_too_large_for_a_loader_that_is_busy(tmp_path, tokenizer):
+def test_no_task_is_too_large_for_a_worker_that_is_busy(tmp_path, tokenizer):
     """Who asks does not wait, whose lock others need: those who wait for tokens, or want to close."""
     ids = write_store(tmp_path / "s", tokenizer, ["a"] * 100_000)
     split = text_store.TextStore(tmp_path / "s").train
@@ -232,7 +232,7 @@ def refusing(allowed: int):
     return started
 
 
-def test_who_waits_is_told_that_a_loader_cannot_be_started_again(source, tokenizer, monkeypatch):
+def test_who_waits_is_told_that_a_worker_cannot_be_started_again(source, tokenizer, monkeypatch):
     folder, *_ = source
     monkeypatch.setattr(subprocess, "Popen", refusing(1))
     with TokenWorkers(1, ("books",), tokenizer.path) as workers:
@@ -246,7 +246,7 @@ def test_who_waits_is_told_that_a_loader_cannot_be_started_again(source, tokeniz
             workers.request("books", split, np.array([0]))
 
 
-def test_loaders_that_are_started_end_though_others_cannot_be_started(source, tokenizer, monkeypatch):
+def test_workers_that_are_started_end_though_others_cannot_be_started(source, tokenizer, monkeypatch):
     folder, *_ = source
     threads = threading.active_count()
     monkeypatch.setattr(subprocess, "Popen", refusing(2))
@@ -263,7 +263,7 @@ def test_loaders_that_are_started_end_though_others_cannot_be_started(source, to
     assert threading.active_count() == threads
 
 
-def test_the_transform_of_the_mix_runs_in_the_loader(tmp_path, tokenizer):
+def test_the_transform_of_the_mix_runs_in_the_worker(tmp_path, tokenizer):
     (tmp_path / "shouting.py").write_text("def shout(text):\n    return text.upper()\n")
     (ids,) = tokenizer.encode(["THE STORE"])
     parts = [text_store.Chunk(b"the store", len(ids), True)]
@@ -306,7 +306,7 @@ def test_a_transform_that_has_changed_is_told_with_its_place(
 def test_stores_stay_open_as_far_as_memory_goes(tmp_path, tokenizer, monkeypatch):
     opened = []
     monkeypatch.setattr(
-        source_loader, "TextStore", lambda path: opened.append(path.name) or text_store.TextStore(path)
+        worker_module, "TextStore", lambda path: opened.append(path.name) or text_store.TextStore(path)
     )
     names = [f"s{number}" for number in range(100)]
     for name in names:
@@ -315,7 +315,7 @@ def test_stores_stay_open_as_far_as_memory_goes(tmp_path, tokenizer, monkeypatch
     for name in names * 2:
         stores.split(str(tmp_path / name), "train")
     assert opened == names  # each once
-    monkeypatch.setattr(source_loader, "OPEN_BYTES", 2 * 4 * 16)
+    monkeypatch.setattr(worker_module, "OPEN_BYTES", 2 * 4 * 16)
     for name in ("s0", "s1", "s0", "s2", "s0", "s1"):
         stores.split(str(tmp_path / name), "train")
     assert opened == names
@@ -425,11 +425,11 @@ def test_nothing_is_left_when_the_process_is_killed(source, tokenizer, tmp_path,
 @given(lengths=st.lists(st.integers(0, 400), min_size=1, max_size=60))
 def test_no_task_is_larger_than_the_memory_for_one(lengths):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loaders_module, "TASK_TOKENS", 50)
-        parts = loaders_module._cut(np.array(lengths))
+        patch.setattr(workers_module, "TASK_TOKENS", 50)
+        parts = workers_module._cut(np.array(lengths))
     assert [length for part in parts for length in lengths[part]] == lengths
     assert all(sum(lengths[part]) < 50 + max(lengths[part]) for part in parts if any(lengths[part]))
-    assert loader_process.REGION_TOKENS == text_store.DOCUMENT_TOKENS + loader_process.TASK_TOKENS
+    assert worker_process.REGION_TOKENS == text_store.DOCUMENT_TOKENS + worker_process.TASK_TOKENS
 
 
 # Which worker serves which source
@@ -438,7 +438,7 @@ def test_no_task_is_larger_than_the_memory_for_one(lengths):
 @settings(deadline=None)
 @given(
     demand=st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1, max_size=40),
-    loaders=st.integers(1, 9),
+    workers=st.integers(1, 9),
 )
 def test_sources_are_shared_out_by_demand(demand, workers):
     names = [f"s{number}" for number in range(len(demand))]
@@ -453,7 +453,7 @@ def test_sources_are_shared_out_by_demand(demand, workers):
             assert count[name] >= int(wanted / total * workers - 1e-6)  # a heavy source has its share
 
 
-def test_loaders_go_where_the_coming_steps_need_them(source, tokenizer):
+def test_workers_go_where_the_coming_steps_need_them(source, tokenizer):
     """By the tokens that those want, and by what a token of each source was seen to cost."""
     workers = TokenWorkers(4, ("a", "b"), tokenizer.path)
     workers.expect({"a": 3000.0, "b": 1000.0})
@@ -475,7 +475,7 @@ def test_what_a_token_costs_is_measured(source, tokenizer, tmp_path, monkeypatch
         for name, split in splits.items():
             for _ in range(5):
                 workers.request(name, split, np.arange(10)).result()
-        guess = loaders_module.FIRST_GUESS
+        guess = workers_module.FIRST_GUESS
         assert workers.seconds_per_token["fast"] != guess
         # Two thirds of what it takes, after five: ten waits at least, however busy the machine is.
         waits = 10 * 0.02 / splits["slow"].lengths(np.arange(10)).sum()
@@ -485,10 +485,10 @@ def test_what_a_token_costs_is_measured(source, tokenizer, tmp_path, monkeypatch
         assert [sources for sources in workers.serves if "fast" not in sources] == [["slow"]] * 3
 
 
-def test_a_loader_with_nothing_to_do_helps_others(source, tokenizer, monkeypatch):
+def test_a_worker_with_nothing_to_do_helps_others(source, tokenizer, monkeypatch):
     folder, stream, _ = source
     split = text_store.TextStore(folder).train
-    monkeypatch.setattr(loaders_module, "TASK_TOKENS", 400)
+    monkeypatch.setattr(workers_module, "TASK_TOKENS", 400)
     given, give = [], WorkerProcess.give
 
     def noted(worker, task):

@@ -39,7 +39,8 @@ def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
     """
     text_key, most = options.text_key, options.max_record_bytes
     for file in files:
-        module = optional("array_record.python.array_record_module", file.path)
+        # It comes with Grain where it is made at all, so no extra has it.
+        module = optional("array_record.python.array_record_module", file.path, "array-record")
         # It reads ahead in threads otherwise, and one damaged record then ends the whole file.
         reader = module.ArrayRecordReader(str(file.path), "readahead_buffer_size:0,max_parallelism:0")
         if not reader.ok():
