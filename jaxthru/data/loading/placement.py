@@ -1,4 +1,4 @@
-"""Which rows of a batch a process builds, and how they become the global batch on the devices."""
+"""Placement of a batch: which rows of it a process builds, and how they become one sharded global batch."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of the data: together with the seed it decides every batch to come."""
+"""The dataloader's state in a checkpoint: together with the seed it decides every batch to come."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Load balance: orders the rows of a step so that equal parts of the batch cost alike.
+"""Load balance, against stragglers: orders the rows of a step so that equal parts of the batch cost alike.
 
 Devices take their parts of a batch at the same time, so the costliest part is what all wait for. Rows only
 change places within their step; what is in them stays.

@@ -1,4 +1,4 @@
-"""Packing: which pieces of which documents make up each row. Only indices; no token is read."""
+"""Sequence packing: which pieces of which documents make up each row. Only indices; no token is read."""
 
 import bisect
 import dataclasses

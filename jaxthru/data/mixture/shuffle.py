@@ -1,4 +1,4 @@
-"""Shuffles that a key decides: the same on every machine, with random access to any place."""
+"""Global shuffles that a key decides: the same on every machine, with random access to any place."""
 
 import functools
 import hashlib
