@@ -28,7 +28,7 @@ from jaxthru import moved
 _HOME = {
     "load_config": ("jaxthru.config", "load"),
     "RunConfig": ("jaxthru.config", "RunConfig"),
-    "open_data": ("jaxthru.data.loader", "open_data"),
+    "open_data": ("jaxthru.data.loading.dataset", "open_data"),
     "batches": ("jaxthru.build.batches", "batches"),
     "build_step": ("jaxthru.build.compiled", "build_step"),
     "load": ("jaxthru.build.language_model", "load"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthru import config_file, moved
-from jaxthru.data.loader import DataConfig
+from jaxthru.data.loading.dataset import DataConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import TrainConfig
 from jaxthru.huggingface import pretrained

@@ -25,6 +25,42 @@ CLASSES = (
 leave `jaxthru.` out."""
 
 MODULES = {
+    "data.balance": "data.mixture.balance",
+    "data.batch": "data.loading.batch",
+    "data.constructor": "data.loading.batch_builder",
+    "data.corpus": "data.sources.corpus",
+    "data.files": "data.sources.files",
+    "data.loader": "data.loading.dataset",
+    "data.loader_process": "data.loading.worker_process",
+    "data.loaders": "data.loading.token_workers",
+    "data.memory": "data.loading.batch_memory",
+    "data.mix": "data.sources.readers data.sources.recipes data.store.mix_file",
+    "data.online": "data.loading.online",
+    "data.packing": "data.mixture.packing",
+    "data.placement": "data.loading.placement",
+    "data.planner": "data.mixture.planner",
+    "data.prepare": "data.store.prepare",
+    "data.progress": "data.store.progress",
+    "data.readers": "data.sources.documents",
+    "data.readers.array_record": "data.sources.readers.array_record",
+    "data.readers.docstrings": "data.sources.readers.docstrings",
+    "data.readers.jsonl": "data.sources.readers.jsonl",
+    "data.readers.parquet": "data.sources.readers.parquet",
+    "data.readers.prose": "data.sources.prose",
+    "data.readers.record": "data.sources.record",
+    "data.readers.streams": "data.sources.streams",
+    "data.readers.tar": "data.sources.readers.tar",
+    "data.readers.text": "data.sources.readers.text",
+    "data.schedule": "data.mixture.configuration data.mixture.schedule",
+    "data.shuffle": "data.mixture.shuffle",
+    "data.source_loader": "data.loading.worker",
+    "data.state": "data.loading.state",
+    "data.store": "data.store.token_store data.mixture.packing",
+    "data.text_store": "data.store.text_store",
+    "data.timeline": "data.mixture.schedule data.mixture.sampler",
+    "data.tokenizer": "data.store.tokenizer",
+    "data.transform": "data.sources.transforms",
+    "data.writer": "data.store.writer",
     "models.bind": "engine.model models.stage",
     "plan.arithmetic": "build.memory_estimate",
     "plan.assemble": "build.step",
@@ -61,6 +97,17 @@ MODULES = {
 
 NAMES = {
     "config.check_types": "runtime.plain.check_groups",
+    "data.constructor.Constructor": "data.loading.batch_builder.BatchBuilder",
+    "data.constructor.EMPTY": "data.mixture.planner.EMPTY",
+    "data.loader_process.LoaderProcess": "data.loading.worker_process.WorkerProcess",
+    "data.loaders.Loaders": "data.loading.token_workers.TokenWorkers",
+    "data.mix.Mix": "data.store.mix_file.MixFile",
+    "data.schedule.MIXING_KEYS": "data.mixture.configuration.MIXTURE_KEYS",
+    "data.schedule.Mixing": "data.mixture.configuration.Mixture",
+    "data.text_store.STRETCH_BYTES": "data.store.text_store.CHUNK_BYTES",
+    "data.text_store.Stretch": "data.store.text_store.Chunk",
+    "data.text_store.stretches": "data.store.text_store.chunks",
+    "data.timeline.Timeline": "data.mixture.sampler.MixtureSampler",
     "models.flops.matmul_parameters": "models.llama.matmul_parameters",
     "models.flops.parameters": "models.llama.parameters",
     "models.flops.train_flops": "models.llama.train_flops",
@@ -97,7 +144,8 @@ NAMES = {
 """A name that has left a module which is still there, or has another name now -> where it is."""
 
 GONE = {
-    *("data.corpus.DECISIVE", "data.corpus.TRANSFORMS", "optim.optimizer.Linear", "models.bind.bind"),
+    *("data.corpus.DECISIVE", "data.corpus.READERS", "data.corpus.TRANSFORMS", "data.readers.READERS"),
+    *("optim.optimizer.Linear", "models.bind.bind"),
     *("models.bind.is_axes", "models.bind.is_matrix", "models.bind.Part", "models.bind.Substituted"),
     *("models.bind.Summing", "models.bind.wide_stand_in", "models.bind.widened"),
     *("profile.clues.BATCH", "profile.clues.UPDATE", "profile.clues.RULES", "profile.trace.NoProfile"),
@@ -133,7 +181,7 @@ class Finder:
         if module.removeprefix("jaxthru.") not in OLD:
             return None
         gone = SimpleNamespace(create_module=lambda spec: None, exec_module=lambda module: None)
-        spec = PathFinder.find_spec(module, path, target) or ModuleSpec(module, gone)
+        spec = PathFinder.find_spec(module, path, target) or ModuleSpec(module, gone, is_package=True)
         execute = spec.loader.exec_module
 
         def exec_module(made: ModuleType) -> None:

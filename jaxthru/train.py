@@ -11,8 +11,8 @@ from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
 from jaxthru.build.compiled import Build, compile_step, fit_here, published_weights
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import open_data, prepare_data
-from jaxthru.data.state import DataState
+from jaxthru.data.loading.dataset import open_data, prepare_data
+from jaxthru.data.loading.state import DataState
 from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
 from jaxthru.models import facts
@@ -108,10 +108,10 @@ def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, D
     """Returns the newest checkpoint's state and data state, or those before the first update."""
     data, restored = built.data, checkpointer.restore(built.abstract)
     if restored is None:
-        return built.first_state(), DataState.first(data.mixing, data.keys)
+        return built.first_state(), DataState.first(data.mixture, data.keys)
     step, state, saved = restored
     log.info("resumed from step %d", step)
-    return state, DataState.from_json(saved).resumed(step, data.mixing, data.keys)
+    return state, DataState.from_json(saved).resumed(step, data.mixture, data.keys)
 
 
 def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:

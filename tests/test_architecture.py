@@ -112,6 +112,82 @@ def test_flax_and_pallas_stay_in_their_rooms(path):
         assert not kernels, f"{path}: only pallas_kernels/*/ imports Pallas or jax_triton"
 
 
+DATA = ("mixture", "sources", "store", "loading")
+"""The rooms of jaxthru/data: each imports itself and those before it."""
+INPUT_OUTPUT = {
+    *("builtins", "fcntl", "fileinput", "glob", "io", "mmap", "os", "pathlib", "pickle", "shutil", "socket"),
+    *("sqlite3", "subprocess", "tempfile", "threading", "urllib", "zipfile", "grain", "jax", "pyarrow"),
+}
+READ_OR_WRITE = {"open", "print", "input", "exec", "eval", "__import__"}
+READ_OR_WRITE |= {"fromfile", "load", "loadtxt", "memmap", "save", "savez", "tofile", "import_module"}
+
+
+def room_of_data(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["jaxthru", "data"] and len(parts) > 2 and parts[2] in DATA else None
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("jaxthru/data/*/**/*.py")), ids=lambda path: path.stem)
+def test_rooms_of_data_import_what_stands_before_them(path):
+    own = DATA.index(room_of_data(module_name(path)))
+    for module in imported_modules(path):
+        other = room_of_data(module)
+        assert other is None or DATA.index(other) <= own, f"{path}: {DATA[own]} imports {module}"
+
+
+def input_or_output(source: str) -> list[str]:
+    """Returns what a module imports or calls to read or write anything."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in INPUT_OUTPUT]
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in INPUT_OUTPUT:
+            found.append(node.module)
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            found += [name] * (name in READ_OR_WRITE)
+    return found
+
+
+def test_the_mixture_does_no_io():
+    for path in ROOT.glob("jaxthru/data/mixture/*.py"):
+        assert not (found := input_or_output(path.read_text())), f"{path}: {found}"
+        ours = {module for module in imported_modules(path) if module.startswith("jaxthru.")}
+        rooms = ("jaxthru.data.mixture.", "jaxthru.runtime.errors")
+        assert not [module for module in ours if not module.startswith(rooms)], path
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import os",
+        "from pathlib import Path",
+        "open('a')",
+        "np.load('a')",
+        "np.memmap('a')",
+        "import os.path as p",
+    ],
+)
+def test_io_that_is_done_is_found(planted):
+    assert input_or_output(f"import numpy as np\n\n{planted}\n")
+
+
+def test_a_reader_is_one_file():
+    """No other file names it, nor does a reader import another."""
+    readers = {path.stem: path for path in ROOT.glob("jaxthru/data/sources/readers/*.py")}
+    del readers["__init__"]
+    for path in ROOT.glob("jaxthru/data/**/*.py"):
+        modules = {
+            module for module in imported_modules(path) if module.startswith("jaxthru.data.sources.readers.")
+        }
+        assert not modules, f"{path}: {modules}"
+        if path not in readers.values():
+            strings = {getattr(node, "value", None) for node in ast.walk(ast.parse(path.read_text()))}
+            named = {*readers} & {text for text in strings if isinstance(text, str)}
+            # The recipe's default, and the kind of a text store.
+            assert named <= {"text"}, f"{path}: {named}"
+
+
 def test_no_nameless_rooms():
     banned = {"utils", "util", "helpers", "helper", "common", "misc"}
     assert not [path for path in sources() if path.stem in banned]

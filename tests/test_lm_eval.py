@@ -105,7 +105,7 @@ class Standin:
 
     def __init__(self, folder):
         from jaxthru.config import DataConfig, RunConfig
-        from jaxthru.data.tokenizer import Tokenizer
+        from jaxthru.data.store.tokenizer import Tokenizer
 
         self.tokenizer = Tokenizer.of(folder)
         self.config = RunConfig(data=DataConfig(sequence=SEQUENCE))

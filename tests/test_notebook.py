@@ -16,7 +16,7 @@ import jaxthru
 from jaxthru import config as configuration
 from jaxthru import train
 from jaxthru.build.batches import row_cost
-from jaxthru.data.batch import BATCH_FIELDS
+from jaxthru.data.loading.batch import BATCH_FIELDS
 from jaxthru.runtime.errors import InputError
 from jaxthru.training import display
 from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory
@@ -55,7 +55,7 @@ def test_batches_are_those_that_a_run_trains_on(place):
         assert found[0][name].shape == (8, 64) and found[0][name].dtype == dtype, name
         assert name in inspect.getdoc(jaxthru.batches)
     with data.train_batches(
-        ((0, data.mixing),), seed=train.seed, rows=8, steps=3, cost=row_cost(config)
+        ((0, data.mixture),), seed=train.seed, rows=8, steps=3, cost=row_cost(config)
     ) as expected:
         for ours, theirs in zip(found, expected, strict=True):
             for name in BATCH_FIELDS:

@@ -102,6 +102,11 @@ def test_what_a_module_held_is_somewhere():
     ("module", "name", "home", "new"),
     [
         ("train", "build", "build.compiled", "build_step"),
+        ("data.timeline", "Timeline", "data.mixture.sampler", "MixtureSampler"),
+        ("data.store", "TokenStore", "data.store.token_store", "TokenStore"),
+        ("data.readers.jsonl", "read", "data.sources.readers.jsonl", "read"),
+        ("data.mix", "Recipe", "data.sources.recipes", "Recipe"),
+        ("data.schedule", "Mixing", "data.mixture.configuration", "Mixture"),
         ("training.step", "token_weight", "engine.gradients", "token_weight"),
         ("training.step", "CompiledStep", "engine.inline", "CompiledStep"),
         ("training.layered", "LayeredStep", "engine.dispatched", "DispatchedStep"),

@@ -9,7 +9,7 @@ from runs import ROOT
 
 from jaxthru.build.batches import row_cost
 from jaxthru.config import load
-from jaxthru.data.loader import open_data
+from jaxthru.data.loading.dataset import open_data
 from jaxthru.plan.__main__ import main
 from jaxthru.plan.data import forecast
 
@@ -57,7 +57,7 @@ def test_the_forecast_is_what_the_batches_hold(place):
     data = open_data(config.data)
     found = forecast(config, data)
     with data.train_batches(
-        ((0, data.mixing),), seed=config.train.seed, rows=16, steps=60, cost=row_cost(config)
+        ((0, data.mixture),), seed=config.train.seed, rows=16, steps=60, cost=row_cost(config)
     ) as made:
         batches = list(made)
     tokens = np.zeros(2)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxthru.build.checks import attention_by
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import Data
+from jaxthru.data.loading.dataset import Data
 from jaxthru.engine.model import AttentionShape, Model
 from jaxthru.models import family
 from jaxthru.models.ops import Ops
@@ -26,12 +26,12 @@ from pallas_kernels.rms_norm import PARTITIONED
 def mean_document(data: Data) -> float | None:
     """Returns the mean tokens of a piece of a document in the rows to train on, as the mix weighs its sources
     at its start; None where there are none. A row's end cuts documents, and attention sees the pieces."""
-    weights, tokens, pieces = data.mixing.weights(0, 1), 0.0, 0.0
+    weights, tokens, pieces = data.mixture.weights(0, 1), 0.0, 0.0
     for name, (_, packing) in zip(data.names, data.train, strict=True):
         if len(packing.length):
             mean = float(packing.length.mean())
-            pieces += weights[name] / (mean if data.mixing.count == "tokens" else 1)
-            tokens += weights[name] * (1 if data.mixing.count == "tokens" else mean)
+            pieces += weights[name] / (mean if data.mixture.count == "tokens" else 1)
+            tokens += weights[name] * (1 if data.mixture.count == "tokens" else mean)
     return tokens / pieces if pieces else None
 
 

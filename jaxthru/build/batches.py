@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxthru.build.checks import fit
 from jaxthru.config import RunConfig
-from jaxthru.data.batch import check_batch
-from jaxthru.data.loader import Batches, Data, open_data, prepare_data
-from jaxthru.data.placement import local_rows, to_global
-from jaxthru.data.state import DataState
+from jaxthru.data.loading.batch import check_batch
+from jaxthru.data.loading.dataset import Batches, Data, open_data, prepare_data
+from jaxthru.data.loading.placement import local_rows, to_global
+from jaxthru.data.loading.state import DataState
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import Batch
 from jaxthru.models import family
@@ -114,6 +114,6 @@ def batches(config: RunConfig) -> RunBatches:
     keys = distributed.from_first(lambda: prepare_data(config.data))
     with contextlib.ExitStack() as opened:
         data = opened.enter_context(open_data(config.data, prepare=False, begun=keys))
-        made = train_batches(config, data, layout, DataState.first(data.mixing, data.keys))
+        made = train_batches(config, data, layout, DataState.first(data.mixture, data.keys))
         opened.pop_all()  # whoever gets the batches closes it
     return RunBatches(config, data, made)

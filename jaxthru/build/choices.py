@@ -20,8 +20,8 @@ from jaxthru.build.defaults import AUTO, get, plain, replaced
 from jaxthru.build.memory_estimate import Room, estimate, gib, host_room
 from jaxthru.build.proposals import LEVELS, Candidate, candidates, narrower, propose
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import open_data
-from jaxthru.data.mix import load_mix
+from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.store.mix_file import load_mix
 from jaxthru.runtime import distributed, hardware
 from jaxthru.runtime import plain as plain_values
 from jaxthru.runtime.atomic import write_atomically

@@ -18,9 +18,9 @@ from jaxthru.build.choices import Choice
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.step import assemble
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import Batches, Data
-from jaxthru.data.placement import local_rows
-from jaxthru.data.state import DataState
+from jaxthru.data.loading.dataset import Batches, Data
+from jaxthru.data.loading.placement import local_rows
+from jaxthru.data.loading.state import DataState
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep
 from jaxthru.engine.model import Model

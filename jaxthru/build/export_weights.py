@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxthru import config as configuration
 from jaxthru.build.language_model import folder_of, run_at, run_config
-from jaxthru.data.tokenizer import Tokenizer
-from jaxthru.data.tokenizer_folder import FILES as TOKENIZER_FILES
+from jaxthru.data.store.tokenizer import Tokenizer
+from jaxthru.data.store.tokenizer_folder import FILES as TOKENIZER_FILES
 from jaxthru.huggingface.config import read_config, written
 from jaxthru.huggingface.folder import check_empty, read_json
 from jaxthru.huggingface.generation_config import FILE as GENERATION_CONFIG

@@ -21,7 +21,7 @@ from jaxthru import config as configuration
 from jaxthru.build.checks import asked_for, attention_by, check_vocabulary, fit
 from jaxthru.build.step import bound
 from jaxthru.config import DataConfig, MeshConfig, OffloadConfig, RematConfig, RunConfig
-from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.engine.model import Model
 from jaxthru.generation.generator import Generator, Scores, check_context
 from jaxthru.generation.sampling import Sampling

@@ -1,1 +1,1 @@
-"""The data plane: sources -> token stores -> planned rows -> packed batches."""
+"""The data plane, sources -> store -> mixture -> loading: the dataloader and what it stands on."""

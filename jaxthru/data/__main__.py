@@ -12,11 +12,11 @@ import rich.console
 import rich.table
 import rich.text
 
-from jaxthru.data.loader import Data, DataConfig, open_data
-from jaxthru.data.mix import load_mix
-from jaxthru.data.prepare import open_stores
-from jaxthru.data.schedule import Mixing
-from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.data.loading.dataset import Data, DataConfig, open_data
+from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.data.store.mix_file import load_mix
+from jaxthru.data.store.prepare import open_stores
+from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime import command_line
 from jaxthru.runtime.errors import exit_code, require
 
@@ -86,7 +86,7 @@ def _inspect(data: Data, rows: int) -> None:
     console.print("All checksums agree.")
     for number, name in enumerate(data.names):
         with data.train_batches(
-            ((0, Mixing.plain({name: 1.0})),), seed=0, rows=max(rows, 1), steps=min(rows, 1)
+            ((0, Mixture.plain({name: 1.0})),), seed=0, rows=max(rows, 1), steps=min(rows, 1)
         ) as batches:
             for batch in batches:
                 for row in range(rows):
@@ -103,7 +103,7 @@ def _shown(text: str) -> str:
 
 def _table(data: Data) -> rich.table.Table:
     mix = data.prepared.mix
-    shares, caption = _shares(data.mixing)
+    shares, caption = _shares(data.mixture)
     table = rich.table.Table(
         box=None,
         padding=(0, 1, 0, 0),
@@ -129,21 +129,21 @@ def _table(data: Data) -> rich.table.Table:
     return table
 
 
-def _shares(mixing: Mixing) -> tuple[dict[str, str], str]:
+def _shares(mixture: Mixture) -> tuple[dict[str, str], str]:
     """Returns each source's share at each point of the schedule and its cap, and what these count."""
-    points = sorted({at for share in mixing.shares.values() for at, _ in share.points})
-    weights = [mixing.weights(at, 1) for at in points]
+    points = sorted({at for share in mixture.shares.values() for at, _ in share.points})
+    weights = [mixture.weights(at, 1) for at in points]
     shown = {}
-    for name, share in mixing.shares.items():
+    for name, share in mixture.shares.items():
         parts = [" → ".join(f"{at[name] / sum(at.values()):.3f}" for at in weights)]
         if share.max_epochs is not None:
             parts.append(f"at most {share.max_epochs:g} epochs, then {share.exhausted}")
         if share.max_tokens is not None:
             parts.append(f"at most {share.max_tokens:,.0f} tokens, then {share.exhausted}")
         shown[name] = "\n".join(parts)
-    caption = f"Shares are of {mixing.count}"
-    if mixing.changes:
-        caption += f", {mixing.interpolate}, at {mixing.unit} " + ", ".join(f"{at:,.0f}" for at in points)
+    caption = f"Shares are of {mixture.count}"
+    if mixture.changes:
+        caption += f", {mixture.interpolate}, at {mixture.unit} " + ", ".join(f"{at:,.0f}" for at in points)
     return shown, caption + "."
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxthru.data.batch import BATCH_FIELDS
+from jaxthru.data.loading.batch import BATCH_FIELDS
 from jaxthru.engine.model import Batch, Model, from_parts, parts
 from jaxthru.engine.objective import Objective
 from jaxthru.engine.terms import Terms

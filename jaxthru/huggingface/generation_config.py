@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from jaxthru.data.tokenizer_folder import read_object
+from jaxthru.data.store.tokenizer_folder import read_object
 from jaxthru.runtime.errors import require
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from jaxthru.build.defaults import get
 from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib, layout_of
 from jaxthru.build.proposals import candidates, propose
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import open_data
+from jaxthru.data.loading.dataset import open_data
 from jaxthru.plan import memory
 from jaxthru.plan.data import forecast
 from jaxthru.runtime import aot, command_line, xla

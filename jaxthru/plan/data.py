@@ -12,7 +12,7 @@ import rich.table
 
 from jaxthru.build.batches import row_cost
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import Data
+from jaxthru.data.loading.dataset import Data
 from jaxthru.engine.step import microbatch_blocks
 from jaxthru.training.plot import Panel, Picture
 
@@ -87,14 +87,14 @@ def forecast(config: RunConfig, data: Data, samples: int = 300) -> Forecast:
     """
     train = config.train
     cost = row_cost(dataclasses.replace(config, data=dataclasses.replace(config.data, balance=True)))
-    keys = {"schedule": ((0, data.mixing),), "seed": train.seed, "rows": train.rows}
+    keys = {"schedule": ((0, data.mixture),), "seed": train.seed, "rows": train.rows}
     plain, ours = data.planner(**keys), data.planner(**keys, cost=cost)
     steps = train.steps if plain.end is None else min(train.steps, plain.end)
     at = np.unique(np.linspace(0, steps, 201).astype(np.int64))
-    used, rows = data.constructor.packing.used, plain.available
+    used, rows = data.builder.packing.used, plain.available
     available = np.array([part.sum() for part in np.split(used, np.cumsum(rows)[:-1])])
     each = available / np.maximum(rows, 1)
-    tokens = np.array([plain.timeline.taken(int(step)) for step in at]) * each
+    tokens = np.array([plain.sampler.taken(int(step)) for step in at]) * each
 
     sampled = np.unique(np.linspace(0, steps - 1, min(samples, steps)).astype(np.int64))
     costs = data.row_costs(cost)

@@ -8,7 +8,7 @@ eval.jsonl           one object an evaluation, with EVAL_FIELDS
 tensorboard/         event files
 checkpoints/<step>/  Orbax; <step> counts completed updates
 tokenizer/           the tokenizer of the run's text, its files as they were found, and what documents begin
-                     and end with: `jaxthru.data.tokenizer.Tokenizer.of(RUN_DIR)`
+                     and end with: `jaxthru.data.store.tokenizer.Tokenizer.of(RUN_DIR)`
 base/                of published weights that the run started from: what an export carries on beside weights
 profile/<step>/      traces and what was read from them
 plan_data.svg        what `plan data --run-dir` drew

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.engine.model import Model
 from jaxthru.generation.generator import Generator, check_context
 from jaxthru.generation.sampling import Sampling

@@ -21,7 +21,7 @@ QUIET = 60.0
 """Seconds after a line before the next: what stalls all the time is told once a minute, and counted."""
 
 CAUSES = {
-    "data_wait_seconds": "waiting for data; data.workers, data.loaders",
+    "data_wait_seconds": "waiting for data; data.loaders",
     "checkpoint_seconds": "a checkpoint kept the loop; checkpoint.every",
     "host_gap_seconds": "the device had no work; the host was late with it",
 }

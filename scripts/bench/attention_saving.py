@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxthru import config as configuration
-from jaxthru.data.loader import open_data
-from jaxthru.data.state import DataState
+from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.loading.state import DataState
 from jaxthru.runtime import xla
 from pallas_kernels.attention import attention, find_segments
 
@@ -35,7 +35,7 @@ def main() -> int:
     config = configuration.load(arguments.config, [*arguments.overrides, f"train.steps={BATCHES}"])
     xla.configure()
     data, shape, rows = open_data(config.data), config.model, config.train.rows
-    schedule = DataState(0, ((0, data.mixing),), data.keys).schedule
+    schedule = DataState(0, ((0, data.mixture),), data.keys).schedule
     with data.train_batches(schedule, seed=config.train.seed, rows=rows, steps=BATCHES) as batches:
         packed = [find_segments(jnp.asarray(batch["segment_ids"]), data.segments) for batch in batches]
     causal = [find_segments(jnp.ones_like(packed[0].ids), 1)]

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxthru.data.packing import Packing, pack
+from jaxthru.data.mixture.packing import Packing, pack
 from jaxthru.runtime import xla
 from jaxthru.runtime.errors import InputError, require
 from pallas_kernels import dispatch

@@ -8,7 +8,7 @@ import data_balance
 import data_corpus
 import numpy as np
 
-from jaxthru.data import tokenizer
+from jaxthru.data.store import tokenizer
 
 LENGTHS = "lognormal(6, 2)"
 

@@ -54,7 +54,7 @@ from gpu_clocks import Clocks
 from jaxthru import config as configuration
 from jaxthru.build.batches import row_cost
 from jaxthru.build.compiled import Build, build_step
-from jaxthru.data.loader import Data, open_data
+from jaxthru.data.loading.dataset import Data, open_data
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
@@ -108,7 +108,7 @@ def host_batches(config: configuration.RunConfig, data: Data, steps: int) -> lis
     """Returns the batches of a run's first steps, balanced if the configuration says so."""
     train = config.train
     keys = {"seed": train.seed, "rows": train.rows, "cost": row_cost(config)}
-    with data.train_batches(((0, data.mixing),), steps=steps, **keys) as batches:
+    with data.train_batches(((0, data.mixture),), steps=steps, **keys) as batches:
         return list(batches)
 
 

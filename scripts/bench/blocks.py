@@ -19,8 +19,8 @@ import harness
 import numpy as np
 
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import open_data
-from jaxthru.data.state import DataState
+from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.loading.state import DataState
 from jaxthru.runtime.xla import NO_MULTICAST
 
 # Relative, so that commands are recorded as one types them.
@@ -131,7 +131,7 @@ def visible(gpus: int) -> list[str]:
 def first_batches(config: RunConfig, batches: int) -> list[dict[str, np.ndarray]]:
     """Returns so many of a run's first batches."""
     data = open_data(config.data)
-    schedule = DataState(0, ((0, data.mixing),), data.keys).schedule
+    schedule = DataState(0, ((0, data.mixture),), data.keys).schedule
     train = config.train
     with data.train_batches(schedule, seed=train.seed, rows=train.rows, steps=batches) as steps:
         return [{name: value.copy() for name, value in batch.items()} for batch in steps]

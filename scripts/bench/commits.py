@@ -133,11 +133,13 @@ class Tree:
                 settings = [text.replace(f"{name}=", f"{before}=") for text in settings]
         config = configuration.load(path, [*settings, "train.steps=1000000"])
         lengths = np.full(row.documents, config.data.sequence / row.documents)
+        mixture = SimpleNamespace(count="tokens", weights=lambda *at: {"random": 1.0})
         data = SimpleNamespace(
             vocabulary=config.model.vocabulary,
             segments=row.documents,
             names=("random",),
-            mixing=SimpleNamespace(count="tokens", weights=lambda *at: {"random": 1.0}),
+            mixture=mixture,
+            mixing=mixture,  # as commits before jaxthru/data/mixture call it
             train=[(None, SimpleNamespace(length=lengths))],
         )
         return build(config, data, devices)

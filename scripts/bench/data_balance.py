@@ -19,11 +19,11 @@ from pathlib import Path
 import harness
 import numpy as np
 
-from jaxthru.data.balance import row_costs
-from jaxthru.data.packing import Packing, pack
-from jaxthru.data.planner import Planner
-from jaxthru.data.schedule import Mixing
-from jaxthru.data.timeline import Supply
+from jaxthru.data.mixture.balance import row_costs
+from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.data.mixture.packing import Packing, pack
+from jaxthru.data.mixture.planner import Planner
+from jaxthru.data.mixture.sampler import Supply
 from jaxthru.training.run_directory import environment
 
 SEQUENCES = (4096, 8192, 32_768, 131_072)
@@ -80,7 +80,7 @@ def measure(name: str, sequence: int, groups: int, rows: int, embed: int, steps:
     costs, needed = priced(packing)
     keys = {"seed": 0, "rows": rows, "groups": groups, "sequence": sequence}
     supply = {"documents": Supply(packing.rows, int(documents.sum()), len(documents))}
-    schedule = ((0, Mixing.plain({"documents": 1})),)
+    schedule = ((0, Mixture.plain({"documents": 1})),)
     planner = Planner(supply, schedule, **keys)
     planners = planner, planner.balanced_by(costs)
     taken, seconds = [], []

@@ -15,9 +15,9 @@ import grain
 import numpy as np
 import zstandard
 
-from jaxthru.data.loader import open_data
-from jaxthru.data.store import TokenStore
-from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.store.token_store import TokenStore
+from jaxthru.data.store.tokenizer import Tokenizer
 
 Batches = Iterator[dict[str, np.ndarray]]
 ROWS, SEQUENCE = 64, 2048
@@ -34,7 +34,7 @@ SHORT = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 def jaxthru(folder: Path, mix: str, rows: int, sequence: int, **settings) -> Batches:
     """Planned, packed, balanced rows with segment ids, positions and loss mask."""
     data = open_data(corpus.config(folder, mix, sequence, **settings), prepare=False)
-    with data.train_batches(((0, data.mixing),), seed=0, rows=rows, steps=FOREVER, cost=COST) as batches:
+    with data.train_batches(((0, data.mixture),), seed=0, rows=rows, steps=FOREVER, cost=COST) as batches:
         yield from batches
 
 

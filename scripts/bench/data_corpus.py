@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import zstandard
 
-from jaxthru.data import tokenizer
-from jaxthru.data.loader import DataConfig, open_data
+from jaxthru.data.loading.dataset import DataConfig, open_data
+from jaxthru.data.store import tokenizer
 
 SOURCES = (5, 35, 306)
 HEAVY_SOURCES, HEAVY_BYTES = 100, 1 << 15

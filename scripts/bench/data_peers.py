@@ -18,7 +18,7 @@ from pathlib import Path
 import data_corpus as corpus
 import numpy as np
 
-from jaxthru.data.loader import open_data
+from jaxthru.data.loading.dataset import open_data
 
 ROWS, SEQUENCE = 64, 2048
 Batches = Iterator[dict[str, np.ndarray]]

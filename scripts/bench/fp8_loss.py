@@ -27,8 +27,8 @@ import numpy as np
 from jaxthru import config as configuration
 from jaxthru.build.compiled import Build, build_step
 from jaxthru.config import DataConfig, EvaluateConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from jaxthru.data.loader import open_data
-from jaxthru.data.state import DataState
+from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.loading.state import DataState
 from jaxthru.training.evaluate import Evaluation
 
 WINDOW = 20
@@ -61,7 +61,7 @@ def run(built: Build, evaluation: Evaluation, seed: int) -> dict:
     train = dataclasses.replace(built.config.train, seed=seed)
     built = dataclasses.replace(built, config=dataclasses.replace(built.config, train=train))
     state, metrics, data = built.first_state(), [], built.data
-    with built.batches(DataState(0, ((0, data.mixing),), data.keys)) as batches:
+    with built.batches(DataState(0, ((0, data.mixture),), data.keys)) as batches:
         for batch in batches:
             state, latest = built.compiled(state, batch)
             metrics.append({name: latest[name] for name in ("loss", "skipped")})

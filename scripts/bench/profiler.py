@@ -35,7 +35,7 @@ from profiler_rows import CAUSES, QUIET, ROWS, Row
 from profiler_table import table
 
 from jaxthru import config as configuration
-from jaxthru.data.loader import open_data
+from jaxthru.data.loading.dataset import open_data
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read import xplane
 from jaxthru.runtime.atomic import write_atomically

@@ -23,7 +23,7 @@ from profiler_rows import QUIET
 from jaxthru import config as configuration
 from jaxthru import train as training
 from jaxthru.build.compiled import build_step
-from jaxthru.data.loader import open_data
+from jaxthru.data.loading.dataset import open_data
 from jaxthru.profile.account.build import WARM_UP
 from jaxthru.runtime import xla
 from jaxthru.training.checkpoint import Checkpointer

@@ -63,7 +63,7 @@ from gpu_clocks import Clocks
 
 from jaxthru import config as configuration
 from jaxthru.build.compiled import Build, build_step
-from jaxthru.data.loader import open_data
+from jaxthru.data.loading.dataset import open_data
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla

@@ -12,9 +12,9 @@ import starved_transform
 from data_contenders import Records, Tokenize
 
 from jaxthru import config as configuration
-from jaxthru.data import tokenizer
-from jaxthru.data.loader import Place, open_data
-from jaxthru.data.state import DataState
+from jaxthru.data.loading.dataset import Place, open_data
+from jaxthru.data.loading.state import DataState
+from jaxthru.data.store import tokenizer
 from jaxthru.engine.step import Batch
 from jaxthru.runtime.errors import require
 
@@ -56,8 +56,8 @@ class Complete:
 
 
 def complete(tokens: np.ndarray, segment_ids: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns a batch (see `jaxthru.data.batch`) of packed rows: what has no next token in its segment has no
-    target."""
+    """Returns a batch (see `jaxthru.data.loading.batch`) of packed rows: what has no next token in its
+    segment has no target."""
     follows = np.zeros(tokens.shape, bool)
     follows[:, :-1] = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, :-1] > 0)
     return {
@@ -101,7 +101,7 @@ def from_jaxthru(config: configuration.RunConfig, place: Place) -> Iterator[Iter
     """Opens jaxthru's data plane, with Source Loaders of its own."""
     train = config.train
     with open_data(config.data, prepare=False) as data:
-        state = DataState(0, ((0, data.mixing),), data.keys)
+        state = DataState(0, ((0, data.mixture),), data.keys)
         keys = {"seed": train.seed, "rows": train.rows, "steps": train.steps, "place": place}
         with data.train_batches(state.schedule, **keys) as batches:
             yield batches

@@ -27,8 +27,8 @@ from jaxthru.build import choices
 from jaxthru.build.checks import fit
 from jaxthru.build.compiled import Build, build_step
 from jaxthru.build.defaults import AUTO, get
-from jaxthru.data.loader import Data, open_data
-from jaxthru.data.state import DataState
+from jaxthru.data.loading.dataset import Data, open_data
+from jaxthru.data.loading.state import DataState
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
@@ -37,7 +37,7 @@ from jaxthru.runtime.errors import InputError
 
 def packed_batches(built: Build) -> Iterator[Batch]:
     """Yields the batches of a run from its first step on."""
-    with built.batches(DataState(0, ((0, built.data.mixing),), built.data.keys)) as batches:
+    with built.batches(DataState(0, ((0, built.data.mixture),), built.data.keys)) as batches:
         yield from batches
 
 
@@ -62,7 +62,7 @@ def kept_batches(built: Build, path: Path) -> Iterator[Batch]:
 def documents(built: Build, steps: range) -> dict:
     """Returns how long the documents of these steps' rows are: what packed attention saves rests on it."""
     train = built.config.train
-    schedule = DataState(0, ((0, built.data.mixing),), built.data.keys).schedule
+    schedule = DataState(0, ((0, built.data.mixture),), built.data.keys).schedule
     lengths = []
     with built.data.train_batches(
         schedule, seed=train.seed, rows=train.rows, start=steps.start, steps=steps.stop

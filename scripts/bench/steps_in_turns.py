@@ -27,7 +27,7 @@ from step import packed_batches
 
 from jaxthru import config as configuration
 from jaxthru.build.compiled import Build, build_step
-from jaxthru.data.loader import open_data
+from jaxthru.data.loading.dataset import open_data
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError
 

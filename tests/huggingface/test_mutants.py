@@ -16,7 +16,7 @@ from batches import ROWS, batch
 from published import FOLDERS, change_json, folder_of
 from tiny import bind, make
 
-from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.engine.inline import hidden
 from jaxthru.huggingface.config import read_config
 from jaxthru.huggingface.generation_config import read_generation_defaults

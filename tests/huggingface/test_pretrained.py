@@ -13,7 +13,7 @@ from published import SPECIAL, change_json, folder_of, make_site, only, save_tok
 
 import jaxthru
 from jaxthru import config as configuration
-from jaxthru.data.tokenizer import Tokenizer
+from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.huggingface.config import read_config
 from jaxthru.huggingface.weights import Weights
 from jaxthru.models import family

@@ -17,9 +17,9 @@ from jaxthru.build.checks import fit
 from jaxthru.build.compiled import compile_step
 from jaxthru.build.memory_estimate import Room, estimate, layout_of
 from jaxthru.build.memory_sizes import attention_stand_in
-from jaxthru.data.loader import open_data
-from jaxthru.data.packing import pack
-from jaxthru.data.schedule import Mixing
+from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.data.mixture.packing import pack
 from jaxthru.plan.__main__ import main
 from jaxthru.runtime import aot
 from pallas_kernels import dispatch
@@ -121,9 +121,9 @@ def packing(lengths: list[int], sequence: int):
 
 def corpus(count: str, weights: tuple[float, float], *lengths: list[int]):
     names = ("long", "short", "empty")
-    mixing = dataclasses.replace(Mixing.plain(dict(zip(names, (*weights, 0.0), strict=True))), count=count)
+    mixture = dataclasses.replace(Mixture.plain(dict(zip(names, (*weights, 0.0), strict=True))), count=count)
     train = [(None, packing(each, 64)) for each in (*lengths, [])]
-    return types.SimpleNamespace(names=names, mixing=mixing, train=train)
+    return types.SimpleNamespace(names=names, mixture=mixture, train=train)
 
 
 def test_the_mean_is_of_pieces_as_the_mix_weighs_its_sources():
@@ -167,7 +167,7 @@ def test_the_mean_is_that_of_the_batches(tmp_path, packing):
     )
     assert choices.documents(config).mean is None, "the corpus is not prepared"
     with open_data(config.data) as data:
-        with data.train_batches(((0, data.mixing),), seed=0, rows=8, steps=60) as made:
+        with data.train_batches(((0, data.mixture),), seed=0, rows=8, steps=60) as made:
             rows = np.concatenate([np.asarray(batch["segment_ids"]) for batch in made])
         found = attention_choice.mean_document(data)
     assert found == pytest.approx((rows > 0).sum() / rows.max(axis=1).sum(), rel=0.05)

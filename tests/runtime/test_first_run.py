@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthru.data.placement import to_global
+from jaxthru.data.loading.placement import to_global
 from jaxthru.runtime import first_run
 from jaxthru.runtime.first_run import FirstAlone
 

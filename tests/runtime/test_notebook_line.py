@@ -7,7 +7,7 @@ import types
 import pytest
 import rich.console
 
-from jaxthru.data.progress import Progress
+from jaxthru.data.store.progress import Progress
 from jaxthru.runtime import notebook
 from jaxthru.training import display
 

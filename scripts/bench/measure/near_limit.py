@@ -20,7 +20,7 @@ from jaxthru import config as configuration
 from jaxthru.build.compiled import Build, build_step
 from jaxthru.build.confirmed import Sizes
 from jaxthru.build.defaults import get
-from jaxthru.data.loader import open_data
+from jaxthru.data.loading.dataset import open_data
 from jaxthru.runtime import xla
 
 MULTIPLE = 128  # what a grown size is a multiple of

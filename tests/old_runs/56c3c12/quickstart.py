@@ -1,9 +1,9 @@
 """A small Llama on the text that every machine with jaxthru holds: a few minutes on two CPU cores."""
 
+from jaxthru.data.loader import DataConfig
 from jaxthru.training.step import TrainConfig
 
 from jaxthru.config import RunConfig
-from jaxthru.data.loader import DataConfig
 from jaxthru.models.layers import PrecisionConfig
 from jaxthru.models.llama import ModelConfig
 from jaxthru.optim.optimizer import OptimConfig

@@ -1,0 +1,1 @@
+"""The dataloader: from opened stores to batches on the devices."""

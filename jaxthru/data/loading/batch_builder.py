@@ -1,0 +1,106 @@
+"""The batch builder: fills a batch with the tokens of planned rows, packed.
+
+What stands in memory in one run is copied in one go, and everything else is computed for all rows of all
+sources together: so a batch costs as much from 306 sources as from five, and little more than writing it.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxthru.data.loading.batch_memory import BatchMemory
+from jaxthru.data.loading.online import OnlineSplit
+from jaxthru.data.mixture.packing import Packing, ranges
+from jaxthru.data.mixture.planner import EMPTY
+from jaxthru.data.store.token_store import Split
+
+
+class BatchBuilder:
+    """Builds batches of rows of `sequence` tokens.
+
+    packing: of all sources, one after the other. splits: of each source, its tokens and their packing; those
+    it was made with, but with views of `packing`: whoever takes these can let go of the others.
+    """
+
+    def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, Packing]], sequence: int):
+        self._streams, packings = zip(*splits, strict=True)
+        self._online = np.array([isinstance(stream, OnlineSplit) for stream in self._streams])
+        self._sequence, self._memory = sequence, BatchMemory()
+        rows = [packing.rows for packing in packings]
+        self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
+        self.packing = Packing.together(packings)
+        self.splits = list(zip(self._streams, self.packing.apart(rows), strict=True))
+
+    def build(self, source: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the batch (see `batch.py`), arrays of [rows, sequence].
+
+        source, row: int64 [rows], which row of which source; row EMPTY is padding alone. A document that
+        goes on in another row has its next token there as target; its positions restart, for attention does
+        not reach across rows.
+        """
+        sequence, packing = self._sequence, self.packing
+        batch = self._memory.take(len(row), sequence)
+        flat = {name: array.reshape(-1) for name, array in batch.items()}
+
+        # Of each row: its pieces, how many, and what they sum to.
+        chosen = np.where(row == EMPTY, 0, self._first_row[source] + row)
+        per_row = np.where(row == EMPTY, 0, packing.first[chosen + 1] - packing.first[chosen])
+        segment = ranges(per_row)
+        piece = np.repeat(packing.first[chosen], per_row) + segment
+        in_row = np.repeat(np.arange(len(row)), per_row)
+        start, length, last = packing.start[piece], packing.length[piece], packing.last[piece]
+        used = np.bincount(in_row, length, len(row)).astype(np.int64)
+        ends = np.cumsum(length)
+        begin = ends - length + (in_row * sequence - (np.cumsum(used) - used)[in_row])  # in the flat arrays
+
+        # Pieces that follow one another in a stream are one run. Where its last document goes on, it has one
+        # token more, the last one's target: such a piece fills its row to the end.
+        new = (in_row[1:] != in_row[:-1]) | (start[1:] != start[:-1] + length[:-1])
+        head = np.flatnonzero(np.append(True, new)[: len(piece)])
+        tail = np.append(head[1:], len(piece))[: len(head)] - 1
+        size = ends[tail] - ends[head] + length[head]
+        goes_on = ~last[tail]
+        runs = self._read(source[in_row[head]], start[head], size + goes_on)
+        for where, count, run in zip(begin[head].tolist(), size.tolist(), runs, strict=True):
+            flat["tokens"][where : where + count] = run[:count]
+        flat["targets"][:-1] = flat["tokens"][1:]
+        flat["targets"][(begin[head] + size - 1)[goes_on]] = [
+            run[-1] for run, more in zip(runs, goes_on.tolist(), strict=True) if more
+        ]
+        final = (begin + length - 1)[last]  # the last tokens of documents
+        flat["targets"][final] = 0
+        batch["loss_mask"].fill(1.0)
+        flat["loss_mask"][final] = 0.0
+        batch["source"][:] = source.astype(np.int32)[:, None]  # cast before it is spread
+
+        # Behind a row's pieces comes one more, of padding, which may be empty.
+        at = np.arange(len(piece)) + in_row
+        pad = np.cumsum(per_row) + np.arange(len(row))
+        counts, numbers, begins = (np.zeros(len(piece) + len(row), np.int32) for _ in range(3))
+        counts[at], counts[pad] = length, sequence - used
+        numbers[at], begins[at] = segment + 1, begin
+        flat["segment_ids"][:] = np.repeat(numbers, counts)
+        np.subtract(_upto(row.size * sequence), np.repeat(begins, counts), flat["positions"])
+        for padded in np.flatnonzero(used < sequence).tolist():
+            for name in ("tokens", "targets", "positions", "loss_mask"):
+                batch[name][padded, used[padded] :] = 0
+        return batch
+
+    def _read(self, source: np.ndarray, start: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
+        """Returns the tokens of runs of the sources' streams: int64 [runs] each."""
+        asked = {}
+        for name in sorted(set(source[self._online[source]].tolist())):  # all, before any is waited for
+            chosen = source == name
+            asked[name] = self._streams[name].begin(start[chosen], length[chosen])
+        online = {name: iter(finish()) for name, finish in asked.items()}
+        runs = zip(source.tolist(), start.tolist(), (start + length).tolist(), strict=True)
+        return [
+            next(online[name]) if name in online else self._streams[name].read(begin, stop)
+            for name, begin, stop in runs
+        ]
+
+
+@functools.lru_cache(maxsize=2)
+def _upto(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32)

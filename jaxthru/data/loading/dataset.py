@@ -1,0 +1,314 @@
+"""The dataset of a run and its dataloader: `DataConfig`, and the way from a mix to batches on the devices."""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxthru.data.loading.batch_builder import BatchBuilder
+from jaxthru.data.loading.online import OnlineSplit
+from jaxthru.data.loading.token_workers import TokenWorkers
+from jaxthru.data.mixture.balance import row_costs
+from jaxthru.data.mixture.packing import Packing, pack
+from jaxthru.data.mixture.planner import Planner, held_out_plan
+from jaxthru.data.mixture.sampler import Supply
+from jaxthru.data.mixture.schedule import Schedule
+from jaxthru.data.store.mix_file import load_mix
+from jaxthru.data.store.prepare import Prepared, make_stores, open_stores
+from jaxthru.data.store.text_store import TextStore
+from jaxthru.data.store.token_store import Split
+from jaxthru.runtime.cores import usable_cores
+from jaxthru.runtime.errors import require
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """mix: a `.toml` path, or a name in data/mixes. sequence: tokens in a row.
+    packing: `split` concatenates documents and cuts rows anywhere; `best_fit` places whole documents
+        (only one longer than a row is cut) and pads what is left.
+    store: folder of the token stores, shared by all runs.
+    tokenizer: a folder of published weights, or a tokenizer.json, whose tokenizer takes the place of the
+        mix's; a run may be resumed with another path to the same tokenizer.
+    groups: canonical groups a batch is packed and balanced for; None is the largest divisor of
+        train.rows up to 64.
+    balance: orders the rows of each step so that all devices have about the same work.
+    linear_cost, attention_cost: seconds, or any unit, for each token of a row and for each token² of its
+        documents, as measured; None takes the model's floating-point operations.
+    loaders: processes that make the tokens of the sources that are tokenised online; None is half of the
+        cores that this process may use. They change no batch.
+    """
+
+    mix: str = "quickstart"
+    sequence: int = 512
+    packing: Literal["split", "best_fit"] = "split"
+    store: str = "store"
+    tokenizer: str | None = None
+    groups: int | None = None
+    loaders: int | None = None
+    balance: bool = True
+    linear_cost: float | None = None
+    attention_cost: float | None = None
+
+    def __post_init__(self):
+        require(self.sequence >= 2, f"data.sequence = {self.sequence}: must be at least 2")
+        for name in ("groups", "loaders"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"data.{name} = {value}: must be at least 1")
+
+        costs = self.linear_cost, self.attention_cost
+        require(
+            costs == (None, None)
+            or (None not in costs and 0 < costs[0] < math.inf and 0 <= costs[1] < math.inf),
+            f"data.linear_cost = {costs[0]}, data.attention_cost = {costs[1]}: must both be given, the first "
+            "above 0 and the second at least 0, or neither",
+        )
+
+    def groups_of(self, rows: int) -> int:
+        """Returns the canonical groups that batches of `rows` rows are packed for."""
+        return self.groups or canonical_groups(rows)
+
+
+Cost = tuple[float, float]
+"""What a row costs: (for each token, for each token² of its documents), in any unit."""
+
+Place = Callable[[dict[str, np.ndarray]], Mapping[str, Any]]
+"""Puts this process's part of a batch on the devices."""
+
+AHEAD = (0, 8, 16)
+"""Steps from now whose sources say where token workers will be needed."""
+
+
+def open_data(
+    config: DataConfig,
+    *,
+    prepare: bool = True,
+    begun: Mapping[str, str] | None = None,
+    kept: Path | None = None,
+) -> "Data":
+    """Returns the opened data of a configuration.
+
+    prepare: make the token stores that are missing, with a progress bar. begun: `keys` of the run that goes
+    on, whose stores are opened if they are still there, though their sources have changed; without `prepare`
+    these stores are opened and nothing else is looked at, so that in a run of several processes only the
+    first needs the text, see `prepare_data`. kept: where that run keeps its tokenizer
+    (`RunDirectory.tokenizer`), which may not be there: it is taken where the tokenizer that the configuration
+    or the mix names is gone. Raises InputError.
+    """
+    mix = load_mix(config.mix, config.tokenizer, kept)
+    return Data(config, open_stores(mix, Path(config.store), prepare, begun))
+
+
+def prepare_data(
+    config: DataConfig, begun: Mapping[str, str] | None = None, kept: Path | None = None
+) -> dict[str, str]:
+    """Makes the token stores that are missing and returns the keys by which any process opens them:
+    `open_data(config, prepare=False, begun=keys)`. begun, kept: as there. Raises InputError.
+    """
+    return make_stores(load_mix(config.mix, config.tokenizer, kept), Path(config.store), begun)
+
+
+class Data(contextlib.AbstractContextManager):
+    """Opened token stores and their packing. Close it, or use it as a context manager: else a token worker
+    that hangs keeps threads that wait for it, and these keep the process.
+
+    names: sources in mix order, which `batch["source"]` numbers. mixture: of the mix file now.
+    keys: {source: key of its store}, for the checkpoint. tokenizer: what the stores were made with, see
+    `Tokenizer`. vocabulary: its highest token id + 1.
+    segments: no row has more, a padding tail counted as one; a multiple of 8. tokens: {source: tokens to
+    train on}.
+    """
+
+    def __init__(self, config: DataConfig, prepared: Prepared):
+        self.config, self.prepared = config, prepared
+        self._planned: tuple[tuple, Planner] | None = None  # what was asked for last, and its plan
+        self.names = tuple(prepared.stores)
+        self.mixture = prepared.mix.mixture
+        self.keys = prepared.keys
+        self.tokenizer = prepared.tokenizer
+        self.vocabulary = self.tokenizer.text_vocabulary
+        self.tokens = {name: opened.train.tokens for name, opened in prepared.stores.items()}
+        online = tuple(name for name, opened in prepared.stores.items() if isinstance(opened, TextStore))
+        processes = config.loaders or max(usable_cores() // 2, 1)
+        transforms = {name: prepared.mix.recipes[name].transform for name in online}
+        made = self.tokenizer.path, transforms, self.tokenizer.borders
+        self.workers = TokenWorkers(processes, online, *made) if online else None
+        if self.workers:
+            weakref.finalize(self, self.workers.close)
+
+        def opened_splits(split: str) -> list[tuple[Split | OnlineSplit, Packing]]:
+            splits = {name: getattr(opened, split) for name, opened in prepared.stores.items()}
+            splits |= {name: OnlineSplit(name, splits[name], self.workers) for name in online}
+            return [(item, pack(item.ends, config.sequence, config.packing)) for item in splits.values()]
+
+        self.builder = BatchBuilder(opened_splits("train"), config.sequence)
+        self.train, self.held_out = self.builder.splits, opened_splits("held_out")
+        most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
+        self.segments = -(-(most + 1) // 8) * 8
+
+    def __repr__(self) -> str:
+        sources = ", ".join(f"{name} {tokens:,}" for name, tokens in self.tokens.items())
+        rows = f"rows of {self.config.sequence} ({self.config.packing})"
+        return f"<data of mix {self.config.mix}: tokens {sources}; {rows}; vocabulary {self.vocabulary:,}>"
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the token workers; batches being built fail."""
+        if self.workers:
+            self.workers.close()
+
+    def train_batches(
+        self,
+        schedule: Schedule,
+        *,
+        seed: int,
+        rows: int,
+        steps: int,
+        start: int = 0,
+        local_rows: slice | None = None,
+        cost: Cost | None = None,
+        place: Place | None = None,
+    ) -> "Batches":
+        """Returns the batches of the updates `start` + 1 to `steps`, or to where a source that is gone
+        through ends the run, built ahead by a few threads.
+
+        rows: of the whole batch. local_rows: those to build; all by default. cost: what the rows of a step
+        are balanced by; they stay as they come without it. place: what puts a batch on the devices, so that
+        it lies there before its step. Raises InputError.
+        """
+        planner = self.planner(schedule, seed=seed, rows=rows, cost=cost)
+        steps = max(start, steps if planner.end is None else min(steps, planner.end))
+        local = local_rows or slice(0, rows)
+        return Batches(PlannedBatches(self, planner, range(start, steps), local, place))
+
+    def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
+        """Returns after which of `steps` updates the run ends: the last, or where an exhausted source ends
+        it, which is logged. Raises InputError.
+        """
+        planner = self.planner(schedule, seed=seed, rows=rows)
+        if planner.end is None or planner.end >= steps:
+            return steps
+        said = "source %s is exhausted after step %d of %d: the run ends there"
+        log.warning(said, planner.ended_by, planner.end, steps)
+        return planner.end
+
+    def planner(self, schedule: Schedule, *, seed: int, rows: int, cost: Cost | None = None) -> Planner:
+        """Returns the plan of all steps of `rows` rows, balanced if rows have a cost. Raises InputError."""
+        asked = schedule, seed, rows
+        if self._planned is None or self._planned[0] != asked:
+            self._planned = asked, self._plan(*asked)
+        planner = self._planned[1]
+        return planner.balanced_by(self.row_costs(cost)) if cost else planner
+
+    def _plan(self, schedule: Schedule, seed: int, rows: int) -> Planner:
+        sequence = self.config.sequence
+        # Rows that are split are full, but for a source's last: weights of tokens are weights of rows.
+        full = self.config.packing == "split"
+        supplies = {
+            name: Supply(
+                packed.rows, packed.rows * sequence if full else int(packed.length.sum()), len(split.ends)
+            )
+            for name, (split, packed) in zip(self.names, self.train, strict=True)
+        }
+        groups = self.config.groups_of(rows)
+        return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)
+
+    def row_costs(self, cost: Cost) -> np.ndarray:
+        """Returns int64, what each row of all sources costs to train on, source after source, in one unit."""
+        return row_costs(self.builder.packing, self.config.sequence, *cost)
+
+    def held_out_batches(
+        self, *, total_rows: int, rows: int, local_rows: slice | None = None
+    ) -> list[dict[str, np.ndarray]]:
+        """Returns the same held-out rows each time, in batches of `rows`.
+
+        total_rows: spread evenly over the sources, and evenly over each source; fewer when there are fewer.
+        The last batch is filled up with rows of padding.
+        """
+        available = np.array([packing.rows for _, packing in self.held_out], np.int64)
+        source, row = held_out_plan(available, total_rows, rows)
+        local = local_rows or slice(0, rows)
+        builder = BatchBuilder(self.held_out, self.config.sequence)
+        return [builder.build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
+
+
+class PlannedBatches:
+    """A Grain RandomAccessDataSource: one element is the batch of one step.
+
+    Grain's cost is per element; with whole batches as elements, gathered from memory maps, it vanishes.
+    """
+
+    def __init__(
+        self, data: Data, planner: Planner, steps: range, local_rows: slice, place: Place | None = None
+    ):
+        self._data, self._planner, self._steps, self._local_rows = data, planner, steps, local_rows
+        self._place = place or (lambda batch: batch)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def waits(self) -> bool:
+        """Whether batches wait for other processes."""
+        return self._data.workers is not None
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        plan = self._planner.plan(self._steps[index])
+        if self._data.workers:
+            self._expect(index)
+        source, row = plan.source[self._local_rows], plan.row[self._local_rows]
+        return self._place(self._data.builder.build(source, row))
+
+    def _expect(self, index: int) -> None:
+        """Tells the token workers what the coming steps want of each source."""
+        coming = (self._steps[min(index + ahead, len(self) - 1)] for ahead in AHEAD)
+        # Which of a step's rows are built here is decided by a plan; its sources are known without one.
+        sources = np.concatenate([self._planner.sampler.sources(step) for step in coming])
+        start, stop, _ = self._local_rows.indices(self._planner.rows)
+        tokens = self._data.config.sequence * (stop - start) / self._planner.rows
+        counts = np.bincount(sources, minlength=len(self._data.names)) * tokens
+        self._data.workers.expect(dict(zip(self._data.names, counts.tolist(), strict=True)))
+
+
+class Batches(contextlib.AbstractContextManager):
+    """An iterator that builds a few batches ahead. Use it as a context manager, or close it."""
+
+    def __init__(self, planned: PlannedBatches):
+        import grain  # here, for it loads JAX, which commands that only look at the data can do without
+
+        # Threads that wait for token workers cost nothing, and keep them busy; those that build a batch
+        # would take turns at the interpreter's lock.
+        threads = 4 if planned.waits else 1
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 4))
+        self._iterator = iter(grain.MapDataset.source(planned).to_iter_dataset(options)) if planned else None
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return self
+
+    def __next__(self) -> Mapping[str, Any]:
+        if self._iterator is None:
+            raise StopIteration
+        return next(self._iterator)
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads. What was built ahead is dropped."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+
+def canonical_groups(rows: int) -> int:
+    """Returns the largest divisor of `rows` up to 64."""
+    return max(number for number in range(1, min(rows, 64) + 1) if rows % number == 0)

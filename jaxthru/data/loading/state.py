@@ -1,0 +1,57 @@
+"""The dataloader's state in a checkpoint: together with the seed it decides every batch to come."""
+
+import dataclasses
+import logging
+from typing import Any
+
+from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.data.mixture.schedule import Schedule
+from jaxthru.runtime.errors import require
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataState:
+    """step: completed updates. schedule: append-only. keys: {source: key of its token store}."""
+
+    step: int
+    schedule: Schedule
+    keys: dict[str, str]
+
+    @classmethod
+    def first(cls, mixture: Mixture, keys: dict[str, str]) -> "DataState":
+        """Returns the state before the first update. mixture, keys: of the opened data."""
+        return cls(0, ((0, mixture),), keys)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain JSON values."""
+        schedule = [[step, mixture.to_tree()] for step, mixture in self.schedule]
+        return {"step": self.step, "schedule": schedule, "keys": dict(self.keys)}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> "DataState":
+        """Returns the state that `to_json` described."""
+        schedule = tuple((int(step), Mixture.from_tree(mixture)) for step, mixture in tree["schedule"])
+        return cls(step=int(tree["step"]), schedule=schedule, keys=dict(tree["keys"]))
+
+    def resumed(self, step: int, mixture: Mixture, keys: dict[str, str]) -> "DataState":
+        """Returns the state of a run that goes on after `step` updates with today's mix.
+
+        mixture: of the mix now; it enters the schedule, and the log, only if it has changed. keys: of the
+        stores now. Raises InputError when a source of the run is gone or no longer what it was trained on.
+        """
+        for name, key in self.keys.items():
+            require(name in keys, f"source {name} has gone from the mix since this run started")
+            require(
+                keys[name] == key,
+                f"source {name} has changed since this run started: its text or tokenizer is not what the "
+                "checkpoint was trained on",
+            )
+        schedule = tuple(entry for entry in self.schedule if entry[0] < step or entry[0] == 0)
+        if mixture != schedule[-1][1]:
+            # After no update at all the first entry itself changes: none of its steps has been taken.
+            kept = tuple(entry for entry in schedule if entry[0] < step)
+            schedule = (*kept, (step, mixture))
+            log.info("the mix is now %s", mixture.to_tree())
+        return DataState(step=step, schedule=schedule, keys=dict(keys))

@@ -1,0 +1,139 @@
+"""A token worker: a process that tokenises text during training, for `online` sources.
+
+    python -m jaxthru.data.loading.worker SOCKET MEMORY TOKENIZER BORDERS
+
+It is started by `token_workers.py`, which sends it [task, folder, split, transform, count, place] through the
+socket, as JSON, which runs nothing; the worker reads `count` chunks from the shared memory at `place`,
+writes their tokens there and answers [task, seconds, error]. The transform is what the mix says, whatever the
+store does. It holds no state but what it has opened: a task may be given to another worker at any time.
+It ends when the socket is closed, so that no worker outlives the process that it works for; SIGINT and
+SIGTERM, which it is started without, do not end it.
+"""
+
+import json
+import mmap
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import OrderedDict
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from jaxthru.data.sources.transforms import Transform, apply, find_transform
+from jaxthru.data.store.text_store import TextSplit, TextStore
+from jaxthru.data.store.tokenizer import Tokenizer
+from jaxthru.data.store.tokenizer_folder import Borders
+from jaxthru.runtime.errors import InputError
+
+OPEN_BYTES = 1 << 30
+"""Memory for opened stores, of which the one used longest ago is closed. At 16 bytes a document it holds 67
+million, which is much, for to open a store again is to read its whole index. Open files need no bound: the
+process that a worker works for has all stores open, under the same limit."""
+SAME = "a transform must give the same result for the same text"
+
+
+class Stores:
+    """The stores that this worker has opened."""
+
+    def __init__(self):
+        self._opened: OrderedDict[str, TextStore] = OrderedDict()
+
+    def split(self, folder: str, split: str) -> TextSplit:
+        """Returns a split of a store."""
+        if folder not in self._opened:
+            self._opened[folder] = TextStore(Path(folder))
+            while len(self._opened) > 1 and sum(map(_size, self._opened.values())) > OPEN_BYTES:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(folder)
+        return getattr(self._opened[folder], split)
+
+
+def _size(store: TextStore) -> int:
+    """Returns the bytes that an opened store takes, without what is mapped and so shared."""
+    return sum(split.ends.nbytes + split.chunk_ends.nbytes for split in (store.train, store.held_out))
+
+
+def produce(
+    stores: Stores,
+    tokenizer: Tokenizer,
+    folder: str,
+    split: str,
+    transform: Transform,
+    chunks: np.ndarray,
+) -> np.ndarray:
+    """Returns the tokens of the chunks, one after the other, int32. Raises InputError."""
+    opened, function = stores.split(folder, split), find_transform(transform)
+    stored, given, tokens = opened.texts(chunks), [], []
+    for chunk, (text, _, _) in zip(chunks.tolist(), stored, strict=True):
+        try:
+            given.append(apply(function, text))
+        except InputError as error:
+            where = f"{folder}: chunk {chunk} of {split}"
+            raise InputError(f"{where}: {error}, and did not when the store was made: {SAME}") from error
+    for (_, begins, final), ids in zip(stored, tokenizer.encode(given), strict=True):
+        tokens.append(tokenizer.part(ids, begins, final))
+    lengths = opened.lengths(chunks).tolist()
+    for chunk, ids, length in zip(chunks.tolist(), tokens, lengths, strict=True):
+        if len(ids) != length:
+            where = f"{folder}: chunk {chunk} of {split}"
+            were = f"is {len(ids)} tokens long, and was {length} when the store was made"
+            raise InputError(f"{where} {were}: {SAME}")
+    return np.concatenate(tokens).astype(np.int32)
+
+
+def end_with(socket: Connection) -> None:
+    """Ends this process when the other end of the socket closes, even if a text or a transform hangs it."""
+    poll = select.poll()
+    poll.register(socket.fileno(), 0)  # which leaves the hang-up
+    poll.poll()
+    os._exit(0)
+
+
+def outlast_signals() -> None:
+    """Lets this process pass over what asks the whole run for a stop (see `worker_process.py`), but not what
+    it starts itself: a transform may have processes of its own, and end them so."""
+    asked = signal.SIGINT, signal.SIGTERM
+    for number in asked:
+        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by programs
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in asked])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, asked)
+
+
+def main(argv: list[str]) -> int:
+    """Serves tasks until the socket closes."""
+    outlast_signals()
+    socket, memory = Connection(int(argv[0])), mmap.mmap(int(argv[1]), 0)
+    threading.Thread(target=end_with, args=(socket,), daemon=True).start()
+    os.close(int(argv[1]))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
+    stores, tokenizer = Stores(), Tokenizer(Path(argv[2]), Borders(*json.loads(argv[3])))
+    place = np.frombuffer(memory, np.int32)
+    while True:
+        try:
+            task, folder, split, transform, count, first = json.loads(socket.recv_bytes())
+        except (EOFError, OSError):  # an OSError, where answers were left unread
+            return 0
+        began, error = time.perf_counter(), None
+        try:
+            chunks = place[first : first + 2 * count].view(np.int64).copy()  # the tokens take their place
+            tokens = produce(stores, tokenizer, folder, split, Transform(*transform), chunks)
+            place[first : first + len(tokens)] = tokens
+        except Exception as failure:  # whatever it is, the process that asked is to hear of it
+            known = isinstance(failure, InputError)
+            error = str(failure) if known else f"{folder}: {type(failure).__name__}: {failure}"
+        try:
+            socket.send_bytes(json.dumps([task, time.perf_counter() - began, error]).encode())
+        except OSError:
+            return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except InputError as error:
+        sys.exit(f"token worker: {error}")

@@ -1,0 +1,1 @@
+"""Sources of text: recipes, files, a reader for each format, transforms."""

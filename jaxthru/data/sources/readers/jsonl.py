@@ -1,0 +1,49 @@
+"""JSON lines: one document a line."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from jaxthru.data.sources import record
+from jaxthru.data.sources.files import File
+from jaxthru.data.sources.record import Damage, Document, Place, from_json, over_long
+from jaxthru.data.sources.streams import READ_ERRORS, cannot_be_read, opened
+from jaxthru.runtime.errors import require
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(record.Options):
+    """text_key: the key of each object that holds the text."""
+
+    text_key: str = "text"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(bool(self.text_key), f"text_key = {self.text_key!r}: must not be empty")
+
+
+def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
+    """Yields the text of each line that is not blank. Only `\\n` ends a line: JSON may hold U+2028."""
+    for file in files:
+        path, number = str(file.path), 0
+        try:
+            with opened(file.path) as stream:
+                for number, line in enumerate(_lines(stream, options.max_record_bytes), start=1):
+                    place = Place(path, f"line {number}")
+                    if line is None:
+                        yield place.damage(over_long(options.max_record_bytes))
+                    elif line.strip():
+                        yield from_json(line, place, options.text_key)
+        except READ_ERRORS as error:
+            yield Place(path, f"after line {number}").damage(cannot_be_read(error))
+
+
+def _lines(stream: BinaryIO, limit: int) -> Iterator[bytes | None]:
+    """Yields the lines, and None for each that is longer than `limit` bytes, which memory need not hold."""
+    while line := stream.readline(limit + 1):
+        if len(line) <= limit or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
+            pass
+        yield None

@@ -1,0 +1,1 @@
+"""Datasets on disk: token stores and text stores, their preparation and the tokenizer."""

@@ -1,0 +1,190 @@
+"""The text store: the documents of one source as compressed text, for sources tokenised in training.
+
+A folder is laid out as a token store's, but for its data files. Of each shard k and split:
+
+    <split>-<k>.text       zlib streams ("frames"), one after the other
+    <split>-<k>.frames     int64 [frames + 1], where each frame starts, and the end
+    <split>-<k>.stretches  int32 [chunks, 5]: frame, first byte within it, bytes, tokens, ends a document
+
+A chunk is a document, or a part of a long one whose tokens are the same when it is tokenised alone: so a
+row from the middle of a book costs a page or two more and not the book. How many tokens each chunk becomes
+is known, so that rows are planned and packed as those of a token store are, and a run gets the same batches
+from either.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxthru.data.store import token_store as store
+from jaxthru.data.store.tokenizer import Tokenizer
+from jaxthru.runtime.atomic import write_atomically
+from jaxthru.runtime.errors import InputError
+
+FRAME_BYTES = 1 << 16
+"""Text in a frame: what is decompressed to get at one document, unless that is longer."""
+CHUNK_BYTES = 1 << 12
+"""Text in a chunk of a longer document, to the next line end. Half of that is tokenised for nothing at each
+end of a row."""
+LONG_BYTES = 1 << 16
+"""A longer chunk is worth a word: each row from it has tens of milliseconds of a token worker's work."""
+DOCUMENT_TOKENS = 1 << 26
+"""Tokens in a document, at most: it may be one chunk, and a token worker has memory for so many."""
+KIND = "text"
+
+
+class Chunk(NamedTuple):
+    """text: UTF-8. tokens: how many. final: whether it ends its document, with one token for that end; the
+    next one begins another."""
+
+    text: bytes
+    tokens: int
+    final: bool
+
+
+def chunks(text: str, ids: np.ndarray, tokenizer: Tokenizer) -> list[Chunk]:
+    """Returns a document in chunks of about CHUNK_BYTES, cut at line ends.
+
+    ids: its tokens. It stays whole where the parts' tokens would not be the whole's, as when a merge of the
+    tokenizer reaches over a line end.
+    """
+    parts = _paragraphs(text)
+    encoded = tokenizer.encode(parts) if len(parts) > 1 else [ids]
+    last = len(parts) - 1
+    encoded = [tokenizer.part(tokens, at == 0, at == last) for at, tokens in enumerate(encoded)]
+    if not np.array_equal(np.concatenate(encoded), ids):
+        parts, encoded = [text], [ids]
+    last = len(parts) - 1
+    pairs = zip(parts, encoded, strict=True)
+    return [Chunk(part.encode(), len(tokens), at == last) for at, (part, tokens) in enumerate(pairs)]
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Cuts a text behind line ends, into parts of at least CHUNK_BYTES characters."""
+    parts, begin = [], 0
+    while len(text) - begin > 2 * CHUNK_BYTES:
+        end = text.find("\n", begin + CHUNK_BYTES)
+        # Where whitespace follows, tokenizers may join it to the line end.
+        while end >= 0 and end + 1 < len(text) and text[end + 1].isspace():
+            end = text.find("\n", end + 1)
+        if end < 0 or end + 1 >= len(text):
+            break
+        parts.append(text[begin : end + 1])
+        begin = end + 1
+    return [*parts, text[begin:]]
+
+
+def write_shard(folder: Path, number: int, splits: dict[str, list[Chunk]], record: dict) -> dict:
+    """Writes one shard and returns its record, which stands for the shard once it is on disk."""
+    record = {**record, "splits": {}}
+    for split, parts in splits.items():
+        frames, index = _compress(parts)
+        starts = np.concatenate([[0], np.cumsum([len(frame) for frame in frames])]).astype("<i8")
+        for name, content in (
+            ("text", b"".join(frames)),
+            ("frames", starts.tobytes()),
+            ("stretches", index.tobytes()),
+        ):
+            write_atomically(folder / f"{split}-{number:05d}.{name}", content)
+        record["splits"][split] = {
+            "documents": int(index[:, 4].sum()),
+            "stretches": len(parts),
+            "longest": int(index[:, 2].max(initial=0)),
+            "tokens": int(index[:, 3].sum(dtype=np.int64)),
+            "frames": len(frames),
+            "frames_crc32": zlib.crc32(starts.tobytes()),
+            "stretches_crc32": zlib.crc32(index.tobytes()),
+        }
+    write_atomically(folder / f"shard-{number:05d}.json", json.dumps(record).encode())
+    return record
+
+
+def _compress(parts: list[Chunk]) -> tuple[list[bytes], np.ndarray]:
+    """Returns the frames, and the index of the chunks."""
+    frames, waiting, size = [], [], 0
+    index = np.zeros((len(parts), 5), "<i4")
+    for number, (text, tokens, final) in enumerate(parts):
+        index[number] = len(frames), size, len(text), tokens, final
+        waiting.append(text)
+        size += len(text)
+        if size >= FRAME_BYTES:
+            frames.append(zlib.compress(b"".join(waiting)))
+            waiting, size = [], 0
+    if waiting:
+        frames.append(zlib.compress(b"".join(waiting)))
+    return frames, index
+
+
+class TextSplit:
+    """One split: chunks, numbered through all its shards, one after the other in one stream of tokens.
+
+    ends: int64 [documents], where each document ends in the stream. chunk_ends: int64 [chunks].
+    """
+
+    def __init__(self, folder: Path, split: str, manifest: dict):
+        self.folder, self.split = folder, split
+        self._paths, self._text, self._frames, self._index = [], [], [], []
+        for number, shard in enumerate(manifest["shards"]):
+            record, path = shard["splits"][split], f"{folder}/{split}-{number:05d}"
+            counted = (("frames", "<i8", record["frames"] + 1), ("stretches", "<i4", 5 * record["stretches"]))
+            frames, index = (
+                store.map_array(f"{path}.{name}", dtype, count, record[f"{name}_crc32"])
+                for name, dtype, count in counted
+            )
+            self._paths.append(f"{path}.text")
+            self._text.append(store.map_array(f"{path}.text", "u1", int(frames[-1])))
+            self._frames.append(frames)
+            self._index.append(index.reshape(-1, 5))
+        counts = [len(index) for index in self._index]
+        self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        whole = np.concatenate([np.zeros((0, 5), np.int32), *self._index])
+        self.chunk_ends = np.cumsum(whole[:, 3], dtype=np.int64)
+        self.ends = self.chunk_ends[whole[:, 4] == 1]
+        self.tokens = int(self.ends[-1]) if len(self.ends) else 0
+
+    def lengths(self, chunk: np.ndarray) -> np.ndarray:
+        """Returns int64 [n], how many tokens each of these chunks has."""
+        return self.chunk_ends[chunk] - self.starts(chunk)
+
+    def starts(self, chunk: np.ndarray) -> np.ndarray:
+        """Returns int64 [n], where in the stream of tokens each of these chunks starts."""
+        return np.where(chunk > 0, self.chunk_ends[chunk - 1], 0)
+
+    def texts(self, chunk: np.ndarray) -> list[tuple[str, bool, bool]]:
+        """Returns the texts of chunks (int64 [n]), and whether each begins and ends its document.
+
+        Raises InputError that names a damaged frame.
+        """
+        texts, opened = [], {}
+        for number in chunk.tolist():
+            shard = int(np.searchsorted(self._first, number, side="right")) - 1
+            at = number - int(self._first[shard])
+            frame, start, size, _, final = self._index[shard][at].tolist()
+            begins = at == 0 or bool(self._index[shard][at - 1, 4])  # a document lies in one shard
+            if (shard, frame) not in opened:
+                opened[shard, frame] = self._frame(shard, frame)
+            texts.append((opened[shard, frame][start : start + size].decode(), begins, bool(final)))
+        return texts
+
+    def verify(self) -> None:
+        """Reads every frame. Raises InputError that names the first damaged one."""
+        for shard, frames in enumerate(self._frames):
+            for frame in range(len(frames) - 1):
+                self._frame(shard, frame)
+
+    def _frame(self, shard: int, frame: int) -> bytes:
+        first, end = self._frames[shard][frame : frame + 2].tolist()
+        try:
+            return zlib.decompress(self._text[shard][first:end])  # zlib compares its own checksum
+        except zlib.error as error:
+            where = f"{self._paths[shard]}: frame {frame} (bytes {first} to {end - 1})"
+            raise InputError(f"{where} is damaged; {store.REMEDY}") from error
+
+
+class TextStore(store.TokenStore):
+    """An opened store of text."""
+
+    KIND, SPLIT = KIND, TextSplit

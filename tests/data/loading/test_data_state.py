@@ -1,0 +1,37 @@
+import json
+
+import pytest
+
+from jaxthru.data.loading.state import DataState
+from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.runtime.errors import InputError
+
+EVEN, ONLY_A = Mixture.plain({"a": 0.5, "b": 0.5}), Mixture.plain({"a": 1.0, "b": 0.0})
+STATE = DataState(step=10, schedule=((0, EVEN),), keys={"a": "1", "b": "2"})
+
+
+def test_json_round_trip():
+    assert DataState.from_json(json.loads(json.dumps(STATE.to_json()))) == STATE
+
+
+def test_only_changed_weights_enter_the_schedule():
+    same = STATE.resumed(10, EVEN, STATE.keys)
+    assert same == STATE
+    changed = STATE.resumed(10, ONLY_A, STATE.keys)
+    assert changed.schedule == (*STATE.schedule, (10, ONLY_A))
+    # Resumed again before another update, back to the first weights: nothing has happened.
+    assert changed.resumed(10, EVEN, STATE.keys) == STATE
+
+
+def test_weights_changed_before_the_first_update_replace_the_first_entry():
+    state = DataState(step=0, schedule=((0, Mixture.plain({"a": 1.0})),), keys={"a": "1"})
+    assert state.resumed(0, EVEN, {"a": "1", "b": "2"}).schedule == ((0, EVEN),)
+
+
+def test_a_changed_or_missing_source_is_named():
+    with pytest.raises(
+        InputError, match="source b has changed since this run started: its text or tokenizer"
+    ):
+        STATE.resumed(10, EVEN, {"a": "1", "b": "3"})
+    with pytest.raises(InputError, match="source b has gone"):
+        STATE.resumed(10, EVEN, {"a": "1"})

@@ -1,0 +1,239 @@
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from corpus import sides
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxthru.data.loading.batch import check_batch
+from jaxthru.data.loading.dataset import DataConfig, canonical_groups, open_data
+from jaxthru.data.loading.placement import local_rows, to_global
+from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.runtime.errors import InputError
+
+ROWS, SEQUENCE = 8, 32
+
+
+@pytest.fixture(params=["split", "best_fit"])
+def data(shared, request):
+    mix, store = shared
+    return open_data(DataConfig(str(mix), SEQUENCE, request.param, str(store)))
+
+
+def batches(data, **keys):
+    keys = {"schedule": ((0, data.mixture),), "seed": 1, "rows": ROWS, "steps": 12, **keys}
+    with data.train_batches(**keys) as made:
+        return list(made)
+
+
+def same(left, right):
+    return all((left[name] == right[name]).all() for name in left)
+
+
+def test_what_it_says_of_itself(data):
+    assert data.names == ("books", "notes")
+    assert data.mixture == Mixture.plain({"books": 0.75, "notes": 0.25})
+    assert data.vocabulary == 300 and data.keys.keys() == data.tokens.keys() == set(data.names)
+    most = max(int(batch["segment_ids"].max()) for batch in batches(data, steps=200))
+    assert most < data.segments and data.segments % 8 == 0
+
+
+def test_batches_are_the_same_for_any_division_into_processes_and_any_start(data):
+    whole = batches(data)
+    assert len(whole) == 12
+    for batch in whole:
+        check_batch(batch, ROWS, SEQUENCE)
+        assert batch["tokens"].max() < data.vocabulary
+    for processes in (2, 4, 8):
+        each = ROWS // processes
+        parts = [batches(data, local_rows=slice(at * each, (at + 1) * each)) for at in range(processes)]
+        for step, batch in enumerate(whole):
+            joined = {name: np.concatenate([part[step][name] for part in parts]) for name in batch}
+            assert same(joined, batch)
+    resumed = batches(data, start=5)
+    assert len(resumed) == 7 and all(same(*pair) for pair in zip(resumed, whole[5:], strict=True))
+    assert batches(data, start=12) == [] == batches(data, start=20)
+    assert not same(batches(data, seed=2)[0], whole[0])
+
+
+def test_balanced_batches_hold_the_same_rows_in_an_order_that_no_division_into_processes_changes(data):
+    plain, whole = batches(data), batches(data, cost=(1.0, 1.0))
+    parts = [batches(data, cost=(1.0, 1.0), local_rows=slice(at, at + 2)) for at in range(0, ROWS, 2)]
+    for step, batch in enumerate(whole):
+        assert same({name: np.concatenate([part[step][name] for part in parts]) for name in batch}, batch)
+        rows = [
+            sorted(zip(b["tokens"].tolist(), b["positions"].tolist(), strict=True))
+            for b in (plain[step], batch)
+        ]
+        assert rows[0] == rows[1]
+    assert not all(same(*pair) for pair in zip(plain, whole, strict=True))
+
+
+def test_a_changed_schedule_leaves_earlier_batches(data):
+    before = batches(data)
+    after = batches(data, schedule=((0, data.mixture), (6, Mixture.plain({"notes": 1.0}))))
+    assert all(same(*pair) for pair in zip(before[:6], after[:6], strict=True))
+    assert all((batch["source"] == 1).all() for batch in after[6:])
+
+
+def test_one_epoch_holds_every_token_once(data):
+    rows = data.train[0][1].rows
+    epoch = batches(data, schedule=((0, Mixture.plain({"books": 1.0})),), rows=1, steps=rows)
+    tokens = np.concatenate([batch["tokens"][batch["segment_ids"] > 0] for batch in epoch])
+    split = data.train[0][0]
+    assert len(tokens) == split.tokens
+    expected = np.bincount(split.read(0, split.tokens), minlength=300)
+    assert (np.bincount(tokens, minlength=300) == expected).all()
+    unmasked = sum(batch["loss_mask"].sum() for batch in epoch)
+    assert unmasked == split.tokens - len(split.ends)  # all but the end of each document is predicted from
+
+
+def test_held_out_batches(data):
+    made = data.held_out_batches(total_rows=20, rows=8)
+    assert len(made) == 3
+    for batch in made:
+        check_batch(batch, 8, SEQUENCE)
+    joined = {name: np.concatenate([batch[name] for batch in made]) for name in made[0]}
+    full = joined["segment_ids"].any(axis=1)
+    assert full[:20].all() and not full[20:].any() and not joined["loss_mask"][20:].any()
+    assert (joined["source"][:20, 0] == np.repeat([0, 1], 10)).all()
+    assert len({row.tobytes() for row in joined["tokens"][:20]}) == 20
+    parts = [data.held_out_batches(total_rows=20, rows=8, local_rows=slice(at, at + 4)) for at in (0, 4)]
+    for number, batch in enumerate(made):
+        assert same({name: np.concatenate([part[number][name] for part in parts]) for name in batch}, batch)
+    available = sum(packing.rows for _, packing in data.held_out)
+    everything = data.held_out_batches(total_rows=10**6, rows=8)
+    assert sum(batch["segment_ids"].any(axis=1).sum() for batch in everything) == available
+
+
+def test_held_out_rows_are_spread_over_each_source(data):
+    """Not its first ones alone."""
+    some, every = (
+        [
+            (row[0], tokens.tobytes())
+            for batch in made
+            for row, tokens in zip(batch["source"], batch["tokens"], strict=True)
+        ]
+        for made in (data.held_out_batches(total_rows=n, rows=4) for n in (8, 10**6))
+    )
+    for source, (_, packing) in enumerate(data.held_out):
+        own = [tokens for number, tokens in every if number == source][: packing.rows]
+        places = [own.index(tokens) for number, tokens in some if number == source]
+        assert len(places) == 4 and places[0] == 0
+        assert np.abs(np.diff([*places, packing.rows]) - packing.rows / 4).max() <= 1
+
+
+@pytest.mark.parametrize("count", ["tokens", "documents"])
+def test_weights_are_shares_of_what_is_counted(data, shared, count):
+    """Of two equal weights, over enough steps; a row that is split is full, so that tokens are rows."""
+    tree = {"count": count, "sources": {name: {"weight": 1} for name in data.names}}
+    planner = data.planner(((0, Mixture.from_tree(tree)),), seed=0, rows=ROWS)
+    each = []  # of a row, on average
+    for (_, packing), texts in zip(data.train, sides(shared[0].parent).values(), strict=True):
+        tokens = sum(len(ids) for ids in data.prepared.tokenizer.encode(texts["train"]))
+        tokens = packing.rows * SEQUENCE if data.config.packing == "split" else tokens
+        each.append((tokens if count == "tokens" else len(texts["train"])) / packing.rows)
+    given = planner.sampler.taken(10_000) * each
+    assert given[0] / given[1] == pytest.approx(1, abs=1e-3)
+
+
+def test_each_split_holds_its_own_documents(data, shared):
+    """What is trained on is not what is evaluated on: counted by token, as rows cut documents anywhere."""
+    for number, (source, expected) in enumerate(sides(shared[0].parent).items()):
+        rows = data.train[number][1].rows
+        only = ((0, Mixture.plain({source: 1.0})),)
+        made = {
+            "train": batches(data, schedule=only, rows=1, steps=rows),
+            "held_out": data.held_out_batches(total_rows=10**6, rows=8),
+        }
+        for split, texts in expected.items():
+            ids = np.concatenate(data.prepared.tokenizer.encode(texts))
+            tokens = np.concatenate(
+                [b["tokens"][(b["segment_ids"] > 0) & (b["source"] == number)] for b in made[split]]
+            )
+            assert (np.bincount(tokens, minlength=300) == np.bincount(ids, minlength=300)).all(), split
+
+
+def test_global_arrays_and_the_rows_of_a_process():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
+    for spec in (PartitionSpec("data"), PartitionSpec(("data", "tensor")), PartitionSpec()):
+        sharding = NamedSharding(mesh, spec)
+        assert local_rows(sharding, ROWS, SEQUENCE) == slice(0, ROWS)
+        batch = {"tokens": np.arange(ROWS * SEQUENCE, dtype=np.int32).reshape(ROWS, SEQUENCE)}
+        made = to_global(batch, sharding, ROWS)["tokens"]
+        assert made.sharding == sharding and (np.asarray(made) == batch["tokens"]).all()
+
+
+class Elsewhere:
+    """A sharding of which this process has only some rows."""
+
+    def __init__(self, *ranges):
+        self.ranges = ranges
+
+    def addressable_devices_indices_map(self, shape):
+        return {at: (slice(*item), slice(None)) for at, item in enumerate(self.ranges)}
+
+
+def test_local_rows_are_one_range():
+    assert local_rows(Elsewhere((4, 6), (6, 8), (4, 6)), 8, SEQUENCE) == slice(4, 8)
+    with pytest.raises(InputError, match="rows up to 2 and again from 4"):
+        local_rows(Elsewhere((0, 2), (4, 6)), 8, SEQUENCE)
+
+
+def test_each_piece_is_kept_once(data):
+    joined = data.builder.packing
+    for _, packing in data.train:
+        for name in ("start", "length", "last"):
+            assert np.shares_memory(getattr(packing, name), getattr(joined, name))
+    assert sum(len(packing.start) for _, packing in data.train) == len(joined.start)
+
+
+def test_canonical_groups():
+    assert [canonical_groups(rows) for rows in (1, 8, 64, 96, 128, 134)] == [1, 8, 64, 48, 64, 2]
+
+
+def test_batches_come_as_they_were_placed(data):
+    keys = {"seed": 0, "rows": 8, "steps": 5}
+    with data.train_batches(
+        ((0, data.mixture),), **keys, place=lambda batch: (batch["tokens"].sum(),)
+    ) as made:
+        sums = [placed for (placed,) in made]
+    with data.train_batches(((0, data.mixture),), **keys) as made:
+        assert sums == [batch["tokens"].sum() for batch in made]
+
+
+def test_dropped_batches_do_not_keep_the_process(shared):
+    mix, store = shared
+    program = (
+        "import sys; from jaxthru.data.loading.dataset import *\n"
+        "data = open_data(DataConfig(mix=sys.argv[1], sequence=32, store=sys.argv[2]))\n"
+        "made = data.train_batches(((0, data.mixture),), seed=0, rows=8, steps=10**9)\n"
+        "next(made)\n"
+        "raise SystemExit(3)\n"
+    )
+    command = [sys.executable, "-c", program, str(mix), str(store)]
+    assert subprocess.run(command, timeout=60, capture_output=True).returncode == 3
+
+
+def test_damage_found_while_training_is_named(mix, tmp_path):
+    config = DataConfig(str(mix), SEQUENCE, store=str(tmp_path / "store"))
+    [tokens] = open_data(config).prepared.stores["books"].folder.glob("train-*.tokens")
+    content = bytearray(tokens.read_bytes())
+    content[-1] ^= 1
+    tokens.write_bytes(content)
+    with pytest.raises(InputError, match=r"train-00000\.tokens: block 0 .* is damaged"):
+        batches(open_data(config))
+
+
+def test_a_store_that_cannot_be_made(mix, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"data\.store = .*file"):
+        open_data(DataConfig(str(mix), store=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize("costs", [(np.inf, 1.0), (1.0, np.inf), (np.nan, 1.0), (1.0, -1.0), (1.0, None)])
+def test_costs_by_which_nothing_can_be_balanced(costs):
+    with pytest.raises(InputError, match=r"data\.linear_cost = .* data\.attention_cost = "):
+        DataConfig(linear_cost=costs[0], attention_cost=costs[1])
