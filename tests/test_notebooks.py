@@ -9,7 +9,8 @@ import pytest
 from runs import ROOT
 
 import jaxthru
-from jaxthru.build.memory_estimate import estimate
+from jaxthru.build.memory_estimate import Room, estimate
+from jaxthru.build.proposals import candidates
 
 FOLDER = ROOT / "notebooks"
 NAMES = ("quickstart", "profile", "published_weights")
@@ -82,11 +83,12 @@ def test_only_public_names_are_used(name):
 
 
 def test_published_weights_fit_a_free_gpu():
-    """Qwen3-0.6B with the notebook's settings, and the sentence that says so."""
+    """Qwen3-0.6B with the notebook's settings and what `auto` takes there, and the sentence that says so."""
     settings = settings_of("published_weights")
     assert "precision.compute=float32" in settings
-    plan, _ = estimate(jaxthru.load_config("qwen3_0_6b", settings))
-    assert plan.peak_device <= GPU_GIB * 2**30
+    room = Room(device=GPU_GIB << 30, host=0)
+    plan = next(candidates(jaxthru.load_config("qwen3_0_6b", settings), room)).plan
+    assert plan.peak_device <= 0.93 * room.device  # JAX's share of it, and room for what is not in the plan
     text = "".join("".join(cell["source"]) for cell in read("published_weights")["cells"])
     said = re.search(r"Qwen3-0\.6B takes an estimated ([\d.]+) GiB", text)
     assert said and float(said[1]) == pytest.approx(plan.peak_device / 2**30, abs=0.05)
