@@ -21,9 +21,9 @@ QUIET = 60.0
 """Seconds after a line before the next: what stalls all the time is told once a minute, and counted."""
 
 CAUSES = {
-    "data_wait_seconds": "waiting for data; data.loaders",
-    "checkpoint_seconds": "a checkpoint kept the loop; checkpoint.every",
-    "host_gap_seconds": "the device had no work; the host was late with it",
+    "data_wait_seconds": "waiting for data (data.loaders)",
+    "checkpoint_seconds": "saving a checkpoint (checkpoint.every)",
+    "host_gap_seconds": "the device had no work, for the host was late with it",
 }
 """A part of a step's time, booked by `Account` -> what it says, and the settings that move it."""
 
@@ -68,7 +68,7 @@ class Stalls:
         longer = {part: (row[part] or 0.0) - self._usual(part) for part in CAUSES}
         part = max(longer, key=longer.__getitem__)
         if longer[part] >= excess / 2:
-            return f"{longer[part]:.2f} s of {CAUSES[part]}"
+            return f"{longer[part]:.2f} s of it {CAUSES[part]}"
         return f"on the device, {self._of_memory()}"
 
     def _of_memory(self) -> str:

@@ -37,8 +37,8 @@ def said(rows: list[dict], caplog, memory=lambda: None, steady: int = FEWEST, be
 @pytest.mark.parametrize(
     ("waits", "words"),
     [
-        ({"data_wait_seconds": 0.9}, ("0.89 s of waiting for data", "data.loaders")),
-        ({"checkpoint_seconds": 0.8}, ("a checkpoint kept the loop", "checkpoint.every")),
+        ({"data_wait_seconds": 0.9}, ("0.89 s of it waiting for data (data.loaders)",)),
+        ({"checkpoint_seconds": 0.8}, ("saving a checkpoint", "checkpoint.every")),
         ({"host_gap_seconds": 0.6}, ("the device had no work",)),
         ({"data_wait_seconds": 0.3, "host_gap_seconds": None}, ("on the device", "memory is unknown")),
     ],
