@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxthru.models import scopes
 from jaxthru.models.ops import Ops
-from jaxthru.models.stage import Chain, Context, Extras, Stage, distinct
+from jaxthru.models.stage import Chain, Context, Extras, Stage, by_kind, distinct
 from jaxthru.runtime.sharding import Axes
 from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels.attention import find_segments
@@ -60,8 +60,8 @@ class Model:
     @property
     def parameters(self) -> int:
         """How many numbers the parameters are."""
-        abstract = jax.eval_shape(self.init, jax.random.key(0))
-        return sum(leaf.size for leaf in jax.tree.leaves(abstract))
+        stages = self.chain.embedding, *self.chain.layers, self.chain.head
+        return sum(by_kind(stages, lambda stage: sum(leaf.size for leaf in jax.tree.leaves(stage.shapes))))
 
     def init(self, key: jax.Array) -> Tree:
         """Returns fresh parameters, all float32; the same values for `scan` and `unroll`, on any mesh."""

@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, N = B·T, D embed.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -150,6 +150,18 @@ def repeated(pattern: Sequence[Stage], layers: int) -> tuple[Group, ...]:
     whole, rest = divmod(layers, len(pattern))
     groups = Group(tuple(pattern), whole), Group(tuple(pattern[:rest]), 1)
     return tuple(group for group in groups if group.blocks and group.repetitions)
+
+
+def by_kind(kinds: Iterable[Any], make: Callable[[Any], Any]) -> list[Any]:
+    """Returns what `make` gives of each; of those that are equal, which need no hash, it is asked once."""
+    known: list[tuple[Any, Any]] = []
+    found = []
+    for kind in kinds:
+        at = next((at for at, (other, _) in enumerate(known) if other == kind), len(known))
+        if at == len(known):
+            known.append((kind, make(kind)))
+        found.append(known[at][1])
+    return found
 
 
 def distinct(stages: Sequence[Stage]) -> list[Stage]:

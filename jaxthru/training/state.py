@@ -1,7 +1,7 @@
 """The training state: its shapes and shardings, and its first values."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxthru.engine.model import Model, init, parts
 from jaxthru.engine.offload import Pace, move, on_device
 from jaxthru.engine.step import State, counters_of, first_state, slots_by_part, state_of
-from jaxthru.models.stage import Stage
+from jaxthru.models.stage import Stage, by_kind
 from jaxthru.optim.optimizer import Optimizer
 from jaxthru.runtime import xla
 from jaxthru.runtime.sharding import Axes, Layout
@@ -19,32 +19,33 @@ from jaxthru.training import layout as on_disk
 Tree = Any
 
 
-def init_state(model: Model, optimizer: Optimizer, key: jax.Array) -> State:
-    """Returns the state before the first update."""
-    return first_state(*optimizer.init(model.init(key)))
-
-
-def _shapes(model: Model, optimizer: Optimizer) -> State:
-    """Returns the shapes and dtypes of `init_state`: a kind of stage is traced once, however many there are
-    of it. No backend is asked for a key."""
+def _kinds(model: Model, optimizer: Optimizer) -> Iterator[tuple[Stage, Tree, jax.ShapeDtypeStruct]]:
+    """Yields of each part its stage, a WeightInfo for each of its weights, and the shape of its keys: parts
+    of which these are equal are made alike. No backend is asked for a key."""
     stages: list[Stage] = []
 
     def keys_of_parts() -> list[jax.Array]:
         of_parts = model.part_keys(jax.random.key(0))
         stages[:] = [stage for stage, _ in of_parts]
-        return [key for _, key in of_parts]
+        return [keys for _, keys in of_parts]
 
-    kinds: list[tuple[Any, Tree]] = []
-    made = []
     keys = jax.eval_shape(keys_of_parts)
-    for stage, key, infos in zip(stages, keys, parts(optimizer.infos), strict=True):
-        kind = stage, key.shape
-        found = next((shapes for other, shapes in kinds if other == kind), None)
-        if found is None:
-            found = jax.eval_shape(lambda key: optimizer.init_part(init(stage, key), infos), key)  # noqa: B023
-            kinds.append((kind, found))
-        made.append(found)
-    weights, slots = map(list, zip(*made, strict=True))
+    return zip(stages, parts(optimizer.infos), keys, strict=True)
+
+
+def _made(optimizer: Optimizer, stage: Stage, infos: Tree) -> Callable[[jax.Array], tuple[Tree, dict]]:
+    """Returns keys -> the weights and slots of such a part."""
+    return lambda keys: optimizer.init_part(init(stage, keys), infos)
+
+
+def _shapes(model: Model, optimizer: Optimizer) -> State:
+    """Returns the shapes and dtypes of the state; a kind of part is traced once."""
+
+    def shapes_of(kind: tuple) -> tuple[Tree, dict[str, Tree]]:
+        stage, infos, keys = kind
+        return jax.eval_shape(_made(optimizer, stage, infos), keys)
+
+    weights, slots = map(list, zip(*by_kind(_kinds(model, optimizer), shapes_of), strict=True))
     return state_of(weights, slots, jax.eval_shape(_first_counters), model.weights)
 
 
@@ -93,24 +94,21 @@ class FirstState:
         """abstract: shapes, dtypes and shardings of the state, as from `abstract_state`."""
         self.model, self.optimizer, self.abstract = model, optimizer, abstract
         self._homes = list(zip(parts(abstract["params"]), slots_by_part(abstract), strict=True))
-        self._kinds: list[tuple[Any, jax.stages.Compiled]] = []
         self._programs: list[jax.stages.Compiled] = []
 
     def compile(self) -> "FirstState":
         """Compiles what is not yet compiled. Returns self."""
-        if self._programs:
-            return self
-        made = self.model.part_keys(jax.random.key(0))
-        for (stage, like), infos, home in zip(made, parts(self.optimizer.infos), self._homes, strict=True):
-            kind = stage, like.shape, on_device(home)
-            found = next((program for other, program in self._kinds if other == kind), None)
-            if found is None:
-                make = lambda keys: self.optimizer.init_part(init(stage, keys), infos)  # noqa: B023, E731
-                options = xla.untuned(jax.default_backend())
-                found = jax.jit(make, out_shardings=kind[2]).lower(like).compile(compiler_options=options)
-                self._kinds.append((kind, found))
-            self._programs.append(found)
+        if not self._programs:
+            homes = map(on_device, self._homes)
+            kinds = zip(_kinds(self.model, self.optimizer), homes, strict=True)
+            self._programs = by_kind(kinds, self._compiled)
         return self
+
+    def _compiled(self, kind: tuple) -> jax.stages.Compiled:
+        (stage, infos, keys), home = kind
+        options = xla.untuned(jax.default_backend())
+        made = jax.jit(_made(self.optimizer, stage, infos), out_shardings=home)
+        return made.lower(keys).compile(compiler_options=options)
 
     def makes(self, abstract: State) -> bool:
         """Says whether it makes a state of these shapes, dtypes and shardings."""

@@ -33,6 +33,17 @@ class Options:
         require(most < 2**31, f"max_record_bytes = {most}: must be below 2 GiB")
 
 
+@dataclasses.dataclass(frozen=True)
+class KeyedOptions(Options):
+    """Of formats whose records are objects, or rows. text_key: the key, or the column, that holds the text."""
+
+    text_key: str = "text"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(bool(self.text_key), f"text_key = {self.text_key!r}: must not be empty")
+
+
 class Damage(NamedTuple):
     """A record that is left out. position: where in the file, in words."""
 

@@ -1,25 +1,12 @@
 """JSON lines: one document a line."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from jaxthru.data.sources import record
 from jaxthru.data.sources.files import File
 from jaxthru.data.sources.record import Damage, Document, Place, from_json, over_long
+from jaxthru.data.sources.record import KeyedOptions as Options
 from jaxthru.data.sources.streams import READ_ERRORS, cannot_be_read, opened
-from jaxthru.runtime.errors import require
-
-
-@dataclasses.dataclass(frozen=True)
-class Options(record.Options):
-    """text_key: the key of each object that holds the text."""
-
-    text_key: str = "text"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(bool(self.text_key), f"text_key = {self.text_key!r}: must not be empty")
 
 
 def read(files: list[File], options: Options) -> Iterator[Document | Damage]:

@@ -1,15 +1,13 @@
 """Parquet: one document a row."""
 
 import contextlib
-import dataclasses
 import re
 from collections.abc import Iterator
 
-from jaxthru.data.sources import record
 from jaxthru.data.sources.files import File
 from jaxthru.data.sources.record import HARMLESS, KEYS_SHOWN, Damage, Document, Place, from_value, over_long
+from jaxthru.data.sources.record import KeyedOptions as Options
 from jaxthru.data.sources.streams import optional
-from jaxthru.runtime.errors import require
 
 ROWS = 16
 """Rows decoded at once: each may be as long as a page."""
@@ -20,17 +18,6 @@ HEADERS = 1 << 16
 DICTIONARY = re.compile(rb"\x15\x04\x15([\x80-\xff]*[\x00-\x7f])", re.DOTALL)
 """How the header of a dictionary page begins: its kind, and its bytes once decompressed, as a varint. Source:
 parquet.thrift of apache/parquet-format, in Thrift's compact protocol."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options(record.Options):
-    """text_key: the column that holds the text."""
-
-    text_key: str = "text"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(bool(self.text_key), f"text_key = {self.text_key!r}: must not be empty")
 
 
 def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
