@@ -138,7 +138,7 @@ def test_auto_is_held_to_the_fastest_point_and_every_point_has_to_fit(bench, set
 )
 def test_a_point_that_takes_offload_is_not_timed(bench, monkeypatch, level, compiled, says):
     """level: of the first proposal; compiled: of what was built. None of both where there is none."""
-    step, config = bench("step"), configuration.load(ROOT / "configs" / "quickstart.py", [])
+    step, config = bench("measure.step"), configuration.load(ROOT / "configs" / "quickstart.py", [])
 
     def with_level(level: str, reason: str):
         if level is None:

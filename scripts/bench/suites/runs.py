@@ -25,7 +25,7 @@ class Starts(Row):
     def command(self, name: str, setup: Setup) -> list[str]:
         own_corpus = [] if setup.tiny else ["data.mix=quickstart"]  # what a user's first start prepares
         words = setup.words(self, *own_corpus, PLAIN)
-        return [sys.executable, str(blocks.HERE / "starts.py"), "--steps", "11", *words]
+        return [sys.executable, str(blocks.HERE / "measure" / "starts.py"), "--steps", "11", *words]
 
     def found(self, setup: Setup, done: list[dict]) -> dict:
         both = [line["seconds_to_first_step"] for line in lines_of(done, "starts")]

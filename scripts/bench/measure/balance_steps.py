@@ -1,12 +1,12 @@
 """Balanced steps against the same steps as they come, on two or more devices: predicted, then timed.
 
-    python scripts/bench/balance_steps.py --output scripts/bench/results/balance_steps_h200x2.json
+    python scripts/bench/measure/balance_steps.py --output scripts/bench/results/balance_steps_h200x2.json
 
 Needs zstandard and, on a GPU, jax-triton. A quicker one: `--timed-seconds 20 --steps 5 --warmup-seconds
 10`, or half of the work at the same share of attention: `--set model.layers=2 --set model.vocabulary=8192`.
 On a CPU:
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=2 python scripts/bench/balance_steps.py \\
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python scripts/bench/measure/balance_steps.py \\
         --config configs/quickstart.py --tokens 60000 --steps 2 --microbatches 4 --warmup-seconds 0 \\
         --timed-seconds 0 --set data.sequence=256 --set model.layers=2 --set model.vocabulary=2048
 
@@ -44,12 +44,14 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import balance_corpus
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import harness
 import jax
 import numpy as np
 import row_costs
 from gpu_clocks import Clocks
+from measure import balance_corpus
 
 from jaxthru import config as configuration
 from jaxthru.build.batches import row_cost
@@ -281,16 +283,13 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.config_parser(__doc__, harness.ROOT / "configs" / "llama3_8b_8layer.py")
     add = parser.add_argument
-    add("--config", default=str(Path(__file__).resolve().parents[2] / "configs" / "llama3_8b_8layer.py"))
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--microbatches", type=int, default=8, help="of a step: rows for each device")
     add("--steps", type=int, default=7, help="that are timed in both orders, over and over")
     add("--rounds", type=int, default=2, help="of the steps that the coefficients are taken from")
     add("--tokens", type=int, default=8_000_000, help="of the corpus")
     add("--folder", type=Path, default=Path("build/bench_balance"), help="corpora, kept")
-    add("--output", type=Path, help="also write the JSON to this file")
     harness.add_seconds(parser)
     arguments = parser.parse_args()
     xla.configure()

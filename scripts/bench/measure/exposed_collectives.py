@@ -1,7 +1,7 @@
 """Says how long collectives kept GPUs from computing, and slowed what they ran beside, from a trace.
 
     python -m jaxthru.train --config F --set profile.at=20 --set profile.steps=3 --run-dir DIR
-    python scripts/bench/exposed_collectives.py DIR/profile/20/production [--output FILE]
+    python scripts/bench/measure/exposed_collectives.py DIR/profile/20/production [--output FILE]
 
 A moment is exposed if no kernel computes and a collective runs. Kernels beside a collective are compared with
 the median of those of the same name and launch that have none beside them. Prints one JSON line: shares of
@@ -13,6 +13,8 @@ import argparse
 import collections
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 import numpy as np

@@ -1,6 +1,6 @@
 """Times steps of one configuration under several settings, in turns in one process, and prints one JSON line.
 
-    python scripts/bench/steps_in_turns.py --config configs/llama3_8b_8layer.py \\
+    python scripts/bench/measure/steps_in_turns.py --config configs/llama3_8b_8layer.py \\
         --set mesh.fsdp=1 --set mesh.tensor=2 --contender none=kernels.collective_matmul=none \\
         --contender ring=kernels.collective_matmul=ring [--output FILE]
 
@@ -10,7 +10,6 @@ Before, each takes the first batch from the first state; its loss and gradient n
 are to the first contender. A contender that cannot run here is left out, with the reason.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -18,12 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import collective_matmul_check as checks
 import comparison
 import harness
 import jax
 from gpu_clocks import Clocks, mean
-from step import packed_batches
+from measure.step import packed_batches
 
 from jaxthru import config as configuration
 from jaxthru.build.compiled import Build, build_step
@@ -130,14 +131,11 @@ def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.config_parser(__doc__)
     add = parser.add_argument
-    add("--config", required=True)
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--contender", action="append", required=True, type=contender, metavar="NAME=GROUP.KEY=VALUE,...")
     harness.add_seconds(parser)
     add("--turn-seconds", type=float, default=4.0)
-    add("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
     wanted = dict(arguments.contender)
     xla.configure(writes_to_peers=True)  # some may; CUDA starts once for all
@@ -147,9 +145,7 @@ def main() -> int:
         raise InputError(f"--contender {first}: all ratios are to it, and it cannot run: {missing[first]}")
     rows = measure(built, arguments.warmup_seconds, arguments.timed_seconds, arguments.turn_seconds)
     line = {
-        "benchmark": "steps_in_turns",
-        "config": Path(arguments.config).stem,
-        "set": arguments.overrides,
+        **harness.about("steps_in_turns", arguments),
         "contenders": {name: {"set": wanted[name]} | row for name, row in rows.items()},
         "missing": missing,
         "peak_hbm_bytes": hardware.peak_bytes(),
