@@ -79,10 +79,10 @@ def test_summary_counts_the_gain_over_the_predicted(bench):
     steps = bench("measure.balance_steps")
     came, balanced = steps.ORDERS
     predicted = {came: np.array([1.2, 1.2]), balanced: np.array([1.0, 1.0])}
-    clocks = {"mhz": [None, None], "watts": [None, None]}
+    turn = bench("turns").Turn
     found = {
-        came: {"seconds": [[1.18, 1.18], [1.18, 1.18]]} | clocks,
-        balanced: {"seconds": [[1.0, 1.0], [1.01, 0.99]]} | clocks,
+        came: [turn([1.18, 1.18], 0), turn([1.18, 1.18], 0)],
+        balanced: [turn([1.0, 1.0], 0), turn([1.01, 0.99], 0)],
     }
     line = steps.summary(predicted, found)
     assert line["gain"] == 0.18 and line["predicted_gain"] == 0.2 and line["claimed"]

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -228,12 +229,30 @@ def test_one_state_goes_through_the_steps_of_all_contenders(bench):
     assert seen == [(n, n) for n in range(state)] and len(took) == len(values) == 2
     again, *_ = module.turn(step, state, batches, 0.0)
     assert again == len(seen) == 2 * state
-    clocks = [types.SimpleNamespace(mhz=mhz, watts=None) for mhz in (1400.0, 1500.0, None)]
-    line = module.told([[0.5, 0.7], [0.6], [0.5]], values, clocks)
+    turns = bench("turns")
+    taken = zip(([0.5, 0.7], [0.6], [0.5]), (14, 7, 7), (1400.0, 1500.0, None), strict=True)
+    line = turns.rated([turns.Turn(*each) for each in taken])
     assert (line["tokens_per_second"], line["steps_timed"]) == (pytest.approx(7 / 0.575, abs=0.1), 4)
     assert (line["step_seconds"], line["step_seconds_mean"]) == (0.55, 0.575)
     assert line["spread"] == pytest.approx((0.6 - 1.7 / 3) / 0.575, abs=1e-4)
     assert (line["sm_clock_mhz"], line["power_watts"]) == (1450.0, None)
+
+
+def test_every_other_round_may_go_backwards_and_a_warm_up_counts_for_nothing(bench):
+    order = []
+
+    def run(name: str, seconds: float) -> tuple[list[float], int, int]:
+        order.append(name)
+        return [seconds], 10, len(order)
+
+    runs = {name: lambda name=name, of=of: run(name, of) for name, of in (("a", 1.0), ("b", 3.0))}
+    found = bench("turns").steps_in_turns(runs, 0.0, 4.0, backwards=True)
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"], "until the quicker one has its time too"
+    assert [turn.last for turn in found["a"]] == [1, 4, 5, 8]
+    order.clear()
+    waits = {"a": lambda: time.sleep(0.1) or run("a", 1.0)}
+    found = bench("turns").steps_in_turns(waits, 0.15, 1.0)
+    assert len(order) == 4 and [turn.last for turn in found["a"]] == [3, 4]
 
 
 def test_a_spread_takes_two_turns_however_long_one_is(bench, monkeypatch):

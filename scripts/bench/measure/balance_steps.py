@@ -38,7 +38,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -50,7 +49,8 @@ import harness
 import jax
 import numpy as np
 import row_costs
-from gpu_clocks import Clocks
+import turns
+from gpu_clocks import mean
 from measure import balance_corpus
 
 from jaxthru import config as configuration
@@ -114,32 +114,16 @@ def host_batches(config: configuration.RunConfig, data: Data, steps: int) -> lis
         return list(batches)
 
 
-def time_orders(runner: Runner, built: Build, placed: dict[str, list[Batch]], least: float) -> dict:
-    """Returns of each order its passes over the steps, by turns, at least two and for so many seconds:
-    {"seconds": [passes, steps], "mhz": [...], "watts": [...]}."""
-    found = {order: {"seconds": [], "mhz": [], "watts": []} for order in placed}
-    while any(len(one["seconds"]) < 2 or np.sum(one["seconds"]) < least for one in found.values()):
-        for order, batches in placed.items():
-            with Clocks(built.layout.mesh.size) as clocks:
-                found[order]["seconds"].append(runner.times([(built, batch) for batch in batches]))
-            found[order]["mhz"].append(clocks.mhz)
-            found[order]["watts"].append(clocks.watts)
-    return found
-
-
-def mean(values: list[float | None]) -> float | None:
-    return None if None in values else round(statistics.fmean(values), 1)
-
-
-def summary(predicted: dict[str, np.ndarray], found: dict) -> dict:
+def summary(predicted: dict[str, np.ndarray], found: dict[str, list[turns.Turn]]) -> dict:
     """Returns each order's row, and what balancing gained of what it was predicted to.
 
-    predicted: {order: seconds of each step}. found: of `time_orders`. A gain is how much longer the steps
-    take as they come; one is claimed only above twice the largest difference between passes of one order.
+    predicted: {order: seconds of each step}. found: each turn is a pass over the steps. A gain is how much
+    longer the steps take as they come; one is claimed only above twice the largest difference between passes
+    of one order.
     """
     rows = {}
     for order, one in found.items():
-        passes = np.array(one["seconds"])
+        passes = np.array([turn.seconds for turn in one])
         measured = passes.mean(axis=0)
         rows[order] = {
             "step_seconds": round(float(measured.mean()), 6),
@@ -149,8 +133,8 @@ def summary(predicted: dict[str, np.ndarray], found: dict) -> dict:
             "worst_error_of_a_step": round(float(np.abs(predicted[order] / measured - 1).max()), 4),
             "passes": [round(float(seconds), 6) for seconds in passes.mean(axis=1)],
             "spread": round(float(np.ptp(passes.mean(axis=1)) / measured.mean()), 4),
-            "sm_clock_mhz": mean(one["mhz"]),
-            "power_watts": mean(one["watts"]),
+            "sm_clock_mhz": mean(turn.mhz for turn in one),
+            "power_watts": mean(turn.watts for turn in one),
         }
     came, balanced = (rows[order] for order in ORDERS)
     gain, forecast = (came[key] / balanced[key] - 1 for key in ("step_seconds", "predicted_step_seconds"))
@@ -253,7 +237,11 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         for order, found in batches.items()
     }
     with phases("timed"):
-        found = time_orders(runner, built, placed, arguments.timed_seconds)
+        times = {
+            order: lambda of=of: (runner.times([(built, batch) for batch in of]), 0, None)
+            for order, of in placed.items()
+        }
+        found = turns.steps_in_turns(times, 0.0, arguments.timed_seconds, built.layout.mesh.size)
     counted = llama.train_flops(config.model, 1, 0), llama.train_flops(config.model, 0, 1)
     used = np.mean([(batch["segment_ids"] > 0).mean() for batch in batches[ORDERS[0]]])
     return {

@@ -21,11 +21,11 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import itertools
 import re
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -38,9 +38,9 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import turns
 from gemm import REPEATS, operands, product
-from gpu_clocks import Clocks, mean
-from gpu_joules import Energy
+from gpu_clocks import mean
 
 from jaxthru.runtime import hardware, xla
 from jaxthru.training.state import sharded_init
@@ -275,41 +275,31 @@ def measure(rows: dict[str, Row], sides: dict[str, Tree], timed: float) -> dict[
         first[key] = [{name: float(each[name]) for name in ("loss", "grad_norm")} for each in metrics]
         peaks[key] = peak(of.builds[0])
         print(f"  {', '.join(key)}: first step {first[key]}", file=sys.stderr, flush=True)
-    took, clocks, watts, last = ({key: [] for key in made} for _ in range(4))
-    began, warm, order = time.perf_counter(), False, list(made)
-    gpus, needed = len({d for of in made.values() for b in of.builds for d in b.layout.mesh.devices.flat}), 2
+    gpus = len({d for of in made.values() for b in of.builds for d in b.layout.mesh.devices.flat})
+
+    def run(key: tuple[str, str]) -> tuple[list[float], float, list]:
+        of = made[key]
+        states[of.layout], seconds, last = of.turn(states[of.layout], of.row.steps)
+        return [seconds] * of.row.steps, of.tokens * of.row.steps, last
+
+    runs = {key: functools.partial(run, key) for key in made}
     warmup = max(row.warmup for row in rows.values())
-    while any(made[key].row.steps * sum(took[key]) < timed or len(took[key]) < needed for key in made):
-        warm = warm or time.perf_counter() - began >= warmup
-        for key in order:
-            of = made[key]
-            with Clocks(gpus) as seen, Energy(gpus, 0.02) as used:
-                states[of.layout], seconds, last[key] = of.turn(states[of.layout], of.row.steps)
-            print(f"  {', '.join(key)}: {seconds:.4f} s a step", file=sys.stderr, flush=True)
-            if warm:
-                took[key].append(seconds)
-                clocks[key].append(seen)
-                watts[key].append(used.watts)
-        if len(rows) > 1:
-            order.reverse()
+    taken = turns.steps_in_turns(runs, warmup, timed, gpus, backwards=len(rows) > 1)
     found: dict[str, dict] = {name: {} for name in rows}
     for (name, side), of in made.items():
-        key = name, side
-        power, seconds = mean(watts[key]), statistics.fmean(took[key])
-        found[name][side] = {
-            "tokens_per_second": round(of.tokens / seconds, 1),
+        own = taken[name, side]
+        rated, power = turns.rated(own), mean(turn.energy_watts for turn in own)
+        seconds = rated["step_seconds_mean"]
+        kept = ("tokens_per_second", "steps_timed", "spread", "sm_clock_mhz", "power_watts")
+        found[name][side] = {key: rated[key] for key in kept} | {
             "step_seconds_mean": round(seconds, 5),
-            "turns": [round(each, 5) for each in took[key]],
-            "steps_timed": of.row.steps * len(took[key]),
-            "spread": comparison.halves_apart([[each] for each in took[key]], statistics.fmean),
-            "sm_clock_mhz": mean(one.mhz for one in clocks[key]),
-            "power_watts": mean(one.watts for one in clocks[key]),
+            "turns": [round(turn.seconds[0], 5) for turn in own],
             "energy_watts": power,
             "joules_per_token": round(power * gpus * seconds / of.tokens, 5) if power else None,
             "compile_seconds": round(of.builds[0].compile_seconds, 1),
-            "peak_hbm_bytes": peaks[key],
+            "peak_hbm_bytes": peaks[name, side],
             "program": of.program(),
-            "first_step": first[key] if of.row.alone else first[key][0],
+            "first_step": first[name, side] if of.row.alone else first[name, side][0],
         }
     base = next(iter(found))
     for name, row in rows.items():
@@ -325,7 +315,7 @@ def measure(rows: dict[str, Row], sides: dict[str, Tree], timed: float) -> dict[
             compared = comparison.ratio(line["new"], found[base]["new"])
             line[f"over_{base}"] = {field: compared[field] for field in ("ratio", "needed", "claimed")}
         line |= {"set": list(row.settings), "tokens_per_step": of.tokens}
-        line["skipped_updates"] = sum(int(each["skipped"]) for each in last[name, "new"])
+        line["skipped_updates"] = sum(int(each["skipped"]) for each in taken[name, "new"][-1].last)
     return found
 
 

@@ -10,7 +10,7 @@ Before, each takes the first batch from the first state; its loss and gradient n
 are to the first contender. A contender that cannot run here is left out, with the reason.
 """
 
-import statistics
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ import collective_matmul_check as checks
 import comparison
 import harness
 import jax
-from gpu_clocks import Clocks, mean
+import turns
 from measure.step import packed_batches
 
 from jaxthru import config as configuration
@@ -86,21 +86,8 @@ def turn(step: Callable, state: Any, batches: Iterator, seconds: float) -> tuple
     return state, took, values
 
 
-def told(took: list[list[float]], values: list[dict], clocks: list[Clocks]) -> dict:
-    """Returns what the record says of one contender. took: of the steps of each of its turns."""
-    steps = [seconds for of_turn in took for seconds in of_turn]
-    return {
-        **harness.rated(statistics.fmean(int(step["tokens"]) for step in values), steps),
-        "sm_clock_mhz": mean(of_turn.mhz for of_turn in clocks),
-        "power_watts": mean(of_turn.watts for of_turn in clocks),
-        "spread": comparison.halves_apart(took, statistics.fmean),
-        "skipped_updates": int(values[-1]["skipped"]),
-    }
-
-
 def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: float) -> dict:
-    """Returns each contender's result. warmup: seconds of all together; timed: of each, in two turns at
-    least, for a single one says nothing of its spread."""
+    """Returns each contender's result. warmup: seconds of all together; timed: of each."""
     base = next(iter(built.values()))
     batches = packed_batches(base)
     batch = next(batches)
@@ -110,23 +97,21 @@ def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: 
             first[name] = first_metrics(of, batch)
         print(f"{name}: first step {first[name]}", file=sys.stderr, flush=True)
     state = base.first_state()
-    took, values, clocks = ({name: [] for name in built} for _ in range(3))
-    began = time.perf_counter()
-    while any(len(turns) < 2 or sum(map(sum, turns)) < timed for turns in took.values()):
-        warm = time.perf_counter() - began >= warmup
-        for name, of in built.items():
-            with checks.ends_within(60 + 2 * turn_seconds, name), Clocks(jax.device_count()) as seen:
-                state, seconds, metrics = turn(of.compiled, state, batches, turn_seconds)
-            print(f"{name}: {statistics.median(seconds):.4f} s a step", file=sys.stderr, flush=True)
-            if warm:
-                took[name].append(seconds)
-                values[name] += metrics
-                clocks[name].append(seen)
-    rows = {name: told(took[name], values[name], clocks[name]) for name in built}
-    for name, of in built.items():
-        compared = comparison.ratio(rows[name], next(iter(rows.values())))
-        rows[name] |= {"first_step": first[name], "compile_seconds": round(of.compile_seconds, 1)}
-        rows[name] |= {"ratio": round(compared["ratio"], 4), "claimed": compared["claimed"]}
+
+    def run(name: str) -> tuple[list[float], int, dict]:
+        nonlocal state
+        with checks.ends_within(60 + 2 * turn_seconds, name):
+            state, took, values = turn(built[name].compiled, state, batches, turn_seconds)
+        return took, sum(int(step["tokens"]) for step in values), values[-1]
+
+    runs = {name: functools.partial(run, name) for name in built}
+    found = turns.steps_in_turns(runs, warmup, timed, jax.device_count())
+    rows = {name: turns.rated(of) for name, of in found.items()}
+    for name, row in rows.items():
+        compared = comparison.ratio(row, next(iter(rows.values())))
+        row |= {"skipped_updates": int(found[name][-1].last["skipped"]), "first_step": first[name]}
+        row |= {"compile_seconds": round(built[name].compile_seconds, 1)}
+        row |= {"ratio": round(compared["ratio"], 4), "claimed": compared["claimed"]}
     return rows
 
 
