@@ -137,6 +137,8 @@ def table(rows: dict[str, Row], setup: Setup) -> str:
             value, mark = found.get(bar.what), MARKS[bar.met(found)]
             if value is not None and record.get("blocks_left"):
                 mark = f"unfinished: {record['blocks_left']} blocks left"
+            if record and not record["commit"]:
+                mark += ", of a commit that is not known"
             if record.get("tiny"):
                 mark += ", on a tiny shape"
             cells = ["" if number else row.about, bar.asked(), told(bar.what, value, found)]
@@ -206,10 +208,10 @@ def arguments() -> argparse.Namespace:
     return found
 
 
-def known_commit(given: str | None) -> str:
-    """Returns the commit that is measured. Exits if it is not known, or none."""
+def commit_of(given: str | None) -> str | None:
+    """Returns the commit that is measured, None where nobody tells it. Exits if it is no hash."""
     commit = given or harness.commit()
-    if commit is None or not re.fullmatch("[0-9a-f]{12,40}(-dirty)?", commit):
+    if commit and not re.fullmatch("[0-9a-f]{12,40}(-dirty)?", commit):
         sys.exit(f"suite.py: --commit {commit}: must be the hash of this tree's commit, 12 digits or more")
     return commit
 
@@ -222,7 +224,7 @@ def main() -> int:
         return 0
     setup = Setup("", Path(), suite=given.suite, records=given.output)
     if not given.table:
-        commit = known_commit(given.commit)
+        commit = commit_of(given.commit)
         with tempfile.TemporaryDirectory() as folder:
             setup = dataclasses.replace(
                 setup,

@@ -71,9 +71,10 @@ class Block:
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """What the commands of a run's blocks need to know. folder: for what the blocks share. overrides:
-    settings of all rows, under their own. suite, records: its name, and the folder of its records."""
+    settings of all rows, under their own. commit: None if it is not known. suite, records: its name, and the
+    folder of its records."""
 
-    commit: str
+    commit: str | None
     folder: Path
     tiny: bool = False
     mix: str = "quickstart"

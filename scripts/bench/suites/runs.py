@@ -49,6 +49,9 @@ class Untuned(Row):
         """Returns the row's shapes."""
         return shapes(setup.commit)[self.steps == 0]
 
+    def refuses(self, setup: Setup) -> str:
+        return "" if setup.commit else "its shapes are drawn from the commit's hash: give it with --commit"
+
     @property
     def names(self) -> list[str]:
         """The contenders: a shape each."""
