@@ -224,6 +224,16 @@ def test_bad_settings_are_one_line(bench, script, monkeypatch, capsys, tmp_path)
     assert len(said) == 1 and said[0].startswith(f"{name}.py: ") and "model.layrs" in said[0]
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "scripts/bench/measure").glob("*.py")), ids=lambda path: path.stem
+)
+def test_what_measures_finds_the_harness_wherever_it_is_started(path):
+    text = path.read_text()
+    if "def main(" in text and "\nimport harness" in text:
+        before = text.partition("\nimport harness")[0]
+        assert "\nsys.path.insert(0, str(Path(__file__).resolve().parents[1]))\n" in before
+
+
 def test_a_missing_package_is_one_line(bench):
     with pytest.raises(SystemExit, match=r"^\S+: not installed: no_such_package$"):
         bench("harness").need("json", "no_such_package")
