@@ -364,7 +364,7 @@ def test_rows_run_on_a_cpu(tmp_path):
     assert all(record["device"]["kind"] == "cpu" and record["versions"] for record in records.values())
     found = {row: record["found"] for row, record in records.items()}
     assert found["slow_loader"]["named"] == 1  # how near its size is, a busy machine does not tell
-    assert found["extra_all_gather"]["compared"]["planted_seconds"] > 0
+    assert math.isfinite(found["extra_all_gather"]["compared"]["planted_seconds"])  # nor of which sign
     assert lines["8layer_fsdp2"]["closure"]["bars"]["matmul_flops"]["met"]
     assert all("error" not in lever for lever in lines["clock"]["levers"].values())
     assert len(lines["off"]["off"]["step_seconds"]["none"]) == 2

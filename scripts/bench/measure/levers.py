@@ -5,7 +5,7 @@
 Each lever is one way to run the same products for a few seconds. Prints one JSON line: for each the rate that
 was observed by the host's clock, and the factors that a trace of the same seconds says it is made of, by the
 cycles that CUPTI counts. NVML's clock stands beside them: under a power cap it is higher, for it does not see
-the cycles that are left out. profiler.py starts it, once more without memory that is kept.
+the cycles that are left out. The suite `profiler` runs it, once more without memory that is kept.
 """
 
 import argparse

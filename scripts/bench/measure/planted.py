@@ -1,4 +1,4 @@
-"""`python -m jaxthru.train` with one thing wrong with it, on purpose; profiler.py starts it.
+"""`python -m jaxthru.train` with one thing wrong with it, on purpose; profiled_run.py starts it.
 
     python scripts/bench/measure/planted.py CAUSE NOTES [--seconds S] [--one-batch] [--turns N] -- ARGUMENTS
 

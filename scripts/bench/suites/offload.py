@@ -5,6 +5,7 @@ import itertools
 import statistics
 
 import numpy as np
+from comparison import shown
 from suites.race import Contender, Race
 from suites.rows import Bar, lines_of, times
 
@@ -58,8 +59,11 @@ class Offload(Race):
         }
 
     def details(self, found):
-        own = "{parameters:,} parameters, {host_gib} GiB of host memory, slowest step {slowest} × the median"
-        return f"{super().details(found)}\n\n{own.format(**found)}"
+        host, slow = shown(found["host_gib"], ".1f"), shown(found["slowest"], ".3f")
+        own = (
+            f"{found['parameters']:,} parameters, {host} GiB of host memory, slowest step {slow} × the median"
+        )
+        return f"{super().details(found)}\n\n{own}"
 
 
 def slowest(lines: list[dict]) -> float | None:
