@@ -5,7 +5,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +30,26 @@ class Turn:
 
 
 def steps_in_turns(
-    runs: dict[Hashable, Callable[[], tuple[list[float], float, Any]]],
+    runs: dict[str | tuple[str, ...], Callable[[], tuple[list[float], float, Any]]],
     warmup: float,
     timed: float,
     gpus: int = 1,
     backwards: bool = False,
-) -> dict[Hashable, list[Turn]]:
+) -> dict[str | tuple[str, ...], list[Turn]]:
     """Returns the turns of each contender, A-B-C-A-B-C, two at least, for one says nothing of its spread.
 
     runs: a turn of each: (seconds of each step, tokens of all, what the last said). warmup: seconds of all
     together; timed: of each. backwards: every other round.
     """
-    found: dict[Hashable, list[Turn]] = {name: [] for name in runs}
+    found = {name: [] for name in runs}
     began, order, warm = time.perf_counter(), list(runs), False
     while any(len(of) < 2 or sum(sum(one.seconds) for one in of) < timed for of in found.values()):
         warm = warm or time.perf_counter() - began >= warmup
         for name in order:
             with Clocks(gpus) as clocks, Energy(gpus, 0.02) as used:
                 seconds, tokens, last = runs[name]()
-            print(f"{name}: {statistics.median(seconds):.4f} s a step", file=sys.stderr, flush=True)
+            label = name if isinstance(name, str) else ", ".join(name)
+            print(f"{label}: {statistics.median(seconds):.4f} s a step", file=sys.stderr, flush=True)
             if warm:
                 found[name].append(Turn(seconds, tokens, clocks.mhz, clocks.watts, used.watts, last))
         if backwards:
