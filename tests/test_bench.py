@@ -371,6 +371,7 @@ def test_both_starts_are_given_one_cache(bench, monkeypatch, tmp_path, capsys):
     def start(words, environment, run_dir, steps):
         run_dir.mkdir()
         (run_dir / "environment.json").write_text("{}")
+        run_dir.with_suffix(".log").write_text("12:00 loss 9\n12:01 start: python 1 s; 2 s in all\n")
         started.append((environment["JAX_COMPILATION_CACHE_DIR"], tuple(words), run_dir, steps))
         row = {"step_seconds": 0.5, "host_gap_seconds": 0.1, "data_wait_seconds": None}
         return 3.0 / len(started), [row | {"host_gap_seconds": 9.0}] * 10 + [row] * (steps - 10)
@@ -379,9 +380,10 @@ def test_both_starts_are_given_one_cache(bench, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["starts.py", "--config", "F.py", "--steps", "12"])
     assert starts.main() == 0
     (cache, words, first, once), (again, same, second, steps) = started
-    assert (cache, words) == (again, same) and first != second and (once, steps) == (1, 12)
+    assert (cache, words) == (again, same) and first != second and (once, steps) == (2, 12)
     line = json.loads(capsys.readouterr().out)
     assert line["seconds_to_first_step"] == {"first": 3.0, "second": 1.5}
+    assert line["parts"] == dict.fromkeys(("first", "second"), "python 1 s; 2 s in all")
     assert (line["steps_counted"], line["host_gap"], line["data_wait"]) == (2, 0.2, 0)
 
 

@@ -24,7 +24,7 @@ class KernelsConfig:
     adamw_8bit: the update of moments that are kept in 8 bits. On a mesh of several devices `auto` is
     `reference`, which alone the partitioner can split.
     rms_norm: norms between the blocks and of queries and keys, these with their rotation. `triton` is for
-    one device, and no GPU has timed it yet.
+    one device.
     """
 
     attention: Literal["auto", *ATTENTION.names] = "auto"

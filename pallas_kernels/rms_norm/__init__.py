@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Operation, Unsupported
+from pallas_kernels.dispatch import Implementation, Operation, Unsupported, triton_before_xla
 from pallas_kernels.rms_norm import stand_in
 from pallas_kernels.rms_norm.xla import rotate
 
@@ -18,12 +18,6 @@ __all__ = [
 ]
 
 
-def automatic(platform: str | None = None) -> tuple[str, ...]:
-    """Returns the implementations that are tried where none is named: Triton's kernels run when named, for no
-    GPU has timed them yet."""
-    return ("xla",)
-
-
 OPERATION = Operation(
     __name__,
     {
@@ -31,7 +25,7 @@ OPERATION = Operation(
         "xla": Implementation(),
         "reference": Implementation(),
     },
-    automatic,
+    triton_before_xla,
 )
 
 PARTITIONED = "xla"

@@ -83,7 +83,7 @@ CHOICE = {
     "adamw_8bit": dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton"},
     **dict.fromkeys(
         ("rms_norm", "rms_norm_residual", "rms_norm_rotary"),
-        dict.fromkeys(WHERE, "xla"),
+        dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton"},
     ),
     "all_gather_matmul": dict.fromkeys(WHERE, "reference") | {"tpu": "ring"},
 }

@@ -33,6 +33,12 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def parts_of(log: str) -> str | None:
+    """Returns where the time to the first step went, as the log of a run says it."""
+    said = [line.partition("start: ")[2] for line in log.splitlines() if "start: " in line]
+    return said[0] if said else None
+
+
 def start(
     words: list[str], environment: dict[str, str], run_dir: Path, steps: int
 ) -> tuple[float, list[dict]]:
@@ -65,21 +71,27 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.steps <= SETTLED:
         parser.error(f"--steps {arguments.steps}: must be above {SETTLED}, which do not count")
-    found = {}
+    found, parts = {}, {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = [*arguments.overrides, f"data.store={folder / 'store'}"]
         words = ["--config", arguments.config, *harness.set_words(settings)]
         environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
-        for number, (which, steps) in enumerate({"first": 1, "second": arguments.steps}.items()):
+        for number, (which, steps) in enumerate({"first": 2, "second": arguments.steps}.items()):
             seconds, rows = start(words, environment, folder / str(number), steps)
             found[which] = round(seconds, 2)
-            print(f"{which} start: {seconds:.1f} s to the first step", file=sys.stderr, flush=True)
+            parts[which] = parts_of((folder / f"{number}.log").read_text())
+            print(
+                f"{which} start: {seconds:.1f} s to the first step: {parts[which]}",
+                file=sys.stderr,
+                flush=True,
+            )
         written = json.loads((folder / "1" / "environment.json").read_text())
     counted = rows[SETTLED:]
     line = {
         **harness.about("starts", arguments),
         "seconds_to_first_step": found,
+        "parts": parts,
         "steps_counted": len(counted),
         "step_seconds": round(statistics.median(row["step_seconds"] for row in counted), 6),
         "host_gap": share(counted, "host_gap_seconds"),
