@@ -46,6 +46,20 @@ def test_a_record_says_on_what_of_which_commit_and_how_it_was_made(path):
     assert frozenset().union(*(ORIGIN - run for run in found)) == OLD.get(path.name, set())
 
 
+def test_every_command_that_the_pages_name_is_there(bench):
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    text = "\n".join(path.read_text() for path in pages)
+    scripts = set(re.findall(r"python scripts/bench/([a-z_0-9/]+\.py)|`(measure/[a-z_0-9]+\.py)", text))
+    scripts = {name for pair in scripts for name in pair if name}
+    assert len(scripts) > 15
+    assert not {name for name in scripts if not (ROOT / "scripts" / "bench" / name).is_file()}
+    suites = re.findall(r"suite\.py ([a-z_]+)(?: --rows ([a-z0-9_,]+))?", text)
+    assert len({name for name, _ in suites}) > 3
+    for name, rows in suites:
+        known = bench(f"suites.{name}").ROWS
+        assert set(filter(None, rows.split(","))) <= set(known), name
+
+
 def test_origins_are_looked_for_in_each_run():
     step = {"device": {"kind": "cpu"}, "versions": {"jax": "0"}}
     record = {"benchmark": "b", "commit": "c", "command": "d", "blocks": [{"line": step}, {"line": step}]}
