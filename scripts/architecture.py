@@ -15,9 +15,9 @@ BEGIN, END = "<!-- by scripts/architecture.py -->", "<!-- end of architecture.py
 FOLDERS = {
     "configs": "One run each, as a Python function.",
     "scripts": "Tools for the repository itself.",
-    "scripts/bench": "One script for each published number, and what these scripts share.",
+    "scripts/bench": "The harness of all benchmarks: processes, clocks, tables; and what is not yet a suite.",
     "scripts/bench/suites": "The rows of suite.py, and what they are made of.",
-    "scripts/bench/measure": "What a row of a suite measures, where no other script does.",
+    "scripts/bench/measure": "What one process measures: each prints one line of JSON.",
     "scripts/bench/peers": "The same training step in other stacks, for comparison.",
 }
 """Folders that are no packages -> what they hold."""

@@ -81,7 +81,9 @@ def importing_from(folder: Path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     yield importlib.import_module
     for script in folder.glob("**/*.py"):
-        sys.modules.pop(".".join(script.relative_to(folder).with_suffix("").parts), None)
+        parts = script.relative_to(folder).with_suffix("").parts
+        for name in (".".join(parts), parts[0]):  # a package remembers its modules
+            sys.modules.pop(name, None)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxthru.profile.collect import clocks
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -64,23 +66,6 @@ def test_rows_count_needed_flops_and_the_share_of_the_sustained_product(bench):
     assert row["share_of_gemm"] == pytest.approx(0.2)
 
 
-def test_blocks_alternate_and_only_missing_ones_run(bench):
-    comparison = bench("comparison")
-    assert comparison.missing(["a", "b"], 2, []) == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
-    blocks = [block("a", 1, 1.0), {"contender": "b", "round": 1, "error": "out of memory"}]
-    assert comparison.missing(["a", "b"], 2, blocks) == [(1, "b"), (2, "a"), (2, "b")]
-
-
-def test_several_gpus_share_the_blocks_and_swap_contenders(bench):
-    comparison = bench("comparison")
-    names = ["a", "b", "c"]
-    blocks = comparison.missing(names, 2, [])
-    assert comparison.share(blocks, names, 0, 1) == blocks
-    first, second = (comparison.share(blocks, names, gpu, 2) for gpu in (0, 1))
-    assert sorted(first + second) == blocks
-    assert not {name for turn, name in first if turn == 1} & {name for turn, name in first if turn == 2}
-
-
 def test_table_shows_claimed_ratios_in_bold(bench):
     comparison = bench("comparison")
     blocks = [
@@ -124,7 +109,7 @@ def test_what_packed_rows_save_is_of_mean_steps(bench):
     comparison = bench("comparison")
     attention = {"causal_milliseconds": 7.0, "packed_milliseconds": 3.0, "tokens_per_second": 0.0}
     blocks = [
-        block("jaxthru_causal", 1, 1000.0),
+        block("jaxthru", 1, 1000.0),
         block("jaxthru_packed", 1, 1000 / 0.9, step_seconds=0.8),
         block("attention", 1, 1.0, **attention),
     ]
@@ -147,12 +132,12 @@ def test_fp8_is_judged_by_pairs_of_the_same_seed(bench):
         return {"losses": [level] * 45, "held_out_loss": level, "skipped_updates": 0}
 
     seeds = (4.0, 5.0)  # whose own spread is 20 %
-    found = bench("fp8_loss").compare([run(x) for x in seeds], [run(4.04), run(5.15)])
+    found = bench("measure.fp8_loss").compare([run(x) for x in seeds], [run(4.04), run(5.15)])
     assert found["all_steps"]["by_seed"] == [0.01, 0.03]
     assert found["last_50_steps"]["mean"] == found["held_out"]["mean"] == 0.02
     assert found["all_steps"]["standard_error"] == 0.01
     assert found["curve_of_20_step_means"] == [0.0211, 0.0211]  # of 9.19 over 9
-    assert bench("fp8_loss").compare([run(4.0)], [run(4.0)])["all_steps"]["standard_error"] is None
+    assert bench("measure.fp8_loss").compare([run(4.0)], [run(4.0)])["all_steps"]["standard_error"] is None
 
 
 def test_steps_may_be_counted_in_place_of_seconds(bench):
@@ -160,23 +145,53 @@ def test_steps_may_be_counted_in_place_of_seconds(bench):
     assert (timing.first, len(timing.seconds)) == (2, 5)
 
 
-def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch, tmp_path):
-    fake = tmp_path / "nvidia-smi"
-    lines = ('echo "$@" >asked', "echo '1500, [N/A]'", "echo '1700, [N/A]'", "exec sleep 60")
-    fake.write_text("\n".join(("#!/bin/bash", *lines)))
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.chdir(tmp_path)
-    timing = bench("harness").timed(lambda: 0, lambda _: time.sleep(0.2), 0.0, 0.0, (1, 5), gpus=2)
+class Library:
+    """NVML of two GPUs that tell their clock and not their power; the first is hidden."""
+
+    NVMLError, NVML_CLOCK_SM = OSError, 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        return {1: 1500, 2: 1700}[handle]
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        raise OSError("not supported")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        return 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return int(time.perf_counter() * 100) * 10 * (300 + 100 * handle)  # millijoules, in steps of 10 ms
+
+
+def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch):
+    monkeypatch.setattr(clocks, "nvml", Library)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    timing = bench("harness").timed(lambda: 0, lambda _: time.sleep(0.1), 0.0, 0.0, (1, 5), gpus=2)
     assert (timing.mhz, timing.watts) == (1600.0, None)
-    assert "--id=0,1" in (tmp_path / "asked").read_text()
+    monkeypatch.setattr(clocks, "nvml", lambda: None)
+    timing = bench("harness").timed(lambda: 0, lambda _: None, 0.0, 0.0, (1, 2))
+    assert (timing.mhz, timing.watts) == (None, None)
+
+
+def test_joules_are_those_of_the_counter_between_its_steps(bench, monkeypatch):
+    monkeypatch.setattr(clocks, "nvml", Library)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    with bench("gpu_joules").Energy(2) as used:
+        time.sleep(0.5)
+    assert used.watts == pytest.approx(450, rel=0.1)  # 400 and 500
+    monkeypatch.setattr(clocks, "nvml", lambda: None)
+    with bench("gpu_joules").Energy(2) as used:
+        pass
+    assert used.watts is None
 
 
 def test_one_timed_step_is_too_few(bench, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["step.py", "--config", "F", "--steps", "2", "1"])
     with pytest.raises(SystemExit):
-        bench("step").main()
+        bench("measure.step").main()
     assert "--steps 2 1: of one timed step there is no spread" in capsys.readouterr().err
 
 
@@ -189,16 +204,34 @@ def test_a_contender_has_two_calls_however_slow_it_is(bench):
 
 
 @pytest.mark.parametrize(
-    "script", ["one_gpu", "offload", "profiler", "profiler_off", "attention_saving", "step"]
+    "script",
+    [
+        "suite one_gpu",
+        "suite offload",
+        "suite profiler",
+        "measure.profiler_off",
+        "attention_saving",
+        "measure.step",
+    ],
 )
 def test_bad_settings_are_one_line(bench, script, monkeypatch, capsys, tmp_path):
+    name, *words = script.split()
     config = ["--config", str(ROOT / "configs" / "quickstart.py")]
-    config = [] if script in ("offload", "profiler") else config
-    output = ["--output", str(tmp_path / "x.json")] if script in ("one_gpu", "offload", "profiler") else []
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *config, *output, "--set", "model.layrs=1"])
-    assert bench("harness").run(bench(script).main) == 2
+    more = ["--mix", "quickstart", "--output", str(tmp_path), "--commit", "0" * 40] if words else config
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, *more, "--set", "model.layrs=1"])
+    assert bench("harness").run(bench(name).main) == 2
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith(f"{script}.py: ") and "model.layrs" in said[0]
+    assert len(said) == 1 and said[0].startswith(f"{name}.py: ") and "model.layrs" in said[0]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "scripts/bench/measure").glob("*.py")), ids=lambda path: path.stem
+)
+def test_what_measures_finds_the_harness_wherever_it_is_started(path):
+    text = path.read_text()
+    if "def main(" in text and "\nimport harness" in text:
+        before = text.partition("\nimport harness")[0]
+        assert "\nsys.path.insert(0, str(Path(__file__).resolve().parents[1]))\n" in before
 
 
 def test_a_missing_package_is_one_line(bench):
@@ -244,33 +277,50 @@ def test_a_recorded_command_can_be_typed_again(bench, monkeypatch):
     assert bench("harness").command() == told
 
 
-def test_offloading_is_judged_by_its_partners(bench):
-    offload = bench("offload")
-    row = {"ratios": {"a": {"ratio": 2.5}, "b": {"ratio": 2.0}}, "mfu": 0.5, "peak_hbm_gib": 66.0}
-    bars = {"ratio": 2.4, "slower": 0.15, "mfu": 0.45, "hbm_gib": 65.0}
-    of = offload.Row("llama3_8b", partners=("a", "b"), bars=bars)
-    met = {kind: offload.judge(row, of, kind)["met"] for kind in bars}
-    # Of two settings of a peer the faster counts; twice as fast is no slower.
-    assert met == {"ratio": False, "slower": True, "mfu": True, "hbm_gib": False}
-    alone = offload.judge(row | {"ratios": {}}, of, "ratio")
-    assert alone == {"bar": 2.4, "found": None, "met": None}
+def offloaded(bench, tmp_path, row: str, *done: dict) -> dict:
+    """Returns {what a bar is about: met} of a row."""
+    row = bench("suites.offload").ROWS[row]
+    found = row.found(bench("suites.rows").Setup("0" * 40, tmp_path), [one | {"gpu": None} for one in done])
+    return {bar.what: bar.met(found) for bar in row.bars}
 
 
-def test_one_slow_step_misses_the_bar_of_the_shipped_offload(bench):
-    offload = bench("offload")
-    row = offload.ROWS["8b_64k"]
-    assert row.bars["slowest"] == 1.05 and row.steps[1] >= 40
+def test_offloading_is_judged_by_its_partners(bench, tmp_path):
+    def told(name: str, rate: float, gib: float = 64.0) -> dict:
+        return block(name, 1, rate, peak_hbm_bytes=gib * 2**30, device={"kind": "NVIDIA H200"})
+
+    own, eager = told("8layer_16k", 2500.0), told("deepspeed_eager_16k", 1250.0)
+    # Of two settings of a peer the faster counts.
+    assert offloaded(bench, tmp_path, "8layer_16k", own, told("deepspeed_16k", 1000.0)) == {"ratio": True}
+    both = offloaded(bench, tmp_path, "8layer_16k", own, told("deepspeed_16k", 1000.0), eager)
+    assert both == {"ratio": False}
+    assert offloaded(bench, tmp_path, "8layer_16k", own) == {"ratio": None}
+    resident = told("8b_16k_resident", 1100.0)
+    met = offloaded(bench, tmp_path, "8b_16k", told("8b_16k", 1000.0, 66.0), resident)
+    assert met == {"peak_hbm_gib": False, "slower": True}
+    met = offloaded(bench, tmp_path, "8b_16k", told("8b_16k", 900.0), resident)
+    assert met == {"peak_hbm_gib": True, "slower": False}
+    full = {"host_gib": 101.0}
+    assert offloaded(bench, tmp_path, "13b", told("13b", 1.0) | full)["host_gib"] is False
+
+
+def test_one_slow_step_misses_the_bar_of_the_shipped_offload(bench, tmp_path):
+    assert bench("suites.offload").ROWS["8b_64k"].steps[1] >= 40
 
     def judged(*slow: float) -> bool | None:
-        lines = [{"step_seconds": 7.2, "step_seconds_max": seconds} for seconds in slow]
-        return offload.judge({"ratios": {}, "slowest": offload.slowest(lines)}, row, "slowest")["met"]
+        done = [
+            block("8b_64k", turn, 1.0, step_seconds=7.2, step_seconds_max=seconds)
+            for turn, seconds in enumerate(slow, 1)
+        ]
+        for one in done:
+            one["line"]["device"] = {"kind": "NVIDIA H200"}
+        return offloaded(bench, tmp_path, "8b_64k", *done)["slowest"]
 
     assert judged(7.5) and not judged(7.2, 12.1)
-    assert offload.slowest([{"step_seconds": 7.2}]) is None and judged() is None
+    assert bench("suites.offload").slowest([{"step_seconds": 7.2}]) is None and judged() is None
 
 
 def test_a_loss_falls_if_each_quarter_is_below_the_one_before(bench):
-    falls = bench("offload").falls
+    falls = bench("suites.offload").falls
     assert falls([9.0, 7.0, 5.0, 7.0, 4.0, 4.0, 3.0, 3.0]) == pytest.approx(0.75)  # in a quarter it may rise
     assert falls([9.0, 7.0, 9.0, 8.0, 4.0, 4.0, 3.0, 3.0]) > 1
 
@@ -286,19 +336,37 @@ def test_a_block_whose_last_line_is_no_result_is_one_that_failed(bench):
     assert found["error"] == "exit code 0: its last line is not JSON: Goodbye!"
 
 
-def test_rows_of_the_offload_benchmark_are_what_their_partners_are(bench):
-    offload = bench("offload")
-    for row in offload.ROWS.values():
-        own = offload.resolve(row, [])
-        for partner in (offload.ROWS[name] for name in row.partners):
-            other = offload.resolve(partner, [])
-            assert (own.train, own.data, own.model.layers) == (other.train, other.data, other.model.layers)
+def test_rows_of_the_offload_benchmark_are_what_their_partners_are(bench, tmp_path):
+    setup = bench("suites.rows").Setup("0" * 40, tmp_path)
+    rows = bench("suites.offload").ROWS
+    for row in rows.values():
+        own = setup.config(row, *row.contender(row.own).settings.split())
+        assert own.offload.level != "none", "what is measured is offloaded"
+        for partner in (row.contender(name) for name in row.against):
             if not partner.peer:
-                assert (own.remat, own.optim) == (other.remat, other.optim)
+                other = setup.config(row, *partner.settings.split())
+                parts = ("train", "data", "model", "remat", "optim")
+                assert all(getattr(own, part) == getattr(other, part) for part in parts)
+                assert own.offload != other.offload
+    assert sum(bool(row.against) for row in rows.values()) == 13
+    assert {row.named for name, row in rows.items() if name.startswith("20layer")} == {True}
+
+
+def test_what_a_peer_of_offload_is_given(bench, monkeypatch, tmp_path):
+    rows = bench("suites.rows")
+    monkeypatch.setattr(rows.Setup, "file", lambda *_, **__: tmp_path / "rows.npy")
+    row, setup = bench("suites.offload").ROWS["8layer_64k"], rows.Setup("0" * 40, tmp_path)
+    words = row.command("deepspeed_eager_64k", setup)
+    assert words[1:3] == ["-m", "peers.deepspeed_offload"]
+    assert words[words.index("--micro-rows") + 1] == "2" and words[words.index("--compile") + 1] == "none"
+    assert "offload.level=optimizer" in row.command("8layer_64k", setup)
+    assert "offload.level=none" in bench("suites.offload").ROWS["8b_16k"].command("8b_16k_resident", setup)
+    steps = bench("suites.offload").ROWS["8b_64k"].command("8b_64k", setup)
+    assert steps[steps.index("--steps") + 1 :][:2] == ["3", "40"]
 
 
 def test_both_starts_are_given_one_cache(bench, monkeypatch, tmp_path, capsys):
-    starts, started = bench("starts"), []
+    starts, started = bench("measure.starts"), []
 
     def start(words, environment, run_dir, steps):
         run_dir.mkdir()
@@ -323,7 +391,13 @@ def test_both_starts_are_given_one_cache(bench, monkeypatch, tmp_path, capsys):
 def test_two_starts_are_timed(tmp_path):
     settings = ("model.layers=1", "evaluate.rows=0", f"data.store={tmp_path / 'store'}")
     overrides = [word for text in settings for word in ("--set", text)]
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "starts.py"), "--steps", "12", *overrides]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "bench" / "measure" / "starts.py"),
+        "--steps",
+        "12",
+        *overrides,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     config = ("--config", str(ROOT / "configs" / "quickstart.py"))
     ended = subprocess.run(
@@ -336,7 +410,7 @@ def test_two_starts_are_timed(tmp_path):
 
 
 def test_a_turns_steps_count_once_warm(bench):
-    kept = bench("kept_memory")
+    kept = bench("measure.kept_memory")
     steps = [9.0, 0.5, 0.5, 0.3, 0.2, 0.1]  # the first compiles
     assert kept.warmed_up(steps, 1.0) == [0.3, 0.2, 0.1]
     turns = [{"step_seconds": steps, "page_faults": 7, "peak_bytes": 11}] * 2
@@ -352,7 +426,7 @@ def test_a_turns_steps_count_once_warm(bench):
 def test_kept_memory_is_measured_in_turns(tmp_path):
     settings = ("model.layers=1", f"data.store={tmp_path / 'store'}")
     overrides = [word for text in settings for word in ("--set", text)]
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "kept_memory.py"), *overrides]
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "measure" / "kept_memory.py"), *overrides]
     command += ["--config", str(ROOT / "configs" / "quickstart.py"), "--turns", "1", "--steps", "10"]
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     ended = subprocess.run(

@@ -19,7 +19,7 @@ from pallas_kernels.collective_matmul.shapes import GPU
 
 
 def test_exposed_collectives_and_what_they_slow(bench):
-    measure = bench("exposed_collectives").measure
+    measure = bench("measure.exposed_collectives").measure
     kernels = [
         (0, 100, "matmul"),
         (100, 200, "matmul"),
@@ -42,7 +42,7 @@ def test_exposed_collectives_and_what_they_slow(bench):
 
 
 def test_a_step_that_hides_everything_exposes_nothing(bench):
-    found = bench("exposed_collectives").measure([(10, 20)], [(0, 50, "matmul"), (50, 90, "matmul")])
+    found = bench("measure.exposed_collectives").measure([(10, 20)], [(0, 50, "matmul"), (50, 90, "matmul")])
     assert found["exposed_collectives"] == found["idle"] == found["slowed_by"] == 0
     assert found["computing"] == 1
 

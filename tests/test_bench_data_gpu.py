@@ -76,13 +76,13 @@ def test_equal_documents_have_their_span_and_no_target_at_their_ends(bench):
 
 
 def test_summary_counts_the_gain_over_the_predicted(bench):
-    steps = bench("balance_steps")
+    steps = bench("measure.balance_steps")
     came, balanced = steps.ORDERS
     predicted = {came: np.array([1.2, 1.2]), balanced: np.array([1.0, 1.0])}
-    clocks = {"mhz": [None, None], "watts": [None, None]}
+    turn = bench("turns").Turn
     found = {
-        came: {"seconds": [[1.18, 1.18], [1.18, 1.18]]} | clocks,
-        balanced: {"seconds": [[1.0, 1.0], [1.01, 0.99]]} | clocks,
+        came: [turn([1.18, 1.18], 0), turn([1.18, 1.18], 0)],
+        balanced: [turn([1.0, 1.0], 0), turn([1.01, 0.99], 0)],
     }
     line = steps.summary(predicted, found)
     assert line["gain"] == 0.18 and line["predicted_gain"] == 0.2 and line["claimed"]
@@ -91,12 +91,12 @@ def test_summary_counts_the_gain_over_the_predicted(bench):
 
 
 def test_pieces_go_round_the_text(bench):
-    pieces = bench("balance_corpus").pieces
+    pieces = bench("measure.balance_corpus").pieces
     assert list(pieces("abcde", np.array([3, 4, 0.2, 7]))) == ["abc", "deab", "c", "deabcde"]
 
 
 def test_grain_rows_become_batches(bench):
-    starved = bench("starved_input")
+    starved = bench("measure.starved_input")
     tokens = np.arange(12).reshape(2, 6) + 1
     segment_ids = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
     batch = starved.complete(tokens, segment_ids, np.zeros_like(tokens))
@@ -105,7 +105,7 @@ def test_grain_rows_become_batches(bench):
 
 
 def test_a_ratio_is_claimed_above_twice_the_spread(bench):
-    starved = bench("starved")
+    starved = bench("measure.starved")
     blocks = {
         "jaxthru": [starved.Block([1.0], [0.001], rate, None, None) for rate in (1000, 1020)],
         "grain": [starved.Block([1.0], [0.5], rate, None, None) for rate in (500, 600)],
@@ -120,7 +120,7 @@ def test_a_ratio_is_claimed_above_twice_the_spread(bench):
 
 
 def test_one_device_has_nothing_to_balance(tmp_path):
-    _, told = run("balance_steps.py", "--folder", str(tmp_path), code=2)
+    _, told = run("measure/balance_steps.py", "--folder", str(tmp_path), code=2)
     assert told.splitlines()[-1].startswith("balance_steps.py: 1 device takes all rows: nothing to balance")
 
 
@@ -128,7 +128,7 @@ def test_one_device_has_nothing_to_balance(tmp_path):
 def test_balanced_steps_are_predicted_and_timed(tmp_path):
     small = ("--set", "data.sequence=256", "--set", "model.vocabulary=2048", "--set", "train.seed=1")
     words = ("--tokens", "40000", "--steps", "2", "--microbatches", "4", "--rounds", "1", *small)
-    line, _ = run("balance_steps.py", "--folder", str(tmp_path), *words, devices=2)
+    line, _ = run("measure/balance_steps.py", "--folder", str(tmp_path), *words, devices=2)
     assert line["orders"].keys() == {"as they come", "balanced"}
     assert line["predicted_gain"] >= 0 and line["costs"]["linear_cost"] > 0
     assert line["rows"] == 8 and len(line["costs"]["points"]) == 6
@@ -138,7 +138,7 @@ def test_balanced_steps_are_predicted_and_timed(tmp_path):
 def test_a_starved_run_is_timed(tmp_path):
     words = ("--sources", "2", "--pages", "8", "--vocabulary", "1000", "--milliseconds", "1")
     few = ("--settle-seconds", "0", "--rounds", "1", "--contenders", "jaxthru", "grain", "grain-mp")
-    line, _ = run("starved.py", "--folder", str(tmp_path), *words, *few)
+    line, _ = run("measure/starved.py", "--folder", str(tmp_path), *words, *few)
     (row,) = line["rows"]
     assert row["contenders"].keys() == {"jaxthru", "grain", "grain-mp"}
     assert row["ratios"].keys() == {"grain", "grain-mp"}

@@ -1,10 +1,14 @@
-"""The driver of what GPUs have to show: what runs, what does not, and what its bars make of it."""
+"""The suite of overlapped collectives: what runs, what does not, and what its bars make of it."""
 
+import dataclasses
+import importlib
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -15,87 +19,124 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def overlap(bench, monkeypatch):
-    """Returns a function that runs the driver with some arguments and returns which rows ran."""
-    module, blocks, rows_for = bench("overlap"), bench("blocks"), bench("overlap_rows").rows_for
-    real, limits = module.run, []
+def overlap(bench, monkeypatch, tmp_path):
+    """Returns a function that runs the suite and returns which rows ran, on which GPUs."""
+    suite = bench("suite")
+    monkeypatch.setattr(suite, "corpus", lambda: "quickstart")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def drive(folder: Path, *arguments: str, fails=(), ending=600) -> list[tuple[str, str]]:
-        ran, rows = [], rows_for(2, False, "F", [], folder)
+    def drive(*arguments: str, fails=(), ending=560) -> list[tuple[str, str]]:
+        ran = []
 
-        def run(row, devices, tiny, limit):
-            limits.append(limit)
-            (name,) = [name for name, of in rows.items() if of == row]
+        def block_of(name, turn, command, gpus, limit):
+            assert limit <= ending
+            ran.append((name, gpus))
+            told = {"error": "it hangs"} if name in fails else {"line": {}}
+            return {"contender": name, "round": turn, "gpu": None} | told
 
-            def run_block(command, gpus, limit):
-                ran.append((name, gpus))
-                return {"error": "it hangs"} if name in fails else {"line": {}}
-
-            monkeypatch.setattr(blocks, "run_block", run_block)
-            return real(row, devices, tiny, limit)
-
-        monkeypatch.setattr(module, "run", run)
-        monkeypatch.setattr(module, "table", lambda said, devices: "")  # nothing is said here
-        arguments = ["overlap.py", "--output", str(folder), "--config", "F", *arguments]
-        monkeypatch.setattr(sys, "argv", arguments)
-        assert module.main() == 0
-        assert max(limits, default=0) <= ending
+        monkeypatch.setattr(suite.blocks, "block_of", block_of)
+        module = importlib.import_module("suites.overlap")
+        monkeypatch.setattr(module, "measured", lambda said, gpus: {})  # nothing is said here
+        given = ["suite.py", "overlap", "--output", str(tmp_path), "--commit", "0" * 40, *arguments]
+        monkeypatch.setattr(sys, "argv", given)
+        assert suite.main() == 0
         return ran
 
     return drive
 
 
+def commands(bench, tmp_path, gpus: int = 2) -> dict[str, str]:
+    """Returns what each row runs, as one types it in bash."""
+    setup = bench("suites.rows").Setup("0" * 40, tmp_path, overrides=("train.seed=3",), suite="overlap")
+    rows = bench("suites.overlap").ROWS
+    rows = {name: dataclasses.replace(row, gpus=min(row.gpus, 1) or gpus) for name, row in rows.items()}
+    return {name: row.command(name, setup)[2].partition("0.9}; ")[2] for name, row in rows.items()}
+
+
 def test_what_waits_for_peers_runs_behind_every_safety_row(overlap, tmp_path, bench):
-    ran = [name for name, _ in overlap(tmp_path)]
-    rows = bench("overlap_rows").rows_for(2, False, "F", [], tmp_path)
-    last_check = max(ran.index(name) for name, row in rows.items() if row.safety)
-    for name, row in rows.items():
-        uses = re.search(r"mosaic_gpu|=fused|/(tune_)?collective_matmul(_check)?\.py", " ".join(row.commands))
-        assert row.waits == bool(uses), f"{name} has kernels that wait for peers"
-        if row.waits and not row.safety:
+    ran = [name for name, _ in overlap()]
+    rows = bench("suites.overlap").ROWS
+    last_check = max(ran.index(name) for name, row in rows.items() if row.safety and row.name != "check_all")
+    for name, command in commands(bench, tmp_path).items():
+        uses = re.search(r"mosaic_gpu|=fused|/(tune_)?collective_matmul(_check)?\.py", command)
+        assert rows[name].waits == bool(uses), f"{name} has kernels that wait for peers"
+        if rows[name].waits and not rows[name].safety:
             assert ran.index(name) > last_check
     assert "tensor_ring" not in ran
-    assert overlap(tmp_path) == [], "finished rows do not run again"
+    assert overlap() == [], "finished rows do not run again"
 
 
-def test_a_failed_check_leaves_out_what_waits_and_no_more(overlap, tmp_path):
-    ran = {name for name, _ in overlap(tmp_path, fails=("check_tiny",))}
+def test_a_failed_check_leaves_out_what_waits_and_no_more(overlap, tmp_path, capsys):
+    ran = {name for name, _ in overlap(fails=("check_tiny",))}
     assert {"check_first", "check_tiny", "tensor_ring", "one_gpu", "fsdp", "exposed", "losses_ring"} <= ran
     assert not {"forward", "tensor", "losses_tensor", "backward", "tune", "tuned", "check_all"} & ran
-    assert json.loads((tmp_path / "check_tiny.json").read_text())["error"] == "it hangs"
-    again = {name for name, _ in overlap(tmp_path)}  # it passes now
+    (failed,) = json.loads((tmp_path / "overlap_check_tiny.json").read_text())["blocks"]
+    assert (
+        failed["error"] == "it hangs"
+        and "forward: left out, check_tiny did not pass" in capsys.readouterr().out
+    )
+    again = {name for name, _ in overlap("--retry")}  # it passes now
     assert {"check_tiny", "forward", "tensor"} <= again and "fsdp" not in again
 
 
-def test_a_row_that_hangs_stops_no_other(overlap, tmp_path):
-    ran = {name for name, _ in overlap(tmp_path, fails=("tensor",))}
+def test_a_row_that_hangs_stops_no_other(overlap):
+    ran = {name for name, _ in overlap(fails=("tensor",))}
     assert {"forward", "tensor", "tensor_ring", "backward", "losses_tensor"} <= ran
 
 
-def test_each_gpu_by_itself_or_all_together(overlap, tmp_path):
-    ran = overlap(tmp_path)
+def test_each_gpu_by_itself_or_all_together(overlap):
+    ran = overlap()
     assert sorted(gpus for name, gpus in ran if name == "one_gpu") == ["0", "1"]
-    assert sorted(gpus for name, gpus in ran if name == "losses_one") == ["0", "1"]
-    assert {gpus for name, gpus in ran if name not in ("one_gpu", "losses_one")} == {"0,1"}
+    assert {gpus for name, gpus in ran if name in ("losses_one", "losses_noise")} == {"0"}
+    others = {gpus for name, gpus in ran if name not in ("one_gpu", "losses_one", "losses_noise")}
+    assert others == {"0,1"}
 
 
-def test_nothing_starts_that_would_end_too_late(overlap, tmp_path):
-    ran = {name for name, _ in overlap(tmp_path, "--stop-after", "100", ending=100)}
+def test_four_gpus_where_there_are_four(overlap):
+    ran = overlap("--gpus", "4", "--rows", "one_gpu,exposed,losses_one")
+    assert sorted(gpus for name, gpus in ran if name == "one_gpu") == ["0", "1", "2", "3"]
+    assert ("exposed", "0,1,2,3") in ran and ("losses_one", "0") in ran
+
+
+def test_nothing_starts_that_would_end_too_late(overlap):
+    ran = {name for name, _ in overlap("--stop-after", "100", ending=100)}
     assert "check_first" in ran and "tensor" not in ran and "forward" not in ran
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_every_command_can_be_typed(devices, bench, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_every_command_can_be_typed(gpus, bench, tmp_path, capsys, monkeypatch):
     """Its script exists, and takes each of its options."""
-    for row in bench("overlap_rows").rows_for(devices, False, "F", ["a.b=c"], tmp_path).values():
-        for command in row.commands:
-            for words in re.findall(r"python (\S+\.py[^>&]*)", command):
-                script, *words = shlex.split(words)
-                monkeypatch.setattr(sys, "argv", [script, "--help"])
-                with pytest.raises(SystemExit):
-                    bench(Path(script).stem).main()
-                known = capsys.readouterr().out
-                assert not [word for word in words if word.startswith("--") and word not in known], command
+    for command in commands(bench, tmp_path, gpus).values():
+        assert "{" not in command.replace("'{}'", "")
+        for words in re.findall(r"python (\S+\.py[^>&]*)", command):
+            script, *words = shlex.split(words)
+            name = ".".join(Path(script).relative_to(bench("blocks").HERE).with_suffix("").parts)
+            monkeypatch.setattr(sys, "argv", [script, "--help"])
+            with pytest.raises(SystemExit):
+                bench(name).main()
+            known = capsys.readouterr().out
+            assert not [word for word in words if word.startswith("--") and word not in known], command
+
+
+def test_tiles_that_were_found_are_kept_and_taken(bench, tmp_path):
+    """Of an attempt that was cut short too; maybe in another copy of the tree, on another machine."""
+    suite, setup = (
+        bench("suites.overlap"),
+        bench("suites.rows").Setup("0" * 40, tmp_path, suite="s", records=tmp_path),
+    )
+    table = tmp_path / "tile_table.json"
+    suite.TABLE_FILE = table
+    table.write_text("old")
+    wanted = suite.tune("qkv")(setup, suite.ROWS["tune"])
+    assert (
+        subprocess.run(["bash", "-c", f"python() {{ echo new >{table}; return 1; }}; {wanted}"]).returncode
+        == 1
+    )
+    assert (setup.kept("tune") / table.name).read_text() == "new\n"
+    table.write_text("another machine's")
+    taken = suite.ROWS["tuned"].shell(setup, suite.ROWS["tuned"])
+    subprocess.run(["bash", "-c", f"python() {{ :; }}; {taken}"], check=True)
+    assert table.read_text() == "new\n"
 
 
 def contenders(**microseconds: float) -> dict:
@@ -104,7 +145,7 @@ def contenders(**microseconds: float) -> dict:
 
 
 def test_bars(bench):
-    bars = bench("overlap_bars")
+    suite = bench("suites.overlap")
     before, after = {"qkv_forward": contenders(plain=440.0, fused=400.0)}, {}
     after["qkv_forward"] = contenders(plain=440.0, fused=300.0, jax=310.0)
     after["down_backward"] = contenders(plain=100.0, fused=100.0)
@@ -120,49 +161,63 @@ def test_bars(bench):
         "fsdp_few": [{"tokens_per_second": 190.0}],
         "fsdp_copies": [{"tokens_per_second": 192.0}],
         "exposed": [{"devices": exposed}],
-        "losses_one": [{"losses": [3.0, 2.0]}, {"losses": [3.0, 2.1]}],
+        "losses_one": [{"losses": [3.0, 2.0]}],
+        "losses_noise": [{"losses": [3.0, 2.1]}],
         "losses_tensor": [{"losses": [3.0, 1.95]}],
-        "losses_ring": None,
     }
-    found = {what: value for what, _, _, value in bars.bars(said, 2)}
+    found = suite.measured(said, 2)
     for how in ("in bursts", "without a pause"):
         assert found[f"qkv_forward, over plain, {how}"] == pytest.approx(440 / 300)
         assert found[f"qkv_forward, over JAX's kernel, {how}"] == pytest.approx(310 / 300)
-    assert found["step with tensor=2, over the unfused one"] == 1.1
-    assert found["tokens/s per GPU with fsdp=2, over one GPU"] == pytest.approx(96 / 101)  # not in turns
-    assert found["exposed communication with fsdp=2"] == 0.04
-    assert found["losses with tensor=2, fused, over noise"] == pytest.approx(0.5)
-    assert found["losses with tensor=2, ring, over noise"] is None
-    told = bars.table(said, 2)
-    assert "| exposed communication with fsdp=2 | ≤ 0.03 | 0.040 | **missed** |" in told
-    assert "| down_backward, over plain, in bursts | ≥ 1.15 | 1.000 | **missed** |" in told
-    assert "| gate_forward, over plain, without a pause | ≥ 1.2 |  | not measured |" in told
+    assert found["tensor"] == 1.1
+    assert found["fsdp"] == pytest.approx(96 / 101)  # not in turns
+    assert found["exposed"] == 0.04
+    assert found["losses_tensor"] == pytest.approx(0.5)
+    assert found["losses_ring"] is None
+    met = {bar.what: bar.met(found) for row in suite.ROWS.values() for bar in row.bars}
+    assert found.keys() == met.keys(), "each has its bar"
+    assert (met["exposed"], met["tensor"], met["fsdp"], met["losses_tensor"]) == (False, True, False, True)
+    assert met["down_backward, over plain, in bursts"] is False
+    assert met["gate_forward, over plain, without a pause"] is None
     # What has been measured before it was tuned counts until then.
     untuned = {"forward": [{"cases": before}]}
-    assert bars.kernel(untuned, "qkv_forward", "plain", "in_bursts") == pytest.approx(1.1)
+    assert suite.kernel(untuned, "qkv_forward", "plain", "in_bursts") == pytest.approx(1.1)
+
+
+def test_cases_of_a_benchmark_that_was_cut_short_count(bench, tmp_path):
+    suite, setup = (
+        bench("suites.overlap"),
+        bench("suites.rows").Setup("0" * 40, tmp_path, suite="s", records=tmp_path),
+    )
+    cases = {"cases": {"qkv_forward": contenders(plain=440.0, fused=400.0)}}
+    setup.kept("forward").mkdir()
+    (setup.kept("forward") / "cases.json").write_text(json.dumps(cases))
+    failed = {"contender": "forward", "round": 1, "error": "it hangs"}
+    found = suite.ROWS["forward"].found(setup, [failed])
+    assert found["qkv_forward, over plain, in bursts"] == pytest.approx(1.1)
 
 
 def test_every_shape_has_to_be_no_slower_by_default(bench):
-    bars, rows = bench("overlap_bars"), bench("overlap_rows")
+    suite = bench("suites.overlap")
     both = ("forward", "backward")
-    assert {f"{n}_{way}" for n in rows.ISSUE + rows.UNTUNED + rows.MODEL for way in both} == bars.EVERY
+    assert {f"{n}_{way}" for n in suite.ISSUE + suite.NEW + suite.MODEL for way in both} == suite.EVERY
 
     def said(microseconds: float, left_out: str = "") -> dict:
-        cases = {case: contenders(plain=100.0, dispatched=microseconds) for case in bars.EVERY - {left_out}}
+        cases = {case: contenders(plain=100.0, dispatched=microseconds) for case in suite.EVERY - {left_out}}
         for of in cases.values():
             for one in of["contenders"].values():
                 one["a_a_spread"] = 0.005
         return {"tuned": [{"cases": cases}]}
 
-    assert bars.never_slower(said(100.5)) > 1
-    assert bars.never_slower(said(102.0)) < 1
-    assert bars.never_slower(said(90.0, "qkv_forward")) is None
-    assert bars.never_slower(said(102.0, "qkv_forward")) < 1
-    assert bars.never_slower({}) is None
+    assert suite.never_slower(said(100.5)) > 1
+    assert suite.never_slower(said(102.0)) < 1
+    assert suite.never_slower(said(90.0, "qkv_forward")) is None
+    assert suite.never_slower(said(102.0, "qkv_forward")) < 1
+    assert suite.never_slower({}) is None
 
 
 def test_one_state_goes_through_the_steps_of_all_contenders(bench):
-    module = bench("steps_in_turns")
+    module = bench("measure.steps_in_turns")
     batches = iter(range(10**9))
     seen = []
 
@@ -174,16 +229,34 @@ def test_one_state_goes_through_the_steps_of_all_contenders(bench):
     assert seen == [(n, n) for n in range(state)] and len(took) == len(values) == 2
     again, *_ = module.turn(step, state, batches, 0.0)
     assert again == len(seen) == 2 * state
-    clocks = [types.SimpleNamespace(mhz=mhz, watts=None) for mhz in (1400.0, 1500.0, None)]
-    line = module.told([[0.5, 0.7], [0.6], [0.5]], values, clocks)
+    turns = bench("turns")
+    taken = zip(([0.5, 0.7], [0.6], [0.5]), (14, 7, 7), (1400.0, 1500.0, None), strict=True)
+    line = turns.rated([turns.Turn(*each) for each in taken])
     assert (line["tokens_per_second"], line["steps_timed"]) == (pytest.approx(7 / 0.575, abs=0.1), 4)
     assert (line["step_seconds"], line["step_seconds_mean"]) == (0.55, 0.575)
     assert line["spread"] == pytest.approx((0.6 - 1.7 / 3) / 0.575, abs=1e-4)
     assert (line["sm_clock_mhz"], line["power_watts"]) == (1450.0, None)
 
 
+def test_every_other_round_may_go_backwards_and_a_warm_up_counts_for_nothing(bench):
+    order = []
+
+    def run(name: str, seconds: float) -> tuple[list[float], int, int]:
+        order.append(name)
+        return [seconds], 10, len(order)
+
+    runs = {name: lambda name=name, of=of: run(name, of) for name, of in (("a", 1.0), ("b", 3.0))}
+    found = bench("turns").steps_in_turns(runs, 0.0, 4.0, backwards=True)
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"], "until the quicker one has its time too"
+    assert [turn.last for turn in found["a"]] == [1, 4, 5, 8]
+    order.clear()
+    waits = {"a": lambda: time.sleep(0.1) or run("a", 1.0)}
+    found = bench("turns").steps_in_turns(waits, 0.15, 1.0)
+    assert len(order) == 4 and [turn.last for turn in found["a"]] == [3, 4]
+
+
 def test_a_spread_takes_two_turns_however_long_one_is(bench, monkeypatch):
-    module = bench("steps_in_turns")
+    module = bench("measure.steps_in_turns")
     metrics = {"tokens": jnp.int32(7), "skipped": jnp.int32(0), "loss": jnp.float32(1)}
     of = types.SimpleNamespace(
         compiled=lambda state, batch: (state, metrics), first_state=lambda: 0, compile_seconds=0.0
@@ -198,7 +271,7 @@ def test_a_spread_takes_two_turns_however_long_one_is(bench, monkeypatch):
 
 
 def test_ratios_are_to_the_first_contender_or_to_none(bench, monkeypatch, capsys):
-    module = bench("steps_in_turns")
+    module = bench("measure.steps_in_turns")
     words = ["--config", "F", "--contender", "none", "--contender", "ring=a.b=c"]
     monkeypatch.setattr(sys, "argv", ["steps_in_turns.py", *words])
     monkeypatch.setattr(module.xla, "configure", lambda **_: None)
@@ -210,8 +283,10 @@ def test_ratios_are_to_the_first_contender_or_to_none(bench, monkeypatch, capsys
 
 @pytest.mark.slow
 def test_rows_run_on_a_cpu(tmp_path):
-    command = [sys.executable, "scripts/bench/overlap.py", "--output", str(tmp_path), "--tiny"]
-    subprocess.run([*command, "--rows", "check_first,check_tiny,forward"], cwd=ROOT, check=True)
-    forward = json.loads((tmp_path / "forward.json").read_text())
-    assert {"ring", "plain"} <= set(forward["said"][0]["cases"]["tiny_gather_forward"]["contenders"])
-    assert (tmp_path / "collective_matmul_forward.json").exists()
+    command = [sys.executable, "scripts/bench/suite.py", "overlap", "--output", str(tmp_path), "--tiny"]
+    rows = ["--rows", "check_first,check_tiny,forward", "--commit", "0" * 40]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, *rows], cwd=ROOT, env=environment, check=True)
+    (forward,) = json.loads((tmp_path / "overlap_forward.json").read_text())["blocks"]
+    assert {"ring", "plain"} <= set(forward["line"]["cases"]["tiny_gather_forward"]["contenders"])
+    assert (tmp_path / "overlap_forward" / "cases.json").exists()

@@ -1,13 +1,11 @@
 """The profiler's own benchmark: that its rows can run, and what it makes of what it measures."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import subprocess
 import sys
-import threading
 import types
 from pathlib import Path
 
@@ -25,14 +23,19 @@ sys.path.insert(0, str(ROOT / "tests" / "profile"))
 import sample  # noqa: E402 - the ledger that the profiler's own tests share
 
 
-def test_each_row_has_a_configuration_that_is_possible(bench, tmp_path):
-    profiler, causes, measure = map(bench, ("profiler", "profiler_causes", "profiler_measure"))
-    arguments = profiler.parse(["--output", str(tmp_path / "found.json")])
-    run = profiler.Bench.__new__(profiler.Bench)
-    run.arguments, run.work = arguments, tmp_path
-    for name, row in profiler.ROWS.items():
-        words = run.command(name)
-        assert Path(words[1]).is_file()
+@pytest.fixture
+def setup(bench, tmp_path):
+    return bench("suites.rows").Setup(
+        "0" * 40, tmp_path, mix="quickstart", suite="profiler", records=tmp_path
+    )
+
+
+def test_each_row_has_a_configuration_that_is_possible(bench, setup):
+    suite, planted, measure = map(bench, ("suites.profiler", "measure.planted", "measure.profiler"))
+    assert len([row for row in suite.ROWS.values() if row.against]) == 6
+    for name, row in suite.ROWS.items():
+        words = row.command(name, setup)
+        assert Path(words[words.index(sys.executable) + 1]).is_file()
         settings = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
         config = configuration.load(ROOT / "configs" / f"{row.config}.py", settings)
         if row.script:
@@ -40,23 +43,33 @@ def test_each_row_has_a_configuration_that_is_possible(bench, tmp_path):
         at, steps, total = row.steps
         assert config.profile.at == at and config.train.steps == total
         # Two passes, each with the step that ends it, and the steps behind a trace that do not count.
-        others = (2 * row.turns + 1) * causes.Turns.STEPS if row.turns else 0
+        others = (2 * row.turns + 1) * planted.Turns.STEPS if row.turns else 0
         assert total - others > at + 2 * (steps + 1) + 3 + 3
-        assert row.cause in (*causes.CAUSES, "remat")
+        assert row.cause in (*planted.CAUSES, "remat")
         if row.against:
             assert row.cause in measure.EXPECTED
-            clean = profiler.ROWS[row.against]
-            assert (row.devices, row.steps[0], row.steps[2]) == (
-                clean.devices,
-                clean.steps[0],
-                clean.steps[2],
-            )
-    assert {row.cause for row in profiler.ROWS.values() if row.against} == set(measure.EXPECTED)
-    assert len(profiler.CAUSES) == 6
+            assert list(suite.ROWS).index(row.against) < list(suite.ROWS).index(name)
+            clean = suite.ROWS[row.against]
+            assert (row.gpus, row.steps[0], row.steps[2]) == (clean.gpus, clean.steps[0], clean.steps[2])
+    assert {row.cause for row in suite.ROWS.values() if row.against} == set(measure.EXPECTED)
+
+
+def test_what_is_asked_of_a_run_is_what_its_bars_need(bench, setup):
+    suite = bench("suites.profiler")
+    asked = {
+        name: set(row.command(name, setup)) & {"--closes", "--split"} for name, row in suite.ROWS.items()
+    }
+    assert asked["8layer"] == {"--closes", "--split"} and asked["host_sync"] == set()
+    assert (asked["slow_loader"], asked["zero_operands"]) == ({"--closes"}, {"--split"})
+    words = suite.ROWS["cpu_quickstart_given_back"].command("cpu_quickstart_given_back", setup)
+    assert words[:3] == ["env", "JAX_PLATFORMS=cpu", "MALLOC_PERTURB_=0"] and "--one-batch" not in words
+    measured = bench("measure.profiler")
+    bars = {bar.what for bar in suite.CLOSES + suite.SPLIT + suite.CAUSE}
+    assert bars - {"named"} == set(measured.BARS), "each figure that has a bar is in the table"
 
 
 def test_a_loop_without_hooks_calls_no_profiler(bench):
-    off = bench("profiler_off")
+    off = bench("measure.profiler_off")
     loop = off.without_hooks(train.train)
     with_, without = train.train.__code__, loop.__code__
     assert "profile" in with_.co_cellvars
@@ -89,7 +102,7 @@ def test_clock_of_products_is_counted_within_them(bench):
         "0": {"GPC Clock Frequency (Hz)": [(5, 1e9), (15, 1.5e9), (25, 1.9e9), (45, 1.7e9), (60, 1e9)]}
     }
     trace = Trace([product(10, 20), product(20, 30, "loop_add"), product(40, 50)], [], counters, 0)
-    found = bench("profiler_measure").gemm_clock(trace)
+    found = bench("measure.profiler").gemm_clock(trace)
     assert found == {"kernels": 2, "seconds": 20e-9, "span": 40e-9, "mhz": 1600.0, "whole_mhz": 1700.0}
 
 
@@ -137,7 +150,7 @@ def closed(measure, monkeypatch, *, wrong: float, tracing: float, turns: int) ->
 @pytest.mark.parametrize(("wrong", "tracing"), [(1, 1), (1.03, 1), (0.97, 1), (1, 1.03), (0.97, 1 / 0.97)])
 def test_a_ledger_closes_if_it_is_right(bench, monkeypatch, turns, wrong, tracing):
     """However the machine's speed drifts, and one step is disturbed; and not because two errors cancel."""
-    found = closed(bench("profiler_measure"), monkeypatch, wrong=wrong, tracing=tracing, turns=turns)
+    found = closed(bench("measure.profiler"), monkeypatch, wrong=wrong, tracing=tracing, turns=turns)
     bars = found["bars"]
     assert bars["same_steps"]["found"] == pytest.approx(wrong - 1)
     assert bars["same_steps"]["met"] is (wrong == 1)
@@ -148,7 +161,7 @@ def test_a_ledger_closes_if_it_is_right(bench, monkeypatch, turns, wrong, tracin
 
 def test_turns_that_are_slow_together_count_as_one(bench, monkeypatch):
     """Each half of a run agrees within itself; how far the halves are apart says how well both are known."""
-    measure = bench("profiler_measure")
+    measure = bench("measure.profiler")
     monkeypatch.setattr(measure.Run, "slowed", lambda run: [0.01] * 10 + [0.05] * 10)
     found = closed(measure, monkeypatch, wrong=1, tracing=1, turns=0)
     assert found["standard_error"] == pytest.approx(0.02)
@@ -157,7 +170,7 @@ def test_turns_that_are_slow_together_count_as_one(bench, monkeypatch):
 
 
 def test_a_planted_run_keeps_memory_as_any_other_does(bench, monkeypatch, tmp_path):
-    causes, ran = bench("profiler_causes"), []
+    causes, ran = bench("measure.planted"), []
     for kind in (compiled.CompiledStep, compiled.DispatchedStep):
         monkeypatch.setattr(kind, "__call__", kind.__call__)  # which the script replaces
     monkeypatch.setattr(train.Build, "batches", train.Build.batches)
@@ -169,7 +182,7 @@ def test_a_planted_run_keeps_memory_as_any_other_does(bench, monkeypatch, tmp_pa
 
 
 def test_turns_are_traced_behind_the_profile(bench, monkeypatch, tmp_path):
-    causes = bench("profiler_causes")
+    causes = bench("measure.planted")
     ran = []
     monkeypatch.setattr(causes.jax.profiler, "start_trace", lambda *_, **__: ran.append("start"))
     monkeypatch.setattr(causes.jax.profiler, "stop_trace", lambda: ran.append("stop"))
@@ -208,7 +221,7 @@ def test_turns_are_traced_behind_the_profile(bench, monkeypatch, tmp_path):
     ],
 )
 def test_a_cause_is_met_if_it_is_named_with_its_size(bench, cause, changes, met):
-    measure = bench("profiler_measure")
+    measure = bench("measure.profiler")
     clean, planted = run(measure, CLEAN), run(measure, sample.ledger(noise=0.002, **changes), isolated=0.06)
     gemms = {"clean": {"mhz": 1540.0}, "planted": {"mhz": 1980.0}}
     found = measure.cause(cause, clean, planted, gemms)
@@ -219,7 +232,7 @@ def test_a_cause_is_met_if_it_is_named_with_its_size(bench, cause, changes, met)
 
 def test_the_products_rate_is_its_factors(bench):
     """Counted in profiled steps, observed in others."""
-    measure = bench("profiler_measure")
+    measure = bench("measure.profiler")
     found = measure.split(run(measure, CLEAN))
     assert found["clock"] == {"mhz": 1600.0, "watts": 700.0, "cap_reasons": {"power cap": 1.0}}
     of = CLEAN.window
@@ -229,7 +242,7 @@ def test_the_products_rate_is_its_factors(bench):
 
 def test_a_levers_rate_is_its_factors(bench):
     """40 products of 2 ms each, at 1,464 MHz by both clocks, the device busy for half of the time."""
-    clock = bench("profiler_clock")
+    clock = bench("measure.levers")
     gemm = {"kernels": 80, "seconds": 0.16, "span": 0.32, "mhz": 1464.0, "whole_mhz": 1464.0}
     flops = 0.4 * 989.5e12 * 0.080
     found = clock.factored({"tflops": 0.2 * 989.5, "mhz": 1464.0}, gemm, flops, 1.0, "NVIDIA H200")
@@ -241,138 +254,137 @@ def test_a_levers_rate_is_its_factors(bench):
 
 def test_samples_say_what_held_the_clock_down(bench):
     rows = [(0, 1500.0, 700.0, 0x4), (1, 1600.0, 690.0, 0)]
-    found = bench("profiler_measure").capped(rows)
+    found = bench("measure.profiler").capped(rows)
     assert found == {"mhz": 1550.0, "watts": 695.0, "cap_reasons": {"power cap": 0.5}}
-    assert bench("profiler_measure").capped([])["mhz"] is None
+    assert bench("measure.profiler").capped([])["mhz"] is None
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed(bench):
-    judged = bench("profiler_measure").judged
+    judged = bench("measure.profiler").judged
     assert judged("closure", -0.03)["met"] is False and judged("closure", -0.01)["met"] is True
     assert judged("closure", None, "why")["met"] is None
 
 
 def test_the_parsers_memory_is_not_the_benchmarks(bench):
     """Which a process takes over from whoever starts it, as far as Linux counts."""
-    measure, own = bench("profiler_measure"), bytearray(512 << 20)
+    measure, own = bench("measure.profiler"), bytearray(512 << 20)
     own[::4096] = bytes(len(own[::4096]))  # all of it is there
     command = [sys.executable, "-c", measure.PEAK, sys.executable, "-c", "raise SystemExit(3)"]
     code, kibibytes = map(int, subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split())
     assert code == 3 and kibibytes < 200 << 10
 
 
-def test_what_failed_in_part_is_run_again_behind_what_never_ran(bench):
-    profiler = bench("profiler")
-    run = profiler.Bench.__new__(profiler.Bench)
-    failed = {"closure": {"bars": {}}, "gemm": {"error": "no trace"}}
-    levers = {"levers": {"bf16": {"tflops": 700.0}, "fp8": {"error": "no kernel"}}}
-    compared = {"gemm": {}, "compared": {"error": "no ledger"}}
-    skipped = {"skipped": "needs 2 GPUs"}
-    rows = {"8layer": failed, "clock": levers, "host_sync": compared, "8layer_fsdp2": skipped, "clean": {}}
-    run.record = {"rows": rows}
-    names = [*rows, "off"]
-    assert run.left(names) == ["8layer_fsdp2", "off", "8layer", "clock"]
+def test_one_part_that_fails_costs_no_other(bench, monkeypatch):
+    script = bench("measure.profiled_run")
+    monkeypatch.setattr(script.measured, "closure", lambda run: 1 / 0)
+    found = script.parts(run(script.measured, CLEAN), closes=True, split=True)
+    assert found["closure"] == {"error": "ZeroDivisionError: division by zero"}
+    assert "factors" in found["split"]
 
 
-def test_gpus_take_each_row_once(bench, monkeypatch):
-    """Also where two have looked for another row before either takes it."""
-    profiler, both = bench("profiler"), threading.Barrier(2)
-    run, ran = profiler.Bench.__new__(profiler.Bench), []
-    run.arguments, run.record = types.SimpleNamespace(cpu=False, gpus=2), {"rows": {}}
-
-    def time_left() -> float:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(1)
-        return 1000.0
-
-    monkeypatch.setattr(profiler, "visible", lambda count: ["0", "1"])
-    monkeypatch.setattr(run, "time_left", time_left)
-    monkeypatch.setattr(run, "run", lambda name, gpus: ran.append(name))
-    monkeypatch.setattr(run, "write", lambda: None)
-    run.all(["clean", "host_sync", "off"])
-    assert sorted(ran) == ["clean", "host_sync", "off"]
+def told(row, setup, *lines: dict) -> dict:
+    """Returns {what a bar is about: met} of a row whose blocks printed this."""
+    found = row.found(setup, [{"contender": row.name, "round": 1, "line": line} for line in lines])
+    return {bar.what: bar.met(found) for bar in row.bars}
 
 
-def test_rows_of_several_commits_have_none_in_common(bench, tmp_path):
-    profiler = bench("profiler")
-    run = profiler.Bench.__new__(profiler.Bench)
-    run.output = tmp_path / "found.json"
-    for commits, common in ((("a", "a"), "a"), (("a", "b"), None)):
-        rows = dict(zip(("clock", "off"), ({"commit": one} for one in commits), strict=True))
-        run.record = {"rows": rows}
-        run.write()
-        assert json.loads(run.output.read_text())["commit"] == common
+def test_a_figure_is_held_to_its_bar_by_its_size(bench, setup):
+    suite, judged = bench("suites.profiler"), bench("measure.profiler").judged
+    bars = {"closure": judged("closure", -0.03), "other_idle": judged("other_idle", 0.001)}
+    bars["peak_memory"] = judged("peak_memory", None, "why")
+    line = {"closure": {"bars": bars}, "split": {"factors": judged("factors", 0.02)}}
+    met = told(suite.ROWS["8layer"], setup, line)
+    assert (met["closure"], met["other_idle"], met["peak_memory"], met["factors"]) == (
+        False,
+        True,
+        None,
+        True,
+    )
+    assert set(told(suite.ROWS["8layer"], setup).values()) == {None}
+    failed = told(suite.ROWS["8layer"], setup, {"closure": {"error": "no trace"}, "split": {}})
+    assert set(failed.values()) == {None}
 
 
-def test_the_table_has_all_that_has_a_bar(bench):
-    bar = {"found": 0.005, "bar": 0.01, "met": True}
-    record = {
-        "rows": {
-            "8layer": {"closure": {"bars": {"other_idle": bar}}},
-            "8layer_fsdp2": {"skipped": "needs 2 GPUs, found 1"},
-            "host_sync": {"compared": {"top": None, "expected": "host_gap", "size": bar | {"met": False}}},
-        },
-        "causes": {"met": 0, "of": 6},
+def test_the_worst_lever_counts_and_hooks_are_held_to_noise(bench, setup):
+    suite, judged = bench("suites.profiler"), bench("measure.profiler").judged
+    levers = {name: {"product": judged("factors", of)} for name, of in (("bf16", 0.01), ("fp8", -0.05))}
+    assert told(suite.ROWS["clock"], setup, {"levers": levers}) == {"factors": False}
+    assert told(suite.ROWS["clock"], setup, {"levers": levers | {"zeros": {"error": "x"}}}) == {
+        "factors": None
     }
-    text = bench("profiler_table").table(record)
-    assert "| 8layer | other idle | 0.005 | 0.01 | met |" in text
-    assert "needs 2 GPUs, found 1" in text and "nothing named for host_gap" in text
-    assert text.endswith("Planted causes: 0 of 6.")
+    for change, met in ((-0.003, True), (0.005, False)):
+        off = {"change": change, "spread": 0.002, "bar": 0.004}
+        assert told(suite.ROWS["off"], setup, {"off": off}) == {"beyond_noise": met}
 
 
-def test_causes_that_did_not_run_are_neither_met_nor_missed(bench, tmp_path):
-    profiler = bench("profiler")
-    run = profiler.Bench.__new__(profiler.Bench)
-    run.output = tmp_path / "found.json"
-    compared = {"host_sync": {"met": False}, "slow_loader": {"met": True}}
-    run.record = {"rows": {name: {"compared": of} for name, of in compared.items()}}
-    run.write()
-    found = json.loads(run.output.read_text())["causes"]
-    assert found["met"] == 1 and found["of"] == 6
-    assert found["by_row"] == dict.fromkeys(profiler.CAUSES) | {"host_sync": False, "slow_loader": True}
+@pytest.mark.parametrize(
+    ("named", "error", "met"), [(True, -0.1, [True, True]), (False, None, [False, None])]
+)
+def test_a_planted_run_is_compared_once_the_clean_one_is_there(bench, setup, monkeypatch, named, error, met):
+    suite, row, opened = bench("suites.profiler"), bench("suites.profiler").ROWS["host_sync"], []
+    judged = bench("measure.profiler").judged
+
+    def cause(name, clean, planted, gemms):
+        opened.append((name, clean.name, planted.name, gemms["clean"]["mhz"], gemms["planted"]["mhz"]))
+        return {"named": named, "size": judged("planted", error, "not named")}
+
+    monkeypatch.setattr(suite.measured, "opened", lambda path: path)
+    monkeypatch.setattr(suite.measured, "cause", cause)
+    assert list(told(row, setup, {}).values()) == [None, None], "the clean run is missing"
+    clean = {"contender": "clean", "round": 1, "line": {"gemm": {"mhz": 1500.0}}}
+    setup.path("clean").write_text(json.dumps({"blocks": [clean]}))
+    assert list(told(row, setup, {}).values()) == met
+    assert opened == [("sync", "profiler_clean", "profiler_host_sync", 1500.0, None)]
 
 
 @pytest.mark.slow
 def test_rows_run_on_a_cpu(tmp_path):
-    shape = "embed=64 heads=4 kv_heads=2 head_dim=16 mlp=128 vocabulary=8192 layers=1"
-    settings = [f"model.{pair}" for pair in shape.split()]
-    settings += ["kernels.attention=xla", "data.sequence=64", "precision.compute=float32", "train.rows=4"]
-    words = [word for text in settings for word in ("--set", text)]
-    words += ["--steps", "5", "2", "16", "--store", str(tmp_path / "store")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    script = str(ROOT / "scripts" / "bench" / "suite.py")
 
-    def measured(name: str, rows: str, *more: str) -> dict:
-        """Returns the rows of the record with this name, once the script has run."""
-        output = tmp_path / f"{name}.json"
-        command = [sys.executable, str(ROOT / "scripts" / "bench" / "profiler.py"), "--cpu", *words]
-        command += ["--output", str(output), "--rows", rows, *more]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    def measured(rows: str) -> dict[str, dict]:
+        """Returns the records of rows, once they have run."""
+        command = [sys.executable, script, "profiler", "--tiny", "--mix", "quickstart", "--commit", "0" * 40]
+        command += ["--output", str(tmp_path), "--rows", rows]
+        for setting in (
+            "kernels.attention=xla",
+            "precision.compute=float32",
+            f"data.store={tmp_path / 'store'}",
+        ):
+            command += ["--set", setting]
+        ended = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900
+        )
         assert ended.returncode == 0, ended.stderr
-        record = json.loads(output.read_text())
-        assert record["device"]["kind"] == "cpu" and record["versions"] and record["command"]
-        return record["rows"]
+        return {row: json.loads((tmp_path / f"profiler_{row}.json").read_text()) for row in rows.split(",")}
 
-    rows = measured("found", "clean,slow_loader,8layer_fsdp2,extra_all_gather,8layer_offload,clock,off")
-    errors = {name: row["error"] for name, row in rows.items() if "error" in row}
-    assert not errors
-    assert rows["slow_loader"]["compared"]["named"]  # how near its size is, a busy machine does not tell
-    assert rows["extra_all_gather"]["compared"]["planted_seconds"] > 0
-    assert rows["8layer_fsdp2"]["closure"]["bars"]["matmul_flops"]["met"]
-    assert all("error" not in lever for lever in rows["clock"]["levers"].values())
-    assert len(rows["off"]["off"]["step_seconds"]["none"]) == 2
-    assert (tmp_path / "found" / "clean" / "profile" / "5" / "report.html").is_file()
-    assert not list((tmp_path / "found").rglob("*.xplane.pb"))
+    records = measured("clean,slow_loader,8layer_fsdp2,extra_all_gather,8layer_offload,clock,off")
+    lines = {row: record["blocks"][0].get("line", record["blocks"][0]) for row, record in records.items()}
+    assert not [of["error"] for of in lines.values() if "error" in of]
+    assert all(record["device"]["kind"] == "cpu" and record["versions"] for record in records.values())
+    found = {row: record["found"] for row, record in records.items()}
+    assert found["slow_loader"]["named"] == 1  # how near its size is, a busy machine does not tell
+    assert math.isfinite(found["extra_all_gather"]["compared"]["planted_seconds"])  # nor of which sign
+    assert lines["8layer_fsdp2"]["closure"]["bars"]["matmul_flops"]["met"]
+    assert all("error" not in lever for lever in lines["clock"]["levers"].values())
+    assert len(lines["off"]["off"]["step_seconds"]["none"]) == 2
+    folder = tmp_path / "profiler_clean" / "profile" / "5"
+    assert (folder / "report.html").is_file() and not list(folder.rglob("*.xplane.pb"))
 
-    # Read again, a row is what it was, whatever became of the record and the ledger.
-    before = measured("kept", "clean", "--keep-traces")["clean"]
-    folder, record = tmp_path / "kept" / "clean" / "profile" / "5", tmp_path / "kept.json"
+    # Read again, a run is what it was, whatever became of its ledger.
+    def once(*more: str) -> dict:
+        words = [word for word in records["clean"]["blocks"][0]["command"].split() if word != "python"]
+        words = words[next(at for at, word in enumerate(words) if word.endswith("profiled_run.py")) :]
+        words[0] = str(ROOT / "scripts" / "bench" / "measure" / "profiled_run.py")
+        ended = subprocess.run([sys.executable, *words, *more], env=environment, cwd=tmp_path,
+                               capture_output=True, text=True, timeout=600)  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout.splitlines()[-1])
+
+    before = once("--keep-traces")
+    ledger = (folder / "ledger.json").read_text()
     assert "split" in before and list(folder.rglob("*.xplane.pb"))
-    changed = json.loads(record.read_text())
-    del changed["rows"]["clean"]["split"]
-    changed["rows"]["clean"]["error"] = "no ledger"
-    record.write_text(json.dumps(changed))
-    ledger = json.loads((folder / "ledger.json").read_text())
     (folder / "ledger.json").write_text("{}")
-    assert measured("kept", "clean", "--read-again")["clean"] == before
-    assert json.loads((folder / "ledger.json").read_text()) == ledger
-    assert list(folder.rglob("*.xplane.pb"))
+    again = once("--read-again")
+    assert again["split"] == before["split"] and list(folder.rglob("*.xplane.pb"))
+    assert json.loads((folder / "ledger.json").read_text()) == json.loads(ledger)

@@ -138,7 +138,7 @@ def test_auto_is_held_to_the_fastest_point_and_every_point_has_to_fit(bench, set
 )
 def test_a_point_that_takes_offload_is_not_timed(bench, monkeypatch, level, compiled, says):
     """level: of the first proposal; compiled: of what was built. None of both where there is none."""
-    step, config = bench("step"), configuration.load(ROOT / "configs" / "quickstart.py", [])
+    step, config = bench("measure.step"), configuration.load(ROOT / "configs" / "quickstart.py", [])
 
     def with_level(level: str, reason: str):
         if level is None:
@@ -280,6 +280,36 @@ def test_the_table_says_what_is_missing(suite, bench, capsys, monkeypatch):
 def test_a_commit_that_is_none_is_one_line(suite, commit):
     with pytest.raises(SystemExit, match=f"^suite.py: --commit {commit}: must be the hash .*$"):
         suite("--commit", commit)
+
+
+def test_a_commit_that_is_not_known_is_null_and_the_table_says_so(
+    suite, bench, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(bench("harness"), "commit", lambda: None)
+    assert suite("--rows", "layers_32,offload_runs", "--commit", "") == [
+        ("gemm_bf16", 1),
+        ("jaxthru_packed", 1),
+        ("jaxthru_packed", 2),
+    ]
+    said = capsys.readouterr().out
+    assert "| met, of a commit that is not known |" in said
+    assert (
+        "offload_runs: left out, its shapes are drawn from the commit's hash: give it with --commit" in said
+    )
+    record = json.loads((tmp_path / "records" / "every_shape_layers_32.json").read_text())
+    assert record["commit"] is None
+
+
+def test_settings_and_rows_to_be_named(suite, bench, tmp_path, monkeypatch):
+    """--set is of all rows, under their own; a row that is to be named runs only then."""
+    setup = bench("suites.rows").Setup(COMMIT, tmp_path, overrides=("train.rows=3", "train.seed=7"))
+    config = setup.config(bench("suites.every_shape").ROWS["qwen3_0_6b"])
+    assert (config.train.rows, config.train.seed) == (16, 7)
+    module = bench("suites.every_shape")
+    named = {"layers_32_fp8": dataclasses.replace(module.ROWS["layers_32_fp8"], named=True)}
+    monkeypatch.setattr(module, "ROWS", {"layers_32": module.ROWS["layers_32"]} | named)
+    assert [name for name, _ in suite()] == ["gemm_bf16", "jaxthru_packed", "jaxthru_packed"]
+    assert [name for name, _ in suite("--rows", "layers_32_fp8")][2:] == ["jaxthru_packed"] * 2
 
 
 def test_every_row_is_listed_with_its_bars_and_fits_two_commands(bench, rows, capsys, monkeypatch):

@@ -19,7 +19,12 @@ def test_traffic_counts_what_an_update_must_move(tmp_path):
     output, layers = tmp_path / "traffic.json", 2
     settings = f"model.layers={layers} model.loop=unroll data.sequence=256 train.rows=2 model.embed=256"
     words = [word for text in settings.split() for word in ("--set", text)]
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "traffic.py"), "--config", "llama3_8b_8layer"]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "bench" / "measure" / "traffic.py"),
+        "--config",
+        "llama3_8b_8layer",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(
         [*command, *words, "--output", str(output)],

@@ -46,6 +46,20 @@ def test_a_record_says_on_what_of_which_commit_and_how_it_was_made(path):
     assert frozenset().union(*(ORIGIN - run for run in found)) == OLD.get(path.name, set())
 
 
+def test_every_command_that_the_pages_name_is_there(bench):
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    text = "\n".join(path.read_text() for path in pages)
+    scripts = set(re.findall(r"python scripts/bench/([a-z_0-9/]+\.py)|`(measure/[a-z_0-9]+\.py)", text))
+    scripts = {name for pair in scripts for name in pair if name}
+    assert len(scripts) > 15
+    assert not {name for name in scripts if not (ROOT / "scripts" / "bench" / name).is_file()}
+    suites = re.findall(r"suite\.py ([a-z_]+)(?: --rows ([a-z0-9_,]+))?", text)
+    assert len({name for name, _ in suites}) > 3
+    for name, rows in suites:
+        known = bench(f"suites.{name}").ROWS
+        assert set(filter(None, rows.split(","))) <= set(known), name
+
+
 def test_origins_are_looked_for_in_each_run():
     step = {"device": {"kind": "cpu"}, "versions": {"jax": "0"}}
     record = {"benchmark": "b", "commit": "c", "command": "d", "blocks": [{"line": step}, {"line": step}]}
@@ -58,16 +72,21 @@ def test_origins_are_looked_for_in_each_run():
 @pytest.mark.parametrize(
     "name", ("offload_8b_64k_h200", "offload_h200", "offload_more_h200", "offload_peers_h200")
 )
-def test_bars_that_the_page_calls_met_are_met_by_the_script_that_judges(bench, name):
-    found = bench("offload").found_in(json.loads((RESULTS / f"{name}.json").read_text()), [])
-    judged = [bar["met"] for row in found.values() for bar in row["bars"].values()]
+def test_bars_that_the_page_calls_met_are_met_by_the_suite_that_judges(bench, tmp_path, name):
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    setup, judged = bench("suites.rows").Setup("", tmp_path), []
+    for row in bench("suites.offload").ROWS.values():
+        if any(block["contender"] == row.own and "line" in block for block in record["blocks"]):
+            found = row.found(setup, record["blocks"])
+            judged += [bar.met(found) for bar in row.bars]
     assert True in judged and False not in judged
 
 
 def test_as_many_bars_of_kernels_are_met_as_the_page_says(bench):
-    bars = bench("overlap_bars")
+    suite = bench("suites.overlap")
     record = json.loads((RESULTS / "overlap_h200x2.json").read_text())
-    found = bars.bars({row: of["said"] for row, of in record.items() if "said" in of}, 2)
-    over_plain = [(what, value >= bar) for what, bar, _, value in found if "over plain, " in what and value]
-    met = [sum(good for what, good in over_plain if what.endswith(how)) for how in bars.REGIMES.values()]
+    found = suite.measured({row: of["said"] for row, of in record.items() if "said" in of}, 2)
+    bars = {bar.what: bar for row in suite.ROWS.values() for bar in row.bars if "over plain, " in bar.what}
+    met = [sum(bar.met(found) is True for what, bar in bars.items() if what.endswith(how))
+           for how in suite.REGIMES.values()]  # fmt: skip
     assert met == [5, 3] and "finds five met in bursts and three without a pause" in PAGE

@@ -1,7 +1,6 @@
-"""Runs the blocks of a comparison: a process each, in turns; finished ones are kept in a file."""
+"""Runs blocks of a benchmark, a process each, and makes the batches that they share."""
 
 import argparse
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -11,10 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import comparison
 import harness
 import numpy as np
 
@@ -103,7 +100,11 @@ def block_of(name: str, turn: int, command: list[str], gpu: str, limit: float | 
     took = time.monotonic() - started
     print(f"round {turn} {name}, {took:.0f} s: {brief(outcome)}", flush=True)
     block = {"contender": name, "round": turn, "gpu": identity, "seconds": round(took, 1)}
-    return block | outcome | {"command": shlex.join(["python", *command[1:]])}
+    return (
+        block
+        | outcome
+        | {"command": shlex.join("python" if word == sys.executable else word for word in command)}
+    )
 
 
 def keep(record: dict, block: dict) -> None:
@@ -148,84 +149,9 @@ def write_batches(config: RunConfig, path: Path, batches: int = BATCHES) -> None
     np.savez(path, **{name: np.stack([batch[name] for batch in found]) for name in found[0]})
 
 
-def record_of(benchmark: str, arguments: argparse.Namespace, **more) -> dict:
-    """Returns the record in arguments.output, or a new one. Exits if that one is of another comparison.
-
-    more: settings of this benchmark, beside those that all have.
-    """
-    settings = {
-        "benchmark": benchmark,
-        **more,
-        "set": arguments.overrides,
-        "warmup_seconds": arguments.warmup_seconds,
-        "timed_seconds": arguments.timed_seconds,
-        "commit": harness.commit(),
-    }
-    if not arguments.output.exists():
-        return settings | {"blocks": []}
-    record = json.loads(arguments.output.read_text())
-    changed = [key for key, value in settings.items() if record.get(key) != value]
-    if changed:
-        sys.exit(f"{benchmark}.py: {arguments.output} holds another comparison: {', '.join(changed)} differ")
-    return record
-
-
-def add_arguments(parser: argparse.ArgumentParser, warmup: float = 20.0, timed: float = 40.0) -> None:
-    """Adds what `record_of` and `run_missing` need to know. warmup, timed: seconds of a block."""
-    add = parser.add_argument
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
-    harness.add_seconds(parser, warmup, timed)
-    add("--output", type=Path, required=True, help="JSON; finished blocks are kept and not run again")
-    add("--rounds", type=int, default=2)
-    add("--gpus", type=int, default=1, help="of this host to use at once, one block each")
-    add("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help="start no block after it")
-    add("--torch-python", default=sys.executable, help="a Python that has PyTorch, if this one has not")
-
-
 def chosen(parser: argparse.ArgumentParser, option: str, text: str, known: list[str]) -> list[str]:
     """Returns the names in `text`, an option's value; ends with the parser's error if one is not known."""
     names = text.split(",")
     if unknown := [name for name in names if name not in known]:
         parser.error(f"{option}: {', '.join(unknown)}: not of {', '.join(known)}")
     return names
-
-
-def run_missing(
-    record: dict,
-    names: list[str],
-    arguments: argparse.Namespace,
-    command_of: Callable[[str], list[str]],
-    summarise: Callable[[], str],
-    limit: float | None = None,
-) -> None:
-    """Runs the blocks that the record lacks and writes it after each; prints the summary.
-
-    command_of: contender -> its command line; summarise: completes the record and returns what is printed of
-    it. limit: seconds of a block.
-    """
-    began = time.monotonic()
-    left = comparison.missing(names, arguments.rounds, record["blocks"])
-    gpus = arguments.gpus
-    gpus_named = visible(gpus)
-    writing = threading.Lock()
-
-    def work(number: int) -> None:
-        """Runs the blocks that are this GPU's."""
-        gpu = gpus_named[number]
-        for turn, name in comparison.share(left, names, number, gpus):
-            if time.monotonic() - began > arguments.stop_after:
-                return
-            block = block_of(name, turn, command_of(name), gpu, limit)
-            with writing:
-                keep(record, block)
-                record["command"] = harness.command()
-                summarise()
-                harness.write(record, arguments.output)
-
-    if left:
-        with concurrent.futures.ThreadPoolExecutor(gpus) as pool:
-            for ended in [pool.submit(work, number) for number in range(gpus)]:
-                ended.result()
-    print(summarise())
-    if left := comparison.missing(names, arguments.rounds, record["blocks"]):
-        print(f"\n{len(left)} blocks are missing: run the same command again.")

@@ -11,17 +11,6 @@ Block = dict[str, Any]
 Row = dict[str, Any]
 
 
-def missing(contenders: list[str], rounds: int, blocks: list[Block]) -> list[tuple[int, str]]:
-    """Returns the (round, contender) still to run, every contender once before any comes again."""
-    done = {(block["round"], block["contender"]) for block in blocks if "line" in block}
-    return [(turn, name) for turn in range(1, rounds + 1) for name in contenders if (turn, name) not in done]
-
-
-def share(blocks: list[tuple[int, str]], contenders: list[str], gpu: int, gpus: int) -> list[tuple[int, str]]:
-    """Returns which (round, contender) a GPU runs: with each round, a contender moves on by one GPU."""
-    return [(turn, name) for turn, name in blocks if (contenders.index(name) + turn) % gpus == gpu]
-
-
 def device_kind(blocks: list[Block]) -> str:
     """Returns the GPU's name as the blocks tell it, empty if none has run."""
     return next((block["line"]["device"]["kind"] for block in blocks if "line" in block), "")
@@ -115,7 +104,7 @@ def best_peer(found: dict[str, Row], peers: list[str], precision: str) -> str | 
 
 def packed_saving(found: dict[str, Row], blocks: list[Block], layers: int) -> dict[str, float] | None:
     """Returns what packed rows save in a step, beside what the attention kernels alone predict."""
-    names = ("jaxthru_causal", "jaxthru_packed", "attention")
+    names = ("jaxthru", "jaxthru_packed", "attention")
     if any(name not in found for name in names):
         return None
     lines = [block["line"] for block in blocks if block["contender"] == "attention" and "line" in block]

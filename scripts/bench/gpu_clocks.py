@@ -1,43 +1,35 @@
-"""The SM clock and the power of the GPUs while a benchmark runs, by nvidia-smi."""
+"""The SM clock and the power of the GPUs while a benchmark runs, by NVML (nvidia-ml-py)."""
 
 import contextlib
-import os
-import shutil
 import statistics
-import subprocess
+import sys
 from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for peers in a Python that has no jaxthru
 
 
 class Clocks:
-    """Samples the SM clock (MHz) and power (W) of the GPUs in use while the block runs; None without one.
+    """Samples the SM clock (MHz) and power (W) of the GPUs in use while the block runs; None without NVML.
 
     gpus: how many, of which the mean is taken.
     """
 
     def __init__(self, gpus: int = 1):
-        self.gpus = gpus
+        self.gpus, self.mhz, self.watts = gpus, None, None
 
     def __enter__(self):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.gpus)))
-        query = [
-            "nvidia-smi",
-            f"--id={','.join(visible.split(',')[: self.gpus])}",
-            "--query-gpu=clocks.sm,power.draw",
-            "--format=csv,noheader,nounits",
-        ]
-        self.process = None
-        if shutil.which("nvidia-smi"):
-            self.process = subprocess.Popen([*query, "-lms", "200"], stdout=subprocess.PIPE, text=True)
+        from jaxthru.profile.collect import clocks  # here: it is asked for as late as can be
+
+        self._sampling = clocks.sampled(clocks.names(range(self.gpus)))
+        self._samples = self._sampling.__enter__()
         return self
 
-    def __exit__(self, *_):
-        self.mhz = self.watts = None
-        if self.process is None:
-            return
-        self.process.terminate()
-        lines = [line.split(",") for line in self.process.communicate()[0].splitlines()]
-        lines = [line for line in lines if len(line) == 2]
-        self.mhz, self.watts = (mean(line[column] for line in lines) for column in (0, 1))
+    def __exit__(self, *raised):
+        self._sampling.__exit__(*raised)
+        rows = [row for of in self._samples.devices.values() for row in of]
+        # What a GPU does not tell is 0.
+        self.mhz, self.watts = (mean(row[column] or None for row in rows) for column in (1, 2))
 
 
 def mean(samples: Iterable[str | float | None]) -> float | None:

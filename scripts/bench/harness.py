@@ -161,6 +161,7 @@ class Shape:
             sys.exit(f"{peer}: has no {' and no '.join(lacking)}; run peers.hugging_face for this shape")
 
 
+ROOT = Path(__file__).resolve().parents[2]
 ROPE_THETA = Shape.rope_theta
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -189,6 +190,22 @@ def add_seconds(parser: argparse.ArgumentParser, warmup: float = 20.0, timed: fl
     """Adds --warmup-seconds and --timed-seconds."""
     parser.add_argument("--warmup-seconds", type=float, default=warmup)
     parser.add_argument("--timed-seconds", type=float, default=timed)
+
+
+def config_parser(doc: str, config: object = None) -> argparse.ArgumentParser:
+    """Returns the arguments of a script that measures a configuration. doc: the script's, whose first line
+    counts; config: the default, without which one has to be given."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    default = {"required": True} if config is None else {"default": str(config)}
+    parser.add_argument("--config", **default)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    return parser
+
+
+def about(benchmark: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns how a line of `config_parser`'s arguments begins."""
+    return {"benchmark": benchmark, "config": Path(arguments.config).stem, "set": arguments.overrides}
 
 
 def peer_parser(description: str) -> argparse.ArgumentParser:
@@ -256,7 +273,7 @@ def commit() -> str | None:
     None if that cannot be known: of a copy without history, whatever checkout it lies in, and where the
     jaxthru that is imported belongs to another tree. Results do not count as files.
     """
-    tree = Path(__file__).resolve().parents[2]
+    tree = ROOT
     git = ("git", "-C", str(tree))
     package = importlib.util.find_spec("jaxthru")
     own = package and Path(package.origin).resolve().parents[1] == tree

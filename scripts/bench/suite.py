@@ -4,12 +4,16 @@
     python scripts/bench/suite.py every_shape [--rows A,B] [--output DIR] [--stop-after SECONDS]
     python scripts/bench/suite.py every_shape --table
 
-Each contender of a row runs in a process of its own. A row's record is DIR/<suite>_<row>.json, written after
-each of them, so that the same command goes on where one was cut short. With --stop-after nothing is begun
-that would not end by then, by its estimate. --tiny runs rows as small ones on a CPU, to see that they work.
+A suite is a file of suites/ with ROWS. Each contender of a row runs in a process of its own. A row's record
+is DIR/<suite>_<row>.json, written after each of them, so that the same command goes on where one was cut
+short. With --stop-after nothing is begun that would not end by then, by its estimate. --tiny runs rows as
+small ones on a CPU, to see that they work. On a host with several GPUs, CUDA_VISIBLE_DEVICES says which a
+command takes: two commands with other --rows, and one --output, share the work.
 """
 
 import argparse
+import concurrent.futures
+import dataclasses
 import importlib
 import json
 import re
@@ -22,23 +26,18 @@ import blocks
 import comparison
 import functions_corpus
 import harness
-from suites.rows import GEMM, Row, Setup, gemm_command
+from suites.rows import GEMM, Block, Row, Setup, gemm_command
 
 LIMIT = 560.0  # seconds of a block: a command on a GPU machine has 600
-SUITES = ("every_shape",)
+SUITES = sorted(path.stem for path in (blocks.HERE / "suites").glob("*.py") if "ROWS" in path.read_text())
 RESULTS = blocks.HERE / "results"
 CORPUS = blocks.ROOT / "build" / "functions"
 MARKS = {True: "met", False: "**missed**", None: "not run"}
 
 
-def path_of(suite: str, name: str, folder: Path) -> Path:
-    """Returns the file of a row's record."""
-    return folder / f"{suite}_{name}.json"
-
-
-def new_record(suite: str, name: str, row: Row, setup: Setup) -> dict:
+def new_record(name: str, row: Row, setup: Setup) -> dict:
     """Returns the record of a row of which nothing has run."""
-    about = {"benchmark": suite, "row": name, "about": row.about, "tiny": setup.tiny}
+    about = {"benchmark": setup.suite, "row": name, "about": row.about, "tiny": setup.tiny}
     return about | {"commit": setup.commit, "settings": setup.settings(row), "blocks": []}
 
 
@@ -73,27 +72,39 @@ def measure(record: dict, row: Row, setup: Setup, path: Path, ends: float) -> bo
 
     ends: on the clock of `time.monotonic`, when all has to have ended.
     """
-    gpu = blocks.visible(1)[0]
+    gpus = blocks.visible(row.gpus)
     while left := row.left(record["blocks"]):
-        block = left[0]
-        if time.monotonic() + block.seconds > ends:
+        group = [block for block in left if block.group and block.group == left[0].group] or left[:1]
+        if time.monotonic() + max(block.seconds for block in group) > ends:
             return False
-        command = gemm_command(block.name, setup) if block.name in GEMM else row.command(block.name, setup)
-        blocks.keep(record, blocks.block_of(block.name, block.turn, command, gpu, LIMIT))
+        limit = min(LIMIT, ends - time.monotonic())
+
+        def run(block: Block, gpu: str, limit: float = limit) -> dict:
+            known = block.name in GEMM
+            command = gemm_command(block.name, setup) if known else row.command(block.name, setup)
+            return blocks.block_of(block.name, block.turn, command, gpu, limit)
+
+        on = gpus if group[0].group else [",".join(gpus)]
+        with concurrent.futures.ThreadPoolExecutor(len(on)) as pool:
+            for block in pool.map(run, group, on):  # of a group, as many at once as there are GPUs
+                blocks.keep(record, block)
         complete(record, row, setup)
         harness.write(record, path)
     return True
 
 
-def run(suite: str, rows: dict[str, Row], setup: Setup, folder: Path, ends: float, retry: bool) -> None:
+def run(rows: dict[str, Row], setup: Setup, ends: float, retry: bool) -> None:
     """Measures rows until all have their record, or the time is over. retry: failed blocks once more."""
     for name, row in rows.items():
-        path, record = path_of(suite, name, folder), new_record(suite, name, row, setup)
+        path, record = setup.path(name), new_record(name, row, setup)
         if path.exists():
             new, record = record, json.loads(path.read_text())
             if record["blocks_left"] == 0 and not retry:
                 continue
             check_same(record, new, path)
+        if why := row.refuses(setup):
+            print(f"{name}: left out, {why}")
+            continue
         if retry:
             record["blocks"] = [block for block in record["blocks"] if "line" in block]
         if not measure(record, row, setup, path, ends):
@@ -115,17 +126,19 @@ def listed(rows: dict[str, Row]) -> str:
     return "\n".join([*lines, f"| all | | | | {total:,.0f} |"])
 
 
-def table(suite: str, rows: dict[str, Row], folder: Path) -> str:
+def table(rows: dict[str, Row], setup: Setup) -> str:
     """Returns what the records in a folder say of the bars, in Markdown."""
     lines = ["| shape | bar | found | A-A | |", "|---|---|---|---|---|"]
     for name, row in rows.items():
-        path = path_of(suite, name, folder)
+        path = setup.path(name)
         record = json.loads(path.read_text()) if path.exists() else {}
         found = record.get("found", {})
         for number, bar in enumerate(row.bars):
             value, mark = found.get(bar.what), MARKS[bar.met(found)]
             if value is not None and record.get("blocks_left"):
                 mark = f"unfinished: {record['blocks_left']} blocks left"
+            if record and not record["commit"]:
+                mark += ", of a commit that is not known"
             if record.get("tiny"):
                 mark += ", on a tiny shape"
             cells = ["" if number else row.about, bar.asked(), told(bar.what, value, found)]
@@ -140,7 +153,8 @@ FORMS = {
     "first": "{:.1f} s",
     "second": "{:.1f} s",
 }
-FORMS |= {"slowest": "{:.3f} ×", "share_of_card": "{:.1%}"}
+FORMS |= {"slowest": "{:.3f} ×", "share_of_card": "{:.1%}", "slower": "{:.1%} slower", "mfu": "{:.1%}"}
+FORMS |= {"peak_hbm_gib": "{:.1f} GiB", "host_gib": "{:.1f} GiB", "falls": "{:.3f}"}
 
 
 def told(what: str, value: float | None, found: dict) -> str:
@@ -163,59 +177,74 @@ def corpus() -> str:
     return str(CORPUS / "mix.toml")
 
 
-def arguments_of(suite_rows: dict[str, dict[str, Row]]) -> tuple[argparse.Namespace, dict[str, Row]]:
-    """Returns the arguments and the rows that they choose."""
+def arguments() -> argparse.Namespace:
+    """Returns the arguments, with the rows that they choose and the suite's notes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("suite", choices=SUITES)
-    add("--rows", help="names with commas between them; without it, all")
+    add("--rows", help="names with commas between them; without it, all but those to be named")
     add("--list", action="store_true", help="the rows with their bars and seconds; nothing is measured")
     add("--table", action="store_true", help="what the records say of the bars; nothing is measured")
     add("--output", type=Path, default=RESULTS, metavar="DIR", help="of the records, default %(default)s")
     add("--commit", help="the hash of what is measured, where git cannot tell it")
-    add(
-        "--stop-after",
-        type=float,
-        default=float("inf"),
-        metavar="SECONDS",
-        help="begin nothing that ends later",
-    )
+    stop = "begin nothing that ends later"
+    add("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help=stop)
     add("--retry", action="store_true", help="run failed blocks again")
     add("--tiny", action="store_true", help="rows as small ones on a CPU")
+    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="of all rows")
     add("--mix", help="of the rows' text, default: functions of the standard library")
-    add("--torch-python", default=sys.executable, help="a Python that has PyTorch, if this one has not")
-    arguments = parser.parse_args()
-    rows = suite_rows[arguments.suite]
-    names = blocks.chosen(parser, "--rows", arguments.rows, list(rows)) if arguments.rows else list(rows)
-    return arguments, {name: rows[name] for name in names}
+    add("--gpus", type=int, help="of this host, for rows that take several")
+    torch = "a Python that has PyTorch (and nvidia-ml-py, for the clocks), if this one has not"
+    add("--torch-python", default=sys.executable, help=torch)
+    found = parser.parse_args()
+    module = importlib.import_module(f"suites.{found.suite}")
+    every, found.notes, found.in_full = module.ROWS, module.NOTES, bool(found.rows)
+    usual = [name for name, row in every.items() if found.list or not row.named]
+    names = blocks.chosen(parser, "--rows", found.rows, list(every)) if found.rows else usual
+    found.rows = {name: every[name] for name in names}
+    if found.gpus:
+        several = {name: row for name, row in found.rows.items() if row.gpus > 1}
+        found.rows |= {name: dataclasses.replace(row, gpus=found.gpus) for name, row in several.items()}
+    return found
+
+
+def commit_of(given: str | None) -> str | None:
+    """Returns the commit that is measured, None where nobody tells it. Exits if it is no hash."""
+    commit = given or harness.commit()
+    if commit and not re.fullmatch("[0-9a-f]{12,40}(-dirty)?", commit):
+        sys.exit(f"suite.py: --commit {commit}: must be the hash of this tree's commit, 12 digits or more")
+    return commit
 
 
 def main() -> int:
-    began = time.monotonic()
-    arguments, rows = arguments_of({name: importlib.import_module(f"suites.{name}").ROWS for name in SUITES})
-    suite = arguments.suite
-    notes = importlib.import_module(f"suites.{suite}").NOTES
-    if arguments.list:
+    began, given = time.monotonic(), arguments()
+    rows, notes = given.rows, given.notes
+    if given.list:
         print(f"{listed(rows)}\n\n{notes}")
         return 0
-    if not arguments.table:
-        commit = arguments.commit or harness.commit()
-        if commit is None or not re.fullmatch("[0-9a-f]{12,40}(-dirty)?", commit):
-            sys.exit(
-                f"suite.py: --commit {commit}: must be the hash of this tree's commit, 12 digits or more"
-            )
+    setup = Setup("", Path(), suite=given.suite, records=given.output)
+    if not given.table:
+        commit = commit_of(given.commit)
         with tempfile.TemporaryDirectory() as folder:
-            mix = arguments.mix or corpus()
-            setup = Setup(commit, Path(folder), arguments.tiny, mix, arguments.torch_python)
-            run(suite, rows, setup, arguments.output, began + arguments.stop_after, arguments.retry)
-    print(table(suite, rows, arguments.output))
+            setup = dataclasses.replace(
+                setup,
+                commit=commit,
+                folder=Path(folder),
+                tiny=given.tiny,
+                mix=given.mix or corpus(),
+                torch_python=given.torch_python,
+                overrides=tuple(given.overrides),
+            )
+            for row in rows.values():
+                setup.config(row)  # so that a bad key shows before anything runs
+            run(rows, setup, began + given.stop_after, given.retry)
+    print(table(rows, setup))
     print(f"\n{notes}")
-    for name in rows if arguments.rows else ():
-        path = path_of(suite, name, arguments.output)
-        if path.exists():
-            record = json.loads(path.read_text())
-            told = [rows[name].details(record["found"]), *comparison.remarks(record["blocks"])]
-            print("\n".join([f"\n{name}", *filter(None, told)]))
+    for name, row in rows.items() if given.in_full else ():
+        if setup.path(name).exists():
+            record = json.loads(setup.path(name).read_text())
+            said = [row.details(record["found"]), *comparison.remarks(record["blocks"])]
+            print("\n".join([f"\n{name}", *filter(None, said)]))
     return 0
 
 

@@ -1,14 +1,71 @@
 """Contenders that take turns in one process, A-B-C-A-B-C, so that all see the same clocks."""
 
 import argparse
+import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
+import comparison
 import harness
 import jax
-from gpu_clocks import Clocks
+from gpu_clocks import Clocks, mean
+from gpu_joules import Energy
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Steps of one contender. seconds: of each. tokens: of all. energy_watts: by the counter of energy. last:
+    what its steps said in the end."""
+
+    seconds: list[float]
+    tokens: float
+    mhz: float | None = None
+    watts: float | None = None
+    energy_watts: float | None = None
+    last: Any = None
+
+
+def steps_in_turns(
+    runs: dict[str | tuple[str, ...], Callable[[], tuple[list[float], float, Any]]],
+    warmup: float,
+    timed: float,
+    gpus: int = 1,
+    backwards: bool = False,
+) -> dict[str | tuple[str, ...], list[Turn]]:
+    """Returns the turns of each contender, A-B-C-A-B-C, two at least, for one says nothing of its spread.
+
+    runs: a turn of each: (seconds of each step, tokens of all, what the last said). warmup: seconds of all
+    together; timed: of each. backwards: every other round.
+    """
+    found = {name: [] for name in runs}
+    began, order, warm = time.perf_counter(), list(runs), False
+    while any(len(of) < 2 or sum(sum(one.seconds) for one in of) < timed for of in found.values()):
+        warm = warm or time.perf_counter() - began >= warmup
+        for name in order:
+            with Clocks(gpus) as clocks, Energy(gpus, 0.02) as used:
+                seconds, tokens, last = runs[name]()
+            label = name if isinstance(name, str) else ", ".join(name)
+            print(f"{label}: {statistics.median(seconds):.4f} s a step", file=sys.stderr, flush=True)
+            if warm:
+                found[name].append(Turn(seconds, tokens, clocks.mhz, clocks.watts, used.watts, last))
+        if backwards:
+            order.reverse()
+    return found
+
+
+def rated(turns: list[Turn]) -> dict:
+    """Returns what a record says of a contender's turns."""
+    seconds = [second for turn in turns for second in turn.seconds]
+    return {
+        **harness.rated(sum(turn.tokens for turn in turns) / len(seconds), seconds),
+        "sm_clock_mhz": mean(turn.mhz for turn in turns),
+        "power_watts": mean(turn.watts for turn in turns),
+        "spread": comparison.halves_apart([turn.seconds for turn in turns], statistics.fmean),
+    }
 
 
 def parser(

@@ -88,7 +88,7 @@ def sampled(devices: Iterable[str]) -> Iterator[Samples]:
     """Samples NVML while a block runs. devices: index or UUID of each of the process's local devices, in
     order. Without NVML there are no samples."""
     samples, library = Samples({}), nvml()
-    found = {str(index): _handle(library, name) for index, name in enumerate(devices)} if library else {}
+    found = {str(index): handle(library, name) for index, name in enumerate(devices)} if library else {}
     handles = {device: handle for device, handle in found.items() if handle is not None}
     if not handles:
         yield samples
@@ -127,7 +127,7 @@ def nvml() -> Any | None:
     return pynvml
 
 
-def _handle(library: Any, device: str) -> Any | None:
+def handle(library: Any, device: str) -> Any | None:
     by = library.nvmlDeviceGetHandleByIndex if device.isdigit() else library.nvmlDeviceGetHandleByUUID
     return _asked(library, by, int(device) if device.isdigit() else device)
 

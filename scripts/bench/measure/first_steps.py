@@ -6,7 +6,6 @@ With --steps 0 the configuration is to be refused: with exit code 2 and one line
 which for this is given a folder of its own. Else the run is ended after N steps, so that it saves nothing.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
-import starts
+from measure import starts
 
 LIMIT = 400.0  # seconds of a refusal, which compiles nothing
 
@@ -61,16 +60,14 @@ def first_steps(words: list[str], folder: Path, steps: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    parser = harness.config_parser(__doc__)
     parser.add_argument("--steps", type=int, required=True, help="0: it is to be refused")
     arguments = parser.parse_args()
     words = ["--config", arguments.config, *harness.set_words(arguments.overrides)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found = first_steps(words, folder, arguments.steps) if arguments.steps else refusal(words, folder)
-    line = {"benchmark": "first_steps", "config": Path(arguments.config).stem, "set": arguments.overrides}
+    line = harness.about("first_steps", arguments)
     harness.emit(line | found | {"command": harness.command()})
     return 0
 

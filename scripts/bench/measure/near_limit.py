@@ -7,14 +7,13 @@ that two or three compiles find it. The card's memory is what nvidia-smi calls i
 allocator is given less. On a device that does not tell its memory the model is left as it is.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
-import step
+from measure import step
 
 from jaxthru import config as configuration
 from jaxthru.build.compiled import Build, build_step
@@ -71,10 +70,8 @@ def grown(build, first: int, card: int | None, share: float) -> tuple[Build, lis
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.config_parser(__doc__)
     add = parser.add_argument
-    add("--config", required=True)
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--grow", default="model.vocabulary", metavar="GROUP.KEY")
     add("--share", type=float, default=0.924, help="of the card's memory")
     add("--steps", type=int, nargs=2, default=(3, 40), metavar=("WARMUP", "TIMED"))
@@ -94,9 +91,7 @@ def main() -> int:
     peak_bytes = line["peak_hbm_bytes"]
     harness.emit(
         {
-            "benchmark": "near_limit",
-            "config": Path(arguments.config).stem,
-            "set": arguments.overrides,
+            **harness.about("near_limit", arguments),
             **line,
             "grown": {arguments.grow: get(built.config, arguments.grow)},
             "tried": tried,

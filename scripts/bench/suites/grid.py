@@ -36,7 +36,7 @@ class Grid(Row):
         words = setup.words(self, *point)
         how = ["--resident"] if point else []
         tokens = ["--causal-rows", str(setup.file(self, packed=False))]
-        script = [sys.executable, str(blocks.HERE / "step.py")]
+        script = [sys.executable, str(blocks.HERE / "measure" / "step.py")]
         return [*script, *words, *tokens, *how, "--keep-compiled", *setup.seconds(3, 10)]
 
     def details(self, found: dict) -> str:

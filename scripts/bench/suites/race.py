@@ -19,13 +19,13 @@ from jaxthru.models import llama
 from jaxthru.runtime import hardware
 
 NEAR = 0.98
-SECONDS = 20.0, 20.0  # of warm-up and timed, of a block
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """peer: a module of peers; without it, step.py. arguments: as one types them, with {tokens} for the file
-    of causal rows and {batches} for that of packed ones. seconds, layer_seconds: of a block, about, and in it
+    """peer: a module of peers; without it, `script` here. settings: over the row's. arguments: as one types
+    them, with {tokens} for the file of causal rows, {batches} for that of packed ones and {micro} for the
+    rows of a micro-batch. seconds, layer_seconds: of a block, about, and in it
     of each layer, where all are compiled as one program. instead_of: contenders that all have to fail before
     it runs.
     """
@@ -35,6 +35,8 @@ class Contender:
     seconds: float = 100.0
     layer_seconds: float = 0.0
     instead_of: tuple[str, ...] = ()
+    settings: str = ""
+    script: str = "measure/step.py"
 
 
 # fmt: off
@@ -58,33 +60,50 @@ CONTENDERS = {
     "torchtitan_fp8": Contender("torchtitan", "--float8 tensorwise"),
     "maxtext_unrolled": Contender("maxtext", "--loop unroll", layer_seconds=6),
     "maxtext_scanned": Contender("maxtext", "--loop scan", seconds=130),
+    "plain_jax": Contender("plain_jax"),
+    "attention": Contender(script="attention_saving.py", seconds=60),
+    # The masks and the float32 residual stream that Hugging Face's users get.
+    "hf_default": Contender("hugging_face", "--residual float32 --masks whole", layer_seconds=4),
+    "hf_autotune": Contender("hugging_face", "--mode max-autotune-no-cudagraphs", seconds=200),
+    "hf_float32_residual": Contender("hugging_face", "--residual float32", layer_seconds=4),
+    "torchtitan_whole": Contender("torchtitan", "--compile whole", layer_seconds=4),
+    "torchtitan_float32_residual": Contender("torchtitan", "--residual float32"),
+    "torchtitan_fp8_whole": Contender("torchtitan", "--float8 tensorwise --compile whole", layer_seconds=5),
+    "torchtitan_fp8_rowwise": Contender("torchtitan", "--float8 rowwise"),
 }
 # fmt: on
-OF_JAX = ("maxtext",)
+OF_JAX = ("maxtext", "plain_jax")
 """Peers that run in this Python, not in the one that has PyTorch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Race(Row):
-    """own: our contender. against: peers, to the fastest of which the ratio is. beside: others."""
+    """own: our contender. against: peers, to the fastest of which the ratio is. beside: others. extra:
+    contenders of this row alone. timed: seconds of warm-up and timed, of a block; steps: in place of them."""
 
     own: str = "jaxthru"
     against: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    extra: dict[str, Contender] = dataclasses.field(default_factory=dict)
+    timed: tuple[float, float] = (20.0, 20.0)
+    steps: tuple[int, int] | None = None
+
+    def contender(self, name: str) -> Contender:
+        return self.extra.get(name) or CONTENDERS[name]
 
     def wanted(self, done: list[dict]) -> list[Block]:
         failed = {each["contender"] for each in done if "error" in each}
         first = [
             name
             for name in (self.own, *self.against, *self.beside)
-            if failed.issuperset(CONTENDERS[name].instead_of)
+            if failed.issuperset(self.contender(name).instead_of)
         ]
         order = [(1, name) for name in first] + [(2, name) for name in (self.own, *self.leaders(done))]
         return [Block(name, turn, self.seconds_of(name)) for turn, name in order]
 
     def seconds_of(self, name: str) -> float:
         """Returns about how long a block takes, its compilation included."""
-        contender = CONTENDERS[name]
+        contender = self.contender(name)
         return contender.seconds + contender.layer_seconds * self.layers
 
     @functools.cached_property
@@ -102,17 +121,22 @@ class Race(Row):
         return [name for name, of in once.items() if of and of[0] >= NEAR * fastest]
 
     def command(self, name: str, setup: Setup) -> list[str]:
-        contender = CONTENDERS[name]
+        contender, config = self.contender(name), setup.config(self)
         files = {
             word: str(setup.file(self, packed=word == "batches"))
             for word in ("tokens", "batches")
             if f"{{{word}}}" in contender.arguments or (word == "tokens" and contender.peer)
         }
-        words = [*shlex.split(contender.arguments.format(**files)), *setup.seconds(*SECONDS)]
+        micro = config.train.rows // config.train.microbatches
+        words = shlex.split(contender.arguments.format(**files, micro=micro))
         if not contender.peer:
-            script = [sys.executable, str(blocks.HERE / "step.py"), *setup.words(self)]
-            return [*script, *words, "--keep-compiled"]
-        shape = harness.Shape.of(setup.config(self).model).flags()
+            script = [sys.executable, str(blocks.HERE / contender.script)]
+            script += setup.words(self, *contender.settings.split())
+            timing = ["--steps", *setup.steps(*self.steps)] if self.steps else setup.seconds(*self.timed)
+            kept = ["--keep-compiled"] if "step" in contender.script else []
+            return [*script, *words, *timing, *kept]
+        words += setup.seconds(*self.timed)
+        shape = harness.Shape.of(config.model).flags()
         if contender.peer in OF_JAX:
             python = sys.executable
         else:

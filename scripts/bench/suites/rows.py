@@ -5,6 +5,7 @@ is a process of its own; of a row that was cut short, those that ran are kept.
 """
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import harness
 from jaxthru import config as configuration
 
 AUTO = "remat.policy=auto model.loop=auto offload.level=auto kernels.attention=auto"
-"""Settings of every row: shipped configurations name some of these."""
+"""Settings of rows that are to run as a user's own do: shipped configurations name some of these."""
 TINY = (
     "model.layers=2 model.embed=64 model.heads=4 model.kv_heads=2 model.head_dim=16 model.mlp=128 "
     "model.vocabulary=8192 data.sequence=128 train.rows=2 train.microbatches=1 data.groups=1"
@@ -58,31 +59,51 @@ def rate(value: float, stretch: float | None = None) -> Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A process of a row: of which contender, in which round, and about how many seconds it takes."""
+    """A process of a row: of which contender, in which round, and about how many seconds it takes. group:
+    those of one run at the same time, each on a GPU of its own; without it, on all GPUs of the row."""
 
     name: str
     turn: int
     seconds: float
+    group: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What the commands of a run's blocks need to know. folder: for what the blocks share."""
+    """What the commands of a run's blocks need to know. folder: for what the blocks share. overrides:
+    settings of all rows, under their own. commit: None if it is not known. suite, records: its name, and the
+    folder of its records."""
 
-    commit: str
+    commit: str | None
     folder: Path
     tiny: bool = False
     mix: str = "quickstart"
     torch_python: str = sys.executable
+    overrides: tuple[str, ...] = ()
+    suite: str = ""
+    records: Path = Path()
 
     def settings(self, row: "Row", *more: str) -> list[str]:
         """Returns a row's settings, as `--set` takes them; of a key that is set twice, the last counts."""
-        words = [*AUTO.split(), f"data.mix={self.mix}", *row.settings.split(), *more]
+        words = [*row.common.split(), f"data.mix={self.mix}", *self.overrides, *row.settings.split(), *more]
         return harness.set_words([*words, *(TINY.split() if self.tiny else [])])[1::2]
 
-    def config(self, row: "Row") -> configuration.RunConfig:
-        """Returns a row's configuration."""
-        return configuration.load(config_file(row.config), self.settings(row))
+    def config(self, row: "Row", *more: str) -> configuration.RunConfig:
+        """Returns a row's configuration. Raises InputError."""
+        return configuration.load(config_file(row.config), self.settings(row, *more))
+
+    def path(self, name: str) -> Path:
+        """Returns the file of a row's record."""
+        return self.records / f"{self.suite}_{name}.json"
+
+    def kept(self, name: str) -> Path:
+        """Returns a row's folder beside its record, for what is to be looked at later; it may not exist."""
+        return self.path(name).with_suffix("").absolute()
+
+    def blocks(self, name: str) -> list[dict]:
+        """Returns the blocks of another row that have run."""
+        path = self.path(name)
+        return json.loads(path.read_text())["blocks"] if path.exists() else []
 
     def words(self, row: "Row", *more: str) -> list[str]:
         """Returns a row's configuration as words of a command line."""
@@ -115,12 +136,16 @@ def config_file(name: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """about: the row, for people. config: in configs/; settings: over it. bars: that it is held to."""
+    """about: the row, for people. config: in configs/; common, settings: over it. bars: that it is held to.
+    gpus: that it takes. named: it runs only where it is named."""
 
     about: str
     config: str
     settings: str = ""
     bars: tuple[Bar, ...] = ()
+    common: str = AUTO
+    gpus: int = 1
+    named: bool = False
 
     def wanted(self, done: list[dict]) -> list[Block]:
         """Returns all blocks of the row, as far as can be told from those that ran, in their order."""
@@ -136,6 +161,10 @@ class Row:
 
     def details(self, found: dict) -> str:
         """Returns what there is to show of the row beside its bars, in Markdown."""
+        return ""
+
+    def refuses(self, setup: Setup) -> str:
+        """Returns why the row is not to run now, empty if it is."""
         return ""
 
     def left(self, done: list[dict]) -> list[Block]:

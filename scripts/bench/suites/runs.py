@@ -25,7 +25,7 @@ class Starts(Row):
     def command(self, name: str, setup: Setup) -> list[str]:
         own_corpus = [] if setup.tiny else ["data.mix=quickstart"]  # what a user's first start prepares
         words = setup.words(self, *own_corpus, PLAIN)
-        return [sys.executable, str(blocks.HERE / "starts.py"), "--steps", "11", *words]
+        return [sys.executable, str(blocks.HERE / "measure" / "starts.py"), "--steps", "11", *words]
 
     def found(self, setup: Setup, done: list[dict]) -> dict:
         both = [line["seconds_to_first_step"] for line in lines_of(done, "starts")]
@@ -48,6 +48,9 @@ class Untuned(Row):
     def drawn(self, setup: Setup) -> list[Drawn]:
         """Returns the row's shapes."""
         return shapes(setup.commit)[self.steps == 0]
+
+    def refuses(self, setup: Setup) -> str:
+        return "" if setup.commit else "its shapes are drawn from the commit's hash: give it with --commit"
 
     @property
     def names(self) -> list[str]:

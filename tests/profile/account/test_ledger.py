@@ -227,7 +227,7 @@ def test_of_rows_without_a_span_it_follows_from_their_flops(tmp_path):
 
 
 def test_the_benchmark_of_exposed_copies_reads_a_profile(tmp_path, bench):
-    found = bench("exposed_copies").measure(collected(tmp_path / "runs" / "small" / "1", graphs=True))
+    found = bench("measure.exposed_copies").measure(collected(tmp_path / "runs" / "small" / "1", graphs=True))
     assert found["steps"] == 2 and found["step_seconds"] == 1e-6
     assert found["computing"] == 0.8 and found["exposed_copies"] == 0.1
     assert found["idle_without_copies"] == 0.1 and found["copying"] == 0.15

@@ -157,7 +157,7 @@ def test_a_layered_step(place):
     assert found.matmul.flops >= 0.99 * found.matmul.model_flops
 
 
-PLANTED = Path(__file__).resolve().parents[3] / "scripts" / "bench" / "profiler_causes.py"
+PLANTED = Path(__file__).resolve().parents[3] / "scripts" / "bench" / "measure" / "planted.py"
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Times steps of one configuration under several settings, in turns in one process, and prints one JSON line.
 
-    python scripts/bench/steps_in_turns.py --config configs/llama3_8b_8layer.py \\
+    python scripts/bench/measure/steps_in_turns.py --config configs/llama3_8b_8layer.py \\
         --set mesh.fsdp=1 --set mesh.tensor=2 --contender none=kernels.collective_matmul=none \\
         --contender ring=kernels.collective_matmul=ring [--output FILE]
 
@@ -10,20 +10,21 @@ Before, each takes the first batch from the first state; its loss and gradient n
 are to the first contender. A contender that cannot run here is left out, with the reason.
 """
 
-import argparse
-import statistics
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import collective_matmul_check as checks
 import comparison
 import harness
 import jax
-from gpu_clocks import Clocks, mean
-from step import packed_batches
+import turns
+from measure.step import packed_batches
 
 from jaxthru import config as configuration
 from jaxthru.build.compiled import Build, build_step
@@ -85,21 +86,8 @@ def turn(step: Callable, state: Any, batches: Iterator, seconds: float) -> tuple
     return state, took, values
 
 
-def told(took: list[list[float]], values: list[dict], clocks: list[Clocks]) -> dict:
-    """Returns what the record says of one contender. took: of the steps of each of its turns."""
-    steps = [seconds for of_turn in took for seconds in of_turn]
-    return {
-        **harness.rated(statistics.fmean(int(step["tokens"]) for step in values), steps),
-        "sm_clock_mhz": mean(of_turn.mhz for of_turn in clocks),
-        "power_watts": mean(of_turn.watts for of_turn in clocks),
-        "spread": comparison.halves_apart(took, statistics.fmean),
-        "skipped_updates": int(values[-1]["skipped"]),
-    }
-
-
 def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: float) -> dict:
-    """Returns each contender's result. warmup: seconds of all together; timed: of each, in two turns at
-    least, for a single one says nothing of its spread."""
+    """Returns each contender's result. warmup: seconds of all together; timed: of each."""
     base = next(iter(built.values()))
     batches = packed_batches(base)
     batch = next(batches)
@@ -109,35 +97,30 @@ def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: 
             first[name] = first_metrics(of, batch)
         print(f"{name}: first step {first[name]}", file=sys.stderr, flush=True)
     state = base.first_state()
-    took, values, clocks = ({name: [] for name in built} for _ in range(3))
-    began = time.perf_counter()
-    while any(len(turns) < 2 or sum(map(sum, turns)) < timed for turns in took.values()):
-        warm = time.perf_counter() - began >= warmup
-        for name, of in built.items():
-            with checks.ends_within(60 + 2 * turn_seconds, name), Clocks(jax.device_count()) as seen:
-                state, seconds, metrics = turn(of.compiled, state, batches, turn_seconds)
-            print(f"{name}: {statistics.median(seconds):.4f} s a step", file=sys.stderr, flush=True)
-            if warm:
-                took[name].append(seconds)
-                values[name] += metrics
-                clocks[name].append(seen)
-    rows = {name: told(took[name], values[name], clocks[name]) for name in built}
-    for name, of in built.items():
-        compared = comparison.ratio(rows[name], next(iter(rows.values())))
-        rows[name] |= {"first_step": first[name], "compile_seconds": round(of.compile_seconds, 1)}
-        rows[name] |= {"ratio": round(compared["ratio"], 4), "claimed": compared["claimed"]}
+
+    def run(name: str) -> tuple[list[float], int, dict]:
+        nonlocal state
+        with checks.ends_within(60 + 2 * turn_seconds, name):
+            state, took, values = turn(built[name].compiled, state, batches, turn_seconds)
+        return took, sum(int(step["tokens"]) for step in values), values[-1]
+
+    runs = {name: functools.partial(run, name) for name in built}
+    found = turns.steps_in_turns(runs, warmup, timed, jax.device_count())
+    rows = {name: turns.rated(of) for name, of in found.items()}
+    for name, row in rows.items():
+        compared = comparison.ratio(row, next(iter(rows.values())))
+        row |= {"skipped_updates": int(found[name][-1].last["skipped"]), "first_step": first[name]}
+        row |= {"compile_seconds": round(built[name].compile_seconds, 1)}
+        row |= {"ratio": round(compared["ratio"], 4), "claimed": compared["claimed"]}
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.config_parser(__doc__)
     add = parser.add_argument
-    add("--config", required=True)
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--contender", action="append", required=True, type=contender, metavar="NAME=GROUP.KEY=VALUE,...")
     harness.add_seconds(parser)
     add("--turn-seconds", type=float, default=4.0)
-    add("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
     wanted = dict(arguments.contender)
     xla.configure(writes_to_peers=True)  # some may; CUDA starts once for all
@@ -147,9 +130,7 @@ def main() -> int:
         raise InputError(f"--contender {first}: all ratios are to it, and it cannot run: {missing[first]}")
     rows = measure(built, arguments.warmup_seconds, arguments.timed_seconds, arguments.turn_seconds)
     line = {
-        "benchmark": "steps_in_turns",
-        "config": Path(arguments.config).stem,
-        "set": arguments.overrides,
+        **harness.about("steps_in_turns", arguments),
         "contenders": {name: {"set": wanted[name]} | row for name, row in rows.items()},
         "missing": missing,
         "peak_hbm_bytes": hardware.peak_bytes(),

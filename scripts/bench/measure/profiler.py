@@ -1,4 +1,4 @@
-"""From a profiled run to the figures that its bars are about; profiler.py writes them down.
+"""From a profiled run to the figures that its bars are about; profiled_run.py prints them.
 
 Each planted cause's size is measured beside the ledger: by the host's clock within the run (what the device
 waited), by the loop's clock in the steps of both runs that were not profiled, or from counted cycles.
@@ -65,7 +65,7 @@ def judged(name: str, found: float | None, why: str = "") -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Run:
-    """A run that has ended. notes: of profiler_causes.py. samples: NVML's while it ran, by device."""
+    """A run that has ended. notes: of planted.py. samples: NVML's while it ran, by device."""
 
     path: Path
     notes: dict[str, Any]
@@ -89,7 +89,7 @@ class Run:
 
     def slowed(self) -> list[float]:
         """Returns by which share traced steps were longer than others, by the loop's clock: of each turn, its
-        median beside its neighbors' (see `profiler_causes.Turns`); without turns, the profile's median beside
+        median beside its neighbors' (see `planted.Turns`); without turns, the profile's median beside
         that of all steps that were not profiled."""
         turns = [one for name, one in self.taken.items() if name.startswith("turn")]
         pairs = [(self._turn(one), self._turn(one, -1) + self._turn(one, 1)) for one in turns]
@@ -114,6 +114,13 @@ class Run:
         spans = [(begun[step - 1], begun[step]) for step in self.steps if step < len(begun)]
         rows = next(iter(self.samples.devices.values()), [])
         return capped([row for row in rows if any(start <= row[0] < end for start, end in spans)])
+
+
+def opened(path: Path) -> Run:
+    """Returns a run that has ended, with the notes that profiled_run.py left in its folder."""
+    kept = json.loads((path / "notes.json").read_text())
+    samples = {device: [tuple(row) for row in rows] for device, rows in kept["samples"].items()}
+    return Run(path, kept["notes"], clocks.Samples(samples))
 
 
 def capped(rows: list[tuple[int, float, float, int]]) -> dict[str, Any]:

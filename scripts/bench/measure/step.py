@@ -1,6 +1,6 @@
 """Times the training step of a configuration on packed rows of real documents and prints one JSON line.
 
-    python scripts/bench/step.py --config configs/llama3_8b_8layer.py [--set a.b=v ...] [--output FILE]
+    python scripts/bench/measure/step.py --config configs/llama3_8b_8layer.py [--set a.b=v ...]
 
 At least 20 s of warm-up under load and 40 s timed: tokens_per_second is all tokens over all seconds, beside
 the median step, the slowest and each one's seconds. Clipping, loss mask and the check for finite values are
@@ -17,6 +17,8 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 import jax
@@ -134,7 +136,7 @@ def run(arguments: argparse.Namespace) -> dict:
     if arguments.causal_rows:
         data = copy.copy(data)
         data.segments = 1
-    line = {"benchmark": "step", "config": Path(arguments.config).stem, "set": arguments.overrides}
+    line = harness.about("step", arguments)
     built, why = resident_step(config, data) if arguments.resident else (build_step(config, data), "")
     if built is None:
         return line | {"fits": False, "reason": why} | harness.provenance()
@@ -176,16 +178,13 @@ def resident_step(config: configuration.RunConfig, data: Data) -> tuple[Build | 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    parser = harness.config_parser(__doc__)
     harness.add_seconds(parser)
     parser.add_argument("--steps", type=int, nargs=2, metavar=("WARMUP", "TIMED"), help="in place of seconds")
     parser.add_argument("--causal-rows", type=Path, metavar="FILE", help="an .npy of rows, each one document")
     parser.add_argument("--packed-rows", type=Path, metavar="FILE", help="an .npz of packed batches")
     parser.add_argument("--resident", action="store_true", help="only if it fits without offload")
     parser.add_argument("--keep-compiled", action="store_true", help="start from a compiled step if kept")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
     if arguments.steps and arguments.steps[1] < 2:
         parser.error(

@@ -2,14 +2,17 @@
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data_corpus
 import grain
 import numpy as np
-import starved_transform
 from data_contenders import Records, Tokenize
+from measure import starved_transform
 
 from jaxthru import config as configuration
 from jaxthru.data.loading.dataset import Place, open_data

@@ -1,13 +1,12 @@
 """Trains on CPUs with freed memory kept and given back, in turns: what that takes of time, faults and memory.
 
-    python scripts/bench/kept_memory.py [--config FILE] [--set a.b=v ...] [--turns N] [--output FILE]
+    python scripts/bench/measure/kept_memory.py [--config FILE] [--set a.b=v ...] [--turns N] [--output FILE]
 
 Each turn is `python -m jaxthru.train` in a process of its own (see jaxthru/runtime/allocator.py), whose page
 faults and peak memory are those of its whole life. Steps are timed by the loop's clock once they have warmed
 up. `spread`: how far the slowest turn's median is above the fastest's.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,8 +16,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import harness
-from profiler_rows import GIVEN_BACK, QUIET
+from suites.profiler import GIVEN_BACK, QUIET
 
 VARIANTS = {"kept": {}, "given_back": GIVEN_BACK}
 
@@ -72,14 +73,11 @@ def told(turns: list[dict[str, Any]], warmup: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.config_parser(__doc__, "configs/quickstart.py")
     add = parser.add_argument
-    add("--config", default="configs/quickstart.py")
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--turns", type=int, default=3, help="of each variant")
     add("--steps", type=int, default=300, help="of a turn")
     add("--warmup-seconds", type=float, default=20.0, help="of a turn's steps, which do not count")
-    add("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
     if own := [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
         parser.error(f"{own[0]} is set: no run would keep its memory")

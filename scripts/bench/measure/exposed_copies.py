@@ -1,7 +1,7 @@
 """Says how long copies between host and GPU kept the GPU from computing, from a profile.
 
     python -m jaxthru.train --config F --set profile.at=6 --set profile.steps=3 --run-dir DIR
-    python scripts/bench/exposed_copies.py DIR/profile/6 [--output FILE]
+    python scripts/bench/measure/exposed_copies.py DIR/profile/6 [--output FILE]
 
 A moment is exposed if no kernel runs on the GPU and a copy from or to host memory does: the ledger's line
 "exposed host copies", of the first GPU. Prints one JSON line: shares of the profiled steps; the GB/s of the
@@ -12,6 +12,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 

@@ -1,7 +1,7 @@
 """Says how long collectives kept GPUs from computing, and slowed what they ran beside, from a trace.
 
     python -m jaxthru.train --config F --set profile.at=20 --set profile.steps=3 --run-dir DIR
-    python scripts/bench/exposed_collectives.py DIR/profile/20/production [--output FILE]
+    python scripts/bench/measure/exposed_collectives.py DIR/profile/20/production [--output FILE]
 
 A moment is exposed if no kernel computes and a collective runs. Kernels beside a collective are compared with
 the median of those of the same name and launch that have none beside them. Prints one JSON line: shares of
@@ -13,6 +13,8 @@ import argparse
 import collections
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 import numpy as np
@@ -43,57 +45,36 @@ def events(path: Path) -> dict[str, tuple[list, list]]:
 
 def measure(collectives: list[tuple[float, float]], kernels: list[tuple[float, float, str]]) -> dict:
     """Returns shares of the time of one GPU."""
-    spans = np.array([kernel[:2] for kernel in kernels], np.float64).reshape(-1, 2)
-    computing, moving = union(spans), union(np.array(collectives, np.float64).reshape(-1, 2))
-    busy = union(np.concatenate([computing, moving]))
-    whole = busy[-1, 1] - busy[0, 0]
-    exposed = length(moving) - common(computing, moving)
-    beside, alone = [], collections.defaultdict(list)
-    for start, end, kind in kernels:
-        takes = end - start
-        shared = sum(max(0.0, min(end, b) - max(start, a)) for a, b in near(moving, start, end))
-        if shared > 0.5 * takes:
-            beside.append((kind, takes))
-        elif shared == 0:
-            alone[kind].append(takes)
-    slowed = sum(takes - np.median(alone[kind]) for kind, takes in beside if kind in alone)
-    compared = sum(takes for kind, takes in beside if kind in alone)
+    spans = np.array([kernel[:2] for kernel in kernels], np.float64)
+    moves = np.array(collectives, np.float64)
+    edges = np.unique([*spans.flat, *moves.flat])
+    computing, moving = covered(edges, spans), covered(edges, moves)
+    widths, whole = np.diff(edges), edges[-1] - edges[0]
+    moved = np.concatenate([[0.0], np.cumsum(widths * moving)])  # until each edge
+    takes = spans[:, 1] - spans[:, 0]
+    shared = np.diff(np.interp(spans, edges, moved), axis=1)[:, 0]  # of each kernel, beside a collective
+    alone = collections.defaultdict(list)
+    for (*_, kind), took in zip(np.array(kernels, object)[shared == 0], takes[shared == 0], strict=True):
+        alone[kind].append(took)
+    beside = [(kernels[at][2], takes[at]) for at in np.flatnonzero(shared > 0.5 * takes)]
+    compared = [(took, np.median(alone[kind])) for kind, took in beside if kind in alone]
     share = lambda time: round(float(time) / whole, 4)  # noqa: E731
     return {
         "seconds": round(whole / 1e9, 6),
-        "computing": share(length(computing)),
-        "collectives": share(length(moving)),
-        "exposed_collectives": share(exposed),
-        "idle": share(whole - length(busy)),
-        "beside_collectives": share(sum(takes for _, takes in beside)),
-        "of_which_compared": share(compared),
-        "slowed_by": share(slowed),
+        "computing": share(widths @ computing),
+        "collectives": share(widths @ moving),
+        "exposed_collectives": share(widths @ (moving & ~computing)),
+        "idle": share(widths @ ~(moving | computing)),
+        "beside_collectives": share(sum(took for _, took in beside)),
+        "of_which_compared": share(sum(took for took, _ in compared)),
+        "slowed_by": share(sum(took - usual for took, usual in compared)),
     }
 
 
-def union(spans: np.ndarray) -> np.ndarray:
-    """Returns spans [N, 2] joined where they touch, in order."""
-    joined: list[list[float]] = []
-    for start, end in spans[np.argsort(spans[:, 0], kind="stable")]:
-        if joined and start <= joined[-1][1]:
-            joined[-1][1] = max(joined[-1][1], end)
-        else:
-            joined.append([start, end])
-    return np.array(joined).reshape(-1, 2)
-
-
-def length(spans: np.ndarray) -> float:
-    return float(np.sum(spans[:, 1] - spans[:, 0]))
-
-
-def common(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns how long spans of both run, each joined before."""
-    return length(a) + length(b) - length(union(np.concatenate([a, b])))
-
-
-def near(spans: np.ndarray, start: float, end: float) -> np.ndarray:
-    """Returns those of some joined spans that two moments have between them."""
-    return spans[np.searchsorted(spans[:, 1], start, "right") : np.searchsorted(spans[:, 0], end, "left")]
+def covered(edges: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    """Returns bool [edges - 1], between which edges any of the spans runs."""
+    begun, ended = (np.bincount(np.searchsorted(edges, of), minlength=len(edges)) for of in spans.T)
+    return np.cumsum(begun - ended)[:-1] > 0
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Trains a configuration with precision.matmul = compute and fp8, for several seeds, and compares the losses.
 
-    python scripts/bench/fp8_loss.py [--config FILE] [--set a.b=v ...] [--steps N] [--seeds N] [--output FILE]
+    python scripts/bench/measure/fp8_loss.py [--config FILE] [--set a.b=v ...] [--steps N] [--seeds N]
 
 The two runs of a seed start from the same parameters and take the same batches. The beginning of training is
 chaotic: what one pair of runs differs by says little, so that the mean over seeds counts, beside its standard
@@ -14,11 +14,12 @@ were float32, 1.9 %. At 3e-4 it was 1.3 % below over the last 50 of 300 steps, a
 one pair decides nothing.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 import jax
@@ -110,12 +111,9 @@ def compare(compute: list[dict], fp8: list[dict]) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default=__file__, help="default: a Llama of 0.4 B parameters")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    parser = harness.config_parser(__doc__, __file__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
     overrides = [*arguments.overrides, f"train.steps={arguments.steps}"]
     results = {}
@@ -129,9 +127,7 @@ def main() -> int:
                 print(f"{matmul}, seed {seed}", file=sys.stderr)
                 results[matmul].append(run(built, evaluation, seed))
     line = {
-        "benchmark": "fp8_loss",
-        "config": Path(arguments.config).stem,
-        "set": arguments.overrides,
+        **harness.about("fp8_loss", arguments),
         "steps": arguments.steps,
         "seeds": arguments.seeds,
         "rows": config.train.rows,

@@ -1,7 +1,7 @@
 """Compares two commits: the time to compile their steps for a GPU that need not be here, and the peaks.
 
     git worktree add build/old OLD
-    python scripts/bench/compile_time.py --old build/old --output FILE [--rows a,b,...] [--rounds 3]
+    python scripts/bench/measure/compile_time.py --old build/old --output FILE [--rows a,b,...] [--rounds 3]
 
 Each round compiles a row of commits.py as `python -m jaxthru.plan memory` does, in a process of its own, the
 old commit and the new in turns: tracing, lowering, XLA without autotuning, and reading what it says of
@@ -15,9 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import harness
 import jax
-from commits import ROOT, ROWS, Row
+from measure.commits import ROOT, ROWS, Row
 
 ONE = """
 import json, sys, time

@@ -1,12 +1,13 @@
 """A run that starves for data, end to end: Grain's default pipeline against jaxthru's Source Loaders.
 
-    python scripts/bench/starved.py --output scripts/bench/results/starved_h200.json
+    python scripts/bench/measure/starved.py --output scripts/bench/results/starved_h200.json
 
 Needs grain and zstandard. Quicker: `--timed-seconds 20 --warmup-seconds 10 --settle-seconds 3`, or one peer
 less: `--contenders jaxthru grain`. Tokenisation alone, which starves nobody: `--milliseconds 0`. On a CPU:
 
-    python scripts/bench/starved.py --config configs/quickstart.py --sources 3 --pages 20 --milliseconds 3 \\
-        --vocabulary 2048 --warmup-seconds 0 --timed-seconds 1 --settle-seconds 0 --set model.layers=1
+    python scripts/bench/measure/starved.py --config configs/quickstart.py --sources 3 --pages 20 \\
+        --milliseconds 3 --vocabulary 2048 --set model.layers=1 \\
+        --warmup-seconds 0 --timed-seconds 1 --settle-seconds 0
 
 The same pages (4 KiB of source code, 35 sources of .jsonl.zst, a BPE of 32,768 tokens) are read,
 transformed, tokenised and packed into rows while Llama 3.2 1B trains on them: jaxthru's compiled step, its
@@ -53,13 +54,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import comparison
 import harness
 import jax
 import numpy as np
-import starved_input
-import starved_transform
 from gpu_clocks import Clocks
+from measure import starved_input, starved_transform
 
 from jaxthru import config as configuration
 from jaxthru.build.compiled import Build, build_step
@@ -260,11 +262,9 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.config_parser(__doc__, harness.ROOT / "configs" / "llama3_2_1b.py")
     add = parser.add_argument
     names = ("jaxthru", "grain", "grain-mp")
-    add("--config", default=str(Path(__file__).resolve().parents[2] / "configs" / "llama3_2_1b.py"))
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--contenders", nargs="+", choices=names, default=names)
     add("--milliseconds", nargs="+", type=float, default=[50.0], help="of CPU that a page costs; a row each")
     add("--sources", type=int, default=35)
@@ -273,7 +273,6 @@ def main() -> int:
     add("--rounds", type=int, default=2, help="turns of each contender")
     add("--settle-seconds", type=float, default=8.0, help="of each turn before its time begins")
     add("--folder", type=Path, default=Path("build/bench_starved"), help="corpora, kept")
-    add("--output", type=Path, help="also write the JSON to this file")
     harness.add_seconds(parser)
     arguments = parser.parse_args()
     from absl import flags

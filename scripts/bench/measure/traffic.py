@@ -1,6 +1,6 @@
 """Says how many bytes the kernels of a step read and write, part by part, without a GPU.
 
-    python scripts/bench/traffic.py --config llama3_2_1b --set data.sequence=2048 [--top 20] [--output FILE]
+    python scripts/bench/measure/traffic.py --config llama3_2_1b --set data.sequence=2048 [--top 20]
 
 The step is compiled for a GPU that need not be here, as `python -m jaxthru.plan memory` does, and each
 kernel's operands and results are added up: what it moves at the least, however often its cache is asked. A
@@ -10,11 +10,12 @@ are no products. Triton's kernels are XLA's here, or stand-ins: attention's rows
 "jaxthru[aot]".
 """
 
-import argparse
 import collections
 import re
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 
@@ -61,14 +62,11 @@ def moved(module: hlo.Module) -> list[dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.config_parser(__doc__)
     add = parser.add_argument
-    add("--config", required=True)
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--device", default="h200", help=f"one of {', '.join(aot.TARGETS)}")
     add("--segments", type=int, default=DOCUMENTS, help="most documents in a row")
     add("--top", type=int, default=30, help="rows to print; the record has all")
-    add("--output", type=Path)
     arguments = parser.parse_args()
     aot.use_cpu(1)
     xla.configure()

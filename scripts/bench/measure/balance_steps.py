@@ -1,12 +1,12 @@
 """Balanced steps against the same steps as they come, on two or more devices: predicted, then timed.
 
-    python scripts/bench/balance_steps.py --output scripts/bench/results/balance_steps_h200x2.json
+    python scripts/bench/measure/balance_steps.py --output scripts/bench/results/balance_steps_h200x2.json
 
 Needs zstandard and, on a GPU, jax-triton. A quicker one: `--timed-seconds 20 --steps 5 --warmup-seconds
 10`, or half of the work at the same share of attention: `--set model.layers=2 --set model.vocabulary=8192`.
 On a CPU:
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=2 python scripts/bench/balance_steps.py \\
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python scripts/bench/measure/balance_steps.py \\
         --config configs/quickstart.py --tokens 60000 --steps 2 --microbatches 4 --warmup-seconds 0 \\
         --timed-seconds 0 --set data.sequence=256 --set model.layers=2 --set model.vocabulary=2048
 
@@ -38,18 +38,20 @@ import argparse
 import concurrent.futures
 import dataclasses
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import balance_corpus
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import harness
 import jax
 import numpy as np
 import row_costs
-from gpu_clocks import Clocks
+import turns
+from gpu_clocks import mean
+from measure import balance_corpus
 
 from jaxthru import config as configuration
 from jaxthru.build.batches import row_cost
@@ -112,32 +114,16 @@ def host_batches(config: configuration.RunConfig, data: Data, steps: int) -> lis
         return list(batches)
 
 
-def time_orders(runner: Runner, built: Build, placed: dict[str, list[Batch]], least: float) -> dict:
-    """Returns of each order its passes over the steps, by turns, at least two and for so many seconds:
-    {"seconds": [passes, steps], "mhz": [...], "watts": [...]}."""
-    found = {order: {"seconds": [], "mhz": [], "watts": []} for order in placed}
-    while any(len(one["seconds"]) < 2 or np.sum(one["seconds"]) < least for one in found.values()):
-        for order, batches in placed.items():
-            with Clocks(built.layout.mesh.size) as clocks:
-                found[order]["seconds"].append(runner.times([(built, batch) for batch in batches]))
-            found[order]["mhz"].append(clocks.mhz)
-            found[order]["watts"].append(clocks.watts)
-    return found
-
-
-def mean(values: list[float | None]) -> float | None:
-    return None if None in values else round(statistics.fmean(values), 1)
-
-
-def summary(predicted: dict[str, np.ndarray], found: dict) -> dict:
+def summary(predicted: dict[str, np.ndarray], found: dict[str, list[turns.Turn]]) -> dict:
     """Returns each order's row, and what balancing gained of what it was predicted to.
 
-    predicted: {order: seconds of each step}. found: of `time_orders`. A gain is how much longer the steps
-    take as they come; one is claimed only above twice the largest difference between passes of one order.
+    predicted: {order: seconds of each step}. found: each turn is a pass over the steps. A gain is how much
+    longer the steps take as they come; one is claimed only above twice the largest difference between passes
+    of one order.
     """
     rows = {}
     for order, one in found.items():
-        passes = np.array(one["seconds"])
+        passes = np.array([turn.seconds for turn in one])
         measured = passes.mean(axis=0)
         rows[order] = {
             "step_seconds": round(float(measured.mean()), 6),
@@ -147,8 +133,8 @@ def summary(predicted: dict[str, np.ndarray], found: dict) -> dict:
             "worst_error_of_a_step": round(float(np.abs(predicted[order] / measured - 1).max()), 4),
             "passes": [round(float(seconds), 6) for seconds in passes.mean(axis=1)],
             "spread": round(float(np.ptp(passes.mean(axis=1)) / measured.mean()), 4),
-            "sm_clock_mhz": mean(one["mhz"]),
-            "power_watts": mean(one["watts"]),
+            "sm_clock_mhz": mean(turn.mhz for turn in one),
+            "power_watts": mean(turn.watts for turn in one),
         }
     came, balanced = (rows[order] for order in ORDERS)
     gain, forecast = (came[key] / balanced[key] - 1 for key in ("step_seconds", "predicted_step_seconds"))
@@ -251,7 +237,11 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         for order, found in batches.items()
     }
     with phases("timed"):
-        found = time_orders(runner, built, placed, arguments.timed_seconds)
+        times = {
+            order: lambda of=of: (runner.times([(built, batch) for batch in of]), 0, None)
+            for order, of in placed.items()
+        }
+        found = turns.steps_in_turns(times, 0.0, arguments.timed_seconds, built.layout.mesh.size)
     counted = llama.train_flops(config.model, 1, 0), llama.train_flops(config.model, 0, 1)
     used = np.mean([(batch["segment_ids"] > 0).mean() for batch in batches[ORDERS[0]]])
     return {
@@ -281,16 +271,13 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.config_parser(__doc__, harness.ROOT / "configs" / "llama3_8b_8layer.py")
     add = parser.add_argument
-    add("--config", default=str(Path(__file__).resolve().parents[2] / "configs" / "llama3_8b_8layer.py"))
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--microbatches", type=int, default=8, help="of a step: rows for each device")
     add("--steps", type=int, default=7, help="that are timed in both orders, over and over")
     add("--rounds", type=int, default=2, help="of the steps that the coefficients are taken from")
     add("--tokens", type=int, default=8_000_000, help="of the corpus")
     add("--folder", type=Path, default=Path("build/bench_balance"), help="corpora, kept")
-    add("--output", type=Path, help="also write the JSON to this file")
     harness.add_seconds(parser)
     arguments = parser.parse_args()
     xla.configure()

@@ -1,12 +1,11 @@
 """What the profiler's hooks cost while it is off: jaxthru's loop, and the same without them, in turns.
 
-    python scripts/bench/profiler_off.py --config F [--set a.b=v ...] [--steps N] [--rounds N]
+    python scripts/bench/measure/profiler_off.py --config F [--set a.b=v ...] [--steps N] [--rounds N]
 
 The second loop is the first one's source with every call of the profiler cut out. Both train the same
 compiled step, A-A-B-B in one process, each time from the first state. Prints one JSON line.
 """
 
-import argparse
 import ast
 import inspect
 import sys
@@ -17,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import harness
-from profiler_rows import QUIET
+from suites.profiler import QUIET
 
 from jaxthru import config as configuration
 from jaxthru import train as training
@@ -81,9 +82,7 @@ def turn(loop: Callable, built, folder: Path) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    parser = harness.config_parser(__doc__)
     parser.add_argument("--steps", type=int, default=15, help="of a turn")
     parser.add_argument("--rounds", type=int, default=2, help="of A-A-B-B")
     arguments = parser.parse_args()

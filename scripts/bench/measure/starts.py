@@ -1,6 +1,6 @@
 """Starts the training command twice and times both to their first step; then what the second one waits for.
 
-    python scripts/bench/starts.py --config configs/llama3_8b_8layer.py [--set a.b=v ...] [--output FILE]
+    python scripts/bench/measure/starts.py --config configs/llama3_8b_8layer.py [--set a.b=v ...]
 
 The first start has an empty compilation cache and no token stores; the second finds what the first made.
 `seconds_to_first_step` is from the start of the process to the first row of its metrics. The waits are parts
@@ -8,7 +8,6 @@ of the time of the second start's steps: `host_gap` how long the device was seen
 long the loop stood in the loader. Both runs are killed, which saves writing a checkpoint.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -18,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 
@@ -64,12 +65,9 @@ def share(rows: list[dict], wait: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.config_parser(__doc__)
     add = parser.add_argument
-    add("--config", required=True)
-    add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     add("--steps", type=int, default=100, help="of the second start")
-    add("--output", type=Path, help="also write the JSON to this file")
     arguments = parser.parse_args()
     if arguments.steps <= SETTLED:
         parser.error(f"--steps {arguments.steps}: must be above {SETTLED}, which do not count")
@@ -91,9 +89,7 @@ def main() -> int:
         written = json.loads((folder / "1" / "environment.json").read_text())
     counted = rows[SETTLED:]
     line = {
-        "benchmark": "starts",
-        "config": Path(arguments.config).stem,
-        "set": arguments.overrides,
+        **harness.about("starts", arguments),
         "seconds_to_first_step": found,
         "parts": parts,
         "steps_counted": len(counted),

@@ -1,11 +1,11 @@
 """Where the rate of sustained matrix products goes, by clock and the rest, and which levers move the clock.
 
-    python scripts/bench/profiler_clock.py [--size N] [--only NAME ...]
+    python scripts/bench/measure/levers.py [--size N] [--only NAME ...]
 
 Each lever is one way to run the same products for a few seconds. Prints one JSON line: for each the rate that
 was observed by the host's clock, and the factors that a trace of the same seconds says it is made of, by the
 cycles that CUPTI counts. NVML's clock stands beside them: under a power cap it is higher, for it does not see
-the cycles that are left out. profiler.py starts it, once more without memory that is kept.
+the cycles that are left out. The suite `profiler` runs it, once more without memory that is kept.
 """
 
 import argparse
@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import harness
 import jax
 import jax.numpy as jnp
-from profiler_measure import capped, gemm_clock, judged
+from measure.profiler import capped, gemm_clock, judged
 
 from jaxthru.profile.account import frequency
 from jaxthru.profile.collect import clocks

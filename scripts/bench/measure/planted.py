@@ -1,6 +1,6 @@
-"""`python -m jaxthru.train` with one thing wrong with it, on purpose; profiler.py starts it.
+"""`python -m jaxthru.train` with one thing wrong with it, on purpose; profiled_run.py starts it.
 
-    python scripts/bench/profiler_causes.py CAUSE NOTES [--seconds S] [--one-batch] [--turns N] -- ARGUMENTS
+    python scripts/bench/measure/planted.py CAUSE NOTES [--seconds S] [--one-batch] [--turns N] -- ARGUMENTS
 
 ARGUMENTS are those of jaxthru.train. CAUSE is one of `clean` (nothing), `loader` (sleeps before each batch),
 `sync` (waits for each step, then works on the host), `float32` (one product of each layer), `gather` (all

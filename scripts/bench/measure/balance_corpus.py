@@ -1,8 +1,11 @@
 """Text in documents of heavy-tailed length, for steps whose rows differ in what they cost."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data_balance
 import data_corpus
