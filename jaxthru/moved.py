@@ -86,6 +86,7 @@ MODULES = {
     "profile.publish": "profile.show.publish",
     "profile.trace": "profile.collect.trace",
     "profile.windows": "profile.account.timeline",
+    "training.account": "training.step_timer",
     "training.layered": "engine.dispatched",
     "training.loss": "engine.objective",
     "training.offload": "engine.offload",
@@ -133,6 +134,7 @@ NAMES = {
     "runtime.xla.PINNED_LIMIT": "runtime.pinned.LIMIT",
     "train.build": "build.compiled.build_step",
     "train.describe": "build.compiled.announce",
+    "training.account.Account": "training.step_timer.StepTimer",
     "training.layered.LayeredStep": "engine.dispatched.DispatchedStep",
     "training.loss.Metrics": "engine.terms.Terms",
     "training.parts.init_by_parts": "training.state.sharded_init",
@@ -151,7 +153,8 @@ GONE = {
     *("profile.clues.BATCH", "profile.clues.UPDATE", "profile.clues.RULES", "profile.trace.NoProfile"),
     *("profile.memory.PURPOSES", "profile.memory.SCOPES", "training.metrics.NoRecord"),
     *("training.metrics.NoTensorBoard", "training.parts.slots_by_name", "training.programs.lower"),
-    *("training.state.matrices", "plan.levels.CERTAIN", "plan.levels.resolve", "plan.levels.resolve_here"),
+    *("training.state.init_state", "training.state.matrices"),
+    *("plan.levels.CERTAIN", "plan.levels.resolve", "plan.levels.resolve_here"),
 }
 """Names that nothing has taken the place of."""
 

@@ -31,12 +31,12 @@ from jaxthru.models import family
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.account import Account
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
 from jaxthru.training.samples import Samples
 from jaxthru.training.self_check import agree_on_attention, wrong_attention
 from jaxthru.training.state import FirstState, state_of_weights
+from jaxthru.training.step_timer import StepTimer
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Unsupported
 
@@ -100,12 +100,12 @@ class Build:
         batches = [self.place(batch, rows) for batch in batches]
         return Evaluation(config, self.compiled.loss_terms, batches, self.data.names, self.samples)
 
-    def account(self, skipped: int, started: float, *listeners) -> Account:
-        """Returns the account of finished steps. listeners: the record, the display, the watchdog."""
+    def step_timer(self, skipped: int, started: float, *listeners) -> StepTimer:
+        """Returns the step timer. listeners: the record, the display, the watchdog."""
         model, devices = self.config.model, list(self.layout.mesh.devices.flat)
         needed = functools.partial(family.module_of(model).train_flops, model)
         meter = Meter(needed, hardware.peak_flops(devices), skipped, started)
-        return Account(meter, self.data.names, self.config.train.skip_limit, *listeners)
+        return StepTimer(meter, self.data.names, self.config.train.skip_limit, *listeners)
 
     def _local_rows(self, rows: int) -> slice:
         return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
