@@ -14,7 +14,7 @@ from jaxthru.build.attention_choice import shapes_of
 from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled
 from jaxthru.config import RunConfig
-from jaxthru.engine.model import parts
+from jaxthru.engine.model import split_stages
 from jaxthru.engine.rehearsed import shard_size
 from jaxthru.engine.walk import linearised_block
 from jaxthru.models.remat import kept_bytes
@@ -129,7 +129,7 @@ class Sizes:
         """workspace: bytes of attention's. stacked: of what a loop over layers stacks, if there is one."""
         model, micro = made.step.model, made.step.microbatches
         ops, mesh, chain, item = model.ops, model.ops.layout.mesh, model.chain, model.ops.compute.itemsize
-        params = parts(made.abstract["params"])
+        params = split_stages(made.abstract["params"])
         embedding, head, *layers = map(_on_a_device, params)
         # Along `tensor` a device has all tokens of a part of the heads and of the feed-forward's width.
         tokens = made.batch["tokens"].size // mesh.size // micro

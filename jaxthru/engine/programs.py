@@ -155,8 +155,8 @@ class Programs:
         *,
         infos: Tree,
     ) -> tuple[Tree, Tree]:
-        """Returns the next weights and slots of one part. so_far: the sum of squares of the gradients that
-        are known. index: of the part."""
+        """Returns the next weights and slots of one stage. so_far: the sum of squares of the gradients that
+        are known. index: of the stage."""
         known = {"infos": infos, "counters": counters, "norm": jnp.sqrt(so_far), "loss": loss}
         return self.step.update(index, gradients, weights, slots, **known)
 

@@ -144,10 +144,10 @@ class Optimizer:
 
         params: float32, the whole tree.
         """
-        weights, slots = self.init_part(params, self.infos)
+        weights, slots = self.init_stage(params, self.infos)
         return weights, {"count": jnp.zeros((), jnp.int32), "slots": slots}
 
-    def init_part(self, params: Tree, infos: Tree) -> tuple[Tree, dict[str, Tree]]:
+    def init_stage(self, params: Tree, infos: Tree) -> tuple[Tree, dict[str, Tree]]:
         """Returns the weights and slots of any sub-tree of the parameters. infos: the same sub-tree of
         `self.infos`."""
         leaves, tree = jax.tree.flatten(params)

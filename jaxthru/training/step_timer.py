@@ -124,7 +124,7 @@ class StepTimer:
         self.watchdog.beat()
         if finished.partly_updated:
             log.warning(
-                "step %d: its loss is finite, a gradient is not: the parts updated before it was met keep "
+                "step %d: its loss is finite, a gradient is not: the stages updated before it was met keep "
                 "their update (optim.clip_rule = previous)",
                 step,
             )

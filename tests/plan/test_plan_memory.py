@@ -18,7 +18,7 @@ from jaxthru.build.checks import fit
 from jaxthru.build.memory_estimate import MemoryPlan, Room
 from jaxthru.build.step import assemble
 from jaxthru.engine import rehearsed
-from jaxthru.engine.model import parts
+from jaxthru.engine.model import split_stages
 from jaxthru.engine.offload import HOST
 from jaxthru.engine.programs import compiler_with
 from jaxthru.engine.rehearsed import Moment
@@ -480,9 +480,13 @@ def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
         weights
     )  # weights: forward, backward, and stored after the update
     if exact and config.offload.level != "optimizer":
-        held = [config.offload.level != "none" and on_host(tree) > 0 for tree in parts(slots["slots"]["mu"])]
+        held = [
+            config.offload.level != "none" and on_host(tree) > 0
+            for tree in split_stages(slots["slots"]["mu"])
+        ]
         matrices = [
-            sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.ndim > 1) for tree in parts(weights)
+            sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.ndim > 1)
+            for tree in split_stages(weights)
         ]
         sizes = [4, 4, *[2] * (len(held) - 2)]  # of a gradient's number: tables' in float32
         wanted += 2 * sum(map(math.prod, zip(held, matrices, sizes, strict=True)))
