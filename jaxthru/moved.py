@@ -131,6 +131,7 @@ NAMES = {
     "profile.clues.KEYS": "profile.explain.settings.SETTINGS",
     "profile.evidence.Evidence": "profile.explain.run_facts.RunFacts",
     "profile.publish.show": "profile.show.publish.present",
+    "runtime.sharding.RULES": "runtime.sharding.LOGICAL_AXIS_RULES",
     "runtime.xla.limit_pinned": "runtime.pinned.limit",
     "runtime.xla.PINNED_DEFAULT": "runtime.pinned.DEFAULT",
     "runtime.xla.PINNED_LIMIT": "runtime.pinned.LIMIT",

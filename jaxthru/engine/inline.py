@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from jaxthru.engine import walk
 from jaxthru.engine.gradients import added, linearise, squares, token_weight
@@ -258,7 +259,7 @@ def stored_order(gradients: Tree) -> Tree:
     gradients anyway.
     """
     ordered = jax.tree.map(
-        lambda leaf: with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))), gradients
+        lambda leaf: with_layout_constraint(leaf, MemoryLayout(tuple(range(leaf.ndim)))), gradients
     )
     return jax.lax.optimization_barrier(ordered)
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxthru.runtime.errors import require
-from jaxthru.runtime.sharding import RULES, Axes
+from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES, Axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,9 @@ class WeightInfo:
     def __post_init__(self):
         known = [axis for axis in self.axes if axis is not None]
         for axis in known:
-            require(axis in RULES, f"weight of axes {self.axes}: no logical axis {axis!r}; one of {[*RULES]}")
+            one_of = f"one of {[*LOGICAL_AXIS_RULES]}"
+            known = axis in LOGICAL_AXIS_RULES
+            require(known, f"weight of axes {self.axes}: no logical axis {axis!r}; {one_of}")
         named = sorted(self.inputs + self.stack)
         said = f"weight of axes {self.axes}: inputs = {self.inputs}, stack = {self.stack}"
         require(named == sorted({*named} & {*range(len(self.axes))}), f"{said}: must be dims, each once")

@@ -48,7 +48,7 @@ def with_advice(ledger: Ledger, config: dict[str, Any]) -> Ledger:
     """Returns the ledger with advice, and with what its findings have to do with it: one rule, the noise of
     the run, decides on both. config: as of `advise`."""
     run, least = RunFacts(ledger, config), noise_threshold(ledger)
-    found = {(each.cause, each.key): each for rule in RULES for each in rule(run)}
+    found = {(each.cause, each.key): each for rule in ADVICE_RULES for each in rule(run)}
     named = [each for each in found.values() if each.gain_seconds is None or each.gain_seconds >= least]
     named.sort(key=lambda each: -(each.gain_seconds or 0.0))
     lint = []
@@ -256,7 +256,7 @@ def _stacked(run: RunFacts, entry: Lint) -> bool:
 
 
 Rule = Callable[[RunFacts], Iterator[Advice]]
-RULES: tuple[Rule, ...] = (
+ADVICE_RULES: tuple[Rule, ...] = (
     *(_data_wait, _host_gap, _communication, _host_copies, _larger, _recomputation, _frequency),
     *(_inefficiency, _attention, _other_kernels, _precision, _lint),
 )

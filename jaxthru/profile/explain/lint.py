@@ -10,7 +10,7 @@ from jaxthru.profile.account.attribution import Attribution, Work
 from jaxthru.profile.account.ledger import Lint
 from jaxthru.profile.read.hlo import Instruction, Module, size, within
 from jaxthru.runtime.mesh import AXES
-from jaxthru.runtime.sharding import RULES
+from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES
 
 LARGE = 1 << 20
 """Bytes below which a copy is nothing to speak of."""
@@ -117,7 +117,7 @@ def collectives(
     parallelism also sums activations, data parallelism only sums gradients; and what stages exchange."""
     split = {axis: config["mesh"].get(axis, 1) != 1 for axis in AXES}
     known = (EXCHANGES | dict(exchanges)).items()
-    exchanging = [scope for scope, over in known if any(split[axis] for axis in RULES[over])]
+    exchanging = [scope for scope, over in known if any(split[axis] for axis in LOGICAL_AXIS_RULES[over])]
     for work in attribution.all():
         kind = work.collective
         if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:
