@@ -99,7 +99,7 @@ def rehearse(
 
     def compiler(name, function, arguments, donate=(), **settings):
         traced = trace(name, function, arguments, donate, **settings)
-        results = _placed(traced.out_info, layout)
+        results = _with_shardings(traced.out_info, layout)
         return _Program(account, name, analysis(name, traced), results, donate), results
 
     step = make(compiler, account.put)
@@ -112,7 +112,7 @@ def rehearse(
     return Rehearsal(account.moments, moved[-1] - moved[-2])
 
 
-def _placed(results: Tree, layout: Layout) -> Tree:
+def _with_shardings(results: Tree, layout: Layout) -> Tree:
     """Returns abstract arrays; what the compiler is free to place is taken to be split by rows, its second
     dim, as are all things of which there is one for each token."""
 

@@ -62,13 +62,13 @@ def dot(
     contract: tuple[int, int],
     dtype: jnp.dtype,
     precision: lax.Precision,
-    placed: Callable[[jax.Array], jax.Array] = lambda product: product,
+    constrain: Callable[[jax.Array], jax.Array] = lambda product: product,
 ) -> jax.Array:
     """Returns the product of two matrices, contracted over these dims. precision: of its sums, see
-    BACKWARD_SUMS. placed: lays it out, before it is scaled: parts of sums are then scattered, not summed
-    whole."""
+    BACKWARD_SUMS. constrain: gives it its sharding, before it is scaled: parts of sums are then scattered,
+    not summed whole."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    product = placed(lax.dot_general(a.values, b.values, dims, precision, preferred_element_type=dtype))
+    product = constrain(lax.dot_general(a.values, b.values, dims, precision, preferred_element_type=dtype))
     # A power of two in `dtype` is exact too: the same numbers, whether or not XLA scales before it rounds.
     return product * (a.scale * b.scale).astype(dtype)
 

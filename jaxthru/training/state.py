@@ -60,19 +60,19 @@ def abstract_state(model: Model, optimizer: Optimizer, layout: Layout) -> State:
     """
     shapes = _shapes(model, optimizer)
 
-    def placed(axes: Axes, tree: Tree) -> Tree:
-        return jax.tree.map(lambda leaf: _placed(leaf, layout, axes), tree)
+    def sharded(axes: Axes, tree: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: _sharded(leaf, layout, axes), tree)
 
     def like_params(tree: Tree) -> Tree:
-        return jax.tree.map(lambda info, leaf: placed(info.axes, leaf), model.weights, tree)
+        return jax.tree.map(lambda info, leaf: sharded(info.axes, leaf), model.weights, tree)
 
     params, opt_state = shapes.pop("params"), shapes.pop("opt_state")
     slots = {name: like_params(tree) for name, tree in opt_state["slots"].items()}
-    opt_state = {"count": placed((), opt_state["count"]), "slots": slots}
-    return placed((), shapes) | {"params": like_params(params), "opt_state": opt_state}
+    opt_state = {"count": sharded((), opt_state["count"]), "slots": slots}
+    return sharded((), shapes) | {"params": like_params(params), "opt_state": opt_state}
 
 
-def _placed(leaf: jax.ShapeDtypeStruct, layout: Layout, axes: Axes) -> jax.ShapeDtypeStruct:
+def _sharded(leaf: jax.ShapeDtypeStruct, layout: Layout, axes: Axes) -> jax.ShapeDtypeStruct:
     sharding = layout.sharding(axes)
     try:
         sharding.shard_shape(leaf.shape)
