@@ -466,13 +466,13 @@ def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
     config = load("quickstart", *TINY, *OFFLOADS[offload], *settings)
     made = assembled(config)
     _, moved = memory_estimate.estimate(config)
-    copied, put = [], rehearsed._Account.put
+    copied, put = [], rehearsed._MemoryTally.put
 
-    def counted(account, arrays, shardings):
+    def counted(tally, arrays, shardings):
         copied.extend(array.size for array in arrays)
-        return put(account, arrays, shardings)
+        return put(tally, arrays, shardings)
 
-    monkeypatch.setattr(rehearsed._Account, "put", counted)
+    monkeypatch.setattr(rehearsed._MemoryTally, "put", counted)
     made.rehearsed(nothing)
     weights, slots = made.abstract["params"], made.abstract["opt_state"]
     exact = config.optim.clip_rule == "exact"
@@ -524,7 +524,7 @@ def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
 
 def test_a_program_that_no_category_is_known_of_fails():
     with pytest.raises(KeyError, match="rewind"):
-        rehearsed._Program(rehearsed._Account(), "rewind", rehearsed.NOTHING, ((),), ())()
+        rehearsed._Program(rehearsed._MemoryTally(), "rewind", rehearsed.NOTHING, ((),), ())()
 
 
 def test_every_program_says_what_it_gives():
