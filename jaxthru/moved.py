@@ -115,6 +115,7 @@ NAMES = {
     "models.flops.parameters": "models.llama.parameters",
     "models.flops.train_flops": "models.llama.train_flops",
     "models.layers.weight": "models.layers.drawn",
+    "plan.fit.asked_for": "build.checks.setting_behind",
     "plan.levels.pinned": "build.pinned_host.needed",
     "plan.levels.saved_at_once": "build.pinned_host.saved_at_once",
     "plan.levels.table": "plan.memory.proposal_table",

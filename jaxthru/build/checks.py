@@ -142,8 +142,8 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
     return "triton" if chosen == "auto" and repeatable else chosen
 
 
-def asked_for(config: RunConfig, refusal: Unsupported) -> str:
-    """Returns the setting that asked for what refuses, as `key = value`."""
+def setting_behind(config: RunConfig, refusal: Unsupported) -> str:
+    """Returns the setting behind a refusal, as `key = value`: which implementation was named."""
     operation = str(refusal).partition(":")[0]
     keys = (field.name for field in dataclasses.fields(config.kernels))
     # Several functions of one operation are called after it, but for collective products.

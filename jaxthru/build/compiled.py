@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxthru.build import attention_choice, choices, confirmed, pinned_host
 from jaxthru.build.batches import place, train_batches
-from jaxthru.build.checks import asked_for, attention_by, check_vocabulary, fit, offloaded
+from jaxthru.build.checks import attention_by, check_vocabulary, fit, offloaded, setting_behind
 from jaxthru.build.choices import Choice
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.step import assemble
@@ -208,7 +208,7 @@ def compile_step(
                 with dispatch.noted() as kernels:
                     found = anew(confirmed.compile_candidate)(config, candidate, made, options, room)
             except Unsupported as refusal:
-                raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
+                raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
             if found.compiled is not None:
                 break
             log.info("%s", found.reason)

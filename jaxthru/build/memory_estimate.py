@@ -55,8 +55,9 @@ class Room:
         """Says whether a plan fits."""
         return plan.peak_device <= self.device and plan.peak_host <= self.host
 
-    def lacks(self, plan: MemoryPlan) -> list[str]:
-        """Returns what a plan has too little of, a line each that names the setting."""
+    def shortfall(self, plan: MemoryPlan) -> list[str]:
+        """Returns the shortfall of a plan, a line for the device and one for the host, each with the settings
+        to change."""
         short = []
         if plan.peak_device > self.device:
             short.append(
