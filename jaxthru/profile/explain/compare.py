@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxthru.profile.account.ledger import Collective, Ledger, Lint
-from jaxthru.profile.explain.breakdown import MATMUL_PARTS, noise_threshold, parts
+from jaxthru.profile.explain.breakdown import MATMUL_PARTS, noise_threshold, step_parts
 from jaxthru.profile.explain.causes import Causes, Change
 from jaxthru.profile.explain.settings import TITLES
 
@@ -84,7 +84,7 @@ def compare(
 def _parts(ledger: Ledger, merged: bool, common: float) -> dict[str, float]:
     """Returns the parts of the step, all that is computed again as one; `merged`: and all matmuls as one.
     common: the recomputation of both runs' matmuls, in seconds at the peak."""
-    found = parts(ledger)
+    found = step_parts(ledger)
     again = {scope.line: 0.0 for scope in ledger.scopes}
     for scope in ledger.scopes:
         again[scope.line] += scope.seconds if scope.phase == "recomputation" else 0.0

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from jaxthru.profile.account.ledger import Ledger
-from jaxthru.profile.explain.breakdown import figures, noise_threshold, parts
+from jaxthru.profile.explain.breakdown import figures, noise_threshold, step_parts
 from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 
@@ -72,7 +72,7 @@ def verdict(ledger: Ledger) -> str:
 
 def shares(ledger: Ledger, unit: Unit) -> str:
     """Returns in words what the useful part of the step is, and the largest of the rest."""
-    found, step = parts(ledger), ledger.window.step_seconds
+    found, step = step_parts(ledger), ledger.window.step_seconds
     useful = "ideal" if "ideal" in found else "matmul"
     lost = {name: seconds for name, seconds in found.items() if name != useful}
     worst = max(lost, key=lost.__getitem__)
