@@ -131,6 +131,8 @@ NAMES = {
     "profile.clues.Clues": "profile.explain.causes.Causes",
     "profile.clues.KEYS": "profile.explain.settings.SETTINGS",
     "profile.evidence.Evidence": "profile.explain.run_facts.RunFacts",
+    "profile.paint.paint": "profile.account.timeline.assign_owners",
+    "profile.paint.Painted": "profile.account.timeline.Interval",
     "profile.publish.show": "profile.show.publish.present",
     "runtime.sharding.RULES": "runtime.sharding.LOGICAL_AXIS_RULES",
     "runtime.xla.limit_pinned": "runtime.pinned.limit",

@@ -216,7 +216,7 @@ def _other_kernels(run: RunFacts) -> Iterator[Advice]:
         copies = {entry.instruction for entry in run.ledger.lint if _stacked(run, entry)}
         kernels = [each for each in run.ledger.kernels if each.line == "other_kernels"]
         named = (each for each in kernels if each.hlo in copies or slices.search(f"{each.name} {each.hlo}"))
-        gain = run.painted("other_kernels", sum(each.seconds for each in named))
+        gain = run.within_line("other_kernels", sum(each.seconds for each in named))
         yield _advice(run, "other_kernels", "model.loop", "unroll", gain)
 
 
@@ -231,7 +231,7 @@ def _lint(run: RunFacts) -> Iterator[Advice]:
         if not entries:
             continue
         known = [entry.seconds for entry in entries if entry.seconds is not None]
-        gain = run.painted(line, sum(known)) if known and line else None
+        gain = run.within_line(line, sum(known)) if known and line else None
         worst = max(entries, key=lambda entry: (entry.seconds or 0.0, entry.bytes or 0.0))
         held = sum(entry.bytes or 0.0 for entry in entries)
         text = f"{worst.text[:1].upper()}{worst.text[1:].rstrip('.')}. {what} "

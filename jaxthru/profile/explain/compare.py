@@ -94,7 +94,7 @@ def _parts(ledger: Ledger, merged: bool, common: float) -> dict[str, float]:
     found.setdefault("recomputation", 0.0)
     for line, seconds in again.items():
         if line in found and not (line == "matmul" and merged):
-            moved = min(seconds, found[line])  # scopes may overlap where a line paints an instant once
+            moved = min(seconds, found[line])  # scopes may overlap where a line counts an instant once
             found[line] -= moved
             found["recomputation"] += moved
     if split:
