@@ -216,7 +216,7 @@ def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> Mem
     of_layers, scanned = sizes.item * sizes.layers, model.loop == "scan"
     # Weights that come for a block, if not all are kept.
     weights = sizes.gathered if model.ops.layout.mesh.shape["fsdp"] > 1 and model.policy != "none" else 0
-    # The output matrix's gradient is whole until it is summed over devices; a loop's gradients are one stack.
+    # The LM head's gradient is whole until it is summed over devices; a loop's gradients are one stack.
     first = 4 * sizes.whole + of_layers * scanned
     sums = last = 0
     if made.step.microbatches > 1:

@@ -106,7 +106,7 @@ class Programs:
         context: Context,
     ) -> tuple[Terms, jax.Array, Tree, Tree, jax.Array]:
         """Returns the terms, the gradients of the last block's output, of the head and of the embedding, and
-        the sum of the head's squares. table: of the embedding; None unless it is the output matrix."""
+        the sum of the head's squares. table: of the embedding; None unless it is the LM head."""
         params = walk.head_params(self.model, table, params)
 
         def one(each):

@@ -33,7 +33,7 @@ class GenerationOps(Ops):
 
     @classmethod
     def of(cls, ops: Ops) -> "GenerationOps":
-        """Returns those in place of a run's. Linear maps are of the compute type: scales of float8 would be
+        """Returns those in place of a run's. Linear layers are of the compute type: scales of float8 would be
         of all rows, and a row's text then depend on the others'. Tokens are too few for kernels that move
         them while they multiply, and for norms of their own."""
         fields = {field.name: getattr(ops, field.name) for field in dataclasses.fields(ops)}

@@ -25,7 +25,7 @@ from jaxthru.runtime.errors import InputError, require
 FLOATS = ("F32", "F16", "BF16")
 """Dtypes of weights; whole numbers and eight bits are of quantised ones."""
 HEAD = re.compile(r"(.*\.)?lm_head\.weight")
-"""The output matrix by its published name: older files of tied models have it as a copy of the table."""
+"""The LM head by its published name: older files of tied models have it as a copy of the table."""
 
 PIECE = 128 << 20
 """Bytes that go to a device at once: a runtime pins host memory for as many."""

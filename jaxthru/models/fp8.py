@@ -88,7 +88,7 @@ def project(
       axes: the two logical axes of each weight.
     """
     dtype, stored = x_RI.dtype, [weight_IO.dtype for weight_IO in weights]
-    # The stream of activations is sharded over tokens, what linear maps make of it over rows.
+    # The stream of activations is sharded over tokens, what linear layers make of it over rows.
     by_token = lambda of: "tokens" if of == "embed" else "batch"  # noqa: E731
     lay_out = lambda of: lambda x: layout.constrain(x, (by_token(of), of))  # noqa: E731
 

@@ -40,7 +40,7 @@ class Config(FamilyConfig):
     rope_theta: base of the wavelengths of rotary positions in global layers. rope_local_theta: in local ones.
     rope_factor: stretches the wavelengths of global layers.
     norm_epsilon: added to the mean square in every RMSNorm.
-    tied_embeddings: the embedding table is the output matrix too.
+    tied_embeddings: the embedding table is the LM head too.
     query_scalar: scores are divided by its square root; None is head_dim.
     """
 
@@ -86,7 +86,7 @@ class Config(FamilyConfig):
 
 
 class Embedding(nnx.Module):
-    """Token ids to vectors, scaled by √D; also the output matrix where the embeddings are tied."""
+    """Token ids to vectors, scaled by √D; also the LM head where the embeddings are tied."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         info = WeightInfo(("vocab", "embed"), "table", inputs=(0,))
@@ -140,7 +140,7 @@ class GlobalBlock(Block):
 
 
 class Head(nnx.Module):
-    """The last norm, and the output matrix [D, V] unless it is the embedding's."""
+    """The last norm, and the LM head [D, V] unless it is the embedding's."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.norm = RMSNorm(config.embed, config.norm_epsilon, 1.0)

@@ -28,7 +28,7 @@ class Context:
 
     positions: int32 [B, T], restarting in each document. segments: of `pallas_kernels.attention`. prepared:
     what `Chain.prepare` made of positions, e.g. rotary angles. share: of the step's rows, those of this
-    micro-batch. ops: linear maps and the mesh's operations as this run does them. attention:
+    micro-batch. ops: linear layers and the mesh's operations as this run does them. attention:
     takes the place of theirs, (queries, keys, values, segments, window) -> heads' outputs.
     """
 

@@ -25,10 +25,10 @@ less than half a unit of its format, and updates would only ever shrink."""
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """name: `adamw`, with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101). `muon`: the layers'
-        linear maps by orthogonalised momentum (Jordan 2024, https://kellerjordan.github.io/posts/muon),
+    """name: `adamw`, with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101). `muon`: the blocks'
+        linear layers by orthogonalised momentum (Jordan 2024, https://kellerjordan.github.io/posts/muon),
         scaled to the size of AdamW's updates (arXiv:2502.16982) so that both take one learning rate and
-        weight decay; embedding, output matrix and norms by AdamW.
+        weight decay; embedding, LM head and norms by AdamW.
     learning_rate: the peak, reached at the end of the warm-up.
     schedule: `cosine` warms up, then decays to `final_ratio` of the peak over the rest of the run;
         `wsd` warms up, stays, and decays linearly over the last `decay_ratio` of the run

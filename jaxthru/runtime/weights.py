@@ -10,10 +10,10 @@ from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES, Axes
 @dataclasses.dataclass(frozen=True)
 class WeightInfo:
     """axes: one logical axis a dim; None is never sharded.
-    role: `matrix`: a linear map within a block, or a stack of such maps. `table`: an embedding or an output
-        matrix. `norm`: a norm's scale. `bias`: anything else that is added or scales.
-    inputs: the dims of a linear map that it sums over. stack: dims that count maps of the same kind (layers,
-        experts). All others are its outputs.
+    role: `matrix`: a linear layer within a block, or a stack of them. `table`: an embedding or an LM
+        head. `norm`: a norm's scale. `bias`: anything else that is added or scales.
+    inputs: the dims of a linear layer that it sums over. stack: dims that count layers of the same kind
+        (layers, experts). All others are its outputs.
     trains: without, it has neither gradient nor optimizer state, and is never updated.
     """
 
@@ -45,7 +45,7 @@ class WeightInfo:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The dims that a linear map gives."""
+        """The dims that a linear layer gives."""
         return tuple(dim for dim in range(len(self.axes)) if dim not in self.inputs + self.stack)
 
     def stacked(self) -> "WeightInfo":

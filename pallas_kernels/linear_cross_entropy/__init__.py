@@ -1,4 +1,4 @@
-"""The output matrix and the cross-entropy in one operation, so that whole logits never exist."""
+"""The LM head and the cross-entropy in one operation, so that whole logits never exist."""
 
 from typing import Literal
 

@@ -36,7 +36,8 @@ class Weight:
 
 
 def multiply(using: Ops, x, values, *axes: str) -> jax.Array:
-    """Returns `x` times a weight, by the linear map that it is: one to or from the width of the stream."""
+    """Returns `x` times a weight, by its linear layer: one to or from the width of the
+    stream."""
     weight = Weight(values, *axes)
     return using.column_parallel(x, weight)[0] if axes[0] == "embed" else using.row_parallel(x, weight)
 

@@ -81,8 +81,8 @@ def shape_of(about: dict) -> FamilyConfig:
 
 
 def parameters(arrays: dict[str, np.ndarray], config: FamilyConfig) -> dict:
-    """Returns arrays named as transformers does in the structure of unrolled `params`: linear maps [in, out]
-    in the place of [out, in], heads as a dim of their own."""
+    """Returns arrays named as transformers does in the structure of unrolled `params`: linear layers [in,
+    out] in the place of [out, in], heads as a dim of their own."""
     chain, rest = family.chain(config), dict(arrays)
     tensors = {tensor.path: tensor for tensor in family.published(config).tensors(config)}
 
