@@ -123,8 +123,8 @@ class Model:
         jax.eval_shape(run, [stage.shapes for stage in (self.chain.embedding, *kinds)])
         return list(dict.fromkeys(found))
 
-    def output_matrix(self, params: Tree) -> tuple[jax.Array, Axes]:
-        """Returns the matrix that turns hidden vectors into logits, as it is stored, and its axes. params:
+    def lm_head(self, params: Tree) -> tuple[jax.Array, Axes]:
+        """Returns the LM head, which turns hidden vectors into logits, as it is stored, and its axes. params:
         without layers will do."""
         matrix, info = params, {"embedding": self.chain.embedding.weights, "head": self.chain.head.weights}
         for name in self.chain.output:

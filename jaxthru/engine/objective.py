@@ -36,7 +36,7 @@ class Objective:
         with jax.named_scope(scopes.LOSS):
             minimised, cross_entropy, _ = self.model.ops.linear_cross_entropy(
                 hidden_ND,
-                *self.model.output_matrix(params),
+                *self.model.lm_head(params),
                 batch["targets"],
                 mask * weight,
                 self.z_loss,

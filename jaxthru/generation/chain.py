@@ -159,12 +159,12 @@ def prompt_positions(tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[jax.Ar
 
 def logits(model: Model, params: Tree, x_ND: jax.Array, context: Context) -> jax.Array:
     """Returns the logits [N, V], float32, of the last block's output."""
-    return product(model, params, model.chain.head.apply(params["head"], x_ND, context)[0])
+    return lm_head_logits(model, params, model.chain.head.apply(params["head"], x_ND, context)[0])
 
 
-def product(model: Model, params: Tree, hidden_ND: jax.Array) -> jax.Array:
+def lm_head_logits(model: Model, params: Tree, hidden_ND: jax.Array) -> jax.Array:
     """Returns the logits [N, V], float32, of the head's output."""
-    matrix, axes = model.output_matrix(params)
+    matrix, axes = model.lm_head(params)
     matrix = model.ops.gather(matrix, axes)
     sums = "nd,dv->nv" if axes.index("vocab") else "nd,vd->nv"
     # GPUs and TPUs by default multiply float32 matrices in fewer bits.

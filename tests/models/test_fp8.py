@@ -175,7 +175,7 @@ def test_all_three_matmuls_are_in_float8(compute):
     assert len(casts) == 5  # and each weight and each gradient once
 
 
-def test_embedding_and_output_matrix_stay_out():
+def test_embedding_and_lm_head_stay_out():
     made, batch = tiny.make(float8=True, vocabulary=640), tiny.batch(0)
     params = made.state["params"]
     jaxpr = jax.make_jaxpr(jax.grad(lambda p: made.loss(p, batch, jnp.float32(1))[0]))(params).jaxpr

@@ -152,7 +152,7 @@ def test_logits_and_gradients(name):
         (minimised, hidden_ND), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
         assert float(minimised) == pytest.approx(float(golden["minimised"]), rel=1e-6)
         assert_close(found, parameters(named("gradient/"), config), GRADIENTS)
-    matrix, axes = model.output_matrix(weights)
+    matrix, axes = model.lm_head(weights)
     matrix_DV = matrix if axes == ("embed", "vocab") else matrix.T
     logits = (np.asarray(hidden_ND) @ matrix_DV).reshape(rows, sequence, -1)[:, golden["positions"]]
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=FAR.get(name, LOGITS))
