@@ -127,7 +127,7 @@ def _rehearsed(config: RunConfig, devices: int, segments: int) -> tuple[MemoryPl
         if kind == scopes.LOSS_HEAD:
             device |= {"loss": sizes.logits + sizes.item * sizes.table, "gradients": 4 * sizes.table}
         elif kind == scopes.BACKWARD:
-            # Input, output and gradients of all micro-batches, and weights as products take them.
+            # Input, output and gradients of all micro-batches, and weights as matmuls take them.
             passing = 3 * sizes.stream * made.step.microbatches
             device["activations"] = sizes.at_once + passing + sizes.gathered
             device["gradients"] = sizes.layer * (sizes.item + 4 * (made.step.microbatches > 1))

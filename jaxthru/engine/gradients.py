@@ -1,6 +1,6 @@
 """Gradients: their dtypes, the sum over micro-batches, and the backward pass through a stage.
 
-A block's matrices have their gradients formed in the compute dtype, as the matrix products give them. Those
+A block's matrices have their gradients formed in the compute dtype, as the matmuls give them. Those
 of tables (embedding, LM head), norms and biases are float32: they are few, and sums over all tokens.
 A weight that is kept narrower than that is widened before it is used, so that no gradient is rounded on its
 way to it. Micro-batches add up in float32, one after the other; each token's loss is divided by the tokens of

@@ -156,7 +156,7 @@ def _unrolled(
             book(first + at, gradients)
             if (made := first + at + later) in sums:
                 # Goes on to the layer before only when these sums are made: left to itself, XLA puts off
-                # products that nothing waits for, and keeps their operands, or the gradients, of all layers.
+                # matmuls that nothing waits for, and keeps their operands, or the gradients, of all layers.
                 dx_ND, sums[made] = jax.lax.optimization_barrier((dx_ND, sums[made]))
         return dx_ND
 

@@ -23,7 +23,7 @@ from jaxthru.runtime.sharding import Axes, Layout
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 FORWARD_SUMS, BACKWARD_SUMS = lax.Precision.DEFAULT, lax.Precision.HIGHEST
-"""Hopper's tensor cores add up float8 products with about 14 bits. HIGHEST has cuBLASLt move the sums to
+"""Hopper's tensor cores add up float8 matmuls with about 14 bits. HIGHEST has cuBLASLt move the sums to
 float32 as they grow; DEFAULT does not ("fast accumulation"). With the backward pass short of those bits,
 losses were 2 % higher after 100 steps; in the forward pass it made no difference (scripts/bench/fp8_loss.py).
 """

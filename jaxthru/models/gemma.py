@@ -187,14 +187,14 @@ def kept(config: Config) -> dict[str, int]:
         **{"query": query, "key": key, "value": key, "attention": query},
         **{"attention_statistics": config.heads, "attention_out": config.embed},
         **{"gate": config.mlp, "up": config.mlp, "mlp_out": config.embed},
-        # Of each product's input, where that is not kept already; in float8, of them all.
+        # Of each matmul's input, where that is not kept already; in float8, of them all.
         "rest": 2 * config.embed + config.mlp,
         "float8": 2 * config.embed + query + config.mlp,
     }
 
 
 def products(config: Config) -> dict[str, int]:
-    """Returns the FLOPs per token of a block's matrix products, see `Stage.products`."""
+    """Returns the FLOPs per token of a block's matmuls, see `Stage.products`."""
     widths = kept(config)
     inputs = {"attention_out": widths["query"], "mlp_out": config.mlp}
     names = ("query", "key", "value", "attention_out", "gate", "up", "mlp_out")

@@ -75,9 +75,9 @@ class Stage:
     name: of its kind, in programs' names. apply: (params, x, context) -> (y, Extras). init: key -> params,
     float32. weights: a WeightInfo for each of the params. kept: numbers per token of the activations that
     have a name (`jax.ad_checkpoint.checkpoint_name`), and as "rest" of what else the backward pass needs if
-    nothing is computed again, which are the inputs of matrix products; "float8" are those multiplied in
+    nothing is computed again, which are the inputs of matmuls; "float8" are those multiplied in
     float8. See `remat.kept_bytes`. products: FLOPs per token of those with a name that are
-    matrix products, which a policy may have computed again. metrics: those that `apply` gives. scopes: name
+    matmuls, which a policy may have computed again. metrics: those that `apply` gives. scopes: name
     scopes of its own, which the profiler is to tell apart. exchanges: {name scope whose all-to-alls are
     meant: logical axis that is split where there are any}.
     """

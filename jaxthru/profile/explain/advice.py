@@ -20,12 +20,12 @@ from jaxthru.profile.explain.settings import FINDINGS, TEXTS
 
 FLOAT8 = re.compile(r"\b(h100|h200|gh200|b200|gb200|b300|l4|l40s?|ada)\b", re.I)
 FLOAT8_SPEED = 1.6
-"""A matrix product in float8 against bfloat16 on an H200, with room for its casts: without them it is 1.89
+"""A matmul in float8 against bfloat16 on an H200, with room for its casts: without them it is 1.89
 (docs/results.md)."""
 
 HOPPER = re.compile(r"\b(h100|h200|h800|gh200)\b", re.I)
 FUSED_WINS = 0.7
-"""Of the exposed seconds of gathers and scatters, what kernels that hide them within products won back in the
+"""Of the exposed seconds of gathers and scatters, what kernels that hide them within matmuls won back in the
 8-layer step with mesh.tensor=2 on two H200s: 13.4 of 19.2 ms (docs/results.md)."""
 
 POLICIES = ("full", "attention", "gate", "projections", "none")

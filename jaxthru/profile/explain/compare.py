@@ -2,7 +2,7 @@
 
 The change of the step is taken apart into the changes of its parts, which add up to it. What a named cause
 moves at once is one part here: the whole of the recomputation, whichever kernels it runs; the whole of the
-matrix products where some are newly in float32.
+matmuls where some are newly in float32.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def _parts(ledger: Ledger, merged: bool, common: float) -> dict[str, float]:
 
 
 def _at_their_own_rate(found: dict[str, float], again: float, fresh: float, ledger: Ledger) -> None:
-    """Counts the products that this run alone computes again with all that they take, of which the ledger
+    """Counts the matmuls that this run alone computes again with all that they take, of which the ledger
     has what they would take at the peak as recomputation, and the rest as the clock's and inefficiency.
 
     again: seconds of all that are computed again. fresh: of this run's alone, at the peak.

@@ -69,8 +69,8 @@ def _only_moves(module: Module, instruction: Instruction) -> bool:
 
 
 def float32_matmuls(attribution: Attribution, config: Mapping[str, Any]) -> Found:
-    """Matrix products of float32 arrays where the run computes in bfloat16: a GPU is at half its speed or
-    less. Products of arrays that were just widened are the compiler's own, and are not meant."""
+    """Matmuls of float32 arrays where the run computes in bfloat16: a GPU is at half its speed or
+    less. Matmuls of arrays that were just widened are the compiler's own, and are not meant."""
     if config["precision"]["compute"] != "bfloat16":
         return
     for work in attribution.all():
