@@ -1,4 +1,4 @@
-"""Gradients: their dtypes, the sum over micro-batches, and the backward pass through a stage.
+"""Gradients: their dtypes, gradient accumulation over micro-batches, and the backward pass through a stage.
 
 A block's matrices have their gradients formed in the compute dtype, as the matmuls give them. Those
 of tables (embedding, LM head), norms and biases are float32: they are few, and sums over all tokens.

@@ -1,4 +1,4 @@
-"""The loss of a batch: what a step minimises and what is recorded of it.
+"""The training loss of a batch: the cross-entropy that a step minimises, and what is recorded of it.
 
 Shapes: B rows, T tokens, N = B·T, D embed.
 """

@@ -1,4 +1,4 @@
-"""Where the training state lives, and how it moves: host memory through JAX's memory kinds.
+"""Offload of the training state to host memory, by JAX's memory kinds: where it lives, and how it moves.
 
 A stage is what is updated at once: the embedding, the head, or one layer (engine/model.py `split_stages`). A
 stage on the host is fetched to the device ahead of its use and stored back behind it, by transfers that JAX

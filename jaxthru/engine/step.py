@@ -1,4 +1,4 @@
-"""The update, once gradients exist: norm, finite check, clipping, skipping, and what is recorded.
+"""The update, once gradients exist: gradient norm and clipping, finite check, skipping, and what is recorded.
 
 Written once; every executor (inline.py, dispatched.py) calls it with gradients of its own.
 """

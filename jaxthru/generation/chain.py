@@ -1,4 +1,4 @@
-"""The chain of stages as generation walks it: once over the prompts, and then for each token.
+"""Prefill and decode: the chain of stages, walked once over the prompts, and then for each token.
 
 The first walk keeps keys and values, the others take one token of each row.
 

@@ -1,4 +1,4 @@
-"""Text from a model and its parameters, and the logits of any text.
+"""Text generation from a model and its parameters, and the logits of any text.
 
 A call is two programs: the prefill, and a loop over tokens that stays on the device until all rows have
 ended. Their shapes come in few sizes, so that most calls find them compiled.

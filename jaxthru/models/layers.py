@@ -1,4 +1,4 @@
-"""The layers of a decoder, as Flax NNX modules.
+"""The layers of a decoder, as Flax NNX modules: RMSNorm, attention, SwiGLU.
 
 Shapes: B rows, T tokens, N = B·T, D embed, H heads, K kv heads, C head_dim, M mlp, V vocabulary.
 Each parameter says what it is (`runtime.weights.WeightInfo`); `Ops` lays it out, casts it and multiplies.

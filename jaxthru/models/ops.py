@@ -1,4 +1,4 @@
-"""Operations as a sharded model sees them: how parameters and tokens are gathered, what runs per shard.
+"""Operations of a model that is FSDP, tensor parallel and sequence parallel: what is gathered.
 
 Between its blocks a model's activation is [N, D], the tokens of all rows one after the other, sharded over
 every mesh axis: over `tensor` too, so that norms and residual sums are made, and kept for the backward pass,

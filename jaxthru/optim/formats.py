@@ -1,4 +1,4 @@
-"""The formats that matrices and their optimizer state are kept in, and their bytes.
+"""The formats of weights and optimizer state (float32, bfloat16, int8 moments), and their bytes.
 
 Norm scales and biases are float32 in all of them. The arithmetic of an update is float32 throughout: a format
 says only what is read before it and written after it.

@@ -1,4 +1,4 @@
-"""AdamW, Muon and learning-rate schedules, composed of Optax parts."""
+"""AdamW, Muon and learning-rate schedules, composed of Optax transformations."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The LM head and the cross-entropy in one operation, so that whole logits never exist."""
+"""Linear cross-entropy: the LM head and the loss in one operation, so that whole logits never exist."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The step as parts that add up, from what the peak allows to what was observed; and the figures above them.
+"""The breakdown of a step: parts that add up, from the roofline to what was observed; and the figures above.
 
 `summary`, `report` and `compare` speak of the same parts by the same names.
 """

@@ -1,4 +1,4 @@
-"""What the report and the terminal say in sentences: how good the step is, and what its numbers are worth."""
+"""The verdict in sentences: how good the step is, and the caveats of its numbers."""
 
 import dataclasses
 import re
