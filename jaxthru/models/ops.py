@@ -1,4 +1,4 @@
-"""Operations of a model that is FSDP, tensor parallel and sequence parallel: what is gathered.
+"""The operations of a model under FSDP, tensor parallel and sequence parallel, per shard and across shards.
 
 Between its blocks a model's activation is [N, D], the tokens of all rows one after the other, sharded over
 every mesh axis: over `tensor` too, so that norms and residual sums are made, and kept for the backward pass,

@@ -1,4 +1,4 @@
-"""Named rematerialisation policies: which activations of a layer are kept for the backward pass."""
+"""Activation checkpointing (remat) by named policies: what a layer keeps for the backward pass."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
