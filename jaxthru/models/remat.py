@@ -54,7 +54,7 @@ def kept_bytes(kept: Mapping[str, int], policy: str, item: int, float8: bool = F
 
 
 def recomputed(products: Mapping[str, int], policy: str) -> int:
-    """Returns the FLOPs per token of a stage's products that a policy has computed again. products: of the
+    """Returns the FLOPs per token of a stage's matmuls that a policy has computed again. products: of the
     Stage."""
     kept = products if policy == "none" else KEPT[policy]
     return sum(flops for name, flops in products.items() if name not in kept)
