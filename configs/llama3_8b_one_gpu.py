@@ -1,6 +1,6 @@
 """All 32 layers of Llama 3 8B on one GPU of 141 GB: 90 GiB of float32 state, and every byte else counted.
 
-The layers are unrolled and their gradients bfloat16 (13 GiB), those of the embedding and the output matrix
+The layers are unrolled and their gradients bfloat16 (13 GiB), those of the embedding and the LM head
 float32 (4 GiB); `gate` keeps 1.0 GiB of activations a layer; attention is Triton's, which needs no workspace
 for packed rows.
 """

@@ -44,7 +44,7 @@ class RunConfig:
     data: which text the run reads, and how it is packed into rows.
     optim: the optimizer, the learning rate and its schedule.
     mesh: how many devices stand along each mesh axis.
-    precision: number formats of weights and products.
+    precision: number formats of weights and matmuls.
     remat: what the backward pass computes again instead of keeping it in memory.
     offload: what lives in the host's memory instead of the device's.
     checkpoint: when the state is saved, and which checkpoints are kept.

@@ -50,49 +50,49 @@ def train(
         Watchdog() as watchdog,
         distributed.StopSignal() as stop,
     ):
-        account = built.account(int(state["skipped"]), started, record, progress, watchdog)
+        timer = built.step_timer(int(state["skipped"]), started, record, progress, watchdog)
         model = facts.facts(config.model, config.precision.compute)
         step_of = built.compiled, built.recompile, start, steps
         profile = open_profile(config.profile, directory.profile, *step_of, present, model, progress.note)
 
         def evaluate(step: int) -> None:
-            with account.apart(), profile.span("evaluate"):
+            with timer.between_steps(), profile.span("evaluate"):
                 row = evaluation(step, state["params"])
                 record.evaluation(row)
                 for sample in row.get("samples", ()):
                     progress.sample(sample["prompt"], sample["text"])
 
         def save(step: int) -> None:
-            with account.saving(), profile.span("checkpoint"):
+            with timer.saving(), profile.span("checkpoint"):
                 checkpointer.save(step, state, dataclasses.replace(data_state, step=step).to_json())
 
         if start == 0 and evaluation.due(0, last=False):
             evaluate(0)
-        account.restart_clock()
+        timer.restart_clock()
         step = start
         while step < steps and not stop.should_stop(step + 1):
             step += 1
-            account.look()
-            with account.waiting(), profile.span("data_wait"):
+            timer.check_idle()
+            with timer.waiting(), profile.span("data_wait"):
                 batch = next(batches)
             if profile.begins(step):
-                with account.apart():
+                with timer.between_steps():
                     profile.begin()
-            account.dispatching()
+            timer.dispatching()
             with profile.span("dispatch", step):
                 state, metrics = profile.program(state, batch)
-            account.dispatched(step, metrics)
+            timer.dispatched(step, metrics)
             profile.after(step - 1)
             last = step == steps
             if evaluation.due(step, last) or checkpointer.should_save(step, last):
-                account.settle()  # a checkpoint never runs ahead of the record
+                timer.finish_step()  # a checkpoint never runs ahead of the record
                 profile.after(step)
                 state = built.compiled.settled(state)
                 if evaluation.due(step, last):
                     evaluate(step)
                 if checkpointer.should_save(step, last):
                     save(step)
-        account.settle()
+        timer.finish_step()
         profile.close()
         state = built.compiled.settled(state)
         if step < steps and config.checkpoint.last:

@@ -1,4 +1,4 @@
-"""The product over one dim of each of two matrices, without a transpose."""
+"""A matmul that sums over any one dim of each of its two matrices, without a transpose."""
 
 import jax
 

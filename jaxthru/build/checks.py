@@ -142,11 +142,11 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
     return "triton" if chosen == "auto" and repeatable else chosen
 
 
-def asked_for(config: RunConfig, refusal: Unsupported) -> str:
-    """Returns the setting that asked for what refuses, as `key = value`."""
+def setting_behind(config: RunConfig, refusal: Unsupported) -> str:
+    """Returns the setting behind a refusal, as `key = value`: which implementation was named."""
     operation = str(refusal).partition(":")[0]
     keys = (field.name for field in dataclasses.fields(config.kernels))
-    # Several functions of one operation are called after it, but for collective products.
+    # Several functions of one operation are called after it, but for collective matmuls.
     key = next((key for key in keys if operation.startswith(key)), "collective_matmul")
     return f"kernels.{key} = {getattr(config.kernels, key)!r}"
 

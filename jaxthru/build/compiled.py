@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxthru.build import attention_choice, choices, confirmed, pinned_host
 from jaxthru.build.batches import place, train_batches
-from jaxthru.build.checks import asked_for, attention_by, check_vocabulary, fit, offloaded
+from jaxthru.build.checks import attention_by, check_vocabulary, fit, offloaded, setting_behind
 from jaxthru.build.choices import Choice
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.step import assemble
@@ -31,12 +31,12 @@ from jaxthru.models import family
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.account import Account
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
 from jaxthru.training.samples import Samples
 from jaxthru.training.self_check import agree_on_attention, wrong_attention
 from jaxthru.training.state import FirstState, state_of_weights
+from jaxthru.training.step_timer import StepTimer
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Unsupported
 
@@ -100,12 +100,12 @@ class Build:
         batches = [self.place(batch, rows) for batch in batches]
         return Evaluation(config, self.compiled.loss_terms, batches, self.data.names, self.samples)
 
-    def account(self, skipped: int, started: float, *listeners) -> Account:
-        """Returns the account of finished steps. listeners: the record, the display, the watchdog."""
+    def step_timer(self, skipped: int, started: float, *listeners) -> StepTimer:
+        """Returns the step timer. listeners: the record, the display, the watchdog."""
         model, devices = self.config.model, list(self.layout.mesh.devices.flat)
         needed = functools.partial(family.module_of(model).train_flops, model)
         meter = Meter(needed, hardware.peak_flops(devices), skipped, started)
-        return Account(meter, self.data.names, self.config.train.skip_limit, *listeners)
+        return StepTimer(meter, self.data.names, self.config.train.skip_limit, *listeners)
 
     def _local_rows(self, rows: int) -> slice:
         return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
@@ -208,7 +208,7 @@ def compile_step(
                 with dispatch.noted() as kernels:
                     found = anew(confirmed.compile_candidate)(config, candidate, made, options, room)
             except Unsupported as refusal:
-                raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
+                raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
             if found.compiled is not None:
                 break
             log.info("%s", found.reason)

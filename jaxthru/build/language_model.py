@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru import config as configuration
-from jaxthru.build.checks import asked_for, attention_by, check_vocabulary, fit
+from jaxthru.build.checks import attention_by, check_vocabulary, fit, setting_behind
 from jaxthru.build.step import bound
 from jaxthru.config import DataConfig, MeshConfig, OffloadConfig, RematConfig, RunConfig
 from jaxthru.data.store.tokenizer import Tokenizer
@@ -160,7 +160,7 @@ class LanguageModel:
             with jax.default_matmul_precision("highest" if exact else None):
                 yield
         except Unsupported as refusal:
-            raise InputError(f"{asked_for(self.config, refusal)}: {refusal}") from refusal
+            raise InputError(f"{setting_behind(self.config, refusal)}: {refusal}") from refusal
 
     @property
     def stop(self) -> tuple[int, ...]:

@@ -55,8 +55,9 @@ class Room:
         """Says whether a plan fits."""
         return plan.peak_device <= self.device and plan.peak_host <= self.host
 
-    def lacks(self, plan: MemoryPlan) -> list[str]:
-        """Returns what a plan has too little of, a line each that names the setting."""
+    def shortfall(self, plan: MemoryPlan) -> list[str]:
+        """Returns the shortfall of a plan, a line for the device and one for the host, each with the settings
+        to change."""
         short = []
         if plan.peak_device > self.device:
             short.append(
@@ -126,7 +127,7 @@ def _rehearsed(config: RunConfig, devices: int, segments: int) -> tuple[MemoryPl
         if kind == scopes.LOSS_HEAD:
             device |= {"loss": sizes.logits + sizes.item * sizes.table, "gradients": 4 * sizes.table}
         elif kind == scopes.BACKWARD:
-            # Input, output and gradients of all micro-batches, and weights as products take them.
+            # Input, output and gradients of all micro-batches, and weights as matmuls take them.
             passing = 3 * sizes.stream * made.step.microbatches
             device["activations"] = sizes.at_once + passing + sizes.gathered
             device["gradients"] = sizes.layer * (sizes.item + 4 * (made.step.microbatches > 1))
@@ -215,7 +216,7 @@ def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> Mem
     of_layers, scanned = sizes.item * sizes.layers, model.loop == "scan"
     # Weights that come for a block, if not all are kept.
     weights = sizes.gathered if model.ops.layout.mesh.shape["fsdp"] > 1 and model.policy != "none" else 0
-    # The output matrix's gradient is whole until it is summed over devices; a loop's gradients are one stack.
+    # The LM head's gradient is whole until it is summed over devices; a loop's gradients are one stack.
     first = 4 * sizes.whole + of_layers * scanned
     sums = last = 0
     if made.step.microbatches > 1:

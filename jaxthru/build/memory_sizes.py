@@ -14,7 +14,7 @@ from jaxthru.build.attention_choice import shapes_of
 from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled
 from jaxthru.config import RunConfig
-from jaxthru.engine.model import parts
+from jaxthru.engine.model import split_stages
 from jaxthru.engine.rehearsed import shard_size
 from jaxthru.engine.walk import linearised_block
 from jaxthru.models.remat import kept_bytes
@@ -34,7 +34,7 @@ and gradients on their way through it."""
 
 GATHERED_TOKENS = 5
 """Arrays of a block's tokens, gathered over `tensor`, that its backward pass has at once: the inputs of
-attention's and the feed-forward's products, the gradients of their outputs, and one on its way."""
+attention's and the feed-forward's matmuls, the gradients of their outputs, and one on its way."""
 
 
 LOWERED_ON_A_GPU = "linear_cross_entropy", "adamw_8bit"
@@ -109,7 +109,7 @@ class Sizes:
     these. whole: of that, gathered over `fsdp`. item: bytes of a number in the compute dtype. stream: bytes
     of a block's input. kept: of what all blocks keep. at_once: of what one block's backward pass has. first:
     the same of the block that it begins with, beside `kept`. logits: of those of a chunk. gathered: of a
-    layer's weights as products take them, where that is not as they are stored."""
+    layer's weights as matmuls take them, where that is not as they are stored."""
 
     layer: int
     layers: int
@@ -129,7 +129,7 @@ class Sizes:
         """workspace: bytes of attention's. stacked: of what a loop over layers stacks, if there is one."""
         model, micro = made.step.model, made.step.microbatches
         ops, mesh, chain, item = model.ops, model.ops.layout.mesh, model.chain, model.ops.compute.itemsize
-        params = parts(made.abstract["params"])
+        params = split_stages(made.abstract["params"])
         embedding, head, *layers = map(_on_a_device, params)
         # Along `tensor` a device has all tokens of a part of the heads and of the feed-forward's width.
         tokens = made.batch["tokens"].size // mesh.size // micro
@@ -138,11 +138,11 @@ class Sizes:
         kept = [tokens * of(stage.kept, model.policy, float8=ops.float8) for stage in chain.layers]
         work = round(WORK * tokens * max(of(stage.kept, "none") for stage in chain.layers))
         in_one_program = stacked is None and not made.offload.layered
-        if mesh.shape["tensor"] > 1:  # of two blocks, where products of the one before are put off
+        if mesh.shape["tensor"] > 1:  # of two blocks, where matmuls of the one before are put off
             work += GATHERED_TOKENS * (1 + in_one_program) * stream * mesh.shape["tensor"]
         attention = 2 * tokens * max(of(stage.kept, "attention") for stage in chain.layers)
         # Attention's turn comes when the feed-forward's work is over. In a loop's body, and on several
-        # devices in a program of many blocks, XLA puts products of weights' gradients off until after it.
+        # devices in a program of many blocks, XLA puts matmuls of weights' gradients off until after it.
         put_off = stacked is not None or (mesh.size > 1 and in_one_program)
         at_once = work + workspace if put_off else max(work, attention + workspace)
         stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, parts
+from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, split_stages
 from jaxthru.engine.offload import (
     HOST,
     Fetched,
@@ -28,7 +28,7 @@ from jaxthru.engine.offload import (
     on_device,
 )
 from jaxthru.engine.programs import Programs, by_rows, placed, shardings
-from jaxthru.engine.step import State, Step, counters_of, slots_by_part, state_of
+from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
 from jaxthru.engine.terms import Terms
 from jaxthru.models import scopes
 from jaxthru.models.stage import distinct
@@ -38,7 +38,7 @@ Tree = Any
 
 
 class Pending(NamedTuple):
-    """An update whose gradients have got their norm, and whose parts wait for the next forward pass to come
+    """An update whose gradients have got their norm, and whose stages wait for the next forward pass to come
     by: what then moves to and from the host does so beside the layers' compute.
 
     known: the last arguments of `Programs.update` but the index. slots, gradients: on their way, in the order
@@ -70,7 +70,7 @@ class DispatchedStep:
         self.chain, layout = step.model.chain, step.model.ops.layout
         programs = Programs(step)
         self.held, self.tied = programs.held, self.chain.tied
-        weights, slots = parts(abstract["params"]), slots_by_part(abstract)
+        weights, slots = split_stages(abstract["params"]), slots_by_stage(abstract)
         self.weights_home, self.slots_home = shardings(weights), shardings(slots)
         self.weights_used, self.slots_used = (
             [on_device(tree) for tree in trees] for trees in (weights, slots)
@@ -105,7 +105,7 @@ class DispatchedStep:
         self._eval_block = [FirstAlone(jax.jit(block(stage=stage))) for stage in kinds]
 
     def _compile(self, compile_, programs, kinds, first, weights, slots, counters, batch) -> None:
-        """Compiles every program for what the ones before it return. first: the first part of each kind."""
+        """Compiles every program for what the ones before it return. first: the first stage of each kind."""
         layout, used = self.step.model.ops.layout, self.weights_used
         scalar, rows, stream = layout.sharding(()), layout.sharding((None, "batch")), self.inputs_used
         self.begin, (batch_MRT, context, weight) = compile_(
@@ -123,11 +123,11 @@ class DispatchedStep:
         self.forward, self.backward, self.kept_used, self.kept_home, layers = [], [], [], [], []
         names = [stage.name if len(kinds) > 1 else "" for stage in kinds]
         names = [f"{name}{at}" if names.count(name) > 1 else name for at, name in enumerate(names)]
-        for name, stage, part in zip(names, kinds, first, strict=True):
+        for name, stage, at in zip(names, kinds, first, strict=True):
             forward, (_, kept, more, _) = compile_(
                 scopes.program(scopes.FORWARD, name),
                 programs.forward,
-                (weights[part], x, context),
+                (weights[at], x, context),
                 out_shardings=(stream, None, scalar, scalar),
                 stage=stage,
             )
@@ -146,13 +146,13 @@ class DispatchedStep:
             out_shardings=(scalar, stream, used[HEAD], table and used[EMBEDDING], scalar),
         )
         gradients = {HEAD: d_head}
-        for name, stage, part, (kept, _) in zip(names, kinds, first, layers, strict=True):
-            backward, (_, gradients[part], _) = compile_(
+        for name, stage, at, (kept, _) in zip(names, kinds, first, layers, strict=True):
+            backward, (_, gradients[at], _) = compile_(
                 scopes.program(scopes.BACKWARD, name),
                 programs.backward,
-                (weights[part], x, kept, dx, context, squares),
+                (weights[at], x, kept, dx, context, squares),
                 donate=(3,),
-                out_shardings=(stream, used[part], scalar),
+                out_shardings=(stream, used[at], scalar),
                 stage=stage,
             )
             self.backward.append(backward)
@@ -163,26 +163,26 @@ class DispatchedStep:
             donate=(4,),
             out_shardings=(used[EMBEDDING], scalar),
         )
-        self.update, infos = {}, parts(self.step.optimizer.infos)
+        self.update, infos = {}, split_stages(self.step.optimizer.infos)
         of_layers = [scopes.program(scopes.UPDATE_LAYER, name) for name in names]
         called = dict(zip(first, of_layers, strict=True))
         called |= {EMBEDDING: scopes.UPDATE_EMBEDDING, HEAD: scopes.UPDATE_HEAD}
         index = jax.ShapeDtypeStruct((), np.int32, sharding=scalar)
-        for part in (EMBEDDING, HEAD, *first):
-            self.update[part], _ = compile_(
-                called[part],
+        for at in (EMBEDDING, HEAD, *first):
+            self.update[at], _ = compile_(
+                called[at],
                 programs.update,
-                (weights[part], slots[part], gradients[part], counters, squares, of_head["loss"], index),
+                (weights[at], slots[at], gradients[at], counters, squares, of_head["loss"], index),
                 donate=(0, 1),
-                out_shardings=(used[part], self.slots_used[part]),
-                infos=infos[part],
+                out_shardings=(used[at], self.slots_used[at]),
+                infos=infos[at],
             )
-        self.update |= {part: self.update[first[kind]] for part, kind in self.kinds.items()}
+        self.update |= {at: self.update[first[kind]] for at, kind in self.kinds.items()}
         terms = [terms, *(layers[kind][1] for kind in self.kinds.values()), of_head]
         self.finish, _ = compile_(
             scopes.FINISH, programs.finish, (counters, batch, terms, squares, squares), out_shardings=scalar
         )
-        self.indices = self._put([np.int32(part) for part in range(len(weights))], [scalar] * len(weights))
+        self.indices = self._put([np.int32(at) for at in range(len(weights))], [scalar] * len(weights))
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
         """Returns the next state and this update's metrics, as `Step` does.
@@ -223,7 +223,7 @@ class DispatchedStep:
         held: dict[int, Tree] = {}
 
         def done(index: int, tree: Tree, slot: Tree, gradients: Tree) -> None:
-            """Uses a part's gradients at once, or holds them until the norm of all is known."""
+            """Uses a stage's gradients at once, or holds them until the norm of all is known."""
             if self.held:
                 held[index] = self._move(gradients, self.gradients_home[index], donate=True)
                 self.stores(held[index])
@@ -267,7 +267,7 @@ class DispatchedStep:
         return state_of(weights, slots, counters_of(state), state["params"])
 
     def _renewed(self, weights: list[Tree], slots: list[Tree], pending: Pending | None) -> Iterator[Tree]:
-        """Yields the weights of all parts on the device, in the order of the forward pass, each with its
+        """Yields the weights of all stages on the device, in the order of the forward pass, each with its
         pending update made."""
         trees = self._fetched_weights(weights, self.order)
         for index in self.order:  # and no local name holds on to what is yielded
@@ -280,7 +280,7 @@ class DispatchedStep:
     def _renew(
         self, index: int, tree: Tree, slot: Tree, gradients: Tree, known: tuple, weights: list, slots: list
     ) -> Tree:
-        """Updates a part, of which all is on the device, and starts to store it where it lives. Returns its
+        """Updates a stage, of which all is on the device, and starts to store it where it lives. Returns its
         weights on the device. known: the last arguments of `Programs.update` but the index."""
         tree, slot = self.update[index](tree, slot, gradients, *known, self.indices[index])
         free_host((weights[index], slots[index]))
@@ -304,7 +304,7 @@ class DispatchedStep:
 
         Compiled at its first use, for the shape of its batch, which all batches share.
         """
-        trees = self._fetched_weights(parts(params), self.order)
+        trees = self._fetched_weights(split_stages(params), self.order)
         embedding = next(trees)
         x_ND, context, _ = self._eval_embed(embedding, batch)
         table = embedding if self.tied else None
@@ -317,4 +317,4 @@ class DispatchedStep:
 
 
 def _taken(state: State) -> tuple[list[Tree], list[Tree], Pending | None]:
-    return parts(state["params"]), slots_by_part(state), state.get("pending")
+    return split_stages(state["params"]), slots_by_stage(state), state.get("pending")

@@ -1,7 +1,7 @@
-"""Gradients: their dtypes, the sum over micro-batches, and the backward pass through a stage.
+"""Gradients: their dtypes, gradient accumulation over micro-batches, and the backward pass through a stage.
 
-A block's matrices have their gradients formed in the compute dtype, as the matrix products give them. Those
-of tables (embedding, output matrix), norms and biases are float32: they are few, and sums over all tokens.
+A block's matrices have their gradients formed in the compute dtype, as the matmuls give them. Those
+of tables (embedding, LM head), norms and biases are float32: they are few, and sums over all tokens.
 A weight that is kept narrower than that is widened before it is used, so that no gradient is rounded on its
 way to it. Micro-batches add up in float32, one after the other; each token's loss is divided by the tokens of
 the whole batch, so that micro-batches with unequal loss masks add up to exactly the full batch's mean. The

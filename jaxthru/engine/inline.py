@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from jaxthru.engine import walk
 from jaxthru.engine.gradients import added, linearise, squares, token_weight
-from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, Model, from_parts, parts, unrolled
+from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, Model, join_stages, split_stages, unrolled
 from jaxthru.engine.objective import Objective
-from jaxthru.engine.step import State, Step, counters_of, slots_by_part, state_of
+from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
 from jaxthru.engine.terms import Terms, merged, none_yet, over_first
 from jaxthru.models import scopes
 from jaxthru.models.stage import Context, Group
@@ -48,13 +49,15 @@ class InlineStep:
             norm = jnp.sqrt(squares(gradients))
             known = {"counters": counters, "norm": norm, "loss": terms["loss"]}
             columns = (
-                parts(gradients),
-                parts(state["params"]),
-                slots_by_part(state),
+                split_stages(gradients),
+                split_stages(state["params"]),
+                slots_by_stage(state),
             )
             updated = [
-                step.update(index, *part, infos=infos, **known)
-                for index, (*part, infos) in enumerate(zip(*columns, parts(step.model.weights), strict=True))
+                step.update(index, *stage, infos=infos, **known)
+                for index, (*stage, infos) in enumerate(
+                    zip(*columns, split_stages(step.model.weights), strict=True)
+                )
             ]
         following, metrics = step.finish(counters, batch, terms, norm)
         return state_of(*map(list, zip(*updated, strict=True)), following, state["params"]), metrics
@@ -97,7 +100,7 @@ def micro_batch(
     model, chain = objective.model, objective.model.chain
     context = model.context(batch, objective.max_segments, share)
     made: dict[int, Tree] = {}
-    before = None if sums is None else parts(sums)
+    before = None if sums is None else split_stages(sums)
 
     def book(index: int, gradients: Tree) -> None:
         made[index] = gradients if before is None else added(before[index], gradients)
@@ -122,7 +125,7 @@ def micro_batch(
     if chain.tied:
         of_embedding = jax.tree.map(jnp.add, gradients["embedding"], of_embedding)
     book(EMBEDDING, of_embedding)
-    return terms, from_parts([made[index] for index in range(len(made))], params)
+    return terms, join_stages([made[index] for index in range(len(made))], params)
 
 
 def traced_once(model: Model, group: Group) -> list[Callable]:
@@ -136,7 +139,7 @@ def _unrolled(
 ) -> tuple[jax.Array, Terms, Back]:
     """Returns the output of a group's layers, which lie one by one, their terms, and the way back.
 
-    first: index of the first, as `parts` counts. book: takes (index, gradients).
+    first: index of the first, as `split_stages` counts. book: takes (index, gradients).
     """
     links, terms = [], {}
     blocks = traced_once(model, group)
@@ -153,7 +156,7 @@ def _unrolled(
             book(first + at, gradients)
             if (made := first + at + later) in sums:
                 # Goes on to the layer before only when these sums are made: left to itself, XLA puts off
-                # products that nothing waits for, and keeps their operands, or the gradients, of all layers.
+                # matmuls that nothing waits for, and keeps their operands, or the gradients, of all layers.
                 dx_ND, sums[made] = jax.lax.optimization_barrier((dx_ND, sums[made]))
         return dx_ND
 
@@ -256,7 +259,7 @@ def stored_order(gradients: Tree) -> Tree:
     gradients anyway.
     """
     ordered = jax.tree.map(
-        lambda leaf: with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))), gradients
+        lambda leaf: with_layout_constraint(leaf, MemoryLayout(tuple(range(leaf.ndim)))), gradients
     )
     return jax.lax.optimization_barrier(ordered)
 

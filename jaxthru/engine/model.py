@@ -65,12 +65,12 @@ class Model:
 
     def init(self, key: jax.Array) -> Tree:
         """Returns fresh parameters, all float32; the same values for `scan` and `unroll`, on any mesh."""
-        made = [init(stage, keys) for stage, keys in self.part_keys(key)]
-        return from_parts(made, self.weights)
+        made = [init(stage, keys) for stage, keys in self.stage_keys(key)]
+        return join_stages(made, self.weights)
 
-    def part_keys(self, key: jax.Array) -> list[tuple[Stage, jax.Array]]:
-        """Returns what each of the `parts` is made by and from: its stage and its key, or the keys of all
-        that are stacked. key: of them all."""
+    def stage_keys(self, key: jax.Array) -> list[tuple[Stage, jax.Array]]:
+        """Returns what each tree of `split_stages` is made by and from: its stage and its key, or the keys of
+        all that are stacked. key: of them all."""
         first, layers, last = jax.random.split(key, 3)
         found, keys = (
             [(self.chain.embedding, first), (self.chain.head, last)],
@@ -123,8 +123,8 @@ class Model:
         jax.eval_shape(run, [stage.shapes for stage in (self.chain.embedding, *kinds)])
         return list(dict.fromkeys(found))
 
-    def output_matrix(self, params: Tree) -> tuple[jax.Array, Axes]:
-        """Returns the matrix that turns hidden vectors into logits, as it is stored, and its axes. params:
+    def lm_head(self, params: Tree) -> tuple[jax.Array, Axes]:
+        """Returns the LM head, which turns hidden vectors into logits, as it is stored, and its axes. params:
         without layers will do."""
         matrix, info = params, {"embedding": self.chain.embedding.weights, "head": self.chain.head.weights}
         for name in self.chain.output:
@@ -138,10 +138,10 @@ def init(stage: Stage, keys: jax.Array) -> Tree:
 
 
 EMBEDDING, HEAD, LAYERS = 0, 1, 2
-"""Where `parts` has the embedding, the head and the first block."""
+"""Where `split_stages` has the embedding, the head and the first block."""
 
 
-def parts(tree: Tree) -> list[Tree]:
+def split_stages(tree: Tree) -> list[Tree]:
     """Returns what a tree in the structure of `params` is updated by: embedding, head, and each layer in its
     order (of scanned layers, each stacked block)."""
     blocks = []
@@ -150,9 +150,9 @@ def parts(tree: Tree) -> list[Tree]:
     return [tree["embedding"], tree["head"], *blocks]
 
 
-def from_parts(parts: list[Tree], like: Tree) -> Tree:
-    """Returns the tree that `parts` took apart. like: a tree whose layers lie alike."""
-    embedding, head, *blocks = parts
+def join_stages(trees: list[Tree], like: Tree) -> Tree:
+    """Returns the tree that `split_stages` split. like: a tree whose layers lie alike."""
+    embedding, head, *blocks = trees
     groups, rest = [], iter(blocks)
     for group in like["layers"]:
         if unrolled(group):

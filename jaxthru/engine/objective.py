@@ -1,4 +1,4 @@
-"""The loss of a batch: what a step minimises and what is recorded of it.
+"""The training loss of a batch: the cross-entropy that a step minimises, and what is recorded of it.
 
 Shapes: B rows, T tokens, N = B·T, D embed.
 """
@@ -36,7 +36,7 @@ class Objective:
         with jax.named_scope(scopes.LOSS):
             minimised, cross_entropy, _ = self.model.ops.linear_cross_entropy(
                 hidden_ND,
-                *self.model.output_matrix(params),
+                *self.model.lm_head(params),
                 batch["targets"],
                 mask * weight,
                 self.z_loss,

@@ -1,9 +1,9 @@
-"""Where the training state lives, and how it moves: host memory through JAX's memory kinds.
+"""Offload of the training state to host memory, by JAX's memory kinds: where it lives, and how it moves.
 
-A part is what is updated at once: the embedding, the head, or one layer (engine/model.py `parts`). A part on
-the host is fetched to the device ahead of its use and stored back behind it, by transfers that JAX dispatches
-on their own: on an H200 they run in both directions at once (90 GB/s measured) and beside compute, where
-copies within one compiled program share 54 GB/s.
+A stage is what is updated at once: the embedding, the head, or one layer (engine/model.py `split_stages`). A
+stage on the host is fetched to the device ahead of its use and stored back behind it, by transfers that JAX
+dispatches on their own: on an H200 they run in both directions at once (90 GB/s measured) and beside compute,
+where copies within one compiled program share 54 GB/s.
 """
 
 import collections
@@ -16,15 +16,15 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Sharding
 
-from jaxthru.engine.model import from_parts, parts
+from jaxthru.engine.model import join_stages, split_stages
 from jaxthru.engine.step import State
 from jaxthru.runtime.errors import require
 
 Tree = Any
 HOST = "pinned_host"
 AHEAD = 2
-"""Parts on their way to or from the device beside the one in use. With one, 72 GB/s instead of 90 on an H200;
-with three, no more."""
+"""Stages on their way to or from the device beside the one in use. With one, 72 GB/s instead of 90 on an
+H200; with three, no more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,11 @@ class OffloadConfig:
         their norm; with `previous` each is used as soon as it is there. `parameters`: and the weights.
         `auto`: none where the step fits the device; else the level and the smallest fraction that fit, with
         the remat.policy that makes the faster step (`plan memory --best` says). On a CPU none.
-    fraction: share of the model's parts that `level` is applied to, evenly spread over its depth.
+    fraction: share of the model's stages that `level` is applied to, evenly spread over its depth.
     activations: `inputs` sends each layer's input to the host until its backward pass; `names` also what
         remat.policy keeps.
     staging_gib: device memory, of all devices together, that state on its way may take in either direction;
-        two parts may be in any case.
+        two stages may be in any case.
     host_gib: host memory to pin at most, GiB; the process takes 6 to 10 beside it. None is the limit of the
         process's control group, less 8. A CPU whose memory grows as it is used shows less than it has: this
         says how much it has.
@@ -66,7 +66,7 @@ class OffloadConfig:
         return self.level not in ("none", "auto") or self.activations != "none"
 
     def on_host(self, count: int) -> tuple[bool, ...]:
-        """Returns which of so many parts have their state on the host, in the order of the forward pass."""
+        """Returns which of so many stages have their state on the host, in the order of the forward pass."""
         share = self.fraction if self.level not in ("none", "auto") else 0.0
         # Bresenham's line: the share of any stretch of the depth is the share of the whole.
         return tuple(int((i + 1) * share + 1e-9) > int(i * share + 1e-9) for i in range(count))
@@ -80,7 +80,7 @@ def placed(abstract: State, config: OffloadConfig) -> State:
     """
 
     def place(tree: Tree) -> Tree:
-        return from_parts(hosted(parts(tree), config), tree)
+        return join_stages(hosted(split_stages(tree), config), tree)
 
     params, opt_state = abstract["params"], abstract["opt_state"]
     slots = {name: place(tree) for name, tree in opt_state["slots"].items()}
@@ -90,7 +90,8 @@ def placed(abstract: State, config: OffloadConfig) -> State:
 
 
 def hosted(trees: list[Tree], config: OffloadConfig) -> list[Tree]:
-    """Returns abstract `parts`, those that the fraction names with their matrices in host memory."""
+    """Returns abstract trees of `split_stages`, those that the fraction names with their matrices in host
+    memory."""
     count = len(trees)
     forward_order = [0, *range(2, count), 1]
     chosen = dict(zip(forward_order, config.on_host(count), strict=True))
@@ -178,14 +179,14 @@ class Fetched(Iterator[Tree]):
 
 class Stores:
     """Keeps the host from dispatching more while transfers to it take above `staging` bytes of the device,
-    and are more than AHEAD parts: a part's device memory is free when its copy has ended."""
+    and are more than AHEAD stages: a stage's device memory is free when its copy has ended."""
 
     def __init__(self, staging: int):
         self._staging = staging
         self._going: collections.deque[tuple[Tree, int]] = collections.deque()
 
     def __call__(self, stored: Tree) -> None:
-        """Takes note of a part that is being stored, and waits for earlier ones if need be."""
+        """Takes note of a stage that is being stored, and waits for earlier ones if need be."""
         leaves = [leaf for leaf in jax.tree.leaves(stored) if leaf.sharding.memory_kind == HOST]
         self._going.append((leaves, away_bytes(leaves)))
         while len(self._going) > AHEAD and sum(size for _, size in self._going) > self._staging:

@@ -106,7 +106,7 @@ class Programs:
         context: Context,
     ) -> tuple[Terms, jax.Array, Tree, Tree, jax.Array]:
         """Returns the terms, the gradients of the last block's output, of the head and of the embedding, and
-        the sum of the head's squares. table: of the embedding; None unless it is the output matrix."""
+        the sum of the head's squares. table: of the embedding; None unless it is the LM head."""
         params = walk.head_params(self.model, table, params)
 
         def one(each):
@@ -155,8 +155,8 @@ class Programs:
         *,
         infos: Tree,
     ) -> tuple[Tree, Tree]:
-        """Returns the next weights and slots of one part. so_far: the sum of squares of the gradients that
-        are known. index: of the part."""
+        """Returns the next weights and slots of one stage. so_far: the sum of squares of the gradients that
+        are known. index: of the stage."""
         known = {"infos": infos, "counters": counters, "norm": jnp.sqrt(so_far), "loss": loss}
         return self.step.update(index, gradients, weights, slots, **known)
 

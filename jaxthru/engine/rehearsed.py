@@ -1,7 +1,7 @@
 """The rehearsed executor: arrays have a size and a place but no values, to count memory.
 
-The dispatched step's own schedule is what is run: its programs and its copies are stand-ins that keep account
-of what lives where, and so the account cannot differ from the schedule. What a program needs beside its
+The dispatched step's own schedule is what is run: its programs and its copies are stand-ins that keep a tally
+of what lives where, and so the tally cannot differ from the schedule. What a program needs beside its
 arguments is read from its compile.
 
 Approximate, to the safe side: a copy is taken to end only when the host has waited for it, or for a program
@@ -95,24 +95,24 @@ def rehearse(
     make: (compiler, put) -> the step. state, batch: abstract. trace: as `programs.trace`, which a caller may
     want to remember what it returned.
     """
-    account, moved = _Account(), []
+    tally, moved = _MemoryTally(), []
 
     def compiler(name, function, arguments, donate=(), **settings):
         traced = trace(name, function, arguments, donate, **settings)
-        results = _placed(traced.out_info, layout)
-        return _Program(account, name, analysis(name, traced), results, donate), results
+        results = _with_shardings(traced.out_info, layout)
+        return _Program(tally, name, analysis(name, traced), results, donate), results
 
-    step = make(compiler, account.put)
+    step = make(compiler, tally.put)
     kinds = {"params": "parameters", "opt_state": "optimizer"}
-    arrays = {name: account.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}
+    arrays = {name: tally.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}
     for _ in range(STEPS):
-        arrays, _ = step(arrays, account.arrays(batch, "other"))
-        moved.append(account.moved)
+        arrays, _ = step(arrays, tally.arrays(batch, "other"))
+        moved.append(tally.moved)
     step.settled(arrays)  # before a checkpoint and an evaluation; nothing else paces the stores
-    return Rehearsal(account.moments, moved[-1] - moved[-2])
+    return Rehearsal(tally.moments, moved[-1] - moved[-2])
 
 
-def _placed(results: Tree, layout: Layout) -> Tree:
+def _with_shardings(results: Tree, layout: Layout) -> Tree:
     """Returns abstract arrays; what the compiler is free to place is taken to be split by rows, its second
     dim, as are all things of which there is one for each token."""
 
@@ -145,15 +145,15 @@ class _Array:
     """Stands for a jax.Array. made: number of the program that makes it. comes: the copy that does. read:
     those that read it."""
 
-    __slots__ = ("account", "category", "comes", "dtype", "gone", "made", "read", "shape", "sharding", "size")
+    __slots__ = ("category", "comes", "dtype", "gone", "made", "read", "shape", "sharding", "size", "tally")
 
-    def __init__(self, account: "_Account", like, sharding, category: str, made: int, comes=None):
-        self.account, self.shape, self.dtype, self.sharding = account, like.shape, like.dtype, sharding
+    def __init__(self, tally: "_MemoryTally", like, sharding, category: str, made: int, comes=None):
+        self.tally, self.shape, self.dtype, self.sharding = tally, like.shape, like.dtype, sharding
         self.category, self.made, self.comes, self.gone = category, made, comes, False
         self.read: list[_Copy] = []
         size = self.dtype.itemsize * shard_size(tuple(self.shape), sharding)
         self.size = size * (sharding.mesh.size if self.on_host else 1)
-        account.add(self.on_host, category, self.size)
+        tally.add(self.on_host, category, self.size)
 
     @property
     def on_host(self) -> bool:
@@ -174,20 +174,20 @@ class _Array:
         if self.gone:
             return
         self.gone = True
-        self.account.add(self.on_host, self.category, -self.size)
-        under_way = [copy for copy in self.read if copy in self.account.copies]
+        self.tally.add(self.on_host, self.category, -self.size)
+        under_way = [copy for copy in self.read if copy in self.tally.copies]
         if under_way:
-            self.account.add(self.on_host, "staging", self.size)
+            self.tally.add(self.on_host, "staging", self.size)
             under_way[-1].frees.append((self.on_host, "staging", self.size))
 
     __del__ = delete
 
     def block_until_ready(self) -> "_Array":
-        self.account.waited(self)
+        self.tally.waited(self)
         return self
 
 
-class _Account:
+class _MemoryTally:
     """What lives, by category: [False] on a device, [True] on the host."""
 
     def __init__(self):
@@ -251,21 +251,21 @@ class _Account:
 class _Program:
     """Stands for a compiled program."""
 
-    def __init__(self, account: _Account, name: str, needs: Breakdown, results: Tree, donate: tuple):
-        self.account, self.name, self.needs = account, name, needs
+    def __init__(self, tally: _MemoryTally, name: str, needs: Breakdown, results: Tree, donate: tuple):
+        self.tally, self.name, self.needs = tally, name, needs
         self.results, self.donate = results, donate
 
     def __call__(self, *arguments) -> Tree:
-        account = self.account
-        account.programs += 1
-        account.known.clear()
-        account.latest = self.name
+        tally = self.tally
+        tally.programs += 1
+        tally.known.clear()
+        tally.latest = self.name
         for leaf in jax.tree.leaves(arguments):
             if isinstance(leaf, _Array) and leaf.comes is not None and leaf.comes.used_by is None:
-                leaf.comes.used_by = account.programs
-        account.moment(self.name, self.needs)
+                leaf.comes.used_by = tally.programs
+        tally.moment(self.name, self.needs)
         for index in self.donate:
             for leaf in jax.tree.leaves(arguments[index]):
                 leaf.delete()
         pairs = zip(self.results, RESULTS[scopes.program_of(self.name)], strict=True)
-        return tuple(account.arrays(result, kind, account.programs) for result, kind in pairs)
+        return tuple(tally.arrays(result, kind, tally.programs) for result, kind in pairs)

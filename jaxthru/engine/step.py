@@ -1,4 +1,4 @@
-"""The update, once gradients exist: norm, finite check, clipping, skipping, and what is recorded.
+"""The update, once gradients exist: gradient norm and clipping, finite check, skipping, and what is recorded.
 
 Written once; every executor (inline.py, dispatched.py) calls it with gradients of its own.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxthru.data.loading.batch import BATCH_FIELDS
-from jaxthru.engine.model import Batch, Model, from_parts, parts
+from jaxthru.engine.model import Batch, Model, join_stages, split_stages
 from jaxthru.engine.objective import Objective
 from jaxthru.engine.terms import Terms
 from jaxthru.optim.formats import rounding_key
@@ -123,11 +123,11 @@ class Step:
         norm: jax.Array,
         loss: jax.Array,
     ) -> tuple[Tree, dict[str, Tree]]:
-        """Returns the next weights and slots of one part, so that parts updated one at a time, in any order,
-        come out the same to the bit. A loss or norm that is not finite leaves them as they are.
+        """Returns the next weights and slots of one stage, so that stages updated one at a time, in any
+        order, come out the same to the bit. A loss or norm that is not finite leaves them as they are.
 
-        index: of the part, see `model.parts`. infos: a WeightInfo for each of its weights. counters: see
-        `counters_of`. norm: of the gradients, all or those known so far.
+        index: of the stage, see `model.split_stages`. infos: a WeightInfo for each of its weights. counters:
+        see `counters_of`. norm: of the gradients, all or those known so far.
         """
         count, optimizer = counters["count"], self.optimizer
         clip_scale, usable = optimizer.clipping(norm, counters["grad_norm"])
@@ -179,16 +179,16 @@ def counters_of(state: State) -> State:
 
 
 def state_of(weights: list[Tree], slots: list[dict[str, Tree]], counters: State, like: Tree) -> State:
-    """Returns a state of its parts. like: params whose layers lie alike."""
-    params = from_parts(weights, like)
-    columns = {name: from_parts([slot[name] for slot in slots], params) for name in slots[0]}
+    """Returns a state of its stages and counters. like: params whose layers lie alike."""
+    params = join_stages(weights, like)
+    columns = {name: join_stages([slot[name] for slot in slots], params) for name in slots[0]}
     scalars = {name: leaf for name, leaf in counters.items() if name != "count"}
     return scalars | {"params": params, "opt_state": {"count": counters["count"], "slots": columns}}
 
 
-def slots_by_part(state: State) -> list[dict[str, Tree]]:
-    """Returns the optimizer's slots of each part."""
-    columns = {name: parts(tree) for name, tree in state["opt_state"]["slots"].items()}
+def slots_by_stage(state: State) -> list[dict[str, Tree]]:
+    """Returns the optimizer's slots of each stage."""
+    columns = {name: split_stages(tree) for name, tree in state["opt_state"]["slots"].items()}
     return [dict(zip(columns, of, strict=True)) for of in zip(*columns.values(), strict=True)]
 
 

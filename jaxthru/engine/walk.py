@@ -1,4 +1,4 @@
-"""The links of the chain as every executor applies them: functions of parameters, to be linearised.
+"""The forward pass of each stage as every executor applies it: functions of parameters, to be linearised.
 
 Each returns ((what goes on, {name: auxiliary loss}), terms for the record).
 

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens before, and attention over them.
+"""The KV cache: keys and values of the tokens before, and attention over them.
 
 Rows of a batch end together: a prompt of any length lies so that its last token is at the same time as
 everyone's, the length of the longest (padded) prompt less one, and from there on all rows take one step at a

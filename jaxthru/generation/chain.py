@@ -1,4 +1,4 @@
-"""The chain of stages as generation walks it: once over the prompts, and then for each token.
+"""Prefill and decode: the chain of stages, walked once over the prompts, and then for each token.
 
 The first walk keeps keys and values, the others take one token of each row.
 
@@ -33,7 +33,7 @@ class GenerationOps(Ops):
 
     @classmethod
     def of(cls, ops: Ops) -> "GenerationOps":
-        """Returns those in place of a run's. Linear maps are of the compute type: scales of float8 would be
+        """Returns those in place of a run's. Linear layers are of the compute type: scales of float8 would be
         of all rows, and a row's text then depend on the others'. Tokens are too few for kernels that move
         them while they multiply, and for norms of their own."""
         fields = {field.name: getattr(ops, field.name) for field in dataclasses.fields(ops)}
@@ -159,12 +159,12 @@ def prompt_positions(tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[jax.Ar
 
 def logits(model: Model, params: Tree, x_ND: jax.Array, context: Context) -> jax.Array:
     """Returns the logits [N, V], float32, of the last block's output."""
-    return product(model, params, model.chain.head.apply(params["head"], x_ND, context)[0])
+    return lm_head_logits(model, params, model.chain.head.apply(params["head"], x_ND, context)[0])
 
 
-def product(model: Model, params: Tree, hidden_ND: jax.Array) -> jax.Array:
+def lm_head_logits(model: Model, params: Tree, hidden_ND: jax.Array) -> jax.Array:
     """Returns the logits [N, V], float32, of the head's output."""
-    matrix, axes = model.output_matrix(params)
+    matrix, axes = model.lm_head(params)
     matrix = model.ops.gather(matrix, axes)
     sums = "nd,dv->nv" if axes.index("vocab") else "nd,vd->nv"
     # GPUs and TPUs by default multiply float32 matrices in fewer bits.

@@ -1,4 +1,4 @@
-"""Text from a model and its parameters, and the logits of any text.
+"""Text generation from a model and its parameters, and the logits of any text.
 
 A call is two programs: the prefill, and a loop over tokens that stays on the device until all rows have
 ended. Their shapes come in few sizes, so that most calls find them compiled.
@@ -87,7 +87,7 @@ class Generator:
     def take(self, params: Tree) -> None:
         """Puts other parameters of the same model in place; what is compiled stays."""
         self.params = chain.in_compute_dtype(self.model, params)
-        matrix, axes = self.model.output_matrix(self.params)
+        matrix, axes = self.model.lm_head(self.params)
         self.ids = matrix.shape[axes.index("vocab")]
 
     def generate(
@@ -263,7 +263,7 @@ class Generator:
         positions_BT, ids_BT = chain.prompt_positions(tokens_BT, lengths_B)
         batch = {"tokens": tokens_BT, "positions": positions_BT, "segment_ids": ids_BT}
         hidden_ND = hidden(self.model, params, batch, 2)
-        return chain.product(self.model, params, hidden_ND).reshape(*tokens_BT.shape, -1)
+        return chain.lm_head_logits(self.model, params, hidden_ND).reshape(*tokens_BT.shape, -1)
 
     def _scores(
         self, params: Tree, tokens_BT: jax.Array, following_BT: jax.Array, lengths_B: jax.Array
@@ -274,7 +274,7 @@ class Generator:
 
         def piece(each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             hidden_ND, tokens_N = each
-            logits_NV = chain.product(self.model, params, hidden_ND)
+            logits_NV = chain.lm_head_logits(self.model, params, hidden_ND)
             likeliest_N = jnp.argmax(logits_NV, axis=1).astype(jnp.int32) == tokens_N
             return log_probability(logits_NV, tokens_N), likeliest_N
 

@@ -1,4 +1,4 @@
-"""How the next token is chosen of a model's logits.
+"""Sampling: how the next token is chosen of a model's logits.
 
 Shapes: B rows, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Sizes that programs are compiled for: few, so that most calls find theirs compiled."""
+"""Shape buckets: the few sizes that programs are compiled for, so that most calls find theirs compiled."""
 
 SMALLEST = 64  # tokens of a prompt or slots of a cache: a kernel's tile
 

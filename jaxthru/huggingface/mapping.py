@@ -1,4 +1,4 @@
-"""Which published tensor is which weight, and the functions that turn one into the other on a device."""
+"""The mapping of names: which published tensor is which weight, and what turns one into the other."""
 
 import dataclasses
 import functools

@@ -144,8 +144,8 @@ class Reader:
         )
         dims = isinstance(shape, list) and len(shape) <= MOST_DIMS and all(map(_whole, shape))
         self._require(dims, f"tensor {name!r}: shape {shape!r} must be up to {MOST_DIMS} whole numbers")
-        placed = isinstance(offsets, list) and len(offsets) == 2 and all(map(_whole, offsets))
-        self._require(placed, f"tensor {name!r}: data_offsets {offsets!r} must be two whole numbers")
+        whole_pair = isinstance(offsets, list) and len(offsets) == 2 and all(map(_whole, offsets))
+        self._require(whole_pair, f"tensor {name!r}: data_offsets {offsets!r} must be two whole numbers")
         info = TensorInfo(dtype, tuple(shape), (offsets[0], offsets[1]))
         full = math.prod(dim for dim in shape if dim) * DTYPES[dtype].itemsize
         self._require(full < LARGEST, f"tensor {name!r}: shape {shape!r} is too large")

@@ -25,7 +25,7 @@ from jaxthru.runtime.errors import InputError, require
 FLOATS = ("F32", "F16", "BF16")
 """Dtypes of weights; whole numbers and eight bits are of quantised ones."""
 HEAD = re.compile(r"(.*\.)?lm_head\.weight")
-"""The output matrix by its published name: older files of tied models have it as a copy of the table."""
+"""The LM head by its published name: older files of tied models have it as a copy of the table."""
 
 PIECE = 128 << 20
 """Bytes that go to a device at once: a runtime pins host memory for as many."""
@@ -47,7 +47,7 @@ class Weights:
     def __init__(self, folder: Path | Folder, config: FamilyConfig):
         self.folder = folder if isinstance(folder, Folder) else Folder(folder)
         by_name = mapped(config)
-        account(self.folder, by_name, config)
+        check_tensors(self.folder, by_name, config)
         self.tensors: dict[tuple[str, ...], Mapped] = {each.tensor.path: each for each in by_name.values()}
         infos = {path: self._info(path) for path in self.tensors}
         self.dtypes = {path: DTYPES[info.dtype].name for path, info in infos.items()}
@@ -134,7 +134,7 @@ def _joined(pieces: list[jax.Array]) -> jax.Array:
     return jnp.concatenate(pieces)
 
 
-def account(folder: Folder, by_name: dict[str, Mapped], config: FamilyConfig) -> None:
+def check_tensors(folder: Folder, by_name: dict[str, Mapped], config: FamilyConfig) -> None:
     """Raises InputError that names a tensor unless a folder's tensors are the weights of a configuration."""
     for name, about in by_name.items():
         _check_weight(folder, name, about, by_name, config)

@@ -12,7 +12,7 @@ from jaxthru.models.family import FamilyConfig
 from jaxthru.models.remat import KEPT, kept_bytes, recomputed
 from jaxthru.models.stage import Stage, distinct
 from jaxthru.profile.read.facts import Facts
-from jaxthru.runtime.sharding import RULES
+from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES
 from jaxthru.runtime.weights import WeightInfo
 
 POLICIES = (*KEPT, "none")
@@ -33,7 +33,7 @@ def facts(config: FamilyConfig, compute: str) -> Facts:
         layers=len(chain.layers),
         layer_parameters=sum(count * math.prod(shape) for each, count in matrices for _, shape in each),
         widths={key: dims[axis] for key, axis in named.items()},
-        split_widths=tuple(key for key, axis in named.items() if "tensor" in RULES[axis]),
+        split_widths=tuple(key for key, axis in named.items() if "tensor" in LOGICAL_AXIS_RULES[axis]),
         kept={
             one: sum(count * kept_bytes(stage.kept, one, item) for stage, count in blocks) for one in POLICIES
         },

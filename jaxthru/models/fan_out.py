@@ -1,4 +1,4 @@
-"""One activation that several matrix products read: how their gradients are added up.
+"""One activation that several matmuls read: how their gradients are added up.
 
 cuBLAS adds an array to a product as it writes it, with no pass over memory of its own. XLA has it do so where
 the product is the first operand of the sum and nothing is added to it yet. JAX's own sums have what was added
@@ -19,7 +19,7 @@ def added(products: Sequence[jax.Array]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def fan_out(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
-    """Returns x so many times: one for each product that reads it, whose gradients `added` then adds up."""
+    """Returns x so many times: one for each matmul that reads it, whose gradients `added` then adds up."""
     return (x,) * count
 
 

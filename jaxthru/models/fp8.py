@@ -23,7 +23,7 @@ from jaxthru.runtime.sharding import Axes, Layout
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 FORWARD_SUMS, BACKWARD_SUMS = lax.Precision.DEFAULT, lax.Precision.HIGHEST
-"""Hopper's tensor cores add up float8 products with about 14 bits. HIGHEST has cuBLASLt move the sums to
+"""Hopper's tensor cores add up float8 matmuls with about 14 bits. HIGHEST has cuBLASLt move the sums to
 float32 as they grow; DEFAULT does not ("fast accumulation"). With the backward pass short of those bits,
 losses were 2 % higher after 100 steps; in the forward pass it made no difference
 (scripts/bench/measure/fp8_loss.py).
@@ -63,13 +63,13 @@ def dot(
     contract: tuple[int, int],
     dtype: jnp.dtype,
     precision: lax.Precision,
-    placed: Callable[[jax.Array], jax.Array] = lambda product: product,
+    constrain: Callable[[jax.Array], jax.Array] = lambda product: product,
 ) -> jax.Array:
     """Returns the product of two matrices, contracted over these dims. precision: of its sums, see
-    BACKWARD_SUMS. placed: lays it out, before it is scaled: parts of sums are then scattered, not summed
-    whole."""
+    BACKWARD_SUMS. constrain: gives it its sharding, before it is scaled: parts of sums are then scattered,
+    not summed whole."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    product = placed(lax.dot_general(a.values, b.values, dims, precision, preferred_element_type=dtype))
+    product = constrain(lax.dot_general(a.values, b.values, dims, precision, preferred_element_type=dtype))
     # A power of two in `dtype` is exact too: the same numbers, whether or not XLA scales before it rounds.
     return product * (a.scale * b.scale).astype(dtype)
 
@@ -89,7 +89,7 @@ def project(
       axes: the two logical axes of each weight.
     """
     dtype, stored = x_RI.dtype, [weight_IO.dtype for weight_IO in weights]
-    # The stream of activations is sharded over tokens, what linear maps make of it over rows.
+    # The stream of activations is sharded over tokens, what linear layers make of it over rows.
     by_token = lambda of: "tokens" if of == "embed" else "batch"  # noqa: E731
     lay_out = lambda of: lambda x: layout.constrain(x, (by_token(of), of))  # noqa: E731
 

@@ -40,7 +40,7 @@ class Config(FamilyConfig):
     rope_theta: base of the wavelengths of rotary positions in global layers. rope_local_theta: in local ones.
     rope_factor: stretches the wavelengths of global layers.
     norm_epsilon: added to the mean square in every RMSNorm.
-    tied_embeddings: the embedding table is the output matrix too.
+    tied_embeddings: the embedding table is the LM head too.
     query_scalar: scores are divided by its square root; None is head_dim.
     """
 
@@ -86,7 +86,7 @@ class Config(FamilyConfig):
 
 
 class Embedding(nnx.Module):
-    """Token ids to vectors, scaled by √D; also the output matrix where the embeddings are tied."""
+    """Token ids to vectors, scaled by √D; also the LM head where the embeddings are tied."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         info = WeightInfo(("vocab", "embed"), "table", inputs=(0,))
@@ -140,7 +140,7 @@ class GlobalBlock(Block):
 
 
 class Head(nnx.Module):
-    """The last norm, and the output matrix [D, V] unless it is the embedding's."""
+    """The last norm, and the LM head [D, V] unless it is the embedding's."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.norm = RMSNorm(config.embed, config.norm_epsilon, 1.0)
@@ -187,14 +187,14 @@ def kept(config: Config) -> dict[str, int]:
         **{"query": query, "key": key, "value": key, "attention": query},
         **{"attention_statistics": config.heads, "attention_out": config.embed},
         **{"gate": config.mlp, "up": config.mlp, "mlp_out": config.embed},
-        # Of each product's input, where that is not kept already; in float8, of them all.
+        # Of each matmul's input, where that is not kept already; in float8, of them all.
         "rest": 2 * config.embed + config.mlp,
         "float8": 2 * config.embed + query + config.mlp,
     }
 
 
 def products(config: Config) -> dict[str, int]:
-    """Returns the FLOPs per token of a block's matrix products, see `Stage.products`."""
+    """Returns the FLOPs per token of a block's matmuls, see `Stage.products`."""
     widths = kept(config)
     inputs = {"attention_out": widths["query"], "mlp_out": config.mlp}
     names = ("query", "key", "value", "attention_out", "gate", "up", "mlp_out")

@@ -17,7 +17,7 @@ class KernelsConfig:
     name, which runs or says why it cannot.
 
     attention: of each token to the earlier ones of its own document.
-    linear_cross_entropy: the product with the output matrix, and the loss, in one.
+    linear_cross_entropy: the matmul with the LM head, and the loss, in one.
     collective_matmul: what moves tokens over the mesh axis `tensor`; also `fused`, the kernels for Hopper
     where they are expected to be faster and otherwise as `auto`, or `none`, collectives that XLA's
     partitioner puts in.

@@ -1,4 +1,4 @@
-"""The layers of a decoder, as Flax NNX modules.
+"""The layers of a decoder, as Flax NNX modules: RMSNorm, attention, SwiGLU.
 
 Shapes: B rows, T tokens, N = B·T, D embed, H heads, K kv heads, C head_dim, M mlp, V vocabulary.
 Each parameter says what it is (`runtime.weights.WeightInfo`); `Ops` lays it out, casts it and multiplies.
@@ -25,7 +25,7 @@ from pallas_kernels.rms_norm import PARTITIONED, rms_norm, rms_norm_residual, rm
 class PrecisionConfig:
     """parameters: type of the master weights. compute: type of activations, matmul operands and logits; the
     loss is made of these in float32. matmul: `compute` multiplies in the compute type, `fp8` multiplies the
-    layers' linear maps in float8 (arXiv:2209.05433), but never the embedding or the output matrix."""
+    blocks' linear layers in float8 (arXiv:2209.05433), but never the embedding or the LM head."""
 
     parameters: Literal["float32"] = "float32"
     compute: Literal["bfloat16", "float32"] = "bfloat16"
@@ -39,7 +39,8 @@ class Weight(nnx.Param):
 def linear(
     rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], deviation: float, inputs: int = 1
 ) -> Weight:
-    """Returns a linear map [*in, *out], of which the first so many dims are its inputs, drawn as `drawn`."""
+    """Returns the weight of a linear layer [*in, *out], whose first so many dims are its inputs, drawn as
+    `drawn`."""
     return drawn(rngs, WeightInfo(axes, "matrix", tuple(range(inputs))), shape, deviation)
 
 

@@ -34,7 +34,7 @@ class Config(FamilyConfig):
     rope_theta: base of the wavelengths of rotary positions. rope_scaling: stretches these wavelengths; None
         leaves them alone, setting one of its keys turns it on.
     norm_epsilon: added to the mean square in every RMSNorm.
-    tied_embeddings: the embedding table is the output matrix too.
+    tied_embeddings: the embedding table is the LM head too.
     qk_norm: RMSNorm of queries and keys in each head, as Qwen3 has it.
     qkv_bias: biases of queries, keys and values, as Qwen2.5 has them.
     window: each token sees no more than so many tokens of its document, the last of which is itself; None is
@@ -79,7 +79,7 @@ class Config(FamilyConfig):
 
 
 class Embedding(nnx.Module):
-    """Token ids to vectors; also the output matrix where the embeddings are tied."""
+    """Token ids to vectors; also the LM head where the embeddings are tied."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         deviation = head_deviation(config) if config.tied_embeddings else EMBEDDING_DEVIATION
@@ -109,7 +109,7 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The last norm, and the output matrix [D, V] unless it is the embedding's."""
+    """The last norm, and the LM head [D, V] unless it is the embedding's."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.norm = RMSNorm(config.embed, config.norm_epsilon)
@@ -159,14 +159,14 @@ def kept(config: Config) -> dict[str, int]:
         **{"query": query, "key": key, "value": key, "attention": query},
         **{"attention_statistics": config.heads, "attention_out": config.embed},
         **{"gate": config.mlp, "up": config.mlp},
-        # Of each product's input, where that is not kept already; in float8, of them all.
+        # Of each matmul's input, where that is not kept already; in float8, of them all.
         "rest": 2 * config.embed + config.mlp,
         "float8": 2 * config.embed + query + config.mlp,
     }
 
 
 def products(config: Config) -> dict[str, int]:
-    """Returns the FLOPs per token of a block's matrix products, see `Stage.products`."""
+    """Returns the FLOPs per token of a block's matmuls, see `Stage.products`."""
     widths = kept(config)
     inputs = {"attention_out": widths["query"]}
     names = ("query", "key", "value", "attention_out", "gate", "up")

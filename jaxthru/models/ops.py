@@ -1,13 +1,13 @@
-"""Operations as a sharded model sees them: how parameters and tokens are gathered, what runs per shard.
+"""The operations of a model under FSDP, tensor parallel and sequence parallel, per shard and across shards.
 
 Between its blocks a model's activation is [N, D], the tokens of all rows one after the other, sharded over
 every mesh axis: over `tensor` too, so that norms and residual sums are made, and kept for the backward pass,
 once and not by each device of that axis (arXiv:2205.05198). A block gathers the tokens before its first
-linear map and scatters the sums of its last one. With rows flattened, a shard of them is a run of tokens, and
-a gather over `tensor` puts them in order with no transposition, however few rows a device has.
+linear layer and scatters the sums of its last one. With rows flattened, a shard of them is a run of tokens,
+and a gather over `tensor` puts them in order with no transposition, however few rows a device has.
 
-Shapes: B rows, T tokens of one, N = B·T, D embed, I input and O output of a linear map, H heads, K kv heads,
-C head_dim, V vocabulary.
+Shapes: B rows, T tokens of one, N = B·T, D embed, I input and O output of a linear layer, H heads, K kv
+heads, C head_dim, V vocabulary.
 """
 
 import dataclasses
@@ -283,10 +283,11 @@ class Ops:
 
 
 def matrix_of(weight) -> tuple[jax.Array, Axes]:
-    """Returns a linear map [*in, *out] as a matrix [I, O], and the axes of that. Raises ValueError."""
+    """Returns a linear layer's weight [*in, *out] as a matrix [I, O], and the axes of that. Raises
+    ValueError."""
     info, inputs = weight.info, len(weight.info.inputs)
     if info.inputs != (*range(inputs),) or info.stack:
-        raise ValueError(f"{info}: is no linear map [*in, *out]")
+        raise ValueError(f"{info}: is no weight of a linear layer [*in, *out]")
     # A dim made of several is sharded as the first of them is.
     axes = info.axes[0], info.axes[inputs]
     return weight[...].reshape(math.prod(weight.shape[:inputs]), -1), axes

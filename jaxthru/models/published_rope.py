@@ -1,4 +1,4 @@
-"""The keys of rotary positions in a config.json, as transformers 4 and 5 write them.
+"""The keys of rotary positions (RoPE) in a config.json, as transformers 4 and 5 write them.
 
 Version 4 has `rope_theta` and `rope_scaling {rope_type or type, factor, ...}`, and reads nothing else;
 version 5 has `rope_parameters {rope_theta, rope_type, factor, ...}`. Both are read, and both written.

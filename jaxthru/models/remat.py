@@ -1,4 +1,4 @@
-"""Named rematerialisation policies: which activations of a layer are kept for the backward pass."""
+"""Activation checkpointing (remat) by named policies: what a layer keeps for the backward pass."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ class RematConfig:
     """policy: `none` keeps everything; `projections` recomputes norms and activations only; `gate` also
     recomputes the up projection, `attention` the gate projection too; `full` keeps each layer's input alone.
     `auto` takes the fastest that fits the device by the compiled step (build/choices.py), on a CPU `none`.
-    keep_parameters: keep each layer's matrices as its products take them, in the compute dtype and gathered
+    keep_parameters: keep each layer's matrices as its matmuls take them, in the compute dtype and gathered
     over `fsdp`, for the backward pass too, as `none` does. It then casts none and gathers none again, at the
     price of their bytes (the opposite of FSDP2's `reshard_after_forward`).
     """
@@ -45,7 +45,7 @@ def kept_bytes(kept: Mapping[str, int], policy: str, item: int, float8: bool = F
     """Returns the bytes per token that a policy keeps of a stage beside its input.
 
     kept: of the Stage. item: bytes of a number in the compute dtype; statistics are float32. float8: whether
-    products are made in float8, whose inputs are then kept in that.
+    matmuls are made in float8, whose inputs are then kept in that.
     """
     names = kept if policy == "none" else KEPT[policy]
     bytes_of = {STATISTICS: 4, FLOAT8: 1}
@@ -54,7 +54,7 @@ def kept_bytes(kept: Mapping[str, int], policy: str, item: int, float8: bool = F
 
 
 def recomputed(products: Mapping[str, int], policy: str) -> int:
-    """Returns the FLOPs per token of a stage's products that a policy has computed again. products: of the
+    """Returns the FLOPs per token of a stage's matmuls that a policy has computed again. products: of the
     Stage."""
     kept = products if policy == "none" else KEPT[policy]
     return sum(flops for name, flops in products.items() if name not in kept)

@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv:2104.09864): the angles of each position, as published weights were trained.
+"""Rotary positions (RoPE, arXiv:2104.09864): the angles of each position, as published weights were trained.
 
 Shapes: B rows, T tokens, H heads, C head_dim.
 """

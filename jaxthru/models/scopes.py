@@ -1,4 +1,4 @@
-"""The names of what a step is made of: name scopes within its programs, and the programs themselves.
+"""Name scopes: the names of what a step is made of, within its programs, and of the programs themselves.
 
 The engine and the models give them, and the profiler and the rehearsal read them back out of what XLA
 compiled. All take them from here, so that a new name is not lost as "other".

@@ -28,7 +28,7 @@ class Context:
 
     positions: int32 [B, T], restarting in each document. segments: of `pallas_kernels.attention`. prepared:
     what `Chain.prepare` made of positions, e.g. rotary angles. share: of the step's rows, those of this
-    micro-batch. ops: linear maps and the mesh's operations as this run does them. attention:
+    micro-batch. ops: linear layers and the mesh's operations as this run does them. attention:
     takes the place of theirs, (queries, keys, values, segments, window) -> heads' outputs.
     """
 
@@ -75,9 +75,9 @@ class Stage:
     name: of its kind, in programs' names. apply: (params, x, context) -> (y, Extras). init: key -> params,
     float32. weights: a WeightInfo for each of the params. kept: numbers per token of the activations that
     have a name (`jax.ad_checkpoint.checkpoint_name`), and as "rest" of what else the backward pass needs if
-    nothing is computed again, which are the inputs of matrix products; "float8" are those multiplied in
+    nothing is computed again, which are the inputs of matmuls; "float8" are those multiplied in
     float8. See `remat.kept_bytes`. products: FLOPs per token of those with a name that are
-    matrix products, which a policy may have computed again. metrics: those that `apply` gives. scopes: name
+    matmuls, which a policy may have computed again. metrics: those that `apply` gives. scopes: name
     scopes of its own, which the profiler is to tell apart. exchanges: {name scope whose all-to-alls are
     meant: logical axis that is split where there are any}.
     """

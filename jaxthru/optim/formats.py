@@ -1,4 +1,4 @@
-"""The formats that matrices and their optimizer state are kept in, and their bytes.
+"""The formats of weights and optimizer state (float32, bfloat16, int8 moments), and their bytes.
 
 Norm scales and biases are float32 in all of them. The arithmetic of an update is float32 throughout: a format
 says only what is read before it and written after it.
@@ -61,13 +61,13 @@ FORMATS: dict[str, Format] = {  # bytes per parameter: weights + master + moment
 """What `optim.state` may be."""
 
 
-def rounding_key(seed: int, count: jax.Array, part: int | jax.Array) -> jax.Array:
-    """Returns the key of one part's stochastic rounding in one update.
+def rounding_key(seed: int, count: jax.Array, stage: int | jax.Array) -> jax.Array:
+    """Returns the key of one stage's stochastic rounding in one update.
 
-    seed: the run's. count: updates made before. part: its index, as `engine.model.parts` counts them; it may
-    be traced.
+    seed: the run's. count: updates made before. stage: its index, as `engine.model.split_stages` counts them;
+    it may be traced.
     """
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), part), count)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stage), count)
 
 
 def encode(moments: str, x: jax.Array, kind: Literal["signed", "unsigned"]) -> Slot:

@@ -1,4 +1,4 @@
-"""AdamW, Muon and learning-rate schedules, composed of Optax parts."""
+"""AdamW, Muon and learning-rate schedules, composed of Optax transformations."""
 
 import dataclasses
 import functools
@@ -25,10 +25,10 @@ less than half a unit of its format, and updates would only ever shrink."""
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """name: `adamw`, with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101). `muon`: the layers'
-        linear maps by orthogonalised momentum (Jordan 2024, https://kellerjordan.github.io/posts/muon),
+    """name: `adamw`, with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101). `muon`: the blocks'
+        linear layers by orthogonalised momentum (Jordan 2024, https://kellerjordan.github.io/posts/muon),
         scaled to the size of AdamW's updates (arXiv:2502.16982) so that both take one learning rate and
-        weight decay; embedding, output matrix and norms by AdamW.
+        weight decay; embedding, LM head and norms by AdamW.
     learning_rate: the peak, reached at the end of the warm-up.
     schedule: `cosine` warms up, then decays to `final_ratio` of the peak over the rest of the run;
         `wsd` warms up, stays, and decays linearly over the last `decay_ratio` of the run
@@ -144,10 +144,10 @@ class Optimizer:
 
         params: float32, the whole tree.
         """
-        weights, slots = self.init_part(params, self.infos)
+        weights, slots = self.init_stage(params, self.infos)
         return weights, {"count": jnp.zeros((), jnp.int32), "slots": slots}
 
-    def init_part(self, params: Tree, infos: Tree) -> tuple[Tree, dict[str, Tree]]:
+    def init_stage(self, params: Tree, infos: Tree) -> tuple[Tree, dict[str, Tree]]:
         """Returns the weights and slots of any sub-tree of the parameters. infos: the same sub-tree of
         `self.infos`."""
         leaves, tree = jax.tree.flatten(params)

@@ -11,7 +11,7 @@ import rich.table
 
 from jaxthru import config as configuration
 from jaxthru.build import attention_choice, choices
-from jaxthru.build.checks import asked_for
+from jaxthru.build.checks import setting_behind
 from jaxthru.build.defaults import get
 from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib, layout_of
 from jaxthru.build.proposals import candidates, propose
@@ -76,7 +76,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     _show(memory.table(plan), [*room.said, *plan.notes])
     proposals = propose(config, room, resident=resident, devices=devices, segments=segments)
     _show(*memory.proposed(proposals))
-    short = choices.full(room).lacks(plan)
+    short = choices.full(room).shortfall(plan)
     fits = f"fits: {gib(plan.peak_device)} of {gib(room.device)} GiB"
     if plan.peak_host:
         fits += f", on the host {gib(plan.peak_host)} of {gib(room.host)}"
@@ -131,7 +131,7 @@ def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | N
             return memory.dispatched(config, target, devices, segments), None
         plan = memory.resident(config, target, devices, segments)
     except Unsupported as refusal:
-        raise InputError(f"{asked_for(config, refusal)}: {refusal}") from refusal
+        raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
     return plan, plan
 
 

@@ -1,4 +1,4 @@
-"""Compiling for a GPU that is not here: JAX's CUDA plugin compiles without a driver for a described device.
+"""Ahead-of-time compilation for a GPU that is not here: JAX's CUDA plugin needs no driver for it.
 
 What a compile of this kind leaves out is measuring: matmuls become cuBLAS calls, as most are on a GPU after
 autotuning. Peaks then came within 0.5 % of those measured on H200s (docs/lab/memory.md).

@@ -1,7 +1,7 @@
 """An all-gather and its reduce-scatter made of permutes, which GPUs of one process carry out by copying.
 
 NCCL's kernels hold streaming multiprocessors, 24 of an H200's 132, while they move data and while they wait
-for another device, and the products that they run beside have so much less. A permute in XLA's peer mode
+for another device, and the matmuls that they run beside have so much less. A permute in XLA's peer mode
 (`runtime.xla.COPIED_PERMUTES`) is a copy from one device's memory to another's, put in order by events: copy
 engines do it, and nothing else waits. What it costs is a pass over memory, where parts are put together and
 where they are added up.

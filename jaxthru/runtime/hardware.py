@@ -1,4 +1,4 @@
-"""Devices: their peak rates by data sheet, and the memory in use."""
+"""Devices: their peak rates by data sheet, the roof of the roofline, and the memory in use."""
 
 import hashlib
 import os

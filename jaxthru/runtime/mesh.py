@@ -68,5 +68,5 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     """Returns a mesh with axes `AXES`; devices of one host are neighbours along `tensor`, then `fsdp`."""
     devices = hardware.devices() if devices is None else devices
     shape = config.shape(len(devices))
-    placed = np.asarray(devices).reshape([*shape.values()])
-    return Mesh(placed, (*shape,), axis_types=(AxisType.Auto,) * len(shape))
+    grid = np.asarray(devices).reshape([*shape.values()])
+    return Mesh(grid, (*shape,), axis_types=(AxisType.Auto,) * len(shape))

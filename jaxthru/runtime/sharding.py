@@ -1,4 +1,4 @@
-"""Layout is one table: logical axis -> mesh axes. Models and the step name logical axes alone."""
+"""Logical axis rules: one table, logical axis -> mesh axes. Models and the step name logical axes alone."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.runtime.errors import require
 
-RULES: dict[str, tuple[str, ...]] = {
+LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "tokens": ("data", "fsdp", "tensor"),
     "heads": ("tensor",),
@@ -27,7 +27,8 @@ RULES: dict[str, tuple[str, ...]] = {
 activation's `batch` takes `fsdp`, so that only in parameters `embed` is sharded over it.
 
 `tokens` is rows × positions in one dim: between a model's blocks `tensor` splits the tokens of each shard of
-`batch`, in order, so that gathering them over `tensor` is all that it takes to have whole rows again."""
+`batch`, in order (sequence parallelism), so that gathering them over `tensor` is all that it takes to have
+whole rows again."""
 
 Axes = tuple[str | None, ...]
 
@@ -61,17 +62,17 @@ class Layout:
 
     def size(self, axis: str) -> int:
         """Returns over how many devices a logical axis is split when nothing else competes for them."""
-        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in RULES[axis])
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in LOGICAL_AXIS_RULES[axis])
 
     def spec(self, axes: Axes, without: tuple[str, ...] = ()) -> PartitionSpec:
         """Returns the spec of an array whose dims carry these logical axes (None is unsharded).
 
         without: mesh axes to leave out, e.g. `fsdp` for parameters gathered for use.
         """
-        order = list(RULES)
+        order = list(LOGICAL_AXIS_RULES)
         taken: dict[str, int] = {}
         for dim in sorted(range(len(axes)), key=lambda d: order.index(axes[d]) if axes[d] else len(order)):
-            for mesh_axis in RULES[axes[dim]] if axes[dim] else ():
+            for mesh_axis in LOGICAL_AXIS_RULES[axes[dim]] if axes[dim] else ():
                 if mesh_axis not in without and mesh_axis not in taken:
                     taken[mesh_axis] = dim
         entries = []
@@ -96,5 +97,5 @@ def check_divisible(layout: Layout, sizes: dict[str, tuple[str, int]]) -> None:
     """
     for key, (axis, size) in sizes.items():
         parts = layout.size(axis)
-        over = " × ".join(f"mesh.{name}" for name in RULES[axis])
+        over = " × ".join(f"mesh.{name}" for name in LOGICAL_AXIS_RULES[axis])
         require(size % parts == 0, f"{key} = {size}: must be a multiple of {over} = {parts}")

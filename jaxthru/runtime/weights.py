@@ -4,16 +4,16 @@ import dataclasses
 from typing import Literal
 
 from jaxthru.runtime.errors import require
-from jaxthru.runtime.sharding import RULES, Axes
+from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES, Axes
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightInfo:
     """axes: one logical axis a dim; None is never sharded.
-    role: `matrix`: a linear map within a block, or a stack of such maps. `table`: an embedding or an output
-        matrix. `norm`: a norm's scale. `bias`: anything else that is added or scales.
-    inputs: the dims of a linear map that it sums over. stack: dims that count maps of the same kind (layers,
-        experts). All others are its outputs.
+    role: `matrix`: a linear layer within a block, or a stack of them. `table`: an embedding or an LM
+        head. `norm`: a norm's scale. `bias`: anything else that is added or scales.
+    inputs: the dims of a linear layer that it sums over. stack: dims that count layers of the same kind
+        (layers, experts). All others are its outputs.
     trains: without, it has neither gradient nor optimizer state, and is never updated.
     """
 
@@ -26,7 +26,9 @@ class WeightInfo:
     def __post_init__(self):
         known = [axis for axis in self.axes if axis is not None]
         for axis in known:
-            require(axis in RULES, f"weight of axes {self.axes}: no logical axis {axis!r}; one of {[*RULES]}")
+            one_of = f"one of {[*LOGICAL_AXIS_RULES]}"
+            known = axis in LOGICAL_AXIS_RULES
+            require(known, f"weight of axes {self.axes}: no logical axis {axis!r}; {one_of}")
         named = sorted(self.inputs + self.stack)
         said = f"weight of axes {self.axes}: inputs = {self.inputs}, stack = {self.stack}"
         require(named == sorted({*named} & {*range(len(self.axes))}), f"{said}: must be dims, each once")
@@ -43,7 +45,7 @@ class WeightInfo:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The dims that a linear map gives."""
+        """The dims that a linear layer gives."""
         return tuple(dim for dim in range(len(self.axes)) if dim not in self.inputs + self.stack)
 
     def stacked(self) -> "WeightInfo":

@@ -1,4 +1,4 @@
-"""Held-out loss, per source, and samples of the model's text."""
+"""Evaluation: the held-out loss, per source, and samples of the model's text."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

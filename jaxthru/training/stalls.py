@@ -25,7 +25,7 @@ CAUSES = {
     "checkpoint_seconds": "saving a checkpoint (checkpoint.every)",
     "host_gap_seconds": "the device had no work, for the host was late with it",
 }
-"""A part of a step's time, booked by `Account` -> what it says, and the settings that move it."""
+"""A part of a step's time, booked by `StepTimer` -> what it says, and the settings that move it."""
 
 Memory = Callable[[], Mapping[str, int] | None]
 """Returns what `jax.Device.memory_stats` does."""

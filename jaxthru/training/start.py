@@ -1,4 +1,4 @@
-"""Where the time before the first step went."""
+"""Start times: where the time before the first step went."""
 
 import logging
 import os

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxthru.engine.model import Model, init, parts
+from jaxthru.engine.model import Model, init, split_stages
 from jaxthru.engine.offload import Pace, move, on_device
-from jaxthru.engine.step import State, counters_of, first_state, slots_by_part, state_of
+from jaxthru.engine.step import State, counters_of, first_state, slots_by_stage, state_of
 from jaxthru.models.stage import Stage, by_kind
 from jaxthru.optim.optimizer import Optimizer
 from jaxthru.runtime import xla
@@ -20,26 +20,26 @@ Tree = Any
 
 
 def _kinds(model: Model, optimizer: Optimizer) -> Iterator[tuple[Stage, Tree, jax.ShapeDtypeStruct]]:
-    """Yields of each part its stage, a WeightInfo for each of its weights, and the shape of its keys: parts
+    """Yields each stage, a WeightInfo for each of its weights, and the shape of its keys: stages
     of which these are equal are made alike. No backend is asked for a key."""
     stages: list[Stage] = []
 
-    def keys_of_parts() -> list[jax.Array]:
-        of_parts = model.part_keys(jax.random.key(0))
-        stages[:] = [stage for stage, _ in of_parts]
-        return [keys for _, keys in of_parts]
+    def keys_of_stages() -> list[jax.Array]:
+        of_stages = model.stage_keys(jax.random.key(0))
+        stages[:] = [stage for stage, _ in of_stages]
+        return [keys for _, keys in of_stages]
 
-    keys = jax.eval_shape(keys_of_parts)
-    return zip(stages, parts(optimizer.infos), keys, strict=True)
+    keys = jax.eval_shape(keys_of_stages)
+    return zip(stages, split_stages(optimizer.infos), keys, strict=True)
 
 
 def _made(optimizer: Optimizer, stage: Stage, infos: Tree) -> Callable[[jax.Array], tuple[Tree, dict]]:
-    """Returns keys -> the weights and slots of such a part."""
-    return lambda keys: optimizer.init_part(init(stage, keys), infos)
+    """Returns keys -> the weights and slots of such a stage."""
+    return lambda keys: optimizer.init_stage(init(stage, keys), infos)
 
 
 def _shapes(model: Model, optimizer: Optimizer) -> State:
-    """Returns the shapes and dtypes of the state; a kind of part is traced once."""
+    """Returns the shapes and dtypes of the state; a kind of stage is traced once."""
 
     def shapes_of(kind: tuple) -> tuple[Tree, dict[str, Tree]]:
         stage, infos, keys = kind
@@ -60,19 +60,19 @@ def abstract_state(model: Model, optimizer: Optimizer, layout: Layout) -> State:
     """
     shapes = _shapes(model, optimizer)
 
-    def placed(axes: Axes, tree: Tree) -> Tree:
-        return jax.tree.map(lambda leaf: _placed(leaf, layout, axes), tree)
+    def sharded(axes: Axes, tree: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: _sharded(leaf, layout, axes), tree)
 
     def like_params(tree: Tree) -> Tree:
-        return jax.tree.map(lambda info, leaf: placed(info.axes, leaf), model.weights, tree)
+        return jax.tree.map(lambda info, leaf: sharded(info.axes, leaf), model.weights, tree)
 
     params, opt_state = shapes.pop("params"), shapes.pop("opt_state")
     slots = {name: like_params(tree) for name, tree in opt_state["slots"].items()}
-    opt_state = {"count": placed((), opt_state["count"]), "slots": slots}
-    return placed((), shapes) | {"params": like_params(params), "opt_state": opt_state}
+    opt_state = {"count": sharded((), opt_state["count"]), "slots": slots}
+    return sharded((), shapes) | {"params": like_params(params), "opt_state": opt_state}
 
 
-def _placed(leaf: jax.ShapeDtypeStruct, layout: Layout, axes: Axes) -> jax.ShapeDtypeStruct:
+def _sharded(leaf: jax.ShapeDtypeStruct, layout: Layout, axes: Axes) -> jax.ShapeDtypeStruct:
     sharding = layout.sharding(axes)
     try:
         sharding.shard_shape(leaf.shape)
@@ -83,8 +83,8 @@ def _placed(leaf: jax.ShapeDtypeStruct, layout: Layout, axes: Axes) -> jax.Shape
 
 
 class FirstState:
-    """Makes the first state, part after part where it is to live, by one small program for each kind of
-    stage: a layer is compiled once, no more than a few parts are ever on the device in float32, and they
+    """Makes the first state, stage after stage where it is to live, by one small program for each kind of
+    stage: a layer is compiled once, no more than a few stages are ever on the device in float32, and they
     leave no holes in its memory.
 
     `compile` may run ahead, on another thread.
@@ -93,7 +93,7 @@ class FirstState:
     def __init__(self, model: Model, optimizer: Optimizer, abstract: State):
         """abstract: shapes, dtypes and shardings of the state, as from `abstract_state`."""
         self.model, self.optimizer, self.abstract = model, optimizer, abstract
-        self._homes = list(zip(parts(abstract["params"]), slots_by_part(abstract), strict=True))
+        self._homes = list(zip(split_stages(abstract["params"]), slots_by_stage(abstract), strict=True))
         self._programs: list[jax.stages.Compiled] = []
 
     def compile(self) -> "FirstState":
@@ -118,9 +118,9 @@ class FirstState:
         """Returns the first state of a seed."""
         self.compile()
         made, pace = [], Pace()
-        keys = self.model.part_keys(jax.random.key(seed))
-        for program, (_, of_part), home in zip(self._programs, keys, self._homes, strict=True):
-            made.append(move(program(of_part), _shardings(home), donate=True))
+        keys = self.model.stage_keys(jax.random.key(seed))
+        for program, (_, of_stage), home in zip(self._programs, keys, self._homes, strict=True):
+            made.append(move(program(of_stage), _shardings(home), donate=True))
             pace(made[-1])
         return _first_state_of(made, self.abstract)
 
@@ -131,7 +131,7 @@ def sharded_init(model: Model, optimizer: Optimizer, abstract: State, seed: int)
 
 
 def state_of_weights(optimizer: Optimizer, abstract: State, read: on_disk.Read) -> State:
-    """Returns the first state with weights that are there, part after part, each made where it is to live.
+    """Returns the first state with weights that are there, stage after stage, each made where it is to live.
 
     abstract: shapes, dtypes and shardings of the state. read: gives each weight, asked for in float32 on the
     devices, see `training.layout.assembled`.
@@ -144,13 +144,13 @@ def state_of_weights(optimizer: Optimizer, abstract: State, read: on_disk.Read) 
 
     @functools.cache  # layers that are alike share a program
     def program(infos: tuple, tree: Any, home: tuple) -> Callable:
-        keep = lambda weights: optimizer.init_part(weights, jax.tree.unflatten(tree, infos))  # noqa: E731
+        keep = lambda weights: optimizer.init_stage(weights, jax.tree.unflatten(tree, infos))  # noqa: E731
         return jax.jit(keep, donate_argnums=0, out_shardings=jax.tree.unflatten(*reversed(home)))
 
     made = []
-    homes = zip(parts(params), slots_by_part(abstract), strict=True)
-    for part, infos, home in zip(parts(entries), parts(optimizer.infos), homes, strict=True):
-        weights = jax.tree.map(lambda entry: on_disk.assembled_leaf(entry, read), part)
+    homes = zip(split_stages(params), slots_by_stage(abstract), strict=True)
+    for stage, infos, home in zip(split_stages(entries), split_stages(optimizer.infos), homes, strict=True):
+        weights = jax.tree.map(lambda entry: on_disk.assembled_leaf(entry, read), stage)
         leaves, tree = jax.tree.flatten(infos)
         places, home_tree = jax.tree.flatten(jax.tree.map(on_disk.device_sharding, home))
         keep = program(tuple(leaves), tree, (tuple(places), home_tree))
@@ -164,7 +164,7 @@ def _shardings(tree: Tree) -> Tree:
 
 
 def _first_state_of(made: list[tuple[Tree, dict[str, Tree]]], abstract: State) -> State:
-    """Returns the first state. made: the weights and slots of each part."""
+    """Returns the first state. made: the weights and slots of each stage."""
     weights, slots = map(list, zip(*made, strict=True))
     # By a program: a step takes each of them over, so each has to have memory of its own.
     make = jax.jit(_first_counters, out_shardings=abstract["opt_state"]["count"].sharding)

@@ -1,4 +1,4 @@
-"""Ends a run that hangs, and says where it hung."""
+"""The watchdog: ends a run that hangs, and says where it hung."""
 
 import contextlib
 import ctypes

@@ -59,7 +59,7 @@ def update(
     """Returns the next (weight, remainder, mu, nu) of one parameter. The arithmetic is float32.
 
     The master is the weight and its remainder (`split`), or a float32 weight, or, with a key, a bfloat16 one
-    that is rounded by chance. Arrays are taken as they lie on one device: a kernel is not partitioned.
+    that is stochastically rounded. Arrays are taken as they lie on one device: a kernel is not partitioned.
 
     Args:
       gradient: [..., D], of any float dtype.
@@ -78,6 +78,6 @@ def update(
     Source: AdamW: Loshchilov and Hutter 2019 (arXiv:1711.05101); for the moments see reference.py.
     """
     if remainder is not None and key is not None:
-        raise ValueError("adamw_8bit: a weight with a remainder is not rounded by chance; give no key")
+        raise ValueError("adamw_8bit: a weight with a remainder is not stochastically rounded; give no key")
     arguments = gradient, weight, remainder, mu, nu, key, scalars, adam
     return OPERATION.run(*arguments, implementation=implementation, platform=platform)

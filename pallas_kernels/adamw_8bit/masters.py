@@ -23,7 +23,7 @@ def join(weight: jax.Array, remainder: jax.Array) -> jax.Array:
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns float32 as bfloat16, rounded up or down by chance so that its mean is `x` (as in
+    """Returns float32 as bfloat16, stochastically rounded, up or down so that its mean is `x` (as in
     arXiv:2010.06192): updates smaller than half a step of the weight are not lost."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)

@@ -11,7 +11,7 @@ CPU = {
     "short": (3, 8),
 }
 
-# Matrices of configs/llama3_8b.py: query, feed-forward up, output matrix.
+# Matrices of configs/llama3_8b.py: query, feed-forward up, LM head.
 GPU = {
     "query": (4096, 32, 128),
     "up": (4096, 14_336),

@@ -82,7 +82,7 @@ def update_alone(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """The weight is the float32 master or, if `rounded`, bfloat16 without one, rounded up or down by chance.
+    """The weight is the float32 master or, if `rounded`, bfloat16 without one, stochastically rounded.
     seed: int32 [1], which only chance reads."""
     if tl.load(scalars + 4) == 0:
         return

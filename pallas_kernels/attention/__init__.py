@@ -1,4 +1,4 @@
-"""Causal attention within the documents of packed rows, with grouped queries and, where asked, a window."""
+"""Causal attention within the documents of packed rows: grouped-query (GQA), and sliding-window if asked."""
 
 from collections.abc import Sequence
 

@@ -29,11 +29,11 @@ def attention(
 ) -> jax.Array:
     """Returns [B, T, H, C] of q's dtype; see `pallas_kernels.attention.attention`.
 
-    Matrix products take the inputs' dtype and accumulate in float32; the softmax is in float32.
+    Matmuls take the inputs' dtype and accumulate in float32; the softmax is in float32.
     """
     B, T, H, C = q_BTHC.shape
     K = k_BSKC.shape[2]
-    # Heads before tokens, because a CPU's matrix product wants each head's rows beside each other.
+    # Heads before tokens, because a CPU's matmul wants each head's rows beside each other.
     q_BKGTC = q_BTHC.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4)
     k_BKSC, v_BKSC = k_BSKC.transpose(0, 2, 1, 3), v_BSKC.transpose(0, 2, 1, 3)
     position_T = jnp.arange(T, dtype=jnp.int32)

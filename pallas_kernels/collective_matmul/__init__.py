@@ -1,11 +1,11 @@
-"""Matrix products with the collective that tensor parallelism needs before or behind them.
+"""Collective matmul: a matmul with the all-gather before it or the reduce-scatter behind it, overlapped.
 
 Shapes, all of one shard: t shards on the mesh axis, M rows (flattened tokens), K contracted, N columns;
 A = t·M rows of all shards. `all_gather_matmul` takes [M, K] to [A, N] and `matmul_reduce_scatter` [A, K] to
 [M, N]. Each one's backward pass is the other, along with the gradient of the weights.
 
 An implementation is a module of this folder with four functions. They take and give one dtype, accumulate
-each matrix product in float32, and know nothing of differentiation:
+each matmul in float32, and know nothing of differentiation:
 
     all_gather_matmul(x_MK, weights, *, axis_name) -> tuple of y_AN, one for each w_KN of `weights`
     all_gather_matmul_backward(x_MK, weights, dys, *, axis_name) -> dx_MK, tuple of dw_KN
@@ -35,8 +35,8 @@ __all__ = ["OPERATION", "WRITES_TO_PEERS", "all_gather_matmul", "automatic", "ma
 def automatic(platform: str | None = None, fused: bool = False) -> tuple[str, ...]:
     """Returns the implementations that are tried where none is named, the first first. fused: or "fused" is.
 
-    A CPU has no transfers to hide behind products. On 2 H200s the ring took longer than the plain form in
-    most shapes (docs/results.md): the products of its parts are slower than the whole one. The fused kernels
+    A CPU has no transfers to hide behind matmuls. On 2 H200s the ring took longer than the plain form in
+    most shapes (docs/results.md): the matmuls of its parts are slower than the whole one. The fused kernels
     are faster there but have to be asked for: a program with them is compiled otherwise, CUDA loads all code
     at its start, and one that waits for a signal that never comes holds all devices.
     """
@@ -74,7 +74,7 @@ def all_gather_matmul(
     """Returns the product of the rows of all shards with each matrix of this shard.
 
     To be called within `jax.shard_map`, of any mesh that has the axis; other axes take no part. The matrices
-    share one gather of x. Products accumulate in float32. Differentiable in x and in the weights.
+    share one gather of x. Matmuls accumulate in float32. Differentiable in x and in the weights.
 
     Args:
       x_MK: [M, K] this shard's rows, float32 or bfloat16.
@@ -116,11 +116,11 @@ def matmul_reduce_scatter(
     backward: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Returns this shard's rows of the products of all shards, summed over them.
+    """Returns this shard's rows of the matmuls of all shards, summed over them.
 
-    To be called within `jax.shard_map`, of any mesh that has the axis; other axes take no part. Products
+    To be called within `jax.shard_map`, of any mesh that has the axis; other axes take no part. Matmuls
     accumulate in float32; what travels between shards is of the operands' dtype and is rounded to it at each
-    addition, as a reduce-scatter of the product would be; by "mosaic_gpu" where it leaves a shard and at the
+    addition, as a reduce-scatter of the matmul would be; by "mosaic_gpu" where it leaves a shard and at the
     last addition, the others being made in float32. Differentiable in both operands.
 
     Args:

@@ -1,4 +1,4 @@
-"""The two kernels for Hopper: a persistent matrix product that sends or receives while it multiplies.
+"""The two kernels for Hopper: a persistent matmul that sends or receives while it multiplies.
 
 Shapes, all of one shard: t shards on the mesh axis, M rows, A = t·M rows of all shards, K contracted, N
 columns. One thread block (CTA) runs on each SM. Two of its warpgroups multiply: the consumers. A warp of the
@@ -372,7 +372,7 @@ class _Ring:
                     "wgmma.fence.sync.aligned;"
                 )  # else ptxas adds its own, and at times serialises for it
                 plgpu.wgmma(acc_ref, self.a.at[slot, rows], b_ref)
-                plgpu.wgmma_wait(1)  # the product before this one has read its slot
+                plgpu.wgmma_wait(1)  # the matmul before this one has read its slot
                 pl.when(step > 0)(lambda: self.release(base + step - 1))
 
             return acc_ref[...]

@@ -1,4 +1,4 @@
-"""Fused on one host's Hopper GPUs: transfers by TMA over NVLink, hidden behind the product's tiles.
+"""Fused on one host's Hopper GPUs: transfers by TMA over NVLink, hidden behind the matmul's tiles.
 
 `hopper.py` has the two kernels and why they are correct. Here is what each of the four operations makes of
 them, and where they refuse: any GPU but Hopper with NVLink, several processes, dtypes but bfloat16, shapes
@@ -13,7 +13,7 @@ is faster, measured or predicted.
 `mosaic_gpu_adds.py` makes them of the same kernels, with another way to add up in matmul_scatter.
 
 Weights are never transposed in memory, nor concatenated: the tensor cores read either layout, and a tile's
-columns are of one weight. The products that give dw take the gathered matrix and are XLA's.
+columns are of one weight. The matmuls that give dw take the gathered matrix and are XLA's.
 
 What is to be hidden, and what it should take on 2 H200s at 700 TFLOP/s and 400 GB/s each way. 132 tiles of
 128 x 256 are computed at a time; at K = 4096 a wave of them takes 51 µs. 20 µs are for the start, where all
@@ -28,7 +28,7 @@ devices wait for each other. The plain form is taken to transfer at 330 GB/s, th
     8192 x 14336 -> 4096             481      33.6      84 µs    7.8: 8     729 µs    804 µs    1.10
 
 A backward pass sends as much (of a reduce-scatter) or twice as much (of a gather, for x travels again beside
-dx), hidden behind a product of the same size; the products for dw come after it.
+dx), hidden behind a matmul of the same size; the matmuls for dw come after it.
 
 Beside its results a gather takes [t·M, K] for what arrives, a scatter [(t-1)·M, N] for what leaves and
 [(t-2)·M, N] for what arrives.

@@ -1,10 +1,10 @@
-"""Collective matrix products on TPUs, each one kernel that sends by remote DMA while it multiplies.
+"""Collective matmuls on TPUs, each one kernel that sends by remote DMA while it multiplies.
 
 Follows the same schedule as ring.py, in both directions where the rows of a shard can be halved. Every rank
 first meets its neighbours at a barrier: their buffers exist from then on. Each transfer has a place of its
 own where it arrives, so that no rank ever waits for its neighbour to have read; that takes the memory of the
 gathered rows, or of the sums on their way. Gradients of weights need all gathered rows and nothing that is
-sent: they are plain products behind the kernel, of rows that its pass gathered along the way.
+sent: they are plain matmuls behind the kernel, of rows that its pass gathered along the way.
 
 Run in interpret mode, with its race detection, and compiled for TPUs, but on none yet: only when named.
 
@@ -120,7 +120,7 @@ def _send_gathered(x_MK, x_AK, semaphores, lanes, axis_name: str, step: int) -> 
 
 
 def _reduce_pass(y_AK, w, axis_name: str, w_dim: int, beside=()) -> list[jax.Array]:
-    """Returns this rank's rows of the products with w over its dim `w_dim`, summed over all ranks.
+    """Returns this rank's rows of the matmuls with w over its dim `w_dim`, summed over all ranks.
 
     beside: at most one array [M, N'] whose rows of all shards are gathered in the same pass, and returned.
     """
@@ -220,7 +220,7 @@ def _device(axis_name: str, rank: jax.Array) -> jax.Array:
 
 
 def _matmul(x_MK, w, out_MN, w_dim: int) -> None:
-    """Writes the product over w's dim `w_dim`, from HBM to HBM, a block at a time."""
+    """Writes the matmul over w's dim `w_dim`, from HBM to HBM, a block at a time."""
     (M, K), N = x_MK.shape, w.shape[1 - w_dim]
     m, n, k = _block(M, _tile(x_MK.dtype)), _block(N, LANES), _block(K, LANES)
 

@@ -1,4 +1,4 @@
-"""The plain form: the collective, then the product, or the product, then the collective.
+"""The plain form: the collective, then the matmul, or the matmul, then the collective.
 
 Shapes: M rows of a shard, A rows of all shards, K contracted, N columns.
 """
@@ -16,7 +16,7 @@ def all_gather_matmul(x_MK, weights, *, axis_name):
 
 def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name):
     x_AK = jax.lax.all_gather(x_MK, axis_name, tiled=True)
-    # One product accumulates in float32 by itself; several are summed in it too.
+    # One matmul accumulates in float32 by itself; several are summed in it too.
     dtype = jnp.float32 if len(weights) > 1 else None
     dx_AK = sum(dot(dy_AN, w_KN, 1, 1, dtype) for dy_AN, w_KN in zip(dys, weights, strict=True))
     dx_MK = jax.lax.psum_scatter(dx_AK.astype(x_MK.dtype), axis_name, tiled=True)

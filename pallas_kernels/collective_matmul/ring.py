@@ -1,6 +1,6 @@
-"""Collective matrix products as a ring of `lax.ppermute`, which runs wherever XLA does.
+"""Collective matmuls as a ring of `lax.ppermute`, which runs wherever XLA does.
 
-The ring is unrolled, so that a scheduler which hides latency sees each transfer beside a product that does
+The ring is unrolled, so that a scheduler which hides latency sees each transfer beside a matmul that does
 not depend on it, and barriers keep XLA from undoing that.
 
 What travels is of the operands' dtype: float32 sums would double the bytes that are to be hidden, and a
@@ -33,7 +33,7 @@ def all_gather_matmul(x_MK, weights, *, axis_name, directions=1):
 
 
 def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, directions=1):
-    w_KN = jnp.concatenate(weights, 1)  # one product for all, so that their sum is not rounded
+    w_KN = jnp.concatenate(weights, 1)  # one matmul for all, so that their sum is not rounded
 
     def dy_PN(row, rows):
         return jnp.concatenate([_read(dy_AN, row, rows) for dy_AN in dys], 1)
@@ -45,7 +45,7 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, directions=1):
     gathered, sums = _gather(x_MK, axis_name, directions), None
     for _ in range(jax.lax.axis_size(axis_name)):
         parts = gathered.send(sums)
-        sums = next(reduced)  # both in one pass: two products for each two transfers
+        sums = next(reduced)  # both in one pass: two matmuls for each two transfers
         for row, x_PK in parts:
             dw_KN = _add(dw_KN, dot(x_PK, dy_PN(row, len(x_PK)), 0, 0, jnp.float32))
     ends = list(itertools.accumulate(w.shape[1] for w in weights[:-1]))
@@ -102,7 +102,7 @@ def _reduce(block: Callable, M: int, axis_name: str, directions: int) -> Iterato
         if step:
             sums = _pass_on(sums, lanes, axis_name)
         parts = [block(_row(rank, lane.reduce[step], t, M) + lane.start, lane.rows) for lane in lanes]
-        # Were the addition fused into the product, the product would wait for what is still on its way.
+        # Were the addition fused into the matmul, the matmul would wait for what is still on its way.
         parts = [jax.lax.optimization_barrier(part) for part in parts]
         sums = [_add(total, part) for total, part in zip(sums, parts, strict=True)]
         yield sums
@@ -137,7 +137,7 @@ def _add(total, part):
 def _product(row, x, w, w_dim: int):
     """Returns x times the matrix, over the matrix's dim `w_dim`; x is of the rows from `row` on.
 
-    XLA would merge all steps' products with one matrix into a single product, which waits for all that is
+    XLA would merge all steps' matmuls with one matrix into a single matmul, which waits for all that is
     still on its way. The barrier makes another matrix of it for each row, and x itself stays free of it.
     """
     w, _ = jax.lax.optimization_barrier((w, row))

@@ -1,4 +1,4 @@
-"""Named shapes of collective matrix products, which drive their tests and their benchmarks alike.
+"""Named shapes of collective matmuls, which drive their tests and their benchmarks alike.
 
 All numbers are of the whole operation, over all devices of the mesh axis: all_gather_matmul splits the rows
 of x and the columns of its matrices, matmul_reduce_scatter what is contracted and the rows of its result.

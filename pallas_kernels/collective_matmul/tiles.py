@@ -1,4 +1,4 @@
-"""How the kernels for Hopper cut a product into tiles, and whether they are expected to pay.
+"""How the kernels for Hopper cut a matmul into tiles, and whether they are expected to pay.
 
 Shapes, all of one shard: t shards on the mesh axis, M rows, K contracted, N columns.
 
@@ -36,7 +36,7 @@ ORDERS = ("M", 8), ("M", 4), ("M", 16), ("N", 8)  # to measure: minor and width 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Of the product, m rows by n columns for each thread block at a time.
+    """Of the matmul, m rows by n columns for each thread block at a time.
 
     stages: slots of the ring of shared memory. minor, width: tiles are taken in bands of `width` along this
     dim, so that those computed at one time share operands in the L2 cache. "M" takes the rows in order, as
@@ -176,7 +176,7 @@ def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | 
     return min(fitting, key=lambda tiles: _product_seconds(problem, tiles, sms)), None
 
 
-PRODUCT_FLOPS = 700e12  # of a large bf16 product on an H200 or H100, in a second
+PRODUCT_FLOPS = 700e12  # of a large bf16 matmul on an H200 or H100, in a second
 LINK_BYTES = 400e9  # a second to or from one GPU through NVLink, of the 450e9 on the data sheet
 NCCL_BYTES = 330e9
 # A fused kernel is held back until all devices have reached it, and its first arrival takes a few more.
@@ -184,7 +184,7 @@ JOIN_SECONDS, PLAIN_SECONDS = 20e-6, 15e-6
 
 
 def predict(problem: Problem, tiles: Tiles, sms: int) -> tuple[float, float]:
-    """Returns the seconds that the kernel and the plain form, collective and then product, should take."""
+    """Returns the seconds that the kernel and the plain form, collective and then matmul, should take."""
     product = _product_seconds(problem, tiles, sms)
     hidden = problem.bytes_sent / LINK_BYTES
     best = problem.flops / PRODUCT_FLOPS
@@ -194,7 +194,7 @@ def predict(problem: Problem, tiles: Tiles, sms: int) -> tuple[float, float]:
 
 
 def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
-    """Thread blocks take a tile each at a time, so a product takes a whole number of waves."""
+    """Thread blocks take a tile each at a time, so a matmul takes a whole number of waves."""
     waves = math.ceil(problem.tiles(tiles) / sms)
     of_wave = 2.0 * sms * tiles.m * tiles.n * sum(problem.contracted)
     return waves * of_wave / (PRODUCT_FLOPS * RATES.get((tiles.m, tiles.n), 1.0))

@@ -1,4 +1,4 @@
-"""The output matrix and the cross-entropy in one operation, so that whole logits never exist."""
+"""Linear cross-entropy: the LM head and the loss in one operation, so that whole logits never exist."""
 
 from typing import Literal
 
@@ -34,7 +34,7 @@ def linear_cross_entropy(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns Σ weights × (cross-entropy + z_loss × log(Z)²), and each token's cross-entropy and log(Z).
 
-    Z is the sum of the softmax. Products take and give hidden's dtype, to which logits and their gradients
+    Z is the sum of the softmax. Matmuls take and give hidden's dtype, to which logits and their gradients
     are thus rounded, and accumulate in float32; everything between them is in float32. Only the sum has a
     gradient, and only for hidden and matrix; the weights are constants. Nothing is left out where a weight
     is 0: what is not finite there makes the sum NaN.

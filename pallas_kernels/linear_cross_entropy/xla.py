@@ -2,7 +2,7 @@
 
 The objective is a sum of the tokens' losses with known weights. So as soon as a chunk's logits are there,
 their gradient is too, but for the one factor that the backward pass brings. The logits are computed once and
-are gone before the next chunk's: three matrix products in all, where computing the logits again in the
+are gone before the next chunk's: three matmuls in all, where computing the logits again in the
 backward pass would take four.
 
 Shapes: B rows, T tokens, N = B·T, C tokens of a chunk, P chunks, D embed, V vocabulary (this device's part).
@@ -34,7 +34,7 @@ def logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss: float) -> 
     p_CV = jnp.exp(logits_CV.astype(jnp.float32) - log_z_C[:, None])
     chosen_CV = _chosen(logits_CV, targets_C).astype(jnp.float32)
     d_logits_CV = weights_C[:, None] * ((1 + 2 * z_loss * log_z_C)[:, None] * p_CV - chosen_CV)
-    # Two products read it: it is to be written once, and not made anew within either of them.
+    # Two matmuls read it: it is to be written once, and not made anew within either of them.
     return jax.lax.optimization_barrier(d_logits_CV.astype(logits_CV.dtype))
 
 
@@ -117,7 +117,7 @@ def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, 
         )
         d_hidden_CD = dot(d_logits_CV, matrix, 1, 1 - d_dim)
         pair = (hidden_CD, d_logits_CV) if d_dim == 0 else (d_logits_CV, hidden_CD)
-        # The sum in float32, in the form of a matrix product that adds to its output in place.
+        # The sum in float32, in the form of a matmul that adds to its output in place.
         d_matrix = d_matrix + dot(*pair, 0, 0, jnp.float32)
         return d_matrix, (losses_C, log_z_C, d_hidden_CD)
 

@@ -1,4 +1,4 @@
-"""The root-mean-square norm: alone, at the start of a residual branch, or of heads that are then rotated."""
+"""RMSNorm: alone, at the start of a residual branch, or of heads that are then rotated (RoPE)."""
 
 import jax
 import jax.numpy as jnp

@@ -9,7 +9,7 @@ import parallel_blocks
 import pytest
 import tiny
 
-from jaxthru.engine.model import from_parts, parts
+from jaxthru.engine.model import join_stages, split_stages
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.programs import Programs, by_rows
 from jaxthru.models.stage import Extras, Group, Metric, Stage, module_stage, repeated
@@ -101,9 +101,9 @@ def test_on_disk_a_layer_has_its_place(loop):
 
 def test_parts_are_layers_in_their_order():
     params = make(loop="unroll").fresh()["params"]
-    taken = parts(params)
-    assert [("mlp" in part) for part in taken[2:]] == [True, False] * 3 + [True]
-    assert jax.tree.structure(from_parts(taken, params)) == jax.tree.structure(params)
+    taken = split_stages(params)
+    assert [("mlp" in stage) for stage in taken[2:]] == [True, False] * 3 + [True]
+    assert jax.tree.structure(join_stages(taken, params)) == jax.tree.structure(params)
 
 
 def test_a_pattern_is_repeated_with_a_rest():

@@ -50,7 +50,7 @@ def forward(model, params, tokens):
     one = jnp.ones((rows, sequence), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(sequence, dtype=jnp.int32), (rows, sequence))
     hidden_ND = hidden(model, params, {"tokens": tokens, "segment_ids": one, "positions": positions}, 1)
-    matrix, axes = model.output_matrix(params)
+    matrix, axes = model.lm_head(params)
     matrix_DV = matrix if axes == ("embed", "vocab") else matrix.T
     return (hidden_ND @ matrix_DV).reshape(rows, sequence, -1)
 
@@ -204,7 +204,7 @@ def by_hand() -> np.ndarray:
     step, made = make(), batch(0)
     model, params = step.step.objective.model, step.state["params"]
     hidden_ND = jax.jit(lambda params: hidden(model, params, made, 8))(params)
-    matrix, axes = model.output_matrix(params)
+    matrix, axes = model.lm_head(params)
     matrix_DV = np.asarray(matrix if axes == ("embed", "vocab") else matrix.T)
     logits = (np.asarray(hidden_ND) @ matrix_DV).astype(np.float64)
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), made["targets"].ravel()]

@@ -49,7 +49,7 @@ def test_it_gives_the_logits_that_transformers_gives(name):
         "positions": np.tile(np.arange(sequence, dtype=np.int32), (rows, 1)),
     }
     hidden_ND = jax.jit(lambda params: hidden(model, params, batch, 1))(params)
-    matrix, axes = model.output_matrix(params)
+    matrix, axes = model.lm_head(params)
     matrix_DV = matrix if axes == ("embed", "vocab") else matrix.T
     logits = (np.asarray(hidden_ND) @ np.asarray(matrix_DV)).reshape(rows, sequence, -1)[:, positions]
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=2e-5)

@@ -36,7 +36,8 @@ class Weight:
 
 
 def multiply(using: Ops, x, values, *axes: str) -> jax.Array:
-    """Returns `x` times a weight, by the linear map that it is: one to or from the width of the stream."""
+    """Returns `x` times a weight, by its linear layer: one to or from the width of the
+    stream."""
     weight = Weight(values, *axes)
     return using.column_parallel(x, weight)[0] if axes[0] == "embed" else using.row_parallel(x, weight)
 
@@ -174,7 +175,7 @@ def test_all_three_matmuls_are_in_float8(compute):
     assert len(casts) == 5  # and each weight and each gradient once
 
 
-def test_embedding_and_output_matrix_stay_out():
+def test_embedding_and_lm_head_stay_out():
     made, batch = tiny.make(float8=True, vocabulary=640), tiny.batch(0)
     params = made.state["params"]
     jaxpr = jax.make_jaxpr(jax.grad(lambda p: made.loss(p, batch, jnp.float32(1))[0]))(params).jaxpr

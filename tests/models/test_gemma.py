@@ -75,7 +75,7 @@ def logits(shape, params, batch, mesh=(1, 1, 1)):
 
     def run(params):
         hidden = hidden_of(bound, params, batch, 8).reshape(*batch["tokens"].shape, -1)
-        matrix, axes = bound.output_matrix(params)
+        matrix, axes = bound.lm_head(params)
         return jnp.einsum(f"btd,{'dv' if axes == ('embed', 'vocab') else 'vd'}->btv", hidden, matrix)
 
     if math.prod(mesh) == 1:

@@ -42,7 +42,7 @@ def model(policy: str = "none", **shape):
 
 def loss_and_logits(params, bound, batch):
     hidden = hidden_of(bound, params, batch, 8).reshape(*batch["tokens"].shape, -1)
-    matrix, axes = bound.output_matrix(params)
+    matrix, axes = bound.lm_head(params)
     logits = jnp.einsum(f"btd,{'dv' if axes == ('embed', 'vocab') else 'vd'}->btv", hidden, matrix)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)[..., 0]
     return -jnp.sum(chosen * batch["loss_mask"]), logits

@@ -81,8 +81,8 @@ def shape_of(about: dict) -> FamilyConfig:
 
 
 def parameters(arrays: dict[str, np.ndarray], config: FamilyConfig) -> dict:
-    """Returns arrays named as transformers does in the structure of unrolled `params`: linear maps [in, out]
-    in the place of [out, in], heads as a dim of their own."""
+    """Returns arrays named as transformers does in the structure of unrolled `params`: linear layers [in,
+    out] in the place of [out, in], heads as a dim of their own."""
     chain, rest = family.chain(config), dict(arrays)
     tensors = {tensor.path: tensor for tensor in family.published(config).tensors(config)}
 
@@ -152,7 +152,7 @@ def test_logits_and_gradients(name):
         (minimised, hidden_ND), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
         assert float(minimised) == pytest.approx(float(golden["minimised"]), rel=1e-6)
         assert_close(found, parameters(named("gradient/"), config), GRADIENTS)
-    matrix, axes = model.output_matrix(weights)
+    matrix, axes = model.lm_head(weights)
     matrix_DV = matrix if axes == ("embed", "vocab") else matrix.T
     logits = (np.asarray(hidden_ND) @ matrix_DV).reshape(rows, sequence, -1)[:, golden["positions"]]
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=FAR.get(name, LOGITS))

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.build.checks import asked_for, fit
+from jaxthru.build.checks import fit, setting_behind
 from jaxthru.runtime.errors import InputError
 from pallas_kernels.dispatch import Unsupported
 
@@ -45,7 +45,7 @@ def test_an_update_in_8_bits_that_is_not_partitioned_is_refused_on_a_mesh(kernel
 def test_a_refusal_names_the_setting_that_asked(operation, setting):
     settings = ["kernels.rms_norm=triton", "kernels.collective_matmul=ring"]
     config = configuration.load("configs/quickstart.py", settings)
-    assert asked_for(config, Unsupported(f"{operation}: no implementation can run here")) == setting
+    assert setting_behind(config, Unsupported(f"{operation}: no implementation can run here")) == setting
 
 
 def test_tokens_that_do_not_divide_over_tensor_are_refused():

@@ -18,7 +18,7 @@ from jaxthru.build.checks import fit
 from jaxthru.build.memory_estimate import MemoryPlan, Room
 from jaxthru.build.step import assemble
 from jaxthru.engine import rehearsed
-from jaxthru.engine.model import parts
+from jaxthru.engine.model import split_stages
 from jaxthru.engine.offload import HOST
 from jaxthru.engine.programs import compiler_with
 from jaxthru.engine.rehearsed import Moment
@@ -400,8 +400,8 @@ def test_what_fits_with_the_least_traffic_is_proposed():
 
 def test_what_lacks_names_the_setting():
     plan = MemoryPlan({}, {}, 100 * GIB, 90 * GIB)
-    assert Room(101 * GIB, 91 * GIB).lacks(plan) == []
-    device, host = Room(99 * GIB, 80 * GIB).lacks(plan)
+    assert Room(101 * GIB, 91 * GIB).shortfall(plan) == []
+    device, host = Room(99 * GIB, 80 * GIB).shortfall(plan)
     assert "offload.level" in device and "which may pin 80.0 (offload.host_gib)" in host
 
 
@@ -466,13 +466,13 @@ def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
     config = load("quickstart", *TINY, *OFFLOADS[offload], *settings)
     made = assembled(config)
     _, moved = memory_estimate.estimate(config)
-    copied, put = [], rehearsed._Account.put
+    copied, put = [], rehearsed._MemoryTally.put
 
-    def counted(account, arrays, shardings):
+    def counted(tally, arrays, shardings):
         copied.extend(array.size for array in arrays)
-        return put(account, arrays, shardings)
+        return put(tally, arrays, shardings)
 
-    monkeypatch.setattr(rehearsed._Account, "put", counted)
+    monkeypatch.setattr(rehearsed._MemoryTally, "put", counted)
     made.rehearsed(nothing)
     weights, slots = made.abstract["params"], made.abstract["opt_state"]
     exact = config.optim.clip_rule == "exact"
@@ -480,9 +480,13 @@ def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
         weights
     )  # weights: forward, backward, and stored after the update
     if exact and config.offload.level != "optimizer":
-        held = [config.offload.level != "none" and on_host(tree) > 0 for tree in parts(slots["slots"]["mu"])]
+        held = [
+            config.offload.level != "none" and on_host(tree) > 0
+            for tree in split_stages(slots["slots"]["mu"])
+        ]
         matrices = [
-            sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.ndim > 1) for tree in parts(weights)
+            sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.ndim > 1)
+            for tree in split_stages(weights)
         ]
         sizes = [4, 4, *[2] * (len(held) - 2)]  # of a gradient's number: tables' in float32
         wanted += 2 * sum(map(math.prod, zip(held, matrices, sizes, strict=True)))
@@ -520,7 +524,7 @@ def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
 
 def test_a_program_that_no_category_is_known_of_fails():
     with pytest.raises(KeyError, match="rewind"):
-        rehearsed._Program(rehearsed._Account(), "rewind", rehearsed.NOTHING, ((),), ())()
+        rehearsed._Program(rehearsed._MemoryTally(), "rewind", rehearsed.NOTHING, ((),), ())()
 
 
 def test_every_program_says_what_it_gives():

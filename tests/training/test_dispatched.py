@@ -10,7 +10,7 @@ import tiny
 from cases import named, slow_but_for
 
 from jaxthru.engine.dispatched import DispatchedStep
-from jaxthru.engine.model import parts
+from jaxthru.engine.model import split_stages
 from jaxthru.engine.offload import OffloadConfig, placed
 from jaxthru.engine.programs import compiler_with
 from jaxthru.optim.formats import decode
@@ -115,7 +115,7 @@ def test_a_bad_batch_changes_nothing_and_is_counted(level):
 
 
 def test_parts_updated_before_a_gradient_that_is_not_finite_are_told():
-    """With clip_rule = previous each part is updated at once, from the head down."""
+    """With clip_rule = previous each stage is updated at once, from the head down."""
     config, settings = LEVELS["gradients, previous"]
     whole = tiny.make(loop="unroll", remat="attention", optim=optim(**settings))
     compiled, state = tiny.dispatched(whole, config)
@@ -132,7 +132,7 @@ def test_parts_updated_before_a_gradient_that_is_not_finite_are_told():
     assert metrics["partly_updated"] and int(metrics["skipped"]) == 1
     assert state["opt_state"]["count"] == before["opt_state"]["count"]
     same = jax.tree.map(np.array_equal, before["params"], jax.device_get(state["params"]))
-    updated = [not all(jax.tree.leaves(part)) for part in parts(same)]
+    updated = [not all(jax.tree.leaves(stage)) for stage in split_stages(same)]
     assert updated == [False, True, False, *[True] * (len(updated) - 3)]  # embedding, head, layers
 
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from jaxthru.engine.dispatched import DispatchedStep
-from jaxthru.engine.model import LAYERS, parts
+from jaxthru.engine.model import LAYERS, split_stages
 from jaxthru.engine.offload import HOST, OffloadConfig, placed
 from jaxthru.engine.programs import trace
 from jaxthru.runtime import aot
@@ -107,7 +107,7 @@ def test_programs_for_a_gpu(level, clip_rule, state):
         stats = compiled.program.stats
         assert nbytes(donated) <= stats.alias_size_in_bytes
         assert stats.output_size_in_bytes - stats.alias_size_in_bytes <= 8 * len(jax.tree.leaves(donated))
-    layer = parts(whole.abstract["params"])[LAYERS]
+    layer = split_stages(whole.abstract["params"])[LAYERS]
     float32 = 4 * sum(leaf.size for leaf in jax.tree.leaves(layer))
     assert programs["update_layer"].program.stats.temp_size_in_bytes < float32
 

@@ -51,7 +51,7 @@ def test_the_loss_mask_and_the_sources_are_the_batch_s():
     mask = (draw.random((4, 16)) < 0.4 + 0.3 * source).astype(np.float32)
     batch = {"loss_mask": mask, "source": source, "targets": np.zeros((4, 16), np.int32)}
     ops = SimpleNamespace(linear_cross_entropy=lambda *_: (jnp.zeros(()), jnp.asarray(cross_entropy), None))
-    model = SimpleNamespace(ops=ops, output_matrix=lambda params: (params, None))
+    model = SimpleNamespace(ops=ops, lm_head=lambda params: (params, None))
     objective = Objective(model, 0.0, 8, 3)
     sums = lambda params, batch, weight: objective(params, None, batch, weight)[1]  # noqa: E731
     row = evaluation(sums, [jax.tree.map(jnp.asarray, batch)])(0, None)

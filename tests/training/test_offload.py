@@ -12,7 +12,7 @@ import tiny
 
 from jaxthru.engine import offload
 from jaxthru.engine.dispatched import DispatchedStep
-from jaxthru.engine.model import LAYERS, parts
+from jaxthru.engine.model import LAYERS, split_stages
 from jaxthru.engine.offload import AHEAD, HOST, Fetched, OffloadConfig, Pace, move, on_device, placed
 from jaxthru.engine.step import first_state
 from jaxthru.runtime.errors import InputError
@@ -20,7 +20,7 @@ from jaxthru.training.state import sharded_init
 
 
 def test_fractions_are_spread_evenly_over_the_depth():
-    """Of any stretch of the depth, so many parts as the fraction says, to within one."""
+    """Of any stretch of the depth, so many stages as the fraction says, to within one."""
     draw = np.random.default_rng(0)
     for fraction in (1.0, 0.5, 0.1, 1 / 3, 0.6, 0.9, *draw.uniform(0.01, 1, 40)):
         for count in (1, 2, 3, 7, 10, 34, 82):
@@ -53,9 +53,9 @@ def make(state: str = "split_master_int8", clip_rule: str = "exact", layers: int
     return tiny.make(optim=optim, loop="unroll", remat="attention", layers=layers)
 
 
-def leaves_by_part(state: dict) -> list[tuple[list, list]]:
-    """Returns the leaves of the weights and the slots of each part in the order of the forward pass."""
-    columns = [parts(state["params"]), *map(parts, state["opt_state"]["slots"].values())]
+def leaves_by_stage(state: dict) -> list[tuple[list, list]]:
+    """Returns the leaves of the weights and the slots of each stage in the order of the forward pass."""
+    columns = [split_stages(state["params"]), *map(split_stages, state["opt_state"]["slots"].values())]
     embedding, head, *layers = zip(*columns, strict=True)
     return [(jax.tree.leaves(of[0]), jax.tree.leaves(of[1:])) for of in (embedding, *layers, head)]
 
@@ -66,9 +66,9 @@ def kinds(leaves: list) -> set[str]:
 
 def check_homes(state: dict, config: OffloadConfig) -> None:
     """Fails unless each leaf of a state lies where the configuration says."""
-    by_part = leaves_by_part(state)
+    by_stage = leaves_by_stage(state)
     count = 0
-    for chosen, (weights, slots) in zip(config.on_host(len(by_part)), by_part, strict=True):
+    for chosen, (weights, slots) in zip(config.on_host(len(by_stage)), by_stage, strict=True):
         matrices = [leaf for leaf in slots if leaf.ndim > 1]
         assert len(matrices) >= 3  # remainder, and codes and scales of two moments
         assert kinds(matrices) == {HOST if chosen else "device"}
@@ -132,8 +132,8 @@ def test_no_more_than_a_few_parts_are_ever_on_the_device():
     whole = make(clip_rule="previous", layers=5)
     compiled, state = tiny.dispatched(whole, config)
     layer = (
-        parts(whole.state["params"])[LAYERS],
-        [parts(tree)[LAYERS] for tree in whole.state["opt_state"]["slots"].values()],
+        split_stages(whole.state["params"])[LAYERS],
+        [split_stages(tree)[LAYERS] for tree in whole.state["opt_state"]["slots"].values()],
     )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(layer))
     # In float32, which gradients are in here, twice the size of bfloat16 weights.
@@ -150,7 +150,7 @@ def test_no_more_than_a_few_parts_are_ever_on_the_device():
 
     compiled.forward = [counted(program) for program in compiled.forward]
     compiled.backward = [counted(program) for program in compiled.backward]
-    updates = {part: counted(program) for part, program in compiled.update.items() if part >= LAYERS}
+    updates = {stage: counted(program) for stage, program in compiled.update.items() if stage >= LAYERS}
     compiled.update |= updates
     compiled(state, batch)
     table = max(leaf.nbytes for leaf in jax.tree.leaves(whole.state["params"]["embedding"]))

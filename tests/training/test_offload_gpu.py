@@ -16,7 +16,7 @@ from runs import kill, make_workplace, resumed_from
 
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.gradients import gradient_dtype
-from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, from_parts, parts
+from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, join_stages, split_stages
 from jaxthru.engine.offload import HOST, OffloadConfig, placed
 from jaxthru.training.state import sharded_init
 
@@ -56,13 +56,15 @@ def between_canaries(state: dict, abstract: dict, canaries: Canaries) -> dict:
     opt_state = state["opt_state"]
     columns = [state["params"], *opt_state["slots"].values()]
     homes = [abstract["params"], *abstract["opt_state"]["slots"].values()]
-    homes = zip(*(parts(jax.tree.map(lambda leaf: leaf.sharding, tree)) for tree in homes), strict=True)
+    homes = zip(
+        *(split_stages(jax.tree.map(lambda leaf: leaf.sharding, tree)) for tree in homes), strict=True
+    )
     copies = []
-    for of, home in zip(zip(*map(parts, columns), strict=True), homes, strict=True):
+    for of, home in zip(zip(*map(split_stages, columns), strict=True), homes, strict=True):
         for size in (1000, 1000, 300_001, 300_001):  # of small ones, and of one as large as a matrix
             canaries.add(size)
         copies.append(jax.block_until_ready(jax.device_put(of, home)))
-    params, *slots = (from_parts(of, state["params"]) for of in zip(*copies, strict=True))
+    params, *slots = (join_stages(of, state["params"]) for of in zip(*copies, strict=True))
     slots = dict(zip(opt_state["slots"], slots, strict=True))
     return state | {"params": params, "opt_state": opt_state | {"slots": slots}}
 
@@ -71,10 +73,10 @@ def record(compiled: DispatchedStep, whole: tiny.Tiny, layers: int) -> None:
     """Has the backward programs return recorded gradients in place of their own: the same for each step of
     the same number, whatever the weights are by then."""
     model = whole.step.model
-    shapes = parts(jax.eval_shape(lambda: model.init(jax.random.key(0))))[: LAYERS + 1]
+    shapes = split_stages(jax.eval_shape(lambda: model.init(jax.random.key(0))))[: LAYERS + 1]
     dtypes = [
         jax.tree.map(lambda info: gradient_dtype(info, model.ops.compute), infos)
-        for infos in parts(model.weights)[: LAYERS + 1]
+        for infos in split_stages(model.weights)[: LAYERS + 1]
     ]
 
     def draw(key, index):

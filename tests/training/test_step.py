@@ -251,7 +251,7 @@ def test_the_record_and_the_minimised_loss_are_the_plain_ones(made):
     weight = 1 / jnp.sum(batch["loss_mask"])
     minimised, sums = jax.jit(made.loss)(params, batch, weight)
     hidden = jax.jit(lambda params: hidden_of(objective.model, params, batch, 8))(params)
-    losses, _ = reference_losses(hidden, objective.model.output_matrix(params)[0], batch["targets"])
+    losses, _ = reference_losses(hidden, objective.model.lm_head(params)[0], batch["targets"])
     losses = losses * np.asarray(batch["loss_mask"])
     assert float(minimised) == pytest.approx(losses.sum() * float(weight), rel=1e-5)
     assert float(sums["loss"]) == pytest.approx(losses.sum() * float(weight), rel=1e-5)
@@ -281,7 +281,7 @@ def test_z_loss_moves_the_gradient_not_the_record(made):
     weight = 1 / jnp.sum(batch["loss_mask"])
     minimised, sums = jax.jit(with_z.loss)(params, batch, weight)
     hidden = jax.jit(lambda params: hidden_of(objective.model, params, batch, 8))(params)
-    _, log_z = reference_losses(hidden, objective.model.output_matrix(params)[0], batch["targets"])
+    _, log_z = reference_losses(hidden, objective.model.lm_head(params)[0], batch["targets"])
     expected = 0.1 * np.sum(np.square(log_z) * np.asarray(batch["loss_mask"])) * float(weight)
     assert float(minimised - sums["loss"]) == pytest.approx(expected, rel=1e-3)
 

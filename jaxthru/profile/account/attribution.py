@@ -144,7 +144,7 @@ def _is_gemm(instruction: Instruction) -> bool:
 
 
 def flops(module: Module, instruction: Instruction, phase: str, op_name: str) -> float:
-    """Returns the floating-point operations of the matrix products in one run of an instruction."""
+    """Returns the floating-point operations of the matmuls in one run of an instruction."""
     if instruction.opcode == "custom-call" and within(op_name, ATTENTION_KERNEL):
         return _attention(module, instruction, phase)
     if instruction.opcode == "custom-call" and (found := COLLECTIVE_MATMULS.search(op_name)):
@@ -173,7 +173,7 @@ def _product(module: Module, instruction: Instruction) -> float:
 def _attention(module: Module, instruction: Instruction, phase: str) -> float:
     """Returns the FLOPs that a call of a causal attention kernel needs, by its shapes [B, T, H, C].
 
-    Forward two matrix products over half of T × T; backward four, of which a kernel that gives one of the
+    Forward two matmuls over half of T × T; backward four, of which a kernel that gives one of the
     three gradients has a third. What it computes again of the forward pass is not needed, and not counted.
     """
     queries = next((dims for _, dims in module.operand_shapes(instruction) if len(dims) == 4), None)
@@ -228,7 +228,7 @@ def _named(module: Module, instruction: Instruction) -> tuple[str, int]:
     """Returns an instruction's op_name and stack frame; where a rewrite left it none, those of what lies
     within it, or else of what it is read by or reads itself."""
     inner = [found for found, _ in module.inner(instruction)]
-    # Of a fusion that holds a matrix product, the product says what it is.
+    # Of a fusion that holds a matmul, the matmul says what it is.
     products = [found for found in inner if found.opcode == "dot"]
     for found in (*products, *inner):
         if "/" in found.op_name:

@@ -118,7 +118,7 @@ def matmul(
 
 
 def _speed(attribution: Attribution) -> float:
-    """Returns how much faster than bf16 the products' operands could be multiplied: float8 twice."""
+    """Returns how much faster than bf16 the matmuls' operands could be multiplied: float8 twice."""
     total = narrow = 0.0
     for work in attribution.all():
         if work.line == "matmul" and work.flops:

@@ -35,7 +35,7 @@ def reference(kind: str) -> tuple[float | None, float | None]:
 
 
 def clock(trace: Trace, samples: Samples, start: int, end: int, busy: list[tuple[int, int]]) -> Clock:
-    """Returns the clock between two moments of a trace. busy: when matrix products ran on the first device,
+    """Returns the clock between two moments of a trace. busy: when matmuls ran on the first device,
     in order; the mean is taken over it, where samples fall into it, for it is these that the clock slows."""
     traced, asked = {}, {}
     for device, by_name in trace.counters.items():

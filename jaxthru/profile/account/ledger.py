@@ -206,7 +206,7 @@ class Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """`lines` add up to `window.step_seconds`: each instant of each device is painted once."""
+    """`lines` add up to `window.step_seconds`: each instant of each device is counted once."""
 
     run: Run
     window: Window

@@ -51,7 +51,7 @@ class Measured:
             raise ValueError(f"{folder / name}: the trace has nothing that ran on a device")
         self.operations = Operations(self.windows)
         self.step_seconds = sum(window.end - window.start for window in self.windows) / 1e9 / self.count
-        totals = [timeline.totals(window.painted) for window in self.windows]
+        totals = [timeline.totals(window.intervals) for window in self.windows]
         self.seconds = {line: sum(of[line] for of in totals) / 1e9 / self.count for line in LINES}
         self.runs = self._runs()
 
@@ -150,10 +150,10 @@ class Measured:
             shown = min(own, key=lambda window: abs((window.end - window.start) / 1e9 - self.step_seconds))
             steps = []
             for window in own:
-                lines = {line: time / 1e9 for line, time in timeline.totals(window.painted).items()}
+                lines = {line: time / 1e9 for line, time in timeline.totals(window.intervals).items()}
                 begins, takes = window.start - begun, window.end - window.start
                 steps.append(ledger.DeviceStep(window.step, begins / 1e9, takes / 1e9, lines))
-            strip = timeline.strip(shown.painted, shown.start, STRIP)
+            strip = timeline.strip(shown.intervals, shown.start, STRIP)
             found.append(ledger.Device(device, tuple(steps), strip))
         return tuple(found)
 
@@ -163,7 +163,7 @@ class Measured:
         busy = [
             (piece.start, piece.end)
             for window in self.windows
-            for piece in window.painted
+            for piece in window.intervals
             if window.device == first.device and piece.line == "matmul"
         ]
         return frequency.clock(self.trace, samples, first.start, self.windows[-1].end, busy)

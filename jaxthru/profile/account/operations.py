@@ -1,4 +1,4 @@
-"""The table of operations: a row for all that ran in the profiled steps, and for each stretch without work.
+"""The table of operations: a row for all that ran in the profiled steps, and for each idle interval.
 
 The ledger's seconds by line, layer, kernel and collective are sums over this table. `ops.parquet` has it for
 questions that the report does not answer (docs/profile.md).
@@ -31,13 +31,13 @@ class Operations:
     def __init__(self, windows: Sequence[Window]):
         owned: dict[int, int] = Counter()
         for window in windows:
-            for piece in window.painted:
+            for piece in window.intervals:
                 if piece.owner is not None:
                     owned[id(window.ran[piece.owner])] += piece.end - piece.start
         rows, self.ran, began, seen = [], [], [], set()
         for window in windows:
             first, last = (bisect_left(window.ran, at, key=_start) for at in (window.start, window.end))
-            owners = {piece.owner for piece in window.painted if piece.owner is not None}
+            owners = {piece.owner for piece in window.intervals if piece.owner is not None}
             # Of a step that is not in the pass, and still at work in this one.
             before = [at for at in sorted(owners) if at < first and id(window.ran[at]) not in seen]
             for at in (*before, *range(first, last)):
@@ -46,7 +46,7 @@ class Operations:
                 self.ran.append(one)
                 began.append(at >= first)
                 seen.add(id(one))
-            for start, end, line, owner in window.painted:
+            for start, end, line, owner in window.intervals:
                 if owner is None:
                     idle = start, end, "", "", "", line, "", "", np.nan, np.nan, end - start
                     rows.append((window.device, window.step, *idle))
@@ -82,7 +82,7 @@ class Operations:
     def _owners(self, windows: Sequence[Window]) -> np.ndarray:
         owner = self["line"].copy()
         for device in {window.device for window in windows}:
-            pieces = [piece for window in windows if window.device == device for piece in window.painted]
+            pieces = [piece for window in windows if window.device == device for piece in window.intervals]
             edges = np.array([(piece.start, piece.end) for piece in pieces])
             first, lines = edges.min(), np.array([piece.line for piece in pieces])
             rows = np.flatnonzero(self["device"] == device)

@@ -35,8 +35,8 @@ COPIES = {
 }
 
 
-class Painted(NamedTuple):
-    """A stretch of time and its line. owner: the index of what runs, None where nothing does."""
+class Interval(NamedTuple):
+    """An interval of time and its line. owner: the index of what runs, None where nothing does."""
 
     start: int
     end: int
@@ -45,7 +45,7 @@ class Painted(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """A stretch for which a device runs nothing. next: the index of what it runs then, None at the end."""
+    """An interval for which a device runs nothing. next: the index of what it runs then, None at the end."""
 
     start: int
     end: int
@@ -63,13 +63,13 @@ class Ran:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Window:
-    """One step on one device. ran: all that the painted pieces own."""
+    """One step on one device. ran: all that the intervals are owned by."""
 
     device: str
     step: int
     start: int
     end: int
-    painted: list[Painted]
+    intervals: list[Interval]
     ran: list[Ran]
 
 
@@ -119,9 +119,9 @@ def windows(
         waits = [(span.start, span.end) for span in host if span.name == "data_wait"]
         called = _called(ran, firsts, host, first_step)
         for index, (start, end) in enumerate(zip(starts, ends, strict=False)):
-            painted, idle = paint(spans, start, end)
-            painted = sorted([*painted, *split_idle(idle, waits, called)])
-            found.append(Window(device, first_step + index, start, end, painted, ran))
+            intervals, idle = assign_owners(spans, start, end)
+            intervals = sorted([*intervals, *split_idle(idle, waits, called)])
+            found.append(Window(device, first_step + index, start, end, intervals, ran))
     return found
 
 
@@ -188,7 +188,9 @@ def _called(ran: list[Ran], firsts: list[Event], host: list[Span], first_step: i
     return called[::-1]
 
 
-def paint(spans: Sequence[tuple[int, int, str]], start: int, end: int) -> tuple[list[Painted], list[Idle]]:
+def assign_owners(
+    spans: Sequence[tuple[int, int, str]], start: int, end: int
+) -> tuple[list[Interval], list[Idle]]:
     """Returns the owners of the instants from `start` to `end`, in order, and what is left over.
 
     spans: (start, end, line), sorted by start.
@@ -202,51 +204,51 @@ def paint(spans: Sequence[tuple[int, int, str]], start: int, end: int) -> tuple[
     for index in sorted(np.flatnonzero(first < last), key=lambda at: (-RANK[spans[at][2]], -at)):
         owners[first[index] : last[index]] = index
     changes = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
-    painted, idle = [], []
+    intervals, idle = [], []
     for own, of in itertools.pairwise(changes if start < end else ()):
         begins, until, owner = int(edges[own]), int(edges[of]), int(owners[own])
         if owner >= 0:
-            painted.append(Painted(begins, until, spans[owner][2], owner))
+            intervals.append(Interval(begins, until, spans[owner][2], owner))
         else:
             idle.append(Idle(begins, until, int(upcoming[of]) if upcoming[of] < len(spans) else None))
-    return painted, idle
+    return intervals, idle
 
 
 def split_idle(
     idle: Iterable[Idle], waits: list[tuple[int, int]], launched: Sequence[int | None]
-) -> list[Painted]:
+) -> list[Interval]:
     """Returns whose fault idle time is: `dependency` where the host had called for what runs next before the
     device ran out; else `data_wait` while the loop waits for data; else `host_gap`, or `dependency` where the
     trace does not say when the host called.
 
     waits: spans without overlap, in order. launched: when the host called for each thing that runs.
     """
-    painted = []
+    intervals = []
     for gap in idle:
         called = None if gap.next is None else launched[gap.next]
         if called is not None and called <= gap.start:  # the batch that the loop waits for is a later step's
-            painted.append(Painted(gap.start, gap.end, "dependency", None))
+            intervals.append(Interval(gap.start, gap.end, "dependency", None))
             continue
         within = [(*wait, "data_wait") for wait in waits if wait[0] < gap.end and wait[1] > gap.start]
-        waited, left = paint(within, gap.start, gap.end) if within else ([], [gap])
+        waited, left = assign_owners(within, gap.start, gap.end) if within else ([], [gap])
         rest = "dependency" if called is None else "host_gap"
         pieces = [*(piece[:3] for piece in waited), *((one.start, one.end, rest) for one in left)]
-        painted += [Painted(*piece, None) for piece in sorted(pieces)]
-    return painted
+        intervals += [Interval(*piece, None) for piece in sorted(pieces)]
+    return intervals
 
 
-def totals(painted: Iterable[Painted]) -> dict[str, int]:
+def totals(intervals: Iterable[Interval]) -> dict[str, int]:
     """Returns the nanoseconds of each line."""
     sums = dict.fromkeys(LINES, 0)
-    for piece in painted:
+    for piece in intervals:
         sums[piece.line] += piece.end - piece.start
     return sums
 
 
-def strip(painted: Sequence[Painted], start: int, most: int) -> tuple[tuple[float, float, str], ...]:
+def strip(intervals: Sequence[Interval], start: int, most: int) -> tuple[tuple[float, float, str], ...]:
     """Returns the spans of a timeline in seconds from `start`: neighbours of one line joined, and, to have at
     most `most`, the shortest given to a neighbour."""
-    spans = _joined([[piece.start, piece.end, piece.line] for piece in sorted(painted)])
+    spans = _joined([[piece.start, piece.end, piece.line] for piece in sorted(intervals)])
     while (over := len(spans) - most) > 0:
         shortest = set(sorted(range(len(spans)), key=lambda at: spans[at][1] - spans[at][0])[:over])
         kept = [span for at, span in enumerate(spans) if at not in shortest]

@@ -20,12 +20,12 @@ from jaxthru.profile.explain.settings import FINDINGS, TEXTS
 
 FLOAT8 = re.compile(r"\b(h100|h200|gh200|b200|gb200|b300|l4|l40s?|ada)\b", re.I)
 FLOAT8_SPEED = 1.6
-"""A matrix product in float8 against bfloat16 on an H200, with room for its casts: without them it is 1.89
+"""A matmul in float8 against bfloat16 on an H200, with room for its casts: without them it is 1.89
 (docs/results.md)."""
 
 HOPPER = re.compile(r"\b(h100|h200|h800|gh200)\b", re.I)
 FUSED_WINS = 0.7
-"""Of the exposed seconds of gathers and scatters, what kernels that hide them within products won back in the
+"""Of the exposed seconds of gathers and scatters, what kernels that hide them within matmuls won back in the
 8-layer step with mesh.tensor=2 on two H200s: 13.4 of 19.2 ms (docs/results.md)."""
 
 POLICIES = ("full", "attention", "gate", "projections", "none")
@@ -48,7 +48,7 @@ def with_advice(ledger: Ledger, config: dict[str, Any]) -> Ledger:
     """Returns the ledger with advice, and with what its findings have to do with it: one rule, the noise of
     the run, decides on both. config: as of `advise`."""
     run, least = RunFacts(ledger, config), noise_threshold(ledger)
-    found = {(each.cause, each.key): each for rule in RULES for each in rule(run)}
+    found = {(each.cause, each.key): each for rule in ADVICE_RULES for each in rule(run)}
     named = [each for each in found.values() if each.gain_seconds is None or each.gain_seconds >= least]
     named.sort(key=lambda each: -(each.gain_seconds or 0.0))
     lint = []
@@ -216,7 +216,7 @@ def _other_kernels(run: RunFacts) -> Iterator[Advice]:
         copies = {entry.instruction for entry in run.ledger.lint if _stacked(run, entry)}
         kernels = [each for each in run.ledger.kernels if each.line == "other_kernels"]
         named = (each for each in kernels if each.hlo in copies or slices.search(f"{each.name} {each.hlo}"))
-        gain = run.painted("other_kernels", sum(each.seconds for each in named))
+        gain = run.within_line("other_kernels", sum(each.seconds for each in named))
         yield _advice(run, "other_kernels", "model.loop", "unroll", gain)
 
 
@@ -231,7 +231,7 @@ def _lint(run: RunFacts) -> Iterator[Advice]:
         if not entries:
             continue
         known = [entry.seconds for entry in entries if entry.seconds is not None]
-        gain = run.painted(line, sum(known)) if known and line else None
+        gain = run.within_line(line, sum(known)) if known and line else None
         worst = max(entries, key=lambda entry: (entry.seconds or 0.0, entry.bytes or 0.0))
         held = sum(entry.bytes or 0.0 for entry in entries)
         text = f"{worst.text[:1].upper()}{worst.text[1:].rstrip('.')}. {what} "
@@ -256,7 +256,7 @@ def _stacked(run: RunFacts, entry: Lint) -> bool:
 
 
 Rule = Callable[[RunFacts], Iterator[Advice]]
-RULES: tuple[Rule, ...] = (
+ADVICE_RULES: tuple[Rule, ...] = (
     *(_data_wait, _host_gap, _communication, _host_copies, _larger, _recomputation, _frequency),
     *(_inefficiency, _attention, _other_kernels, _precision, _lint),
 )

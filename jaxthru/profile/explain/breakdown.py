@@ -1,4 +1,4 @@
-"""The step as parts that add up, from what the peak allows to what was observed; and the figures above them.
+"""The breakdown of a step: parts that add up, from the roofline to what was observed; and the figures above.
 
 `summary`, `report` and `compare` speak of the same parts by the same names.
 """
@@ -26,7 +26,7 @@ class Figures:
     mfu_at_clock: float | None
 
 
-def parts(ledger: Ledger) -> dict[str, float]:
+def step_parts(ledger: Ledger) -> dict[str, float]:
     """Returns the seconds of each part; they add up to the profiled step. The line "matmul" is taken apart
     where the devices' peak is known, and is one part where it is not."""
     found: dict[str, float] = {}

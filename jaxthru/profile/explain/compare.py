@@ -2,7 +2,7 @@
 
 The change of the step is taken apart into the changes of its parts, which add up to it. What a named cause
 moves at once is one part here: the whole of the recomputation, whichever kernels it runs; the whole of the
-matrix products where some are newly in float32.
+matmuls where some are newly in float32.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxthru.profile.account.ledger import Collective, Ledger, Lint
-from jaxthru.profile.explain.breakdown import MATMUL_PARTS, noise_threshold, parts
+from jaxthru.profile.explain.breakdown import MATMUL_PARTS, noise_threshold, step_parts
 from jaxthru.profile.explain.causes import Causes, Change
 from jaxthru.profile.explain.settings import TITLES
 
@@ -84,7 +84,7 @@ def compare(
 def _parts(ledger: Ledger, merged: bool, common: float) -> dict[str, float]:
     """Returns the parts of the step, all that is computed again as one; `merged`: and all matmuls as one.
     common: the recomputation of both runs' matmuls, in seconds at the peak."""
-    found = parts(ledger)
+    found = step_parts(ledger)
     again = {scope.line: 0.0 for scope in ledger.scopes}
     for scope in ledger.scopes:
         again[scope.line] += scope.seconds if scope.phase == "recomputation" else 0.0
@@ -94,7 +94,7 @@ def _parts(ledger: Ledger, merged: bool, common: float) -> dict[str, float]:
     found.setdefault("recomputation", 0.0)
     for line, seconds in again.items():
         if line in found and not (line == "matmul" and merged):
-            moved = min(seconds, found[line])  # scopes may overlap where a line paints an instant once
+            moved = min(seconds, found[line])  # scopes may overlap where a line counts an instant once
             found[line] -= moved
             found["recomputation"] += moved
     if split:
@@ -104,7 +104,7 @@ def _parts(ledger: Ledger, merged: bool, common: float) -> dict[str, float]:
 
 
 def _at_their_own_rate(found: dict[str, float], again: float, fresh: float, ledger: Ledger) -> None:
-    """Counts the products that this run alone computes again with all that they take, of which the ledger
+    """Counts the matmuls that this run alone computes again with all that they take, of which the ledger
     has what they would take at the peak as recomputation, and the rest as the clock's and inefficiency.
 
     again: seconds of all that are computed again. fresh: of this run's alone, at the peak.

@@ -10,7 +10,7 @@ from jaxthru.profile.account.attribution import Attribution, Work
 from jaxthru.profile.account.ledger import Lint
 from jaxthru.profile.read.hlo import Instruction, Module, size, within
 from jaxthru.runtime.mesh import AXES
-from jaxthru.runtime.sharding import RULES
+from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES
 
 LARGE = 1 << 20
 """Bytes below which a copy is nothing to speak of."""
@@ -69,8 +69,8 @@ def _only_moves(module: Module, instruction: Instruction) -> bool:
 
 
 def float32_matmuls(attribution: Attribution, config: Mapping[str, Any]) -> Found:
-    """Matrix products of float32 arrays where the run computes in bfloat16: a GPU is at half its speed or
-    less. Products of arrays that were just widened are the compiler's own, and are not meant."""
+    """Matmuls of float32 arrays where the run computes in bfloat16: a GPU is at half its speed or
+    less. Matmuls of arrays that were just widened are the compiler's own, and are not meant."""
     if config["precision"]["compute"] != "bfloat16":
         return
     for work in attribution.all():
@@ -117,7 +117,7 @@ def collectives(
     parallelism also sums activations, data parallelism only sums gradients; and what stages exchange."""
     split = {axis: config["mesh"].get(axis, 1) != 1 for axis in AXES}
     known = (EXCHANGES | dict(exchanges)).items()
-    exchanging = [scope for scope, over in known if any(split[axis] for axis in RULES[over])]
+    exchanging = [scope for scope, over in known if any(split[axis] for axis in LOGICAL_AXIS_RULES[over])]
     for work in attribution.all():
         kind = work.collective
         if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:

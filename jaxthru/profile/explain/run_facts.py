@@ -34,7 +34,7 @@ class RunFacts:
         found = (scope.seconds for scope in self.ledger.scopes if (scope.phase, scope.line) == (phase, line))
         return sum(found)
 
-    def painted(self, line: str, seconds: float) -> float:
+    def within_line(self, line: str, seconds: float) -> float:
         """Returns what kernels' own seconds are in the line, of which overlapping ones share a moment."""
         own = sum(kernel.seconds for kernel in self.ledger.kernels if kernel.line == line)
         return min(seconds * min(1.0, self.line(line) / own) if own else seconds, self.line(line))

@@ -1,10 +1,10 @@
-"""What the report and the terminal say in sentences: how good the step is, and what its numbers are worth."""
+"""The verdict in sentences: how good the step is, and the caveats of its numbers."""
 
 import dataclasses
 import re
 
 from jaxthru.profile.account.ledger import Ledger
-from jaxthru.profile.explain.breakdown import figures, noise_threshold, parts
+from jaxthru.profile.explain.breakdown import figures, noise_threshold, step_parts
 from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 
@@ -17,7 +17,7 @@ NOISY = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Sustained:
-    """flops: FLOP/s of one device in a loop of large matrix products, at its power limit. good, fair: shares
+    """flops: FLOP/s of one device in a loop of large matmuls, at its power limit. good, fair: shares
     of it that a whole step has to reach to be called so."""
 
     name: str
@@ -33,12 +33,12 @@ class Sustained:
 H200 = re.compile(r"\bh200\b(?! nvl)", re.I)
 BF16 = Sustained("bf16", 690e12, 0.75, 0.60)
 FLOAT8 = Sustained("float8", 1293e12, 0.50, 0.40)
-"""Measured on an H200 (docs/results.md, One GPU): a loop of 8192³ products, and the share of it that steps
+"""Measured on an H200 (docs/results.md, One GPU): a loop of 8192³ matmuls, and the share of it that steps
 reach, the tuned ones 75 to 84 % in bf16 and 51 to 56 % in float8, a framework's defaults 62 % in bf16. No
 default was measured in float8: there "fair" begins as far below "good" as in bf16."""
 
 NARROW = 1.2
-"""How much faster than bf16's the peak of a step's products is: above this they count as float8."""
+"""How much faster than bf16's the peak of a step's matmuls is: above this they count as float8."""
 
 
 def sustained(ledger: Ledger) -> Sustained | None:
@@ -72,7 +72,7 @@ def verdict(ledger: Ledger) -> str:
 
 def shares(ledger: Ledger, unit: Unit) -> str:
     """Returns in words what the useful part of the step is, and the largest of the rest."""
-    found, step = parts(ledger), ledger.window.step_seconds
+    found, step = step_parts(ledger), ledger.window.step_seconds
     useful = "ideal" if "ideal" in found else "matmul"
     lost = {name: seconds for name, seconds in found.items() if name != useful}
     worst = max(lost, key=lost.__getitem__)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthru.profile.account.ledger import LINES, Device, Ledger, Lint
-from jaxthru.profile.explain.breakdown import figures, noise_threshold, parts
+from jaxthru.profile.explain.breakdown import figures, noise_threshold, step_parts
 from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 from jaxthru.profile.explain.verdict import nothing_to_win, relation, shares, sustained, verdict
@@ -34,7 +34,7 @@ def report(ledger: Ledger) -> str:
         titles=TITLES,
         manual=manual,
         figures=figures(ledger),
-        parts=parts(ledger),
+        parts=step_parts(ledger),
         verdict=verdict(ledger),
         sustained=sustained(ledger),
         said=f"{shares(ledger, unit)} {relation(ledger, unit)}",
@@ -91,7 +91,7 @@ def bars(ledger: Ledger, unit: Unit, least: float) -> list[tuple[str, float, flo
     """Returns the parts of the step that take this share of it at least: name, start and width as shares, and
     what is written beside it. Each begins where the one before ends."""
     found, at, step = [], 0.0, ledger.window.step_seconds
-    for name, seconds in parts(ledger).items():
+    for name, seconds in step_parts(ledger).items():
         if abs(seconds) >= least * step:
             found.append((name, at / step, seconds / step, unit(seconds)))
             at += seconds
@@ -99,7 +99,7 @@ def bars(ledger: Ledger, unit: Unit, least: float) -> list[tuple[str, float, flo
 
 
 def _waterfall(ledger: Ledger, unit: Unit) -> Content:
-    found, drawn = parts(ledger), bars(ledger, unit, 5e-5)
+    found, drawn = step_parts(ledger), bars(ledger, unit, 5e-5)
     nothing = [TITLES[name][0] for name in found if name not in {bar[0] for bar in drawn}]
     notes = [f"No time went to: {', '.join(nothing).lower()}."] if nothing else []
     if "ideal" not in found:

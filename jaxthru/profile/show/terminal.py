@@ -8,7 +8,7 @@ import rich.table
 from rich.text import Text
 
 from jaxthru.profile.account.ledger import Ledger
-from jaxthru.profile.explain.breakdown import figures, parts
+from jaxthru.profile.explain.breakdown import figures, step_parts
 from jaxthru.profile.explain.causes import Change
 from jaxthru.profile.explain.compare import Comparison, title
 from jaxthru.profile.explain.unit import Unit
@@ -31,7 +31,7 @@ def summary(ledger: Ledger) -> rich.console.Group:
     head = (verdict(ledger), shares(ledger, unit), relation(ledger, unit), ", ".join(said))
     rows = [
         (title(name), unit.bare(seconds), f"{seconds / step:.1%}")
-        for name, seconds in parts(ledger).items()
+        for name, seconds in step_parts(ledger).items()
         if abs(seconds) >= 5e-4 * step
     ]
     columns = "part of the step", f">{unit.name}", ">share"

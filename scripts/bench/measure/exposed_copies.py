@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 
 from jaxthru.profile.account.measured import Measured
-from jaxthru.profile.account.timeline import HOST_COPIES, paint
+from jaxthru.profile.account.timeline import HOST_COPIES, assign_owners
 from jaxthru.profile.read.xplane import Event
 
 IDLE = ("data_wait", "host_gap", "dependency")
@@ -26,8 +26,9 @@ IDLE = ("data_wait", "host_gap", "dependency")
 
 def running(events: list[Event], start: int, end: int) -> int:
     """Returns for how many nanoseconds between two moments at least one of the events runs."""
-    painted, _ = paint([(event.start, event.end, "exposed_host_copies") for event in events], start, end)
-    return sum(piece.end - piece.start for piece in painted)
+    spans = [(event.start, event.end, "exposed_host_copies") for event in events]
+    intervals, _ = assign_owners(spans, start, end)
+    return sum(piece.end - piece.start for piece in intervals)
 
 
 def measure(folder: Path) -> dict:
@@ -38,7 +39,7 @@ def measure(folder: Path) -> dict:
     start, end = windows[0].start, windows[-1].end
     lines: dict[str, int] = {}
     for window in windows:
-        for piece in window.painted:
+        for piece in window.intervals:
             lines[piece.line] = lines.get(piece.line, 0) + piece.end - piece.start
     exposed, idle = lines.get("exposed_host_copies", 0), sum(lines.get(line, 0) for line in IDLE)
     own = [event for event in measured.trace.events if event.device == windows[0].device]

@@ -14,7 +14,7 @@ from jaxthru.profile.account import ledger
 from jaxthru.profile.account.attribution import Attribution
 from jaxthru.profile.account.measured import Measured
 from jaxthru.profile.account.operations import Operations
-from jaxthru.profile.account.timeline import Painted, Ran, Window, _called, whole
+from jaxthru.profile.account.timeline import Interval, Ran, Window, _called, whole
 from jaxthru.profile.explain import breakdown, lint
 from jaxthru.profile.read import buffers, hlo, xplane
 from jaxthru.profile.read.facts import Facts
@@ -115,7 +115,7 @@ def test_devices_wait_only_for_those_that_they_exchange_data_with():
     measured.trace, measured.count = Trace(list(ran.values()), [], {}, 0), 4
     work = measured.attribution.find("jit_train_step", "all-reduce.1")
     of = {device: [Ran(event, "exposed_communication", work)] for device, event in ran.items()}
-    idle = [Painted(0, 1000, "dependency", None)]
+    idle = [Interval(0, 1000, "dependency", None)]
     measured.operations = Operations([Window(device, 1, 0, 1000, idle, ones) for device, ones in of.items()])
     (found,) = measured.collectives()
     assert found.wait_seconds == pytest.approx((60 + 70) / 4 * 1e-9)
@@ -126,7 +126,7 @@ def test_the_band_is_of_the_step_that_is_closest_to_the_mean():
     measured = object.__new__(Measured)
     measured.windows, measured.step_seconds = [], 1030e-9
     for step, length in enumerate((1300, 900, 1000, 920), start=5):
-        piece = Painted(2000 * step, 2000 * step + length, "matmul", None)
+        piece = Interval(2000 * step, 2000 * step + length, "matmul", None)
         measured.windows.append(Window("0", step, piece.start, piece.end, [piece], []))
     (found,) = measured.devices()
     assert [step.step for step in found.steps] == [5, 6, 7, 8]

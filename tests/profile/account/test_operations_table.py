@@ -13,7 +13,7 @@ from jaxthru.profile.account import operations
 from jaxthru.profile.account.build import account
 from jaxthru.profile.account.ledger import LINES
 from jaxthru.profile.account.operations import Operations
-from jaxthru.profile.account.timeline import Painted, Ran, Window
+from jaxthru.profile.account.timeline import Interval, Ran, Window
 from jaxthru.profile.read.xplane import Event
 
 
@@ -53,14 +53,14 @@ def test_the_owner_hides_what_runs_beside_it():
         Ran(Event("0", "", "gemm", 160, 200, "m", "gemm"), "matmul", None),
         Ran(Event("0", "", "sum", 160, 260, "m", "sum"), "exposed_communication", None),
     ]
-    painted = [
-        Painted(0, 100, "matmul", 0),
-        Painted(100, 130, "exposed_communication", 1),
-        Painted(130, 160, "dependency", None),
-        Painted(160, 200, "matmul", 2),
-        Painted(200, 260, "exposed_communication", 3),
+    intervals = [
+        Interval(0, 100, "matmul", 0),
+        Interval(100, 130, "exposed_communication", 1),
+        Interval(130, 160, "dependency", None),
+        Interval(160, 200, "matmul", 2),
+        Interval(200, 260, "exposed_communication", 3),
     ]
-    table = Operations([Window("0", 1, 0, 260, painted, ran)])
+    table = Operations([Window("0", 1, 0, 260, intervals, ran)])
     assert table["exposed"].tolist() == [100, 30, 40, 60, 30]
     own = ["matmul", "matmul", "matmul", "exposed_communication", "dependency"]
     assert table["owner"].tolist() == own
@@ -72,10 +72,10 @@ def test_what_began_in_a_step_before_the_pass_owns_its_time_and_is_not_counted()
         Ran(Event("0", "", "gemm", 150, 200), "matmul", None),
         Ran(Event("0", "", "copy", 200, 400), "exposed_host_copies", None),
     ]
-    first = [Painted(100, 150, "exposed_host_copies", 0), Painted(150, 200, "matmul", 1)]
+    first = [Interval(100, 150, "exposed_host_copies", 0), Interval(150, 200, "matmul", 1)]
     steps = [
-        Window("0", 2, 100, 300, [*first, Painted(200, 300, "exposed_host_copies", 2)], ran),
-        Window("0", 3, 300, 400, [Painted(300, 400, "exposed_host_copies", 2)], ran),
+        Window("0", 2, 100, 300, [*first, Interval(200, 300, "exposed_host_copies", 2)], ran),
+        Window("0", 3, 300, 400, [Interval(300, 400, "exposed_host_copies", 2)], ran),
     ]
     table = Operations(steps)
     assert table["exposed"].tolist() == [50, 50, 200] and table.began.tolist() == [False, True, True]

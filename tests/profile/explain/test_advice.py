@@ -8,7 +8,7 @@ import sample
 from jaxthru import config as configuration
 from jaxthru.profile.explain import lint
 from jaxthru.profile.explain.advice import advise, with_advice
-from jaxthru.profile.explain.breakdown import noise_threshold, parts
+from jaxthru.profile.explain.breakdown import noise_threshold, step_parts
 from jaxthru.profile.explain.settings import FINDINGS, SETTINGS
 
 OUTSIDE = {"host synchronisation", *(found.key for found in FINDINGS.values())}
@@ -78,7 +78,7 @@ def test_no_gain_exceeds_its_lines(config):
     ledger = sample.ledger()
     for rule in FINDINGS:
         ledger = sample.with_lint(ledger, rule, 0.01)
-    known = parts(ledger) | {line.name: line.seconds for line in ledger.lines}
+    known = step_parts(ledger) | {line.name: line.seconds for line in ledger.lines}
     found = advised(ledger, sample.config(**config))
     gains = [each.gain_seconds for each in found]
     known_gains = [gain for gain in gains if gain is not None]

@@ -6,7 +6,7 @@ import pytest
 import sample
 
 from jaxthru.profile.account.ledger import LINES, Collective, Scope
-from jaxthru.profile.explain.breakdown import parts
+from jaxthru.profile.explain.breakdown import step_parts
 from jaxthru.profile.explain.compare import compare
 from jaxthru.profile.explain.settings import FINDINGS, SETTINGS, TITLES
 
@@ -176,5 +176,5 @@ def test_all_parts_have_names():
     assert set(SETTINGS) <= set(TITLES)
     assert {part for found in FINDINGS.values() for part in found.parts} <= set(TITLES)
     assert set(LINES) <= set(TITLES)
-    assert set(parts(CLEAN)) <= set(TITLES)
-    assert sum(parts(CLEAN).values()) == pytest.approx(CLEAN.window.step_seconds)
+    assert set(step_parts(CLEAN)) <= set(TITLES)
+    assert sum(step_parts(CLEAN).values()) == pytest.approx(CLEAN.window.step_seconds)

@@ -14,7 +14,7 @@ from jaxthru.profile.account.ledger import Clock
 from jaxthru.profile.read import hlo
 from jaxthru.profile.read.buffers import CATEGORIES
 from jaxthru.runtime import aot
-from jaxthru.runtime.sharding import RULES
+from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES
 from pallas_kernels.collective_matmul import hopper
 
 TOKENS = tiny.ROWS * tiny.SEQUENCE
@@ -142,7 +142,7 @@ def test_layers_by_scopes_of_the_models_own(op_name, module, expected):
 def test_what_reads_programs_has_the_names_of_those_that_there_are():
     named = {value for name, value in vars(scopes).items() if name.isupper() and isinstance(value, str)}
     assert set(PROGRAMS) <= named and set(scopes.PURPOSES.values()) <= named
-    assert set(scopes.EXCHANGES) <= named and set(scopes.EXCHANGES.values()) <= set(RULES)
+    assert set(scopes.EXCHANGES) <= named and set(scopes.EXCHANGES.values()) <= set(LOGICAL_AXIS_RULES)
     assert set(scopes.PURPOSES) <= set(CATEGORIES)
 
 

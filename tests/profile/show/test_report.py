@@ -14,7 +14,7 @@ import sample
 
 from jaxthru.profile.account.ledger import LINES, Advice, Ledger, Line, Matmul, Run, Window
 from jaxthru.profile.explain.advice import with_advice
-from jaxthru.profile.explain.breakdown import figures, parts
+from jaxthru.profile.explain.breakdown import figures, step_parts
 from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 from jaxthru.profile.show import html as page_
@@ -117,7 +117,7 @@ def test_page_says_what_the_ledger_says():
     text = Text()
     text.feed(report(ledger))
     said = " ".join(text.words).replace("\N{NO-BREAK SPACE}", " ")
-    for name, seconds in parts(ledger).items():
+    for name, seconds in step_parts(ledger).items():
         assert TITLES[name][0].lower() in said.lower(), name
         if seconds:
             assert f"{1e3 * seconds:.1f} ms" in said, name

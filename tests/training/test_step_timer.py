@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxthru.runtime.errors import TrainingError
-from jaxthru.training import account as module
-from jaxthru.training.account import Account
+from jaxthru.training import step_timer as module
 from jaxthru.training.metrics import Meter
+from jaxthru.training.step_timer import StepTimer
 
 
 class Listener:
@@ -46,9 +46,9 @@ def metrics(loss=1.0, in_a_row=0):
     }
 
 
-def account(listener, skip_limit=3):
+def step_timer(listener, skip_limit=3):
     meter = Meter(lambda tokens, span: tokens + span, None)
-    return Account(meter, ("a", "b"), skip_limit, listener, listener, listener)
+    return StepTimer(meter, ("a", "b"), skip_limit, listener, listener, listener)
 
 
 class AtOnce:
@@ -75,13 +75,13 @@ def later(monkeypatch):
 
 def test_a_wait_belongs_to_the_step_that_finishes_next():
     listener = Listener()
-    made = account(listener)
+    made = step_timer(listener)
     made.waited(0.1)
     made.dispatched(1, metrics())
     made.waited(0.2)  # while step 1 runs
     made.dispatched(2, metrics())
     made.saved(0.4)
-    made.settle()
+    made.finish_step()
     first, second = listener.rows
     assert first["data_wait_seconds"] == pytest.approx(0.3) and first["checkpoint_seconds"] == 0
     assert second["data_wait_seconds"] == 0 and second["checkpoint_seconds"] == 0.4
@@ -90,11 +90,11 @@ def test_a_wait_belongs_to_the_step_that_finishes_next():
 
 def test_what_a_model_adds_is_passed_on_by_its_name():
     listener = Listener()
-    made = account(listener)
+    made = step_timer(listener)
     made.dispatched(1, metrics())
     load = jnp.asarray([1, 3], jnp.int32)
     made.dispatched(2, metrics() | {"balance": jnp.asarray(0.5, jnp.bfloat16), "expert_load": load})
-    made.settle()
+    made.finish_step()
     first, second = listener.rows
     assert {*second} - {*first} == {"balance", "expert_load"} and first["attention_span"] == 4
     assert (second["balance"], second["expert_load"]) == (0.5, [1, 3])
@@ -102,16 +102,16 @@ def test_what_a_model_adds_is_passed_on_by_its_name():
 
 def test_an_idle_device_is_seen(later):
     listener, first, second = Listener(), metrics(), metrics()
-    made = account(listener)
-    made.look()  # nothing was dispatched yet: nobody knows
+    made = step_timer(listener)
+    made.check_idle()  # nothing was dispatched yet: nobody knows
     made.dispatched(1, first)
     first["loss"].block_until_ready()
-    made.look()
+    made.check_idle()
     later(0.05)
     made.dispatching()
     later(0.2)  # a step whose dispatch takes long keeps no device waiting
     made.dispatched(2, second)
-    made.settle()
+    made.finish_step()
     first, second = listener.rows
     assert first["host_gap_seconds"] == first["step_seconds"] == pytest.approx(0.05)
     assert second["host_gap_seconds"] == 0 and second["step_seconds"] == pytest.approx(0.2)
@@ -129,11 +129,11 @@ def test_what_is_always_measured_costs_next_to_nothing(monkeypatch):
         def __getattr__(self, name: str):
             raise AssertionError(f"{name} of a step that is under way")
 
-    made = account(Listener())
+    made = step_timer(Listener())
     made._pending = 1, dict.fromkeys(metrics(), Busy()), Future()
     monkeypatch.setattr(time, "monotonic", lambda: read.append(1) or 0.0)
     for _ in range(10):
-        made.look()
+        made.check_idle()
         with made.waiting():
             pass
         made.dispatching()
@@ -143,19 +143,19 @@ def test_what_is_always_measured_costs_next_to_nothing(monkeypatch):
 def test_what_lies_between_two_steps_is_part_of_neither(later):
     """As where a profile begins, which compiles."""
     listener = Listener()
-    made = account(listener)
+    made = step_timer(listener)
     later(0.03)
     made.dispatched(1, metrics())
     made._pending[1]["loss"].block_until_ready()
-    made.look()
-    made.settle()
+    made.check_idle()
+    made.finish_step()
     made.saved(0.4)
-    with made.apart():
+    with made.between_steps():
         later(0.1)
     later(0.02)
     made.dispatching()
     made.dispatched(2, metrics())
-    made.settle()
+    made.finish_step()
     step = listener.rows[1]
     assert (step["host_gap_seconds"], step["checkpoint_seconds"]) == (0, 0)
     assert step["step_seconds"] == pytest.approx(0.02)
@@ -164,11 +164,11 @@ def test_what_lies_between_two_steps_is_part_of_neither(later):
 def test_a_wait_before_something_else_is_part_of_the_step_before(later):
     """As where the loop has waited for a batch, and a profile then begins."""
     listener, first = Listener(), metrics()
-    made = account(listener)
+    made = step_timer(listener)
     made.dispatched(1, first)
     with made.waiting():
         later(0.05)
-    with made.apart():
+    with made.between_steps():
         later(3)
     (row,) = listener.rows
     assert row["data_wait_seconds"] == row["step_seconds"] == pytest.approx(0.05)
@@ -177,19 +177,19 @@ def test_a_wait_before_something_else_is_part_of_the_step_before(later):
 def test_a_step_ends_when_it_is_over_and_not_when_the_last_one_is_written(later):
     listener, steps = Listener(), [metrics(), metrics()]
     listener.step = lambda row: (later(0.2), listener.rows.append(row))
-    made = account(listener)
+    made = step_timer(listener)
     for number, step in enumerate(steps, 1):
         made.dispatching()
         later(0.01)
         made.dispatched(number, step)
-    made.settle()
+    made.finish_step()
     assert [row["step_seconds"] for row in listener.rows] == [pytest.approx(0.01)] * 2
 
 
 def test_the_skip_limit_ends_the_run_after_the_row_is_written():
     listener = Listener()
-    made = account(listener)
+    made = step_timer(listener)
     made.dispatched(1, metrics(float("nan"), in_a_row=3))
     with pytest.raises(TrainingError, match=r"step 1: .* not finite 3 times in a row \(train.skip_limit\)"):
-        made.settle()
+        made.finish_step()
     assert len(listener.rows) == 1

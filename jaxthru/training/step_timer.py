@@ -1,4 +1,4 @@
-"""Booking finished steps: what the loop reads back of a step once the device is busy with the next."""
+"""The step timer: how long each step took, what of it was waiting, and its metrics, read one step late."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ WAITS = ("data_wait_seconds", "host_gap_seconds", "checkpoint_seconds")
 """What is booked as it happens, and belongs to the step that finishes next."""
 
 
-class Account:
+class StepTimer:
     """Hands each finished step to the record, the display and the watchdog, and ends a hopeless run."""
 
     def __init__(
@@ -36,8 +36,8 @@ class Account:
         self._watcher = ThreadPoolExecutor(1, "jaxthru-step-ends")
         self.restart_clock()
 
-    def look(self) -> None:
-        """Notes when the device is first seen without work."""
+    def check_idle(self) -> None:
+        """Notes when the device is first seen idle, without work."""
         idle = self._pending is not None and self._pending[1]["loss"].is_ready()
         if idle and self._idle_since is None:
             self._idle_since = time.monotonic()
@@ -66,10 +66,10 @@ class Account:
         self.saved(time.monotonic() - begun)
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def between_steps(self) -> Iterator[None]:
         """What happens within lies between two steps, and belongs to none."""
         self._called = time.monotonic()  # what was waited for until now is the step's before
-        self.settle()
+        self.finish_step()
         with self.watchdog.paused():
             yield
         self.restart_clock()
@@ -81,7 +81,7 @@ class Account:
 
     def dispatching(self) -> None:
         """Books how long the device was seen without work, now that it is about to get some."""
-        self.look()
+        self.check_idle()
         self._called = time.monotonic()
         if self._idle_since is not None:
             self._waits["host_gap_seconds"] += self._called - self._idle_since
@@ -90,10 +90,10 @@ class Account:
     def dispatched(self, step: int, metrics: Terms) -> None:
         """Books the step before, while the device is at this one."""
         ended = self._watcher.submit(_ready_at, metrics["loss"])
-        self.settle()
+        self.finish_step()
         self._pending = (step, metrics, ended)
 
-    def settle(self) -> None:
+    def finish_step(self) -> None:
         """Waits for the last step dispatched and books it. Raises TrainingError at the skip limit."""
         if self._pending is None:
             return
@@ -124,7 +124,7 @@ class Account:
         self.watchdog.beat()
         if finished.partly_updated:
             log.warning(
-                "step %d: its loss is finite, a gradient is not: the parts updated before it was met keep "
+                "step %d: its loss is finite, a gradient is not: the stages updated before it was met keep "
                 "their update (optim.clip_rule = previous)",
                 step,
             )
