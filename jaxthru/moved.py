@@ -91,6 +91,7 @@ MODULES = {
     "training.offload": "engine.offload",
     "training.parts": "engine.step engine.programs training.state",
     "training.programs": "engine.programs",
+    "training.seal": "training.checksums",
     "training.step": "engine.step engine.gradients engine.inline",
 }
 """A module that is no more -> those that have what it held, by the same names but for NAMES."""
@@ -140,6 +141,11 @@ NAMES = {
     "training.metrics.Record": "training.record.Record",
     "training.metrics.scalars": "training.sinks.tensorboard.scalars",
     "training.metrics.TensorBoard": "training.sinks.tensorboard.TensorBoard",
+    "training.seal.fingerprint": "training.checksums.checksum",
+    "training.seal.SEAL": "training.checksums.CHECKSUMS",
+    "training.seal.sealed_names": "training.checksums.covered_names",
+    "training.seal.UNSEALED": "training.checksums.LEFT_OUT",
+    "training.seal.write_seal": "training.checksums.write_checksums",
 }
 """A name that has left a module which is still there, or has another name now -> where it is."""
 
@@ -151,7 +157,13 @@ GONE = {
     *("profile.clues.BATCH", "profile.clues.UPDATE", "profile.clues.RULES", "profile.trace.NoProfile"),
     *("profile.memory.PURPOSES", "profile.memory.SCOPES", "training.metrics.NoRecord"),
     *("training.metrics.NoTensorBoard", "training.parts.slots_by_name", "training.programs.lower"),
-    *("training.state.matrices", "plan.levels.CERTAIN", "plan.levels.resolve", "plan.levels.resolve_here"),
+    *(
+        "training.state.init_state",
+        "training.state.matrices",
+        "plan.levels.CERTAIN",
+        "plan.levels.resolve",
+        "plan.levels.resolve_here",
+    ),
 }
 """Names that nothing has taken the place of."""
 
