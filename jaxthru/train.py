@@ -53,7 +53,7 @@ def train(
         account = built.account(int(state["skipped"]), started, record, progress, watchdog)
         model = facts.facts(config.model, config.precision.compute)
         step_of = built.compiled, built.recompile, start, steps
-        profile = open_profile(config.profile, directory.profile, *step_of, present, model, progress.note)
+        profile = open_profile(config.profile, directory.profile, *step_of, present, model, progress.wait)
 
         def evaluate(step: int) -> None:
             with account.apart(), profile.span("evaluate"):
