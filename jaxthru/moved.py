@@ -30,7 +30,7 @@ MODULES = {
     "data.constructor": "data.loading.batch_builder",
     "data.corpus": "data.sources.corpus",
     "data.files": "data.sources.files",
-    "data.loader": "data.loading.dataset",
+    "data.loader": "data.loading.dataset data.loading.planned_batches",
     "data.loader_process": "data.loading.worker_process",
     "data.loaders": "data.loading.token_workers",
     "data.memory": "data.loading.batch_memory",
@@ -40,7 +40,7 @@ MODULES = {
     "data.placement": "data.loading.placement",
     "data.planner": "data.mixture.planner",
     "data.prepare": "data.store.prepare",
-    "data.progress": "data.store.progress",
+    "data.progress": "data.store.progress runtime.progress",
     "data.readers": "data.sources.documents",
     "data.readers.array_record": "data.sources.readers.array_record",
     "data.readers.docstrings": "data.sources.readers.docstrings",
@@ -92,6 +92,7 @@ MODULES = {
     "training.offload": "engine.offload",
     "training.parts": "engine.step engine.programs training.state",
     "training.programs": "engine.programs",
+    "training.seal": "training.checksums",
     "training.step": "engine.step engine.gradients engine.inline",
 }
 """A module that is no more -> those that have what it held, by the same names but for NAMES."""
@@ -144,11 +145,19 @@ NAMES = {
     "training.layered.LayeredStep": "engine.dispatched.DispatchedStep",
     "training.loss.Metrics": "engine.terms.Terms",
     "training.parts.init_by_parts": "training.state.sharded_init",
+    "training.display.Bar": "training.display.StepProgress",
+    "training.display.INTERVAL": "runtime.progress.INTERVAL",
+    "training.display.Lines": "training.display.StepProgress",
     "training.parts.slots_by_part": "engine.step.slots_by_stage",
     "training.metrics.open_record": "training.record.open_record",
     "training.metrics.Record": "training.record.Record",
     "training.metrics.scalars": "training.sinks.tensorboard.scalars",
     "training.metrics.TensorBoard": "training.sinks.tensorboard.TensorBoard",
+    "training.seal.fingerprint": "training.checksums.checksum",
+    "training.seal.SEAL": "training.checksums.CHECKSUMS",
+    "training.seal.sealed_names": "training.checksums.covered_names",
+    "training.seal.UNSEALED": "training.checksums.LEFT_OUT",
+    "training.seal.write_seal": "training.checksums.write_checksums",
 }
 """A name that has left a module which is still there, or has another name now -> where it is."""
 

@@ -53,7 +53,7 @@ def train(
         timer = built.step_timer(int(state["skipped"]), started, record, progress, watchdog)
         model = facts.facts(config.model, config.precision.compute)
         step_of = built.compiled, built.recompile, start, steps
-        profile = open_profile(config.profile, directory.profile, *step_of, present, model, progress.note)
+        profile = open_profile(config.profile, directory.profile, *step_of, present, model, progress.wait)
 
         def evaluate(step: int) -> None:
             with timer.between_steps(), profile.span("evaluate"):

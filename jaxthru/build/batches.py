@@ -11,8 +11,9 @@ import numpy as np
 from jaxthru.build.checks import fit
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.batch import check_batch
-from jaxthru.data.loading.dataset import Batches, Data, open_data, prepare_data
+from jaxthru.data.loading.dataset import Data, open_data, prepare_data
 from jaxthru.data.loading.placement import local_rows, to_global
+from jaxthru.data.loading.planned_batches import Batches
 from jaxthru.data.loading.state import DataState
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import Batch

@@ -2,7 +2,7 @@
 
 checkpoints/<step>/state/     Orbax: the arrays, laid out as in training/layout.py
 checkpoints/<step>/data/      the data state, as JSON
-checkpoints/<step>/seal.json  a checksum of every file, see training/seal.py
+checkpoints/<step>/seal.json  a checksum of every file, see training/checksums.py
 damaged/<step>/               what was found broken; nothing is deleted
 
 A checkpoint is written to a temporary directory and renamed when it is whole, so a directory whose name is a
@@ -27,7 +27,7 @@ from etils import epath  # Orbax's paths
 from jaxthru.runtime.distributed import from_first, gather_text, is_primary
 from jaxthru.runtime.errors import InputError, TrainingError, require
 from jaxthru.training import layout, orbax_settings
-from jaxthru.training.seal import broken
+from jaxthru.training.checksums import broken
 
 log = logging.getLogger(__name__)
 PyTree = Any
@@ -124,7 +124,7 @@ class Checkpointer:
                 # Else where one cannot be made, threads wait for it for as long as a write may take.
                 create_directories_asynchronously=False,
             ),
-            temporary_path_class=orbax_settings.sealed_path(after_commit=self._prune),
+            temporary_path_class=orbax_settings.checksummed_path(after_commit=self._prune),
         )
         if is_primary():
             for unfinished in self.directory.glob(f"*{TEMPORARY}"):  # of a process that was killed
@@ -254,7 +254,8 @@ class Checkpointer:
                 (self.directory / str(step)).rename(rubbish)
                 shutil.rmtree(rubbish)
             except OSError as error:
-                log.warning("checkpoint %d is no longer needed but cannot be deleted: %s", step, error)
+                reason = error.strerror or error
+                log.warning("checkpoint %d is no longer needed but cannot be deleted: %s", step, reason)
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Frees what a failed save had written, and returns the error that says so."""

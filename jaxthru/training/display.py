@@ -1,5 +1,6 @@
 """What a run prints: progress during training, and the final table."""
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -16,22 +17,22 @@ import rich.table
 import rich.text
 
 from jaxthru.models.family import SHIPPED
-from jaxthru.runtime import notebook
 from jaxthru.runtime.distributed import is_primary
 from jaxthru.runtime.notebook import in_notebook
+from jaxthru.runtime.progress import Progress
 from jaxthru.training.checkpoint import saved_steps
 from jaxthru.training.run_directory import RunDirectory
 
 Row = dict[str, Any]
-INTERVAL = 5.0  # seconds between plain lines
+COLUMNS = (
+    rich.progress.TextColumn("step {task.completed}/{task.total}"),
+    rich.progress.BarColumn(bar_width=20),
+    rich.progress.TextColumn("{task.description}"),
+)
 
 
-class NoProgress:
-    """What processes other than the first show. A context manager; `update(row)` after each step, and
-    `note(text)` where the run waits for something."""
-
-    def __enter__(self) -> "NoProgress":
-        return self
+class NoProgress(contextlib.AbstractContextManager):
+    """What processes other than the first show."""
 
     def __exit__(self, *_) -> None:
         pass
@@ -39,80 +40,31 @@ class NoProgress:
     def update(self, row: Row) -> None:
         pass
 
-    def note(self, text: str) -> None:
+    def wait(self, text: str) -> None:
         pass
+
+    def sample(self, prompt: str, text: str) -> None:
+        pass
+
+
+class StepProgress(Progress):
+    """The progress of training: `update(row)` after each step, and `wait(text)` where the run waits."""
+
+    def __init__(self, steps: int, done: int = 0, console: rich.console.Console | None = None):
+        """steps: in the whole run. done: of them, so far."""
+        super().__init__(COLUMNS, console)
+        self._steps, self._left = steps, TimeLeft(steps)
+        self.start(steps, done)
+
+    def update(self, row: Row) -> None:
+        """Shows a step's row; the last step's at once."""
+        step = row["step"]
+        text = describe(row, self._left(step))
+        self.show(step, text, f"step {step}/{self._steps}  {text}", now=step == self._steps)
 
     def sample(self, prompt: str, text: str) -> None:
         """Shows what the model makes of a prompt."""
-
-
-class Bar(NoProgress):
-    """A live bar on a terminal."""
-
-    def __init__(self, console: rich.console.Console, steps: int, done: int = 0):
-        self._left = TimeLeft(steps)
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("step {task.completed}/{task.total}"),
-            rich.progress.BarColumn(bar_width=20),
-            rich.progress.TextColumn("{task.description}"),
-            console=console,
-        )
-        self._task = self._bar.add_task("", total=steps, completed=done)
-
-    def __enter__(self) -> "Bar":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bar.stop()
-
-    def update(self, row: Row) -> None:
-        self._bar.update(
-            self._task, completed=row["step"], description=describe(row, self._left(row["step"]))
-        )
-
-    def note(self, text: str) -> None:
-        self._bar.update(self._task, description=text)
-
-    def sample(self, prompt: str, text: str) -> None:
-        show_sample(self._bar.console, prompt, text)
-
-
-class Lines(NoProgress):
-    """A plain line every few seconds, and for the first and the last step."""
-
-    def __init__(self, console: rich.console.Console, steps: int):
-        self._console, self._steps = console, steps
-        self._left = TimeLeft(steps)
-        self._last: float | None = None
-
-    def update(self, row: Row) -> None:
-        now, left = time.monotonic(), self._left(row["step"])
-        if self._last is None or now - self._last >= INTERVAL or row["step"] == self._steps:
-            self._last = now
-            self.note(f"step {row['step']}/{self._steps}  {describe(row, left)}")
-
-    def note(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
-
-    def sample(self, prompt: str, text: str) -> None:
-        show_sample(self._console, prompt, text)
-
-
-class Cell(Lines):
-    """The same below a notebook's cell, where each line takes the place of the one before."""
-
-    def __init__(self, console: rich.console.Console, steps: int):
-        super().__init__(console, steps)
-        self._line, self._step = notebook.Line(), ""
-
-    def __exit__(self, *_) -> None:
-        if self._step:  # and not what was waited for last
-            self._line(self._step)
-
-    def note(self, text: str) -> None:
-        self._line(text)
-        self._step = text if text.startswith("step ") else self._step
+        show_sample(self.console, prompt, text)
 
 
 def show_sample(console: rich.console.Console, prompt: str, text: str) -> None:
@@ -127,14 +79,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def open_progress(steps: int, done: int = 0) -> NoProgress:
+def open_progress(steps: int, done: int = 0) -> StepProgress | NoProgress:
     """Returns this process's progress display on stderr. steps: in the whole run; done: of them, so far."""
-    if not is_primary():
-        return NoProgress()
-    console = rich.console.Console(stderr=True)
-    if console.is_terminal:
-        return Bar(console, steps, done)
-    return Cell(console, steps) if in_notebook() else Lines(console, steps)
+    return StepProgress(steps, done) if is_primary() else NoProgress()
 
 
 class TimeLeft:

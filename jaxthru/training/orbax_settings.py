@@ -1,4 +1,4 @@
-"""Orbax's settings: it logs little, copies a few arrays at a time, and seals each checkpoint."""
+"""Orbax's settings: it logs little, copies a few arrays at a time, and commits checkpoints with checksums."""
 
 import functools
 import logging
@@ -8,7 +8,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
-from jaxthru.training.seal import write_seal
+from jaxthru.training.checksums import write_checksums
 
 
 class ByTurns(DefaultSerializationStatusCallback):
@@ -37,13 +37,13 @@ def quieten() -> None:
     sys.unraisablehook = hook
 
 
-def sealed_path(after_commit) -> type:
-    """Returns Orbax's way to commit by renaming, with a seal before and `after_commit` behind it."""
+def checksummed_path(after_commit) -> type:
+    """Returns Orbax's way to commit by renaming, with checksums before and `after_commit` behind it."""
 
-    class SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         async def finalize(self):
-            write_seal(Path(self.get()))
+            write_checksums(Path(self.get()))
             await super().finalize()
             after_commit()
 
-    return SealedPath
+    return ChecksummedPath

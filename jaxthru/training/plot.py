@@ -1,4 +1,7 @@
-"""Line plots as SVG, which every browser shows and no package is needed for."""
+"""Line plots as SVG, which every browser shows and no package is needed for.
+
+The profile's report draws its lines by the same `placed` and `polyline`, in the style of its page.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,6 +9,7 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxthru.runtime.atomic import write_atomically
 
@@ -15,6 +19,8 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#7
 
 NAMED = 12
 """So many lines have their names beside the plot."""
+
+Pair = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,15 +78,26 @@ def _panel(panel: Panel) -> list[str]:
     ]
     for number, (name, (x, y)) in enumerate(panel.series.items()):
         colour = COLOURS[number % len(COLOURS)]
-        across = LEFT + (x - x_low) / (x_high - x_low) * (right - LEFT)
-        up = bottom - (y - y_low) / (y_high - y_low) * (bottom - TOP)
-        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across, up, strict=True))
+        points = polyline(
+            placed(x, (x_low, x_high), (LEFT, right)), placed(y, (y_low, y_high), (bottom, TOP))
+        )
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         if number < NAMED:
             label = name if number < NAMED - 1 or len(panel.series) == NAMED else "and others"
             place = f'x="{right + 12}" y="{TOP + 10 + 16 * number}"'
             parts.append(f'<text {place} fill="{colour}">{escape(label)}</text>')
     return parts
+
+
+def placed(values: ArrayLike, ends: Pair, pixels: Pair) -> np.ndarray:
+    """Returns where values lie along an axis. ends: its first and last value; pixels: where these are."""
+    (low, high), (first, last) = ends, pixels
+    return first + (np.asarray(values, float) - low) / (high - low or 1.0) * (last - first)
+
+
+def polyline(across: np.ndarray, down: np.ndarray) -> str:
+    """Returns the points of a line as SVG has them."""
+    return " ".join(f"{x:.1f},{y:.2f}" for x, y in zip(across, down, strict=True))
 
 
 def _range(values: list[np.ndarray]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Axes, Layout
 from jaxthru.training import layout, orbax_settings
 from jaxthru.training.checkpoint import saved_steps
-from jaxthru.training.seal import broken
+from jaxthru.training.checksums import broken
 from pallas_kernels.adamw_8bit.masters import join
 
 log = logging.getLogger(__name__)

@@ -133,27 +133,39 @@ x = jax.make_array_from_callback((2, 4), NamedSharding(mesh, P("data")), lambda 
 whole = NamedSharding(mesh, P())
 step_function = jax.jit(lambda x, n: (x.sum() + n, x), out_shardings=(whole, x.sharding))
 assert gather_text(f"process {jax.process_index()}") == ["process 0", "process 1"]
-previous, step = None, 0
-with StopSignal() as stop:
-    while True:
-        step += 1
-        if stop.should_stop(step):
-            break
-        total, x = step_function(x, np.float32(step))
-        if previous is not None:
-            assert float(previous) == 8 + step - 1
-        previous = total
-        time.sleep(0.005 + slow)
-        if step == 20:
-            print("running", flush=True)
-        assert step < 3000
-print("stopped before step", step, flush=True)
+
+def loop(requested):
+    global x
+    previous, step = None, 0
+    with StopSignal() as stop:
+        while True:
+            step += 1
+            if step == requested:
+                stop.request()
+            if stop.should_stop(step):
+                return step
+            total, x = step_function(x, np.float32(step))
+            if previous is not None:
+                assert float(previous) == 8 + step - 1
+            previous = total
+            time.sleep(0.005 + slow)
+            if step == 20:
+                print("running", flush=True)
+            assert step < 3000
+
+stopped = loop(None)
+again = loop(5 if jax.process_index() == 1 else None)  # another run of this job
+assert again < 20, again
+print("stopped before step", stopped, again, flush=True)
 jax.distributed.shutdown()
 """
 
 
-@pytest.mark.parametrize("receivers", [[0], [1], [0, 1]])
-def test_all_processes_stop_at_the_same_step(tmp_path, receivers):
+@pytest.mark.parametrize(
+    "receivers, number",
+    [([0], signal.SIGTERM), ([1], signal.SIGTERM), ([0, 1], signal.SIGTERM), ([1], signal.SIGINT)],
+)
+def test_all_processes_stop_at_the_same_step(tmp_path, receivers, number):
     script = tmp_path / "loop.py"
     script.write_text(LOOP)
     processes = start_processes(script, "0.02" if receivers == [0] else "0")
@@ -162,7 +174,7 @@ def test_all_processes_stop_at_the_same_step(tmp_path, receivers):
             while "running" not in (line := process.stdout.readline()):
                 assert line, "ended too early"
         for receiver in receivers:
-            processes[receiver].send_signal(signal.SIGTERM)
+            processes[receiver].send_signal(number)
             time.sleep(0.003)
     except BaseException:
         for process in processes:

@@ -27,8 +27,14 @@ from processes import finish, start_processes
 from jaxthru.engine.offload import in_place
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import checkpoint, layout, orbax_settings
-from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, newest_data_state
-from jaxthru.training.seal import sealed_names
+from jaxthru.training.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    newest_data_state,
+    saved_steps,
+)
+from jaxthru.training.checksums import covered_names
 
 LAYERS = 3
 
@@ -334,15 +340,18 @@ DAMAGES = {
         "manifest.ocdbt has 1 b",
     ),
     "data state missing": (lambda directory: shutil.rmtree(directory / "data"), "is missing"),
-    "no seal": (lambda directory: (directory / "seal.json").unlink(), "seal.json is missing"),
-    "torn seal": (lambda directory: os.truncate(directory / "seal.json", 40), "seal.json cannot be read"),
-    "nested seal": (
+    "no checksums": (lambda directory: (directory / "seal.json").unlink(), "seal.json is missing"),
+    "torn checksums": (
+        lambda directory: os.truncate(directory / "seal.json", 40),
+        "seal.json cannot be read",
+    ),
+    "nested checksums": (
         lambda directory: (directory / "seal.json").write_text("[" * 100_000),
         "seal.json cannot be read",
     ),
-    "seal of no file": (
+    "checksums of no file": (
         lambda directory: (directory / "seal.json").write_text(
-            json.dumps({"files": dict.fromkeys([*sealed_names(directory), "\0"], (0, 0))})
+            json.dumps({"files": dict.fromkeys([*covered_names(directory), "\0"], (0, 0))})
         ),
         "seal.json names '\\x00'",
     ),
@@ -466,6 +475,56 @@ def test_what_a_killed_save_left_is_cleared_away(tmp_path):
         assert checkpointer.restore(abstract(make_state("unroll")))[0] == 10
 
 
+KILLED_WHILE_DELETING = """
+import os, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer
+
+directory, removed = Path(sys.argv[1]), []
+
+def hook(event, arguments):
+    if event == "os.remove" and (directory / "3").exists():
+        removed.append(arguments)
+        if len(removed) == 3:
+            os._exit(9)
+
+state = {"params": {str(i): jnp.full((300, 100), i) for i in range(4)}}
+with Checkpointer(directory, CheckpointConfig(keep=2)) as checkpointer:
+    for step in (1, 2):
+        checkpointer.save(step, state, {})
+    checkpointer.wait()
+    sys.addaudithook(hook)
+    checkpointer.save(3, state, {})
+"""
+
+
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_with_holes(tmp_path):
+    command = [sys.executable, "-c", KILLED_WHILE_DELETING, str(tmp_path / "checkpoints")]
+    assert subprocess.run(command, timeout=120).returncode == 9
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
+        assert checkpointer.steps() == [2, 3]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path, caplog, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(keep=1)) as checkpointer:
+        checkpointer.save(1, make_state("unroll"), {})
+        checkpointer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", refused)
+            patch.setattr(os, "rmdir", refused)
+            checkpointer.save(2, make_state("unroll"), {})
+            checkpointer.wait()
+        assert checkpointer.steps()[-1] == 2
+        assert "checkpoint 1 is no longer needed but cannot be deleted: Permission denied" in caplog.text
+        checkpointer.save(3, make_state("unroll"), {})
+    assert saved_steps(tmp_path / "checkpoints") == [3]
+
+
 def test_a_failed_save_is_told_and_harms_nothing(tmp_path, monkeypatch):
     def full(directory):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -475,7 +534,7 @@ def test_a_failed_save_is_told_and_harms_nothing(tmp_path, monkeypatch):
         checkpointer.wait()
         for surface in (checkpointer.wait, lambda: checkpointer.save(30, make_state("unroll"), {})):
             with monkeypatch.context() as patch:
-                patch.setattr(orbax_settings, "write_seal", full)
+                patch.setattr(orbax_settings, "write_checksums", full)
                 checkpointer.save(20, make_state("unroll"), {})
                 with pytest.raises(
                     CheckpointError, match=r"checkpoint 20 was not saved: .*No space"
@@ -536,7 +595,7 @@ def test_an_error_in_the_loop_is_not_hidden_by_a_failed_save(tmp_path, monkeypat
     def full(directory):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(orbax_settings, "write_seal", full)
+    monkeypatch.setattr(orbax_settings, "write_checksums", full)
     checkpointer = Checkpointer(tmp_path / "checkpoints", CheckpointConfig())
     with pytest.raises(KeyError, match="first"), checkpointer:
         checkpointer.save(20, make_state("unroll"), {})

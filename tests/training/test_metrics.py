@@ -194,7 +194,7 @@ def test_plain_lines_come_every_few_seconds(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     out = io.StringIO()
-    with display.Lines(rich.console.Console(file=out), steps=100) as lines:
+    with display.StepProgress(100, console=rich.console.Console(file=out)) as lines:
         for step in range(1, 101):
             clock[0] += 0.5
             lines.update(row_of(step, mfu=0.512, data_wait_seconds=0.05))
@@ -208,7 +208,7 @@ def test_plain_lines_come_every_few_seconds(monkeypatch):
 def test_a_terminal_shows_a_bar():
     out = io.StringIO()
     console = rich.console.Console(file=out, force_terminal=True, width=120)
-    with display.Bar(console, steps=10) as bar:
+    with display.StepProgress(10, console=console) as bar:
         for step in range(1, 11):
             bar.update(row_of(step, loss=None, skipped_updates=2))
     assert "step 10/10" in out.getvalue()

@@ -2,17 +2,19 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from jaxthru.data.loading.batch_builder import BatchBuilder
 from jaxthru.data.loading.online import OnlineSplit
+from jaxthru.data.loading.planned_batches import Batches, PlannedBatches
 from jaxthru.data.loading.token_workers import TokenWorkers
 from jaxthru.data.mixture.balance import row_costs
 from jaxthru.data.mixture.packing import Packing, pack
@@ -25,6 +27,9 @@ from jaxthru.data.store.text_store import TextStore
 from jaxthru.data.store.token_store import Split
 from jaxthru.runtime.cores import usable_cores
 from jaxthru.runtime.errors import require
+
+if TYPE_CHECKING:
+    import grain
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +86,6 @@ Cost = tuple[float, float]
 
 Place = Callable[[dict[str, np.ndarray]], Mapping[str, Any]]
 """Puts this process's part of a batch on the devices."""
-
-AHEAD = (0, 8, 16)
-"""Steps from now whose sources say where token workers will be needed."""
 
 
 def open_data(
@@ -166,29 +168,53 @@ class Data(contextlib.AbstractContextManager):
         if self.workers:
             self.workers.close()
 
-    def train_batches(
+    def __reduce__(self):
+        # A copy for another process opens the same stores; pickled memory maps would be their contents.
+        kept = self.prepared.mix.tokenizer.kept
+        return functools.partial(open_data, self.config, prepare=False, begun=self.keys, kept=kept), ()
+
+    def dataset(
         self,
-        schedule: Schedule,
+        schedule: Schedule | None = None,
         *,
         seed: int,
         rows: int,
         steps: int,
-        start: int = 0,
         local_rows: slice | None = None,
         cost: Cost | None = None,
-        place: Place | None = None,
-    ) -> "Batches":
-        """Returns the batches of the updates `start` + 1 to `steps`, or to where a source that is gone
-        through ends the run, built ahead by a few threads.
+    ) -> "grain.MapDataset[dict[str, np.ndarray]]":
+        """Returns the batches of the updates 1 to `steps`, or to where a source that is gone through ends the
+        run: element i, which any index gives at once, is that of update i + 1.
 
-        rows: of the whole batch. local_rows: those to build; all by default. cost: what the rows of a step
-        are balanced by; they stay as they come without it. place: what puts a batch on the devices, so that
-        it lies there before its step. Raises InputError.
+        schedule: by default what the mix file says. rows: of the whole batch. local_rows: those to build; all
+        by default. cost: what the rows of a step are balanced by; they stay as they come without it.
+        Iterate with `to_iter_dataset(data.read_options)`: Grain's default would hold 500 batches in memory.
+        Raises InputError.
         """
-        planner = self.planner(schedule, seed=seed, rows=rows, cost=cost)
-        steps = max(start, steps if planner.end is None else min(steps, planner.end))
-        local = local_rows or slice(0, rows)
-        return Batches(PlannedBatches(self, planner, range(start, steps), local, place))
+        import grain  # here, for it loads JAX, which commands that only look at the data can do without
+
+        asked = {"seed": seed, "rows": rows, "steps": steps, "local_rows": local_rows, "cost": cost}
+        return grain.MapDataset.source(PlannedBatches(self, schedule or ((0, self.mixture),), **asked))
+
+    @property
+    def read_options(self) -> "grain.ReadOptions":
+        """How many threads build batches ahead, and how far."""
+        import grain
+
+        # Threads that wait for token workers cost nothing, and keep them busy; those that build a batch
+        # would take turns at the interpreter's lock.
+        threads = 4 if self.workers else 1
+        return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 4))
+
+    def train_batches(
+        self, schedule: Schedule, *, start: int = 0, place: Place | None = None, **asked: Any
+    ) -> Batches:
+        """Returns an iterator over `dataset(schedule, **asked)` from element `start` on, built ahead.
+
+        place: what puts a batch on the devices, so that it lies there before its step. Raises InputError.
+        """
+        dataset = self.dataset(schedule, **asked)
+        return Batches(dataset.map(place) if place else dataset, self.read_options, start)
 
     def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
         """Returns after which of `steps` updates the run ends: the last, or where an exhausted source ends
@@ -239,74 +265,6 @@ class Data(contextlib.AbstractContextManager):
         local = local_rows or slice(0, rows)
         builder = BatchBuilder(self.held_out, self.config.sequence)
         return [builder.build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
-
-
-class PlannedBatches:
-    """A Grain RandomAccessDataSource: one element is the batch of one step.
-
-    Grain's cost is per element; with whole batches as elements, gathered from memory maps, it vanishes.
-    """
-
-    def __init__(
-        self, data: Data, planner: Planner, steps: range, local_rows: slice, place: Place | None = None
-    ):
-        self._data, self._planner, self._steps, self._local_rows = data, planner, steps, local_rows
-        self._place = place or (lambda batch: batch)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @property
-    def waits(self) -> bool:
-        """Whether batches wait for other processes."""
-        return self._data.workers is not None
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        plan = self._planner.plan(self._steps[index])
-        if self._data.workers:
-            self._expect(index)
-        source, row = plan.source[self._local_rows], plan.row[self._local_rows]
-        return self._place(self._data.builder.build(source, row))
-
-    def _expect(self, index: int) -> None:
-        """Tells the token workers what the coming steps want of each source."""
-        coming = (self._steps[min(index + ahead, len(self) - 1)] for ahead in AHEAD)
-        # Which of a step's rows are built here is decided by a plan; its sources are known without one.
-        sources = np.concatenate([self._planner.sampler.sources(step) for step in coming])
-        start, stop, _ = self._local_rows.indices(self._planner.rows)
-        tokens = self._data.config.sequence * (stop - start) / self._planner.rows
-        counts = np.bincount(sources, minlength=len(self._data.names)) * tokens
-        self._data.workers.expect(dict(zip(self._data.names, counts.tolist(), strict=True)))
-
-
-class Batches(contextlib.AbstractContextManager):
-    """An iterator that builds a few batches ahead. Use it as a context manager, or close it."""
-
-    def __init__(self, planned: PlannedBatches):
-        import grain  # here, for it loads JAX, which commands that only look at the data can do without
-
-        # Threads that wait for token workers cost nothing, and keep them busy; those that build a batch
-        # would take turns at the interpreter's lock.
-        threads = 4 if planned.waits else 1
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 4))
-        self._iterator = iter(grain.MapDataset.source(planned).to_iter_dataset(options)) if planned else None
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return self
-
-    def __next__(self) -> Mapping[str, Any]:
-        if self._iterator is None:
-            raise StopIteration
-        return next(self._iterator)
-
-    def __exit__(self, *exception) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the threads. What was built ahead is dropped."""
-        if self._iterator is not None:
-            self._iterator.close()
-            self._iterator = None
 
 
 def canonical_groups(rows: int) -> int:

@@ -35,7 +35,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class KeyedOptions(Options):
-    """Of formats whose records are objects or rows. text_key: the key, or the column, that holds the text."""
+    """Of formats whose records are objects or rows. text_key: the key or the column that holds the text."""
 
     text_key: str = "text"
 

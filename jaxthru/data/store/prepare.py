@@ -92,7 +92,7 @@ def make_stores(mix: MixFile, folder: Path, begun: Mapping[str, str] | None = No
         keys = _keys(mix, corpora, tokenizer)
         changed = ", ".join(name for name, key in kept.items() if keys.get(name) != key)
         if changed:
-            progress.note(f"changed since the run was started: {changed}; it goes on with the text as it was")
+            progress.keep(f"changed since the run was started: {changed}; it goes on with the text as it was")
         keys = {name: kept.get(name) or keys[name] for name in mix.recipes}
         for name in mix.recipes:
             corpus = corpora.pop(name, None)  # a small one keeps its text, here to be let go
@@ -185,7 +185,7 @@ def _tokenizer(mix: MixFile, folder: Path, corpora: dict[str, Corpus], progress:
     path = _tokenizer_path(mix, folder, corpora)
     if not path.exists():
         train(_training_texts(mix, corpora, progress), mix.tokenizer.vocabulary, path)
-        progress.finish()
+        progress.end()
     return Tokenizer.of(path, mix.tokenizer.borders)
 
 

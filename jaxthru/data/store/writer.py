@@ -107,19 +107,19 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
     if corpus.recipe.online:
         manifest["kind"] = text_store.KIND
     store.write_manifest(target, manifest)
-    progress.finish()
+    progress.end()
     size, seconds = sum(record["bytes"] for record in records) - found, time.monotonic() - began
     speed = f"{size / 1e6:.1f} MB in {seconds:.1f} s"
     left_out = "".join(f"; {count:,} {why} left out" for why, count in sorted(corpus.left_out.items()))
     account = f"{left_out}; {_account(records, target)}"
-    progress.note(f"source {corpus.name}: {sum(tokens.values()):,} tokens, {speed}{account}")
+    progress.keep(f"source {corpus.name}: {sum(tokens.values()):,} tokens, {speed}{account}")
     if share and not tokens["held_out"]:
-        progress.note(f"source {corpus.name}: too few documents, none is held out for evaluation")
+        progress.keep(f"source {corpus.name}: too few documents, none is held out for evaluation")
     splits = (split for record in records for split in record["splits"].values())
     longest = max((split.get("longest", 0) for split in splits), default=0)
     if longest > text_store.LONG_BYTES:  # of a token store nothing has this key
         why = "a document with a transform" if corpus.recipe.transform else "text without line ends to cut at"
-        progress.note(
+        progress.keep(
             f"source {corpus.name}: each row from {why} makes the tokens of all of it, up to "
             f"{longest / 1e6:.1f} MB; without `online` they are made once"
         )

@@ -1,16 +1,23 @@
+import dataclasses
+import json
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
+import grain
 import jax
 import numpy as np
 import pytest
+from absl import flags
 from corpus import sides
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthru.data.loading.batch import check_batch
 from jaxthru.data.loading.dataset import DataConfig, canonical_groups, open_data
 from jaxthru.data.loading.placement import local_rows, to_global
-from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.data.loading.planned_batches import PlannedBatches
+from jaxthru.data.mixture.configuration import Mixture, Share
 from jaxthru.runtime.errors import InputError
 
 ROWS, SEQUENCE = 8, 32
@@ -202,6 +209,67 @@ def test_batches_come_as_they_were_placed(data):
         sums = [placed for (placed,) in made]
     with data.train_batches(((0, data.mixture),), **keys) as made:
         assert sums == [batch["tokens"].sum() for batch in made]
+
+
+def test_the_dataset_is_one_of_grain_s(data):
+    whole, asked = batches(data), {"seed": 1, "rows": ROWS, "steps": 12}
+    dataset = data.dataset(**asked)
+    assert len(dataset) == 12
+    for step in (11, 0, 5):  # any step, in any order
+        assert same(dataset[step], whole[step])
+    iterator = iter(dataset.to_iter_dataset(data.read_options))
+    found = [next(iterator) for _ in range(4)]
+    state = json.loads(json.dumps(iterator.get_state()))
+    iterator.close()
+    resumed = iter(data.dataset(**asked).to_iter_dataset(data.read_options))
+    resumed.set_state(state)
+    found += list(resumed)
+    assert len(found) == 12 and all(same(*pair) for pair in zip(found, whole, strict=True))
+    every_third = dataset.map(lambda batch: batch["tokens"].sum())[1::3]
+    assert list(every_third) == [batch["tokens"].sum() for batch in whole[1::3]]
+    two = dataset.batch(2)[2]
+    assert two["tokens"].shape == (2, ROWS, SEQUENCE) and (two["tokens"][1] == whole[5]["tokens"]).all()
+
+
+def test_a_source_that_ends_the_run_ends_the_dataset(data):
+    once = Mixture({"notes": Share(((0.0, 1.0),), max_epochs=1.0, exhausted="stop")})
+    mixture = dataclasses.replace(once, shares={"books": Share(((0.0, 1.0),)), **once.shares})
+    schedule = ((0, mixture),)
+    asked = {"seed": 1, "rows": ROWS, "steps": 10**6}
+    dataset = data.dataset(schedule, **asked)
+    assert len(dataset) == data.planner(schedule, seed=1, rows=ROWS).end < 10**6
+    assert same(dataset[len(dataset) - 1], batches(data, schedule=schedule, steps=10**6)[-1])
+
+
+def test_a_copy_in_another_process_opens_the_stores_itself(data):
+    """Pickled memory maps would be all of the corpus."""
+    dataset = PlannedBatches(data, ((0, data.mixture),), seed=1, rows=ROWS, steps=12, cost=(1.0, 0.1))
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 2000
+    assert same(pickle.loads(pickled)[7], dataset[7])
+
+
+@pytest.mark.slow
+def test_processes_of_grain_build_the_same(shared):
+    flags.FLAGS.mark_as_parsed()  # Grain 0.2.18 asks absl for a flag
+    mix, store = shared
+    config = DataConfig(str(mix), SEQUENCE, "best_fit", str(store))
+    with open_data(config) as data:
+        whole = batches(data)
+        dataset = data.dataset(seed=1, rows=ROWS, steps=12).to_iter_dataset(data.read_options)
+        found = list(dataset.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(num_workers=2)))
+    assert len(found) == 12 and all(same(*pair) for pair in zip(found, whole, strict=True))
+
+
+def test_the_page_s_ten_lines_run(shared):
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    lines = page.split("## As a Grain dataset")[1].split("```python\n")[1].split("```")[0]
+    assert len(lines.splitlines()) <= 10
+    mix, store = map(str, shared)
+    names = {}
+    exec(lines.replace('mix="books.toml"', f"mix={mix!r}, store={store!r}"), names)
+    assert (names["first"] == names["dataset"][1]["tokens"]).all() and names["state"] == {"next_index": 1}
+    assert names["batch"]["tokens"].shape == (16, 1024)
 
 
 def test_dropped_batches_do_not_keep_the_process(shared):

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxthru.data.loading import dataset
-from jaxthru.data.loading.dataset import Data, DataConfig, PlannedBatches, open_data
+from jaxthru.data.loading.dataset import Data, DataConfig, open_data
+from jaxthru.data.loading.planned_batches import AHEAD, PlannedBatches
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.runtime.errors import InputError
 
@@ -109,13 +109,12 @@ def test_workers_move_before_the_weights_do(mix, opened):
     path = mix.with_name("both.toml")
     path.write_text(mix.read_text().replace("weight", "online = true\nweight"))
     data = opened(path, loaders=4)
-    change, ahead = 40, max(dataset.AHEAD)
+    change, ahead = 40, max(AHEAD)
     schedule = tuple(
         (step, Mixture.plain({"books": books, "notes": notes}))
         for step, books, notes in ((0, 7.0, 1.0), (change, 1.0, 7.0))
     )
-    planner = data.planner(schedule, seed=0, rows=64)
-    planned = PlannedBatches(data, planner, range(0, 80), slice(0, 64))
+    planned = PlannedBatches(data, schedule, seed=0, rows=64, steps=80)
     workers_of = []  # each source, when a step is built
 
     def note(source, row):
