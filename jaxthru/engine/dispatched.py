@@ -7,6 +7,7 @@ once.
 Shapes: M micro-batches, R rows of one, T tokens, N = R·T, D embed.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -65,19 +66,15 @@ class DispatchedStep:
     ):
         """abstract, batch: what it will be called with, where it will lie. compiler: see `compiler_with`.
         put: starts copies, see `move`. With both replaced, the schedule is rehearsed (rehearsed.py)."""
-        self.step, self.config, self._put = step, config, put
+        self.step, self._put = step, put
         self._move, self._fetched = (functools.partial(function, put=put) for function in (move, Fetched))
         self.chain, layout = step.model.chain, step.model.ops.layout
         programs = Programs(step)
         self.held, self.tied = programs.held, self.chain.tied
-        weights, slots = parts(abstract["params"]), slots_by_part(abstract)
-        self.weights_home, self.slots_home = shardings(weights), shardings(slots)
-        self.weights_used, self.slots_used = (
-            [on_device(tree) for tree in trees] for trees in (weights, slots)
-        )
-        self.order = [EMBEDDING, *range(LAYERS, len(weights)), HEAD]
         self.staging = round(config.staging_gib * 2**30)
-        self.stores = Stores(self.staging)
+        self._place(config, abstract)
+        weights, slots = parts(abstract["params"]), slots_by_part(abstract)
+        self.order = [EMBEDDING, *range(LAYERS, len(weights)), HEAD]
         self.inputs_used = layout.sharding((None, "tokens", None))
         offloaded = config.activations != "none"
         self.inputs_home = self.inputs_used.with_memory_kind(HOST) if offloaded else self.inputs_used
@@ -94,9 +91,7 @@ class DispatchedStep:
         first = [LAYERS + of_kind.index(kind) for kind in range(len(kinds))]
         weights, slots = placed(weights, self.weights_used), placed(slots, self.slots_used)
         self._compile(compile_, programs, kinds, first, weights, slots, counters_of(abstract), batch)
-        self.gradients_home = self.weights_used
-        if config.level in ("gradients", "parameters"):
-            self.gradients_home = shardings(hosted(weights, config))
+        self._number(len(weights))
 
         self._eval_embed, self._eval_head = (
             FirstAlone(jax.jit(function)) for function in (programs.eval_embed, programs.eval_head)
@@ -182,7 +177,32 @@ class DispatchedStep:
         self.finish, _ = compile_(
             scopes.FINISH, programs.finish, (counters, batch, terms, squares, squares), out_shardings=scalar
         )
-        self.indices = self._put([np.int32(part) for part in range(len(weights))], [scalar] * len(weights))
+
+    def at_home(self, config: OffloadConfig, abstract: State) -> "DispatchedStep":
+        """Returns the step for a state that lives elsewhere, by the same programs. Its leaves need not be
+        those of the programs': a rehearsal has but two a part."""
+        other = copy.copy(self)
+        other._place(config, abstract)
+        other._number(len(self.indices))
+        return other
+
+    def _place(self, config: OffloadConfig, abstract: State) -> None:
+        """Takes note of where the state lives, and of where it is used."""
+        weights, slots = parts(abstract["params"]), slots_by_part(abstract)
+        self.config, self.stores = config, Stores(self.staging)
+        self.weights_home, self.slots_home = shardings(weights), shardings(slots)
+        self.weights_used, self.slots_used = (
+            [on_device(tree) for tree in trees] for trees in (weights, slots)
+        )
+        self.gradients_home = self.weights_used
+        if config.level in ("gradients", "parameters"):
+            there = jax.tree.map(lambda leaf, used: leaf.update(sharding=used), weights, self.weights_used)
+            self.gradients_home = shardings(hosted(there, config))
+
+    def _number(self, count: int) -> None:
+        """Puts the numbers of the parts where updates read them."""
+        scalar = self.step.model.ops.layout.sharding(())
+        self.indices = self._put([np.int32(part) for part in range(count)], [scalar] * count)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
         """Returns the next state and this update's metrics, as `Step` does.

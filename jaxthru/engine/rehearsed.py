@@ -19,9 +19,10 @@ import jax
 import numpy as np
 
 from jaxthru.engine.dispatched import DispatchedStep
-from jaxthru.engine.offload import HOST
+from jaxthru.engine.model import parts
+from jaxthru.engine.offload import HOST, OffloadConfig, on_device, placed
 from jaxthru.engine.programs import trace
-from jaxthru.engine.step import Batch, State
+from jaxthru.engine.step import Batch, State, counters_of, slots_by_part, state_of
 from jaxthru.models import scopes
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
 from jaxthru.runtime.sharding import Layout
@@ -82,34 +83,41 @@ class Rehearsal(NamedTuple):
     moved: int
 
 
-def rehearse(
-    make: Callable[[Callable, Callable], DispatchedStep],
-    state: State,
-    batch: Batch,
-    layout: Layout,
-    analysis: Analysis,
-    trace: Callable[..., jax.stages.Traced] = trace,
-) -> Rehearsal:
-    """Returns what two steps need, dispatched one after the other.
+class Rehearsals:
+    """A step that is rehearsed with any part of its state on the host: its programs are the same with all."""
 
-    make: (compiler, put) -> the step. state, batch: abstract. trace: as `programs.trace`, which a caller may
-    want to remember what it returned.
-    """
-    account, moved = _Account(), []
+    def __init__(
+        self,
+        make: Callable[[Callable, Callable], DispatchedStep],
+        state: State,
+        batch: Batch,
+        layout: Layout,
+        analysis: Analysis,
+    ):
+        """make: (compiler, put) -> the step. state, batch: abstract. analysis: is asked once a program."""
+        self._account = _Account()
 
-    def compiler(name, function, arguments, donate=(), **settings):
-        traced = trace(name, function, arguments, donate, **settings)
-        results = _placed(traced.out_info, layout)
-        return _Program(account, name, analysis(name, traced), results, donate), results
+        def compiler(name, function, arguments, donate=(), **settings):
+            traced = trace(name, function, arguments, donate, **settings)
+            results = _placed(traced.out_info, layout)
+            sizes, needs = _results(name, results), analysis(name, traced)
+            return _Program(lambda: self._account, name, needs, sizes, donate), results
 
-    step = make(compiler, account.put)
-    kinds = {"params": "parameters", "opt_state": "optimizer"}
-    arrays = {name: account.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}
-    for _ in range(STEPS):
-        arrays, _ = step(arrays, account.arrays(batch, "other"))
-        moved.append(account.moved)
-    step.settled(arrays)  # before a checkpoint and an evaluation; nothing else paces the stores
-    return Rehearsal(account.moments, moved[-1] - moved[-2])
+        self._step = make(compiler, lambda *arguments: self._account.put(*arguments))
+        self._state, self._batch = _by_part(state), _sizes(batch)
+
+    def __call__(self, offload: OffloadConfig) -> Rehearsal:
+        """Returns what two steps need with this offload, dispatched one after the other."""
+        account = self._account = _Account()
+        state, moved = placed(self._state, offload), []
+        step = self._step.at_home(offload, state)
+        kinds = {"params": "parameters", "opt_state": "optimizer"}
+        arrays = {name: account.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}
+        for _ in range(STEPS):
+            arrays, _ = step(arrays, account.arrays(self._batch, "other"))
+            moved.append(account.moved)
+        step.settled(arrays)  # before a checkpoint and an evaluation; nothing else paces the stores
+        return Rehearsal(account.moments, moved[-1] - moved[-2])
 
 
 def _placed(results: Tree, layout: Layout) -> Tree:
@@ -124,10 +132,75 @@ def _placed(results: Tree, layout: Layout) -> Tree:
     return jax.tree.map(place, results)
 
 
+@functools.cache
+def shard_size(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> int:
+    """Returns how many numbers of an array are on one device."""
+    return math.prod(sharding.shard_shape(shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Size:
+    """Bytes of one array, or of several that come and go as one: on one device, and in all. As an abstract
+    array, it is placed by its sharding and its dims."""
+
+    on_device: int
+    nbytes: int
+    sharding: jax.sharding.NamedSharding
+    ndim: int
+
+    @classmethod
+    def of(cls, leaf: Any, sharding: jax.sharding.NamedSharding | None = None) -> "_Size":
+        sharding, item = sharding or leaf.sharding, leaf.dtype.itemsize
+        on_device = item * shard_size(tuple(leaf.shape), sharding)
+        return cls(on_device, item * math.prod(leaf.shape), sharding, leaf.ndim)
+
+    def update(self, sharding: jax.sharding.NamedSharding) -> "_Size":
+        return dataclasses.replace(self, sharding=sharding)
+
+
+def _sizes(tree: Tree) -> Tree:
+    return jax.tree.map(_Size.of, tree)
+
+
+def _whole(tree: Tree) -> dict[str, _Size | None]:
+    """Returns a part's abstract tree as two sizes: of its matrices, which offload moves, and of the rest.
+
+    A model of 64 layers has thousands of leaves, and a search rehearses it tens of times.
+    """
+    leaves = jax.tree.leaves(tree)
+
+    def total(leaves: list, ndim: int) -> _Size | None:
+        sizes = _sizes(leaves)
+        sums = (sum(each.on_device for each in sizes), sum(each.nbytes for each in sizes))
+        return _Size(*sums, sizes[0].sharding, ndim) if sizes else None
+
+    groups = [leaf for leaf in leaves if leaf.ndim > 1], [leaf for leaf in leaves if leaf.ndim < 2]
+    return {"matrices": total(groups[0], 2), "rest": total(groups[1], 1)}
+
+
+def _by_part(state: State) -> State:
+    """Returns an abstract state on the device, each part's weights and its slots as `_whole` has them."""
+    state = jax.tree.map(lambda leaf, home: leaf.update(sharding=home), state, on_device(state))
+    weights, slots = map(_whole, parts(state["params"])), map(_whole, slots_by_part(state))
+    counters = _sizes(counters_of(state))
+    return state_of(list(weights), [{"all": each} for each in slots], counters, state["params"])
+
+
+def _results(name: str, results: tuple) -> tuple:
+    """Returns the sizes of a program's results, those of the state and gradients as `_whole` has them."""
+
+    def sizes(tree: Tree, kind: str) -> Tree:
+        if tree is None or kind not in ("parameters", "optimizer", "gradients"):
+            return _sizes(tree)
+        return {"all": _whole(tree)} if kind == "optimizer" else _whole(tree)
+
+    return tuple(map(sizes, results, RESULTS[scopes.program_of(name)]))
+
+
 @dataclasses.dataclass(eq=False)
 class _Copy:
-    """On its way. source_made: the program whose result it reads. used_by: the first that reads what it
-    writes. frees: what ends with it: (on the host, category, bytes)."""
+    """Arrays on their way, all that one call has put. source_made: the last program whose result it reads.
+    used_by: the first that reads what it writes. frees: what ends with it: (on the host, category, bytes)."""
 
     to_host: bool
     source_made: int
@@ -135,37 +208,34 @@ class _Copy:
     frees: list[tuple[bool, str, int]] = dataclasses.field(default_factory=list)
 
 
-@functools.cache
-def shard_size(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> int:
-    """Returns how many numbers of an array are on one device."""
-    return math.prod(sharding.shard_shape(shape))
-
-
 class _Array:
     """Stands for a jax.Array. made: number of the program that makes it. comes: the copy that does. read:
     those that read it."""
 
-    __slots__ = ("account", "category", "comes", "dtype", "gone", "made", "read", "shape", "sharding", "size")
+    __slots__ = (
+        "account",
+        "category",
+        "comes",
+        "gone",
+        "like",
+        "made",
+        "on_host",
+        "read",
+        "sharding",
+        "size",
+    )
 
-    def __init__(self, account: "_Account", like, sharding, category: str, made: int, comes=None):
-        self.account, self.shape, self.dtype, self.sharding = account, like.shape, like.dtype, sharding
+    def __init__(self, account: "_Account", like: _Size, sharding, category: str, made: int, comes=None):
+        self.account, self.like, self.sharding = account, like, sharding
         self.category, self.made, self.comes, self.gone = category, made, comes, False
         self.read: list[_Copy] = []
-        size = self.dtype.itemsize * shard_size(tuple(self.shape), sharding)
-        self.size = size * (sharding.mesh.size if self.on_host else 1)
+        self.on_host = sharding.memory_kind == HOST
+        self.size = like.on_device * (sharding.mesh.size if self.on_host else 1)
         account.add(self.on_host, category, self.size)
 
     @property
-    def on_host(self) -> bool:
-        return self.sharding.memory_kind == HOST
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.like.nbytes
 
     def is_deleted(self) -> bool:
         return self.gone
@@ -201,23 +271,27 @@ class _Account:
     def add(self, on_host: bool, category: str, size: int) -> None:
         self.live[on_host][category] += size
 
-    def arrays(self, abstract: Tree, category: str, made: int = 0) -> Tree:
+    def arrays(self, sizes: Tree, category: str, made: int = 0) -> Tree:
         """Returns stand-ins for new arrays."""
-        return jax.tree.map(lambda leaf: _Array(self, leaf, leaf.sharding, category, made), abstract)
+        return jax.tree.map(lambda size: _Array(self, size, size.sharding, category, made), sizes)
 
     def put(self, arrays: Iterable[_Array], shardings: Iterable) -> list[_Array]:
-        """Stands for jax.device_put."""
-        copied = []
+        """Stands for jax.device_put. What it is given is a part of the state, or what one block keeps: it
+        comes and goes as one."""
+        copied, copy = [], None
+        self.known.clear()
         for array, sharding in zip(arrays, shardings, strict=True):
             if isinstance(array, np.generic):  # of the host's own
-                copied.append(_Array(self, array, sharding, "other", 0))
+                copied.append(_Array(self, _Size.of(array, sharding), sharding, "other", 0))
                 continue
-            copy = _Copy(sharding.memory_kind == HOST, array.made)
-            self.known.clear()
-            self.copies.append(copy)
+            to_host = sharding.memory_kind == HOST
+            if copy is None or copy.to_host != to_host:
+                copy = _Copy(to_host, array.made)
+                self.copies.append(copy)
+            copy.source_made = max(copy.source_made, array.made)
             array.read.append(copy)
             category = array.category if copy.to_host else "staging"
-            copied.append(_Array(self, array, sharding, category, array.made, copy))
+            copied.append(_Array(self, array.like, sharding, category, array.made, copy))
             self.moved += min(array.size, copied[-1].size)
         if copied:
             self.moment(f"the copies after {self.latest}", NOTHING)
@@ -251,12 +325,15 @@ class _Account:
 class _Program:
     """Stands for a compiled program."""
 
-    def __init__(self, account: _Account, name: str, needs: Breakdown, results: Tree, donate: tuple):
+    def __init__(
+        self, account: Callable[[], _Account], name: str, needs: Breakdown, results: Tree, donate: tuple
+    ):
+        """account: returns the one of the rehearsal that is under way."""
         self.account, self.name, self.needs = account, name, needs
         self.results, self.donate = results, donate
 
     def __call__(self, *arguments) -> Tree:
-        account = self.account
+        account = self.account()
         account.programs += 1
         account.known.clear()
         account.latest = self.name

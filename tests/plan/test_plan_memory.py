@@ -520,7 +520,7 @@ def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
 
 def test_a_program_that_no_category_is_known_of_fails():
     with pytest.raises(KeyError, match="rewind"):
-        rehearsed._Program(rehearsed._Account(), "rewind", rehearsed.NOTHING, ((),), ())()
+        rehearsed._Program(rehearsed._Account, "rewind", rehearsed.NOTHING, ((),), ())()
 
 
 def test_every_program_says_what_it_gives():
