@@ -44,7 +44,7 @@ def test_the_search_chooses_what_it_chose(bench, commit, number):
 
 
 def test_what_is_far_too_large_is_refused_without_a_search(bench, monkeypatch):
-    config = drawn(bench, "970aaefccccc", 6)
+    config = drawn(bench, "970aaefccccc", 7)
     monkeypatch.setattr(proposals, "least", lambda *_: pytest.fail("rehearsed a level that has no room"))
     assert next(candidates(config, ROOM, segments=32), None) is None
     said = choices.nothing_fits(config, ROOM, 1, 32)
