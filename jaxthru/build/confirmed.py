@@ -98,7 +98,8 @@ class Programs:
     def __init__(self, made: Assembled, analyse: Callable[[jax.stages.Traced], Any]):
         """made: with any offload: the programs are the same with all. analyse: compiles one, and returns what
         XLA says of its memory."""
-        self._analyse, self._rehearsed = analyse, made.rehearsals(self._needs)
+        self._analyse = analyse
+        self._rehearsed = made.rehearsals(self._needs)  # which compiles each program
 
     def fitted(self, config: RunConfig, level: str, room: Room) -> tuple[RunConfig, MemoryPlan] | None:
         """Returns a configuration with the least offload that fits as compiled, if any does. level: as it was
