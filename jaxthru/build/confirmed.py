@@ -98,8 +98,8 @@ class Programs:
     def __init__(self, made: Assembled, analyse: Callable[[jax.stages.Traced], Any]):
         """made: with any offload: the programs are the same with all. analyse: compiles one, and returns what
         XLA says of its memory."""
-        self.made, self._analyse = made, analyse
-        self._known: dict[str, tuple[jax.stages.Traced, Sizes | None]] = {}
+        self._analyse = analyse
+        self._rehearsed = made.rehearsals(self._needs)  # which compiles each program
 
     def fitted(self, config: RunConfig, level: str, room: Room) -> tuple[RunConfig, MemoryPlan] | None:
         """Returns a configuration with the least offload that fits as compiled, if any does. level: as it was
@@ -111,18 +111,12 @@ class Programs:
         return found and found[:2]
 
     def _planned(self, offload: OffloadConfig) -> tuple[MemoryPlan, int]:
-        found = offloaded(self.made, offload).rehearsed(self._needs, self._trace)
+        found = self._rehearsed(offload)
         return fullest(found.moments, ("as compiled",)), found.moved
 
-    def _trace(self, name: str, *arguments, **settings) -> jax.stages.Traced:
-        if name not in self._known:
-            traced = programs.trace(name, *arguments, **settings)
-            self._known[name] = traced, Sizes.of(self._analyse(traced))
-        return self._known[name][0]
-
-    def _needs(self, name: str, _: jax.stages.Traced) -> Breakdown:
-        sizes, kind, device = self._known[name][1], program_of(name), dict.fromkeys(CATEGORIES, 0)
-        if sizes:
+    def _needs(self, name: str, traced: jax.stages.Traced) -> Breakdown:
+        kind, device = program_of(name), dict.fromkeys(CATEGORIES, 0)
+        if sizes := Sizes.of(self._analyse(traced)):
             device[TEMPORARY[kind]] += sizes.temporary
             device[OUTPUT[kind]] += sizes.results
         return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")

@@ -7,7 +7,7 @@ so does all that a resident step needs beside its state.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,8 +19,9 @@ from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs
 from jaxthru.engine.gradients import gradient_dtype
-from jaxthru.engine.offload import OffloadConfig, on_device, placed
-from jaxthru.engine.rehearsed import Moment, shard_size
+from jaxthru.engine.memory_tally import Moment, shard_size
+from jaxthru.engine.offload import OffloadConfig, on_device
+from jaxthru.engine.rehearsed import Rehearsals
 from jaxthru.models import scopes
 from jaxthru.optim.formats import FORMATS
 from jaxthru.optim.optimizer import OptimConfig
@@ -101,7 +102,7 @@ def estimate(
     """
     config = plain(config)
     if not config.offload.layered:
-        made, _, workspace = _assembled(config, devices, segments)
+        made, workspace = _assembled(config, devices, segments)
         return _resident(made, Sizes.of(made, workspace, _stacked(config, devices, segments)), resident), 0
     return _rehearsed(config, devices, segments)
 
@@ -116,10 +117,19 @@ def _rehearsed(config: RunConfig, devices: int, segments: int) -> tuple[MemoryPl
         config,
         model=dataclasses.replace(config.model, loop="unroll"),
         remat=dataclasses.replace(config.remat, policy=policy, keep_parameters=False),
-        offload=OffloadConfig(),
+        offload=dataclasses.replace(config.offload, level="parameters", fraction=1.0),
     )
-    made, trace, workspace = _assembled(base, devices, segments)
-    made = dataclasses.replace(made, offload=config.offload, abstract=placed(made.abstract, config.offload))
+    with dispatch.assumed("cpu"):
+        found = _rehearsals(base, devices, segments)(config.offload)
+    return fullest(found.moments, ("of the dispatched step: estimated, not compiled",)), found.moved
+
+
+@functools.lru_cache(maxsize=16)
+def _rehearsals(config: RunConfig, devices: int, segments: int) -> Rehearsals:
+    """Returns the dispatched step of a configuration, whose programs need what formulas say. config: of any
+    level and fraction."""
+    made, workspace = _assembled(dataclasses.replace(config, offload=OffloadConfig()), devices, segments)
+    made = dataclasses.replace(made, offload=config.offload)
     sizes, int8 = Sizes.of(made, workspace), FORMATS[config.optim.state].moments == "int8"
 
     def needs(name: str, _: Any) -> Breakdown:
@@ -138,16 +148,14 @@ def _rehearsed(config: RunConfig, devices: int, segments: int) -> tuple[MemoryPl
             device["optimizer"] = 8 * (sizes.layer if kind == scopes.UPDATE_LAYER else sizes.table)
         return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")
 
-    with dispatch.assumed("cpu"):
-        found = made.rehearsed(needs, trace)
-    return fullest(found.moments, ("of the dispatched step: estimated, not compiled",)), found.moved
+    return made.rehearsals(needs)
 
 
 def indispensable(config: RunConfig, devices: int) -> dict[str, int]:
     """Returns the bytes on one device of what exists at once in any step, by category: parameters, optimizer
     and gradients, which wait for their norm. Whatever else a step needs comes on top."""
     layered = config.offload.layered
-    made, _, _ = _assembled(dataclasses.replace(config, offload=OffloadConfig()), devices, 1)
+    made, _ = _assembled(dataclasses.replace(config, offload=OffloadConfig()), devices, 1)
     params, model = made.abstract["params"], made.step.model
 
     def gradient(info: WeightInfo, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
@@ -167,9 +175,8 @@ def layout_of(config: RunConfig, devices: int) -> Layout:
 
 
 @functools.lru_cache(maxsize=16)
-def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assembled, Callable, int]:
-    """Returns the step on a mesh of no devices, `programs.trace` that remembers what it has traced, and the
-    bytes of attention's workspace."""
+def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assembled, int]:
+    """Returns the step on a mesh of no devices, and the bytes of attention's workspace."""
     layout = layout_of(config, devices)
     attention, workspace = attention_stand_in(config, layout, segments)
     config, _ = without_triton(config)
@@ -177,15 +184,7 @@ def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assemble
     made = assemble(config, layout, segments=segments, sources=1, **stand_ins)
     # No devices, no memory kind that they would have by default.
     abstract = programs.placed(made.abstract, on_device(made.abstract))
-    made = dataclasses.replace(made, abstract=abstract)
-    known: dict[str, jax.stages.Traced] = {}
-
-    def trace(name: str, *arguments, **settings) -> jax.stages.Traced:
-        if name not in known:
-            known[name] = programs.trace(name, *arguments, **settings)
-        return known[name]
-
-    return made, trace, workspace
+    return dataclasses.replace(made, abstract=abstract), workspace
 
 
 def _stacked(config: RunConfig, devices: int, segments: int) -> int | None:
@@ -198,7 +197,7 @@ def _stacked(config: RunConfig, devices: int, segments: int) -> int | None:
 
 @functools.lru_cache(maxsize=16)
 def _traced_stacks(config: RunConfig, devices: int, segments: int) -> int:
-    made, _, _ = _assembled(config, devices, segments)
+    made, _ = _assembled(config, devices, segments)
     return stacked(made, segments)
 
 

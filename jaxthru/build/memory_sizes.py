@@ -14,8 +14,8 @@ from jaxthru.build.attention_choice import shapes_of
 from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled
 from jaxthru.config import RunConfig
+from jaxthru.engine.memory_tally import shard_size
 from jaxthru.engine.model import split_stages
-from jaxthru.engine.rehearsed import shard_size
 from jaxthru.engine.walk import linearised_block
 from jaxthru.models.remat import kept_bytes
 from jaxthru.models.stage import Stage, distinct

@@ -3,15 +3,15 @@
 Arithmetic alone decides nothing (build/choices.py compiles what it proposes): the estimate is up to 5 % off.
 """
 
-import bisect
 import dataclasses
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxthru.build.defaults import get, replaced
-from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate
+from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate, indispensable
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.models import family
@@ -87,17 +87,46 @@ def least(config: RunConfig, level: str, room: Room, planned: Planned) -> Propos
 
     @functools.cache
     def at(step: int) -> tuple[MemoryPlan, int]:
-        return planned(dataclasses.replace(config.offload, level=level, fraction=step / count or 1.0))
+        return planned(dataclasses.replace(config.offload, level=level, fraction=step / (count or 1) or 1.0))
 
     # Embedding and head are parts too. The more of them are on the host, the less is on the device.
     count = len(family.chain(config.model).layers) + 2
-    steps = range(1, count + 1) if level != "none" else range(1)
-    if at(steps[-1])[0].peak_device > room.device:
+    if level == "none":
+        count = 0
+    if at(count)[0].peak_device > room.device:
         return None  # not even with all of them
-    first = bisect.bisect_left(steps, True, key=lambda step: at(step)[0].peak_device <= room.device)
-    if not room.holds(at(steps[first])[0]):
+    first = _first_that_fits(count, room, lambda step: at(step)[0])
+    if first is None or not room.holds(at(first)[0]):
         return None
-    return Proposal(level, config.optim.state, steps[first] / count, *at(steps[first]))
+    return Proposal(level, config.optim.state, first / (count or 1), *at(first))
+
+
+def _first_that_fits(count: int, room: Room, plan: Callable[[int], MemoryPlan]) -> int | None:
+    """Returns the least number of parts on the host whose plan fits the device; None where one that does not
+    is too much for the host already. count: of all parts, which fits the device.
+
+    A part more on the host takes about the same from the device each time: the place is guessed from a line
+    twice, and halved from then on.
+    """
+    if count <= 1:
+        return count
+    low, high = 1, count
+    if plan(low).peak_device <= room.device:
+        return low
+    guesses = 2
+    while high - low > 1:
+        if plan(low).peak_host > room.host:
+            return None
+        middle = (low + high) // 2
+        if guesses:
+            over, under = (plan(step).peak_device for step in (low, high))
+            middle = low + math.ceil((high - low) * (over - room.device) / (over - under))
+            middle, guesses = min(max(middle, low + 1), high - 1), guesses - 1
+        if plan(middle).peak_device <= room.device:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def cheapest(config: RunConfig, levels: tuple[str, ...], room: Room, planned: Planned) -> Proposal | None:
@@ -155,7 +184,9 @@ def propose(
             tried = dataclasses.replace(config, optim=dataclasses.replace(config.optim, state=state))
         except InputError:
             continue
-        levels = ("none",) if config.remat.keep_parameters else LEVELS  # the others keep none
+        levels = levels_with_room(tried, room, devices)
+        if config.remat.keep_parameters:  # the others keep none
+            levels = tuple(level for level in levels if level == "none")
         if proposal := cheapest(tried, levels, room, by_arithmetic(tried, devices, segments, resident)):
             found.append(proposal)
     return sorted(found, key=lambda proposal: proposal.moved)
@@ -181,7 +212,10 @@ def candidates(
     def add(seconds: float, one: RunConfig | Candidate) -> None:
         heapq.heappush(queue, (seconds, next(order), one))
 
-    for tried in (*_resident(config, gpu), *_layered(config)):
+    levels = levels_with_room(config, room, devices)
+    resident = _resident(config, gpu) if all_of_them or levels[:1] == LEVELS[:1] else ()
+    layered = _layered(config) if levels[-1:] == LEVELS[-1:] else ()
+    for tried in (*resident, *layered):
         add(_seconds(tried, devices, gpu), tried)
     while queue:
         seconds, _, one = heapq.heappop(queue)
@@ -191,6 +225,15 @@ def candidates(
         found = _fitted(config, one, room, seconds, by_arithmetic(one, devices, segments))
         if found and (all_of_them or room.holds(found.plan)):
             add(found.seconds, found)
+
+
+def levels_with_room(config: RunConfig, room: Room, devices: int) -> tuple[str, ...]:
+    """Returns the levels that are worth a rehearsal: a state is on the device or on the host, whatever level
+    moves it. A model that is far too large for both is so refused at once."""
+    needs = indispensable(replaced(config, {"offload.level": LEVELS[-1]}), devices)
+    held, state = sum(needs.values()), needs["parameters"] + needs["optimizer"]
+    resident, moved = state <= room.device, held * devices <= room.device * devices + room.host
+    return LEVELS[:1] * resident + LEVELS[1:] * moved
 
 
 def _fitted(

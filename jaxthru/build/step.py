@@ -9,19 +9,18 @@ import jax.numpy as jnp
 
 from jaxthru.build.defaults import plain
 from jaxthru.config import RunConfig
-from jaxthru.engine import programs
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep, InlineStep
 from jaxthru.engine.model import Batch, Model
 from jaxthru.engine.objective import Objective
 from jaxthru.engine.offload import OffloadConfig, placed
-from jaxthru.engine.programs import compiler_with, shardings
-from jaxthru.engine.rehearsed import Analysis, Rehearsal, rehearse
+from jaxthru.engine.programs import compiler_with
+from jaxthru.engine.rehearsed import Analysis, Rehearsal, Rehearsals
 from jaxthru.engine.step import State, Step, abstract_batch
 from jaxthru.models import family
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import Optimizer, make_schedule
-from jaxthru.runtime.sharding import Layout
+from jaxthru.runtime.sharding import Layout, shardings
 from jaxthru.training.state import abstract_state
 from pallas_kernels.adamw_8bit import PARTITIONED
 
@@ -46,10 +45,13 @@ class Assembled:
         """Returns the step as programs, compiled by `compiler`, with copies started by `put`."""
         return DispatchedStep(self.step, self.offload, self.abstract, self.batch, compiler, put)
 
-    def rehearsed(self, analysis: Analysis, trace: Callable = programs.trace) -> Rehearsal:
-        """Returns what two dispatched steps need, see `rehearse`."""
-        layout = self.step.model.ops.layout
-        return rehearse(self.dispatched, self.abstract, self.batch, layout, analysis, trace)
+    def rehearsals(self, analysis: Analysis) -> Rehearsals:
+        """Returns the dispatched step as it is rehearsed, with any offload of these `activations`."""
+        return Rehearsals(self.dispatched, self.abstract, self.batch, self.step.model.ops.layout, analysis)
+
+    def rehearsed(self, analysis: Analysis) -> Rehearsal:
+        """Returns what two dispatched steps need."""
+        return self.rehearsals(analysis)(self.offload)
 
     def compile(self, options: dict[str, Any]) -> CompiledStep | DispatchedStep:
         """Returns the step, compiled for the devices of its layout."""

@@ -7,6 +7,7 @@ once.
 Shapes: M micro-batches, R rows of one, T tokens, N = R·T, D embed.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,24 +16,14 @@ import jax
 import numpy as np
 
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, split_stages
-from jaxthru.engine.offload import (
-    HOST,
-    Fetched,
-    OffloadConfig,
-    Pace,
-    Stores,
-    emptied,
-    free_host,
-    hosted,
-    move,
-    on_device,
-)
-from jaxthru.engine.programs import Programs, by_rows, placed, shardings
+from jaxthru.engine.offload import HOST, Fetched, Homes, OffloadConfig, Pace, Stores, emptied, free_host, move
+from jaxthru.engine.programs import Programs, by_rows, placed
 from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
 from jaxthru.engine.terms import Terms
 from jaxthru.models import scopes
 from jaxthru.models.stage import distinct
 from jaxthru.runtime.first_run import FirstAlone
+from jaxthru.runtime.sharding import shardings
 
 Tree = Any
 
@@ -70,14 +61,10 @@ class DispatchedStep:
         self.chain, layout = step.model.chain, step.model.ops.layout
         programs = Programs(step)
         self.held, self.tied = programs.held, self.chain.tied
-        weights, slots = split_stages(abstract["params"]), slots_by_stage(abstract)
-        self.weights_home, self.slots_home = shardings(weights), shardings(slots)
-        self.weights_used, self.slots_used = (
-            [on_device(tree) for tree in trees] for trees in (weights, slots)
-        )
-        self.order = [EMBEDDING, *range(LAYERS, len(weights)), HEAD]
         self.staging = round(config.staging_gib * 2**30)
-        self.stores = Stores(self.staging)
+        self.homes, self.stores = Homes.of(config, abstract), Stores(self.staging)
+        weights, slots = split_stages(abstract["params"]), slots_by_stage(abstract)
+        self.order = [EMBEDDING, *range(LAYERS, len(weights)), HEAD]
         self.inputs_used = layout.sharding((None, "tokens", None))
         offloaded = config.activations != "none"
         self.inputs_home = self.inputs_used.with_memory_kind(HOST) if offloaded else self.inputs_used
@@ -92,11 +79,9 @@ class DispatchedStep:
         of_kind = [kinds.index(stage) for stage in self.chain.layers]
         self.kinds = {LAYERS + layer: kind for layer, kind in enumerate(of_kind)}
         first = [LAYERS + of_kind.index(kind) for kind in range(len(kinds))]
-        weights, slots = placed(weights, self.weights_used), placed(slots, self.slots_used)
+        weights, slots = placed(weights, self.homes.weights_used), placed(slots, self.homes.slots_used)
         self._compile(compile_, programs, kinds, first, weights, slots, counters_of(abstract), batch)
-        self.gradients_home = self.weights_used
-        if config.level in ("gradients", "parameters"):
-            self.gradients_home = shardings(hosted(weights, config))
+        self.indices = self._numbers(len(weights))
 
         self._eval_embed, self._eval_head = (
             FirstAlone(jax.jit(function)) for function in (programs.eval_embed, programs.eval_head)
@@ -106,7 +91,7 @@ class DispatchedStep:
 
     def _compile(self, compile_, programs, kinds, first, weights, slots, counters, batch) -> None:
         """Compiles every program for what the ones before it return. first: the first stage of each kind."""
-        layout, used = self.step.model.ops.layout, self.weights_used
+        layout, used = self.step.model.ops.layout, self.homes.weights_used
         scalar, rows, stream = layout.sharding(()), layout.sharding((None, "batch")), self.inputs_used
         self.begin, (batch_MRT, context, weight) = compile_(
             scopes.BEGIN,
@@ -174,7 +159,7 @@ class DispatchedStep:
                 programs.update,
                 (weights[at], slots[at], gradients[at], counters, squares, of_head["loss"], index),
                 donate=(0, 1),
-                out_shardings=(used[at], self.slots_used[at]),
+                out_shardings=(used[at], self.homes.slots_used[at]),
                 infos=infos[at],
             )
         self.update |= {at: self.update[first[kind]] for at, kind in self.kinds.items()}
@@ -182,7 +167,19 @@ class DispatchedStep:
         self.finish, _ = compile_(
             scopes.FINISH, programs.finish, (counters, batch, terms, squares, squares), out_shardings=scalar
         )
-        self.indices = self._put([np.int32(at) for at in range(len(weights))], [scalar] * len(weights))
+
+    def at_home(self, config: OffloadConfig, abstract: State) -> "DispatchedStep":
+        """Returns the step for a state that lives elsewhere, by the same programs. Its leaves need not be
+        those of the programs': a rehearsal has but two a stage."""
+        other = copy.copy(self)
+        other.homes, other.stores = Homes.of(config, abstract), Stores(self.staging)
+        other.indices = other._numbers(len(self.indices))
+        return other
+
+    def _numbers(self, count: int) -> list[jax.Array]:
+        """Returns the numbers of the stages, where updates read them."""
+        scalar = self.step.model.ops.layout.sharding(())
+        return self._put([np.int32(at) for at in range(count)], [scalar] * count)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
         """Returns the next state and this update's metrics, as `Step` does.
@@ -225,7 +222,7 @@ class DispatchedStep:
         def done(index: int, tree: Tree, slot: Tree, gradients: Tree) -> None:
             """Uses a stage's gradients at once, or holds them until the norm of all is known."""
             if self.held:
-                held[index] = self._move(gradients, self.gradients_home[index], donate=True)
+                held[index] = self._move(gradients, self.homes.gradients[index], donate=True)
                 self.stores(held[index])
             else:
                 known = counters, squares, sums["loss"]
@@ -252,7 +249,7 @@ class DispatchedStep:
         following, metrics = self.finish(counters, batch, terms, of_head, squares)
         state = state_of(weights, slots, following, state["params"])
         if self.held:
-            gradients = ((held.pop(index), self.weights_used[index]) for index in self.order)
+            gradients = ((held.pop(index), self.homes.weights_used[index]) for index in self.order)
             gradients = self._fetched(gradients, donate=True)
             state["pending"] = Pending((counters, squares, sums["loss"]), coming, gradients)
         return state, metrics
@@ -284,8 +281,8 @@ class DispatchedStep:
         weights on the device. known: the last arguments of `Programs.update` but the index."""
         tree, slot = self.update[index](tree, slot, gradients, *known, self.indices[index])
         free_host((weights[index], slots[index]))
-        weights[index] = self._move(tree, self.weights_home[index])
-        slots[index] = self._move(slot, self.slots_home[index], donate=True)
+        weights[index] = self._move(tree, self.homes.weights[index])
+        slots[index] = self._move(slot, self.homes.slots[index], donate=True)
         self.stores((weights[index], slots[index]))
         return tree
 
@@ -294,10 +291,10 @@ class DispatchedStep:
         return "\n\n".join(program.as_text() for program in self.programs)
 
     def _fetched_weights(self, weights: list[Tree], order: list[int]) -> Fetched:
-        return self._fetched((weights[index], self.weights_used[index]) for index in order)
+        return self._fetched((weights[index], self.homes.weights_used[index]) for index in order)
 
     def _fetched_slots(self, slots: list[Tree], order: list[int]) -> Fetched:
-        return self._fetched(((slots[index], self.slots_used[index]) for index in order), self.staging)
+        return self._fetched(((slots[index], self.homes.slots_used[index]) for index in order), self.staging)
 
     def loss_terms(self, params: Tree, batch: Batch, weight: jax.Array) -> Terms:
         """Returns the terms of a batch of one micro-batch, those of the head alone.

@@ -11,14 +11,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import Sharding
 
 from jaxthru.engine.model import join_stages, split_stages
-from jaxthru.engine.step import State
+from jaxthru.engine.step import State, slots_by_stage
 from jaxthru.runtime.errors import require
+from jaxthru.runtime.sharding import shardings
 
 Tree = Any
 HOST = "pinned_host"
@@ -98,6 +99,28 @@ def hosted(trees: list[Tree], config: OffloadConfig) -> list[Tree]:
     return [to_host(tree) if chosen[index] else tree for index, tree in enumerate(trees)]
 
 
+class Homes(NamedTuple):
+    """Shardings of each stage: where its weights, slots and gradients live between their uses, and where
+    weights and slots are used."""
+
+    weights: list[Tree]
+    slots: list[Tree]
+    gradients: list[Tree]
+    weights_used: list[Tree]
+    slots_used: list[Tree]
+
+    @classmethod
+    def of(cls, config: OffloadConfig, abstract: State) -> "Homes":
+        """abstract: the state, where it lives."""
+        weights, slots = split_stages(abstract["params"]), slots_by_stage(abstract)
+        weights_used, slots_used = on_device(weights), on_device(slots)
+        gradients = weights_used
+        if config.level in ("gradients", "parameters"):
+            there = jax.tree.map(lambda leaf, used: leaf.update(sharding=used), weights, weights_used)
+            gradients = shardings(hosted(there, config))
+        return cls(shardings(weights), shardings(slots), gradients, weights_used, slots_used)
+
+
 def to_host(tree: Tree) -> Tree:
     """Returns an abstract tree with its matrices in host memory."""
 
@@ -163,9 +186,9 @@ class Fetched(Iterator[Tree]):
     def start(self) -> None:
         """Starts the transfers that may be on their way."""
         while len(self._coming) <= AHEAD or sum(size for _, size in self._coming) < self._staging:
-            for tree, shardings in self._trees:
+            for tree, home in self._trees:
                 size = away_bytes(tree)
-                self._coming.append((self._move(tree, shardings), size))
+                self._coming.append((self._move(tree, home), size))
                 break
             else:
                 return

@@ -228,10 +228,6 @@ def by_rows(programs: Programs, batch: Batch, rows: Sharding, scalar: Sharding) 
     return jax.tree.map(lambda leaf: rows if leaf.shape[:2] == of_rows else scalar, context)
 
 
-def shardings(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
-
-
 def _accumulated(function: Callable, pieces: Tree) -> tuple[Tree, Tree]:
     """Returns the first result of `function`, gradients, summed over the micro-batches [M, ...] of `pieces`,
     in float32 where there are several, and its second for each."""

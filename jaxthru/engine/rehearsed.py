@@ -9,25 +9,22 @@ that needs it; until then both ends of it are counted, as `staging`. What only p
 the last of them is dispatched, for they run in that order.
 """
 
-import dataclasses
-import functools
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxthru.engine.dispatched import DispatchedStep
-from jaxthru.engine.offload import HOST
+from jaxthru.engine.memory_tally import Array, MemoryTally, Moment, Size
+from jaxthru.engine.model import split_stages
+from jaxthru.engine.offload import OffloadConfig, on_device, placed
 from jaxthru.engine.programs import trace
-from jaxthru.engine.step import Batch, State
+from jaxthru.engine.step import Batch, State, counters_of, slots_by_stage, state_of
 from jaxthru.models import scopes
-from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
+from jaxthru.profile.read.buffers import Breakdown
 from jaxthru.runtime.sharding import Layout
 
 Tree = Any
-NOTHING = Breakdown(dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0), 0, 0, "")
 STEPS = 2  # the second begins while the last copies of the first are under way
 
 RESULTS: dict[str, tuple[str, ...]] = {
@@ -60,20 +57,6 @@ Analysis = Callable[[str, jax.stages.Traced], Breakdown]
 """What a program, by name, needs beside its arguments."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """One program of a step that is made of several, while it runs.
-
-    program: what it needs beside arrays that live before it runs, its arguments among them. beside: bytes by
-    category of those on the device. host: of those on the host.
-    """
-
-    name: str
-    program: Breakdown
-    beside: Mapping[str, int]
-    host: Mapping[str, int]
-
-
 class Rehearsal(NamedTuple):
     """moments: each program while it runs, and each start of copies. moved: bytes that a step copies
     between a device and its host, both ways."""
@@ -82,34 +65,41 @@ class Rehearsal(NamedTuple):
     moved: int
 
 
-def rehearse(
-    make: Callable[[Callable, Callable], DispatchedStep],
-    state: State,
-    batch: Batch,
-    layout: Layout,
-    analysis: Analysis,
-    trace: Callable[..., jax.stages.Traced] = trace,
-) -> Rehearsal:
-    """Returns what two steps need, dispatched one after the other.
+class Rehearsals:
+    """A step that is rehearsed with any part of its state on the host: its programs are the same with all."""
 
-    make: (compiler, put) -> the step. state, batch: abstract. trace: as `programs.trace`, which a caller may
-    want to remember what it returned.
-    """
-    tally, moved = _MemoryTally(), []
+    def __init__(
+        self,
+        make: Callable[[Callable, Callable], DispatchedStep],
+        state: State,
+        batch: Batch,
+        layout: Layout,
+        analysis: Analysis,
+    ):
+        """make: (compiler, put) -> the step. state, batch: abstract. analysis: is asked once a program."""
+        self._tally = MemoryTally()
 
-    def compiler(name, function, arguments, donate=(), **settings):
-        traced = trace(name, function, arguments, donate, **settings)
-        results = _with_shardings(traced.out_info, layout)
-        return _Program(tally, name, analysis(name, traced), results, donate), results
+        def compiler(name, function, arguments, donate=(), **settings):
+            traced = trace(name, function, arguments, donate, **settings)
+            results = _with_shardings(traced.out_info, layout)
+            sizes, needs = _results(name, results), analysis(name, traced)
+            return _Program(lambda: self._tally, name, needs, sizes, donate), results
 
-    step = make(compiler, tally.put)
-    kinds = {"params": "parameters", "opt_state": "optimizer"}
-    arrays = {name: tally.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}
-    for _ in range(STEPS):
-        arrays, _ = step(arrays, tally.arrays(batch, "other"))
-        moved.append(tally.moved)
-    step.settled(arrays)  # before a checkpoint and an evaluation; nothing else paces the stores
-    return Rehearsal(tally.moments, moved[-1] - moved[-2])
+        self._step = make(compiler, lambda *arguments: self._tally.put(*arguments))
+        self._state, self._batch = _by_stage(state), _sizes(batch)
+
+    def __call__(self, offload: OffloadConfig) -> Rehearsal:
+        """Returns what two steps need with this offload, dispatched one after the other."""
+        tally = self._tally = MemoryTally()
+        state, moved = placed(self._state, offload), []
+        step = self._step.at_home(offload, state)
+        kinds = {"params": "parameters", "opt_state": "optimizer"}
+        arrays = {name: tally.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}
+        for _ in range(STEPS):
+            arrays, _ = step(arrays, tally.arrays(self._batch, "other"))
+            moved.append(tally.moved)
+        step.settled(arrays)  # before a checkpoint and an evaluation; nothing else paces the stores
+        return Rehearsal(tally.moments, moved[-1] - moved[-2])
 
 
 def _with_shardings(results: Tree, layout: Layout) -> Tree:
@@ -124,144 +114,62 @@ def _with_shardings(results: Tree, layout: Layout) -> Tree:
     return jax.tree.map(place, results)
 
 
-@dataclasses.dataclass(eq=False)
-class _Copy:
-    """On its way. source_made: the program whose result it reads. used_by: the first that reads what it
-    writes. frees: what ends with it: (on the host, category, bytes)."""
-
-    to_host: bool
-    source_made: int
-    used_by: int | None = None
-    frees: list[tuple[bool, str, int]] = dataclasses.field(default_factory=list)
+def _sizes(tree: Tree) -> Tree:
+    return jax.tree.map(Size.of, tree)
 
 
-@functools.cache
-def shard_size(shape: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> int:
-    """Returns how many numbers of an array are on one device."""
-    return math.prod(sharding.shard_shape(shape))
+def _whole(tree: Tree) -> dict[str, Size | None]:
+    """Returns a stage's abstract tree as two sizes: of its matrices, which offload moves, and of the rest.
+
+    A model of 64 layers has thousands of leaves, and a search rehearses it tens of times.
+    """
+    leaves = jax.tree.leaves(tree)
+
+    def total(leaves: list, ndim: int) -> Size | None:
+        sizes = _sizes(leaves)
+        sums = (sum(each.on_device for each in sizes), sum(each.nbytes for each in sizes))
+        return Size(*sums, sizes[0].sharding, ndim) if sizes else None
+
+    groups = [leaf for leaf in leaves if leaf.ndim > 1], [leaf for leaf in leaves if leaf.ndim < 2]
+    return {"matrices": total(groups[0], 2), "rest": total(groups[1], 1)}
 
 
-class _Array:
-    """Stands for a jax.Array. made: number of the program that makes it. comes: the copy that does. read:
-    those that read it."""
-
-    __slots__ = ("category", "comes", "dtype", "gone", "made", "read", "shape", "sharding", "size", "tally")
-
-    def __init__(self, tally: "_MemoryTally", like, sharding, category: str, made: int, comes=None):
-        self.tally, self.shape, self.dtype, self.sharding = tally, like.shape, like.dtype, sharding
-        self.category, self.made, self.comes, self.gone = category, made, comes, False
-        self.read: list[_Copy] = []
-        size = self.dtype.itemsize * shard_size(tuple(self.shape), sharding)
-        self.size = size * (sharding.mesh.size if self.on_host else 1)
-        tally.add(self.on_host, category, self.size)
-
-    @property
-    def on_host(self) -> bool:
-        return self.sharding.memory_kind == HOST
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def is_deleted(self) -> bool:
-        return self.gone
-
-    def delete(self) -> None:
-        if self.gone:
-            return
-        self.gone = True
-        self.tally.add(self.on_host, self.category, -self.size)
-        under_way = [copy for copy in self.read if copy in self.tally.copies]
-        if under_way:
-            self.tally.add(self.on_host, "staging", self.size)
-            under_way[-1].frees.append((self.on_host, "staging", self.size))
-
-    __del__ = delete
-
-    def block_until_ready(self) -> "_Array":
-        self.tally.waited(self)
-        return self
+def _by_stage(state: State) -> State:
+    """Returns an abstract state on the device, each stage's weights and its slots as `_whole` has them."""
+    state = jax.tree.map(lambda leaf, home: leaf.update(sharding=home), state, on_device(state))
+    weights, slots = map(_whole, split_stages(state["params"])), map(_whole, slots_by_stage(state))
+    counters = _sizes(counters_of(state))
+    return state_of(list(weights), [{"all": each} for each in slots], counters, state["params"])
 
 
-class _MemoryTally:
-    """What lives, by category: [False] on a device, [True] on the host."""
+def _results(name: str, results: tuple) -> tuple:
+    """Returns the sizes of a program's results, those of the state and gradients as `_whole` has them."""
 
-    def __init__(self):
-        self.live = [dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)]
-        self.copies: list[_Copy] = []
-        self.moments: list[Moment] = []
-        self.programs, self.latest, self.moved = 0, "start", 0
-        # What was waited for since a copy or a program was last begun: to wait again ends nothing more.
-        self.known: set[tuple[_Copy | None, int]] = set()
+    def sizes(tree: Tree, kind: str) -> Tree:
+        if tree is None or kind not in ("parameters", "optimizer", "gradients"):
+            return _sizes(tree)
+        return {"all": _whole(tree)} if kind == "optimizer" else _whole(tree)
 
-    def add(self, on_host: bool, category: str, size: int) -> None:
-        self.live[on_host][category] += size
-
-    def arrays(self, abstract: Tree, category: str, made: int = 0) -> Tree:
-        """Returns stand-ins for new arrays."""
-        return jax.tree.map(lambda leaf: _Array(self, leaf, leaf.sharding, category, made), abstract)
-
-    def put(self, arrays: Iterable[_Array], shardings: Iterable) -> list[_Array]:
-        """Stands for jax.device_put."""
-        copied = []
-        for array, sharding in zip(arrays, shardings, strict=True):
-            if isinstance(array, np.generic):  # of the host's own
-                copied.append(_Array(self, array, sharding, "other", 0))
-                continue
-            copy = _Copy(sharding.memory_kind == HOST, array.made)
-            self.known.clear()
-            self.copies.append(copy)
-            array.read.append(copy)
-            category = array.category if copy.to_host else "staging"
-            copied.append(_Array(self, array, sharding, category, array.made, copy))
-            self.moved += min(array.size, copied[-1].size)
-        if copied:
-            self.moment(f"the copies after {self.latest}", NOTHING)
-        return copied
-
-    def moment(self, name: str, program: Breakdown) -> None:
-        self.moments.append(Moment(name, program, dict(self.live[False]), dict(self.live[True])))
-
-    def waited(self, array: _Array) -> None:
-        """Notes that the host has waited for an array."""
-        if (what := (array.comes, array.made)) in self.known:
-            return
-        self.known.add(what)
-        own = self.copies.index(array.comes) if array.comes in self.copies else -1
-
-        over, left = [], []
-        for place, copy in enumerate(self.copies):
-            if place <= own and copy.to_host == array.comes.to_host:
-                ended = True  # one after the other in each direction
-            elif copy.to_host:
-                ended = copy.source_made < array.made
-            else:
-                ended = copy.used_by is not None and copy.used_by <= array.made
-            (over if ended else left).append(copy)
-        self.copies = left
-        for copy in over:
-            for on_host, category, size in copy.frees:
-                self.add(on_host, category, -size)
+    return tuple(map(sizes, results, RESULTS[scopes.program_of(name)]))
 
 
 class _Program:
     """Stands for a compiled program."""
 
-    def __init__(self, tally: _MemoryTally, name: str, needs: Breakdown, results: Tree, donate: tuple):
+    def __init__(
+        self, tally: Callable[[], MemoryTally], name: str, needs: Breakdown, results: Tree, donate: tuple
+    ):
+        """tally: returns the one of the rehearsal that is under way."""
         self.tally, self.name, self.needs = tally, name, needs
         self.results, self.donate = results, donate
 
     def __call__(self, *arguments) -> Tree:
-        tally = self.tally
+        tally = self.tally()
         tally.programs += 1
         tally.known.clear()
         tally.latest = self.name
         for leaf in jax.tree.leaves(arguments):
-            if isinstance(leaf, _Array) and leaf.comes is not None and leaf.comes.used_by is None:
+            if isinstance(leaf, Array) and leaf.comes is not None and leaf.comes.used_by is None:
                 leaf.comes.used_by = tally.programs
         tally.moment(self.name, self.needs)
         for index in self.donate:

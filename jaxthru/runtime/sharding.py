@@ -99,3 +99,8 @@ def check_divisible(layout: Layout, sizes: dict[str, tuple[str, int]]) -> None:
         parts = layout.size(axis)
         over = " × ".join(f"mesh.{name}" for name in LOGICAL_AXIS_RULES[axis])
         require(size % parts == 0, f"{key} = {size}: must be a multiple of {over} = {parts}")
+
+
+def shardings(tree: Any) -> Any:
+    """Returns the shardings of a tree of arrays, or of abstract ones."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)

@@ -17,11 +17,11 @@ from jaxthru.build import choices, memory_estimate, pinned_host, proposals
 from jaxthru.build.checks import fit
 from jaxthru.build.memory_estimate import MemoryPlan, Room
 from jaxthru.build.step import assemble
-from jaxthru.engine import rehearsed
+from jaxthru.engine import memory_tally, rehearsed
+from jaxthru.engine.memory_tally import Moment
 from jaxthru.engine.model import split_stages
 from jaxthru.engine.offload import HOST
 from jaxthru.engine.programs import compiler_with
-from jaxthru.engine.rehearsed import Moment
 from jaxthru.models import llama, scopes
 from jaxthru.models.remat import kept_bytes
 from jaxthru.models.scopes import PURPOSES
@@ -438,7 +438,7 @@ def on_host(tree) -> int:
 
 
 def nothing(name, lowered):
-    return rehearsed.NOTHING
+    return memory_tally.NOTHING
 
 
 @pytest.mark.parametrize("state", ["float32", "split_master", "split_master_int8", "stochastic_rounding"])
@@ -466,13 +466,13 @@ def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
     config = load("quickstart", *TINY, *OFFLOADS[offload], *settings)
     made = assembled(config)
     _, moved = memory_estimate.estimate(config)
-    copied, put = [], rehearsed._MemoryTally.put
+    copied, put = [], rehearsed.MemoryTally.put
 
     def counted(tally, arrays, shardings):
         copied.extend(array.size for array in arrays)
         return put(tally, arrays, shardings)
 
-    monkeypatch.setattr(rehearsed._MemoryTally, "put", counted)
+    monkeypatch.setattr(rehearsed.MemoryTally, "put", counted)
     made.rehearsed(nothing)
     weights, slots = made.abstract["params"], made.abstract["opt_state"]
     exact = config.optim.clip_rule == "exact"
@@ -524,7 +524,7 @@ def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
 
 def test_a_program_that_no_category_is_known_of_fails():
     with pytest.raises(KeyError, match="rewind"):
-        rehearsed._Program(rehearsed._MemoryTally(), "rewind", rehearsed.NOTHING, ((),), ())()
+        rehearsed._Program(rehearsed.MemoryTally, "rewind", memory_tally.NOTHING, ((),), ())()
 
 
 def test_every_program_says_what_it_gives():

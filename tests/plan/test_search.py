@@ -1,0 +1,51 @@
+"""The search of `auto` for shapes that nobody has tuned for: what it chooses is what it always chose."""
+
+import pytest
+from runs import ROOT
+
+from jaxthru import config as configuration
+from jaxthru.build import choices, proposals
+from jaxthru.build.memory_estimate import Room
+from jaxthru.build.proposals import candidates
+
+GIB = 2**30
+ROOM = Room(round(134.2 * GIB), 120 * GIB)
+SETTINGS = "remat.policy=auto model.loop=auto offload.level=auto optim.state=split_master_int8"
+
+# Of scripts/bench/suites/drawn_shapes.py; by commit 3f80678, whose search halved the interval and rehearsed
+# each leaf alone: policy, level, parts on the host, and bytes on the device and on the host.
+CHOSEN = {
+    ("714cf85bbbbb", 0): ("none", "none", 0, 112061026308, 0),
+    ("714cf85bbbbb", 2): ("gate", "parameters", 44, 142681280766, 102610599936),
+    ("714cf85bbbbb", 4): ("attention", "optimizer", 65, 143672132946, 113944166400),
+    ("714cf85bbbbb", 5): ("attention", "optimizer", 39, 143869253882, 109573201920),
+    ("970aaefccccc", 0): ("gate", "parameters", 55, 143115598630, 65871872000),
+    ("970aaefccccc", 2): ("projections", "optimizer", 59, 144026714918, 66578800640),
+    ("970aaefccccc", 4): ("full", "optimizer", 37, 143184425258, 78831427584),
+    ("970aaefccccc", 5): ("attention", "optimizer", 50, 143677277514, 101632966656),
+}
+
+
+def drawn(bench, commit: str, number: int):
+    fitting, too_large = bench("suites.drawn_shapes").shapes(commit)
+    shape = (*fitting, *too_large)[number].settings.split()
+    path = ROOT / "configs" / "llama3_8b_8layer.py"
+    return configuration.load(path, [*SETTINGS.split(), "optim.clip_rule=previous", *shape])
+
+
+@pytest.mark.parametrize(("commit", "number"), CHOSEN)
+def test_the_search_chooses_what_it_chose(bench, commit, number):
+    config = drawn(bench, commit, number)
+    found = next(candidates(config, ROOM, segments=32))
+    offload, parts = found.config.offload, config.model.layers + 2
+    hosted = round(offload.fraction * parts) if offload.layered else 0
+    said = found.config.remat.policy, offload.level, hosted, found.plan.peak_device, found.plan.peak_host
+    assert said == CHOSEN[commit, number]
+
+
+def test_what_is_far_too_large_is_refused_without_a_search(bench, monkeypatch):
+    config = drawn(bench, "970aaefccccc", 7)
+    monkeypatch.setattr(proposals, "least", lambda *_: pytest.fail("rehearsed a level that has no room"))
+    assert next(candidates(config, ROOM, segments=32), None) is None
+    said = choices.nothing_fits(config, ROOM, 1, 32)
+    assert "no narrower optim.state fits" in said and "\n" not in said
