@@ -18,6 +18,7 @@ FOLDERS = {
     "scripts/bench": "One script for each published number, and what these scripts share.",
     "scripts/bench/suites": "The rows of suite.py, and what they are made of.",
     "scripts/bench/measure": "What a row of a suite measures, where no other script does.",
+    "scripts/bench/measure/kernels": "What measure/kernel.py times of each operation.",
     "scripts/bench/peers": "The same training step in other stacks, for comparison.",
 }
 """Folders that are no packages -> what they hold."""
