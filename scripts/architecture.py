@@ -18,6 +18,7 @@ FOLDERS = {
     "scripts/bench": "The harness of all benchmarks: processes, clocks, tables; and what is not yet a suite.",
     "scripts/bench/suites": "The rows of suite.py, and what they are made of.",
     "scripts/bench/measure": "What one process measures: each prints one line of JSON.",
+    "scripts/bench/measure/kernels": "What measure/kernel.py times of each operation.",
     "scripts/bench/peers": "The same training step in other stacks, for comparison.",
 }
 """Folders that are no packages -> what they hold."""

@@ -17,7 +17,7 @@ PROVENANCE = {"device": ["NVIDIA H200"], "versions": {}, "commit": "abc", "comma
 
 @pytest.fixture
 def table(bench, monkeypatch):
-    module = bench("attention_table")
+    module = bench("measure.attention_table")
     monkeypatch.setattr(module.harness, "provenance", lambda: dict(PROVENANCE))
     return module
 

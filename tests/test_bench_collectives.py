@@ -51,7 +51,7 @@ def test_a_step_that_hides_everything_exposes_nothing(bench):
 @pytest.mark.parametrize("name", ["qkv_apart", "down"])
 def test_every_call_of_a_timed_program_is_made(name, backward, bench):
     """XLA drops calls whose results nothing reads; their time would still be divided by their number."""
-    module, programs = bench("collective_matmul_contenders"), bench("collective_matmul_programs")
+    module, programs = bench("measure.collectives"), bench("measure.programs")
     case = module.Case(
         GPU[name].scaled(64), bench("collective_matmul_check").make_mesh({"tensor": 2}), backward
     )
@@ -83,12 +83,12 @@ def clock(bench, monkeypatch):
     """Returns [seconds], by which programs are timed, and which the test moves."""
     now = [0.0]
     own = types.SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda seconds: None)
-    monkeypatch.setattr(bench("collective_matmul_programs"), "time", own)
+    monkeypatch.setattr(bench("measure.programs"), "time", own)
     return now
 
 
 def test_the_time_of_a_call_is_that_of_its_program_shared(bench, clock):
-    programs = bench("collective_matmul_programs")
+    programs = bench("measure.programs")
     assert [programs.in_a_row(flops) for flops in (0.2e12, 1e12, 4e12)] == [16, 7, 4]
 
     def slow():
@@ -101,7 +101,7 @@ def test_the_time_of_a_call_is_that_of_its_program_shared(bench, clock):
 
 def test_alike_programs_do_without_the_first(bench, monkeypatch):
     """Whose single call, with which all are compared, does not compile."""
-    programs = bench("collective_matmul_programs")
+    programs = bench("measure.programs")
     compile_safely, x = programs.checks.compile_safely, jax.numpy.ones((8, 8))
     runs = {name: (lambda x, by=by: (by * (x @ x),), (x,)) for by, name in enumerate("abc", 2)}
 
@@ -117,13 +117,13 @@ def test_alike_programs_do_without_the_first(bench, monkeypatch):
 
 def test_a_slow_first_run_makes_no_short_turns(bench, clock, monkeypatch):
     """Of one program each, in which the wait for it would be a large part."""
-    module, contenders = bench("collective_matmul"), bench("collective_matmul_contenders")
+    module, contenders = bench("collective_matmul"), bench("measure.collectives")
     case = contenders.Case(
         GPU["qkv"].scaled(64), bench("collective_matmul_check").make_mesh({"tensor": 2}), False
     )
     plain = case.of(contenders.reference), case.operands()
     runs = {"plain": plain, "product": case.products(), "collective": case.collective()}
-    monkeypatch.setattr(module, "contenders", lambda case, without_jax, adds, without: (dict(runs), {}))
+    monkeypatch.setattr(module, "contenders", lambda *_: (dict(runs), {}))
     compile_in_a_row, turns, cold = module.programs.compile_in_a_row, [], set(runs)
 
     def slow_at_first(runs, *how):
@@ -142,14 +142,16 @@ def test_a_slow_first_run_makes_no_short_turns(bench, clock, monkeypatch):
     monkeypatch.setattr(module.programs, "compile_in_a_row", slow_at_first)
     turn = module.programs.turn
     monkeypatch.setattr(module.programs, "turn", lambda *words: turns.append(words[2]) or turn(*words))
-    module.measure(case, module.How(2, 2, 0.2, 0.0))
+    how = types.SimpleNamespace(warmup_turns=2, turns=2, turn_seconds=0.2, rest_seconds=0.0)
+    how.cap_rounds, how.adds, how.without = 0, False, ()
+    module.measure(case, how)
     a_round = len(runs)
     assert min(turns[2 * a_round : 4 * a_round] + turns[6 * a_round :]) > 1
 
 
 def test_a_nan_behind_a_good_result_is_seen(bench):
     good = jnp.ones((2, 2), jnp.bfloat16)
-    found = bench("collective_matmul_programs").apart([good, good.at[1, 1].set(jnp.nan)], [good, good])
+    found = bench("measure.programs").apart([good, good.at[1, 1].set(jnp.nan)], [good, good])
     assert max(map(float, found)) == float("inf")
 
 
@@ -240,7 +242,7 @@ def test_a_case_that_hangs_ends_its_process(bench, tmp_path):
 
 def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
     """What is given to the child process is what the kernels take there."""
-    checks, module = bench("collective_matmul_check"), bench("collective_matmul_contenders")
+    checks, module = bench("collective_matmul_check"), bench("measure.collectives")
     monkeypatch.setattr(tiles, "TABLE", {})
     mesh, kind = checks.make_mesh({"tensor": 2}), jax.local_devices()[0].device_kind
     given = []
@@ -271,8 +273,8 @@ def test_every_tile_can_be_tried_at_its_tiny_shape(bench, monkeypatch):
     ],
 )
 def test_the_ceiling_counts_every_transfer(name, backward, moved, bench):
-    module, checks = bench("collective_matmul_contenders"), bench("collective_matmul_check")
-    programs = bench("collective_matmul_programs")
+    module, checks = bench("measure.collectives"), bench("collective_matmul_check")
+    programs = bench("measure.programs")
     for axes in ({"tensor": 2}, {"data": 2, "tensor": 2}):
         case = module.Case(GPU[name].scaled(64), checks.make_mesh(axes), backward)
         run, operands = case.collective()
@@ -286,7 +288,7 @@ def test_the_ceiling_counts_every_transfer(name, backward, moved, bench):
 
 
 def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
-    module = bench("collective_matmul_contenders")
+    module = bench("measure.collectives")
     mesh = bench("collective_matmul_check").make_mesh({"tensor": 2})
     plain = lambda case: case.of(module.reference)  # noqa: E731
     monkeypatch.setattr(module, "jax_kernels", lambda case, orders: {"jax_right": plain(case)})
@@ -301,7 +303,7 @@ def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
 
 def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
     """With the plain form in the kernels' place: each size and cluster once, then all orders, one entry."""
-    module, contenders = bench("tune_collective_matmul"), bench("collective_matmul_contenders")
+    module, contenders = bench("tune_collective_matmul"), bench("measure.collectives")
     real = module.reference
 
     def stand_in(name):
@@ -350,7 +352,7 @@ def test_joules_of_a_call_are_those_of_all_gpus(bench):
 
 def test_tiles_of_jax_are_searched_by_size_and_then_by_order(bench, monkeypatch):
     """The fastest without a pause and the fastest in bursts are kept, once each."""
-    module = bench("collective_matmul_contenders")
+    module = bench("measure.collectives")
     case = module.Case(GPU["qkv"], bench("collective_matmul_check").make_mesh({"tensor": 2}), False)
     monkeypatch.setattr(module.Case, "operands", lambda case: ())
     monkeypatch.setattr(

@@ -1,7 +1,7 @@
 """Which attention was measured to be the fastest, by the width of heads and lengths of rows and documents.
 
-`TABLE` is written by scripts/bench/attention_table.py. What lies far from all that was measured is in no
-table, and `automatic` decides as it does without one.
+`TABLE` is written by scripts/bench/measure/attention_table.py. What lies far from all that was measured
+is in no table, and `automatic` decides as it does without one.
 """
 
 import dataclasses

@@ -23,7 +23,8 @@ MIN_CAPABILITY = (8, 0)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 # Blocks of queries and keys, warps, and stages of loads in flight: by a sweep on an H200 at head dim 128
-# (scripts/bench/attention.py --sweep) the best for documents, and within 6 % of the best for whole rows.
+# (scripts/bench/measure/kernel.py attention --tiles) the best for documents, and
+# within 6 % of the best for whole rows.
 TILES = {
     "forward": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
     "backward_q": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 2},

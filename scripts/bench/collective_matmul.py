@@ -2,6 +2,7 @@
 
     python scripts/bench/collective_matmul.py [--devices 2] [--shapes NAME ...] [--torch] [--output FILE]
     python scripts/bench/collective_matmul.py --tiny    # on two forced CPU devices, without the GPU kernels
+    python scripts/bench/collective_matmul.py --same-as build/old    # are these another commit's programs?
 
 Contenders take turns, each round in another order, and the median of the turns counts. A program makes
 several calls in a row, each after the one before, as a training step does. Before it is timed, a contender's
@@ -31,50 +32,40 @@ for the weights' gradients besides.
 
 import argparse
 import dataclasses
+import hashlib
 import importlib
 import inspect
 import itertools
 import json
 import os
+import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-if "--tiny" in sys.argv:  # before JAX starts
+if {"--tiny", "--same-as", "--digests"} & {*sys.argv}:  # before JAX starts
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
 
 import collective_matmul_check as checks
-import collective_matmul_programs as programs
 import comparison
 import harness
 import jax
-from collective_matmul_contenders import Case, contenders, first_run_of_jax, search_jax, torch_peer
-from commits import Tree
 from gpu_clocks import Clocks
+from measure import programs
+from measure.collectives import Case, contenders, first_run_of_jax, search_jax, torch_peer
+from measure.commits import Tree
 
 from jaxthru.runtime import xla
 from pallas_kernels import dispatch
 from pallas_kernels.collective_matmul import tiles
-from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED
+from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 from pallas_kernels.dispatch import Unsupported
 
 SHAPES = ("qkv", "gate", "gate_up", "scatter_6144", "down", *UNTUNED)
-
-
-@dataclasses.dataclass(frozen=True)
-class How:
-    """How a case is timed: turns that warm up, and that count; the seconds of each, and of the rest before
-    those `in_bursts`; rounds `at_the_cap` and the seconds of each."""
-
-    warmup_turns: int
-    turns: int
-    turn_seconds: float
-    rest: float
-    cap_rounds: int = 0
-    cap_seconds: float = 0.4
 
 
 AT_THE_CAP = ("plain", "fused", "fused_adds", "product")  # and the fastest of JAX's
@@ -82,17 +73,15 @@ AT_THE_CAP = ("plain", "fused", "fused_adds", "product")  # and the fastest of J
 
 def measure(
     case: Case,
-    how: How,
+    how: argparse.Namespace,
     without_jax: str = "",
-    adds: bool = False,
-    without: tuple[str, ...] = (),
     old: Callable[[Case], Callable] | None = None,
 ) -> dict:
     """Returns the result of a case: each contender's times, errors and ratio over the plain form.
 
-    without_jax, adds, without: as `contenders` has them. old: makes another commit's fused form.
+    how: the command's options. without_jax: as `contenders` has it. old: makes another commit's fused form.
     """
-    runs, missing = contenders(case, without_jax, adds, without)
+    runs, missing = contenders(case, without_jax, how.adds, tuple(how.without))
     searched = {}
     if not without_jax:
         found, searched = search_jax(case)
@@ -123,7 +112,7 @@ def measure(
     rows = told(case, programs.in_turns(placed, *turns), errors)
     shown = {rows[name].get("configuration", name) for name in rows}
     placed = {name: run for name, run in placed.items() if name in shown}
-    bursts = told(case, programs.in_turns(placed, *turns, how.rest), errors)
+    bursts = told(case, programs.in_turns(placed, *turns, how.rest_seconds), errors)
     if same:
         for regime in (rows, bursts):
             if same[0] in regime:
@@ -195,21 +184,54 @@ def told_of_energy(found: dict[str, dict[str, list]], gpus: int) -> dict[str, di
     return rows
 
 
-def of_commit(folder: Path) -> Callable[[Case], Callable]:
-    """Returns what makes a case's fused form by the kernels of another commit's tree."""
-    tree = Tree(folder.resolve())
+def of_commit(tree: Tree, module: str = "mosaic_gpu", platform: str | None = None) -> Callable:
+    """Returns what makes a case's function by the kernels of another commit's tree. platform: it is for."""
 
     def make(case: Case) -> Callable:
         def run(*operands):
             with tree():
-                kernels = importlib.import_module("pallas_kernels.collective_matmul.mosaic_gpu")
-                names = inspect.signature(kernels.tiles_for).parameters
-                asked = {name: True for name in ("named", "always") if name in names}
-                return case.of(kernels, platform=dispatch.resolve_platform(), **asked)(*operands)
+                kernels = importlib.import_module(f"pallas_kernels.collective_matmul.{module}")
+                asked = {}
+                if module == "mosaic_gpu":
+                    names = inspect.signature(kernels.tiles_for).parameters
+                    asked = {name: True for name in ("named", "always") if name in names}
+                    asked["platform"] = platform or dispatch.resolve_platform()
+                return case.of(kernels, **asked)(*operands)
 
         return run
 
     return make
+
+
+def digests(folder: Path, shapes: dict[str, Shape]) -> dict[str, str]:
+    """Returns {"shape direction form": digest of its program, lowered for CUDA} by a tree's kernels."""
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # lines move where nothing else changes
+    mesh, found = checks.make_mesh({"tensor": 2}), {}
+    forms = {"fused": "mosaic_gpu", "plain": "reference", "ring": "ring"}
+    makers = {form: of_commit(Tree(folder), module, "gpu") for form, module in forms.items()}
+    every = itertools.product(shapes.items(), ("forward", "backward"), makers.items())
+    for (name, shape), direction, (form, make) in every:
+        case = Case(shape, mesh, direction == "backward")
+        text = jax.jit(make(case)).trace(*case.abstract()).lower(lowering_platforms=("cuda",)).as_text()
+        text = re.sub(r'kernel_hash = "[^"]*"', "", text).replace(str(folder), "")
+        found[f"{name} {direction} {form}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found
+
+
+def same_programs(old: Path, names: list[str]) -> dict:
+    """Returns the digests of this commit's programs, and the names of those that another's differ from.
+
+    A kernel's program holds its number in its process and the name of the file that it comes from: each tree
+    has a process of its own, and a link to it whose name is as long as the other's, and is left out.
+    """
+    trees, found = {"old": old.resolve(), "new": Path(__file__).resolve().parents[2]}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, tree in trees.items():
+            (link := Path(folder) / name).symlink_to(tree, target_is_directory=True)
+            said = checks.run_script([__file__, "--digests", str(link), "--shapes", *names], 600)
+            found[name] = json.loads(said.splitlines()[-1])
+    new = found["new"]
+    return {"programs": new, "different": [name for name in new if found["old"][name] != new[name]]}
 
 
 def _gpu() -> tuple[str, int]:
@@ -222,7 +244,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=2, help="on the tensor axis")
     parser.add_argument("--data", type=int, default=1, help="devices on another axis beside it")
-    parser.add_argument("--shapes", nargs="+", choices=shapes, default=SHAPES)
+    parser.add_argument("--shapes", nargs="+", choices=shapes)
     parser.add_argument(
         "--directions", nargs="+", choices=("forward", "backward"), default=("forward", "backward")
     )
@@ -237,6 +259,9 @@ def main() -> int:
         "--old", type=Path, metavar="FOLDER", help="another commit's files, whose fused form to time"
     )
     parser.add_argument("--old-commit", default="", help="its name, for the record")
+    of_same = "only say which programs are not those of another commit's files, as lowered for a GPU"
+    parser.add_argument("--digests", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--same-as", type=Path, metavar="FOLDER", help=of_same)
     parser.add_argument(
         "--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no case after"
     )
@@ -260,6 +285,16 @@ def main() -> int:
     if options.tiny:
         options.shapes, options.heat_seconds, options.turns = ("tiny_gather", "tiny_scatter"), 0.1, 3
         options.rest_seconds, options.cap_seconds = 0.0, 0.05
+    if options.digests or options.same_as:
+        names = list(options.shapes or GPU | UNTUNED)
+        if options.digests:
+            line = digests(options.digests, {name: shapes[name] for name in names})
+        else:
+            line = {"benchmark": "collective_matmul_same", "old_commit": options.old_commit}
+            line |= same_programs(options.same_as, names) | harness.provenance()
+        harness.emit(line, options.output)
+        return 0
+    options.shapes = options.shapes or SHAPES
     axes = ({"data": options.data} if options.data > 1 else {}) | {"tensor": options.devices}
     harness.keep_stdout()
     xla.configure()
@@ -300,15 +335,7 @@ def main() -> int:
             hot, began = programs.program(run, operands).compile(), time.perf_counter()
             while time.perf_counter() - began < options.heat_seconds:
                 jax.block_until_ready(hot(*operands))
-        how = How(
-            options.warmup_turns,
-            options.turns,
-            options.turn_seconds,
-            options.rest_seconds,
-            options.cap_rounds,
-            options.cap_seconds,
-        )
-        old = of_commit(options.old) if options.old else None
+        old = of_commit(Tree(options.old.resolve())) if options.old else None
         for name, direction in itertools.product(options.shapes, options.directions):
             named = f"{name}_{direction}"
             if time.monotonic() - started > options.stop_after:
@@ -316,7 +343,7 @@ def main() -> int:
                 continue
             with phase(named), checks.ends_within(180, named):
                 case = Case(shapes[name], mesh, direction == "backward")
-                found = measure(case, how, without_jax, options.adds, tuple(options.without), old)
+                found = measure(case, options, without_jax, old)
             line["cases"][named] = dataclasses.asdict(shapes[name]) | found
             harness.write(line, options.output)
             print(json.dumps({named: found}), file=sys.stderr, flush=True)

@@ -19,46 +19,20 @@ import itertools
 import json
 import math
 import os
-import statistics
 import sys
 from collections.abc import Iterable
 
 import collective_matmul_check as checks
-import collective_matmul_programs as programs
 import harness
 import jax
-from collective_matmul_contenders import Case
+from measure import programs
+from measure.collectives import Case
 
 from jaxthru.runtime import xla
 from pallas_kernels.collective_matmul import mosaic_gpu, reference, tiles
 from pallas_kernels.collective_matmul.shapes import GPU
 
 PLAIN = "plain"
-WARMUP_TURNS = 3
-REST = 3.0  # before each burst, in turns: the mean power then stays far under the cap
-
-
-def compiled(runs: dict, operands, calls: int) -> dict:
-    """Returns {name: (program, operands)} of those that compile, each of so many calls; all are alike but
-    `PLAIN`."""
-    named = {name: (run, operands) for name, run in runs.items()}
-    plain = programs.compile_in_a_row({PLAIN: named.pop(PLAIN)}, calls)
-    kernels = programs.compile_in_a_row(named, calls, alike=True)
-    found, failed = (a | b for a, b in zip(plain, kernels, strict=True))
-    for name, reason in failed.items():
-        print(f"{name}: {reason}", file=sys.stderr, flush=True)
-    return {name: (run, operands) for name, run in found.items()}
-
-
-def measure(placed: dict, turns: int, turn_seconds: float, calls: int) -> dict[str, list[float]]:
-    """Returns the median microseconds of a call of each, without a pause and in bursts, after turns to warm
-    up."""
-    rest = REST * turn_seconds
-    regimes = [
-        programs.in_turns(placed, WARMUP_TURNS, turns, turn_seconds, calls),
-        programs.in_turns(placed, 2, max(2, turns // 2), turn_seconds, calls, rest),
-    ]
-    return {name: [round(1e6 * statistics.median(times[name]), 1) for times in regimes] for name in placed}
 
 
 def to_measure(problem: tiles.Problem, senders: list[int]) -> list[tiles.Tiles]:
@@ -80,18 +54,19 @@ def tune(case: Case, every: list[tiles.Tiles], turns: int, turn_seconds: float) 
     operands = case.operands()
     # The plain form runs before any kernel: what only it needs of XLA and NCCL is then loaded.
     wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
-    runs = {one: case.of(mosaic_gpu, tiles=one) for one in every}
-    placed = compiled({PLAIN: case.of(reference)} | runs, operands, case.in_a_row)
-    times = measure(placed, turns, turn_seconds, case.in_a_row)
+    runs = {one: (case.of(mosaic_gpu, tiles=one), operands) for one in every}
+    placed = programs.placed({PLAIN: (case.of(reference), operands)}, case.in_a_row)
+    placed |= programs.placed(runs, case.in_a_row, alike=True)
+    times = programs.both_regimes(placed, turns, turn_seconds, case.in_a_row)
     best = min(times.keys() - {PLAIN}, key=lambda name: math.prod(times[name]))
-    fused = checks.compile_safely(jax.jit(runs[best]).lower(*operands))
+    fused = checks.compile_safely(jax.jit(runs[best][0]).lower(*operands))
     jax.block_until_ready(fused(*case.operands(seed=1)))  # so that no buffer still holds the right result
     found = jax.block_until_ready(fused(*operands))  # nothing is loaded while it runs
     if not max(map(float, programs.apart(found, wanted))) <= programs.TOLERANCE:
         sys.exit(f"{case.problem.key}: the result with {best} differs from the plain form's")
     # Once more, as the least of many is less than what it takes.
     last = {name: placed[name] for name in (PLAIN, best)}
-    final = measure(last, 2 * turns, turn_seconds, case.in_a_row)
+    final = programs.both_regimes(last, 2 * turns, turn_seconds, case.in_a_row)
     return {
         "tiles": dataclasses.asdict(best),
         "microseconds": final[best],

@@ -19,6 +19,10 @@ IN_A_ROW = 16  # calls in a program: a step has as many, and what the host does 
 # Longer calls are fewer, but four: a burst is to end before the power cap is reached.
 BURST_FLOPS = 7e12  # 10 ms at 700 TFLOP/s
 TOLERANCE = 1e-2
+REST = 3.0  # before each burst, in turns: the mean power then stays far under the cap
+
+Runs = dict[Hashable, tuple[Callable, tuple]]
+"""{name: a function or a compiled program, and its operands}."""
 
 
 def in_a_row(flops: float) -> int:
@@ -77,7 +81,7 @@ def turn(run, operands, repeats: int) -> float:
 
 
 def in_turns(
-    runs: dict[Hashable, tuple[Callable, tuple]],
+    runs: Runs,
     warmup: int,
     turns: int,
     turn_seconds: float,
@@ -115,7 +119,7 @@ SETTLES = 0.15  # seconds in which a GPU's clock forgets what ran before
 
 
 def at_the_cap(
-    runs: dict[Hashable, tuple[Callable, tuple]], rounds: int, seconds: float, calls: int, gpus: int
+    runs: Runs, rounds: int, seconds: float, calls: int, gpus: int
 ) -> dict[Hashable, dict[str, list]]:
     """Returns the seconds of a call in each round of each compiled program, and the watts of a GPU meanwhile.
 
@@ -147,27 +151,33 @@ def _keep_busy(run: Callable, operands: tuple, seconds: float) -> tuple[int, flo
             return count + 1, time.perf_counter() - began
 
 
-def brief_times(
-    runs: dict[str, tuple[Callable, tuple]], calls: int, turns: int = 4, turn_seconds: float = 0.01
-) -> dict[str, list[float]]:
-    """Returns the microseconds of a call of programs that are alike, without a pause and in bursts, of those
-    that can run."""
-    if not runs:
-        return {}
-    once = {name: (jax.jit(run), operands) for name, (run, operands) in runs.items()}  # to lower each once
-    compiled, failed = compile_in_a_row(once, calls, alike=True)
+def placed(runs: Runs, calls: int, alike: bool = False) -> Runs:
+    """Returns the compiled programs of `calls` calls with their operands, of those that compile; says why
+    others do not. alike: as `compile_in_a_row` has it."""
+    compiled, failed = compile_in_a_row(runs, calls, alike)
     for name, reason in failed.items():
         print(f"{name}: {reason}", file=sys.stderr, flush=True)
-    placed = {name: (run, runs[name][1]) for name, run in compiled.items()}
-    if not placed:
-        return {}
-    regimes = [in_turns(placed, 2, turns, turn_seconds, calls, rest) for rest in (0, 3 * turn_seconds)]
-    medians = [{name: statistics.median(times[name]) for name in placed} for times in regimes]
-    return {name: [round(1e6 * of[name], 1) for of in medians] for name in placed}
+    return {name: (run, runs[name][1]) for name, run in compiled.items()}
+
+
+def both_regimes(runs: Runs, turns: int, turn_seconds: float, calls: int) -> dict[Hashable, list[float]]:
+    """Returns the median microseconds of a call of each program, without a pause and in bursts."""
+    regimes = [
+        in_turns(runs, 3, turns, turn_seconds, calls),
+        in_turns(runs, 2, max(2, turns // 2), turn_seconds, calls, REST * turn_seconds),
+    ]
+    return {name: [round(1e6 * statistics.median(times[name]), 1) for times in regimes] for name in runs}
+
+
+def brief_times(runs: Runs, calls: int, turns: int = 8, turn_seconds: float = 0.01) -> dict:
+    """Returns `both_regimes` of functions that are alike, of those that can run."""
+    once = {name: (jax.jit(run), operands) for name, (run, operands) in runs.items()}  # to lower each once
+    found = placed(once, calls, alike=True)
+    return both_regimes(found, turns, turn_seconds, calls) if found else {}
 
 
 def compile_in_a_row(
-    runs: dict[str, tuple[Callable, tuple]], calls: int, alike: bool = False
+    runs: Runs, calls: int, alike: bool = False
 ) -> tuple[dict[str, jax.stages.Compiled], dict[str, str]]:
     """Returns the programs to be timed, each of which has been seen to make all of its calls, and why others
     cannot be. alike: a single call of any of them compiles to what one of another does."""

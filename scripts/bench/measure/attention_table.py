@@ -1,8 +1,8 @@
 """Times cuDNN's and Triton's attention by width of heads, row and document, and writes the table of both.
 
-    python scripts/bench/attention_table.py --dry-run
-    python scripts/bench/attention_table.py --output FILE [--limit 280]
-    python scripts/bench/attention_table.py --table FILE
+    python scripts/bench/measure/attention_table.py --dry-run
+    python scripts/bench/measure/attention_table.py --output FILE [--limit 280]
+    python scripts/bench/measure/attention_table.py --table FILE
 
 Every point has 32,768 tokens, forward and backward; documents are as long as those of text (log-normal), and
 lie in rows as `data.packing = split` lays them, with as many segments a row as the corpus at most has. Both
@@ -27,16 +27,20 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measure.kernels.attention import arrays, passes
+from measure.workload import apart
 
 from jaxthru.data.mixture.packing import Packing, pack
 from jaxthru.runtime import xla
 from jaxthru.runtime.errors import InputError, require
 from pallas_kernels import dispatch
-from pallas_kernels.attention import CUDNN_WORKSPACE, attention, cudnn_packed, find_segments, measured
+from pallas_kernels.attention import CUDNN_WORKSPACE, cudnn_packed, find_segments, measured
 
 TOKENS = 32_768
 HEAD_DIMS, SEQUENCES = (64, 128), (2048, 8192, 32_768)
@@ -146,33 +150,9 @@ def plan(todo: list[Point]) -> float:
     return total
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def inputs(rows: int, sequence: int, heads: tuple[int, int], head_dim: int):
-    """Returns q, k, v and the output's cotangent, made on the device."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    counts = (heads[0], heads[1], heads[1], heads[0])
-    return tuple(
-        jax.random.normal(key, (rows, sequence, count, head_dim), jnp.bfloat16)
-        for key, count in zip(keys, counts, strict=True)
-    )
-
-
 def program(name: str):
     """Returns the jitted forward and backward pass of an implementation."""
-
-    def both(q, k, v, do, segments):
-        run = functools.partial(attention, segments=segments, implementation=name)
-        o, pullback = jax.vjp(lambda q, k, v: run(q, k, v), q, k, v)
-        return o, *pullback(do)
-
-    return jax.jit(both)
-
-
-@jax.jit
-def difference(found, expected):
-    """Returns ‖found - expected‖ / ‖expected‖."""
-    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.linalg.norm((found - expected).ravel()) / jnp.linalg.norm(expected.ravel())
+    return jax.jit(passes(name)["both"])
 
 
 def seconds_of(run, arguments, calls: int) -> float:
@@ -188,7 +168,7 @@ def measure(point: Point) -> dict:
     """Returns the row of a point. An implementation that cannot run is left out, and the row says why."""
     ids = np.stack([np.repeat(np.arange(1, len(row) + 1), row) for row in point.lengths]).astype(np.int32)
     segments = jax.jit(find_segments, static_argnums=1)(jnp.asarray(ids), point.segments)
-    arguments = (*inputs(*ids.shape, point.heads, point.head_dim), segments)
+    arguments = (*arrays(*ids.shape, point.heads, point.head_dim), segments)
     runs, first, failed = {}, {}, {}
     for name in point.names:
         run = program(name)
@@ -199,7 +179,7 @@ def measure(point: Point) -> dict:
     differences = {}
     if len(first) > 1:
         pairs = zip(("o", "dq", "dk", "dv"), *(first[name] for name in reversed(point.names)), strict=True)
-        differences = {what: float(f"{float(difference(*pair)):.2e}") for what, *pair in pairs}
+        differences = {what: float(f"{float(apart(*pair)):.2e}") for what, *pair in pairs}
     del first
     calls = {}
     for name, run in runs.items():

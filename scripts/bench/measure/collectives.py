@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import collective_matmul_check as checks
-import collective_matmul_programs as programs
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from measure import programs
 
 from jaxthru.runtime import xla
 from pallas_kernels import dispatch
@@ -70,6 +70,11 @@ class Case:
 
     def operands(self, seed: int = 0):
         operands, cotangents = checks.draw(self.mesh, self.shape, seed)
+        return operands + cotangents if self.backward else operands
+
+    def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns the operands without values."""
+        operands, cotangents = self.shape.arrays(self.mesh, jnp.bfloat16)
         return operands + cotangents if self.backward else operands
 
     def of(self, module, **options) -> Callable:
@@ -255,7 +260,7 @@ def contenders(
 
 def torch_peer(devices: int, names: list[str], shapes: dict[str, Shape]) -> dict:
     """Returns what PyTorch's operations take, or why not; in processes that cannot make multicast objects."""
-    peer = Path(__file__).with_name("peers") / "torch_collective_matmul.py"
+    peer = Path(__file__).parents[1] / "peers" / "torch_collective_matmul.py"
     wanted = {name: dataclasses.asdict(shapes[name]) for name in names}
     arguments = [str(peer), "--devices", str(devices), "--shapes", json.dumps(wanted)]
     try:

@@ -1,0 +1,129 @@
+"""A call of an operation and the ways to compute it: compiled, compared by their results, timed in turns."""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import statistics
+import unittest.mock
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import turns
+
+Passes = dict[str, Callable]
+"""{"forward", "both": a function of the arguments}; what is last gives all results that are compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """contenders: {name: its passes}. base: whose results the others' should be. rates: (pass, seconds, what
+    `memory_analysis` says) -> more for the record. about: what the record says of the arguments.
+
+    updates: whether a contender updates its first argument in place; each then has a copy of its own.
+    tiles: {name: other constants of `tuned`}, whose passes `tuned_passes` are compiled with them.
+    """
+
+    arguments: tuple
+    contenders: dict[str, Passes]
+    base: str
+    rates: Callable[[str, float, Any], dict] = lambda *_: {}
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    updates: bool = False
+    tiles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    tuned: ModuleType | None = None
+    tuned_passes: Passes = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Seconds of warm-up, of each contender's time and of a turn; calls to one wait, several where one is
+    shorter than the host's way there and back."""
+
+    warmup: float
+    timed: float
+    turn: float
+    calls: int
+
+
+def on(gpu: tuple[str, ...], cpu: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the implementations of JAX's default backend."""
+    return gpu if jax.default_backend() == "gpu" else cpu
+
+
+@jax.jit
+def apart(found: Any, expected: Any) -> jax.Array:
+    """Returns the largest ‖found - expected‖ / ‖expected‖ of two trees' leaves."""
+
+    def one(found, expected):
+        found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+        return jnp.linalg.norm((found - expected).ravel()) / jnp.linalg.norm(expected.ravel())
+
+    return jnp.stack(
+        [one(*pair) for pair in zip(*map(jax.tree.leaves, (found, expected)), strict=True)]
+    ).max()
+
+
+def programs(work: Workload, tiles: bool) -> tuple[dict[tuple[str, str], Any], dict[str, str]]:
+    """Returns {(contender, pass): compiled}, and why others cannot run. tiles: whether those contend too."""
+    lowered, failed = {}, {}
+
+    def lower(name: str, passes: Passes) -> None:
+        try:
+            for what, function in passes.items():
+                jitted = jax.jit(function, donate_argnums=(0,) if work.updates else ())
+                lowered[name, what] = jitted.lower(*work.arguments)
+        except Exception as error:  # one that refuses must not cost the others' results
+            failed[name] = repr(error)[:500]
+
+    for name, passes in work.contenders.items():
+        lower(name, passes)
+    for name, constants in work.tiles.items() if tiles else ():
+        with contextlib.ExitStack() as stack:
+            for key, value in constants.items():
+                stack.enter_context(unittest.mock.patch.object(work.tuned, key, value))
+            jax.clear_caches()
+            lower(name, work.tuned_passes)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        pending = {key: threads.submit(each.compile) for key, each in lowered.items()}
+    failed |= {key[0]: repr(each.exception())[:500] for key, each in pending.items() if each.exception()}
+    return {key: each.result() for key, each in pending.items() if key[0] not in failed}, failed
+
+
+def updating(program: Any, state: Any) -> Callable:
+    """Returns the program as a function of all arguments, whose first it keeps and updates in place."""
+    state = jax.tree.map(jnp.copy, state)
+
+    def run(_, *rest):
+        nonlocal state
+        state = program(state, *rest)
+        return state
+
+    return run
+
+
+def measured(work: Workload, pace: Pace, options: argparse.Namespace) -> tuple[dict[str, dict], dict]:
+    """Returns what a record says of each contender, and of the clocks. options: of `turns.parser`, tiles."""
+    compiled, failed = programs(work, options.tiles)
+    runs = dict(compiled)
+    if work.updates:
+        runs = {key: updating(run, work.arguments[0]) for key, run in compiled.items()}
+    last = {name: (name, what) for name, what in runs}
+    results = {name: runs[key](*work.arguments) for name, key in last.items()}
+    expected = results.get(work.base)
+    differ = {
+        name: None if expected is None else float(f"{apart(result, expected):.2g}")
+        for name, result in results.items()
+    }
+    del results, expected
+    times, clocks = turns.compare(runs, work.arguments, options, turn_seconds=pace.turn, calls=pace.calls)
+    told = {name: {f"apart_from_{work.base}": differ[name]} for name in last}
+    for (name, what), program in compiled.items():
+        seconds, memory = times[name, what], program.memory_analysis()
+        line = turns.told(seconds, memory, pace.calls)
+        line |= work.rates(what, statistics.median(seconds), memory)
+        told[name] |= {what: line} if len(work.contenders[work.base]) > 1 else line
+    return told | {name: {"failed": reason} for name, reason in failed.items()}, clocks

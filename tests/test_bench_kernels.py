@@ -1,0 +1,107 @@
+"""The bench that times the implementations of an operation: every operation's, and what it says of them."""
+
+import argparse
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+SMALL = {
+    "adamw_8bit": "one_a_row",
+    "attention": "cpu_window_5",
+    "linear_cross_entropy": "benchmark",
+    "rms_norm": "cpu_heads",
+}
+OPTIONS = argparse.Namespace(tiles=False, warmup_seconds=0.0, timed_seconds=0.0)
+
+
+@pytest.fixture(autouse=True)
+def short_turns(bench, monkeypatch):
+    monkeypatch.setattr(bench("turns").take, "__kwdefaults__", {"turn_seconds": 0.01, "calls": 1})
+
+
+@pytest.fixture
+def workload(bench):
+    return bench("measure.workload")
+
+
+def measured(workload, work, **options):
+    pace = workload.Pace(0.0, 0.0, 1e-3, 1)
+    return workload.measured(work, pace, argparse.Namespace(**vars(OPTIONS) | options))[0]
+
+
+def test_every_operation_has_a_small_shape_here(bench):
+    assert sorted(SMALL) == bench("measure.kernel").OPERATIONS
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_operation_is_timed_and_its_contenders_agree(bench, monkeypatch, capsys, name):
+    kernel = bench("measure.kernel")
+    seconds = ["--warmup-seconds", "0", "--timed-seconds", "0"]
+    monkeypatch.setattr(sys, "argv", ["kernel.py", name, "--shape", SMALL[name], *seconds])
+    monkeypatch.setattr(kernel.harness, "keep_stdout", lambda: None)
+    assert kernel.main() == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["benchmark"], line["shape"]) == (name, SMALL[name]) and {"commit", "command"} <= line.keys()
+    assert len(line["contenders"]) > 1
+    for each in line["contenders"].values():
+        (differs,) = (value for key, value in each.items() if key.startswith("apart_from_"))
+        assert differs < 5e-3  # bfloat16 where it is one
+        passes = [each] if "milliseconds" in each else [each["forward"], each["both"]]
+        assert all(of["milliseconds"] > 0 and of["calls"] >= 2 for of in passes)
+
+
+def test_all_shapes_are_in_one_record(bench, monkeypatch, capsys):
+    kernel, norm = bench("measure.kernel"), bench("measure.kernels.rms_norm")
+    monkeypatch.setitem(norm.GROUPS, "all", ("cpu", "cpu_heads"))
+    seconds = ["--warmup-seconds", "0", "--timed-seconds", "0"]
+    monkeypatch.setattr(sys, "argv", ["kernel.py", "rms_norm", *seconds])
+    monkeypatch.setattr(kernel.harness, "keep_stdout", lambda: None)
+    assert kernel.main() == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["contenders"].keys() == line["clocks"].keys() == {"cpu", "cpu_heads"}
+    assert line["contenders"]["cpu_heads"].keys() == {"xla", "reference", "sizes"}
+
+
+def test_a_result_that_is_wrong_and_a_contender_that_cannot_run_are_said(workload):
+    def refuses(x):
+        raise ValueError("needs another GPU")
+
+    contenders = {name: {"forward": jnp.sin, "both": run} for name, run in {
+        "right": lambda x: (x, x), "wrong": lambda x: (x, 2 * x), "refuses": refuses}.items()}  # fmt: skip
+    found = measured(workload, workload.Workload((jnp.ones(4),), contenders, base="right"))
+    assert found["right"]["apart_from_right"] == 0 and found["wrong"]["apart_from_right"] == 1
+    assert found["refuses"] == {"failed": "ValueError('needs another GPU')"}
+
+
+def test_each_contender_updates_a_state_of_its_own(workload):
+    seen = []
+
+    def update(state, by):
+        jax.debug.callback(lambda value: seen.append(float(value)), state[0])
+        return state + by
+
+    contenders = {name: {"update": update} for name in ("one", "other")}
+    work = workload.Workload((jnp.zeros(3), jnp.ones(3)), contenders, base="one", updates=True)
+    found = measured(workload, work)
+    jax.effects_barrier()
+    assert {each["apart_from_one"] for each in found.values()} == {0.0}
+    calls = found["one"]["calls"] + 1 + 1  # the comparison, and one turn of warm-up at the least
+    assert sorted(seen)[:2] == [0.0, 0.0] and max(seen) >= calls - 1
+
+
+def test_tiles_contend_under_their_own_names(workload):
+    tuned = types.SimpleNamespace(BY=1.0)
+
+    @jax.jit
+    def scaled(x):
+        return x * tuned.BY
+
+    more = {"tiles": {"twice": {"BY": 2.0}}, "tuned": tuned, "tuned_passes": {"forward": scaled}}
+    work = workload.Workload((jnp.ones(4),), {"own": {"forward": scaled}}, base="own", **more)
+    assert measured(workload, work).keys() == {"own"}
+    found = measured(workload, work, tiles=True)
+    assert found["twice"]["apart_from_own"] == 1 and tuned.BY == 1.0
