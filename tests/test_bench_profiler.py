@@ -89,7 +89,7 @@ def test_a_loop_without_hooks_calls_no_profiler(bench):
             "close",
             "finish",
         ),
-        *("apart", "note"),
+        *("between_steps", "note"),
     }
 
 
