@@ -98,6 +98,10 @@ MODULES = {
 """A module that is no more -> those that have what it held, by the same names but for NAMES."""
 
 NAMES = {
+    "training.programs.placed": "engine.programs.with_shardings",
+    "training.offload.placed": "engine.offload.offloaded_state",
+    "plan.fit.fit": "build.checks.validate",
+    "plan.levels.ready": "build.choices.resolve",
     "config.check_types": "runtime.plain.check_groups",
     "data.constructor.Constructor": "data.loading.batch_builder.BatchBuilder",
     "data.constructor.EMPTY": "data.mixture.planner.EMPTY",

@@ -170,7 +170,7 @@ def run(
                 final_table(directory)
             return directory
     begun_with, chosen = recorded(directory)
-    config = choices.ready(config, begun_with, chosen)
+    config = choices.resolve(config, begun_with, chosen)
     layout = fit_here(config)
     weights = published_weights(config) if newest is None else None
     log.info("preparing data: mix %s ...", config.data.mix)

@@ -158,7 +158,8 @@ def program(words: dict[str, str]) -> Program:
     from jaxthru.training.state import sharded_init
 
     try:
-        from jaxthru.build.checks import attention_by, fit
+        from jaxthru.build.checks import attention_by
+        from jaxthru.build.checks import validate as fit
         from jaxthru.build.step import assemble
     except ModuleNotFoundError:  # of commits that have no jaxthru/build and no jaxthru/engine
         from jaxthru.plan.assemble import assemble

@@ -12,7 +12,7 @@ from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import InlineStep, loss
 from jaxthru.engine.model import Model
 from jaxthru.engine.objective import Objective
-from jaxthru.engine.offload import OffloadConfig, placed
+from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import trace
 from jaxthru.engine.step import Step, abstract_batch
 from jaxthru.models import family
@@ -126,7 +126,7 @@ def first_state(shape: ModelConfig, optim: OptimConfig) -> dict:
 
 def dispatched(whole: Tiny, config: OffloadConfig) -> tuple[DispatchedStep, dict]:
     """Returns the dispatched step that does what a whole one does, and its first state, where it is to be."""
-    abstract = placed(whole.abstract, config)
+    abstract = offloaded_state(whole.abstract, config)
     compiled = DispatchedStep(whole.step, config, abstract, whole.inputs, compile_once)
     return compiled, jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))
 

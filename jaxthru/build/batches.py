@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
-from jaxthru.build.checks import fit
+from jaxthru.build.checks import validate
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.batch import check_batch
 from jaxthru.data.loading.dataset import Data, open_data, prepare_data
@@ -111,7 +111,7 @@ def batches(config: RunConfig) -> RunBatches:
     xla.configure(config.kernels.writes_to_peers)
     distributed.initialize()
     hardware.devices()  # or it says why there are none
-    layout = fit(dataclasses.replace(config, offload=OffloadConfig()))  # no state is made
+    layout = validate(dataclasses.replace(config, offload=OffloadConfig()))  # no state is made
     keys = distributed.from_first(lambda: prepare_data(config.data))
     with contextlib.ExitStack() as opened:
         data = opened.enter_context(open_data(config.data, prepare=False, begun=keys))

@@ -17,7 +17,9 @@ from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 log = logging.getLogger("jaxthru")
 
 
-def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: str | None = None) -> Layout:
+def validate(
+    config: RunConfig, devices: list[jax.Device] | None = None, platform: str | None = None
+) -> Layout:
     """Returns the layout of a configuration on these devices, by default all of them. platform: where it is
     to run, if not on them: a plan for GPUs is made on CPU devices.
 
@@ -101,7 +103,7 @@ def fit(config: RunConfig, devices: list[jax.Device] | None = None, platform: st
 def check_vocabulary(config: RunConfig, tokens: int) -> None:
     """Raises InputError for a tokenizer of more tokens than the model has rows for. tokens: the highest id of
     what text becomes, and 1."""
-    vocabulary = dict(family.chain(config.model).dims)["vocab"]  # which `fit` has found
+    vocabulary = dict(family.chain(config.model).dims)["vocab"]  # which `validate` has found
     which = f"{config.model.key('vocab')} = {vocabulary}"
     require(tokens <= vocabulary, f"{which}: smaller than the tokenizer's {tokens}")
     if tokens < vocabulary:

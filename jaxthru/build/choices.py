@@ -108,7 +108,7 @@ def read(path: Path) -> tuple[Choice, ...]:
         raise InputError(f"{said}; delete it to have them made anew") from error
 
 
-def ready(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[Choice] = ()) -> RunConfig:
+def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[Choice] = ()) -> RunConfig:
     """Returns a configuration with every `auto` settled that needs no compile: by what its run has recorded
     on such devices, and on a CPU.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxthru.build import attention_choice, choices, confirmed, pinned_host
 from jaxthru.build.batches import place, train_batches
-from jaxthru.build.checks import attention_by, check_vocabulary, fit, offloaded, setting_behind
+from jaxthru.build.checks import attention_by, check_vocabulary, offloaded, setting_behind, validate
 from jaxthru.build.choices import Choice
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.step import assemble
@@ -129,7 +129,7 @@ def build_step(config: RunConfig, data: Data, devices: list[jax.Device] | None =
     configuration, data and devices do not fit each other, or nothing that is `auto` fits the devices."""
     xla.configure(config.kernels.writes_to_peers)
     pinned_host.limit(config)
-    config = choices.ready(config)
+    config = choices.resolve(config)
     return compile_step(config, fit_here(config, devices), data, weights=published_weights(config))
 
 
@@ -142,9 +142,9 @@ def published_weights(config: RunConfig) -> Weights | None:
 
 
 def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
-    """Returns the layout of a configuration, see `checks.fit`, whose step has room in the devices' and the
-    hosts' memory. Ask it before data is prepared. Raises InputError."""
-    layout = fit(config, devices)
+    """Returns the layout of a configuration, see `checks.validate`, whose step has room in the memory of
+    devices and hosts. Ask it before data is prepared. Raises InputError."""
+    layout = validate(config, devices)
     check_host_memory(config, layout)
     if choices.open_keys(config):
         found = choices.documents(config)
@@ -165,7 +165,7 @@ def compile_step(
     fresh: bool = True,
     checked: bool = False,
 ) -> Build:
-    """Returns the compiled step of a configuration that is `choices.ready`, on its layout: of what it leaves
+    """Returns the compiled step of what `choices.resolve` has returned, on its layout: of what that leaves
     open, the fastest that fits as compiled.
 
     autotuned: a folder of what autotuning has chosen, by which it is compiled anew. weights: published ones

@@ -14,7 +14,7 @@ from jaxthru.config import RunConfig
 from jaxthru.engine import programs
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep
-from jaxthru.engine.offload import OffloadConfig, on_device, placed
+from jaxthru.engine.offload import OffloadConfig, offloaded_state, on_device
 from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY
 from jaxthru.models.scopes import program_of
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
@@ -88,8 +88,8 @@ def compile_candidate(
 
 def offloaded(made: Assembled, offload: OffloadConfig) -> Assembled:
     """Returns a step with another part of its state on the host."""
-    whole = programs.placed(made.abstract, on_device(made.abstract))
-    return dataclasses.replace(made, offload=offload, abstract=placed(whole, offload))
+    whole = programs.with_shardings(made.abstract, on_device(made.abstract))
+    return dataclasses.replace(made, offload=offload, abstract=offloaded_state(whole, offload))
 
 
 class Programs:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru import config as configuration
-from jaxthru.build.checks import attention_by, check_vocabulary, fit, setting_behind
+from jaxthru.build.checks import attention_by, check_vocabulary, setting_behind, validate
 from jaxthru.build.step import bound
 from jaxthru.config import DataConfig, MeshConfig, OffloadConfig, RematConfig, RunConfig
 from jaxthru.data.store.tokenizer import Tokenizer
@@ -273,7 +273,7 @@ def _for_use(config: RunConfig, meshed: bool) -> tuple[RunConfig, Layout]:
         remat=RematConfig(policy="none"),
         offload=OffloadConfig(level="none"),
     )
-    return config, fit(config, devices)
+    return config, validate(config, devices)
 
 
 def check_room(abstract: Tree, layout: Layout) -> None:

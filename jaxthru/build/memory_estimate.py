@@ -111,7 +111,7 @@ def estimate(
 def _rehearsed(config: RunConfig, devices: int, segments: int) -> tuple[MemoryPlan, int]:
     """Returns `estimate` of a step of several programs. Remembered: a search asks for the same
     fractions again when it looks at another room, or at all formats after its own."""
-    # The host runs layer after layer, see `checks.fit`.
+    # The host runs layer after layer, see `checks.validate`.
     policy = "projections" if config.remat.policy == "none" else config.remat.policy
     base = dataclasses.replace(
         config,
@@ -183,7 +183,7 @@ def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assemble
     stand_ins = {"attention": attention, "norm": norm_stand_in(config, layout)}
     made = assemble(config, layout, segments=segments, sources=1, **stand_ins)
     # No devices, no memory kind that they would have by default.
-    abstract = programs.placed(made.abstract, on_device(made.abstract))
+    abstract = programs.with_shardings(made.abstract, on_device(made.abstract))
     return dataclasses.replace(made, abstract=abstract), workspace
 
 

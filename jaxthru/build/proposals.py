@@ -284,6 +284,6 @@ def _seconds(config: RunConfig, devices: int, gpu: bool) -> float:
     tokens = config.train.rows * config.data.sequence
     needed = family.module_of(config.model).train_flops(config.model, tokens, tokens * config.data.sequence)
     layers = family.chain(config.model).layers
-    again = sum(recomputed(stage.products, config.remat.policy) for stage in layers) * tokens
+    again = sum(recomputed(stage.matmul_flops, config.remat.policy) for stage in layers) * tokens
     form = BY_PROGRAMS if config.offload.layered else SCANNED if gpu and config.model.loop == "scan" else 1.0
     return form * (needed + again) / devices / SUSTAINED

@@ -13,7 +13,7 @@ from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep, InlineStep
 from jaxthru.engine.model import Batch, Model
 from jaxthru.engine.objective import Objective
-from jaxthru.engine.offload import OffloadConfig, placed
+from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import compiler_with
 from jaxthru.engine.rehearsed import Analysis, Rehearsal, Rehearsals
 from jaxthru.engine.step import State, Step, abstract_batch
@@ -101,6 +101,6 @@ def assemble(
     objective = Objective(model, train.z_loss, segments, sources)
     groups = config.data.groups_of(train.rows)
     step = Step(objective, optimizer, schedule, train.microbatches, groups, train.seed)
-    abstract = placed(abstract_state(model, optimizer, layout), config.offload)
+    abstract = offloaded_state(abstract_state(model, optimizer, layout), config.offload)
     batch = abstract_batch(train.rows, config.data.sequence, layout.sharding(("batch", "sequence")))
     return Assembled(step, config.offload, abstract, batch)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, split_stages
 from jaxthru.engine.offload import HOST, Fetched, Homes, OffloadConfig, Pace, Stores, emptied, free_host, move
-from jaxthru.engine.programs import Programs, by_rows, placed
+from jaxthru.engine.programs import Programs, by_rows, with_shardings
 from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
 from jaxthru.engine.terms import Terms
 from jaxthru.models import scopes
@@ -79,7 +79,8 @@ class DispatchedStep:
         of_kind = [kinds.index(stage) for stage in self.chain.layers]
         self.kinds = {LAYERS + layer: kind for layer, kind in enumerate(of_kind)}
         first = [LAYERS + of_kind.index(kind) for kind in range(len(kinds))]
-        weights, slots = placed(weights, self.homes.weights_used), placed(slots, self.homes.slots_used)
+        weights = with_shardings(weights, self.homes.weights_used)
+        slots = with_shardings(slots, self.homes.slots_used)
         self._compile(compile_, programs, kinds, first, weights, slots, counters_of(abstract), batch)
         self.indices = self._numbers(len(weights))
 

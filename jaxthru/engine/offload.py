@@ -73,7 +73,7 @@ class OffloadConfig:
         return tuple(int((i + 1) * share + 1e-9) > int(i * share + 1e-9) for i in range(count))
 
 
-def placed(abstract: State, config: OffloadConfig) -> State:
+def offloaded_state(abstract: State, config: OffloadConfig) -> State:
     """Returns an abstract state with the leaves that are to live on the host there.
 
     What has fewer than two dims, norms and most biases, stays on the device: it is small, and each transfer

@@ -203,7 +203,7 @@ def compiler_with(options: dict[str, Any]) -> Callable:
     def compile_(name, function, arguments, donate=(), out_shardings=None, **statics):
         traced = trace(name, function, arguments, donate, out_shardings, **statics)
         compiled = traced.lower().compile(compiler_options=options)
-        return FirstAlone(compiled), placed(traced.out_info, compiled.output_shardings)
+        return FirstAlone(compiled), with_shardings(traced.out_info, compiled.output_shardings)
 
     return compile_
 
@@ -215,7 +215,7 @@ def trace(name, function, arguments, donate=(), out_shardings=None, **statics) -
     return jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).trace(*arguments)
 
 
-def placed(tree: Tree, shardings: Tree) -> Tree:
+def with_shardings(tree: Tree, shardings: Tree) -> Tree:
     """Returns abstract arrays with these shardings."""
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
     return jax.tree.map(place, tree, shardings)

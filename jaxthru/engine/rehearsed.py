@@ -17,7 +17,7 @@ import jax
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.memory_tally import Array, MemoryTally, Moment, Size
 from jaxthru.engine.model import split_stages
-from jaxthru.engine.offload import OffloadConfig, on_device, placed
+from jaxthru.engine.offload import OffloadConfig, offloaded_state, on_device
 from jaxthru.engine.programs import trace
 from jaxthru.engine.step import Batch, State, counters_of, slots_by_stage, state_of
 from jaxthru.models import scopes
@@ -91,7 +91,7 @@ class Rehearsals:
     def __call__(self, offload: OffloadConfig) -> Rehearsal:
         """Returns what two steps need with this offload, dispatched one after the other."""
         tally = self._tally = MemoryTally()
-        state, moved = placed(self._state, offload), []
+        state, moved = offloaded_state(self._state, offload), []
         step = self._step.at_home(offload, state)
         kinds = {"params": "parameters", "opt_state": "optimizer"}
         arrays = {name: tally.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}

@@ -38,7 +38,8 @@ def facts(config: FamilyConfig, compute: str) -> Facts:
             one: sum(count * kept_bytes(stage.kept, one, item) for stage, count in blocks) for one in POLICIES
         },
         recomputed={
-            one: sum(count * recomputed(stage.products, one) for stage, count in blocks) for one in POLICIES
+            one: sum(count * recomputed(stage.matmul_flops, one) for stage, count in blocks)
+            for one in POLICIES
         },
         scopes=tuple({scope: None for stage in chain.stages for scope in stage.scopes}),
         exchanges=dict(item for stage in chain.stages for item in stage.exchanges.items()),

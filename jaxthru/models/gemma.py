@@ -159,7 +159,7 @@ def table_deviation(config: Config) -> float:
 
 def stages(config: Config) -> Chain:
     """Returns the chain of stages of a model of this shape."""
-    about = {"kept": kept(config), "products": products(config)}
+    about = {"kept": kept(config), "matmul_flops": matmul_flops(config)}
     local = module_stage("local_block", LocalBlock, config, **about)
     whole = module_stage("global_block", GlobalBlock, config, **about)
     return Chain(
@@ -193,8 +193,8 @@ def kept(config: Config) -> dict[str, int]:
     }
 
 
-def products(config: Config) -> dict[str, int]:
-    """Returns the FLOPs per token of a block's matmuls, see `Stage.products`."""
+def matmul_flops(config: Config) -> dict[str, int]:
+    """Returns the FLOPs per token of a block's matmuls, see `Stage.matmul_flops`."""
     widths = kept(config)
     inputs = {"attention_out": widths["query"], "mlp_out": config.mlp}
     names = ("query", "key", "value", "attention_out", "gate", "up", "mlp_out")

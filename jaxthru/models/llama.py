@@ -144,7 +144,7 @@ def groups(config: Config) -> tuple[Group, ...]:
     """Returns the blocks: those without a window, then those with it."""
 
     def stage(name: str, shape: Config) -> Stage:
-        return module_stage(name, Block, shape, kept=kept(config), products=products(config))
+        return module_stage(name, Block, shape, kept=kept(config), matmul_flops=matmul_flops(config))
 
     windowed = config.windowed_layers
     whole = stage("block", dataclasses.replace(config, window=None, window_from=0))
@@ -165,8 +165,8 @@ def kept(config: Config) -> dict[str, int]:
     }
 
 
-def products(config: Config) -> dict[str, int]:
-    """Returns the FLOPs per token of a block's matmuls, see `Stage.products`."""
+def matmul_flops(config: Config) -> dict[str, int]:
+    """Returns the FLOPs per token of a block's matmuls, see `Stage.matmul_flops`."""
     widths = kept(config)
     inputs = {"attention_out": widths["query"]}
     names = ("query", "key", "value", "attention_out", "gate", "up")

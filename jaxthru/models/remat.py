@@ -53,8 +53,8 @@ def kept_bytes(kept: Mapping[str, int], policy: str, item: int, float8: bool = F
     return sum(kept.get(name, 0) * bytes_of.get(name, item) for name in names if name != left_out)
 
 
-def recomputed(products: Mapping[str, int], policy: str) -> int:
-    """Returns the FLOPs per token of a stage's matmuls that a policy has computed again. products: of the
+def recomputed(matmul_flops: Mapping[str, int], policy: str) -> int:
+    """Returns the FLOPs per token of a stage's matmuls that a policy has computed again. matmul_flops: of the
     Stage."""
-    kept = products if policy == "none" else KEPT[policy]
-    return sum(flops for name, flops in products.items() if name not in kept)
+    kept = matmul_flops if policy == "none" else KEPT[policy]
+    return sum(flops for name, flops in matmul_flops.items() if name not in kept)

@@ -76,7 +76,7 @@ class Stage:
     float32. weights: a WeightInfo for each of the params. kept: numbers per token of the activations that
     have a name (`jax.ad_checkpoint.checkpoint_name`), and as "rest" of what else the backward pass needs if
     nothing is computed again, which are the inputs of matmuls; "float8" are those multiplied in
-    float8. See `remat.kept_bytes`. products: FLOPs per token of those with a name that are
+    float8. See `remat.kept_bytes`. matmul_flops: FLOPs per token of those with a name that are
     matmuls, which a policy may have computed again. metrics: those that `apply` gives. scopes: name
     scopes of its own, which the profiler is to tell apart. exchanges: {name scope whose all-to-alls are
     meant: logical axis that is split where there are any}.
@@ -87,7 +87,7 @@ class Stage:
     init: Callable[[jax.Array], Tree]
     weights: Tree
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    products: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    matmul_flops: Mapping[str, int] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     scopes: tuple[str, ...] = ()
     exchanges: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -7,7 +7,7 @@ import rich.box
 import rich.table
 
 from jaxthru.build import choices
-from jaxthru.build.checks import fit
+from jaxthru.build.checks import validate
 from jaxthru.build.choices import Documents, documents
 from jaxthru.build.confirmed import Programs
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
@@ -108,7 +108,7 @@ def traced(
 
     segments: most documents in a row; None asks the prepared corpus. Raises InputError.
     """
-    layout = fit(config, jax.devices()[:devices], "gpu")
+    layout = validate(config, jax.devices()[:devices], "gpu")
     found = documents(config) if segments is None else Documents(segments, 1)
     config, named = without_triton(config)
     segments, notes, kernels = found.segments, found.notes + named, config.kernels

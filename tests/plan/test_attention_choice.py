@@ -13,7 +13,7 @@ from runs import ROOT
 import jaxthru
 from jaxthru import config as configuration
 from jaxthru.build import attention_choice, choices
-from jaxthru.build.checks import fit
+from jaxthru.build.checks import validate
 from jaxthru.build.compiled import compile_step
 from jaxthru.build.memory_estimate import Room, estimate, layout_of
 from jaxthru.build.memory_sizes import attention_stand_in
@@ -212,14 +212,14 @@ def test_a_step_on_a_gpu_takes_it(monkeypatch, fastest):
     here = ".".join(map(str, dispatch.nvidia_compute_capability()))
     monkeypatch.setattr(measured, "TABLE", {here: found})
     config, data = tiny_run()
-    build = compile_step(config, fit(config, jax.devices()[:1]), data)
+    build = compile_step(config, validate(config, jax.devices()[:1]), data)
     assert build.step.objective.model.ops.attention_by == build.config.kernels.attention == fastest
 
 
 def test_a_step_takes_it_and_choices_say_why(small, caplog, tmp_path):
     config, data = small
     caplog.set_level("INFO", "jaxthru")
-    build = compile_step(config, fit(config, jax.devices()[:1]), data)
+    build = compile_step(config, validate(config, jax.devices()[:1]), data)
     why = f"by the table: head_dim 16, rows of {tiny.SEQUENCE}, documents of about 16 tokens"
     assert (
         build.config.kernels.attention == FAR
@@ -236,10 +236,10 @@ def test_a_step_takes_it_and_choices_say_why(small, caplog, tmp_path):
     assert (row["asked"], row["chosen"]) == ("auto", FAR) and row["reason"].startswith(why)
 
     # A run that goes on keeps it, whatever the table says by then.
-    resumed = choices.ready(config, build.config, build.choices)
+    resumed = choices.resolve(config, build.config, build.choices)
     assert resumed.kernels.attention == FAR
     caplog.clear()
-    again = compile_step(resumed, fit(config, jax.devices()[:1]), data, asked=config)
+    again = compile_step(resumed, validate(config, jax.devices()[:1]), data, asked=config)
     (choice,) = [each for each in again.choices if each.key == "kernels.attention"]
     assert (choice.chosen, choice.reason) == (FAR, choices.RECORDED) and "by the table" not in caplog.text
 
@@ -247,7 +247,7 @@ def test_a_step_takes_it_and_choices_say_why(small, caplog, tmp_path):
 def test_what_is_named_wins(small):
     config, data = small
     named = configuration.changed(config, ["kernels.attention=xla"])
-    build = compile_step(named, fit(named, jax.devices()[:1]), data)
+    build = compile_step(named, validate(named, jax.devices()[:1]), data)
     assert build.step.objective.model.ops.attention_by == "xla"
     assert not [each for each in build.choices if each.key == "kernels.attention"]
 

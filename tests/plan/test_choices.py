@@ -12,7 +12,7 @@ from runs import ROOT
 import jaxthru
 from jaxthru import config as configuration
 from jaxthru.build import choices, confirmed
-from jaxthru.build.checks import fit
+from jaxthru.build.checks import validate
 from jaxthru.build.compiled import compile_step
 from jaxthru.build.defaults import get, plain
 from jaxthru.build.memory_estimate import Room, estimate
@@ -34,7 +34,7 @@ def eight_layers(*more: str):
 def test_auto_is_the_default_and_on_a_cpu_what_it_was():
     config = jaxthru.RunConfig()
     assert choices.open_keys(config) == ["model.loop", "remat.policy", "offload.level"]
-    ready = choices.ready(config)
+    ready = choices.resolve(config)
     assert (ready.model.loop, ready.remat.policy, ready.offload.level) == ("scan", "none", "none")
     assert plain(eight_layers("offload.activations=inputs")).model.loop == "unroll"
 
@@ -108,7 +108,7 @@ def small(monkeypatch):
 
 def built(small):
     config, data = small
-    return compile_step(config, fit(config, jax.devices()[:1]), data)
+    return compile_step(config, validate(config, jax.devices()[:1]), data)
 
 
 def test_what_does_not_fit_as_compiled_makes_room_for_the_next(small, monkeypatch, caplog):
@@ -162,15 +162,15 @@ def test_a_run_keeps_what_it_chose_on_such_devices(tmp_path):
     assert kept == made and {
         each["device"] for each in json.loads((tmp_path / "choices.json").read_text())
     } == {here}
-    again = choices.ready(config, chosen, kept)
+    again = choices.resolve(config, chosen, kept)
     for key in choices.open_keys(config):
         assert get(again, key) == get(chosen, key)
     assert again.offload.fraction == chosen.offload.fraction
     # Another step, or other devices: chosen anew, which on a CPU is what the default was.
     other = dataclasses.replace(config, train=dataclasses.replace(config.train, rows=4))
-    assert choices.ready(other, chosen, kept).offload.level == "none"
+    assert choices.resolve(other, chosen, kept).offload.level == "none"
     away = [dataclasses.replace(each, device="8 × another") for each in kept]
-    assert choices.ready(config, chosen, away).offload.level == "none"
+    assert choices.resolve(config, chosen, away).offload.level == "none"
 
 
 def test_a_config_json_of_other_devices_is_open_again(tmp_path):
@@ -180,9 +180,9 @@ def test_a_config_json_of_other_devices_is_open_again(tmp_path):
     made += (choices.Choice("kernels.attention", "auto", "xla", "why", "8 × another"),)
     choices.write(tmp_path / "choices.json", made)
     loaded = configuration.load(tmp_path / "config.json", ["kernels.attention=xla"])
-    ready = choices.ready(loaded)
+    ready = choices.resolve(loaded)
     assert ready.kernels.attention == "xla", "who sets a key has it so"
-    assert choices.ready(configuration.load(tmp_path / "config.json")).kernels.attention == "auto"
+    assert choices.resolve(configuration.load(tmp_path / "config.json")).kernels.attention == "auto"
 
 
 def test_choices_that_are_damaged_are_one_line(tmp_path):

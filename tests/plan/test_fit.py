@@ -4,16 +4,16 @@ import jax
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.build.checks import fit, setting_behind
+from jaxthru.build.checks import setting_behind, validate
 from jaxthru.runtime.errors import InputError
 from pallas_kernels.dispatch import Unsupported
 
 
 def test_bfloat16_on_several_cpu_devices_is_refused_where_xla_would_abort():
     config = configuration.load("configs/quickstart.py", ["precision.compute=bfloat16", "train.rows=8"])
-    fit(config, jax.devices()[:1])
+    validate(config, jax.devices()[:1])
     with pytest.raises(InputError, match=r"precision.compute = 'bfloat16': on 2 CPU devices .* 'float32'"):
-        fit(config, jax.devices()[:2])
+        validate(config, jax.devices()[:2])
 
 
 @pytest.mark.parametrize("kernel", ["triton", "xla"])
@@ -22,11 +22,11 @@ def test_an_update_in_8_bits_that_is_not_partitioned_is_refused_on_a_mesh(kernel
         settings = [f"kernels.adamw_8bit={name}", "optim.state=int8", "train.rows=8"]
         return configuration.load("configs/quickstart.py", settings)
 
-    fit(chosen(kernel), jax.devices()[:1])
+    validate(chosen(kernel), jax.devices()[:1])
     for partitioned in ("auto", "reference"):
-        fit(chosen(partitioned), jax.devices()[:2])
+        validate(chosen(partitioned), jax.devices()[:2])
     with pytest.raises(InputError) as refused:
-        fit(chosen(kernel), jax.devices()[:2])
+        validate(chosen(kernel), jax.devices()[:2])
     assert str(refused.value) == (
         f"kernels.adamw_8bit = {kernel!r}: XLA does not partition it, and the mesh has 2 devices; "
         "choose 'auto' or 'reference'"
@@ -52,13 +52,13 @@ def test_tokens_that_do_not_divide_over_tensor_are_refused():
     settings = ["mesh.tensor=2", "mesh.fsdp=1", "train.rows=3", "data.sequence=255"]
     config = configuration.load("configs/quickstart.py", settings)
     with pytest.raises(InputError) as refused:
-        fit(config, jax.devices()[:2])
+        validate(config, jax.devices()[:2])
     assert str(refused.value) == (
         "train.rows / train.microbatches × data.sequence = 765: must be a multiple of "
         "mesh.data × mesh.fsdp × mesh.tensor = 2"
     )
     even = configuration.load("configs/quickstart.py", [*settings, "data.sequence=256"])
-    fit(even, jax.devices()[:2])
+    validate(even, jax.devices()[:2])
 
 
 def test_additions_in_any_order_are_refused_where_repeats_are_to_be_exact():
@@ -71,9 +71,9 @@ def test_additions_in_any_order_are_refused_where_repeats_are_to_be_exact():
         "model.kv_heads=4",
     ]
     two, four = (configuration.load("configs/quickstart.py", [*settings, f"mesh.tensor={t}"]) for t in (2, 4))
-    fit(two, jax.devices()[:2], "gpu")
+    validate(two, jax.devices()[:2], "gpu")
     with pytest.raises(InputError, match=r"'mosaic_gpu_adds': .* train.deterministic .* choose 'mosaic_gpu'"):
-        fit(four, jax.devices()[:4], "gpu")
+        validate(four, jax.devices()[:4], "gpu")
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_copies_where_none_would_be_made_are_refused(settings, processes, messag
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     config = configuration.load("configs/quickstart.py", ["mesh.transfers=copies", "train.rows=8", *settings])
     with pytest.raises(InputError, match=f"mesh.transfers = 'copies': .*{message}"):
-        fit(config, jax.devices()[:2], "gpu")
+        validate(config, jax.devices()[:2], "gpu")
     monkeypatch.setattr(jax, "process_count", lambda: 1)
-    fit(configuration.load("configs/quickstart.py", ["mesh.transfers=copies", "train.rows=8"]))
+    validate(configuration.load("configs/quickstart.py", ["mesh.transfers=copies", "train.rows=8"]))
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_copies_where_none_would_be_made_are_refused(settings, processes, messag
 def test_parameters_that_cannot_be_kept_are_refused(setting, message):
     settings = ["remat.keep_parameters=true", "remat.policy=full", "model.loop=unroll", setting]
     with pytest.raises(InputError, match=f"remat.keep_parameters = True: {message}"):
-        fit(configuration.load("configs/quickstart.py", settings), jax.devices()[:1])
+        validate(configuration.load("configs/quickstart.py", settings), jax.devices()[:1])

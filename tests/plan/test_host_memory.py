@@ -9,7 +9,7 @@ from runs import ROOT
 
 from jaxthru import config as configuration
 from jaxthru.build import host_memory
-from jaxthru.build.checks import fit
+from jaxthru.build.checks import validate
 from jaxthru.build.compiled import build_step
 from jaxthru.build.memory_estimate import estimate, indispensable
 from jaxthru.engine.offload import OffloadConfig
@@ -99,7 +99,7 @@ def test_where_nothing_fits_it_says_so():
 
 def test_swap_and_a_larger_host_that_is_named_count(monkeypatch):
     config = load("precision.compute=float32")
-    layout = fit(config, jax.devices()[:1])
+    layout = validate(config, jax.devices()[:1])
     host_of(monkeypatch, 23)
     with pytest.raises(InputError, match=r"this host has 23\.0 GiB"):
         host_memory.check_host_memory(config, layout)

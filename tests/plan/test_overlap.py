@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.build.checks import fit
+from jaxthru.build.checks import validate
 from jaxthru.build.memory_sizes import attention_stand_in
 from jaxthru.build.step import assemble
 from jaxthru.runtime import aot, xla
@@ -126,7 +126,7 @@ def test_the_model_of_a_gpu():
 def lowered(*settings: str, devices: int) -> jax.stages.Lowered:
     """Returns the step of the 8-layer configuration with other settings, to be compiled for H200s."""
     config = configuration.load("configs/llama3_8b_8layer.py", ["model.layers=4", *settings])
-    layout = fit(config, jax.devices()[:devices], "gpu")
+    layout = validate(config, jax.devices()[:devices], "gpu")
     attention, _ = attention_stand_in(config, layout, SEGMENTS)
     made = assemble(config, layout, segments=SEGMENTS, sources=1, attention=attention)
     return aot.lower(made.jitted, made.abstract, made.batch)

@@ -14,7 +14,7 @@ from runs import ROOT
 
 from jaxthru import config as configuration
 from jaxthru.build import choices, memory_estimate, pinned_host, proposals
-from jaxthru.build.checks import fit
+from jaxthru.build.checks import validate
 from jaxthru.build.memory_estimate import MemoryPlan, Room
 from jaxthru.build.step import assemble
 from jaxthru.engine import memory_tally, rehearsed
@@ -167,7 +167,7 @@ def test_each_layer_more_takes_no_more_on_a_gpu():
     temporary = []
     for layers in (2, 4):
         config, _, sums, inputs = in_micro_batches(layers)
-        layout = fit(config, jax.devices()[:1])
+        layout = validate(config, jax.devices()[:1])
         made = assemble(config, layout, segments=1, sources=1, attention="auto")
         options = xla.compiler_options(jax.default_backend(), 1, False)
         stats = made.compile(options).program.memory_analysis()
@@ -427,7 +427,7 @@ OFFLOADS = {
 
 
 def assembled(config):
-    layout = fit(config, jax.devices()[:1])
+    layout = validate(config, jax.devices()[:1])
     return assemble(config, layout, segments=4, sources=1, attention="xla")
 
 

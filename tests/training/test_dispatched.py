@@ -11,7 +11,7 @@ from cases import named, slow_but_for
 
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.model import split_stages
-from jaxthru.engine.offload import OffloadConfig, placed
+from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import compiler_with
 from jaxthru.optim.formats import decode
 from jaxthru.runtime import first_run
@@ -189,7 +189,7 @@ def test_the_first_run_of_each_program_is_alone(level, monkeypatch):
         return jax.device_put(arrays, shardings)
 
     names = []
-    abstract = placed(whole.abstract, config)
+    abstract = offloaded_state(whole.abstract, config)
     compiled = DispatchedStep(whole.step, config, abstract, whole.inputs, compiler, put)
     state = jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))
     for index in range(2):  # under exact clipping, the second makes the update of the first

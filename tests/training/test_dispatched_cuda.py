@@ -10,7 +10,7 @@ import tiny
 
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.model import LAYERS, split_stages
-from jaxthru.engine.offload import HOST, OffloadConfig, placed
+from jaxthru.engine.offload import HOST, OffloadConfig, offloaded_state
 from jaxthru.engine.programs import trace
 from jaxthru.runtime import aot
 from pallas_kernels import adamw_8bit
@@ -64,7 +64,7 @@ def compile_all(whole: tiny.Tiny, config: OffloadConfig) -> dict[str, Compiled]:
         found[name] = Compiled(_programs[text], arguments, results)
         return here, results
 
-    DispatchedStep(whole.step, config, placed(whole.abstract, config), whole.inputs, compile_)
+    DispatchedStep(whole.step, config, offloaded_state(whole.abstract, config), whole.inputs, compile_)
     return found
 
 
@@ -89,7 +89,7 @@ def test_programs_for_a_gpu(level, clip_rule, state):
     assert len(programs) == 10
 
     # The state is on the host, and no program touches host memory: what is copied is copied by its transfer.
-    abstract = placed(whole.abstract, config)
+    abstract = offloaded_state(whole.abstract, config)
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(abstract["opt_state"]["slots"])}
     assert HOST in kinds
     for name, compiled in programs.items():

@@ -13,7 +13,7 @@ import tiny
 from jaxthru.engine import offload
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.model import LAYERS, split_stages
-from jaxthru.engine.offload import AHEAD, HOST, Fetched, OffloadConfig, Pace, move, on_device, placed
+from jaxthru.engine.offload import AHEAD, HOST, Fetched, OffloadConfig, Pace, move, offloaded_state, on_device
 from jaxthru.engine.step import first_state
 from jaxthru.runtime.errors import InputError
 from jaxthru.training.state import sharded_init
@@ -167,7 +167,7 @@ def test_the_first_state_is_the_whole_ones(level, bit_exact):
     whole = make()
     step = whole.step
     config = OffloadConfig(level, 0.5, "inputs")
-    abstract = placed(whole.abstract, config)
+    abstract = offloaded_state(whole.abstract, config)
     state = sharded_init(step.objective.model, step.optimizer, abstract, 0)
     whole_init = lambda key: first_state(*step.optimizer.init(step.model.init(key)))  # noqa: E731
     wanted = jax.jit(whole_init)(jax.random.key(0))

@@ -17,7 +17,7 @@ from runs import kill, make_workplace, resumed_from
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.gradients import gradient_dtype
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, join_stages, split_stages
-from jaxthru.engine.offload import HOST, OffloadConfig, placed
+from jaxthru.engine.offload import HOST, OffloadConfig, offloaded_state
 from jaxthru.training.state import sharded_init
 
 pytestmark = pytest.mark.gpu
@@ -128,7 +128,7 @@ def test_offloaded_and_resident_updates_agree_to_the_bit(state):
         compiled, first = tiny.dispatched(whole, config)
         record(compiled, whole, layers)
         canaries = Canaries(whole.layout.sharding((None,)))
-        found = between_canaries(first, placed(whole.abstract, config), canaries)
+        found = between_canaries(first, offloaded_state(whole.abstract, config), canaries)
         del first
         for step in range(STEPS):
             found, _ = compiled(found, batch)
@@ -229,7 +229,7 @@ def test_pinned_memory_holds_the_state():
     device = jax.devices()[0]
     whole = make("split_master", **WIDE)
     config = OffloadConfig("parameters")
-    abstract = placed(whole.abstract, config)
+    abstract = offloaded_state(whole.abstract, config)
     step, before = whole.step, device.memory_stats()["bytes_in_use"]
     state = sharded_init(step.model, step.optimizer, abstract, 0)
     in_use = lambda: device.memory_stats()["bytes_in_use"] - before  # noqa: E731

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxthru import config as configuration
 from jaxthru.build import choices
-from jaxthru.build.checks import fit
+from jaxthru.build.checks import validate
 from jaxthru.build.compiled import Build, build_step
 from jaxthru.build.defaults import AUTO, get
 from jaxthru.data.loading.dataset import Data, open_data
@@ -163,10 +163,10 @@ def chosen(built: Build) -> dict:
 def resident_step(config: configuration.RunConfig, data: Data) -> tuple[Build | None, str]:
     """Returns the step of a configuration that leaves the offload open; None, and why, where jaxthru says
     that it does not fit the device without."""
-    config = choices.ready(config)
+    config = choices.resolve(config)
     try:
         if choices.open_keys(config):
-            first = next(choices.proposed(config, fit(config), choices.room_here(config), data.segments))
+            first = next(choices.proposed(config, validate(config), choices.room_here(config), data.segments))
             if first.config.offload.layered:
                 return None, "by arithmetic it fits with offload alone"
         built = build_step(config, data)

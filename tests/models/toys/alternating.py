@@ -138,15 +138,15 @@ def stages(config: Config) -> Chain:
 
     d, attended = config.width, config.ways * config.way_size
     kept = dict.fromkeys(("query", "key", "value", "attention"), attended) | {"attention_out": d}
-    products = dict.fromkeys(("query", "key", "value", "attention_out"), 2 * d * attended)
+    matmul_flops = dict.fromkeys(("query", "key", "value", "attention_out"), 2 * d * attended)
     of_a = {
         "kept": kept | {"up": config.hidden, "rest": 2 * d + config.hidden},
-        "products": products | {"up": 2 * d * config.hidden},
+        "matmul_flops": matmul_flops | {"up": 2 * d * config.hidden},
         "metrics": {"active": Metric("sum")},
         "scopes": (PARALLEL,),
     }
     a = module_stage("a", A, config, **of_a)
-    b = module_stage("b", B, config, kept=kept | {"rest": 2 * d}, products=products, scopes=(SCALED,))
+    b = module_stage("b", B, config, kept=kept | {"rest": 2 * d}, matmul_flops=matmul_flops, scopes=(SCALED,))
     return Chain(
         embedding=module_stage("embedding", Embedding, config),
         groups=repeated((a, b), config.depth),
