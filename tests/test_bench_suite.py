@@ -149,7 +149,7 @@ def test_a_point_that_takes_offload_is_not_timed(bench, monkeypatch, level, comp
     def proposed(*_):
         yield with_level(level, "nothing fits")
 
-    monkeypatch.setattr(step.choices, "ready", lambda config: config)
+    monkeypatch.setattr(step.choices, "resolve", lambda config: config)
     monkeypatch.setattr(step.choices, "proposed", proposed)
     monkeypatch.setattr(step, "build_step", lambda *_: with_level(compiled, "nothing fits as compiled"))
     built, why = step.resident_step(config, types.SimpleNamespace(segments=8))
