@@ -55,8 +55,8 @@ def tune(case: Case, every: list[tiles.Tiles], turns: int, turn_seconds: float) 
     # The plain form runs before any kernel: what only it needs of XLA and NCCL is then loaded.
     wanted = jax.block_until_ready(jax.jit(case.of(reference))(*operands))
     runs = {one: (case.of(mosaic_gpu, tiles=one), operands) for one in every}
-    placed = programs.with_shardings({PLAIN: (case.of(reference), operands)}, case.in_a_row)
-    placed |= programs.with_shardings(runs, case.in_a_row, alike=True)
+    placed = programs.placed({PLAIN: (case.of(reference), operands)}, case.in_a_row)
+    placed |= programs.placed(runs, case.in_a_row, alike=True)
     times = programs.both_regimes(placed, turns, turn_seconds, case.in_a_row)
     best = min(times.keys() - {PLAIN}, key=lambda name: math.prod(times[name]))
     fused = checks.compile_safely(jax.jit(runs[best][0]).lower(*operands))

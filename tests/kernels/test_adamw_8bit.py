@@ -170,7 +170,8 @@ def test_slabs_are_updated_as_the_whole_is(name, rows, master, bit_exact):
     whole = jax.jit(lambda *given: reference.update(*given, adam))
     found, expected = by_slabs(*given, scalars), whole(*given, scalars)
     if master == "rounded":
-        assert_close(found[0].astype(jnp.float32), expected[0].astype(jnp.float32), 5e-3)
+        # Both round one number up or down: a unit in the last place apart at the most.
+        assert_close(found[0].astype(jnp.float32), expected[0].astype(jnp.float32), 2.0**-7)
         found, expected = found[1:], expected[1:]
     assert_same(found, expected)
 
