@@ -34,7 +34,7 @@ def broken(directory: Path, part: int = 0, parts: int = 1) -> str | None:
     """
     try:
         content = json.loads((directory / CHECKSUMS).read_text())
-        files = {name: tuple(found) for name, found in content["files"].items()}
+        files = {name: (size, crc) for name, (size, crc) in content["files"].items()}
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
     except OSError as error:

@@ -340,6 +340,10 @@ DAMAGES = {
         "manifest.ocdbt has 1 b",
     ),
     "data state missing": (lambda directory: shutil.rmtree(directory / "data"), "is missing"),
+    "a file without a size": (
+        lambda directory: (directory / "seal.json").write_text('{"files": {"a": []}}'),
+        "seal.json cannot be read",
+    ),
     "no checksums": (lambda directory: (directory / "seal.json").unlink(), "seal.json is missing"),
     "torn checksums": (
         lambda directory: os.truncate(directory / "seal.json", 40),
