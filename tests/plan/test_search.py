@@ -33,7 +33,10 @@ def drawn(bench, commit: str, number: int):
     return configuration.load(path, [*SETTINGS.split(), "optim.clip_rule=previous", *shape])
 
 
-@pytest.mark.parametrize(("commit", "number"), CHOSEN)
+@pytest.mark.parametrize(
+    ("commit", "number"),
+    [pytest.param(*key, marks=[pytest.mark.slow] * (key[1] > 2)) for key in CHOSEN],
+)
 def test_the_search_chooses_what_it_chose(bench, commit, number):
     config = drawn(bench, commit, number)
     found = next(candidates(config, ROOM, segments=32))
