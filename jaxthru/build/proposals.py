@@ -85,27 +85,27 @@ Planned = Callable[[OffloadConfig], tuple[MemoryPlan, int]]
 def least(config: RunConfig, level: str, room: Room, planned: Planned) -> Proposal | None:
     """Returns a level with the least fraction that fits, if any does."""
 
-    @functools.cache
-    def at(step: int) -> tuple[MemoryPlan, int]:
-        return planned(dataclasses.replace(config.offload, level=level, fraction=step / (count or 1) or 1.0))
+    # Embedding and head are stages too. The more of them are on the host, the less is on the device.
+    stages = len(family.chain(config.model).layers) + 2
+    most = 0 if level == "none" else stages
 
-    # Embedding and head are parts too. The more of them are on the host, the less is on the device.
-    count = len(family.chain(config.model).layers) + 2
-    if level == "none":
-        count = 0
-    if at(count)[0].peak_device > room.device:
+    @functools.cache
+    def at(hosted: int) -> tuple[MemoryPlan, int]:
+        return planned(dataclasses.replace(config.offload, level=level, fraction=hosted / stages or 1.0))
+
+    if at(most)[0].peak_device > room.device:
         return None  # not even with all of them
-    first = _first_that_fits(count, room, lambda step: at(step)[0])
+    first = _first_that_fits(most, room, lambda hosted: at(hosted)[0])
     if first is None or not room.holds(at(first)[0]):
         return None
-    return Proposal(level, config.optim.state, first / (count or 1), *at(first))
+    return Proposal(level, config.optim.state, first / stages, *at(first))
 
 
 def _first_that_fits(count: int, room: Room, plan: Callable[[int], MemoryPlan]) -> int | None:
-    """Returns the least number of parts on the host whose plan fits the device; None where one that does not
-    is too much for the host already. count: of all parts, which fits the device.
+    """Returns the least number of stages on the host whose plan fits the device; None where one that does not
+    is too much for the host already. count: the most, which fits the device.
 
-    A part more on the host takes about the same from the device each time: the place is guessed from a line
+    A stage more on the host takes about the same from the device each time: the place is guessed from a line
     twice, and halved from then on.
     """
     if count <= 1:
