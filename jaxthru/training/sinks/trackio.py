@@ -19,7 +19,6 @@ class Trackio:
             name=self.id,
             resume="allow",
             config=configuration(run),
-            embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
