@@ -4,7 +4,10 @@ Arithmetic proposes (build/proposals.py), a compile confirms, and what does not 
 the next. A run directory keeps what was chosen, in choices.json.
 """
 
+import copy
 import dataclasses
+import functools
+import itertools
 import json
 import logging
 import types
@@ -16,7 +19,7 @@ import jax
 
 from jaxthru import config as configuration
 from jaxthru.build.attention_choice import mean_document
-from jaxthru.build.defaults import AUTO, get, plain, replaced
+from jaxthru.build.defaults import AUTO, NUMERIC, get, plain, replaced
 from jaxthru.build.memory_estimate import Room, estimate, gib, host_room
 from jaxthru.build.proposals import LEVELS, Candidate, candidates, narrower, propose
 from jaxthru.config import RunConfig
@@ -110,7 +113,8 @@ def read(path: Path) -> tuple[Choice, ...]:
 
 def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[Choice] = ()) -> RunConfig:
     """Returns a configuration with every `auto` settled that needs no compile: by what its run has recorded
-    on such devices, and on a CPU.
+    on such devices, and on a CPU. What changes numbers is kept on any devices, which refuse what they cannot
+    do (`checks.validate`).
 
     run, recorded: the configuration that a run was started with, and the choices that led to it.
     """
@@ -120,10 +124,12 @@ def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[
         away = [
             each
             for each in read(config.file.parent / "choices.json")
-            if each.device != here and each.key not in config.overridden
+            if each.device != here and each.key not in (*config.overridden, *NUMERIC)
         ]
         again = {each.key: each.asked for each in away if get(config, each.key) == each.chosen}
         config = replaced(config, again)
+    if run is not None:
+        config = replaced(config, {key: get(run, key) for key in NUMERIC if get(config, key) == "auto"})
     if run is not None and _alike(config, run):
         kept = {each.key: each.chosen for each in recorded if each.device == here}
         open_here = {*open_keys(config), *(key for key in kept if get(config, key) == "auto")}
@@ -194,6 +200,24 @@ def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int
         raise InputError(nothing_fits(config, room, devices, segments))
     yield first
     yield from found
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What `proposed` yields, each found once, however often it is gone through. Equal ones find the same."""
+
+    config: RunConfig
+    layout: Layout
+    room: Room | None
+    segments: int
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return copy.copy(self._found)
+
+    @functools.cached_property
+    def _found(self) -> Iterator[Candidate]:  # which is never advanced, so that its copies know all of it
+        (found,) = itertools.tee(proposed(self.config, self.layout, self.room, self.segments), 1)
+        return found
 
 
 def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> str:

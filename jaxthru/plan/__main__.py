@@ -10,7 +10,7 @@ import rich.console
 import rich.table
 
 from jaxthru import config as configuration
-from jaxthru.build import attention_choice, choices
+from jaxthru.build import attention_choice, choices, matmul_choice
 from jaxthru.build.checks import setting_behind
 from jaxthru.build.defaults import get
 from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib, layout_of
@@ -58,8 +58,10 @@ def _memory(arguments: argparse.Namespace) -> int:
     room = memory.room(config, target)
     found = choices.Documents(arguments.segments, 1) if arguments.segments else choices.documents(config)
     segments, layout = found.segments, layout_of(config, devices)
+    config, by_account = matmul_choice.settled(config, layout, target.name, target.capability)
     config, by_table = attention_choice.by_table(config, layout, segments, found.mean, target.capability)
-    taken = (f"kernels.attention = auto is {config.kernels.attention}, {by_table}",) * bool(by_table)
+    said = ((matmul_choice.KEY, by_account), ("kernels.attention", by_table))
+    taken = tuple(f"{key} = auto is {get(config, key)}, {why}" for key, why in said if why)
     if arguments.best:
         _show(None, [*taken])
         return _best(config, target, devices, arguments.segments, segments, room)
