@@ -231,11 +231,25 @@ def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int 
     advice = (
         f"optim.state = {' or '.join(map(repr, others))} fits" if others else "no narrower optim.state fits"
     )
+    if _fits_unclipped(config, tried, room, devices, segments):
+        advice = f"with optim.clip_rule = 'previous' it fits, as gradients do not wait; {advice}"
     return (
         f"{asked}: nothing fits with optim.state = {config.optim.state!r}; at the least it needs "
         f"{gib(plan.peak_device)} GiB on the device, of {gib(room.device)}, and {gib(plan.peak_host)} on the "
         f"host, of {gib(room.host)}; {advice}"
     )
+
+
+def _fits_unclipped(config: RunConfig, tried: RunConfig, room: Room, devices: int, segments: int) -> bool:
+    """Says whether a configuration would fit whose gradients need not wait for their norm. tried: the least
+    that it can take as it is."""
+    if config.optim.clip_rule != "exact" or not config.optim.clip:
+        return False
+    other = replaced(tried, {"optim.clip_rule": "previous"})
+    how = {"devices": devices, "segments": segments}
+    if config.offload.level == "auto":
+        return bool(propose(other, room, formats=(config.optim.state,), **how))
+    return room.holds(estimate(other, **how)[0])
 
 
 DOCUMENTS = 32
