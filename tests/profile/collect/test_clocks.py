@@ -9,7 +9,6 @@ from jaxthru.profile.account import frequency
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read.xplane import Trace
 
-
 BUSES = ("0000:a3:00.0", "0000:19:00.0")  # as CUDA numbers them: the faster of two comes first
 
 
