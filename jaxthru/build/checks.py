@@ -56,7 +56,7 @@ def validate(
         require(
             kernels.collective_matmul in ("auto", "none") or layout.size("heads") == 1,
             f"kernels.collective_matmul = {kernels.collective_matmul!r}: with precision.matmul = 'fp8' "
-            "products and collectives are apart; choose 'auto'",
+            "matmuls and collectives are apart; choose 'auto'",
         )
     require(
         kernels.collective_matmul != "mosaic_gpu_adds"
@@ -95,7 +95,7 @@ def validate(
     )
     require(
         not (config.remat.keep_parameters and config.precision.matmul == "fp8"),
-        f"{kept}: with precision.matmul = 'fp8' products take them in float8; choose False",
+        f"{kept}: with precision.matmul = 'fp8' matmuls take them in float8; choose False",
     )
     return layout
 

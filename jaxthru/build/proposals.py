@@ -38,14 +38,14 @@ def narrower(state: str) -> list[str]:
 
 
 SUSTAINED = 650e12
-"""FLOP/s that an H200's products keep up (docs/results.md): what a copy over PCIE is weighed against."""
+"""FLOP/s that an H200's matmuls keep up (docs/results.md): what a copy over PCIE is weighed against."""
 PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)
 SCANNED = 1.05
 """How much longer a step takes that loops over its layers: 1.05 to 1.09 on an H200 (docs/results.md)."""
 BY_PROGRAMS = 1.01
 """The same of a step of several programs."""
 HIDDEN = 0.9
-"""Share of the products' time that copies can hide behind."""
+"""Share of the matmuls' time that copies can hide behind."""
 UNROLLED_MOST = 64
 """Most layers that are compiled one by one: 36 take 40 s."""
 
@@ -64,7 +64,7 @@ class Proposal:
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A configuration with none of `defaults.AUTO` left open. plan: by arithmetic. seconds: of a step's
-    products and of the copies that they do not hide, to compare candidates by."""
+    matmuls and of the copies that they do not hide, to compare candidates by."""
 
     config: RunConfig
     plan: MemoryPlan
@@ -240,7 +240,7 @@ def _fitted(
     config: RunConfig, tried: RunConfig, room: Room, seconds: float, planned: Planned
 ) -> Candidate | None:
     """Returns a configuration, with the offload that it needs where `config` leaves that open, if it fits.
-    seconds: of its products."""
+    seconds: of its matmuls."""
     if config.offload.level == "auto" and tried.offload.layered:
         if (found := with_least_offload(tried, room, planned)) is None:
             return None
@@ -280,7 +280,7 @@ def _layered(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def _seconds(config: RunConfig, devices: int, gpu: bool) -> float:
-    """Returns how long a step's products take on devices like an H200. gpu: where loops cost time."""
+    """Returns how long a step's matmuls take on devices like an H200. gpu: where loops cost time."""
     tokens = config.train.rows * config.data.sequence
     needed = family.module_of(config.model).train_flops(config.model, tokens, tokens * config.data.sequence)
     layers = family.chain(config.model).layers

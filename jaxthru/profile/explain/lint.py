@@ -85,16 +85,13 @@ def float32_matmuls(attribution: Attribution, config: Mapping[str, Any]) -> Foun
 def _is_wide_product(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode != "dot" and not instruction.target.startswith("__cublas"):
         return False
-    there = module.computations[module.where[instruction.name]]
-    operands = [there[name] for name in instruction.operands[:2] if name in there]
-    return len(operands) == 2 and all(
-        operand.shapes[0][0] == "f32" and not _widened(module, operand) for operand in operands
-    )
+    operands = module.operands(instruction)[:2]
+    wide = (operand.shapes[0][0] == "f32" and not _widened(module, operand) for operand in operands)
+    return len(operands) == 2 and all(wide)
 
 
 def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
     """Says whether an array is made by a conversion from a narrower type, moved about since or not."""
-    there = module.computations[module.where[instruction.name]]
     if instruction.opcode == "convert":
         return True
     if depth == 0 or instruction.opcode not in ("bitcast", "copy", "transpose", "reshape", "fusion"):
@@ -104,10 +101,9 @@ def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
         last = next((one for one in inner.values() if one.root), None)
         if last and last.opcode != "parameter" and _widened(module, last):
             return True
-        moved = last is None or _only_moves(module, instruction)
-        if not moved:
+        if last and not _only_moves(module, instruction):
             return False
-    return any(_widened(module, there[name], depth - 1) for name in instruction.operands if name in there)
+    return any(_widened(module, operand, depth - 1) for operand in module.operands(instruction))
 
 
 def collectives(

@@ -104,7 +104,7 @@ def _waterfall(ledger: Ledger, unit: Unit) -> Content:
     nothing = [TITLES[name][0] for name in found if name not in {bar[0] for bar in drawn}]
     notes = [f"No time went to: {', '.join(nothing).lower()}."] if nothing else []
     if "ideal" not in found:
-        notes.append("No peak is known for these devices, so matrix products are not taken apart.")
+        notes.append("No peak is known for these devices, so matmuls are not taken apart.")
     matmul = ledger.matmul
     if matmul.headroom_seconds and matmul.maximum_mhz:
         clock, less = f"{matmul.maximum_mhz:,.0f} MHz", unit(matmul.headroom_seconds)
