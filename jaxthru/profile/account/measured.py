@@ -40,8 +40,7 @@ class Measured:
         self.attribution = Attribution(modules, kinds)
         self.trace = xplane.read(folder / name)
         first, steps = taken["first_step"], taken["steps"]
-        program = next(iter(modules))
-        found = timeline.windows(self.trace, self.attribution, program, first, steps, learned)
+        found = timeline.windows(self.trace, self.attribution, first, steps, learned or {})
         self.windows = timeline.whole([one for one in found if one.step >= first + skip], modules)
         self.kept = sorted({window.step for window in self.windows})
         if lost := len(found) - len(self.windows) - skip * len(self.trace.devices):

@@ -95,22 +95,17 @@ def identify(event: Event, attribution: Attribution, learned: Mapping[str, str])
 
 
 def windows(
-    trace: Trace,
-    attribution: Attribution,
-    program: str,
-    first_step: int,
-    steps: int,
-    learned: Mapping[str, str] | None = None,
+    trace: Trace, attribution: Attribution, first_step: int, steps: int, learned: Mapping[str, str]
 ) -> list[Window]:
     """Returns the windows of steps on every device: each from its first kernel to the next step's.
 
-    program: the module that a step begins with. A trace that ends with its last step ends that one with its
-    last kernel. Raises ValueError if the steps cannot be told apart.
+    A step begins with the first of its modules. A trace that ends with its last step ends that one with its
+    last kernel. learned: as for `identify`. Raises ValueError if the steps cannot be told apart.
     """
-    found = []
+    found, program = [], next(iter(attribution.modules))
     for device in trace.devices:
         events = [event for event in trace.events if event.device == device]
-        ran = [one for event in events if (one := identify(event, attribution, learned or {}))]
+        ran = [one for event in events if (one := identify(event, attribution, learned))]
         firsts = _firsts([one for one in ran if one.event.module == program], steps, device)
         starts = [event.start for event in firsts]
         spans = [(one.event.start, one.event.end, one.line) for one in ran]
