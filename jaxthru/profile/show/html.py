@@ -12,7 +12,7 @@ from jaxthru.profile.explain.breakdown import figures, noise_threshold, step_par
 from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 from jaxthru.profile.explain.verdict import nothing_to_win, relation, shares, sustained, verdict
-from jaxthru.training.plot import placed, polyline
+from jaxthru.training.plot import polyline, to_pixels
 
 LEDGER = Path(__file__).parents[3] / "docs" / "ledger.md"
 """A report lies in a run's directory, anywhere: only a whole address leads from there to a checkout."""
@@ -161,11 +161,11 @@ def plot(
     pad = 0.05 * (high - low) + short / 2
     low, high = (0.0 if zero else low - pad), high + pad
     left, right = min(xs), max(xs)
-    down = functools.partial(placed, ends=(low, high), pixels=(100, 0))
+    down = functools.partial(to_pixels, ends=(low, high), pixels=(100, 0))
     digits = 0 if high - low >= 20 else 1 if high - low >= 2 else 2
     return {
         "title": title,
-        "line": polyline(placed(xs, (left, right), (0, 1000)), down(ys)),
+        "line": polyline(to_pixels(xs, (left, right), (0, 1000)), down(ys)),
         "points": [[round(a, 6), round(b, 3)] for a, b in points],
         "ends": (left, right),
         "labels": [f"{value:,.{digits}f}" for value in (high, low)],
