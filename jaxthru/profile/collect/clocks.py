@@ -134,7 +134,7 @@ def nvml() -> Any | None:
         import pynvml
     except ImportError:
         if RESTRICTED.is_file():
-            log.warning('NVML is not asked for clock and power: needs nvidia-ml-py, pip install "jaxthru[gpu]"')
+            log.warning('no clock and power by NVML: needs nvidia-ml-py, pip install "jaxthru[gpu]"')
         return None
     try:
         pynvml.nvmlInit()

@@ -112,7 +112,7 @@ def test_a_missing_package_is_said_once_where_there_is_a_gpu(tmp_path, monkeypat
             assert samples.devices == {}
     clocks.nvml.cache_clear()
     said = [record.getMessage() for record in caplog.records]
-    assert said == ['NVML is not asked for clock and power: needs nvidia-ml-py, pip install "jaxthru[gpu]"'] * driver
+    assert said == ['no clock and power by NVML: needs nvidia-ml-py, pip install "jaxthru[gpu]"'] * driver
 
 
 def test_nvml_is_asked_while_steps_run(monkeypatch):
