@@ -146,12 +146,12 @@ def test_steps_may_be_counted_in_place_of_seconds(bench):
 
 
 class Library:
-    """NVML of two GPUs that tell their clock and not their power; the first is hidden."""
+    """NVML of two GPUs that tell their clock and not their power."""
 
     NVMLError, NVML_CLOCK_SM = OSError, 1
 
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return index
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id):
+        return {"a3": 1, "19": 2}[bus_id]
 
     def nvmlDeviceGetClockInfo(self, handle, kind):
         return {1: 1500, 2: 1700}[handle]
@@ -168,7 +168,7 @@ class Library:
 
 def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch):
     monkeypatch.setattr(clocks, "nvml", Library)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    monkeypatch.setattr(clocks, "bus_ids", lambda: ("a3", "19"))
     timing = bench("harness").timed(lambda: 0, lambda _: time.sleep(0.1), 0.0, 0.0, (1, 5), gpus=2)
     assert (timing.mhz, timing.watts) == (1600.0, None)
     monkeypatch.setattr(clocks, "nvml", lambda: None)
@@ -178,7 +178,7 @@ def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch):
 
 def test_joules_are_those_of_the_counter_between_its_steps(bench, monkeypatch):
     monkeypatch.setattr(clocks, "nvml", Library)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    monkeypatch.setattr(clocks, "bus_ids", lambda: ("a3", "19"))
     with bench("gpu_joules").Energy(2) as used:
         time.sleep(0.5)
     assert used.watts == pytest.approx(450, rel=0.1)  # 400 and 500
