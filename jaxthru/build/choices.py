@@ -191,7 +191,7 @@ def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int
     arithmetic.
     """
     if not open_keys(config):
-        yield Candidate(config, None, 0.0)
+        yield Candidate(config, None, 0.0, 0)
         return
     devices, gpu = layout.mesh.size, layout.mesh.devices.flat[0].platform == "gpu"
     found = candidates(config, room, devices=devices, segments=segments, gpu=gpu)

@@ -5,8 +5,8 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +15,11 @@ from jaxthru.build import attention_choice, choices, confirmed, matmul_choice, p
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import attention_by, check_vocabulary, offloaded, setting_behind, validate
 from jaxthru.build.choices import Choice, Search
+from jaxthru.build.compiled_beside import Beside
+from jaxthru.build.confirmed import Confirmed
 from jaxthru.build.defaults import get
 from jaxthru.build.host_memory import check_host_memory
+from jaxthru.build.proposals import Candidate
 from jaxthru.build.step import assemble
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import Batches, Data
@@ -35,7 +38,7 @@ from jaxthru.runtime.sharding import Layout
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
 from jaxthru.training.samples import Samples
-from jaxthru.training.self_check import agree_on_attention, wrong_attention
+from jaxthru.training.self_check import agree_on_attention
 from jaxthru.training.state import FirstState, state_of_weights
 from jaxthru.training.step_timer import StepTimer
 from pallas_kernels import dispatch
@@ -184,52 +187,41 @@ def compile_step(
     check_vocabulary(config, data.vocabulary)
     asked, segments, sources = asked or config, data.segments, len(data.names)
     config, reasons = _settled(config, asked, layout, data)
-    options = xla.compiler_options(
-        jax.default_backend(),
-        layout.mesh.size,
-        config.train.deterministic,
-        writes_to_peers=config.kernels.writes_to_peers,
-        copies=config.mesh.copies,
-        float8=config.precision.matmul == "fp8",
-        autotuned=autotuned,
-    )
+    options = _compiler_options(config, layout, autotuned)
     anew = xla.nothing_kept(autotuned is not None)
     room = choices.room_here(config) if choices.open_keys(config) else None
     search = Search(config, layout, room, segments)
     started = time.monotonic()
-    first = initial = check = None
-    with ThreadPoolExecutor(2, "jaxthru-beside") as others:
-        for candidate in searched if searched == search else search:
+    with Beside(config, segments, fresh and weights is None, checked) as beside:
+
+        def confirm(candidate: Candidate) -> tuple[Candidate, Confirmed] | None:
             made = assemble(
                 candidate.config, layout, segments=segments, sources=sources, attention=attention_by(config)
             )
-            samples = samples_of(candidate.config, made.step.objective.model, data)
+            samples_of(candidate.config, made.step.objective.model, data)  # refuses prompts before the work
             announce(made.step.model.parameters, layout, candidate.said if room else "")
-            if fresh and weights is None and (first is None or not first.makes(made.abstract)):
-                first = FirstState(made.step.model, made.step.optimizer, made.abstract)
-                initial = others.submit(first.compile)
-            if checked and check is None:
-                rows = config.train.rows // config.train.microbatches
-                check = others.submit(wrong_attention, made.step.model, rows, config.data.sequence, segments)
+            beside.start(made)
             try:
                 with dispatch.noted() as kernels:
                     found = anew(confirmed.compile_candidate)(config, candidate, made, options, room)
             except Unsupported as refusal:
                 raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
-            if found.compiled is not None:
-                break
-            log.info("%s", found.reason)
-        else:
+            if found.compiled is None:
+                log.info("%s", found.reason)
+                return None
+            return found.candidate, found.with_kernels(kernels)
+
+        fits = confirmed.fastest(searched if searched == search else search, confirm)
+        if fits is None:
             raise InputError(choices.nothing_fits(config, room, layout.mesh.size, segments))
-        for other in (initial, check):
-            if other is not None:
-                other.result()
+        beside.wait()
+    _, found = fits
     seconds = time.monotonic() - started
     log.info("compiled in %.1f s%s", seconds, found.reason and f": {found.reason}")
-    if check is not None:
-        agree_on_attention(made.step.model, check.result())
+    if checked:
+        agree_on_attention(found.made.step.model, beside.wrong_attention)
     pinned_host.reserve(found.config, list(layout.mesh.devices.flat))
-    made, chosen = found.made, choices.with_kernels(found.config, kernels)
+    made, chosen = found.made, found.config
     devices = list(layout.mesh.devices.flat)
     decisions = choices.made(asked, chosen, found.reason, devices, reasons)
     recompile = lambda more: anew(made.compile)(options | more)  # noqa: E731
@@ -243,9 +235,21 @@ def compile_step(
         seconds,
         recompile,
         weights,
-        samples,
+        samples_of(chosen, made.step.objective.model, data),
         decisions,
-        first if first is not None and first.makes(made.abstract) else None,
+        beside.first_state(made),
+    )
+
+
+def _compiler_options(config: RunConfig, layout: Layout, autotuned: Path | None) -> dict[str, Any]:
+    return xla.compiler_options(
+        jax.default_backend(),
+        layout.mesh.size,
+        config.train.deterministic,
+        writes_to_peers=config.kernels.writes_to_peers,
+        copies=config.mesh.copies,
+        float8=config.precision.matmul == "fp8",
+        autotuned=autotuned,
     )
 
 
