@@ -2,7 +2,8 @@
 
     python scripts/bench/measure/starts.py --config configs/llama3_8b_8layer.py [--set a.b=v ...]
 
-The first start has an empty compilation cache and no token stores; the second finds what the first made.
+The first start has no programs compiled by JAX, Triton or CUDA and no token stores; the second finds what the
+first made.
 `seconds_to_first_step` is from the start of the process to the first row of its metrics. The waits are parts
 of the time of the second start's steps: `host_gap` how long the device was seen without work, `data_wait` how
 long the loop stood in the loader. Both runs are killed, which saves writing a checkpoint.
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 
+CACHES = ("JAX_COMPILATION_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 SETTLED = 10
 """Steps of the second start that do not count: the first ones fill queues."""
 
@@ -76,9 +78,9 @@ def main() -> int:
         folder = Path(name)
         settings = [*arguments.overrides, f"data.store={folder / 'store'}"]
         words = ["--config", arguments.config, *harness.set_words(settings)]
-        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+        caches = {name: str(folder / "compiled" / name) for name in CACHES}
         for number, (which, steps) in enumerate({"first": 2, "second": arguments.steps}.items()):
-            seconds, rows = start(words, environment, folder / str(number), steps)
+            seconds, rows = start(words, os.environ | caches, folder / str(number), steps)
             found[which] = round(seconds, 2)
             parts[which] = parts_of((folder / f"{number}.log").read_text())
             print(
