@@ -88,6 +88,16 @@ def test_a_slow_peer_has_one_block_and_the_record_and_the_table_say_so(bench, se
     assert race.details(found).endswith("\n\n1 block: hf (0.970 × the fastest)")
 
 
+def test_what_times_no_step_is_in_the_record_and_no_peer(bench, setup):
+    row = bench("suites.one_gpu").ROWS["packed"]
+    kernels = {"causal_milliseconds": 7.0, "packed_milliseconds": 3.0}
+    done = [block("attention", 1, 1000.0) | {"line": line(1000.0) | {"tokens_per_second": 0.0} | kernels}]
+    done += [block("jaxthru_packed", 1, 1100.0), block("jaxthru", 1, 1000.0)]
+    found = row.found(setup, done)
+    assert found["saving"]["rate_over_causal"] == pytest.approx(1.1)
+    assert "packed rows: 1.100 of the causal rate" in row.details(found)
+
+
 def test_what_a_block_compiles_is_kept_for_the_next(bench, tmp_path, monkeypatch):
     suite = bench("suite")
     for variable in (*suite.CACHES, *suite.KEPT):

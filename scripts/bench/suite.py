@@ -220,6 +220,7 @@ def arguments() -> argparse.Namespace:
     add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="of all rows")
     add("--mix", help="of the rows' text, default: functions of the standard library")
     add("--gpus", type=int, help="of this host, for rows that take several")
+    add("--old", type=Path, metavar="FOLDER", help="another commit's files, for the suite commits")
     torch = "a Python that has PyTorch (and nvidia-ml-py, for the clocks), if this one has not"
     add("--torch-python", default=sys.executable, help=torch)
     found = parser.parse_args()
@@ -261,6 +262,7 @@ def main() -> int:
                 mix=given.mix or corpus(),
                 torch_python=given.torch_python,
                 overrides=tuple(given.overrides),
+                old=given.old,
             )
             for row in rows.values():
                 setup.config(row)  # so that a bad key shows before anything runs

@@ -8,7 +8,6 @@ A moment is exposed if no kernel runs on the GPU and a copy from or to host memo
 copies while any of their direction runs.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ import harness
 from jaxthru.profile.account.measured import Measured
 from jaxthru.profile.account.timeline import HOST_COPIES, assign_owners
 from jaxthru.profile.read.xplane import Event
+from jaxthru.runtime.errors import require
 
 IDLE = ("data_wait", "host_gap", "dependency")
 
@@ -63,16 +63,14 @@ def measure(folder: Path) -> dict:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("profile", type=Path, help="a run's profile/<step>")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
-    arguments = parser.parse_args()
-    if not (arguments.profile / "collected.json").is_file():
-        parser.error(f"{arguments.profile}: no profile there")
-    line = {"benchmark": "exposed_copies", "trace": arguments.profile.name, **measure(arguments.profile)}
-    harness.emit(line | {"command": harness.command()}, arguments.output)
-    return 0
+def read(arguments) -> dict:
+    folder = arguments.profile
+    require((folder / "collected.json").is_file(), f"{folder}: no profile there")
+    return {"trace": folder.name, **measure(folder)}
+
+
+profile = harness.option("profile", type=Path, help="a run's profile/<step>")
+main = harness.program(__doc__, read, profile, config=False, elsewhere=True)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,11 @@ class Profiled(Row):
     def wanted(self, done):
         return [Block(self.name, 1, self.most)]
 
+    def refuses(self, setup):
+        if self.against and not lines_of(setup.blocks(self.against), self.against):
+            return f"it is compared with {self.against}, which has not run"
+        return ""
+
     def command(self, name, setup):
         at, steps, total = (5, 2, 16) if setup.tiny else self.steps
         timed = [f"profile.at={at}", f"profile.steps={steps}", f"train.steps={total}"]

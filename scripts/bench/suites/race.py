@@ -166,7 +166,10 @@ class Race(Row):
 
     def found(self, setup: Setup, done: list[dict]) -> dict:
         precision = "fp8" if "fp8" in self.settings else "bf16"
-        names = dict.fromkeys((self.own, *self.against, *self.beside), precision)
+        every = (self.own, *self.against, *self.beside)
+        # What times no step has no rate to be compared.
+        steps = Contender.script
+        names = {name: precision if self.contender(name).script == steps else None for name in every}
         needed = functools.partial(llama.train_flops, setup.config(self).model)
         peak = hardware.data_sheet_flops(comparison.device_kind(done))
         names |= {name: name.removeprefix("gemm_") for name in self.products}
