@@ -70,7 +70,7 @@ def grown(build, first: int, card: int | None, share: float) -> tuple[Build, lis
 
 
 def measure(arguments) -> dict:
-    arguments.packed_rows = arguments.warmup_seconds = arguments.timed_seconds = None
+    arguments.warmup_seconds = arguments.timed_seconds = None
     config = configuration.load(arguments.config, ["train.steps=1000000", *arguments.overrides])
     xla.configure(config.kernels.writes_to_peers)
     data, card = open_data(config.data), card_bytes()

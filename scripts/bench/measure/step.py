@@ -61,29 +61,6 @@ def kept_batches(built: Build, path: Path) -> Iterator[Batch]:
         yield built.place(batch, len(batch["tokens"]))
 
 
-def documents(built: Build, steps: range) -> dict:
-    """Returns how long the documents of these steps' rows are: what packed attention saves rests on it."""
-    train = built.config.train
-    schedule = DataState(0, ((0, built.data.mixture),), built.data.keys).schedule
-    lengths = []
-    with built.data.train_batches(
-        schedule, seed=train.seed, rows=train.rows, start=steps.start, steps=steps.stop
-    ) as batches:
-        for batch in batches:
-            for row in batch["segment_ids"]:
-                lengths.append(np.bincount(row)[1:])
-    lengths = np.concatenate(lengths)
-    edges = 2 ** np.arange(built.config.data.sequence.bit_length() + 1)
-    counts, _ = np.histogram(lengths, edges)
-    return {
-        "documents_per_row": round(len(lengths) / (len(steps) * train.rows), 2),
-        "sum_length_squared": int(np.sum(lengths.astype(np.int64) ** 2)),
-        "length_histogram": {
-            f"{low}-{2 * low - 1}": int(count) for low, count in zip(edges[:-1], counts, strict=True)
-        },
-    }
-
-
 def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespace) -> dict:
     """Returns what the steps took and did."""
     state = built.first_state()
@@ -121,8 +98,6 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
     }
     if arguments.steps:
         line["losses"] = [float(step["loss"]) for step in values]
-    if built.data.segments > 1 and not arguments.packed_rows:
-        line["documents"] = documents(built, range(timing.first, timing.first + len(values)))
     return line
 
 
