@@ -19,8 +19,10 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import slow_transform
 import zstandard
 
 from jaxthru.data.loading.dataset import DataConfig, open_data
@@ -127,18 +129,25 @@ def write_mixes(folder: Path, heavy_sources: int) -> None:
     write_mix(folder, "heavy", heavy)
     write_mix(folder, "heavy_online", {name: keys | {"online": True} for name, keys in heavy.items()})
     fast, slow = paths("pages", [0]), paths("pages", [1])
-    slow |= {"online": True, "transform": "data_transform:slow"}
-    shutil.copy(Path(__file__).with_name("data_transform.py"), folder)
-    write_mix(folder, "pages", {"fast": {**fast, "weight": 9}, "slow": slow})
+    write_mix(folder, "pages", {"fast": {**fast, "weight": 9}, "slow": slow | slowed(folder)})
+
+
+def slowed(folder: Path) -> dict[str, Any]:
+    """Returns the keys of a source whose texts cost time while they are read (see `slow_transform`)."""
+    shutil.copy(slow_transform.__file__, folder)
+    return {"online": True, "transform": "slow_transform:slow"}
 
 
 def paths(kind: str, numbers: Iterable[int]) -> dict[str, list[str]]:
     return {"paths": [f"{kind}/{number:03}.jsonl.zst" for number in numbers]}
 
 
-def write_mix(folder: Path, mix: str, sources: dict[str, dict]) -> None:
+def write_mix(folder: Path, mix: str, sources: dict[str, dict]) -> Path:
+    """Writes a mix of sources with these keys; returns its file."""
     lines = ['tokenizer = "tokenizer.json"', "held_out = 0.0"]
     for name, keys in sources.items():
         keys = {"recipe": "local_jsonl", "weight": 1, **keys}
         lines += [f"[sources.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
-    (folder / f"{mix}.toml").write_text("\n".join(lines) + "\n")
+    path = folder / f"{mix}.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path

@@ -81,7 +81,8 @@ def measure(record: dict, row: Row, setup: Setup, path: Path, ends: float) -> bo
 
         def run(block: Block, gpu: str, limit: float = limit) -> dict:
             known = block.name in GEMM
-            command = gemm_command(block.name, setup) if known else row.command(block.name, setup)
+            here = dataclasses.replace(setup, done=tuple(record["blocks"]))
+            command = gemm_command(block.name, here) if known else row.command(block.name, here)
             return blocks.block_of(block.name, block.turn, command, gpu, limit)
 
         on = gpus if group[0].group else [",".join(gpus)]
@@ -114,21 +115,21 @@ def run(rows: dict[str, Row], setup: Setup, ends: float, retry: bool) -> None:
 
 def listed(rows: dict[str, Row]) -> str:
     """Returns the rows with their bars, what runs for them and the seconds that it takes, in Markdown."""
-    lines = ["| row | what | bar | contenders | about s |", "|---|---|---|---|---|"]
-    total = 0.0
+    lines, total = [], 0.0
     for name, row in rows.items():
         left = row.left([])
         seconds = sum(block.seconds for block in left)
         total += seconds
         names = ", ".join(dict.fromkeys(block.name for block in left if block.name not in GEMM))
         bars = "; ".join(bar.asked() for bar in row.bars)
-        lines.append(f"| {name} | {row.about} | {bars} | {names} | {seconds:,.0f} |")
-    return "\n".join([*lines, f"| all | | | | {total:,.0f} |"])
+        lines.append([name, row.about, bars, names, f"{seconds:,.0f}"])
+    head = ("row", "what", "bar", "contenders", "about s")
+    return comparison.markdown(head, [*lines, ["all", "", "", "", f"{total:,.0f}"]])
 
 
 def table(rows: dict[str, Row], setup: Setup) -> str:
     """Returns what the records in a folder say of the bars, in Markdown."""
-    lines = ["| shape | bar | found | A-A | |", "|---|---|---|---|---|"]
+    lines = []
     for name, row in rows.items():
         path = setup.path(name)
         record = json.loads(path.read_text()) if path.exists() else {}
@@ -143,8 +144,8 @@ def table(rows: dict[str, Row], setup: Setup) -> str:
                 mark += ", on a tiny shape"
             cells = ["" if number else row.about, bar.asked(), told(bar.what, value, found)]
             cells += [comparison.shown(found.get("spread"), ".2%"), mark]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            lines.append(cells)
+    return comparison.markdown(("shape", "bar", "found", "A-A", ""), lines)
 
 
 FORMS = {
@@ -231,17 +232,17 @@ def main() -> int:
                 commit=commit,
                 folder=Path(folder),
                 tiny=given.tiny,
-                mix=given.mix or corpus(),
+                mix=given.mix or (corpus() if any(row.reads for row in rows.values()) else ""),
                 torch_python=given.torch_python,
                 overrides=tuple(given.overrides),
             )
             for row in rows.values():
-                setup.config(row)  # so that a bad key shows before anything runs
+                row.check(setup)  # so that a bad key shows before anything runs
             run(rows, setup, began + given.stop_after, given.retry)
     print(table(rows, setup))
     print(f"\n{notes}")
-    for name, row in rows.items() if given.in_full else ():
-        if setup.path(name).exists():
+    for name, row in rows.items():
+        if (given.in_full or not row.bars) and setup.path(name).exists():
             record = json.loads(setup.path(name).read_text())
             said = [row.details(record["found"]), *comparison.remarks(record["blocks"])]
             print("\n".join([f"\n{name}", *filter(None, said)]))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_balance
 import data_corpus
 import numpy as np
+from measure import balance
 
 from jaxthru.data.store import tokenizer
 
-LENGTHS = "lognormal(6, 2)"
+LENGTHS = "lognormal"
 
 
 def make(folder: Path, tokens: int, sequence: int, vocabulary: int) -> Path:
@@ -28,15 +28,11 @@ def make(folder: Path, tokens: int, sequence: int, vocabulary: int) -> Path:
     tokenizer.train(iter(sample), vocabulary, folder / "tokenizer.json")
     encoded = tokenizer.Tokenizer(folder / "tokenizer.json").encode(sample[:200])
     characters = sum(map(len, sample[:200])) / sum(map(len, encoded))  # of a token
-    lengths = data_balance.lengths(LENGTHS, tokens, sequence)
+    lengths = balance.lengths(LENGTHS, tokens, sequence)
     with (folder / "documents.jsonl").open("w") as file:
         for piece in pieces(text, lengths * characters):
             file.write(json.dumps({"text": piece}) + "\n")
-    mix.write_text(
-        'tokenizer = "tokenizer.json"\nheld_out = 0.0\n'
-        '[sources.documents]\nrecipe = "local_jsonl"\nweight = 1\npaths = ["documents.jsonl"]\n'
-    )
-    return mix
+    return data_corpus.write_mix(folder, "mix", {"documents": {"paths": ["documents.jsonl"]}})
 
 
 def pieces(text: str, characters: np.ndarray) -> Iterator[str]:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import blocks
 import harness
@@ -72,7 +73,7 @@ class Block:
 class Setup:
     """What the commands of a run's blocks need to know. folder: for what the blocks share. overrides:
     settings of all rows, under their own. commit: None if it is not known. suite, records: its name, and the
-    folder of its records."""
+    folder of its records. done: the row's blocks that have run."""
 
     commit: str | None
     folder: Path
@@ -82,6 +83,7 @@ class Setup:
     overrides: tuple[str, ...] = ()
     suite: str = ""
     records: Path = Path()
+    done: tuple[dict, ...] = ()
 
     def settings(self, row: "Row", *more: str) -> list[str]:
         """Returns a row's settings, as `--set` takes them; of a key that is set twice, the last counts."""
@@ -137,7 +139,7 @@ def config_file(name: str) -> Path:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """about: the row, for people. config: in configs/; common, settings: over it. bars: that it is held to.
-    gpus: that it takes. named: it runs only where it is named."""
+    gpus: that it takes. named: it runs only where it is named. reads: it takes the mix of the rows' text."""
 
     about: str
     config: str
@@ -146,6 +148,7 @@ class Row:
     common: str = AUTO
     gpus: int = 1
     named: bool = False
+    reads: ClassVar[bool] = True
 
     def wanted(self, done: list[dict]) -> list[Block]:
         """Returns all blocks of the row, as far as can be told from those that ran, in their order."""
@@ -162,6 +165,10 @@ class Row:
     def details(self, found: dict) -> str:
         """Returns what there is to show of the row beside its bars, in Markdown."""
         return ""
+
+    def check(self, setup: Setup) -> None:
+        """Raises InputError for settings that cannot be."""
+        setup.config(self)
 
     def refuses(self, setup: Setup) -> str:
         """Returns why the row is not to run now, empty if it is."""
