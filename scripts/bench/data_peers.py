@@ -34,11 +34,7 @@ def rows(folder: Path) -> np.ndarray:
 def written(folder: Path, write: Callable[[Path, np.ndarray], None]) -> Path:
     """Returns where a peer's files lie, written at the first call."""
     target = folder / "peers" / write.__name__.removeprefix("write_")
-    if not (target / "made").is_file():
-        target.mkdir(parents=True, exist_ok=True)
-        write(target / "data", rows(folder))
-        (target / "made").touch()
-    return target / "data"
+    return corpus.once(target, lambda target: write(target / "data", rows(folder))) / "data"
 
 
 def write_mosaicml(path: Path, tokens: np.ndarray) -> None:

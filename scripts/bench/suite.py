@@ -24,7 +24,7 @@ from pathlib import Path
 
 import blocks
 import comparison
-import functions_corpus
+import data_corpus
 import harness
 from suites.rows import GEMM, Block, Row, Setup, gemm_command
 
@@ -156,6 +156,7 @@ FORMS = {
 }
 FORMS |= {"slowest": "{:.3f} ×", "share_of_card": "{:.1%}", "slower": "{:.1%} slower", "mfu": "{:.1%}"}
 FORMS |= {"peak_hbm_gib": "{:.1f} GiB", "host_gib": "{:.1f} GiB", "falls": "{:.3f}"}
+FORMS |= {"gain_over_predicted": "{:.1%}", "prediction_error": "{:.1%}", "data_wait": "{:.2%}"}
 
 
 def told(what: str, value: float | None, found: dict) -> str:
@@ -173,9 +174,7 @@ def told(what: str, value: float | None, found: dict) -> str:
 def corpus() -> str:
     """Returns the mix of the rows' text, functions of the standard library; it is written if it is not
     there."""
-    if not (CORPUS / "mix.toml").exists():
-        functions_corpus.write(CORPUS)
-    return str(CORPUS / "mix.toml")
+    return str(data_corpus.once(CORPUS, data_corpus.functions) / "mix.toml")
 
 
 def arguments() -> argparse.Namespace:

@@ -18,11 +18,12 @@ LENGTHS = "lognormal"
 
 def make(folder: Path, tokens: int, sequence: int, vocabulary: int) -> Path:
     """Makes the corpus if it is missing; returns its mix. Documents are pieces of the standard library."""
-    folder = folder / f"{sequence}_{tokens}_{vocabulary}"
-    mix = folder / "mix.toml"
-    if mix.is_file():
-        return mix
-    folder.mkdir(parents=True, exist_ok=True)
+    sizes = sequence, tokens, vocabulary
+    own = folder / "_".join(map(str, sizes))
+    return data_corpus.once(own, lambda folder: write(folder, *sizes)) / "mix.toml"
+
+
+def write(folder: Path, sequence: int, tokens: int, vocabulary: int) -> None:
     text = "\n".join(data_corpus.library(4 * tokens))
     sample = data_corpus.chunks([text[:4_000_000]], 4096)
     tokenizer.train(iter(sample), vocabulary, folder / "tokenizer.json")
@@ -32,7 +33,7 @@ def make(folder: Path, tokens: int, sequence: int, vocabulary: int) -> Path:
     with (folder / "documents.jsonl").open("w") as file:
         for piece in pieces(text, lengths * characters):
             file.write(json.dumps({"text": piece}) + "\n")
-    return data_corpus.write_mix(folder, "mix", {"documents": {"paths": ["documents.jsonl"]}})
+    data_corpus.write_mix(folder, "mix", {"documents": {"paths": ["documents.jsonl"]}})
 
 
 def pieces(text: str, characters: np.ndarray) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
     python scripts/bench/suite.py data --rows balanced_steps
 
-Needs zstandard and, on a GPU, jax-triton.
+Needs jax-triton on a GPU.
 
 Rows of 32,768 tokens hold whole documents of heavy-tailed length (lognormal(6, 2), best fit), one row for
 each device and micro-batch, eight micro-batches. The model is Llama 3 8B with an eighth of its layers and

@@ -182,7 +182,8 @@ def main() -> int:
     arguments = parser.parse_args()
     xla.configure()
     shape = harness.TINY if arguments.tiny else harness.Shape(layers=32)
-    model = ModelConfig(**dataclasses.asdict(shape), loop=arguments.loop)
+    keys = {key: value for key, value in dataclasses.asdict(shape).items() if value}
+    model = ModelConfig(**keys, loop=arguments.loop)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "source"
         weights = make(home, model)

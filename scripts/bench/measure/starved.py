@@ -67,23 +67,16 @@ from jaxthru.runtime.errors import require
 PAGE_CHARACTERS = 4096
 
 
-def make_corpus(folder: Path, sources: int, pages: int, vocabulary: int) -> Path:
-    """Makes the corpus if it is missing; returns its folder."""
-    folder = folder / f"{sources}_{pages}_{vocabulary}"
-    if (folder / "made").is_file():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
+def make_corpus(folder: Path, sources: int, pages: int, vocabulary: int) -> None:
+    """Makes the corpus. Raises InputError for more sources than there are pages."""
     wanted = sources * pages
     found = data_corpus.chunks(data_corpus.library(2 * wanted * PAGE_CHARACTERS), PAGE_CHARACTERS)
     require(len(found) >= sources, f"--sources {sources}: the standard library has {len(found)} pages here")
-    found = found[:wanted]
-    tokenizer.train(iter(found[:1500]), vocabulary, folder / "tokenizer.json")
-    data_corpus.write(folder / "pages", (found[number::sources] for number in range(sources)))
+    tokenizer.train(iter(found[: min(wanted, 1500)]), vocabulary, folder / "tokenizer.json")
+    data_corpus.write(folder / "pages", (found[number:wanted:sources] for number in range(sources)))
     slow = data_corpus.slowed(folder)
     mix = {f"s{number}": data_corpus.paths("pages", [number]) | slow for number in range(sources)}
     data_corpus.write_mix(folder, "mix", mix)
-    (folder / "made").touch()
-    return folder
 
 
 def complete(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -174,7 +167,9 @@ def main() -> int:
     loaders = f"data.loaders={max((os.cpu_count() or 1) // 2, 1)}"
     settings = harness.set_words([loaders, *arguments.overrides, "data.packing=split", "train.steps=1000000"])
     config = configuration.load(arguments.config, settings[1::2])
-    folder = make_corpus(arguments.folder, arguments.sources, arguments.pages, arguments.vocabulary)
+    sizes = arguments.sources, arguments.pages, arguments.vocabulary
+    folder = arguments.folder / "_".join(map(str, sizes))
+    data_corpus.once(folder, lambda folder: make_corpus(folder, *sizes))
     own = {"data.mix": str(folder / "mix.toml"), "data.store": str(folder / "store")}
     config = replaced(config, own | {"data.balance": False})  # rows in any order: there is but one device
     data = open_data(config.data)

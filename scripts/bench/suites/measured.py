@@ -7,10 +7,7 @@ import sys
 
 import blocks
 import comparison
-import harness
-from suites.rows import TINY, Bar, Block, Row, Setup, config_file
-
-from jaxthru import config as configuration
+from suites.rows import TINY, Bar, Block, Row, Setup
 
 RATE = "tokens_per_second"
 UNEQUAL = 0.05
@@ -79,14 +76,7 @@ class Measured(Row):
 
     def given(self, setup: Setup) -> dict[str, list[str]]:
         """Returns the words that {key} stands for in a command."""
-        given = {"seconds": setup.seconds(*self.timed)}
-        if self.config:
-            given["config"] = ["--config", str(config_file(self.config)), *self.set_words(setup)]
-        return given
-
-    def set_words(self, setup: Setup) -> list[str]:
-        small = self.small.split() if setup.tiny else []
-        return harness.set_words([*self.common.split(), *setup.overrides, *self.settings.split(), *small])
+        return {"seconds": setup.seconds(*self.timed), "config": setup.words(self) if self.config else []}
 
     def command(self, name: str, setup: Setup) -> list[str]:
         given = {key: shlex.join(words) for key, words in self.given(setup).items()}
@@ -100,7 +90,7 @@ class Measured(Row):
 
     def check(self, setup: Setup) -> None:
         if self.config:
-            configuration.load(config_file(self.config), self.set_words(setup)[1::2])
+            super().check(setup)
 
     def found(self, setup: Setup, done: list[dict]) -> dict:
         ran = comparison.ran([block for block in done if block["contender"] in self.contenders])

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import blocks
 import harness
@@ -87,8 +86,9 @@ class Setup:
 
     def settings(self, row: "Row", *more: str) -> list[str]:
         """Returns a row's settings, as `--set` takes them; of a key that is set twice, the last counts."""
-        words = [*row.common.split(), f"data.mix={self.mix}", *self.overrides, *row.settings.split(), *more]
-        return harness.set_words([*words, *(TINY.split() if self.tiny else [])])[1::2]
+        text, small = f"data.mix={self.mix}" if row.reads else "", row.small if self.tiny else ""
+        words = [*row.common.split(), *text.split(), *self.overrides, *row.settings.split(), *more]
+        return harness.set_words([*words, *small.split()])[1::2]
 
     def config(self, row: "Row", *more: str) -> configuration.RunConfig:
         """Returns a row's configuration. Raises InputError."""
@@ -139,7 +139,8 @@ def config_file(name: str) -> Path:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """about: the row, for people. config: in configs/; common, settings: over it. bars: that it is held to.
-    gpus: that it takes. named: it runs only where it is named. reads: it takes the mix of the rows' text."""
+    gpus: that it takes. named: it runs only where it is named. reads: it takes the mix of the rows' text.
+    small: settings that make it one for a CPU."""
 
     about: str
     config: str
@@ -148,7 +149,7 @@ class Row:
     common: str = AUTO
     gpus: int = 1
     named: bool = False
-    reads: ClassVar[bool] = True
+    reads, small = True, TINY
 
     def wanted(self, done: list[dict]) -> list[Block]:
         """Returns all blocks of the row, as far as can be told from those that ran, in their order."""
