@@ -157,36 +157,46 @@ def remarks(blocks: list[Block]) -> list[str]:
     return told + [f"{name} skipped updates: a loss or a gradient was not finite." for name in skipped]
 
 
+COLUMNS = {
+    "tok/s": ("tokens_per_second", ",.0f"),
+    "step ms": ("step_milliseconds", ".1f"),
+    "TFLOP/s": ("tflops", ".0f"),
+    "MFU": ("mfu", ".1%"),
+    "of GEMM": ("share_of_gemm", ".0%"),
+    "MHz": ("sm_clock_mhz", ".0f"),
+    "W": ("power_watts", ".0f"),
+    "GiB": ("peak_hbm_gib", ".1f"),
+    "A-A": ("spread", ".2%"),
+}
+"""{heading: (number, format)}."""
+
+
 def table(found: dict[str, Row], order: list[str], base: str, peers: list[str]) -> str:
     """Returns the comparison in Markdown. A ratio in bold is claimed; others are within the spread."""
-    head = ("contender", "tok/s", "step ms", "TFLOP/s", "MFU", "of GEMM", "MHz", "W", "GiB", "A-A")
-    head += (f"/ {base}", "/ best peer")
     lines = []
     for name in order:
         row = found.get(name, {})
         if "tflops" not in row:
             continue
-        cells = [
-            name,
-            shown(row.get("tokens_per_second"), ",.0f"),
-            shown(row["step_milliseconds"] if "mfu" in row else None, ".1f"),
-            shown(row.get("tflops"), ".0f"),
-            shown(row.get("mfu"), ".1%"),
-            shown(row["share_of_gemm"], ".0%"),
-            shown(row["sm_clock_mhz"], ".0f"),
-            shown(row["power_watts"], ".0f"),
-            shown(row["peak_hbm_gib"], ".1f"),
-            shown(row["spread"], ".2%"),
+        steps = {} if "mfu" in row else {"step_milliseconds": None}  # a sustained product has none
+        compared = [
+            judged(ratio(row, found[other]))
+            if other != name and all("tokens_per_second" in found.get(each, ()) for each in (name, other))
+            else ""
+            for other in (base, best_peer(found, peers, row["precision"]))
         ]
-        best = best_peer(found, peers, row["precision"])
-        for other in (base, best):
-            rated = all("tokens_per_second" in found.get(each, ()) for each in (name, other))
-            comparable = rated and other != name
-            compared = ratio(row, found[other]) if comparable else None
-            mark = "**" if compared and compared["claimed"] else ""
-            cells.append(f"{mark}{compared['ratio']:.3f}{mark}" if compared else "")
-        lines.append(cells)
-    return markdown(head, lines)
+        lines.append([name, *cells(row | steps, COLUMNS), *compared])
+    return markdown(["contender", *COLUMNS, f"/ {base}", "/ best peer"], lines)
+
+
+def judged(of: dict[str, Any]) -> str:
+    """Returns a ratio for people; in bold it is claimed."""
+    return f"**{of['ratio']:.3f}**" if of["claimed"] else f"{of['ratio']:.3f}"
+
+
+def cells(row: Row, columns: dict[str, tuple[str, str]]) -> list[str]:
+    """Returns a row's numbers as a table shows them."""
+    return [shown(row.get(of), form) for of, form in columns.values()]
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -99,36 +99,30 @@ class Measured(Row):
         if self.within:
             lines = [line[self.within] for lines, _ in ran.values() for line in lines]
             rows = {name: medians([line[name] for line in lines]) for name in (lines[0] if lines else ())}
-        ratios = {
-            ratio.name: ratio.judged(rows)
-            for ratio in self.ratios
-            if all(rows.get(name, {}).get(ratio.of) for name in ratio.pair)
+        known = [of for of in self.ratios if all(rows.get(name, {}).get(of.of) for name in of.pair)]
+        compared = {(name, ratio.of) for ratio in known for name in ratio.pair}
+        spreads = [rows[name]["spreads"][of] for name, of in compared] or [own.get("spreads", {}).get(RATE)]
+        ratios = {ratio.name: ratio.judged(rows) for ratio in known}
+        return {
+            **own,
+            "contenders": rows,
+            "ratios": ratios,
+            "spread": max((spread for spread in spreads if spread is not None), default=None),
+            **{name: of["ratio"] for name, of in ratios.items()},
         }
-        compared = {(name, ratio.of) for ratio in self.ratios if ratio.name in ratios for name in ratio.pair}
-        spreads = [rows[name]["spreads"].get(of) for name, of in compared]
-        known = [spread for spread in spreads or [own.get("spreads", {}).get(RATE)] if spread is not None]
-        told = {"contenders": rows, "ratios": ratios, "spread": max(known, default=None)}
-        return own | told | {name: of["ratio"] for name, of in ratios.items()}
 
     def details(self, found: dict) -> str:
-        head = ["contender", *self.columns]
-        rows = [
-            [name, *(comparison.shown(row.get(of), form) for of, form in self.columns.values())]
-            for name, row in found["contenders"].items()
-        ]
-        told = [comparison.markdown(head, rows)]
-        if found["ratios"]:
+        rows = [[name, *comparison.cells(row, self.columns)] for name, row in found["contenders"].items()]
+        told = [comparison.markdown(["contender", *self.columns], rows)]
+        ratios = []
+        for name, of in found["ratios"].items():
+            doubts = [*of.get("doubts", []), *([] if of.get("rates_equal", True) else ["rates differ"])]
+            needed = comparison.shown(of["needed"], ".2%")
+            ratios.append([name, of["of"], comparison.judged(of), needed, ", ".join(doubts)])
+        if ratios:
             head = ("ratio", "of", "value", "twice the A-A spread", "")
-            told.append(comparison.markdown(head, map(self.judgement, found["ratios"].items())))
+            told.append(comparison.markdown(head, ratios))
         return "\n\n".join(told)
-
-    @staticmethod
-    def judgement(named: tuple[str, dict]) -> list[str]:
-        """Returns a ratio's line of the table; in bold it is claimed."""
-        name, of = named
-        value = f"**{of['ratio']:.3f}**" if of["claimed"] else f"{of['ratio']:.3f}"
-        doubts = [*of.get("doubts", []), *([] if of.get("rates_equal", True) else ["rates differ"])]
-        return [name, of["of"], value, comparison.shown(of["needed"], ".2%"), ", ".join(doubts)]
 
 
 def medians(lines: list[dict]) -> dict:
