@@ -133,6 +133,20 @@ def test_a_step_is_dispatched_before_the_last_is_waited_for(bench):
     assert timing.values == list(range(timing.first, timing.first + 3))
 
 
+def test_the_first_timed_step_begins_where_the_one_before_ended(bench, monkeypatch):
+    """What starts sampling the clocks takes time in which the device works."""
+    harness = bench("harness")
+
+    class Slow(harness.Clocks):
+        def __enter__(self):
+            time.sleep(0.2)
+            return super().__enter__()
+
+    monkeypatch.setattr(harness, "Clocks", Slow)
+    timing = harness.timed(lambda: time.perf_counter(), lambda began: began, 0.0, 0.0, (2, 2))
+    assert timing.seconds[0] >= 0.2 > timing.seconds[1]
+
+
 def test_a_rate_is_all_tokens_over_all_seconds(bench):
     line = bench("harness").Timing([0.1, 0.1, 0.1, 0.3], [0] * 4, [0], 1500.0, None).line(60.0)
     assert line["tokens_per_second"] == 400.0, "of the median step it would be 600"
@@ -230,8 +244,7 @@ def test_joules_are_those_of_the_counter_between_its_steps(bench, monkeypatch):
 
 def test_one_timed_step_is_too_few(bench, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["step.py", "--config", "F", "--steps", "2", "1"])
-    with pytest.raises(SystemExit):
-        bench("measure.step").main()
+    assert bench("measure.step").main() == 2
     assert "--steps 2 1: of one timed step there is no spread" in capsys.readouterr().err
 
 

@@ -76,6 +76,41 @@ def test_a_peer_runs_again_if_it_is_nearly_the_fastest(bench):
     assert wanted(race, [*done, block("jaxthru", 2, 1210.0), block("hf_blocks", 2, 500.0)]) == [("hf", 2)]
 
 
+def test_a_slow_peer_has_one_block_and_the_record_and_the_table_say_so(bench, setup):
+    race = bench("suites.race").Race("", "llama3_8b_8layer", against=("hf", "hf_blocks", "hf_flash"))
+    done = [block("gemm_bf16", 1, 0.1, tflops=40.0), block("jaxthru", 1, 1200.0), block("hf", 1, 970.0)]
+    assert race.once(done) == {}, "nothing is told while the fastest has not run"
+    done += [block("hf_blocks", 1, 1000.0), block("hf_flash", 1, None)]
+    assert race.once(done) == {"hf": 0.97}
+    assert wanted(race, done) == [("jaxthru", 2), ("hf_blocks", 2)]
+    found = race.found(setup, [*done, block("jaxthru", 2, 1204.0), block("hf_blocks", 2, 990.0)])
+    assert found["once"] == {"hf": 0.97}
+    assert race.details(found).endswith("\n\n1 block: hf (0.970 × the fastest)")
+
+
+def test_what_times_no_step_is_in_the_record_and_no_peer(bench, setup):
+    row = bench("suites.one_gpu").ROWS["packed"]
+    kernels = {"causal_milliseconds": 7.0, "packed_milliseconds": 3.0}
+    done = [block("attention", 1, 1000.0) | {"line": line(1000.0) | {"tokens_per_second": 0.0} | kernels}]
+    done += [block("jaxthru_packed", 1, 1100.0), block("jaxthru", 1, 1000.0)]
+    found = row.found(setup, done)
+    assert found["saving"]["rate_over_causal"] == pytest.approx(1.1)
+    assert "packed rows: 1.100 of the causal rate" in row.details(found)
+
+
+def test_what_a_block_compiles_is_kept_for_the_next(bench, tmp_path, monkeypatch):
+    suite = bench("suite")
+    for variable in (*suite.CACHES, *suite.KEPT):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("CUDA_CACHE_PATH", "own")
+    suite.keep_compiled(tmp_path)
+    found = {variable: os.environ[variable] for variable in suite.CACHES}
+    assert found.pop("CUDA_CACHE_PATH") == "own"
+    assert len(set(found.values())) == len(found) == 4
+    assert all(Path(folder).is_relative_to(tmp_path) for folder in found.values())
+
+
 def test_a_peer_recomputes_only_if_all_that_keep_everything_fail(bench):
     own = ("hf", "hf_blocks", "hf_flash")
     race = bench("suites.race").Race("", "llama3_8b_8layer", against=(*own, "hf_checkpointed"))
@@ -222,6 +257,8 @@ def suite(bench, monkeypatch, tmp_path):
 
     monkeypatch.setattr(suite.blocks, "block_of", block_of)
     monkeypatch.setattr(suite, "corpus", lambda: "quickstart")
+    for variable in (*suite.CACHES, *suite.KEPT):  # or they would be set for all tests that come
+        monkeypatch.setenv(variable, "")
 
     def run(*words: str) -> list[tuple[str, int]]:
         ran.clear()

@@ -57,7 +57,7 @@ import jax
 from gpu_clocks import Clocks
 from measure import programs
 from measure.collectives import Case, contenders, first_run_of_jax, search_jax, torch_peer
-from measure.commits import Tree
+from measure.steps_in_turns import Tree
 
 from jaxthru.runtime import xla
 from pallas_kernels import dispatch

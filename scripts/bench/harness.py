@@ -6,6 +6,7 @@ It imports neither JAX nor PyTorch, so that each process loads only the one that
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -79,18 +80,18 @@ def timed(
     steps: how many to warm up with and to time, where seconds would ask for too many of a large model's.
     gpus: that the steps run on, for the clocks.
     """
-    previous = None
+    previous, clock = None, time.perf_counter()
 
     def run_for(seconds: float, least: int = 3) -> list[tuple[float, Any]]:
-        nonlocal previous
-        done, began, clock = [], time.perf_counter(), time.perf_counter()
+        nonlocal previous, clock
+        done, began = [], time.perf_counter()
         while time.perf_counter() - began < seconds or len(done) < least:
             started = dispatch()
             if previous is not None:
-                values = finish(previous)
-                now = time.perf_counter()
-                done.append((now - clock, values))
-                clock = now
+                values, ended = finish(previous), time.perf_counter()
+                # Since the step before ended, in whichever span: the device has not waited between.
+                done.append((ended - clock, values))
+                clock = ended
             previous = started
         return done
 
@@ -196,18 +197,51 @@ def add_seconds(parser: argparse.ArgumentParser, warmup: float = 20.0, timed: fl
 
 def config_parser(doc: str, config: object = None) -> argparse.ArgumentParser:
     """Returns the arguments of a script that measures a configuration. doc: the script's, whose first line
-    counts; config: the default, without which one has to be given."""
+    counts; config: the default, without which one has to be given, or False for none at all."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    default = {"required": True} if config is None else {"default": str(config)}
-    parser.add_argument("--config", **default)
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    if config is not False:
+        default = {"required": True} if config is None else {"default": str(config)}
+        parser.add_argument("--config", **default)
+        parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     return parser
 
 
-def about(benchmark: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns how a line of `config_parser`'s arguments begins."""
-    return {"benchmark": benchmark, "config": Path(arguments.config).stem, "set": arguments.overrides}
+def option(*names: str, **how: Any) -> tuple:
+    """Returns an argument of `program`, as `add_argument` takes it."""
+    return names, how
+
+
+def program(
+    doc: str,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    *options: tuple,
+    config: object = None,
+    seconds: tuple[float, float] | None = None,
+    elsewhere: bool = False,
+) -> Callable[[], int]:
+    """Returns the `main` of a script that measures something of a configuration and prints one line of JSON.
+
+    doc: the script's, whose first line counts. measure: arguments -> what it found; an InputError is one line
+    and exit code 2. config: as `config_parser` has it, False where there is none. seconds: of warm-up and
+    timed, by default. elsewhere: what is found says itself on what device it was found.
+    """
+
+    def main() -> int:
+        parser = config_parser(doc, config)
+        if seconds:
+            add_seconds(parser, *seconds)
+        for names, how in options:
+            parser.add_argument(*names, **how)
+        arguments = parser.parse_args()
+        line = {"benchmark": Path(sys.argv[0]).stem}
+        if config is not False:
+            line |= {"config": Path(arguments.config).stem, "set": arguments.overrides}
+        line |= measure(arguments)
+        emit(line | ({"command": command()} if elsewhere else provenance()), arguments.output)
+        return 0
+
+    return functools.partial(run, main)
 
 
 def shape_parser(description: str) -> argparse.ArgumentParser:

@@ -6,9 +6,10 @@
 
 A suite is a file of suites/ with ROWS. Each contender of a row runs in a process of its own. A row's record
 is DIR/<suite>_<row>.json, written after each of them, so that the same command goes on where one was cut
-short. With --stop-after nothing is begun that would not end by then, by its estimate. --tiny runs rows as
-small ones on a CPU, to see that they work. On a host with several GPUs, CUDA_VISIBLE_DEVICES says which a
-command takes: two commands with other --rows, and one --output, share the work.
+short. With --stop-after nothing is begun that would not end by then, by its estimate. What blocks compile and
+tune is kept in a folder (--compiled), so that of two blocks of a contender the second starts warm. --tiny
+runs rows as small ones on a CPU, to see that they work. On a host with several GPUs, CUDA_VISIBLE_DEVICES
+says which a command takes: two commands with other --rows, and one --output, share the work.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import importlib
 import json
+import os
 import re
 import sys
 import tempfile
@@ -28,10 +30,22 @@ import data_corpus
 import harness
 from suites.rows import GEMM, Block, Row, Setup, gemm_command
 
+from jaxthru.runtime import xla
+
 LIMIT = 560.0  # seconds of a block: a command on a GPU machine has 600
 SUITES = sorted(path.stem for path in (blocks.HERE / "suites").glob("*.py") if "ROWS" in path.read_text())
 RESULTS = blocks.HERE / "results"
 CORPUS = blocks.ROOT / "build" / "functions"
+COMPILED = blocks.ROOT / "build" / "compiled"
+CACHES = {
+    "JAX_COMPILATION_CACHE_DIR": "jax",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",  # DeepSpeed's CPUAdam
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""{a variable that names a cache of compiled programs: its folder in --compiled}."""
+KEPT = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
 MARKS = {True: "met", False: "**missed**", None: "not run"}
 
 
@@ -113,6 +127,14 @@ def run(rows: dict[str, Row], setup: Setup, ends: float, retry: bool) -> None:
             return
 
 
+def keep_compiled(folder: Path) -> None:
+    """Has blocks keep what they compile in `folder`, apart for each kind of processor, but for the caches
+    that the environment names."""
+    own = folder.absolute() / xla.processor()
+    for variable, value in (KEPT | {key: str(own / name) for key, name in CACHES.items()}).items():
+        os.environ.setdefault(variable, value)
+
+
 def listed(rows: dict[str, Row]) -> str:
     """Returns the rows with their bars, what runs for them and the seconds that it takes, in Markdown."""
     lines, total = [], 0.0
@@ -142,6 +164,8 @@ def table(rows: dict[str, Row], setup: Setup) -> str:
                 mark += ", of a commit that is not known"
             if record.get("tiny"):
                 mark += ", on a tiny shape"
+            if once := found.get("once"):
+                mark += f"; 1 block: {', '.join(once)}"
             cells = ["" if number else row.about, bar.asked(), told(bar.what, value, found)]
             cells += [comparison.shown(found.get("spread"), ".2%"), mark]
             lines.append(cells)
@@ -187,6 +211,8 @@ def arguments() -> argparse.Namespace:
     add("--table", action="store_true", help="what the records say of the bars; nothing is measured")
     add("--output", type=Path, default=RESULTS, metavar="DIR", help="of the records, default %(default)s")
     add("--commit", help="the hash of what is measured, where git cannot tell it")
+    kept = "keep what is compiled and tuned there, for the next block or command, default %(default)s"
+    add("--compiled", type=Path, default=COMPILED, metavar="DIR", help=kept)
     stop = "begin nothing that ends later"
     add("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help=stop)
     add("--retry", action="store_true", help="run failed blocks again")
@@ -194,6 +220,7 @@ def arguments() -> argparse.Namespace:
     add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="of all rows")
     add("--mix", help="of the rows' text, default: functions of the standard library")
     add("--gpus", type=int, help="of this host, for rows that take several")
+    add("--old", type=Path, metavar="FOLDER", help="another commit's files, for the suite commits")
     torch = "a Python that has PyTorch (and nvidia-ml-py, for the clocks), if this one has not"
     add("--torch-python", default=sys.executable, help=torch)
     found = parser.parse_args()
@@ -225,6 +252,7 @@ def main() -> int:
     setup = Setup("", Path(), suite=given.suite, records=given.output)
     if not given.table:
         commit = commit_of(given.commit)
+        keep_compiled(given.compiled)
         with tempfile.TemporaryDirectory() as folder:
             setup = dataclasses.replace(
                 setup,
@@ -234,6 +262,7 @@ def main() -> int:
                 mix=given.mix or (corpus() if any(row.reads for row in rows.values()) else ""),
                 torch_python=given.torch_python,
                 overrides=tuple(given.overrides),
+                old=given.old,
             )
             for row in rows.values():
                 row.check(setup)  # so that a bad key shows before anything runs

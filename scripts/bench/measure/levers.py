@@ -8,7 +8,6 @@ cycles that CUPTI counts. NVML's clock stands beside them: under a power cap it 
 the cycles that are left out. The suite `profiler` runs it, once more without memory that is kept.
 """
 
-import argparse
 import functools
 import math
 import sys
@@ -152,12 +151,7 @@ def factored(found: dict, gemm: dict, flops: float, speed: float, kind: str) -> 
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=int, default=8192)
-    parser.add_argument("--only", nargs="+", choices=LEVERS, default=LEVERS)
-    harness.add_seconds(parser, warmup=2.0, timed=3.0)
-    arguments = parser.parse_args()
+def measure_all(arguments) -> dict:
     xla.configure()
     levers, found, flops = Levers(arguments.size), {}, 2.0 * arguments.size**3 * REPEATS
     seconds = arguments.warmup_seconds, arguments.timed_seconds
@@ -180,8 +174,17 @@ def main() -> int:
             kind = jax.devices()[0].device_kind
             of |= factored(of, gemm, flops, 2.0 if name == "fp8" else 1.0, kind)
         print(name, of, file=sys.stderr, flush=True)
-    harness.emit({"levers": found, **harness.provenance()})
-    return 0
+    return {"levers": found}
+
+
+main = harness.program(
+    __doc__,
+    measure_all,
+    harness.option("--size", type=int, default=8192),
+    harness.option("--only", nargs="+", choices=LEVERS, default=LEVERS),
+    config=False,
+    seconds=(2.0, 3.0),
+)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ ROWS = {
                  "error": ("error", ".2%"), "worst step": ("worst_error_of_a_step", ".2%"),
                  "A-A": ("spread", ".2%"), "MHz": ("sm_clock_mhz", ".0f"), "W": ("power_watts", ".0f")},
         tiny="--tokens 60000 --steps 2 --microbatches 4 --rounds 1",
-        small=TINY.replace("data.groups=1", "data.sequence=256 precision.compute=float32")),
+        small=TINY.replace("data.groups=1", "data.sequence=256")),
     "starved": Measured(
         "a run that starves for data, 50 ms of CPU a page",
         bars=(Bar("data_wait", 0.005, "{:.1%} of the time waiting for data", most=True),),

@@ -21,6 +21,8 @@ TINY = (
     "model.vocabulary=8192 data.sequence=128 train.rows=2 train.microbatches=1 data.groups=1"
 )
 """Settings that make any row one for a CPU."""
+SEVERAL = ("precision.compute=float32",)
+"""And of several devices: on a CPU XLA has no sums of bfloat16 over them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Block:
 class Setup:
     """What the commands of a run's blocks need to know. folder: for what the blocks share. overrides:
     settings of all rows, under their own. commit: None if it is not known. suite, records: its name, and the
-    folder of its records. done: the row's blocks that have run."""
+    folder of its records. done: the row's blocks that have run. old: another commit's files, if given."""
 
     commit: str | None
     folder: Path
@@ -83,12 +85,14 @@ class Setup:
     suite: str = ""
     records: Path = Path()
     done: tuple[dict, ...] = ()
+    old: Path | None = None
 
     def settings(self, row: "Row", *more: str) -> list[str]:
         """Returns a row's settings, as `--set` takes them; of a key that is set twice, the last counts."""
-        text, small = f"data.mix={self.mix}" if row.reads else "", row.small if self.tiny else ""
-        words = [*row.common.split(), *text.split(), *self.overrides, *row.settings.split(), *more]
-        return harness.set_words([*words, *small.split()])[1::2]
+        text = [f"data.mix={self.mix}"] if row.reads else []
+        words = [*row.common.split(), *text, *self.overrides, *row.settings.split(), *more]
+        tiny = [*row.small.split(), *(SEVERAL if row.gpus > 1 else ())] if self.tiny else []
+        return harness.set_words([*words, *tiny])[1::2]
 
     def config(self, row: "Row", *more: str) -> configuration.RunConfig:
         """Returns a row's configuration. Raises InputError."""
