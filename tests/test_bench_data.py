@@ -1,5 +1,6 @@
 """The data benchmark: what it counts, and what it claims of it."""
 
+import argparse
 import dataclasses
 import os
 import subprocess
@@ -69,6 +70,9 @@ def test_ratios_and_their_bars(rows, setup):
 
 def test_what_is_compared_is_a_contender_that_can_be_read(bench, rows, setup, monkeypatch):
     loading, corpus = bench("measure.loading"), bench("data_corpus")
+    parser = argparse.ArgumentParser()
+    for names, how in loading.OPTIONS:
+        parser.add_argument(*names, **how)
     monkeypatch.setattr(corpus, "make", lambda *_: None)
     monkeypatch.setattr(loading.harness, "need", lambda *_: None)
     for row in rows.values():
@@ -77,9 +81,7 @@ def test_what_is_compared_is_a_contender_that_can_be_read(bench, rows, setup, mo
         assert all(bar.what in ratios for bar in row.bars if isinstance(bar, bench("suites.measured").Over))
         for name in row.contenders if isinstance(row, bench("suites.data").Loading) else ():
             words = row.command(name, setup)
-            given = loading.parser().parse_args(
-                words[words.index(str(bench("suites.data").CORPUS / "quick")) :]
-            )
+            given = parser.parse_args(words[words.index(str(bench("suites.data").CORPUS / "quick")) :])
             assert callable(loading.opened(given)), "its reader takes these keys"
     # Against a peer of as many processes, told to read no further ahead than it must.
     assert rows["heavy"].contenders["grain-iterators-short"] == "grain_heavy workers=1 short=true"
@@ -106,7 +108,7 @@ def test_what_cannot_be_read_is_one_line(bench, words, said, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["loading.py", str(tmp_path), *words])
     loading = bench("measure.loading")
     monkeypatch.setattr(loading.os, "environ", dict(os.environ))
-    assert loading.harness.run(loading.main) == 2
+    assert loading.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"loading.py: {said}")
 

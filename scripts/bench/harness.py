@@ -244,18 +244,20 @@ def program(
     return functools.partial(run, main)
 
 
-def shape_parser(description: str) -> argparse.ArgumentParser:
-    """Returns the arguments of what takes a shape by its numbers."""
-    parser = argparse.ArgumentParser(description=description)
-    add_seconds(parser)
-    for field in dataclasses.fields(Shape):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
-    return parser
+def shape_options() -> list[tuple]:
+    """Returns the arguments of what takes a shape by its numbers, each as `program` takes it."""
+    return [
+        option(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
+        for field in dataclasses.fields(Shape)
+    ]
 
 
 def peer_parser(description: str) -> argparse.ArgumentParser:
     """Returns the arguments that all peers take."""
-    parser = shape_parser(description)
+    parser = argparse.ArgumentParser(description=description)
+    add_seconds(parser)
+    for names, how in shape_options():
+        parser.add_argument(*names, **how)
     parser.add_argument("--tokens", type=Path, help="an .npy of rows; without it they are random")
     parser.add_argument("--rows", type=int, default=2, help="of a random batch")
     parser.add_argument("--sequence", type=int, default=8192, help="of a random batch")
@@ -357,18 +359,17 @@ def command() -> str:
     return (f"XLA_FLAGS={shlex.quote(flags)} " if flags else "") + shlex.join(["python", *sys.argv])
 
 
-def origin() -> dict[str, Any]:
-    """Returns what measured a result: commit and command."""
-    return {"commit": commit(), "command": command()}
-
-
 def provenance() -> dict[str, Any]:
     """Returns where a result of jaxthru's own comes from: device, versions, commit and command."""
     from jaxthru.training.run_directory import environment  # here, for it loads JAX
 
     where = environment()
-    versions = where["versions"] | {"python": where["python"], "backend": where["backend"]}
-    return {"device": where["devices"], "versions": versions} | origin()
+    return {
+        "device": where["devices"],
+        "versions": where["versions"] | {"python": where["python"], "backend": where["backend"]},
+        "commit": commit(),
+        "command": command(),
+    }
 
 
 def run(main: Callable[[], int]) -> int:

@@ -10,15 +10,14 @@ from typing import Any
 
 import harness
 
-
-def parser(doc: str) -> argparse.ArgumentParser:
-    """Returns the arguments of what generates text. doc: the program's, whose first line counts."""
-    parser = harness.shape_parser(doc.splitlines()[0])
-    add = parser.add_argument
-    add("--batch", type=int, default=1, help="rows")
-    add("--prompt", type=int, default=128, help="tokens of a prompt")
-    add("--generate", type=int, default=256, help="tokens generated in a call")
-    return parser
+option = harness.option
+OPTIONS = (
+    *harness.shape_options(),
+    option("--batch", type=int, default=1, help="rows"),
+    option("--prompt", type=int, default=128, help="tokens of a prompt"),
+    option("--generate", type=int, default=256, help="tokens generated in a call"),
+)
+"""Of what generates text."""
 
 
 def timed(

@@ -8,10 +8,12 @@ The difference, times the layers, is what packed rows should save in a step. Alo
 clock than within a step, so this is a prediction.
 """
 
+import argparse
 import itertools
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,10 +30,8 @@ from pallas_kernels.attention import attention, find_segments
 BATCHES, REPEATS = 16, 8
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__)
-    harness.add_seconds(parser)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns how long attention takes, causal and packed."""
     config = configuration.load(arguments.config, [*arguments.overrides, f"train.steps={BATCHES}"])
     xla.configure()
     data, shape, rows = open_data(config.data), config.model, config.train.rows
@@ -69,16 +69,16 @@ def main() -> int:
 
     causal_seconds, _ = mean_seconds(causal)
     packed_seconds, timing = mean_seconds(packed)
-    line = {
-        **harness.about("attention_saving", arguments),
+    return {
         **timing.line(0),
         "causal_milliseconds": round(causal_seconds * 1e3, 3),
         "packed_milliseconds": round(packed_seconds * 1e3, 3),
         "settings": {"batches": BATCHES, "max_segments": data.segments},
     }
-    harness.emit(line | harness.provenance(), arguments.output)
-    return 0
+
+
+main = harness.program(__doc__, measure, seconds=(20.0, 40.0))
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """How evenly a step's work is spread over the groups of a batch, and what planning a step takes.
 
-    python scripts/bench/measure/balance.py --lengths lognormal --sequence 8192 [--groups 32] [--embed 4096]
+    python scripts/bench/suite.py data --rows balance
+    python scripts/bench/measure/balance.py --lengths 'lognormal(6, 2)' --sequence 8192 [--groups 32]
 
 Heavy-tailed document lengths, never split but where one is longer than a row. Each figure is what the
 costliest group costs, padding charged like tokens, over the mean of what the documents alone need; the mean
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,8 +30,8 @@ from jaxthru.data.mixture.planner import Planner
 from jaxthru.data.mixture.sampler import Supply
 
 LENGTHS = {
-    "lognormal": lambda draw, count: draw.lognormal(6, 2, count),
-    "pareto": lambda draw, count: 200 * (1 + draw.pareto(1, count)),
+    "lognormal(6, 2)": lambda draw, count: draw.lognormal(6, 2, count),
+    "200 × (1 + pareto(1))": lambda draw, count: 200 * (1 + draw.pareto(1, count)),
 }
 DEVICES = 8
 
@@ -60,12 +62,14 @@ def spread(costs: np.ndarray, needed: np.ndarray, groups: int) -> float:
     return float((parts.max(axis=1) / (needed.sum(axis=1) / groups)).mean())
 
 
-def measure(name: str, sequence: int, groups: int, rows: int, embed: int, steps: int) -> dict:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what is found of so many steps."""
-    documents = lengths(name, steps * rows * sequence, sequence)
+    groups, steps = (4, 2) if arguments.tiny else (arguments.groups, arguments.steps)
+    sequence, rows = arguments.sequence, groups * arguments.rows_per_group
+    documents = lengths(arguments.lengths, steps * rows * sequence, sequence)
     # For a Llama of this width, 6 × 12 × width² per token and layer against 6 × width per token²: appendix B
     # of arXiv:2204.02311, with a feed-forward part of eight widths².
-    cost = (12.0 * embed, 1.0)
+    cost = (12.0 * arguments.embed, 1.0)
 
     def priced(packing: Packing) -> tuple[np.ndarray, np.ndarray]:
         costs = row_costs(packing, sequence, *cost)
@@ -95,6 +99,11 @@ def measure(name: str, sequence: int, groups: int, rows: int, embed: int, steps:
     balanced, balanced_ms = planned(planner.balanced_by(costs))
     devices = costs[balanced].reshape(len(balanced), min(DEVICES, groups), -1).sum(axis=2)
     return {
+        "lengths": arguments.lengths,
+        "sequence": sequence,
+        "groups": groups,
+        "rows_per_group": arguments.rows_per_group,
+        "embed": arguments.embed,
         "steps": len(balanced),
         "arrival": round(spread(*arrived, groups), 4),
         "unbalanced": round(spread(costs[plain], needed[plain], groups), 4),
@@ -106,27 +115,19 @@ def measure(name: str, sequence: int, groups: int, rows: int, embed: int, steps:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--lengths", choices=LENGTHS, default="lognormal")
-    add("--sequence", type=int, default=8192)
-    add("--groups", type=int, default=32)
-    add("--rows-per-group", type=int, default=4)
-    add("--embed", type=int, default=4096, help="width of the model whose costs are balanced")
-    add("--steps", type=int, default=20)
-    add("--tiny", action="store_true", help="few steps of few groups")
-    arguments = parser.parse_args()
-    if arguments.tiny:
-        arguments.groups, arguments.steps = 4, 2
-    asked = {
-        name: getattr(arguments, name)
-        for name in ("lengths", "sequence", "groups", "rows_per_group", "embed")
-    }
-    rows = arguments.groups * arguments.rows_per_group
-    words = arguments.lengths, arguments.sequence, arguments.groups, rows, arguments.embed, arguments.steps
-    harness.emit({"benchmark": "balance"} | asked | measure(*words) | harness.provenance())
-    return 0
+option = harness.option
+main = harness.program(
+    __doc__,
+    measure,
+    option("--lengths", choices=LENGTHS, default="lognormal(6, 2)"),
+    option("--sequence", type=int, default=8192),
+    option("--groups", type=int, default=32),
+    option("--rows-per-group", type=int, default=4),
+    option("--embed", type=int, default=4096, help="width of the model whose costs are balanced"),
+    option("--steps", type=int, default=20),
+    option("--tiny", action="store_true", help="few steps of few groups"),
+    config=False,
+)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from measure import balance
 
 from jaxthru.data.store import tokenizer
 
-LENGTHS = "lognormal"
+LENGTHS = "lognormal(6, 2)"
 
 
 def make(folder: Path, tokens: int, sequence: int, vocabulary: int) -> Path:

@@ -146,13 +146,15 @@ def resolve(arguments: argparse.Namespace) -> configuration.RunConfig:
     return replaced(config, values | {"data.groups": config.data.groups or shards})
 
 
-def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
+def measure(arguments: argparse.Namespace) -> dict:
     """Returns the result."""
+    phases = harness.Phases()
+    xla.configure()
     with phases("corpus"):
         config = resolve(arguments)
         data = open_data(config.data)
     shape, train = config.data, config.train
-    plain = replaced(config, {"data.balance": False})
+    config, plain = (replaced(config, {"data.balance": balance}) for balance in (True, False))
     few = {"train.rows": train.rows // train.microbatches * FEW, "train.microbatches": FEW}
     with phases("compiling"):
         programs = {one.train.microbatches: build_step(one, data) for one in (plain, replaced(plain, few))}
@@ -173,10 +175,7 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         require(costs.linear > 0, f"the coefficients cannot be told from these times: {points}")
         costs = dataclasses.replace(costs, attention=max(costs.attention, 0.0))
     prices = {"linear_cost": costs.linear, "attention_cost": costs.attention}
-    plan(
-        ORDERS[1],
-        replaced(config, {"data.balance": True} | {f"data.{key}": of for key, of in prices.items()}),
-    )
+    plan(ORDERS[1], replaced(config, {f"data.{key}": of for key, of in prices.items()}))
     devices = built.layout.size("batch")
     tokens = shape.sequence * train.rows // train.microbatches // devices
     parts = shape.groups, train.microbatches, devices
@@ -189,7 +188,6 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
     counted = llama.train_flops(config.model, 1, 0), llama.train_flops(config.model, 0, 1)
     used = np.mean([(batch["segment_ids"] > 0).mean() for batch in orders[ORDERS[0]]])
     return {
-        **harness.about("balance_steps", arguments),
         "lengths": balance_corpus.LENGTHS,
         "sequence": shape.sequence,
         "rows": train.rows,
@@ -208,24 +206,21 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         **summary(predicted, found),
         "peak_hbm_bytes": hardware.peak_bytes(),
         "phases": phases.seconds,
-        **harness.provenance(),
     }
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__)
-    add = parser.add_argument
-    add("--microbatches", type=int, default=8, help="of a step: rows for each device")
-    add("--steps", type=int, default=7, help="that are timed in both orders, over and over")
-    add("--rounds", type=int, default=2, help="of the steps that the coefficients are taken from")
-    add("--tokens", type=int, default=8_000_000, help="of the corpus")
-    add("--folder", type=Path, default=Path("build/bench_balance"), help="corpora, kept")
-    harness.add_seconds(parser)
-    arguments = parser.parse_args()
-    xla.configure()
-    harness.emit(measure(arguments, harness.Phases()), arguments.output)
-    return 0
+option = harness.option
+main = harness.program(
+    __doc__,
+    measure,
+    option("--microbatches", type=int, default=8, help="of a step: rows for each device"),
+    option("--steps", type=int, default=7, help="that are timed in both orders, over and over"),
+    option("--rounds", type=int, default=2, help="of the steps that the coefficients are taken from"),
+    option("--tokens", type=int, default=8_000_000, help="of the corpus"),
+    option("--folder", type=Path, default=Path("build/bench_balance"), help="corpora, kept"),
+    seconds=(20.0, 40.0),
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

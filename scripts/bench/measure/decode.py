@@ -9,8 +9,8 @@ measured in the same run, is the roofline.
 
 import argparse
 import dataclasses
+import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from jaxthru.models.ops import Ops
 from jaxthru.runtime import xla
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
+
+SUMS = 20  # to one wait
 
 
 def model_of(shape: harness.Shape, compute: str) -> Model:
@@ -59,14 +61,12 @@ def bandwidth(gib: float, seconds: float) -> float:
     """Returns the bytes per second of a sum over so many GiB, over and over."""
     values = jnp.ones((round(gib * 2**30) // 2 // 4096, 4096), jnp.bfloat16)
     total = jax.jit(lambda values: jnp.sum(values.astype(jnp.float32), axis=1))
-    total(values).block_until_ready()
-    done, began = 0, time.perf_counter()
-    while time.perf_counter() - began < seconds or not done:
-        for _ in range(20):
-            last = total(values)
-        last.block_until_ready()
-        done += 20
-    return values.nbytes * done / (time.perf_counter() - began)
+
+    def dispatch() -> jax.Array:
+        return [total(values) for _ in range(SUMS)][-1]
+
+    timing = harness.timed(dispatch, jax.block_until_ready, 0.0, seconds)
+    return SUMS * values.nbytes / statistics.fmean(timing.seconds)
 
 
 def needed_bytes(generator: Generator, shape: harness.Shape, rows: int, before: float) -> float:
@@ -89,30 +89,33 @@ def measure(generator: Generator, shape: harness.Shape, arguments: argparse.Name
     return line | {"needed_bytes": needed_bytes(generator, shape, arguments.batch, before)}
 
 
-def main() -> int:
-    parser = text_timing.parser(__doc__)
-    parser.add_argument("--compute", default="bfloat16")
-    parser.add_argument("--gib", type=float, default=4.0, help="of the sum that says the bandwidth")
-    arguments = parser.parse_args()
+def decode(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what is to be said of a batch, beside the roofline."""
     shape = harness.Shape.of(arguments)
     xla.configure()
     rate = bandwidth(arguments.gib, min(arguments.timed_seconds, 5.0))
     model = model_of(shape, arguments.compute)
     line = measure(Generator(model, random_params(model)), shape, arguments)
     roofline = arguments.batch * rate / line["needed_bytes"]
-    harness.emit(
-        {
-            "benchmark": "decode",
-            "shape": dataclasses.asdict(shape),
-            "read_bytes_per_second": round(rate),
-            **line,
-            "roofline_tokens_per_second": round(roofline, 1),
-            "share_of_roofline": round(line["tokens_per_second"] / roofline, 4),
-            **harness.provenance(),
-        }
-    )
-    return 0
+    return {
+        "shape": dataclasses.asdict(shape),
+        "read_bytes_per_second": round(rate),
+        **line,
+        "roofline_tokens_per_second": round(roofline, 1),
+        "share_of_roofline": round(line["tokens_per_second"] / roofline, 4),
+    }
+
+
+main = harness.program(
+    __doc__,
+    decode,
+    *text_timing.OPTIONS,
+    harness.option("--compute", default="bfloat16"),
+    harness.option("--gib", type=float, default=4.0, help="of the sum that says the bandwidth"),
+    config=False,
+    seconds=(20.0, 40.0),
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -146,22 +147,8 @@ def processor() -> str:
     return platform.machine()
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("folder", type=Path)
-    add("reader")
-    add("words", nargs="*", metavar="KEY=VALUE")
-    add("--seconds", type=float, default=4.0, help="timed")
-    add("--settle-seconds", type=float, default=300.0, help="at most, with --rate")
-    add("--rate", type=float, help="rows a second that it is asked for")
-    add("--milliseconds", type=float, default=0.0, help="of CPU that a text of a slow source takes")
-    add("--tiny", action="store_true", help="a small corpus, a short time: does it run?")
-    return parser
-
-
-def main() -> int:
-    arguments = parser().parse_args()
+def load(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what comes of reading as it is asked for."""
     harness.need("psutil", "grain", "zstandard")
     if arguments.tiny:
         arguments.seconds, arguments.settle_seconds = 0.5, 5.0
@@ -174,15 +161,29 @@ def main() -> int:
     open_batches = opened(arguments)
     data_corpus.make(arguments.folder, arguments.tiny)
     os.environ[slow_transform.VARIABLE] = str(arguments.milliseconds)
-    line = {"benchmark": "loading", "reader": arguments.reader} | measure(open_batches, arguments)
+    found = measure(open_batches, arguments)
     device = {"kind": processor(), "count": os.cpu_count()}
     versions = harness.versions("jaxthru", "grain", "numpy", "tokenizers")
-    harness.emit(line | {"device": device, "versions": versions} | harness.origin())
-    return 0
+    about = {"reader": arguments.reader, "device": device, "versions": versions}
+    return about | found | {"commit": harness.commit()}
+
+
+option = harness.option
+OPTIONS = (
+    option("folder", type=Path),
+    option("reader"),
+    option("words", nargs="*", metavar="KEY=VALUE"),
+    option("--seconds", type=float, default=4.0, help="timed"),
+    option("--settle-seconds", type=float, default=300.0, help="at most, with --rate"),
+    option("--rate", type=float, help="rows a second that it is asked for"),
+    option("--milliseconds", type=float, default=0.0, help="of CPU that a text of a slow source takes"),
+    option("--tiny", action="store_true", help="a small corpus, a short time: does it run?"),
+)
+main = harness.program(__doc__, load, *OPTIONS, config=False, elsewhere=True)
 
 
 if __name__ == "__main__":
-    code = harness.run(main)
+    code = main()
     for process in processes(os.getpid())[:0:-1]:  # what still reads ahead would keep it
         process.kill()
     harness.end(code)

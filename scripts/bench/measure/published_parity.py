@@ -101,8 +101,19 @@ def divergence(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
     return (np.exp(expected) * (expected - found)).sum(-1)
 
 
-def compared(name: str, work: Path, shape: dict[str, int], sequence: int) -> dict[str, Any]:
-    """Returns the row of a family."""
+def compared(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what is found of a family."""
+    harness.need("torch", "transformers")
+    harness.keep_stdout()  # transformers tells its progress
+    shape, sequence = (TINY, 96) if arguments.tiny else (SHAPE, arguments.sequence)
+    about = {"family": arguments.family, "weights": "random", "shape": shape, "sequence": sequence}
+    about |= {"versions_of_peers": harness.versions("torch", "transformers")}
+    with tempfile.TemporaryDirectory() as work:
+        return about | measured(arguments.family, Path(work), shape, sequence)
+
+
+def measured(name: str, work: Path, shape: dict[str, int], sequence: int) -> dict[str, Any]:
+    """Returns how far logits are from transformers', and what comes of exports."""
     import jaxthru
 
     folder = work / name
@@ -168,22 +179,15 @@ def trained(folder: Path, work: Path) -> Path:
     return work / "run"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--tiny", action="store_true", help="small shapes")
-    arguments = parser.parse_args()
-    harness.need("torch", "transformers")
-    harness.keep_stdout()  # transformers tells its progress
-    shape, sequence = (TINY, 96) if arguments.tiny else (SHAPE, arguments.sequence)
-    about = {"benchmark": "published_parity", "family": arguments.family, "weights": "random", "shape": shape}
-    about |= {"sequence": sequence, "versions_of_peers": harness.versions("torch", "transformers")}
-    with tempfile.TemporaryDirectory() as work:
-        found = compared(arguments.family, Path(work), shape, sequence)
-    harness.emit(about | found | harness.provenance())
-    return 0
+main = harness.program(
+    __doc__,
+    compared,
+    harness.option("family", choices=FAMILIES),
+    harness.option("--sequence", type=int, default=4096),
+    harness.option("--tiny", action="store_true", help="small shapes"),
+    config=False,
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

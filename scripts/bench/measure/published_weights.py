@@ -172,14 +172,8 @@ def written(home: Path, model: ModelConfig, files: list[Path]) -> dict[str, Any]
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("what", choices=("bfloat16", "float32", "write"), help="load as this dtype, or write")
-    add("--tiny", action="store_true", help="a model of few numbers, to try the script")
-    add("--loop", default="scan", choices=("scan", "unroll"))
-    add("--rounds", type=int, default=3, help="of loading")
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what is found of loading, or of writing."""
     xla.configure()
     shape = harness.TINY if arguments.tiny else harness.Shape(layers=32)
     keys = {key: value for key, value in dataclasses.asdict(shape).items() if value}
@@ -189,20 +183,23 @@ def main() -> int:
         weights = make(home, model)
         files = [reader.path for reader in weights.folder.files.values()]
         sizes = sorted(info.nbytes for info in weights.folder.tensors.values())
-        line = {
-            "benchmark": "published_weights",
-            "what": arguments.what,
-            "bytes": sum(path.stat().st_size for path in files),
-            "files": len(files),
-            "two_largest_gib": round(sum(sizes[-2:]) / 2**30, 3),
-        }
+        about = {"what": arguments.what, "bytes": sum(path.stat().st_size for path in files)}
+        about |= {"files": len(files), "two_largest_gib": round(sum(sizes[-2:]) / 2**30, 3)}
         if arguments.what == "write":
-            line |= written(home, model, files)
-        else:
-            line |= loaded(home, model, files, arguments.what, arguments.rounds)
-    harness.emit(line | harness.provenance())
-    return 0
+            return about | written(home, model, files)
+        return about | loaded(home, model, files, arguments.what, arguments.rounds)
+
+
+main = harness.program(
+    __doc__,
+    measure,
+    harness.option("what", choices=("bfloat16", "float32", "write"), help="load as this dtype, or write"),
+    harness.option("--tiny", action="store_true", help="a model of few numbers, to try the script"),
+    harness.option("--loop", default="scan", choices=("scan", "unroll")),
+    harness.option("--rounds", type=int, default=3, help="of loading"),
+    config=False,
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

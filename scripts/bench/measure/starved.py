@@ -33,6 +33,7 @@ Log (H200, 8 Source Loaders, batches placed in the loop itself, another GPU of t
 whose rate fell short of the 20,000 expected: the lock is also what dispatches the steps.
 """
 
+import argparse
 import contextlib
 import functools
 import itertools
@@ -42,6 +43,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -148,18 +150,8 @@ class Waits:
         return batch
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__, harness.ROOT / "configs" / "llama3_2_1b.py")
-    add = parser.add_argument
-    add("--input", choices=INPUTS, default="jaxthru")
-    add("--milliseconds", type=float, default=50.0, help="of CPU that a page costs")
-    add("--sources", type=int, default=35)
-    add("--pages", type=int, default=160, help="of each source; they come again and again")
-    add("--vocabulary", type=int, default=32_768, help="of the tokenizer")
-    add("--folder", type=Path, default=Path("build/bench_starved"), help="corpora, kept")
-    harness.add_seconds(parser)
-    parser.set_defaults(steps=None, packed_rows=True)  # of measure/step.py, which times them
-    arguments = parser.parse_args()
+def starved(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what steps took, and how long they waited for data."""
     from absl import flags
 
     flags.FLAGS.mark_as_parsed()  # Grain's worker processes ask for it
@@ -178,10 +170,9 @@ def main() -> int:
     os.environ[slow_transform.VARIABLE] = str(arguments.milliseconds)  # for what is started too
     with contextlib.closing(INPUTS[arguments.input](built)) as batches:
         waits = Waits(batches)
-        found = measure(built, waits, arguments)
+        found = measure(built, waits, argparse.Namespace(steps=None, **vars(arguments)))
     timed = waits.seconds[-found["steps_timed"] :]  # each asked for within the seconds of the step before
-    line = {
-        **harness.about("starved", arguments),
+    return {
         "input": arguments.input,
         "milliseconds": arguments.milliseconds,
         "parameters": llama.parameters(config.model),
@@ -193,11 +184,23 @@ def main() -> int:
         **found,
         "data_wait": round(sum(timed) / (found["step_seconds_mean"] * found["steps_timed"]), 6),
         "data_wait_seconds_median": round(statistics.median(timed), 6),
-        **harness.provenance(),
     }
-    harness.emit(line, arguments.output)
-    return 0
+
+
+option = harness.option
+main = harness.program(
+    __doc__,
+    starved,
+    option("--input", choices=INPUTS, default="jaxthru"),
+    option("--milliseconds", type=float, default=50.0, help="of CPU that a page costs"),
+    option("--sources", type=int, default=35),
+    option("--pages", type=int, default=160, help="of each source; they come again and again"),
+    option("--vocabulary", type=int, default=32_768, help="of the tokenizer"),
+    option("--folder", type=Path, default=Path("build/bench_starved"), help="corpora, kept"),
+    config=harness.ROOT / "configs" / "llama3_2_1b.py",
+    seconds=(20.0, 40.0),
+)
 
 
 if __name__ == "__main__":
-    harness.end(harness.run(main))
+    harness.end(main())

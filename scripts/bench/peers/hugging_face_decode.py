@@ -3,7 +3,9 @@
 PYTHONPATH=scripts/bench python -m peers.hugging_face_decode [--batch N] [--prompt TOKENS] [--generate TOKENS]
 """
 
+import argparse
 import sys
+from typing import Any
 
 import harness
 import text_timing
@@ -38,8 +40,8 @@ def build(shape: harness.Shape) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval()
 
 
-def main() -> int:
-    arguments = text_timing.parser(__doc__).parse_args()
+def decode(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what is to be said of a batch."""
     torch.manual_seed(0)
     shape = harness.Shape.of(arguments)
     model = build(shape)
@@ -59,16 +61,16 @@ def main() -> int:
             )
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    harness.emit(
-        {
-            "benchmark": "hugging_face_decode",
-            **text_timing.timed(generate, lambda made: made[0, -1].item(), arguments),
-            "device": {"kind": device},
-            "versions": harness.versions("torch", "transformers"),
-            **harness.origin(),
-        }
-    )
-    return 0
+    return {
+        **text_timing.timed(generate, lambda made: made[0, -1].item(), arguments),
+        "device": {"kind": device},
+        "versions": harness.versions("torch", "transformers"),
+        "commit": harness.commit(),
+    }
+
+
+keys = {"config": False, "seconds": (20.0, 40.0), "elsewhere": True}
+main = harness.program(__doc__, decode, *text_timing.OPTIONS, **keys)
 
 
 if __name__ == "__main__":

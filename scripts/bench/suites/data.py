@@ -89,7 +89,7 @@ HEAVY = {
 OWN = "rows=8 sequence=8192"
 SAME = (SAMPLES, "tokens_per_second")
 PEERS = ("mosaicml", "webdataset", "hugging_face", "torchdata")
-LENGTHS = {"lognormal(6, 2)": "lognormal", "200 × (1 + pareto(1))": "pareto"}
+LENGTHS = ("lognormal(6, 2)", "200 × (1 + pareto(1))")
 SEQUENCES = (4096, 8192, 32_768, 131_072)
 
 # fmt: off
@@ -121,8 +121,8 @@ ROWS = {
         ratios=tuple(Ratio("jaxthru", name) for name in PEERS)),
     "balance": Measured(
         "how evenly a step's work is spread over 32 groups of 4 rows",
-        contenders={f"{lengths}, {sequence}": f"balance.py --lengths {word} --sequence {sequence}"
-                    for lengths, word in LENGTHS.items() for sequence in SEQUENCES},
+        contenders={f"{lengths}, {sequence}": f"balance.py --lengths '{lengths}' --sequence {sequence}"
+                    for lengths in LENGTHS for sequence in SEQUENCES},
         columns={name: (name, ".3f") for name in ("arrival", "unbalanced", "balanced", "devices", "padding")}
                 | {"ms to plan": ("plan_ms", ".1f")}),
     "balanced_steps": Measured(
