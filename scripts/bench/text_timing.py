@@ -43,7 +43,7 @@ def timed(
         "prompt": arguments.prompt,
         "tokens": arguments.generate,
         "prefill_seconds": round(statistics.fmean(prefill.seconds), 5),
-        "tokens_per_second": round(arguments.batch / mean, 1),
+        "tokens_per_second": round(arguments.batch / mean, 1) if mean > 0 else None,  # too few calls
         "step_seconds": round(mean, 6),
         "step_seconds_median": round(step(statistics.median), 6),
         "calls_timed": len(whole.seconds),

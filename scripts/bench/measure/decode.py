@@ -96,13 +96,13 @@ def decode(arguments: argparse.Namespace) -> dict[str, Any]:
     rate = bandwidth(arguments.gib, min(arguments.timed_seconds, 5.0))
     model = model_of(shape, arguments.compute)
     line = measure(Generator(model, random_params(model)), shape, arguments)
-    roofline = arguments.batch * rate / line["needed_bytes"]
+    roofline, found = arguments.batch * rate / line["needed_bytes"], line["tokens_per_second"]
     return {
         "shape": dataclasses.asdict(shape),
         "read_bytes_per_second": round(rate),
         **line,
         "roofline_tokens_per_second": round(roofline, 1),
-        "share_of_roofline": round(line["tokens_per_second"] / roofline, 4),
+        "share_of_roofline": found and round(found / roofline, 4),
     }
 
 

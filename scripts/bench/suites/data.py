@@ -78,13 +78,12 @@ def packed(sources: int, *ratios: Ratio, **more: str) -> Loading:
 
 
 HEAVY = {
-    f"grain-{way}{how}": f"grain_heavy {keys}{first}"
-    for way, first in (("iterators", ""), ("map-mix", " mixed_first=true"))
-    for how, keys in (
-        ("", "workers=4"),
-        ("-short-4", "workers=4 short=true"),
-        ("-short", "workers=1 short=true"),
-    )
+    "grain-iterators": "grain_heavy workers=4",
+    "grain-iterators-short-4": "grain_heavy workers=4 short=true",
+    "grain-iterators-short": "grain_heavy workers=1 short=true",
+    "grain-map-mix": "grain_heavy mixed_first=true workers=4",
+    "grain-map-mix-short-4": "grain_heavy mixed_first=true workers=4 short=true",
+    "grain-map-mix-short": "grain_heavy mixed_first=true workers=1 short=true",
 }
 OWN = "rows=8 sequence=8192"
 SAME = (SAMPLES, "tokens_per_second")
