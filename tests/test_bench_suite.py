@@ -288,6 +288,24 @@ def test_a_row_goes_on_where_it_was_cut_short_and_is_not_run_again(suite, tmp_pa
     assert suite(*row) == suite(*row, "--commit", "f" * 40) == [], "it has its record"
 
 
+def test_a_block_that_the_end_of_the_command_cuts_short_has_not_failed(suite, bench, monkeypatch, tmp_path):
+    def cut_short(name, turn, command, gpu, limit):
+        return {"contender": name, "round": turn, "gpu": None, "error": f"took more than {limit:.0f} s: step"}
+
+    row, path = ("--rows", "layers_32"), tmp_path / "records" / "every_shape_layers_32.json"
+    suite(*row, "--stop-after", "60")
+    with monkeypatch.context() as slow:
+        slow.setattr(bench("suite").blocks, "block_of", cut_short)
+        slow.setattr(sys, "argv", ["suite.py", "every_shape", *row, "--output", str(path.parent)])
+        slow.setattr(sys, "argv", [*sys.argv, "--commit", COMMIT, "--stop-after", "300"])
+        assert bench("suite").main() == 0
+        assert json.loads(path.read_text())["blocks_left"] == 2
+        slow.setattr(sys, "argv", sys.argv[:-2])  # with all the time that a block may have it has failed
+        assert bench("suite").main() == 0
+    record = json.loads(path.read_text())
+    assert record["blocks_left"] == 0 and "took more than 560 s" in record["blocks"][1]["error"]
+
+
 def test_blocks_of_two_commits_are_never_in_one_record(suite):
     suite("--rows", "layers_32", "--stop-after", "60")
     with pytest.raises(SystemExit, match="unfinished, and its commit is '0123"):

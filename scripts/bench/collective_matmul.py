@@ -10,9 +10,7 @@ result has to be within 1e-2 of the plain form's, by norm.
 
 An H200 that multiplies without a pause is at its power cap, and slows the more the less it waits; in a short
 burst after a rest it runs at its full clock. Both are timed: `contenders` one after another without a pause,
-`in_bursts` with a rest before each turn. With --cap-rounds some also run for --cap-seconds each,
-`at_the_cap`, so that each has the clock that its own work leaves it, and NVML's counter says how many joules
-a call takes, on all GPUs together.
+`in_bursts` with a rest before each turn.
 
   plain: XLA's collective and then its product, or the other way round; all ratios are over it
   ring, ring_bidirectional: transfers beside products, in as many steps as there are devices
@@ -21,7 +19,6 @@ a call takes, on all GPUs together.
   fused_adds: with --adds, those whose scatters add to the result in place of staging
   dispatched: what `kernels.collective_matmul=fused` takes; where that is the program of plain or fused, it is
     not timed again
-  old_fused: the kernels of another commit, with --old
   product: the matrix products alone, as if all rows were there; no form can be faster
   collective: the transfer alone, by XLA
   torch: PyTorch's symmetric-memory operations, in a process of their own and without multicast
@@ -60,7 +57,6 @@ from measure.collectives import Case, contenders, first_run_of_jax, search_jax, 
 from measure.steps_in_turns import Tree
 
 from jaxthru.runtime import xla
-from pallas_kernels import dispatch
 from pallas_kernels.collective_matmul import tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 from pallas_kernels.dispatch import Unsupported
@@ -68,26 +64,16 @@ from pallas_kernels.dispatch import Unsupported
 SHAPES = ("qkv", "gate", "gate_up", "scatter_6144", "down", *UNTUNED)
 
 
-AT_THE_CAP = ("plain", "fused", "fused_adds", "product")  # and the fastest of JAX's
-
-
-def measure(
-    case: Case,
-    how: argparse.Namespace,
-    without_jax: str = "",
-    old: Callable[[Case], Callable] | None = None,
-) -> dict:
+def measure(case: Case, how: argparse.Namespace, without_jax: str = "") -> dict:
     """Returns the result of a case: each contender's times, errors and ratio over the plain form.
 
-    how: the command's options. without_jax: as `contenders` has it. old: makes another commit's fused form.
+    how: the command's options. without_jax: as `contenders` has it.
     """
-    runs, missing = contenders(case, without_jax, how.adds, tuple(how.without))
+    runs, missing = contenders(case, without_jax, how.adds)
     searched = {}
     if not without_jax:
         found, searched = search_jax(case)
         runs |= found
-    if old and "fused" in runs:
-        runs["old_fused"] = old(case), case.operands()
     known = [name for name in ("plain", "fused") if {name, "dispatched"} <= runs.keys()]
     same = [name for name in known if programs.same(runs["dispatched"], runs[name])][:1]
     if same:
@@ -119,11 +105,6 @@ def measure(
                 regime["dispatched"] = regime[same[0]] | {"same_program_as": same[0]}
     line = {"calls_in_a_program": case.in_a_row, "contenders": rows}
     line |= {"in_bursts": bursts, "missing": missing}
-    if how.cap_rounds:
-        chosen = (*AT_THE_CAP, rows.get("jax", {}).get("configuration"))
-        kept = {name: run for name, run in placed.items() if name in chosen}
-        cap = programs.at_the_cap(kept, how.cap_rounds, how.cap_seconds, case.in_a_row, case.mesh.size)
-        line["at_the_cap"] = told_of_energy(cap, case.mesh.size)
     if searched:
         line["jax_searched"] = searched
     try:
@@ -161,31 +142,8 @@ def told(case: Case, times: dict[str, list[float]], errors: dict[str, float]) ->
     return rows
 
 
-def told_of_energy(found: dict[str, dict[str, list]], gpus: int) -> dict[str, dict]:
-    """Returns what the record says of each contender at the power cap. watts: of a GPU; joules: of a call, on
-    all of them; None where no counter was read."""
-    rows = {}
-    for name, of in found.items():
-        seconds = statistics.median(of["seconds"])
-        watts = [each for each in of["watts"] if each]
-        power = statistics.fmean(watts) if watts else None
-        rows["jax" if name.startswith("jax_") else name] = {
-            "microseconds": round(1e6 * seconds, 1),
-            "a_a_spread": comparison.halves_apart([[each] for each in of["seconds"]]),
-            "watts": round(power, 1) if power else None,
-            "watts_least_and_most": [min(watts), max(watts)] if watts else None,
-            "joules": round(power * seconds * gpus, 5) if power else None,
-        }
-    for row in rows.values():
-        row["over_plain"] = round(rows["plain"]["microseconds"] / row["microseconds"], 3)
-        row["joules_over_plain"] = (
-            round(row["joules"] / rows["plain"]["joules"], 3) if row["joules"] else None
-        )
-    return rows
-
-
-def of_commit(tree: Tree, module: str = "mosaic_gpu", platform: str | None = None) -> Callable:
-    """Returns what makes a case's function by the kernels of another commit's tree. platform: it is for."""
+def of_commit(tree: Tree, module: str) -> Callable:
+    """Returns what makes a case's function by the kernels of another commit's tree, for a GPU."""
 
     def make(case: Case) -> Callable:
         def run(*operands):
@@ -194,8 +152,9 @@ def of_commit(tree: Tree, module: str = "mosaic_gpu", platform: str | None = Non
                 asked = {}
                 if module == "mosaic_gpu":
                     names = inspect.signature(kernels.tiles_for).parameters
-                    asked = {name: True for name in ("named", "always") if name in names}
-                    asked["platform"] = platform or dispatch.resolve_platform()
+                    asked = {"platform": "gpu"} | {
+                        name: True for name in ("named", "always") if name in names
+                    }
                 return case.of(kernels, **asked)(*operands)
 
         return run
@@ -208,7 +167,7 @@ def digests(folder: Path, shapes: dict[str, Shape]) -> dict[str, str]:
     jax.config.update("jax_traceback_in_locations_limit", 0)  # lines move where nothing else changes
     mesh, found = checks.make_mesh({"tensor": 2}), {}
     forms = {"fused": "mosaic_gpu", "plain": "reference", "ring": "ring"}
-    makers = {form: of_commit(Tree(folder), module, "gpu") for form, module in forms.items()}
+    makers = {form: of_commit(Tree(folder), module) for form, module in forms.items()}
     every = itertools.product(shapes.items(), ("forward", "backward"), makers.items())
     for (name, shape), direction, (form, make) in every:
         case = Case(shape, mesh, direction == "backward")
@@ -242,41 +201,27 @@ def _gpu() -> tuple[str, int]:
 def main() -> int:
     shapes = GPU | UNTUNED | {"tiny_gather": GPU["qkv"].scaled(64), "tiny_scatter": GPU["down"].scaled(64)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=2, help="on the tensor axis")
-    parser.add_argument("--data", type=int, default=1, help="devices on another axis beside it")
-    parser.add_argument("--shapes", nargs="+", choices=shapes)
-    parser.add_argument(
-        "--directions", nargs="+", choices=("forward", "backward"), default=("forward", "backward")
-    )
-    parser.add_argument("--warmup-turns", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--turn-seconds", type=float, default=0.02, help="of one contender")
-    parser.add_argument("--rest-seconds", type=float, default=0.06, help="before each burst")
-    parser.add_argument("--cap-rounds", type=int, default=0, help="at the power cap, for joules a call")
-    parser.add_argument("--cap-seconds", type=float, default=0.4, help="of one contender in such a round")
-    parser.add_argument("--without", nargs="+", default=(), metavar="CONTENDER", help="as ring")
-    parser.add_argument(
-        "--old", type=Path, metavar="FOLDER", help="another commit's files, whose fused form to time"
-    )
-    parser.add_argument("--old-commit", default="", help="its name, for the record")
+    add = parser.add_argument
+    add("--devices", type=int, default=2, help="on the tensor axis")
+    add("--shapes", nargs="+", choices=shapes)
+    add("--directions", nargs="+", choices=("forward", "backward"), default=("forward", "backward"))
+    add("--warmup-turns", type=int, default=3)
+    add("--turns", type=int, default=12)
+    add("--turn-seconds", type=float, default=0.02, help="of one contender")
+    add("--rest-seconds", type=float, default=0.06, help="before each burst")
+    add("--old-commit", default="", help="the name of --same-as, for the record")
     of_same = "only say which programs are not those of another commit's files, as lowered for a GPU"
-    parser.add_argument("--digests", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--same-as", type=Path, metavar="FOLDER", help=of_same)
-    parser.add_argument(
-        "--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no case after"
-    )
-    parser.add_argument(
-        "--heat-seconds", type=float, default=5.0, help="of products, before anything is timed"
-    )
+    add("--digests", type=Path, help=argparse.SUPPRESS)
+    add("--same-as", type=Path, metavar="FOLDER", help=of_same)
+    add("--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no case after")
+    add("--heat-seconds", type=float, default=5.0, help="of products, before anything is timed")
     done = "the first run that precedes all others has just passed, in a process of its own"
-    parser.add_argument("--first-run-done", action="store_true", help=done)
-    parser.add_argument("--adds", action="store_true", help="time the kernels that add to the result too")
-    parser.add_argument("--torch", action="store_true", help="time PyTorch's operations too")
-    parser.add_argument(
-        "--first-run-of-jax", action="store_true", help="only run JAX's own kernel once, at a tiny shape"
-    )
-    parser.add_argument("--tiny", action="store_true", help="small shapes on CPU devices, to try the script")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    add("--first-run-done", action="store_true", help=done)
+    add("--adds", action="store_true", help="time the kernels that add to the result too")
+    add("--torch", action="store_true", help="time PyTorch's operations too")
+    add("--first-run-of-jax", action="store_true", help="only run JAX's own kernel once, at a tiny shape")
+    add("--tiny", action="store_true", help="small shapes on CPU devices, to try the script")
+    add("--output", type=Path, help="also write the JSON to this file")
     options = parser.parse_args()
     if options.turns < 2:
         parser.error(f"--turns {options.turns}: one turn says nothing of its spread")
@@ -284,7 +229,7 @@ def main() -> int:
         parser.error(f"--warmup-turns {options.warmup_turns}: a program's first run loads what it needs")
     if options.tiny:
         options.shapes, options.heat_seconds, options.turns = ("tiny_gather", "tiny_scatter"), 0.1, 3
-        options.rest_seconds, options.cap_seconds = 0.0, 0.05
+        options.rest_seconds = 0.0
     if options.digests or options.same_as:
         names = list(options.shapes or GPU | UNTUNED)
         if options.digests:
@@ -295,22 +240,22 @@ def main() -> int:
         harness.emit(line, options.output)
         return 0
     options.shapes = options.shapes or SHAPES
-    axes = ({"data": options.data} if options.data > 1 else {}) | {"tensor": options.devices}
+    axes = {"tensor": options.devices}
     harness.keep_stdout()
     xla.configure()
     if options.first_run_of_jax:
         first_run_of_jax(checks.make_mesh(axes))
         return 0
     phase, started = harness.Phases(), time.monotonic()
-    without_jax, peer = "" if "jax" not in options.without else "left out", None
+    without_jax, peer = "", None
     if not (options.tiny or options.first_run_done):
         with phase("first run, in a child process"):
             checks.in_child([axes], seconds=180)
-    if not (options.tiny or without_jax) and "forward" in options.directions:
+    if not options.tiny and "forward" in options.directions:
         with phase("first run of JAX's kernel, in a child process"):
-            same = ["--devices", str(options.devices), "--data", str(options.data)]
+            same = [__file__, "--first-run-of-jax", "--devices", str(options.devices)]
             try:
-                checks.run_script([__file__, "--first-run-of-jax", *same], 180)
+                checks.run_script(same, 180)
             except RuntimeError as error:
                 without_jax = str(error)[-500:]
     if options.adds:
@@ -324,7 +269,6 @@ def main() -> int:
         "benchmark": "collective_matmul",
         "axes": axes,
         "dtype": "bfloat16",
-        "old_commit": options.old_commit,
         "cases": {},
         **({"torch": peer} if peer else {}),
         **harness.provenance(),
@@ -335,7 +279,6 @@ def main() -> int:
             hot, began = programs.program(run, operands).compile(), time.perf_counter()
             while time.perf_counter() - began < options.heat_seconds:
                 jax.block_until_ready(hot(*operands))
-        old = of_commit(Tree(options.old.resolve())) if options.old else None
         for name, direction in itertools.product(options.shapes, options.directions):
             named = f"{name}_{direction}"
             if time.monotonic() - started > options.stop_after:
@@ -343,7 +286,7 @@ def main() -> int:
                 continue
             with phase(named), checks.ends_within(180, named):
                 case = Case(shapes[name], mesh, direction == "backward")
-                found = measure(case, options, without_jax, old)
+                found = measure(case, options, without_jax)
             line["cases"][named] = dataclasses.asdict(shapes[name]) | found
             harness.write(line, options.output)
             print(json.dumps({named: found}), file=sys.stderr, flush=True)

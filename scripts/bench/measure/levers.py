@@ -13,7 +13,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 import jax
 import jax.numpy as jnp
+from gemm import operands, product
 from measure.profiler import capped, gemm_clock, judged
 
 from jaxthru.profile.account import frequency
@@ -31,12 +32,6 @@ from jaxthru.runtime import hardware, xla
 
 REPEATS = 40  # products between two looks at the clock
 NARROW = jnp.float8_e4m3fn
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def product(a, b, dtype=jnp.bfloat16):
-    """Both contracted along rows: the one layout that the float8 kernels take."""
-    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
@@ -50,9 +45,9 @@ def pass_over(x):
     return x * jnp.asarray(1.0001, x.dtype)
 
 
-def many(operands: list[jax.Array]) -> jax.Array:
+def many(pair: Sequence[jax.Array]) -> jax.Array:
     for _ in range(REPEATS):
-        last = product(*operands)
+        last = product(*pair)
     return last
 
 
@@ -60,8 +55,7 @@ class Levers:
     """Each method runs `REPEATS` products and returns the last result; its docstring says what it varies."""
 
     def __init__(self, size: int):
-        keys = jax.random.split(jax.random.key(0), 2)
-        self.random = [jax.random.normal(key, (size, size)).astype(jnp.bfloat16) for key in keys]
+        self.random = operands(jnp.bfloat16, size)
         self.narrow = [operand.astype(NARROW) for operand in self.random]
         self.ones = [jnp.sign(operand) for operand in self.random]
         self.none = [jnp.zeros_like(operand) for operand in self.random]
