@@ -103,7 +103,8 @@ def measure(record: dict, row: Row, setup: Setup, path: Path, ends: float) -> bo
 
         on = gpus if group[0].group else [",".join(gpus)]
         with concurrent.futures.ThreadPoolExecutor(len(on)) as pool:
-            ran = list(pool.map(run, group, on))  # of a group, as many at once as there are GPUs
+            each = pool.map if len(on) > 1 else map  # in this thread a signal ends a block
+            ran = list(each(run, group, on))  # of a group, as many at once as there are GPUs
         # What has had less time than a block may have has not failed: the next command runs it.
         late = [block for block in ran if limit < LIMIT and block.get("error", "").startswith(LATE)]
         for block in ran:
@@ -252,7 +253,6 @@ def commit_of(given: str | None) -> str | None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that blocks are ended too
     began, given = time.monotonic(), arguments()
     rows, notes = given.rows, given.notes
     if given.list:
@@ -287,4 +287,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that blocks are ended too
     sys.exit(harness.run(main))
