@@ -25,7 +25,7 @@ def run(script: str, *words: str, devices: int = 1, code: int = 0) -> tuple[dict
     config = ("--config", str(ROOT / "configs" / "quickstart.py"), "--set", "model.layers=1")
     seconds = ("--warmup-seconds", "0", "--timed-seconds", "0")
     command = [sys.executable, str(BENCH / script), *config, *seconds, *words]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert ended.returncode == code, ended.stderr
     return json.loads(ended.stdout or "{}"), ended.stderr
 
