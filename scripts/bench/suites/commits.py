@@ -95,7 +95,9 @@ class Compiled(Row):
 
 EXACT = "optim.clip_rule=exact offload.level=optimizer offload.fraction=0.65"
 ALONE = ("alone@alone=mesh.fsdp=1", f"alone_kept@alone=mesh.fsdp=1,{KEPT}", f"fsdp={FSDP}")
-EIGHT = ("llama3_8b_8layer", "")
+PROJECTIONS = "remat.policy=projections model.loop=unroll"
+EIGHT = ("llama3_8b_8layer", PROJECTIONS)
+THIRTY_TWO = ("llama3_8b_one_gpu", "remat.policy=gate model.loop=unroll")
 LONGER = (
     Bar("compile_seconds_ratio", 1.1, "{:.3g} × the other commit's seconds to compile", most=True),
     Bar("peak_device_ratio", 1.01, "{:.3g} × its peak on the device", most=True),
@@ -106,8 +108,8 @@ TWO = {"warmup": 10.0, "seconds": 500, "gpus": 2, "named": True}
 ROWS = {
     "8layer_packed": InTurns("8 layers of Llama 3 8B, 12 documents a row", *EIGHT, SLOWER),
     "8layer_causal": InTurns("the same, one document a row", *EIGHT, SLOWER, documents=1, warmup=8.0),
-    "8layer_fp8": InTurns("8 layers in FP8", EIGHT[0], "precision.matmul=fp8", SLOWER, warmup=8.0),
-    "32layer": InTurns("all 32 layers", "llama3_8b_one_gpu", "", SLOWER, steps=4, warmup=8.0),
+    "8layer_fp8": InTurns("8 layers in FP8", EIGHT[0], f"{PROJECTIONS} precision.matmul=fp8", SLOWER, warmup=8.0),
+    "32layer": InTurns("all 32 layers", *THIRTY_TWO, SLOWER, steps=4, warmup=8.0),
     "8b_64k": InTurns("Llama 3 8B, state on the host", "llama3_8b", "", SLOWER, **HOST),
     "8b_64k_exact": InTurns("the same, clipped exactly", "llama3_8b", EXACT, SLOWER, **HOST),
     "fsdp": InTurns("two GPUs beside single ones", *EIGHT, SLOWER, steps=5, **TWO,
@@ -115,7 +117,7 @@ ROWS = {
     "tensor": InTurns("tensor parallelism on two GPUs", *EIGHT, SLOWER, steps=9, **TWO,
                       contenders=both("tensor", "tensor_fused")),
     "compile_8layer": Compiled("compiling 8 layers", *EIGHT, LONGER, named=True),
-    "compile_32layer": Compiled("compiling all 32", "llama3_8b_one_gpu", "", LONGER, named=True),
+    "compile_32layer": Compiled("compiling all 32", *THIRTY_TWO, LONGER, named=True),
     "compile_8b_64k": Compiled("compiling Llama 3 8B", "llama3_8b", "", LONGER, named=True),
 }
 # fmt: on

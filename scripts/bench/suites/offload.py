@@ -105,7 +105,7 @@ def beside_peers(tokens: str, ratio: float) -> dict[str, Race]:
     resident, host = (Contender(arguments=CAUSAL, settings=of, seconds=180) for of in (NONE, HOST))
     extra = deepspeed | dict(peers) | {f"{own}_resident": resident, own: host}
     sides = {"extra": extra, "against": tuple(deepspeed), "beside": tuple(dict(fsdp))}
-    settings = f"{TOKENS[tokens]} remat.policy=full {EXACT}"
+    settings = f"{TOKENS[tokens]} remat.policy=full model.loop=unroll {EXACT}"
     int8 = f"{settings} optim.state=split_master_int8"
     others = {"against": (f"{own}_resident",), "beside": (eager,), "named": True}
     about = f"8 layers of Llama 3 8B, {tokens} tokens a step, other settings"
