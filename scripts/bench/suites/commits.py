@@ -108,7 +108,8 @@ TWO = {"warmup": 10.0, "seconds": 500, "gpus": 2, "named": True}
 ROWS = {
     "8layer_packed": InTurns("8 layers of Llama 3 8B, 12 documents a row", *EIGHT, SLOWER),
     "8layer_causal": InTurns("the same, one document a row", *EIGHT, SLOWER, documents=1, warmup=8.0),
-    "8layer_fp8": InTurns("8 layers in FP8", EIGHT[0], f"{PROJECTIONS} precision.matmul=fp8", SLOWER, warmup=8.0),
+    "8layer_fp8": InTurns("8 layers in FP8", EIGHT[0], f"{PROJECTIONS} precision.matmul=fp8", SLOWER,
+                          warmup=8.0),
     "32layer": InTurns("all 32 layers", *THIRTY_TWO, SLOWER, steps=4, warmup=8.0),
     "8b_64k": InTurns("Llama 3 8B, state on the host", "llama3_8b", "", SLOWER, **HOST),
     "8b_64k_exact": InTurns("the same, clipped exactly", "llama3_8b", EXACT, SLOWER, **HOST),
