@@ -24,14 +24,15 @@ class Fabric:
     Rates are Gbit/s, one way. device: what its devices are, a name of `plan --device`. hosts: of the cluster,
     of which a job has some. nvlink_gbps: of a GPU. nvlink_hosts: neighbours that share an NVLink domain.
 
-    nics_per_host, nic_gbps: a GPU sends by the NIC of its share; of several a GPU, give one of their sum. rails: NIC i of all hosts of a pod is on one
-    leaf; else all NICs of a host are. leaves, ports_per_leaf: switches, and their ports to NICs. Each of
-    uplinks_per_leaf leads to a spine of its own, at uplink_gbps (0: a NIC's). hash: what a leaf picks the
-    uplink by: `five_tuple`, the same for all queue pairs of two NICs; `dest_qp` (E-ECMP), each queue pair's
-    own; `spray` and `adaptive`, packet by packet, which loads all uplinks alike. qps, channels: queue pairs
-    of a connection, and connections that two NICs have at once. placement: hosts of a job are neighbours, or
-    any of the cluster. algorithm: over hosts a flat `ring`, or `two_level`, which sends each byte to a host
-    once. efficiency: share of a link's rate that data gets, of NVLink nvlink_efficiency.
+    nics_per_host, nic_gbps: a GPU sends by the NIC of its share; of several a GPU, give one of their sum.
+    rails: NIC i of all hosts of a pod is on one leaf; else all NICs of a host are. leaves, ports_per_leaf:
+    switches, and their ports to NICs. Each of uplinks_per_leaf leads to a spine of its own, at uplink_gbps
+    (0: a NIC's). hash: what a leaf picks the uplink by: `five_tuple`, the same for all queue pairs of two
+    NICs; `dest_qp` (E-ECMP), each queue pair's own; `spray` and `adaptive`, packet by packet, which loads all
+    uplinks alike. qps, channels: queue pairs of a connection, and connections that two NICs have at once.
+    placement: hosts of a job are neighbours, or any of the cluster. algorithm: over hosts a flat `ring`, or
+    `two_level`, which sends each byte to a host once. efficiency: share of a link's rate that data gets, of
+    NVLink nvlink_efficiency.
 
     launch_us: of a collective, beside its hops, nvlink_hop_us and network_hop_us each (NCCL's tuner, Simple).
 

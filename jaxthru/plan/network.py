@@ -157,7 +157,7 @@ class Forecast:
             "slowdown": one.slowdown,
             "mmr": links.mmr,
             "jain": links.jain,
-            "busiest": links.busiest,
+            "busiest": one.busiest,
             "binds": one.binds,
         }
 

@@ -41,8 +41,8 @@ def binds(found: Forecast) -> str:
         if found.links < 0.5 * found.measured:
             other = found.measured - least
             return (
-                f"not bound by links: they need {_s(found.links)} of the {_s(found.measured)} measured; other: "
-                f"{_s(other)} are neither links nor computation (skew, host, kernels)"
+                f"not bound by links: they need {_s(found.links)} of the {_s(found.measured)} measured; "
+                f"other: {_s(other)} are neither links nor computation (skew, host, kernels)"
             )
     elif found.schedule and found.exposed < FREE * step:
         return (
@@ -57,7 +57,7 @@ def binds(found: Forecast) -> str:
     share = f", {min(found.exposed, step) / step:.0%} of the step" if step else ""
     return (
         f"bound by {SAYS[name]}: {_s(most)} of {_s(found.exposed)} exposed{share}; most in "
-        f"{worst.collective.kind} of {worst.collective.layer}, busiest link: {worst.links.busiest or 'NVLink'}"
+        f"{worst.collective.kind} of {worst.collective.layer}; busiest link: {worst.busiest}"
     )
 
 
@@ -84,8 +84,9 @@ def _queue_pairs(found: Forecast, **draws: int) -> list[tuple[float, str]]:
         hashed = dataclasses.replace(fabric, hash="dest_qp", qps=16)
         links = _links(found, hashed, **draws)
         said = (
-            "the switches' hash sees no queue pairs (five_tuple): hash the destination queue pair too (E-ECMP) "
-            f"and set NCCL_IB_QPS_PER_CONNECTION=16: links take {_s(links)} in place of {_s(found.links)}"
+            "the switches' hash sees no queue pairs (five_tuple): hash the destination queue pair too "
+            f"(E-ECMP) and set NCCL_IB_QPS_PER_CONNECTION=16: links take {_s(links)} in place of "
+            f"{_s(found.links)}"
         )
         return [(found.links - links, said)] if links < (1 - WORTH) * found.links else []
     least = min(point.links for point in found.curve)
@@ -94,8 +95,8 @@ def _queue_pairs(found: Forecast, **draws: int) -> list[tuple[float, str]]:
     if then >= (1 - WORTH) * now:
         return []
     said = (
-        f"NCCL_IB_QPS_PER_CONNECTION={enough} ({fabric.qps} now): links take {_s(then)} in place of {_s(now)}, "
-        f"max/mean of uplinks {curve[enough].mmr:.2f}; {_split(found, enough)}"
+        f"NCCL_IB_QPS_PER_CONNECTION={enough} ({fabric.qps} now): links take {_s(then)} in place of "
+        f"{_s(now)}, max/mean of uplinks {curve[enough].mmr:.2f}; {_split(found, enough)}"
     )
     return [(now - then, said)]
 
@@ -129,6 +130,8 @@ def _mesh(found: Forecast, **draws: int) -> list[tuple[float, str]]:
     """Returns advice to shard within an NVLink domain and to sum gradients over the rest."""
     fabric, shape = found.fabric, found.shape
     domain = fabric.gpus_per_host * fabric.nvlink_hosts
+    if found.devices <= domain and not fabric.torus:
+        return []
     if fabric.torus or shape["tensor"] > domain:
         wide = shape["tensor"] > domain and not fabric.torus
         said = f"mesh.tensor={shape['tensor']} spans NVLink domains of {domain}: choose {domain} at most"
@@ -140,16 +143,16 @@ def _mesh(found: Forecast, **draws: int) -> list[tuple[float, str]]:
     ones = simulate(resharded(found, other), fabric, found.devices, **draws)
     links = sum(one.seconds * one.collective.runs for one in ones)
     said = (
-        f"mesh.fsdp={inside} mesh.data={other['data']}: parameters gathered over NVLink alone, gradients summed "
-        f"over hosts: links take about {_s(links)} in place of {_s(found.links)}, if the state fits over "
-        f"{inside * shape['tensor']} devices (plan memory --devices {inside * shape['tensor']})"
+        f"mesh.fsdp={inside} mesh.data={other['data']}: parameters gathered over NVLink alone, gradients "
+        f"summed over hosts: links take about {_s(links)} in place of {_s(found.links)}, if the state fits "
+        f"over {inside * shape['tensor']} devices (plan memory --devices {inside * shape['tensor']})"
     )
     return [(found.links - links, said)] if links < (1 - WORTH) * found.links else []
 
 
 def resharded(found: Forecast, other: dict[str, int]) -> list[Collective]:
-    """Returns the collectives of a step whose `fsdp` is smaller and whose `data` is larger by as much: what is
-    scattered over `fsdp` is summed over `data` too, a shard each."""
+    """Returns the collectives of a step whose `fsdp` is smaller and whose `data` is larger by as much: what
+    is scattered over `fsdp` is summed over `data` too, a shard each."""
     changed = []
     for one in (timed.collective for timed in found.collectives):
         axes = one.axes

@@ -93,8 +93,9 @@ def _text(file: str) -> str:
 
 def _how(made: Request, known) -> str:
     return (
-        f"compiled for {math.prod(made.shape.values())} × {made.device}; computation at {known.flops / 1e12:,.0f} "
-        f"TFLOP/s and {known.memory / 1e12:.2f} TB/s, {known.launch * 1e6:.0f} µs a kernel (--products)"
+        f"compiled for {math.prod(made.shape.values())} × {made.device}; computation at "
+        f"{known.flops / 1e12:,.0f} TFLOP/s and {known.memory / 1e12:.2f} TB/s, "
+        f"{known.launch * 1e6:.0f} µs a kernel (--products)"
     )
 
 
@@ -112,7 +113,7 @@ def _show(found: network.Forecast, arguments: argparse.Namespace, draws: dict[st
         f"step {schedule.step * 1e3:,.1f} ms: computation {schedule.compute * 1e3:,.1f}, links "
         f"{found.links * 1e3:,.1f}, of which {found.exposed * 1e3:,.1f} exposed"
     )
-    qps = f", {fabric.hash} with {fabric.qps} queue pairs" * (not fabric.torus and fabric.leaves > 1)
+    qps = f", {fabric.qps} queue pairs" * (not fabric.torus and not fabric.spreads and fabric.leaves > 1)
     lines = [
         f"{found.devices} devices on {fabric.name}: {fabric.description}{qps}",
         step,

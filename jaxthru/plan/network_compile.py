@@ -9,6 +9,9 @@ import dataclasses
 import math
 import multiprocessing
 import os
+import sys
+import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from jaxthru.build.checks import check_sizes, offloaded, setting_behind, validate
@@ -119,12 +122,15 @@ def _settled(
     return chosen, (named,)
 
 
-def compiled(request: Request) -> str:
-    """Returns the HLO of the step, scheduled, compiled in a process of its own. Raises InputError for what
-    does not compile, and says what ended that process where something did."""
+def compiled(request: Request, work: Callable[[Request], str] | None = None) -> str:
+    """Returns the HLO of the step, scheduled, compiled in a process of its own; what that process writes to
+    stderr is kept to itself. work: what it does, by default `text`.
+
+    Raises InputError for what does not compile, and where the compiler ended its process.
+    """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe(duplex=False)
-    child = spawn.Process(target=_child, args=(request, theirs), daemon=True)
+    child = spawn.Process(target=_child, args=(request, theirs, work or text), daemon=True)
     child.start()
     theirs.close()
     try:
@@ -139,21 +145,26 @@ def compiled(request: Request) -> str:
     finally:
         ours.close()
     child.join()
+    if done is None:
+        raise AssertionError(said)
     require(done, said)
     return said
 
 
-def _child(request: Request, answers: Connection) -> None:
+def _child(request: Request, answers: Connection, work: Callable[[Request], str]) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # of pages that no user can do much with
     with contextlib.closing(answers):
         try:
-            answers.send((True, text(request)))
+            answers.send((True, work(request)))
         except InputError as error:
             answers.send((False, str(error)))
         except Unsupported as refusal:
             answers.send((False, f"{setting_behind(request.config, refusal)}: {refusal}"))
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError) as error:
             first = str(error).strip().partition("\n")[0]
             answers.send((False, f"the step does not compile for {request.device}: {first}"))
+        except Exception:
+            answers.send((None, traceback.format_exc()))
 
 
 def text(request: Request) -> str:
@@ -196,7 +207,7 @@ def _for_tpu(request: Request, devices: int) -> str:
 
 
 def _slice(device: str, devices: int) -> tuple[int, ...]:
-    """Returns the dims of a small slice of so many chips, as near to a cube or a square as powers of 2 are."""
+    """Returns the dims of a small slice of so many chips, as near to a cube or a square as powers of 2."""
     dims = [1] * (2 if device in ("v5e", "v6e") else 3)
     for _ in range(devices.bit_length() - 1):
         dims[dims.index(min(dims))] *= 2

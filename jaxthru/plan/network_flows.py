@@ -35,6 +35,12 @@ class Timed:
     binds: str
 
     @property
+    def busiest(self) -> str:
+        """The link that is done last, in words."""
+        named = {"nvlink": "a GPU's NVLink", "nic": "a NIC", "ici": "a link of the torus"}
+        return named.get(self.binds) or self.links.busiest or "a GPU's NVLink"
+
+    @property
     def slowdown(self) -> float:
         """Seconds over those with a perfect spread."""
         return self.seconds / self.perfect

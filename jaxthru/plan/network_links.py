@@ -208,11 +208,15 @@ class _Uplinks:
         """Returns the bytes of the busiest link if each leaf spread its own over all."""
         return max(_most(self.source, self.weights), _most(self.target, self.weights)) / self.links
 
+    def spines(self, seed: int) -> np.ndarray:
+        """Returns the spine that each flow takes, [pairs, flows of each]."""
+        rng = np.random.default_rng(seed)
+        return rng.integers(self.links, size=(len(self.weights), self.flows), dtype=np.int32)
+
     def hashed(self, seed: int) -> np.ndarray:
         """Returns the bytes of each link, uplinks and then downlinks of leaf after leaf, as flows are hashed:
         each takes any spine, and so do both its links."""
-        rng = np.random.default_rng(seed)
-        spine = rng.integers(self.links, size=(len(self.weights), self.flows), dtype=np.int32)
+        spine = self.spines(seed)
         each = self.weights / self.flows
         alike = bool((each == each[0]).all())
         weights = None if alike else np.repeat(each, self.flows)

@@ -130,7 +130,7 @@ def _meta() -> list[Figure]:
 def table(found: list[Figure]) -> rich.table.Table:
     """Returns the figures as a table."""
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("figure, and its free choice or what it stands on", no_wrap=True)
+    table.add_column("figure", no_wrap=True)
     for column in ("published", "ours"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)

@@ -174,10 +174,9 @@ def _read(module: Module, parameter: Instruction) -> int:
     whole = sum(map(size, parameter.shapes))
     if any(user.opcode not in ("dynamic-slice", "dynamic-update-slice") for user, _ in users):
         return whole
-    return sum(
-        sum(map(size, user.shapes)) if user.opcode == "dynamic-slice" else (whole if place else 0)
-        for user, place in users
-    )
+    # An index is read whole; of what is sliced the slice, and what is updated in place not at all.
+    slices = [user for user, place in users if place == 0 and user.opcode == "dynamic-slice"]
+    return sum(size(shape) for user in slices for shape in user.shapes) + whole * any(at for _, at in users)
 
 
 def _users(module: Module, name: str) -> list[tuple[Instruction, int]]:
