@@ -55,9 +55,10 @@ def binds(found: Forecast) -> str:
     name, most = waits.most_common(1)[0]
     worst = max(found.collectives, key=lambda one: found.waits(one) if one.binds == name else -1.0)
     share = f", {min(found.exposed, step) / step:.0%} of the step" if step else ""
+    link = "" if name == "latency" else f"; busiest link: {worst.busiest}"
     return (
         f"bound by {SAYS[name]}: {_s(most)} of {_s(found.exposed)} exposed{share}; most in "
-        f"{worst.collective.kind} of {worst.collective.layer}; busiest link: {worst.busiest}"
+        f"{worst.collective.kind} of {worst.collective.layer}{link}"
     )
 
 
