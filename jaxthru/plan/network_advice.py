@@ -143,10 +143,11 @@ def _mesh(found: Forecast, **draws: int) -> list[tuple[float, str]]:
     other = {"data": shape["data"] * shape["fsdp"] // inside, "fsdp": inside, "tensor": shape["tensor"]}
     ones = simulate(resharded(found, other), fabric, found.devices, **draws)
     links = sum(one.seconds * one.collective.runs for one in ones)
+    over = inside * shape["tensor"]
     said = (
         f"mesh.fsdp={inside} mesh.data={other['data']}: parameters gathered over NVLink alone, gradients "
         f"summed over hosts: links take about {_s(links)} in place of {_s(found.links)}, if the state fits "
-        f"over {inside * shape['tensor']} devices (plan memory --devices {inside * shape['tensor']})"
+        f"over {over} devices (plan memory --devices {over}); what of it is hidden, a plan of that mesh says"
     )
     return [(found.links - links, said)] if links < (1 - WORTH) * found.links else []
 
@@ -168,7 +169,7 @@ def resharded(found: Forecast, other: dict[str, int]) -> list[Collective]:
         elif axes == ("data",):  # sums of shards, which are larger ones then
             share = one.bytes * found.shape["fsdp"] / other["fsdp"]
             changed.append(dataclasses.replace(one, bytes=share, groups=along(axes, other)))
-        elif "fsdp" in axes and one.pairs is None:
+        elif "fsdp" in axes and one.kind == "all-reduce":
             both = tuple(name for name in other if name in (*axes, "data"))
             changed.append(dataclasses.replace(one, groups=along(both, other), axes=both))
         elif one.pairs is None and axes:

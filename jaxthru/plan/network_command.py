@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     change = "change one key of the fabric; may be given several times"
     add("--fabric-set", action="append", default=[], metavar="KEY=VALUE", help=change)
     add("--devices", type=int, help="of the job; default: all that the fabric has")
-    add("--device", help="h200, h100, or a TPU: v4, v5e, v5p, v6e; default: the fabric's")
+    add("--device", help="h200, h100, or a TPU: v5e, v5p, v6e; default: the fabric's")
     add("--segments", type=int, help="most documents in a row; default: what the corpus has")
     part = "share of the data sheet's FLOP/s that matrix products reach, default %(default)s"
     add("--products", type=float, default=PRODUCTS, help=part)

@@ -189,7 +189,7 @@ def _of_pairs(
         return Links(nvlink, nic, spread, busiest=f"{slow}, all uplinks of a leaf alike", hops=(0, 1))
     draws = [loads.hashed(seed + trial) for trial in range(max(3, min(trials, DRAWN // drawn)))]
     hashed = np.array([draw.max() for draw in draws]) / fabric.uplink
-    busiest = loads.named(draws[0]) if hashed[0] > max(nic, spread) else "a NIC"
+    busiest = loads.named(draws[int(hashed.argmax())]) if hashed.max() > max(nic, spread) else "a NIC"
     mmr, jain = (
         float(np.mean([measure(draw) for draw in draws])) for measure in (max_mean_ratio, jain_index)
     )

@@ -15,19 +15,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import topologies
 from runs import ROOT
 
 from jaxthru import config as configuration
 from jaxthru.build.checks import validate
 from jaxthru.build.step import assemble
 from jaxthru.plan import fabric as fabrics
-from jaxthru.plan import network, network_published
+from jaxthru.plan import network, network_advice, network_published
 from jaxthru.plan.__main__ import main
 from jaxthru.plan.fabric import Fabric, load, placed
 from jaxthru.plan.network_compile import Request, compiled
 from jaxthru.plan.network_flows import over_queue_pairs, simulate, slowdown
 from jaxthru.plan.network_links import _Uplinks, jain_index, max_mean_ratio
 from jaxthru.plan.network_schedule import Program, Rates, touched
+from jaxthru.plan.network_torus import coordinates
 from jaxthru.plan.network_traffic import Collective, along, axes_of, compiled_shape, read, scaled
 from jaxthru.profile.read import hlo
 from jaxthru.runtime import xla
@@ -338,6 +340,69 @@ def test_simgrid_agrees(flows):
     assert ends == pytest.approx(ours, rel=1e-3)
 
 
+# Advice
+
+
+def fsdp(devices: int, size: float = 1e9) -> list[Collective]:
+    """Returns what FSDP of one array moves."""
+    groups = np.arange(devices)[None]
+    return [
+        Collective(kind, kind, size, groups, runs, axes=("fsdp",), phase="backward")
+        for kind, runs in (("all-gather", 2.0), ("reduce-scatter", 1.0))
+    ]
+
+
+def advised(fabric: Fabric, collectives: list[Collective], fsdp: int) -> str:
+    shape = {"data": 1, "fsdp": fsdp, "tensor": 1}
+    return " | ".join(network_advice.advice(network.timed(collectives, fabric, shape)))
+
+
+def test_advice_names_queue_pairs_hash_and_placement():
+    """Each where it is what is wrong, with the seconds that it saves, and nothing where all is well."""
+    leaf = {"hosts": 16, "leaves": 16, "ports_per_leaf": 8, "uplinks_per_leaf": 8}
+    few = advised(quiet(**leaf, hash="dest_qp", qps=1), fsdp(32), 32)
+    assert "NCCL_IB_QPS_PER_CONNECTION=64 (1 now)" in few and "NCCL_IB_SPLIT_DATA_ON_QPS=1" in few
+    assert "NCCL_IB_SPLIT_DATA_ON_QPS=0" in advised(quiet(**leaf, qps=1), fsdp(32, 1e10), 32)
+    assert "(five_tuple)" in advised(quiet(**leaf, hash="five_tuple"), fsdp(32), 32)
+    racks = leaf | {"leaves": 4, "ports_per_leaf": 32, "uplinks_per_leaf": 4, "hash": "spray"}
+    assert "placement: hosts that are neighbours" in advised(quiet(**racks, placement="random"), fsdp(64), 64)
+    well = advised(quiet(**leaf, hash="spray"), fsdp(8), 8)
+    assert well.startswith("nothing: ")
+
+
+def test_advice_keeps_gathers_within_a_domain():
+    """Two gathers and a scatter of 1 GB over 4 hosts become an all-reduce of an eighth over them."""
+    found = network.timed(fsdp(32), quiet(hosts=4), {"data": 1, "fsdp": 32, "tensor": 1})
+    other = {"data": 4, "fsdp": 8, "tensor": 1}
+    *_, scatter, total = network_advice.resharded(found, other)
+    assert scatter.groups.shape == (4, 8) and total.kind == "all-reduce" and total.bytes == 1e9 / 8
+    assert total.groups.tolist() == along(("data",), other).tolist()
+    (line,) = network_advice.advice(found)
+    seconds = 2 * 3 / 4 / 8, 3 * 31 / 32 / 8
+    assert line.startswith("mesh.fsdp=8 mesh.data=4:")
+    assert f"about {seconds[0] * 1e3:.1f}" in line and f"in place of {seconds[1] * 1e3:.2f}" in line
+    wide = network.timed(fsdp(32), quiet(hosts=4), {"data": 1, "fsdp": 2, "tensor": 16})
+    assert "mesh.tensor=16 spans NVLink domains of 8" in network_advice.advice(wide)[0]
+
+
+def test_what_binds_is_said_in_a_line():
+    shape = {"data": 1, "fsdp": 16, "tensor": 1}
+    leaf = {"leaves": 2, "ports_per_leaf": 8, "uplinks_per_leaf": 8}
+    said = {
+        "the NICs' rate": quiet(),
+        "uplinks: leaves": quiet(**leaf | {"uplinks_per_leaf": 2}, hash="spray"),
+        "the hash puts on the same uplink": quiet(**leaf, hash="five_tuple"),
+        "NVLink's rate": quiet(nvlink_hosts=2),
+        "the latency": dataclasses.replace(quiet(), launch_us=1e7),
+    }
+    for words, fabric in said.items():
+        assert words in network_advice.binds(network.timed(fsdp(16), fabric, shape)), words
+    assert "leaf " in network_advice.binds(network.timed(fsdp(16), quiet(**leaf, hash="five_tuple"), shape))
+    assert "no collectives" in network_advice.binds(network.timed([], quiet(), shape))
+    waits = network.timed(fsdp(16), quiet(), shape, measured=10.0)
+    assert network_advice.binds(waits).startswith("not bound by links: they need 351.56 ms of the 10.00 s")
+
+
 # TPU tori
 
 
@@ -350,8 +415,14 @@ def test_a_torus_moves_both_ways_along_each_dim():
     assert seconds(collective(groups=[range(8)]), line, 8) == pytest.approx(7 / 8)
     plane = Fabric(device="v5p", torus=(4, 8), link_gbps=8.0, **quietly)
     assert seconds(collective(groups=[range(32)]), plane, 32) == pytest.approx(31 / 32 / 4)
-    rows = np.arange(32).reshape(8, 4)  # the first dim's are numbered first
+    at = coordinates((4, 8))
+    assert at[:6].tolist() == [[0, 0], [1, 0], [0, 1], [1, 1], [2, 0], [3, 0]]  # hosts of 2 × 2
+    rows = np.lexsort(at.T).reshape(8, 4)  # each fills the first dim
     assert seconds(collective(groups=rows), plane, 32) == pytest.approx(3 / 4 / 2)
+    hosts = np.arange(32).reshape(8, 4)  # lines of two, along both dims
+    assert seconds(collective(groups=hosts), plane, 32) == pytest.approx(3 / 4 / 2)
+    both = collective("all-to-all", groups=[range(32)])
+    assert seconds(both, plane, 32) == pytest.approx(8 / 8)
     strided = np.arange(8).reshape(4, 2).T  # every second chip: two groups share the links between
     assert seconds(collective(groups=strided), ring, 8) == pytest.approx(2 * 3 / 4 / 2)
     neighbours = np.stack([np.arange(8), np.roll(np.arange(8), -1)], axis=1)
@@ -660,3 +731,11 @@ def test_a_step_for_a_tpu_slice():
     assert found["devices"] == 64 and found["compiled_mesh"]["fsdp"] == 32
     assert {"ici", "latency"} >= {one["binds"] for one in found["collectives"]}
     assert found["exposed_seconds"] > 0
+
+
+@pytest.mark.compiles_for("tpu")
+@pytest.mark.parametrize("name", ["v5p:4x4x4", "v5p:2x2x4", "v5e:4x8"])
+def test_chips_are_numbered_as_libtpu_describes_them(name):
+    described = topologies.get_topology_desc(name, "tpu").devices
+    dims = tuple(map(int, name.partition(":")[2].split("x")))
+    assert coordinates(dims).tolist() == [list(chip.coords[: len(dims)]) for chip in described]
