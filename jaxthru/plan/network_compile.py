@@ -76,16 +76,16 @@ def asked(
 
     Raises InputError where the configuration does not fit these devices, or its step is several programs.
     """
+    require(
+        not config.offload.layered,
+        f"{offloaded(config)}: the step is several programs, of which links are not planned; choose 'none'",
+    )
     check_sizes(config, layout_of(config, devices))
     shape = shape_of(config.mesh.shape(devices))
     found = documents(config)
     notes = () if segments else found.notes
     segments = segments or found.segments
     config, chosen = _settled(config, device, devices, segments)
-    require(
-        not config.offload.layered,
-        f"{offloaded(config)}: the step is several programs, of which links are not planned; choose 'none'",
-    )
     small = compiled_shape(shape)
     share = math.prod(shape.values()) // math.prod(small.values())
     if share > 1:
