@@ -228,22 +228,6 @@ def test_a_refusal_is_one_line_before_data_is_prepared(bench, monkeypatch, tmp_p
     assert first_steps.refusal([], tmp_path)["as_it_should"] is good
 
 
-def test_a_model_grows_until_its_step_takes_the_share_of_the_card(bench):
-    near_limit = bench("measure.near_limit")
-    built = []
-
-    def peak(size: int) -> int:
-        return 80_000_000 + 1000 * size + (size % 7) * 1000
-
-    near_limit.peak = lambda size: built.append(size) or peak(size)
-    size, tried = near_limit.grown(lambda size: size, 10_000, 100_000_000, 0.924)
-    assert abs(peak(size) / 1e8 - 0.924) <= near_limit.NEAR and len(built) == len(tried) <= 3
-    assert size % near_limit.MULTIPLE == 0
-    assert near_limit.grown(lambda size: size, 10_000, None, 0.924) == (10_000, []), "no memory is told"
-    # A larger size took less: for it another policy was chosen. Then halfway between.
-    assert near_limit.next_size([(1024, 90), (2048, 70)], 92) == 1536
-
-
 @pytest.fixture
 def suite(bench, monkeypatch, tmp_path):
     """Runs suite.py with rates in place of processes; returns what ran."""

@@ -61,6 +61,13 @@ def kept_batches(built: Build, path: Path) -> Iterator[Batch]:
         yield built.place(batch, len(batch["tokens"]))
 
 
+def card_bytes() -> int | None:
+    """Returns the memory of the card as nvidia-smi tells it, of which XLA's allocator is given less; None
+    without one."""
+    told = harness.ask("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    return int(told.splitlines()[0]) * 2**20 if told else None
+
+
 def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespace) -> dict:
     """Returns what the steps took and did."""
     state = built.first_state()
@@ -95,6 +102,7 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
         "losses": [float(step["loss"]) for step in (*timing.before, *values)],  # from the first step on
         "skipped_updates": int(values[-1]["skipped"]),
         "peak_hbm_bytes": hardware.peak_bytes(),
+        "card_bytes": card_bytes(),
     }
     if arguments.steps:
         line["losses"] = [float(step["loss"]) for step in values]

@@ -87,7 +87,7 @@ ROWS: dict[str, Row] = {
     "starts_unrolled_36": Starts("starts, Qwen3-4B, 36 layers unrolled", QWEN3_4B[0],
                                  f"{QWEN3_4B[1]} model.loop=unroll", starts(60), seconds=200),
     "starts_layers_32": Starts("starts, all 32 layers of Llama 3 8B", *LAYERS_32, starts(60), seconds=200),
-    "near_limit": NearLimit("all 32 layers of Llama 3 8B, grown to the limit", *LAYERS_32, LIMIT),
+    "near_limit": NearLimit("all 32 layers of Llama 3 8B, as `auto` fills the card", *LAYERS_32, LIMIT),
 }
 # fmt: on
 NOTES = """\

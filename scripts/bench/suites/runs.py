@@ -85,24 +85,24 @@ class Untuned(Row):
 
 @dataclasses.dataclass(frozen=True)
 class NearLimit(Row):
-    """Steps of a model that is made as large as the card allows. grows: the key by which."""
+    """Steps of equal work, one causal row like another, of a model that `auto` fills the card with."""
 
-    grows: str = "model.vocabulary"
-    share: float = 0.924
     steps: tuple[int, int] = (3, 40)
-    seconds: float = 360.0
+    seconds: float = 240.0
 
     def wanted(self, done: list[dict]) -> list[Block]:
         return [Block("near_limit", 1, self.seconds)]
 
     def command(self, name: str, setup: Setup) -> list[str]:
-        script = [sys.executable, str(blocks.HERE / "measure" / "near_limit.py")]
-        steps = ("--steps", *setup.steps(*self.steps))
-        return [*script, *setup.words(self), "--grow", self.grows, "--share", str(self.share), *steps]
+        script = [sys.executable, str(blocks.HERE / "measure" / "step.py"), *setup.words(self)]
+        rows = str(setup.file(self, packed=False))
+        return [*script, "--causal-rows", rows, "--steps", *setup.steps(*self.steps), "--keep-compiled"]
 
     def found(self, setup: Setup, done: list[dict]) -> dict:
         for line in lines_of(done, "near_limit"):
+            peak, card = line["peak_hbm_bytes"], line["card_bytes"]
             slowest = round(line["step_seconds_max"] / line["step_seconds"], 4)
-            keys = ("share_of_card", "card_gib", "peak_hbm_bytes", "grown", "chosen", "tokens_per_second")
-            return {"slowest": slowest, "spread": None, **{key: line.get(key) for key in keys}}
+            share = round(peak / card, 4) if peak and card else None
+            told = {key: line.get(key) for key in ("chosen", "tokens_per_second")}
+            return {"slowest": slowest, "share_of_card": share, "spread": None, **told}
         return {}
