@@ -143,7 +143,7 @@ def test_a_slow_first_run_makes_no_short_turns(bench, clock, monkeypatch):
     turn = module.programs.turn
     monkeypatch.setattr(module.programs, "turn", lambda *words: turns.append(words[2]) or turn(*words))
     how = types.SimpleNamespace(warmup_turns=2, turns=2, turn_seconds=0.2, rest_seconds=0.0)
-    how.adds = False
+    how.cap_rounds, how.adds = 0, False
     module.measure(case, how)
     a_round = len(runs)
     assert min(turns[2 * a_round : 4 * a_round] + turns[6 * a_round :]) > 1
@@ -338,6 +338,16 @@ def test_power_is_taken_between_steps_of_the_counters(bench):
     assert power([[(0.1, 100.0), (0.2, 170.0), (0.3, 240.0)], [(0.15, 7.0), (0.25, 57.0)]]) == 600.0
     assert power([[(0.1, 100.0)]]) is None and power([]) is None
     assert power([[(0.1, 1.0), (0.2, 2.0)], []]) is None, "one that is not known is not left out"
+
+
+def test_joules_of_a_call_are_those_of_all_gpus(bench):
+    found = {
+        "plain": {"seconds": [1e-3, 1e-3], "watts": [700.0, 700.0]},
+        "jax_128x256_N_M8": {"seconds": [0.8e-3, 0.8e-3], "watts": [700.0, None]},
+    }
+    rows = bench("collective_matmul").told_of_energy(found, 2)
+    assert rows["plain"]["joules"] == 1.4 and rows["jax"]["joules"] == 1.12
+    assert rows["jax"]["over_plain"] == 1.25 and rows["jax"]["joules_over_plain"] == 0.8
 
 
 def test_tiles_of_jax_are_searched_by_size_and_then_by_order(bench, monkeypatch):

@@ -264,21 +264,36 @@ def test_every_other_round_may_go_backwards_and_a_warm_up_counts_for_nothing(ben
 
     runs = {name: lambda name=name, of=of: run(name, of) for name, of in (("a", 1.0), ("b", 3.0))}
     found = bench("turns").steps_in_turns(runs, 0.0, 4.0, backwards=True)
-    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"], "until the quicker one has its time too"
-    assert [turn.last for turn in found["a"]] == [1, 4, 5, 8]
+    assert order == ["a", "b", "b", "a", "b", "a", "a", "b"], "until the quicker one has its time too"
+    assert [turn.last for turn in found["a"]] == [1, 4, 6, 7]
     order.clear()
     waits = {"a": lambda: time.sleep(0.1) or run("a", 1.0)}
     found = bench("turns").steps_in_turns(waits, 0.15, 1.0)
     assert len(order) == 4 and [turn.last for turn in found["a"]] == [3, 4]
 
 
-def test_a_spread_takes_two_turns_and_a_commit_is_held_against_the_other(bench):
+def test_who_goes_first_is_no_part_of_the_spread(bench):
+    ran = []
+
+    def run(name: str) -> tuple[list[float], int, None]:
+        ran.append(name)
+        return [1.1 if len(ran) % 2 else 1.0], 10, None  # whoever goes first is slower
+
+    turns = bench("turns")
+    found = turns.steps_in_turns(
+        {name: lambda name=name: run(name) for name in "ab"}, 0.0, 4.5, backwards=True
+    )
+    assert [len(of) for of in found.values()] == [8, 8]
+    assert all(turns.rated(of)["spread"] == 0 for of in found.values())
+
+
+def test_a_spread_takes_turns_in_both_orders_and_a_commit_is_held_against_the_other(bench):
     module, seen = bench("measure.steps_in_turns"), []
     made = {name: contender(module, seen) for name in ("first", "way@old", "way")}
     how = {"warmup_seconds": 0.0, "timed_seconds": 0.0, "turn_seconds": 0.0, "steps": 3}
     rows = module.measure(made, types.SimpleNamespace(**how))
-    assert len(seen) == 3 * (2 + 2 * 3), "a first step, another, and two turns"
-    assert all(len(row["turns"]) == 2 and row["steps_timed"] == 6 for row in rows.values())
+    assert len(seen) == 3 * (2 + 4 * 3), "a first step, another, and four turns"
+    assert all(len(row["turns"]) == 4 and row["steps_timed"] == 12 for row in rows.values())
     assert rows["first"]["ratio"] == 1 and rows["way"]["over_old"]["needed"] >= 0
     assert "over_old" not in rows["way@old"] and rows["way"]["first_step"] == {"loss": 1.0}
 

@@ -402,6 +402,24 @@ def test_rows_take_what_is_auto_and_their_peers_the_same_shape(bench, rows, tmp_
     assert llama.parameters(setup.config(rows["llama_1b"]).model) == pytest.approx(1.236e9, rel=0.01)
 
 
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("suite", ["data", "decode", "published"])
+def test_contenders_start_programs_that_are_there(bench, monkeypatch, tmp_path, suite, tiny):
+    monkeypatch.setattr(bench("data_corpus"), "make", lambda *_: None)
+    setup = bench("suites.rows").Setup(COMMIT, tmp_path, tiny=tiny, torch_python="torch")
+    for row in bench(f"suites.{suite}").ROWS.values():
+        row.check(setup)
+        for name in row.contenders:
+            words = row.command(name, setup)
+            assert "{" not in " ".join(words)
+            program = next(word for word in words if "peers." in word or word.endswith(".py"))
+            if program.startswith("peers."):
+                assert words[:2] == ["torch", "-m"]
+                program = ROOT / f"scripts/bench/{program.replace('.', '/')}.py"
+            assert Path(program).is_file() and ("JAX_PLATFORMS=cpu" in words) <= tiny
+            assert [each.name for each in row.wanted([])].count(name) == row.rounds
+
+
 def test_a_peer_without_tied_embeddings_says_so_in_one_line(bench):
     shape = bench("harness").Shape(tied_embeddings=1, qk_norm=1)
     with pytest.raises(

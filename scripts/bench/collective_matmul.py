@@ -10,7 +10,9 @@ result has to be within 1e-2 of the plain form's, by norm.
 
 An H200 that multiplies without a pause is at its power cap, and slows the more the less it waits; in a short
 burst after a rest it runs at its full clock. Both are timed: `contenders` one after another without a pause,
-`in_bursts` with a rest before each turn.
+`in_bursts` with a rest before each turn. With --cap-rounds some also run for --cap-seconds each,
+`at_the_cap`, so that each has the clock that its own work leaves it, and NVML's counter says how many joules
+a call takes, on all GPUs together.
 
   plain: XLA's collective and then its product, or the other way round; all ratios are over it
   ring, ring_bidirectional: transfers beside products, in as many steps as there are devices
@@ -64,6 +66,9 @@ from pallas_kernels.dispatch import Unsupported
 SHAPES = ("qkv", "gate", "gate_up", "scatter_6144", "down", *UNTUNED)
 
 
+AT_THE_CAP = ("plain", "fused", "fused_adds", "product")  # and the fastest of JAX's
+
+
 def measure(case: Case, how: argparse.Namespace, without_jax: str = "") -> dict:
     """Returns the result of a case: each contender's times, errors and ratio over the plain form.
 
@@ -105,6 +110,11 @@ def measure(case: Case, how: argparse.Namespace, without_jax: str = "") -> dict:
                 regime["dispatched"] = regime[same[0]] | {"same_program_as": same[0]}
     line = {"calls_in_a_program": case.in_a_row, "contenders": rows}
     line |= {"in_bursts": bursts, "missing": missing}
+    if how.cap_rounds:
+        chosen = (*AT_THE_CAP, rows.get("jax", {}).get("configuration"))
+        kept = {name: run for name, run in placed.items() if name in chosen}
+        cap = programs.at_the_cap(kept, how.cap_rounds, how.cap_seconds, case.in_a_row, case.mesh.size)
+        line["at_the_cap"] = told_of_energy(cap, case.mesh.size)
     if searched:
         line["jax_searched"] = searched
     try:
@@ -139,6 +149,29 @@ def told(case: Case, times: dict[str, list[float]], errors: dict[str, float]) ->
             **({"apart_from_plain": float(f"{errors[name]:.2g}")} if name in errors else {}),
             **({"configuration": name} if name == best_jax else {}),
         }
+    return rows
+
+
+def told_of_energy(found: dict[str, dict[str, list]], gpus: int) -> dict[str, dict]:
+    """Returns what the record says of each contender at the power cap. watts: of a GPU; joules: of a call, on
+    all of them; None where no counter was read."""
+    rows = {}
+    for name, of in found.items():
+        seconds = statistics.median(of["seconds"])
+        watts = [each for each in of["watts"] if each]
+        power = statistics.fmean(watts) if watts else None
+        rows["jax" if name.startswith("jax_") else name] = {
+            "microseconds": round(1e6 * seconds, 1),
+            "a_a_spread": comparison.halves_apart([[each] for each in of["seconds"]]),
+            "watts": round(power, 1) if power else None,
+            "watts_least_and_most": [min(watts), max(watts)] if watts else None,
+            "joules": round(power * seconds * gpus, 5) if power else None,
+        }
+    for row in rows.values():
+        row["over_plain"] = round(rows["plain"]["microseconds"] / row["microseconds"], 3)
+        row["joules_over_plain"] = (
+            round(row["joules"] / rows["plain"]["joules"], 3) if row["joules"] else None
+        )
     return rows
 
 
@@ -209,6 +242,8 @@ def main() -> int:
     add("--turns", type=int, default=12)
     add("--turn-seconds", type=float, default=0.02, help="of one contender")
     add("--rest-seconds", type=float, default=0.06, help="before each burst")
+    add("--cap-rounds", type=int, default=0, help="at the power cap, for joules a call")
+    add("--cap-seconds", type=float, default=0.4, help="of one contender in such a round")
     add("--old-commit", default="", help="the name of --same-as, for the record")
     of_same = "only say which programs are not those of another commit's files, as lowered for a GPU"
     add("--digests", type=Path, help=argparse.SUPPRESS)
@@ -229,7 +264,7 @@ def main() -> int:
         parser.error(f"--warmup-turns {options.warmup_turns}: a program's first run loads what it needs")
     if options.tiny:
         options.shapes, options.heat_seconds, options.turns = ("tiny_gather", "tiny_scatter"), 0.1, 3
-        options.rest_seconds = 0.0
+        options.rest_seconds, options.cap_seconds = 0.0, 0.05
     if options.digests or options.same_as:
         names = list(options.shapes or GPU | UNTUNED)
         if options.digests:

@@ -17,10 +17,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from gpu_clocks import Clocks
@@ -162,6 +163,7 @@ class Shape:
             sys.exit(f"{peer}: has no {' and no '.join(lacking)}; run peers.hugging_face for this shape")
 
 
+TINY = Shape(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128, vocabulary=512)
 ROOT = Path(__file__).resolve().parents[2]
 ROPE_THETA = Shape.rope_theta
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -242,12 +244,20 @@ def program(
     return functools.partial(run, main)
 
 
+def shape_options() -> list[tuple]:
+    """Returns the arguments of what takes a shape by its numbers, each as `program` takes it."""
+    return [
+        option(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
+        for field in dataclasses.fields(Shape)
+    ]
+
+
 def peer_parser(description: str) -> argparse.ArgumentParser:
     """Returns the arguments that all peers take."""
     parser = argparse.ArgumentParser(description=description)
     add_seconds(parser)
-    for field in dataclasses.fields(Shape):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
+    for names, how in shape_options():
+        parser.add_argument(*names, **how)
     parser.add_argument("--tokens", type=Path, help="an .npy of rows; without it they are random")
     parser.add_argument("--rows", type=int, default=2, help="of a random batch")
     parser.add_argument("--sequence", type=int, default=8192, help="of a random batch")
@@ -275,6 +285,32 @@ def causal_batches(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, n
 def versions(*packages: str) -> dict[str, str]:
     """Returns the installed versions."""
     return {package: importlib.metadata.version(package) for package in packages}
+
+
+class Peak:
+    """The most of each number that `read` tells while the block runs, looked at every so many seconds.
+
+    most: {name: the largest so far}.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, float]], every: float):
+        self.most: dict[str, float] = {}
+        self._read, self._every = read, every
+        self._ended = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self):
+        self._sampler.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._ended.wait(self._every):
+            for name, value in self._read().items():
+                self.most[name] = max(self.most.get(name, value), value)
+
+    def __exit__(self, *_):
+        self._ended.set()
+        self._sampler.join()
 
 
 @contextlib.contextmanager
@@ -345,6 +381,12 @@ def run(main: Callable[[], int]) -> int:
     except InputError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2
+
+
+def end(code: int) -> NoReturn:
+    """Ends the process at once: threads that read ahead would keep it."""
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def emit(line: dict[str, Any], output: Path | None = None) -> None:

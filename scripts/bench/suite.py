@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import blocks
 import comparison
-import functions_corpus
+import data_corpus
 import harness
 from suites.rows import GEMM, Block, Row, Setup, gemm_command
 
@@ -96,12 +97,14 @@ def measure(record: dict, row: Row, setup: Setup, path: Path, ends: float) -> bo
 
         def run(block: Block, gpu: str, limit: float = limit) -> dict:
             known = block.name in GEMM
-            command = gemm_command(block.name, setup) if known else row.command(block.name, setup)
+            here = dataclasses.replace(setup, done=tuple(record["blocks"]))
+            command = gemm_command(block.name, here) if known else row.command(block.name, here)
             return blocks.block_of(block.name, block.turn, command, gpu, limit)
 
         on = gpus if group[0].group else [",".join(gpus)]
         with concurrent.futures.ThreadPoolExecutor(len(on)) as pool:
-            ran = list(pool.map(run, group, on))  # of a group, as many at once as there are GPUs
+            each = pool.map if len(on) > 1 else map  # in this thread a signal ends a block
+            ran = list(each(run, group, on))  # of a group, as many at once as there are GPUs
         # What has had less time than a block may have has not failed: the next command runs it.
         late = [block for block in ran if limit < LIMIT and block.get("error", "").startswith(LATE)]
         for block in ran:
@@ -143,21 +146,21 @@ def keep_compiled(folder: Path) -> None:
 
 def listed(rows: dict[str, Row]) -> str:
     """Returns the rows with their bars, what runs for them and the seconds that it takes, in Markdown."""
-    lines = ["| row | what | bar | contenders | about s |", "|---|---|---|---|---|"]
-    total = 0.0
+    lines, total = [], 0.0
     for name, row in rows.items():
         left = row.left([])
         seconds = sum(block.seconds for block in left)
         total += seconds
         names = ", ".join(dict.fromkeys(block.name for block in left if block.name not in GEMM))
         bars = "; ".join(bar.asked() for bar in row.bars)
-        lines.append(f"| {name} | {row.about} | {bars} | {names} | {seconds:,.0f} |")
-    return "\n".join([*lines, f"| all | | | | {total:,.0f} |"])
+        lines.append([name, row.about, bars, names, f"{seconds:,.0f}"])
+    head = ("row", "what", "bar", "contenders", "about s")
+    return comparison.markdown(head, [*lines, ["all", "", "", "", f"{total:,.0f}"]])
 
 
 def table(rows: dict[str, Row], setup: Setup) -> str:
     """Returns what the records in a folder say of the bars, in Markdown."""
-    lines = ["| shape | bar | found | A-A | |", "|---|---|---|---|---|"]
+    lines = []
     for name, row in rows.items():
         path = setup.path(name)
         record = json.loads(path.read_text()) if path.exists() else {}
@@ -174,8 +177,8 @@ def table(rows: dict[str, Row], setup: Setup) -> str:
                 mark += f"; 1 block: {', '.join(once)}"
             cells = ["" if number else row.about, bar.asked(), told(bar.what, value, found)]
             cells += [comparison.shown(found.get("spread"), ".2%"), mark]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            lines.append(cells)
+    return comparison.markdown(("shape", "bar", "found", "A-A", ""), lines)
 
 
 FORMS = {
@@ -186,6 +189,7 @@ FORMS = {
 }
 FORMS |= {"slowest": "{:.3f} ×", "share_of_card": "{:.1%}", "slower": "{:.1%} slower", "mfu": "{:.1%}"}
 FORMS |= {"peak_hbm_gib": "{:.1f} GiB", "host_gib": "{:.1f} GiB", "falls": "{:.3f}"}
+FORMS |= {"gain_over_predicted": "{:.1%}", "prediction_error": "{:.1%}", "data_wait": "{:.2%}"}
 
 
 def told(what: str, value: float | None, found: dict) -> str:
@@ -203,9 +207,7 @@ def told(what: str, value: float | None, found: dict) -> str:
 def corpus() -> str:
     """Returns the mix of the rows' text, functions of the standard library; it is written if it is not
     there."""
-    if not (CORPUS / "mix.toml").exists():
-        functions_corpus.write(CORPUS)
-    return str(CORPUS / "mix.toml")
+    return str(data_corpus.once(CORPUS, data_corpus.functions) / "mix.toml")
 
 
 def arguments() -> argparse.Namespace:
@@ -266,18 +268,18 @@ def main() -> int:
                 commit=commit,
                 folder=Path(folder),
                 tiny=given.tiny,
-                mix=given.mix or corpus(),
+                mix=given.mix or (corpus() if any(row.reads for row in rows.values()) else ""),
                 torch_python=given.torch_python,
                 overrides=tuple(given.overrides),
                 old=given.old,
             )
             for row in rows.values():
-                setup.config(row)  # so that a bad key shows before anything runs
+                row.check(setup)  # so that a bad key shows before anything runs
             run(rows, setup, began + given.stop_after, given.retry)
     print(table(rows, setup))
     print(f"\n{notes}")
-    for name, row in rows.items() if given.in_full else ():
-        if setup.path(name).exists():
+    for name, row in rows.items():
+        if (given.in_full or not row.bars) and setup.path(name).exists():
             record = json.loads(setup.path(name).read_text())
             said = [row.details(record["found"]), *comparison.remarks(record["blocks"])]
             print("\n".join([f"\n{name}", *filter(None, said)]))
@@ -285,4 +287,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that blocks are ended too
     sys.exit(harness.run(main))

@@ -6,11 +6,11 @@ power and the reasons.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -42,12 +42,7 @@ def sampling(local: int) -> dict[str, Any]:
 
     local: the process's devices.
     """
-    named, library = os.environ.get("CUDA_VISIBLE_DEVICES"), nvml()
-    if named is not None:
-        seen = len([name for name in named.split(",") if name.strip()])
-    else:
-        seen = library.nvmlDeviceGetCount() if library else None
-    if seen != local:
+    if len(bus_ids()) != local:
         return {}
     restricted = RESTRICTED.is_file() and "RmProfilingAdminOnly: 1" in RESTRICTED.read_text()
     held = re.search(r"^CapEff:\s*(\w+)", STATUS.read_text(), re.M) if STATUS.is_file() else None
@@ -77,16 +72,37 @@ def read(folder: Path) -> Samples:
 
 
 def names(ordinals: Iterable[int]) -> list[str]:
-    """Returns NVML's names of devices, which CUDA numbers from 0 among those that it may see: NVML sees those
-    too that CUDA_VISIBLE_DEVICES hides, and numbers all."""
-    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return [seen[ordinal] if ordinal < len(seen) else str(ordinal) for ordinal in ordinals]
+    """Returns NVML's names of devices that CUDA numbers so, see `bus_ids`; none of those that it has not."""
+    known = bus_ids()
+    return [known[ordinal] for ordinal in ordinals if ordinal < len(known)]
+
+
+@functools.cache
+def bus_ids() -> tuple[str, ...]:
+    """Returns the PCI bus ids of the GPUs that CUDA shows this process, in CUDA's order.
+
+    Neither their number nor their order is NVML's, which knows all of the host by their slots: CUDA numbers
+    those that CUDA_VISIBLE_DEVICES leaves, in its order, and by CUDA_DEVICE_ORDER the fastest first.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count, name = ctypes.c_int(), ctypes.create_string_buffer(32)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    found = []
+    for device in range(count.value):
+        if driver.cuDeviceGetPCIBusId(name, len(name), device):
+            return ()
+        found.append(name.value.decode())
+    return tuple(found)
 
 
 @contextlib.contextmanager
 def sampled(devices: Iterable[str]) -> Iterator[Samples]:
-    """Samples NVML while a block runs. devices: index or UUID of each of the process's local devices, in
-    order. Without NVML there are no samples."""
+    """Samples NVML while a block runs. devices: `names` of the process's local devices, in order. Without
+    NVML there are no samples."""
     samples, library = Samples({}), nvml()
     found = {str(index): handle(library, name) for index, name in enumerate(devices)} if library else {}
     handles = {device: handle for device, handle in found.items() if handle is not None}
@@ -118,7 +134,7 @@ def nvml() -> Any | None:
         import pynvml
     except ImportError:
         if RESTRICTED.is_file():
-            log.warning('the clock is not sampled: needs nvidia-ml-py, pip install "jaxthru[gpu]"')
+            log.warning('no clock and power by NVML: needs nvidia-ml-py, pip install "jaxthru[gpu]"')
         return None
     try:
         pynvml.nvmlInit()
@@ -127,9 +143,8 @@ def nvml() -> Any | None:
     return pynvml
 
 
-def handle(library: Any, device: str) -> Any | None:
-    by = library.nvmlDeviceGetHandleByIndex if device.isdigit() else library.nvmlDeviceGetHandleByUUID
-    return _asked(library, by, int(device) if device.isdigit() else device)
+def handle(library: Any, bus_id: str) -> Any | None:
+    return _asked(library, library.nvmlDeviceGetHandleByPciBusId, bus_id)
 
 
 def _sample(library: Any, handle: Any) -> tuple[float, float, int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 import collective_matmul_check as checks
 import jax
 import jax.numpy as jnp
+from gpu_joules import Energy
 
 IN_A_ROW = 16  # calls in a program: a step has as many, and what the host does for a program counts little
 # Longer calls are fewer, but four: a burst is to end before the power cap is reached.
@@ -112,6 +113,42 @@ def in_turns(
             else:
                 times[name].append(seconds / calls)
     return times
+
+
+SETTLES = 0.15  # seconds in which a GPU's clock forgets what ran before
+
+
+def at_the_cap(
+    runs: Runs, rounds: int, seconds: float, calls: int, gpus: int
+) -> dict[Hashable, dict[str, list]]:
+    """Returns the seconds of a call in each round of each compiled program, and the watts of a GPU meanwhile.
+
+    Rounds are as in `in_turns`, without a pause; each program runs for `seconds`, long enough for the counter
+    of energy to say what it takes, after some in which the clock becomes its own.
+    """
+    found = {name: {"seconds": [], "watts": []} for name in runs}
+    order, shuffle = list(runs), random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            _keep_busy(*runs[name], SETTLES)
+            with Energy(gpus) as used:
+                programs, took = _keep_busy(*runs[name], seconds)
+            found[name]["seconds"].append(took / programs / calls)
+            found[name]["watts"].append(used.watts)
+    return found
+
+
+def _keep_busy(run: Callable, operands: tuple, seconds: float) -> tuple[int, float]:
+    """Returns how many times a program ran, and in how many seconds: two are under way at any time."""
+    began, count, before = time.perf_counter(), 0, run(*operands)
+    while True:
+        last = run(*operands)
+        jax.block_until_ready(before)
+        count, before, took = count + 1, last, time.perf_counter() - began
+        if took >= seconds:
+            jax.block_until_ready(last)
+            return count + 1, time.perf_counter() - began
 
 
 def placed(runs: Runs, calls: int, alike: bool = False) -> Runs:

@@ -4,9 +4,10 @@
 
 JSON: {name: {"operation": "all_gather_matmul", "rows": 8192, "contracted": 4096, "columns": [6144]}}. Prints
 one line of it: {name: {"apart", regime: {"fused" and "nccl": {"microseconds", ...}}}}, or {"missing": why}.
-Regimes are those of collective_matmul.py: `contenders`, without a pause, and `in_bursts`. One process for
-each GPU, as PyTorch has it. It refuses to begin unless PyTorch itself says that symmetric memory makes no
-multicast object, for such an object may not exist on every machine.
+Regimes are those of collective_matmul.py: `contenders`, without a pause, `in_bursts`, and `at_the_cap`, with
+watts of a GPU and joules of a call on all. One process for each GPU, as PyTorch has it. It refuses to begin
+unless PyTorch itself says that symmetric memory makes no multicast object, for such an object may not exist
+on every machine.
 """
 
 import argparse
@@ -17,8 +18,12 @@ import socket
 import statistics
 import sys
 import time
+from pathlib import Path
 
-REGIMES = {"contenders": (0.02, 0.0, 12), "in_bursts": (0.02, 0.06, 8)}
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from gpu_joules import Energy
+
+REGIMES = {"contenders": (0.02, 0.0, 12), "in_bursts": (0.02, 0.06, 8), "at_the_cap": (0.4, 0.0, 3)}
 """{regime: seconds of a turn, of the rest before it, and turns}; two more come before them."""
 
 
@@ -86,23 +91,32 @@ def run(rank: int, devices: int, shapes: dict, port: int, results) -> None:
         dist.broadcast(once, 0)  # so that all processes make as many calls
         found[name] = {"apart": apart}
         for regime, (seconds, rest, turns) in REGIMES.items():
-            times = {kind: [] for kind in calls}
+            times, watts = ({kind: [] for kind in calls} for _ in range(2))
             for turn in range(turns + 2):
                 for (kind, call), each in zip(calls.items(), once.tolist(), strict=True):
-                    mean = took(call, max(1, round(seconds / each)), rest)
+                    if regime == "at_the_cap":
+                        took(call, max(1, round(0.15 / each)))  # until the clock is its own
+                    with Energy(devices if rank == 0 and regime == "at_the_cap" else 0) as used:
+                        mean = took(call, max(1, round(seconds / each)), rest)
                     if turn >= 2:
                         times[kind].append(mean)
-            found[name][regime] = {kind: told(of) for kind, of in times.items()}
+                        watts[kind].append(used.watts)
+            found[name][regime] = {kind: told(times[kind], watts[kind], devices) for kind in calls}
     if rank == 0:
         results.put(found | {"torch": torch.__version__})
     dist.destroy_process_group()
 
 
-def told(times: list[float]) -> dict:
+def told(times: list[float], watts: list[float | None], devices: int) -> dict:
     """Returns what the record says of one way of computing."""
-    seconds, halves = statistics.median(times), [statistics.median(times[start::2]) for start in (0, 1)]
-    spread = round(abs(halves[0] - halves[1]) / seconds, 5)
-    return {"microseconds": round(1e6 * seconds, 1), "a_a_spread": spread}
+    seconds, known = statistics.median(times), [each for each in watts if each]
+    halves = [statistics.median(times[start::2]) for start in (0, 1)]
+    line = {"microseconds": round(1e6 * seconds, 1)}
+    line["a_a_spread"] = round(abs(halves[0] - halves[1]) / seconds, 5)
+    if known:
+        line["watts"] = round(statistics.fmean(known), 1)
+        line["joules"] = round(statistics.fmean(known) * seconds * devices, 5)
+    return line
 
 
 def main() -> int:

@@ -97,7 +97,6 @@ EXACT = "optim.clip_rule=exact offload.level=optimizer offload.fraction=0.65"
 ALONE = ("alone@alone=mesh.fsdp=1", f"alone_kept@alone=mesh.fsdp=1,{KEPT}", f"fsdp={FSDP}")
 PROJECTIONS = "remat.policy=projections model.loop=unroll"
 EIGHT = ("llama3_8b_8layer", PROJECTIONS)
-FP8 = ("llama3_8b_8layer", f"{PROJECTIONS} precision.matmul=fp8")
 THIRTY_TWO = ("llama3_8b_one_gpu", "remat.policy=gate model.loop=unroll")
 LONGER = (
     Bar("compile_seconds_ratio", 1.1, "{:.3g} × the other commit's seconds to compile", most=True),
@@ -109,7 +108,8 @@ TWO = {"warmup": 10.0, "seconds": 500, "gpus": 2, "named": True}
 ROWS = {
     "8layer_packed": InTurns("8 layers of Llama 3 8B, 12 documents a row", *EIGHT, SLOWER),
     "8layer_causal": InTurns("the same, one document a row", *EIGHT, SLOWER, documents=1, warmup=8.0),
-    "8layer_fp8": InTurns("8 layers in FP8", *FP8, SLOWER, warmup=8.0),
+    "8layer_fp8": InTurns("8 layers in FP8", EIGHT[0], f"{PROJECTIONS} precision.matmul=fp8", SLOWER,
+                          warmup=8.0),
     "32layer": InTurns("all 32 layers", *THIRTY_TWO, SLOWER, steps=4, warmup=8.0),
     "8b_64k": InTurns("Llama 3 8B, state on the host", "llama3_8b", "", SLOWER, **HOST),
     "8b_64k_exact": InTurns("the same, clipped exactly", "llama3_8b", EXACT, SLOWER, **HOST),

@@ -62,7 +62,7 @@ CONTENDERS = {
     "maxtext_unrolled": Contender("maxtext", "--loop unroll", layer_seconds=6),
     "maxtext_scanned": Contender("maxtext", "--loop scan", seconds=130),
     "plain_jax": Contender("plain_jax"),
-    "attention": Contender(script="attention_saving.py", seconds=60),
+    "attention": Contender(script="measure/attention_saving.py", seconds=60),
     # The masks and the float32 residual stream that Hugging Face's users get.
     "hf_default": Contender("hugging_face", "--residual float32 --masks whole", layer_seconds=4),
     "hf_autotune": Contender("hugging_face", "--mode max-autotune-no-cudagraphs", seconds=200),
@@ -184,6 +184,6 @@ class Race(Row):
             "fastest_peer": best,
             "once": self.once(done),
         }
-        if own and best:
+        if own.get("tokens_per_second") and best:
             told |= comparison.ratio(own, found[best])
         return told
