@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxthru.profile.collect import clocks
+from jaxthru.runtime import nvml
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -177,12 +178,12 @@ def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch):
 
 
 def test_joules_are_those_of_the_counter_between_its_steps(bench, monkeypatch):
-    monkeypatch.setattr(clocks, "nvml", Library)
+    monkeypatch.setattr(nvml, "nvml", Library)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     with bench("gpu_joules").Energy(2) as used:
         time.sleep(0.5)
     assert used.watts == pytest.approx(450, rel=0.1)  # 400 and 500
-    monkeypatch.setattr(clocks, "nvml", lambda: None)
+    monkeypatch.setattr(nvml, "nvml", lambda: None)
     with bench("gpu_joules").Energy(2) as used:
         pass
     assert used.watts is None

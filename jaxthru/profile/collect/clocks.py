@@ -7,16 +7,16 @@ power and the reasons.
 
 import contextlib
 import dataclasses
-import functools
 import json
-import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from jaxthru.runtime.nvml import RESTRICTED, asked, handle, nvml
 
 COUNTER = "gpc__cycles_elapsed.avg.per_second"
 SAMPLING = {
@@ -26,12 +26,10 @@ SAMPLING = {
 }
 """Of `jax.profiler.ProfileOptions.advanced_configuration`."""
 
-RESTRICTED = Path("/proc/driver/nvidia/params")
 STATUS = Path("/proc/self/status")
 CAP_SYS_ADMIN = 21
 
 INTERVAL = 0.02
-log = logging.getLogger("jaxthru")
 
 
 def sampling(local: int) -> dict[str, Any]:
@@ -76,13 +74,6 @@ def read(folder: Path) -> Samples:
     return Samples(devices)
 
 
-def names(ordinals: Iterable[int]) -> list[str]:
-    """Returns NVML's names of devices, which CUDA numbers from 0 among those that it may see: NVML sees those
-    too that CUDA_VISIBLE_DEVICES hides, and numbers all."""
-    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return [seen[ordinal] if ordinal < len(seen) else str(ordinal) for ordinal in ordinals]
-
-
 @contextlib.contextmanager
 def sampled(devices: Iterable[str]) -> Iterator[Samples]:
     """Samples NVML while a block runs. devices: index or UUID of each of the process's local devices, in
@@ -98,8 +89,8 @@ def sampled(devices: Iterable[str]) -> Iterator[Samples]:
 
     def run() -> None:
         while not done.wait(INTERVAL):
-            for device, handle in handles.items():
-                samples.devices[device].append((time.time_ns(), *_sample(library, handle)))
+            for device, each in handles.items():
+                samples.devices[device].append((time.time_ns(), *_sample(library, each)))
 
     thread = threading.Thread(target=run, name="clocks", daemon=True)
     thread.start()
@@ -110,40 +101,10 @@ def sampled(devices: Iterable[str]) -> Iterator[Samples]:
         thread.join()
 
 
-@functools.cache
-def nvml() -> Any | None:
-    """Returns the module of NVML, started, None where there is none; where only the package is missing, says
-    so once."""
-    try:
-        import pynvml
-    except ImportError:
-        if RESTRICTED.is_file():
-            log.warning('the clock is not sampled: needs nvidia-ml-py, pip install "jaxthru[gpu]"')
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # there is no driver
-        return None
-    return pynvml
-
-
-def handle(library: Any, device: str) -> Any | None:
-    by = library.nvmlDeviceGetHandleByIndex if device.isdigit() else library.nvmlDeviceGetHandleByUUID
-    return _asked(library, by, int(device) if device.isdigit() else device)
-
-
 def _sample(library: Any, handle: Any) -> tuple[float, float, int]:
     """Returns the SM clock in MHz, the power in watts (on most cards a mean of the last second) and the
     reasons; what NVML refuses is 0."""
-    clock = _asked(library, library.nvmlDeviceGetClockInfo, handle, library.NVML_CLOCK_SM) or 0
-    milliwatts = _asked(library, library.nvmlDeviceGetPowerUsage, handle) or 0
-    reasons = _asked(library, library.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    clock = asked(library, library.nvmlDeviceGetClockInfo, handle, library.NVML_CLOCK_SM) or 0
+    milliwatts = asked(library, library.nvmlDeviceGetPowerUsage, handle) or 0
+    reasons = asked(library, library.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     return float(clock), milliwatts / 1000, int(reasons)
-
-
-def _asked(library: Any, query: Callable, *arguments) -> Any | None:
-    """Returns what NVML answers, None where it refuses."""
-    try:
-        return query(*arguments)
-    except library.NVMLError:
-        return None

@@ -85,10 +85,15 @@ def comparison(found: Comparison, names: tuple[str, str], brief: bool = False) -
     if rows:
         shown.append(_table(("found in the program", "where", "what"), rows))
     if found.figures:
-        count = lambda value: "-" if value is None else f"{value:,.0f}"  # noqa: E731
-        rows = [(name, count(before), count(after)) for name, before, after in found.figures]
+        rows = [(name, _figure(before), _figure(after)) for name, before, after in found.figures]
         shown.append(_table(("measured", *(f">{name}" for name in names)), rows))
     return rich.console.Group(*shown)
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value == 0 or abs(value) >= 100 else f"{value:.4g}"
 
 
 def _headline(found: Comparison, unit: Unit) -> str:

@@ -8,6 +8,7 @@ import pytest
 from jaxthru.profile.account import frequency
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read.xplane import Trace
+from jaxthru.runtime import nvml
 
 
 def trace(counters: dict | None = None) -> Trace:
@@ -108,7 +109,7 @@ def test_the_package_has_what_is_asked_of_it():
 @pytest.mark.parametrize("driver", [True, False])
 def test_a_missing_package_is_said_once_where_there_is_a_gpu(tmp_path, monkeypatch, caplog, driver):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(clocks, "RESTRICTED", tmp_path / "params")
+    monkeypatch.setattr(nvml, "RESTRICTED", tmp_path / "params")
     if driver:
         (tmp_path / "params").touch()
     clocks.nvml.cache_clear()
@@ -117,7 +118,9 @@ def test_a_missing_package_is_said_once_where_there_is_a_gpu(tmp_path, monkeypat
             assert samples.devices == {}
     clocks.nvml.cache_clear()
     said = [record.getMessage() for record in caplog.records]
-    assert said == ['the clock is not sampled: needs nvidia-ml-py, pip install "jaxthru[gpu]"'] * driver
+    assert (
+        said == ['neither clock nor energy is read: needs nvidia-ml-py, pip install "jaxthru[gpu]"'] * driver
+    )
 
 
 def test_nvml_is_asked_while_steps_run(monkeypatch):
@@ -135,9 +138,9 @@ def test_nvml_is_asked_while_steps_run(monkeypatch):
 
 def test_devices_are_named_as_nvml_sees_them(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
-    assert clocks.names([0, 1]) == ["3", "GPU-ab"]
+    assert nvml.names([0, 1]) == ["3", "GPU-ab"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert clocks.names([1]) == ["1"]  # the second process of a host, which has the second GPU
+    assert nvml.names([1]) == ["1"]  # the second process of a host, which has the second GPU
 
 
 @pytest.mark.parametrize(
