@@ -26,23 +26,9 @@ def validate(
     Raises InputError, naming the key, where rows, heads or another size cannot be split as the mesh asks, or
     the devices cannot do what is asked of them.
     """
-    train, shape, kernels = config.train, config.model, config.kernels
+    shape, kernels = config.model, config.kernels
     layout = Layout(make_mesh(config.mesh, devices))
-    sizes = {
-        "train.rows / train.microbatches": ("batch", train.rows // train.microbatches),
-        "train.rows / train.microbatches × data.sequence": (
-            "tokens",
-            train.rows // train.microbatches * config.data.sequence,
-        ),
-    }
-    check_divisible(layout, sizes)
-    dims = family.chain(shape).dims
-    for axis in ("embed", "vocab"):
-        named = any(axis == other for other, _ in dims)
-        require(named, f"model.family = {shape.family!r}: no weight has the logical axis {axis!r}")
-    for axis, size in dims:
-        check_divisible(layout, {shape.key(axis): (axis, size)})
-    check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
+    check_sizes(config, layout)
     device = layout.mesh.devices.flat[0]
     require(
         (platform or device.platform) != "cpu"
@@ -98,6 +84,27 @@ def validate(
         f"{kept}: with precision.matmul = 'fp8' products take them in float8; choose False",
     )
     return layout
+
+
+def check_sizes(config: RunConfig, layout: Layout) -> None:
+    """Raises InputError, naming the key, where rows, heads or another size cannot be split as the mesh asks.
+    layout: its mesh may be an abstract one."""
+    train, shape = config.train, config.model
+    sizes = {
+        "train.rows / train.microbatches": ("batch", train.rows // train.microbatches),
+        "train.rows / train.microbatches × data.sequence": (
+            "tokens",
+            train.rows // train.microbatches * config.data.sequence,
+        ),
+    }
+    check_divisible(layout, sizes)
+    dims = family.chain(shape).dims
+    for axis in ("embed", "vocab"):
+        named = any(axis == other for other, _ in dims)
+        require(named, f"model.family = {shape.family!r}: no weight has the logical axis {axis!r}")
+    for axis, size in dims:
+        check_divisible(layout, {shape.key(axis): (axis, size)})
+    check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
 
 
 def check_vocabulary(config: RunConfig, tokens: int) -> None:

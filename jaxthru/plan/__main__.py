@@ -17,7 +17,7 @@ from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib, layout_of
 from jaxthru.build.proposals import candidates, propose
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data
-from jaxthru.plan import cost_command, limits_command, memory
+from jaxthru.plan import cost_command, limits_command, memory, network_command
 from jaxthru.plan.data import forecast
 from jaxthru.runtime import aot, command_line, xla
 from jaxthru.runtime.errors import InputError, exit_code, require
@@ -170,6 +170,15 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "bytes on a GPU and its host, and the offload level that fits",
         "Says how many bytes a run takes on a GPU and its host, and which offload level\nfits.",
     )
+    network = add(
+        "network",
+        network_command.run,
+        network_command.EXAMPLE,
+        "seconds of a step's collectives on a fabric, and what would make them fewer",
+        "Says what a step's own collectives take on a fabric of hosts and switches, how much\nof it "
+        "the step waits for, what binds, and which settings would be faster.",
+    )
+    network_command.add_arguments(network)
     room.add_argument(
         "--device", default="h200", help=f"one of {', '.join(aot.TARGETS)}; default %(default)s"
     )

@@ -92,8 +92,8 @@ def use_cpu(devices: int = 1) -> None:
 
 
 @functools.cache
-def _client(target: Target, devices: int):
-    """Returns a client that compiles for one host with so many of these GPUs, and can do nothing else."""
+def _client(target: Target, devices: int, hosts: int = 1):
+    """Returns a client that compiles for hosts with so many of these GPUs in all, and can do nothing else."""
     require(
         available(),
         "JAX's CUDA plugin is not installed: it compiles for a GPU, on a machine without one too; "
@@ -103,7 +103,7 @@ def _client(target: Target, devices: int):
 
     try:
         described = topologies.get_topology_desc(
-            "", platform="cuda", target_config=target.description(), topology=f"1x1x{devices}"
+            "", platform="cuda", target_config=target.description(), topology=f"{hosts}x1x{devices // hosts}"
         )
     except NotImplementedError as error:
         raise InputError(f"compiling for {target.name}: needs JAX_PLATFORMS=cpu ({error})") from error
@@ -147,13 +147,14 @@ def read_dump(directory: Path) -> dict[str, str]:
     return {kind: paths[-1].read_text() for kind, paths in found.items() if paths}
 
 
-def compile_for(lowered: jax.stages.Lowered, target: Target, devices: int = 1) -> Program:
+def compile_for(lowered: jax.stages.Lowered, target: Target, devices: int = 1, hosts: int = 1) -> Program:
     """Compiles a program for a GPU that need not be here, and returns what memory it takes there.
 
     lowered: by `lower`, for CUDA, on a mesh of as many CPU devices; so that memory kinds, which described
-    devices lack, are kept. Raises InputError without JAX's CUDA plugin.
+    devices lack, are kept. hosts: that have the devices, in equal parts. Raises InputError without JAX's
+    CUDA plugin.
     """
-    client, described = _client(target, devices)
+    client, described = _client(target, devices, hosts)
     chosen = xla.compiler_options("gpu", devices=devices, deterministic=False)
     from jax._src import compiler
     from jaxlib import xla_client

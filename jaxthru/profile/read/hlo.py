@@ -17,9 +17,9 @@ BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s2": 2, "u2": 2, "token": 0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """shapes: of the result, or of each part of a tuple. operands: names; of a parameter its number.
-    attributes: the text behind the operands. calls: the computations that run within it. op_name: JAX's name
-    scopes and primitive. frame: number of its stack frame."""
+    """shapes: of the result, or of each part of a tuple. operands: names; of a parameter its number, of a constant its
+    value. attributes: the text behind the operands. calls: the computations that run within it. op_name:
+    JAX's name scopes and primitive. frame: number of its stack frame."""
 
     name: str
     opcode: str
@@ -60,6 +60,12 @@ class Instruction:
             return _joined(map(_numbers, re.findall(r"\{([\d,]*)\}", listed[1]))) if listed else []
         return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, together).tolist()
 
+    @property
+    def pairs(self) -> list[tuple[int, ...]]:
+        """Of a permute, (from, to) of each pair of devices, by their places."""
+        listed = re.search(r"source_target_pairs=\{((?:\{[\d,]*\},?)+)\}", self.attributes)
+        return [_numbers(pair) for pair in re.findall(r"\{([\d,]*)\}", listed[1])] if listed else []
+
     def dims(self, attribute: str) -> tuple[int, ...]:
         """Returns the numbers of `attribute={0,1}`."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
@@ -87,10 +93,24 @@ class Module:
         # XLA writes a computation before those that call it.
         for name in reversed(list(self.computations)):
             for instruction in self.computations[name].values():
-                times = runs[name] * ((instruction.trip_count or 1) if instruction.opcode == "while" else 1)
+                times = runs[name] * (self.trips(instruction) or 1)
                 for called in instruction.calls:
                     runs[called] = runs.get(called, 0) + times
         return runs
+
+    def trips(self, instruction: Instruction) -> int | None:
+        """Returns how often a loop runs; None if nothing tells, and for other instructions. Where the compiler
+        does not say so, as for TPUs, by the number that its condition counts up to from 0."""
+        if instruction.opcode != "while" or instruction.trip_count:
+            return instruction.trip_count if instruction.opcode == "while" else None
+        named = re.search(r"\bcondition=%?([^\s,]+)", instruction.attributes)
+        inner = self.computations.get(named[1], {}) if named else {}
+        root = next((found for found in inner.values() if found.root), None)
+        if root is None or root.opcode != "compare" or "direction=LT" not in root.attributes:
+            return None
+        bound = inner.get(root.operands[-1])
+        counts = bound is not None and bound.opcode == "constant" and bound.operands[0].isdigit()
+        return int(bound.operands[0]) if counts else None
 
     @functools.cached_property
     def where(self) -> dict[str, str]:
@@ -126,7 +146,7 @@ class Module:
     def inner(self, instruction: Instruction) -> Iterator[tuple[Instruction, int]]:
         """Yields an instruction and all within it, with how often each runs in one run of it."""
         yield instruction, 1
-        times = (instruction.trip_count or 1) if instruction.opcode == "while" else 1
+        times = self.trips(instruction) or 1
         for called in instruction.calls:
             for found in self.computations.get(called, {}).values():
                 for deeper, count in self.inner(found):
@@ -212,9 +232,9 @@ def _instruction(line: str) -> Instruction | None:
         return None
     closed = _closed(line, opened)
     attributes, opcode = line[closed:], line[end:opened].strip()
-    # A parameter has its number for an operand.
+    # A parameter has its number for an operand, a constant its value.
     number = [line[opened + 1 : closed - 1]]
-    operands = number if opcode == "parameter" else _OPERAND.findall(line, opened, closed)
+    operands = number if opcode in ("parameter", "constant") else _OPERAND.findall(line, opened, closed)
     op_name = _OP_NAME.search(attributes)
     frame = re.search(r"stack_frame_id=(\d+)", attributes)
     calls = tuple(name.lstrip("%") for text in _CALLS.findall(attributes) for name in _names(text))
