@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from jaxthru.config import RunConfig
 from jaxthru.plan import limits
+from jaxthru.plan.cluster import Cluster
 from jaxthru.plan.demand import Demand
-from jaxthru.plan.limits import Cluster
 from jaxthru.runtime.errors import require
 from jaxthru.training import cost
 from jaxthru.training.cost import HOUR, CostConfig

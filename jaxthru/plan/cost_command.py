@@ -73,7 +73,7 @@ def rate_of(arguments: argparse.Namespace, config: RunConfig) -> cost.Rate:
         return cost.given(arguments.tokens_per_second, devices)
     aot.use_cpu()
     need = demand(config)
-    return cost.predicted(need, cluster_of(arguments, config, need), devices)
+    return cost.predicted(need, cluster_of(arguments, config, need, devices), devices)
 
 
 def table(found: cost.Bill) -> rich.table.Table:

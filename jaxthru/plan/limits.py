@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxthru.models.facts import POLICIES
 from jaxthru.plan import walls
+from jaxthru.plan.cluster import Cluster
 from jaxthru.plan.demand import Demand, Matrix
-from jaxthru.plan.walls import SERIAL, Latency
+from jaxthru.plan.walls import SERIAL
 from jaxthru.runtime.errors import require
 
 RING = (8.4e-6, 3.4e-6, 14.0e-6)
@@ -20,25 +21,6 @@ SHARE = 0.8
 """Of linear: where scaling is said to end."""
 WALLS = ("compute", "HBM", "NVLink", "NIC", "latency", "batch")
 MOST = 1 << 16
-NVLINK_GBPS = 3600.0
-"""Of a Hopper GPU, each way."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """Devices and what joins them. rate: FLOP/s that a device holds in matmuls. memory: bytes of one.
-    bandwidth: bytes/s of it. domain: devices joined by NVLink. nvlink, network: bytes/s that a device reaches
-    each way. said: where the numbers come from, a line each."""
-
-    device: str
-    rate: float
-    memory: float
-    bandwidth: float
-    domain: int = 8
-    nvlink: float = 275e9
-    network: float = 40e9
-    latency: Latency = Latency()
-    said: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +57,7 @@ class Ends:
 def points(need: Demand, cluster: Cluster, most: int = MOST) -> list[Point]:
     """Returns the best mesh of each power of two of devices that holds the state, up to `most`. Raises
     InputError where none does."""
+    most = min(most, cluster.most or most)
     found = [best(need, cluster, 1 << power) for power in range(most.bit_length())]
     found = [point for point in found if point is not None]
     require(
@@ -143,7 +126,8 @@ def walls_of(need: Demand, cluster: Cluster, data, fsdp, tensor, parts, again) -
     passes = parts * (3 + again * need.tokens / need.flops)  # forward, and backward twice
     read = sum(_read(need, matrix, at_once, tensor) for matrix in need.matrices) * passes
     updated = 2 * need.parameters * need.state / (fsdp * tensor)
-    links = Links(cluster)
+    slow = cluster.contention.get(int(devices.flat[0]), 1.0)
+    links = Links(dataclasses.replace(cluster, network=cluster.network / slow))
     layers = need.layers * parts
     passed = need.item * at_once * need.width  # all-gathered and reduce-scattered, twice each way
     split = links.gather(passed, tensor, 1) * 8 * layers
@@ -205,31 +189,36 @@ def ends(need: Demand, cluster: Cluster, found: list[Point]) -> Ends:
     exposed = [point.devices for point in found if point.share_exposed >= SHARE]
     overlapped = max(within, default=0)
     beyond = next((point for point in found if point.devices > overlapped and point.share < SHARE), None)
-    shortest = need.layers * float(layer_latency(cluster, cluster.domain))
+    shortest = need.layers * float(layer_latency(cluster, split_by(need, cluster)))
     full = found[-1].devices * 2 > need.rows * need.splits  # no mesh splits the step further
     binds = beyond.binds if beyond else "batch" if full else ""
     return Ends(overlapped, max(exposed, default=0), binds, shortest)
 
 
+def split_by(need: Demand, cluster: Cluster) -> int:
+    """Returns the most devices of an NVLink domain that can share the layers' matrices."""
+    return min(1 << (cluster.domain.bit_length() - 1), need.splits)
+
+
 def closed(need: Demand, cluster: Cluster) -> dict[str, float]:
     """Returns the devices at which each wall alone takes as long as the matmuls, by closed formulas: with
-    tensor parallelism over an NVLink domain, the rest of the devices splitting the batch.
+    tensor parallelism TP within an NVLink domain, the rest of the devices splitting the batch.
 
     HBM: TP B / B_min, with B_min = H p / 2 W. NVLink: rows × TP, at which what `tensor` sends of a row takes
     as long. NIC: TP B / b, with b the tokens of a device at which the gathers of its weights, twice, and the
     reduction of its gradients take as long. latency: FLOPs / (H L t_L). batch: rows × the most that a layer
     can be split into.
     """
-    item, domain = need.item, cluster.domain
+    item, split = need.item, split_by(need, cluster)
     balance = walls.balance_tokens(cluster.rate, item, cluster.bandwidth)
     multiplied = 6 * need.blocks
     near = multiplied * cluster.nvlink / (8 * item * need.width * need.layers * cluster.rate)
     far = 3 * item * cluster.rate / (6 * cluster.network)  # tokens of a device
-    layer = float(layer_latency(cluster, domain))
+    layer = float(layer_latency(cluster, split))
     return {
-        "HBM": domain * need.tokens / balance,
+        "HBM": split * need.tokens / balance,
         "NVLink": need.rows * (1 + near),
-        "NIC": domain * need.tokens / far,
+        "NIC": split * need.tokens / far,
         "latency": need.flops / (cluster.rate * need.layers * layer),
         "batch": float(need.rows * need.splits),
     }

@@ -13,17 +13,16 @@ import rich.table
 
 from jaxthru import config as configuration
 from jaxthru.config import RunConfig
+from jaxthru.plan import fabric as fabrics
 from jaxthru.plan import frontier, limits
+from jaxthru.plan.cluster import Cluster, described
 from jaxthru.plan.demand import Demand, demand, rate_of
-from jaxthru.plan.limits import SHARE, WALLS, Cluster, Point
+from jaxthru.plan.limits import SHARE, WALLS, Point
 from jaxthru.runtime import aot, command_line, xla
 from jaxthru.runtime.errors import require
 from jaxthru.training.plot import Panel, Picture
 
 DAY = 86_400
-EFFICIENCY = {"nvlink": 0.61, "network": 0.8}
-"""Share of a link's data sheet that a collective gets: 275 of 450 GB/s between two H200s, measured
-(scripts/bench/results/overlap_h200x2.json); of a NIC, an assumption."""
 
 
 def add(commands: argparse._SubParsersAction, prog: str) -> None:
@@ -52,44 +51,27 @@ def add(commands: argparse._SubParsersAction, prog: str) -> None:
 def add_cluster(command: argparse.ArgumentParser) -> None:
     """Gives a command the arguments that describe devices and what joins them."""
     add = command.add_argument
-    add("--device", default="h200", help=f"one of {', '.join(aot.TARGETS)}; default %(default)s")
+    shipped = ", ".join(fabrics.shipped())
+    fabric = f"what joins the devices: a .toml file, or one of {shipped}; default %(default)s"
+    add("--fabric", default="infiniband_400g", help=fabric)
+    change = "change one key of the fabric; may be given several times"
+    add("--fabric-set", action="append", default=[], metavar="KEY=VALUE", help=change)
+    add("--device", help=f"one of {', '.join(aot.TARGETS)}; default: the fabric's")
     add("--tflops", type=float, help="that a device holds in matmuls; default: measured, or its data sheet's")
-    add("--gpus-per-host", type=int, default=8, help="default %(default)s")
-    add("--nvlink-hosts", type=int, default=1, help="hosts of an NVLink domain; default %(default)s")
-    each_way = "Gbit/s of a %s, each way; default %%(default)g"
-    add("--nvlink-gbps", type=float, default=limits.NVLINK_GBPS, help=each_way % "GPU's NVLink")
-    add("--nics-per-host", type=int, default=8, help="default %(default)s")
-    add("--nic-gbps", type=float, default=400.0, help=each_way % "NIC")
 
 
-def cluster_of(arguments: argparse.Namespace, config: RunConfig, need: Demand) -> Cluster:
-    """Returns the cluster that a command line describes. Raises InputError."""
-    for name in ("gpus_per_host", "nvlink_hosts", "nvlink_gbps", "nics_per_host", "nic_gbps"):
-        value, flag = getattr(arguments, name), "--" + name.replace("_", "-")
-        require(value > 0, f"{flag} {value:g}: must be above 0")
+def cluster_of(arguments: argparse.Namespace, config: RunConfig, need: Demand, devices: int) -> Cluster:
+    """Returns the cluster that a command line describes. devices: to look at, at most. Raises InputError."""
     tflops = arguments.tflops
     require(tflops is None or tflops > 0, f"--tflops {tflops}: must be above 0")
-    target = aot.target(arguments.device)
-    rate, source = rate_of(arguments.device, target.name, need, config.precision.matmul)
+    fabric = fabrics.load(arguments.fabric, arguments.fabric_set)
+    torus = f"--fabric {arguments.fabric}: a torus of TPUs; these limits are of GPUs, plan network takes it"
+    require(not fabric.torus, torus)
+    name = arguments.device or fabric.device
+    target = aot.target(name)
+    rate, source = rate_of(name, target.name, need, config.precision.matmul)
     rate, source = (tflops * 1e12, "by --tflops") if tflops else (rate, source)
-    nvlink = arguments.nvlink_gbps / 8 * 1e9
-    network = arguments.nics_per_host * arguments.nic_gbps / 8 * 1e9 / arguments.gpus_per_host
-    domain = arguments.gpus_per_host * arguments.nvlink_hosts
-    said = (
-        f"{target.name}: {rate / 1e12:,.0f} TFLOP/s, {source}",
-        f"NVLink: {domain} GPUs, {EFFICIENCY['nvlink']:.0%} of {nvlink / 1e9:,.0f} GB/s each way; network: "
-        f"{EFFICIENCY['network']:.0%} of {network / 1e9:,.3g} GB/s a GPU",
-    )
-    return Cluster(
-        device=target.name,
-        rate=rate,
-        memory=target.memory * xla.memory_fraction(),
-        bandwidth=target.bandwidth,
-        domain=domain,
-        nvlink=nvlink * EFFICIENCY["nvlink"],
-        network=network * EFFICIENCY["network"],
-        said=said,
-    )
+    return described(fabric, target, rate, xla.memory_fraction(), source, devices)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -125,7 +107,7 @@ def _limits(arguments: argparse.Namespace) -> int:
     config = configuration.from_arguments(arguments)
     aot.use_cpu()
     need = demand(config)
-    cluster = cluster_of(arguments, config, need)
+    cluster = cluster_of(arguments, config, need, arguments.most)
     found = limits.points(need, cluster, arguments.most)
     end, walls = limits.ends(need, cluster, found), limits.closed(need, cluster)
     moved = limits.changes(need, cluster, arguments.most)
@@ -162,7 +144,7 @@ def _lines(need: Demand, found: list[Point], end: limits.Ends, arguments: argpar
         said.append(f"in {arguments.days:g} days: {least}, if all is overlapped")
     where = f"to {end.overlapped:,} devices" if end.overlapped else "on no number of devices"
     exposed = f"to {end.exposed:,}" if end.exposed else "on none"
-    why = f"then {WHY[end.binds]} binds" if end.binds else f"no wall up to --most {arguments.most:,}"
+    why = f"then {WHY[end.binds]} binds" if end.binds else f"no wall up to {found[-1].devices:,}"
     said.append(f"{SHARE:.0%} of linear {where} if all is overlapped, {exposed} if nothing is; {why}")
     return said
 

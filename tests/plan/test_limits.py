@@ -9,9 +9,10 @@ import pytest
 from runs import ROOT
 
 from jaxthru import config as configuration
-from jaxthru.plan import demand, frontier, limits, walls
+from jaxthru.plan import cluster, demand, fabric, frontier, limits, walls
 from jaxthru.plan.__main__ import main
-from jaxthru.plan.limits import Cluster
+from jaxthru.plan.cluster import Cluster
+from jaxthru.runtime import aot
 
 H200 = Cluster("H200", 690e12, 144e9, 4.8e12)
 
@@ -33,8 +34,8 @@ def test_a_step_is_what_the_model_says(need):
 def test_each_wall_moves_as_its_formula_says(need, factor):
     before, replace = limits.closed(need, H200), dataclasses.replace
 
-    def moved(of, cluster):
-        after = limits.closed(of, cluster)
+    def moved(of, on):
+        after = limits.closed(of, on)
         return {name: pytest.approx(after[name] / before[name]) for name in before}
 
     rows = replace(need, rows=int(factor * need.rows), flops=factor * need.flops)
@@ -47,11 +48,29 @@ def test_each_wall_moves_as_its_formula_says(need, factor):
 
 
 def test_a_longer_domain_moves_what_is_split_within_it(need):
-    wide = limits.closed(need, dataclasses.replace(H200, domain=16))
-    once = limits.closed(need, H200)
-    assert wide["HBM"] == pytest.approx(2 * once["HBM"])
-    assert wide["NIC"] == pytest.approx(2 * once["NIC"])
-    assert wide["latency"] < once["latency"]  # an all-reduce among more devices takes longer
+    narrow = limits.closed(need, dataclasses.replace(H200, domain=4))
+    wide = limits.closed(need, H200)
+    assert wide["HBM"] == pytest.approx(2 * narrow["HBM"])
+    assert wide["NIC"] == pytest.approx(2 * narrow["NIC"])
+    assert wide["latency"] < narrow["latency"]  # an all-reduce among more devices takes longer
+    assert limits.closed(need, dataclasses.replace(H200, domain=72)) == wide  # 8 heads split no further
+
+
+def test_the_switches_slow_what_crosses_them():
+    even, hashed = fabric.load("infiniband_400g"), fabric.load("roce_two_tier")
+    assert cluster.contention(even, 256) == 1
+    assert 1 < cluster.contention(hashed, 4096) < 1.5
+    one = cluster.contention(dataclasses.replace(hashed, qps=1), 4096)
+    assert one > 1.3 * cluster.contention(hashed, 4096)
+    narrow = dataclasses.replace(even, rails=False, leaves=1024, ports_per_leaf=16, uplinks_per_leaf=2)
+    assert cluster.contention(narrow, 256) == pytest.approx(4)  # 8 of 16 NICs cross, over 2 uplinks
+
+
+def test_a_fabric_bounds_the_devices(need):
+    small = fabric.load("infiniband_400g", ["hosts=4"])
+    target = aot.target("h200")
+    found = cluster.described(small, target, 690e12, 1.0, "", 1 << 16)
+    assert [point.devices for point in limits.points(need, found)] == [8, 16, 32]
 
 
 def test_the_walls_of_frontier_runs_move_as_their_formulas_say():
@@ -162,9 +181,11 @@ def test_float8_is_faster_in_the_blocks_alone(need):
         (("--config", "llama3_70b", "--device", "h300"), "h300"),
         (("--config", "llama3_70b", "--most", "0"), "--most 0"),
         (("--config", "llama3_70b", "--most", "4"), "no mesh of up to 4 devices holds"),
-        (("--config", "llama3_70b", "--nic-gbps", "0"), "--nic-gbps 0"),
+        (("--config", "llama3_70b", "--fabric-set", "nic_gbps=0"), "nic_gbps"),
         (("--config", "llama3_70b", "--tflops", "-1"), "--tflops -1"),
         (("--config", "llama3_70b", "--days", "0"), "--days 0"),
+        (("--config", "llama3_70b", "--fabric", "no_such"), "--fabric no_such"),
+        (("--config", "llama3_70b", "--fabric", "v5p_slice"), "torus of TPUs"),
         (("--config", "no_such"), "no_such"),
     ],
 )
