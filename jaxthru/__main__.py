@@ -16,6 +16,7 @@ COMMANDS = {
     "plan": ("jaxthru.plan.__main__", "main", "what a run will read, and whether it fits, before it starts"),
     "data": ("jaxthru.data.__main__", "main", "prepare the token stores of a mix, or look into them"),
     "profile": ("jaxthru.profile.__main__", "main", "where a run's time went, and what changed between two"),
+    "compare": ("jaxthru.training.curves", "main", "losses and settings of several runs, side by side"),
     "config": ("jaxthru.config_reference", "main", "every key of a configuration: type, default, meaning"),
 }
 """Name -> the module, its function of (arguments, how the command was called), and a line of help. A module

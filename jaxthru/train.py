@@ -25,6 +25,7 @@ from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import RunDirectory
+from jaxthru.training.sinks.tracker import check_trackers
 from jaxthru.training.stalls import Stalls
 from jaxthru.training.start import StartTimes
 from jaxthru.training.watchdog import Watchdog
@@ -43,8 +44,8 @@ def train(
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
-    record = open_record(config.metrics, directory, start, times, Stalls())
     with (
+        open_record(config.metrics, directory, start, times, Stalls()) as record,
         built.batches(data_state) as batches,
         open_progress(steps, start) as progress,
         Watchdog() as watchdog,
@@ -157,6 +158,7 @@ def run(
     name = name or config.name
     if isinstance(directory, Path | str):
         directory = RunDirectory(directory)
+    check_trackers(config.metrics)
     xla.configure(config.kernels.writes_to_peers)
     distributed.initialize()
     pinned_host.limit(config)

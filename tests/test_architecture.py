@@ -39,6 +39,7 @@ LEVEL = {
     "generate": 13,
     "export": 13,
     "evaluate": 13,
+    "compare": 13,
     "__main__": 14,
 }
 """Room -> its place in the order, from left to right; "profile" is the command, beside its rooms."""

@@ -139,7 +139,7 @@ def test_a_terminal_has_colours_and_its_own_width(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("metrics", ["metrics.tensorboard"]),
+        ("metrics", ["metrics.tensorboard", "metrics.trackers"]),
         ("train.steps", ["train.steps"]),
         ("model.rope_scaling", [name for name in KEYS if name.startswith("model.rope_scaling")]),
         ("model.rope_scaling.factor", ["model.rope_scaling.factor"]),

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from jaxthru.models.ops import Ops
+from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels.attention import Segments
 
 Tree = Any
@@ -96,6 +97,12 @@ class Stage:
     def shapes(self) -> Tree:
         """The params' shapes and dtypes. The key is made within: outside it would start JAX's backend."""
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
+
+    @property
+    def matrices(self) -> list[tuple[WeightInfo, tuple[int, ...]]]:
+        """The weights of its linear layers, each with its shape."""
+        pairs = zip(jax.tree.leaves(self.weights), jax.tree.leaves(self.shapes), strict=True)
+        return [(info, leaf.shape) for info, leaf in pairs if info.role == "matrix"]
 
     @property
     def largest(self) -> int:

@@ -36,7 +36,7 @@ def add(commands: argparse._SubParsersAction, prog: str) -> None:
     )
     command.set_defaults(run=run)
     file = "a .py file, the config.json of a run, or the name of a file in configs/"
-    command.add_argument("--config", metavar="FILE", help=file)
+    command.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=file)
     command_line.add_overrides(command)
     frontier_help = "the published limits of scale beside ours, from named presets; needs no --config"
     command.add_argument("--frontier", action="store_true", help=frontier_help)
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     require(arguments.most >= 1, f"--most {arguments.most}: must be at least 1")
     require(arguments.days is None or arguments.days > 0, f"--days {arguments.days}: must be above 0")
     require(
-        arguments.frontier != bool(arguments.config),
+        arguments.frontier != ("config" in arguments),
         "plan limits: give --config FILE for a model of your own, or --frontier for the published limits",
     )
     return _frontier(arguments) if arguments.frontier else _limits(arguments)

@@ -5,15 +5,30 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxthru.runtime.errors import did_you_mean, require
 from jaxthru.training.cost import CostConfig
 from jaxthru.training.rows import Row
+
+TRACKERS = ("wandb", "mlflow", "trackio")
+"""Experiment trackers, each by the name of its package."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    """tensorboard: also write TensorBoard's event files. Every step is always written to metrics.jsonl."""
+    """tensorboard: also write TensorBoard's event files. trackers: experiment trackers that get the same
+    rows, of wandb, mlflow and trackio (docs/trackers.md). Every step is always written to metrics.jsonl."""
 
     tensorboard: bool = True
+    trackers: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in self.trackers:
+            require(
+                name in TRACKERS,
+                f"metrics.trackers: {name!r} is none of {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}",
+            )
+        twice = {name for name in self.trackers if self.trackers.count(name) > 1}
+        require(not twice, f"metrics.trackers: names {', '.join(sorted(twice))} twice; name each once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The record of a run: rows, handed to each of its sinks."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from jaxthru.runtime.distributed import is_primary
@@ -8,6 +9,7 @@ from jaxthru.training.metrics import MetricsConfig, Row
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.sinks.jsonl import JsonLines
 from jaxthru.training.sinks.tensorboard import TensorBoard
+from jaxthru.training.sinks.tracker import tracked
 
 
 class Sink(Protocol):
@@ -37,10 +39,14 @@ class Record:
             sink.evaluation(row)
 
 
-def open_record(config: MetricsConfig, run: RunDirectory, resumed: int = 0, *more: Sink) -> Record:
-    """Returns where this process's rows go: nowhere, but for the first. resumed: the step that was restored,
+@contextlib.contextmanager
+def open_record(config: MetricsConfig, run: RunDirectory, resumed: int = 0, *more: Sink) -> Iterator[Record]:
+    """Yields where this process's rows go: nowhere, but for the first. resumed: the step that was restored,
     0 at the start. more: further sinks."""
     if not is_primary():
-        return Record([])
+        yield Record([])
+        return
     board = [TensorBoard(run, resumed)] if config.tensorboard else []
-    return Record([JsonLines(run), *board, *more])
+    with contextlib.ExitStack() as opened:
+        trackers = [opened.enter_context(tracked(name, run)) for name in config.trackers]
+        yield Record([JsonLines(run), *board, *more, *trackers])

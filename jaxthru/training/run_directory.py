@@ -6,6 +6,7 @@ environment.json     versions, devices, flags
 metrics.jsonl        one object a step, with METRICS_FIELDS and what the model adds; unknown values are null
 eval.jsonl           one object an evaluation, with EVAL_FIELDS
 tensorboard/         event files
+trackers.json        by which id each experiment tracker continues the run
 checkpoints/<step>/  Orbax; <step> counts completed updates
 tokenizer/           the tokenizer of the run's text, its files as they were found, and what documents begin
                      and end with: `jaxthru.data.store.tokenizer.Tokenizer.of(RUN_DIR)`
@@ -70,6 +71,7 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.eval_file = self.path / "eval.jsonl"
         self.tensorboard = self.path / "tensorboard"
+        self.trackers = self.path / "trackers.json"
         self.checkpoints = self.path / "checkpoints"
         self.profile = self.path / "profile"
         self.autotune = self.path / "autotune"

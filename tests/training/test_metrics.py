@@ -110,13 +110,13 @@ def read_events(run):
 
 def write_run(run, steps, resumed=0, tensorboard=True, **changes):
     meter = Meter(lambda tokens, span: 1e9 * tokens, peak_flops=None)
-    opened = open_record(MetricsConfig(tensorboard=tensorboard), run, resumed)
-    for step in steps:
-        opened.step(meter.row(finished(step, **changes)))
-        if step % 4 == 0:
-            opened.evaluation(
-                {"step": step, "loss": 6.0 / step, "loss_by_source": {"prose": 6.0 / step}, "tokens": 64}
-            )
+    with open_record(MetricsConfig(tensorboard=tensorboard), run, resumed) as opened:
+        for step in steps:
+            opened.step(meter.row(finished(step, **changes)))
+            if step % 4 == 0:
+                opened.evaluation(
+                    {"step": step, "loss": 6.0 / step, "loss_by_source": {"prose": 6.0 / step}, "tokens": 64}
+                )
 
 
 def test_rows_and_events_survive_a_resume(tmp_path):
@@ -178,7 +178,8 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(display, "is_primary", lambda: False)
     run = RunDirectory(tmp_path / "run")
     write_run(run, range(1, 5))
-    assert not open_record(MetricsConfig(), run).sinks
+    with open_record(MetricsConfig(trackers=("wandb",)), run) as opened:
+        assert not opened.sinks
     assert not run.path.exists()
     with display.open_progress(10) as progress:
         progress.update({})
