@@ -179,6 +179,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "the step waits for, what binds, and which settings would be faster.",
     )
     network_command.add_arguments(network)
+    said = "published figures of networks beside those that `plan network` simulates"
+    figures = commands.add_parser("published", help=said, description=f"Shows {said}.")
+    figures.set_defaults(run=network_command.published)
     room.add_argument(
         "--device", default="h200", help=f"one of {', '.join(aot.TARGETS)}; default %(default)s"
     )

@@ -83,7 +83,7 @@ class Forecast:
             runs, seconds, waits = (
                 sum(getattr(row, name) for row in rest) for name in ("runs", "seconds", "waits")
             )
-            last = f"{runs:,.0f}", f"{seconds * 1e3:,.2f}", f"{waits * 1e3:,.2f}"
+            last = f"{runs:,.0f}", number(seconds * 1e3), number(waits * 1e3)
             table.add_row(f"{len(rest)} others", "", "", "", *last, "")
         return table
 
@@ -179,10 +179,15 @@ def _row(key: tuple, ones: Sequence[Timed], waits: float) -> _Row:
     seconds = sum(one.seconds * one.collective.runs for one in ones)
     size = sum(one.collective.bytes * one.collective.runs for one in ones) / runs
     binds = max(ones, key=lambda one: one.seconds * one.collective.runs).binds
-    over = f"{'+'.join(axes) or 'devices'} {members}"
-    numbers = f"{size / 1e6:,.1f}", f"{runs:,.0f}", f"{seconds * 1e3:,.2f}", f"{waits * 1e3:,.2f}"
+    over = f"{axes[0] if len(axes) == 1 else 'any'} {members}"
+    numbers = number(size / 1e6), f"{runs:,.0f}", number(seconds * 1e3), number(waits * 1e3)
     cells = f"{kind} {dtype}", f"{layer}, {phase}", over, *numbers, binds
     return _Row(cells, runs, seconds, waits)
+
+
+def number(value: float) -> str:
+    """Returns a number for a table, in three digits or more."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def forecast(

@@ -55,9 +55,10 @@ def binds(found: Forecast) -> str:
     name, most = waits.most_common(1)[0]
     worst = max(found.collectives, key=lambda one: found.waits(one) if one.binds == name else -1.0)
     share = f", {min(found.exposed, step) / step:.0%} of the step" if step else ""
+    link = "" if name == "latency" else f"; busiest link: {worst.busiest}"
     return (
         f"bound by {SAYS[name]}: {_s(most)} of {_s(found.exposed)} exposed{share}; most in "
-        f"{worst.collective.kind} of {worst.collective.layer}; busiest link: {worst.busiest}"
+        f"{worst.collective.kind} of {worst.collective.layer}{link}"
     )
 
 
@@ -142,10 +143,11 @@ def _mesh(found: Forecast, **draws: int) -> list[tuple[float, str]]:
     other = {"data": shape["data"] * shape["fsdp"] // inside, "fsdp": inside, "tensor": shape["tensor"]}
     ones = simulate(resharded(found, other), fabric, found.devices, **draws)
     links = sum(one.seconds * one.collective.runs for one in ones)
+    over = inside * shape["tensor"]
     said = (
         f"mesh.fsdp={inside} mesh.data={other['data']}: parameters gathered over NVLink alone, gradients "
         f"summed over hosts: links take about {_s(links)} in place of {_s(found.links)}, if the state fits "
-        f"over {inside * shape['tensor']} devices (plan memory --devices {inside * shape['tensor']})"
+        f"over {over} devices (plan memory --devices {over}); what of it is hidden, a plan of that mesh says"
     )
     return [(found.links - links, said)] if links < (1 - WORTH) * found.links else []
 
@@ -167,7 +169,7 @@ def resharded(found: Forecast, other: dict[str, int]) -> list[Collective]:
         elif axes == ("data",):  # sums of shards, which are larger ones then
             share = one.bytes * found.shape["fsdp"] / other["fsdp"]
             changed.append(dataclasses.replace(one, bytes=share, groups=along(axes, other)))
-        elif "fsdp" in axes and one.pairs is None:
+        elif "fsdp" in axes and one.kind == "all-reduce":
             both = tuple(name for name in other if name in (*axes, "data"))
             changed.append(dataclasses.replace(one, groups=along(both, other), axes=both))
         elif one.pairs is None and axes:

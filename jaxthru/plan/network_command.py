@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     change = "change one key of the fabric; may be given several times"
     add("--fabric-set", action="append", default=[], metavar="KEY=VALUE", help=change)
     add("--devices", type=int, help="of the job; default: all that the fabric has")
-    add("--device", help="h200, h100, or a TPU: v4, v5e, v5p, v6e; default: the fabric's")
+    add("--device", help="h200, h100, or a TPU: v5e, v5p, v6e; default: the fabric's")
     add("--segments", type=int, help="most documents in a row; default: what the corpus has")
     part = "share of the data sheet's FLOP/s that matrix products reach, default %(default)s"
     add("--products", type=float, default=PRODUCTS, help=part)
@@ -38,21 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the hash and of random placement, default %(default)s")
     add("--json", action="store_true", help="print all numbers as JSON, and nothing else")
     add("--plot", metavar="FILE", help="draw the curves over queue pairs there, as SVG")
-    add("--published", action=_Published, help="show published figures beside the simulator's, and exit")
 
 
-class _Published(argparse.Action):
-    """Needs no configuration, as `--help` needs none."""
-
-    def __init__(self, option_strings, dest, help=None):
-        super().__init__(option_strings, dest, nargs=0, help=help)
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        console = rich.console.Console()
-        console.print(network_published.table(network_published.figures()))
-        for line in network_published.lines():
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-        parser.exit()
+def published(arguments: argparse.Namespace) -> int:
+    """Shows published figures beside the simulator's; returns the exit code."""
+    console = rich.console.Console()
+    console.print(network_published.table(network_published.figures()))
+    for line in network_published.lines():
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    return 0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,7 +127,7 @@ def _curve(found: network.Forecast) -> rich.table.Table:
     for column in ("queue pairs", "links ms", "exposed ms", "step ms", "max/mean", "Jain", "slowdown"):
         table.add_column(column, justify="right", no_wrap=True)
     for point in found.curve:
-        times = (f"{value * 1e3:,.1f}" for value in (point.links, point.exposed, point.step))
+        times = (network.number(value * 1e3) for value in (point.links, point.exposed, point.step))
         table.add_row(
             str(point.qps), *times, f"{point.mmr:.2f}", f"{point.jain:.2f}", f"{point.slowdown:.2f}"
         )

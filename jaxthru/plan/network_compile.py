@@ -30,8 +30,8 @@ from jaxthru.runtime.errors import InputError, did_you_mean, require
 from jaxthru.runtime.hardware import data_sheet_flops
 from pallas_kernels.dispatch import Unsupported
 
-TPUS = {"v4": 1.23e12, "v5e": 0.82e12, "v5p": 2.77e12, "v6e": 1.64e12}
-"""TPUs that libtpu describes -> bytes/s of HBM by their data sheets."""
+TPUS = {"v5e": 0.82e12, "v5p": 2.77e12, "v6e": 1.64e12}
+"""TPUs that libtpu describes, a device each chip -> bytes/s of HBM by their data sheets."""
 
 PRODUCTS, MEMORY = 0.7, 0.83
 """Shares of the data sheet's FLOP/s and bytes/s that a step reaches: an H200 under load makes 690 of 989.5

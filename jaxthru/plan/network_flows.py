@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,6 +45,15 @@ class Timed:
         return self.seconds / self.perfect
 
 
+PROTOCOLS = (
+    (1.0, 1.0, 1.0, 4.0 / 3.4, 1.0),  # Simple
+    (0.92, 1.9 / 3.4, 4.0 / 14.0, 1.25 / 3.4, 8.5 / 14.0),  # LL128
+    (0.5, 0.6 / 3.4, 2.7 / 14.0, 0.6 / 3.4, 5.0 / 14.0),  # LL
+)
+"""NCCL's protocols: share of a link's rate that each gets, and its hops over those of Simple in a ring: over
+NVLink and over the network, in a ring and in a tree (NCCL's src/graph/tuning.cc)."""
+
+
 def simulate(
     collectives: Sequence[Collective], fabric: Fabric, devices: int, *, trials: int = TRIALS, seed: int = 0
 ) -> list[Timed]:
@@ -77,16 +85,9 @@ def simulate(
 
 def _timed(one: Collective, links: Links, fabric: Fabric) -> Timed:
     rounds = ROUND.get(one.kind, 1.0)
-    moved = one.bytes * rounds
-    hops = [round_ * rounds for round_ in links.hops]
-    over = hops[0] * fabric.nvlink_hop_us + hops[1] * fabric.network_hop_us
-    if one.kind == "all-reduce":  # of small ones NCCL makes a tree
-        inside, hosts = links.hops[0], links.hops[1] + 1
-        tree = 2 * (inside * fabric.nvlink_hop_us + math.ceil(math.log2(hosts)) * fabric.network_hop_us)
-        over = min(over, tree)
-    latency = (fabric.launch_us + over) * 1e-6
-    times = [links.seconds(each) for each in links.network]
+    moved, times = one.bytes * rounds, [links.seconds(each) for each in links.network]
     mean, worst, perfect = float(np.mean(times)), max(times), links.seconds(links.perfect)
+    latency, share = min(_ways(one, links, fabric), key=lambda way: way[0] + mean * moved / way[1])
     parts = {
         "ici" if fabric.torus else "nvlink": links.nvlink,
         "nic": links.nic,
@@ -96,10 +97,26 @@ def _timed(one: Collective, links: Links, fabric: Fabric) -> Timed:
     binds = max(parts, key=parts.get)
     if binds == "hash" and parts["hash"] <= 1.02 * links.perfect:
         binds = "uplinks" if links.spread > links.nic else "nic"
-    if latency > mean * moved:
+    if latency > mean * moved / share:
         binds = "latency"
-    total = [latency + each * moved for each in (mean, worst, perfect)]
+    total = [latency + each * moved / share for each in (mean, worst, perfect)]
     return Timed(one, links, *total, latency, binds)
+
+
+def _ways(one: Collective, links: Links, fabric: Fabric) -> list[tuple[float, float]]:
+    """Returns (latency, share of the rate) of each protocol and algorithm that NCCL would choose from."""
+    rounds, found = ROUND.get(one.kind, 1.0), []
+    for share, nvlink, network, tree_nvlink, tree_network in PROTOCOLS:
+        inside, over = (links.hops[at] * rounds for at in (0, 1))
+        ways = [inside * nvlink * fabric.nvlink_hop_us + over * network * fabric.network_hop_us]
+        if one.kind == "all-reduce" and any(links.tree):
+            inside, over = links.tree
+            hops = tree_nvlink * fabric.nvlink_hop_us, tree_network * fabric.network_hop_us
+            ways.append(inside * hops[0] + over * hops[1])
+        found.append(((fabric.launch_us + min(ways)) * 1e-6, share))
+        if fabric.torus:
+            break
+    return found
 
 
 def over_queue_pairs(

@@ -5,6 +5,7 @@ its share is the least, and its flows keep it to the end. So a count of bytes pe
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -25,7 +26,8 @@ class Links:
     even, take. hashed: [trials], seconds of the busiest uplink or downlink as flows are hashed; empty where
     nothing leaves a leaf. mmr, jain: of these links, the most over the mean, and (Σx)² ÷ (n Σx²), means over
     trials. busiest: the link that is done last, in words. even: [links], sorted loads over their mean, of the
-    first trial. hops: (over NVLink, over the network) one after the other.
+    first trial. hops: (over NVLink, over the network) one after the other. tree: the same of a tree, there
+    and back; (0, 0) where there is none.
     """
 
     nvlink: float = 0.0
@@ -37,6 +39,7 @@ class Links:
     busiest: str = ""
     even: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0))
     hops: tuple[int, int] = (0, 0)
+    tree: tuple[int, int] = (0, 0)
     both: bool = False
     """Whether NVLink and network follow each other (`two_level`); else they work at once."""
 
@@ -100,7 +103,8 @@ def _ring(groups: np.ndarray, fabric: Fabric, place: Placement, trials: int, see
     cells = _Cells(groups, place.domain)
     two_level = fabric.algorithm == "two_level"
     if cells.most == 1:  # each group within one domain
-        return Links(nvlink=(members - 1) / members / fabric.nvlink, hops=(members - 1, 0))
+        hops = members - 1, 0
+        return Links(nvlink=(members - 1) / members / fabric.nvlink, hops=hops, tree=(2 * hops[0], 0))
     around = 1 - 1 / (cells.count if two_level else np.full(len(groups), members))  # [groups]
     source, target = cells.neighbours()
     weights = (around[:, None] / cells.sizes)[cells.group_of, cells.place_of]
@@ -108,8 +112,9 @@ def _ring(groups: np.ndarray, fabric: Fabric, place: Placement, trials: int, see
     inside = int(cells.sizes.max())
     local = (inside - 1) / inside if two_level else (members - 1) / members * (inside > 1)
     hops = inside - 1 if two_level else members - cells.most
+    tree = 2 * (inside - 1), 2 * math.ceil(math.log2(cells.most))
     return dataclasses.replace(
-        links, nvlink=local / fabric.nvlink, hops=(hops, cells.most - 1), both=two_level
+        *(links,), nvlink=local / fabric.nvlink, hops=(hops, cells.most - 1), tree=tree, both=two_level
     )
 
 
@@ -184,7 +189,7 @@ def _of_pairs(
         return Links(nvlink, nic, spread, busiest=f"{slow}, all uplinks of a leaf alike", hops=(0, 1))
     draws = [loads.hashed(seed + trial) for trial in range(max(3, min(trials, DRAWN // drawn)))]
     hashed = np.array([draw.max() for draw in draws]) / fabric.uplink
-    busiest = loads.named(draws[0]) if hashed[0] > max(nic, spread) else "a NIC"
+    busiest = loads.named(draws[int(hashed.argmax())]) if hashed.max() > max(nic, spread) else "a NIC"
     mmr, jain = (
         float(np.mean([measure(draw) for draw in draws])) for measure in (max_mean_ratio, jain_index)
     )

@@ -38,7 +38,7 @@ SCATTER = 0.258
 """Seconds of a layer's first reduce-scatter over that Ethernet."""
 
 
-def gemma_12b(devices: int = 16) -> list[Collective]:
+def fsdp_of_12b(devices: int = 16) -> list[Collective]:
     """Returns what FSDP of Gemma 3 12B moves a step: each layer's weights gathered twice, its gradients
     scattered once, in bfloat16, and so the table's."""
     everyone = np.arange(devices)[None]
@@ -53,13 +53,16 @@ def table_iii(name: str) -> network.Forecast:
     """Returns the step of that row of Table III, `ethernet_pair` or `infiniband_400g`."""
     shape = {"data": 1, "fsdp": 16, "tensor": 1}
     measured = {"ethernet_pair": ETHERNET, "infiniband_400g": INFINIBAND}[name]
-    return network.timed(gemma_12b(), fabric.load(name), shape, measured=measured)
+    return network.timed(fsdp_of_12b(), fabric.load(name), shape, measured=measured)
 
 
 TWO_H200 = {64: 201.0, 256: 235.0, 1024: 269.0}
 """MiB of an all-gather's result -> GB/s of the bus that two H200s measured (docs/lab/parallelism.md)."""
 
-TWO_H200_BESIDE_PRODUCTS = {"all-gather of 64 MiB": (64, 167.4), "all-gather of 128 MiB": (128, 306.0)}
+TWO_H200_BESIDE_PRODUCTS = {
+    "all-gather of 64 MiB alone": (64, 167.4),
+    "all-gather of 128 MiB alone": (128, 306.0),
+}
 """(MiB, µs) of other collectives there, in bursts (overlap_h200x2.json: qkv_forward, gate_up_forward)."""
 
 

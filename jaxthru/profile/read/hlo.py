@@ -17,9 +17,9 @@ BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s2": 2, "u2": 2, "token": 0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """shapes: of the result, or of each part of a tuple. operands: names; of a parameter its number, of a constant its
-    value. attributes: the text behind the operands. calls: the computations that run within it. op_name:
-    JAX's name scopes and primitive. frame: number of its stack frame."""
+    """shapes: of the result, or of each part of a tuple. operands: names; of a parameter its number, of a
+    constant its value. attributes: the text behind the operands. calls: the computations that run within it.
+    op_name: JAX's name scopes and primitive. frame: number of its stack frame."""
 
     name: str
     opcode: str
@@ -99,8 +99,8 @@ class Module:
         return runs
 
     def trips(self, instruction: Instruction) -> int | None:
-        """Returns how often a loop runs; None if nothing tells, and for other instructions. Where the compiler
-        does not say so, as for TPUs, by the number that its condition counts up to from 0."""
+        """Returns how often a loop runs; None if nothing tells, and for other instructions. Where the
+        compiler does not say so, as for TPUs, by the number that its condition counts up to from 0."""
         if instruction.opcode != "while" or instruction.trip_count:
             return instruction.trip_count if instruction.opcode == "while" else None
         named = re.search(r"\bcondition=%?([^\s,]+)", instruction.attributes)
