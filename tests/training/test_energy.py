@@ -15,7 +15,7 @@ from jaxthru import config as configuration
 from jaxthru.profile.account import build, ledger
 from jaxthru.runtime import nvml
 from jaxthru.runtime.errors import InputError
-from jaxthru.training import cost, display, energy
+from jaxthru.training import cost, curves, display, energy
 from jaxthru.training.cost import CostConfig
 from jaxthru.training.energy import StepEnergy
 from jaxthru.training.metrics import Meter
@@ -203,6 +203,18 @@ def test_the_final_table_has_the_sums_of_the_metrics(tmp_path):
     assert found["dollars of the steps"] == "1, 500 a million tokens"
     run.append_metrics(Meter(lambda t, s: 1.0, None).row(finished(3)))
     assert not [name for name in dict(display.summary(run)) if "energy" in name or "dollars" in name]
+
+
+def test_runs_are_compared_by_what_they_cost(tmp_path):
+    runs = {}
+    for name, joules in (("a", 800.0), ("b", None)):
+        runs[name] = RunDirectory(tmp_path / name)
+        runs[name].path.mkdir()
+        runs[name].append_metrics(Meter(lambda t, s: 1.0, None).row(finished(1, joules=joules)))
+    found = dict(curves.table_of(runs))
+    assert found["joules of the steps"] == ["800", "-"]
+    assert found["joules per token of the steps"] == ["0.8", "-"]
+    assert not [name for name in found if "dollars" in name]  # neither has a price
 
 
 def test_a_ledger_has_the_means_of_the_steps_that_ran_as_ever():
