@@ -91,7 +91,10 @@ class StepEnergy:
         if now - self._looked < EVERY:
             return
         self._looked = now
-        self._notices.publish(repr(self._own) if self._known else "")
-        if distributed.is_primary():
-            found = self._notices.others()
-            self._others = {process: float(text) if text else None for process, text in found.items()}
+        try:
+            self._notices.publish(repr(self._own) if self._known else "")
+            if distributed.is_primary():
+                found = self._notices.others()
+                self._others = {process: float(text) if text else None for process, text in found.items()}
+        except jax.errors.JaxRuntimeError:  # the coordinator is lost: for the loop to find, not for this
+            self._known = False

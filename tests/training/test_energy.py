@@ -6,6 +6,7 @@ import math
 import threading
 from types import SimpleNamespace
 
+import jax
 import pytest
 from runs import ROOT
 from test_metrics import finished
@@ -120,6 +121,18 @@ def test_other_processes_are_added_as_they_publish(monkeypatch):
     assert notices.published == ["5.0", "10.0", "15.0"]
     texts[2] = ""  # it does not know
     assert found.end() is None
+
+
+def test_a_lost_coordinator_makes_joules_unknown_and_ends_nothing(monkeypatch):
+    monkeypatch.setattr(energy, "EVERY", 0.0)
+
+    class Lost(Notices):
+        def publish(self, text):
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+
+    found = StepEnergy(counter(0.0, 5.0, 10.0), Lost({}))
+    found.begin()
+    assert [found.end(), found.end()] == [None, None]
 
 
 def test_the_loop_does_not_wait_for_a_counter():
