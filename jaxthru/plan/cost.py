@@ -19,13 +19,15 @@ from jaxthru.training.run_directory import RunDirectory
 WARM_UP = 5
 """Steps at the start whose rate says nothing of the others."""
 MWH = 3.6e9
+LONG = 3600.0
+"""Seconds of steps from which a run's goodput says something of others: a start is paid once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
     """Tokens/s of so many devices together. low, high: between which it is. joules_per_token: None if not
     known. whole: the joules have all that `cost` adds already. goodput: share of the time that steps take,
-    None if not known. said: where it comes from, and how sure it is."""
+    None if not known, as of a run too short to tell. said: where it comes from, and how sure it is."""
 
     devices: int
     tokens_per_second: float
@@ -85,7 +87,7 @@ def measured(run: RunDirectory, devices: int | None = None) -> Rate:
         tuple(said),
         joules_per_token=of.joules_per_token,
         whole=bool(added),
-        goodput=rows[-1]["goodput"] or None,
+        goodput=rows[-1]["goodput"] if sum(row["step_seconds"] or 0.0 for row in rows) >= LONG else None,
     )
 
 

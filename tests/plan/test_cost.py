@@ -13,11 +13,11 @@ from jaxthru.training.run_directory import RunDirectory
 PRICE = CostConfig(dollars_per_device_hour=3.0)
 
 
-def made(path, joules=18.4, steps=20, own=None, devices=2):
+def made(path, joules=18.4, steps=20, own=None, devices=2, first=5.0):
     """Returns the directory of a run of 1,000 tokens a step, half a second each, but for the first ones."""
     run = RunDirectory(path)
     for step in range(1, steps + 1):
-        seconds = 5.0 if step <= 5 else 0.5
+        seconds = first if step <= 5 else 0.5
         row = {"step": step, "tokens": 1000, "tokens_per_second": 1000 / seconds, "step_seconds": seconds}
         run.append_metrics(dict.fromkeys(METRICS_FIELDS) | row | {"joules": joules, "goodput": 0.8})
     run.config.write_text(json.dumps({"cost": own or {}}))
@@ -57,7 +57,7 @@ def test_the_published_run_costs_what_its_record_says(capsys):
 
 
 def test_a_run_s_own_rate_and_joules_are_taken(tmp_path, capsys):
-    run = made(tmp_path)
+    run = made(tmp_path, first=1000.0)
     rate = cost.measured(run)
     assert (rate.devices, rate.tokens_per_second, rate.low, rate.high) == (2, 2000, 2000, 2000)
     assert rate.joules_per_token == pytest.approx(0.0184)
@@ -67,6 +67,10 @@ def test_a_run_s_own_rate_and_joules_are_taken(tmp_path, capsys):
     assert "18.4 mJ a token" in said.out
     assert "goodput 80.0%" in said.out and "1.25 hours" in said.out
     assert "no price" in said.out and "none is assumed" in said.out
+
+
+def test_the_goodput_of_a_short_run_says_nothing_of_a_long_one(tmp_path):
+    assert cost.measured(made(tmp_path)).goodput is None
 
 
 def test_joules_that_a_run_has_made_whole_are_said_so(tmp_path):

@@ -28,6 +28,8 @@ def summary(ledger: Ledger) -> rich.console.Group:
         said.append(f"MFU {found.mfu:.1%} of the bf16 peak")
     if found.mfu_at_clock is not None:
         said.append(f"{found.mfu_at_clock:.1%} of it at the clock that ran")
+    if ledger.cost.joules_per_token is not None:
+        said.append(f"{1e3 * ledger.cost.joules_per_token:,.4g} mJ a token")
     head = (verdict(ledger), shares(ledger, unit), relation(ledger, unit), ", ".join(said))
     rows = [
         (title(name), unit.bare(seconds), f"{seconds / step:.1%}")
