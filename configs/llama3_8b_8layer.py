@@ -6,7 +6,6 @@ from jaxthru.config import (
     EvaluateConfig,
     ModelConfig,
     OptimConfig,
-    RematConfig,
     RunConfig,
     TrainConfig,
 )
@@ -24,11 +23,9 @@ def config() -> RunConfig:
             head_dim=128,
             mlp=14_336,
             max_sequence=8192,
-            loop="unroll",
         ),
         data=DataConfig(mix="quickstart", sequence=8192),
         optim=OptimConfig(learning_rate=3e-4),
-        remat=RematConfig(policy="projections"),
         checkpoint=CheckpointConfig(every=500, keep=1),
         evaluate=EvaluateConfig(rows=8),
     )

@@ -1,8 +1,8 @@
 """All 32 layers of Llama 3 8B on one GPU of 141 GB: 90 GiB of float32 state, and every byte else counted.
 
-The layers are unrolled and their gradients bfloat16 (13 GiB), those of the embedding and the LM head
-float32 (4 GiB); `gate` keeps 1.0 GiB of activations a layer; attention is Triton's, which needs no workspace
-for packed rows.
+The layers' gradients are bfloat16 (13 GiB), those of the embedding and the LM head float32 (4 GiB);
+`remat.policy = auto` is `gate` there, which keeps 1.0 GiB of activations a layer; attention is Triton's,
+which needs no workspace for packed rows.
 """
 
 from jaxthru.config import (
@@ -12,7 +12,6 @@ from jaxthru.config import (
     KernelsConfig,
     ModelConfig,
     OptimConfig,
-    RematConfig,
     RunConfig,
     TrainConfig,
 )
@@ -30,12 +29,10 @@ def config() -> RunConfig:
             head_dim=128,
             mlp=14_336,
             max_sequence=8192,
-            loop="unroll",
         ),
         kernels=KernelsConfig(attention="triton"),
         data=DataConfig(mix="quickstart", sequence=8192),
         optim=OptimConfig(learning_rate=3e-4),
-        remat=RematConfig(policy="gate"),
         checkpoint=CheckpointConfig(every=500, keep=1),
         evaluate=EvaluateConfig(rows=8),
     )

@@ -173,7 +173,7 @@ def run(
             return directory
     begun_with, chosen = recorded(directory)
     config = choices.resolve(config, begun_with, chosen)
-    layout = fit_here(config)
+    layout, searched = fit_here(config)
     weights = published_weights(config) if newest is None else None
     log.info("preparing data: mix %s ...", config.data.mix)
     begun = newest_data_state(directory.checkpoints).get("keys") if directory else None
@@ -183,7 +183,7 @@ def run(
     directory = directory or RunDirectory.fresh(name)
     autotuned = directory.autotune if config.train.deterministic else None
     times.note("data")
-    how = {"asked": asked, "fresh": newest is None, "checked": True}
+    how = {"asked": asked, "fresh": newest is None, "checked": True, "searched": searched}
     built = compile_step(config, layout, data, autotuned, weights, **how)
     times.note("compile")
     saved = directory.checkpoints, config.checkpoint, in_place(built.abstract)

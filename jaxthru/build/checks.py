@@ -39,11 +39,7 @@ def validate(
     )
     if config.precision.matmul == "fp8":
         check_float8(device)
-        require(
-            kernels.collective_matmul in ("auto", "none") or layout.size("heads") == 1,
-            f"kernels.collective_matmul = {kernels.collective_matmul!r}: with precision.matmul = 'fp8' "
-            "products and collectives are apart; choose 'auto'",
-        )
+        check_float8_settings(config, layout)
     require(
         kernels.collective_matmul != "mosaic_gpu_adds"
         or not config.train.deterministic
@@ -78,10 +74,6 @@ def validate(
     require(
         not (config.remat.keep_parameters and config.offload.layered),
         f"{kept}: with {offloaded(config)} a layer's come and go with its programs; choose False",
-    )
-    require(
-        not (config.remat.keep_parameters and config.precision.matmul == "fp8"),
-        f"{kept}: with precision.matmul = 'fp8' products take them in float8; choose False",
     )
     return layout
 
@@ -131,10 +123,6 @@ def check_copies(config: RunConfig, layout: Layout, platform: str) -> None:
         f"{asked}: GPUs of one process copy to each other, found {processes} processes; choose 'collectives'",
     )
     require(
-        config.precision.matmul != "fp8",
-        f"{asked}: with precision.matmul = 'fp8' parameters are gathered in float8; choose 'collectives'",
-    )
-    require(
         config.kernels.collective_matmul != "none" or layout.size("heads") == 1,
         f"{asked}: with kernels.collective_matmul = 'none' XLA places what moves; choose 'collectives'",
     )
@@ -167,4 +155,21 @@ def check_float8(device: jax.Device) -> None:
         device.platform == "cpu" or (capability is not None and capability >= (8, 9)),
         "precision.matmul = 'fp8': needs an NVIDIA GPU of compute capability 8.9 or above (Ada, Hopper, "
         f"Blackwell), and here is {device.device_kind}; choose 'compute'",
+    )
+
+
+def check_float8_settings(config: RunConfig, layout: Layout) -> None:
+    """Raises InputError, naming the setting, where one of a configuration in float8 rules that out."""
+    which, chosen = "with precision.matmul = 'fp8'", config.kernels.collective_matmul
+    require(
+        chosen in ("auto", "none") or layout.size("heads") == 1,
+        f"kernels.collective_matmul = {chosen!r}: {which} products and collectives are apart; choose 'auto'",
+    )
+    require(
+        not config.mesh.copies,
+        f"mesh.transfers = 'copies': {which} parameters are gathered in float8; choose 'collectives'",
+    )
+    require(
+        not config.remat.keep_parameters,
+        f"remat.keep_parameters = True: {which} products take them in float8; choose False",
     )

@@ -4,7 +4,10 @@ Arithmetic proposes (build/proposals.py), a compile confirms, and what does not 
 the next. A run directory keeps what was chosen, in choices.json.
 """
 
+import copy
 import dataclasses
+import functools
+import itertools
 import json
 import logging
 import types
@@ -16,7 +19,7 @@ import jax
 
 from jaxthru import config as configuration
 from jaxthru.build.attention_choice import mean_document
-from jaxthru.build.defaults import AUTO, get, plain, replaced
+from jaxthru.build.defaults import AUTO, NUMERIC, get, plain, replaced
 from jaxthru.build.memory_estimate import Room, estimate, gib, host_room
 from jaxthru.build.proposals import LEVELS, Candidate, candidates, narrower, propose
 from jaxthru.config import RunConfig
@@ -110,7 +113,8 @@ def read(path: Path) -> tuple[Choice, ...]:
 
 def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[Choice] = ()) -> RunConfig:
     """Returns a configuration with every `auto` settled that needs no compile: by what its run has recorded
-    on such devices, and on a CPU.
+    on such devices, and on a CPU. What changes numbers is kept on any devices, which refuse what they cannot
+    do (`checks.validate`).
 
     run, recorded: the configuration that a run was started with, and the choices that led to it.
     """
@@ -120,10 +124,12 @@ def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[
         away = [
             each
             for each in read(config.file.parent / "choices.json")
-            if each.device != here and each.key not in config.overridden
+            if each.device != here and each.key not in (*config.overridden, *NUMERIC)
         ]
         again = {each.key: each.asked for each in away if get(config, each.key) == each.chosen}
         config = replaced(config, again)
+    if run is not None:
+        config = replaced(config, {key: get(run, key) for key in NUMERIC if get(config, key) == "auto"})
     if run is not None and _alike(config, run):
         kept = {each.key: each.chosen for each in recorded if each.device == here}
         open_here = {*open_keys(config), *(key for key in kept if get(config, key) == "auto")}
@@ -185,7 +191,7 @@ def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int
     arithmetic.
     """
     if not open_keys(config):
-        yield Candidate(config, None, 0.0)
+        yield Candidate(config, None, 0.0, 0)
         return
     devices, gpu = layout.mesh.size, layout.mesh.devices.flat[0].platform == "gpu"
     found = candidates(config, room, devices=devices, segments=segments, gpu=gpu)
@@ -194,6 +200,24 @@ def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int
         raise InputError(nothing_fits(config, room, devices, segments))
     yield first
     yield from found
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What `proposed` yields, each found once, however often it is gone through. Equal ones find the same."""
+
+    config: RunConfig
+    layout: Layout
+    room: Room | None
+    segments: int
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return copy.copy(self._found)
+
+    @functools.cached_property
+    def _found(self) -> Iterator[Candidate]:  # which is never advanced, so that its copies know all of it
+        (found,) = itertools.tee(proposed(self.config, self.layout, self.room, self.segments), 1)
+        return found
 
 
 def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> str:
@@ -207,11 +231,25 @@ def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int 
     advice = (
         f"optim.state = {' or '.join(map(repr, others))} fits" if others else "no narrower optim.state fits"
     )
+    if _fits_unclipped(config, tried, room, devices, segments):
+        advice = f"with optim.clip_rule = 'previous' it fits, as gradients do not wait; {advice}"
     return (
         f"{asked}: nothing fits with optim.state = {config.optim.state!r}; at the least it needs "
         f"{gib(plan.peak_device)} GiB on the device, of {gib(room.device)}, and {gib(plan.peak_host)} on the "
         f"host, of {gib(room.host)}; {advice}"
     )
+
+
+def _fits_unclipped(config: RunConfig, tried: RunConfig, room: Room, devices: int, segments: int) -> bool:
+    """Says whether a configuration would fit whose gradients need not wait for their norm. tried: the least
+    that it can take as it is."""
+    if config.optim.clip_rule != "exact" or not config.optim.clip:
+        return False
+    other = replaced(tried, {"optim.clip_rule": "previous"})
+    how = {"devices": devices, "segments": segments}
+    if config.offload.level == "auto":
+        return bool(propose(other, room, formats=(config.optim.state,), **how))
+    return room.holds(estimate(other, **how)[0])
 
 
 DOCUMENTS = 32

@@ -5,17 +5,21 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxthru.build import attention_choice, choices, confirmed, pinned_host
+from jaxthru.build import attention_choice, choices, confirmed, matmul_choice, pinned_host
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import attention_by, check_vocabulary, offloaded, setting_behind, validate
-from jaxthru.build.choices import Choice
+from jaxthru.build.choices import Choice, Search
+from jaxthru.build.compiled_beside import Beside
+from jaxthru.build.confirmed import Confirmed
+from jaxthru.build.defaults import get
 from jaxthru.build.host_memory import check_host_memory
+from jaxthru.build.proposals import Candidate
 from jaxthru.build.step import assemble
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import Batches, Data
@@ -35,7 +39,7 @@ from jaxthru.training.energy import StepEnergy
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
 from jaxthru.training.samples import Samples
-from jaxthru.training.self_check import agree_on_attention, wrong_attention
+from jaxthru.training.self_check import agree_on_attention
 from jaxthru.training.state import FirstState, state_of_weights
 from jaxthru.training.step_timer import StepTimer
 from pallas_kernels import dispatch
@@ -133,7 +137,8 @@ def build_step(config: RunConfig, data: Data, devices: list[jax.Device] | None =
     xla.configure(config.kernels.writes_to_peers)
     pinned_host.limit(config)
     config = choices.resolve(config)
-    return compile_step(config, fit_here(config, devices), data, weights=published_weights(config))
+    layout, searched = fit_here(config, devices)
+    return compile_step(config, layout, data, weights=published_weights(config), searched=searched)
 
 
 def published_weights(config: RunConfig) -> Weights | None:
@@ -144,17 +149,21 @@ def published_weights(config: RunConfig) -> Weights | None:
     return Weights(Path(config.model.pretrained).expanduser(), config.model)
 
 
-def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> Layout:
+def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> tuple[Layout, Search | None]:
     """Returns the layout of a configuration, see `checks.validate`, whose step has room in the memory of
-    devices and hosts. Ask it before data is prepared. Raises InputError."""
+    devices and hosts, and the search that found it where one was needed, for `compile_step`. Ask it before
+    data is prepared. Raises InputError."""
     layout = validate(config, devices)
+    config, _ = matmul_choice.of_run(config, layout)
     check_host_memory(config, layout)
-    if choices.open_keys(config):
-        found = choices.documents(config)
-        capability = attention_choice.capability_of(layout)
-        config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, capability)
-        next(choices.proposed(config, layout, choices.room_here(config), found.segments))
-    return layout
+    if not choices.open_keys(config):
+        return layout, None
+    found = choices.documents(config)
+    capability = attention_choice.capability_of(layout)
+    config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, capability)
+    search = Search(config, layout, choices.room_here(config), found.segments)
+    next(iter(search))
+    return layout, search
 
 
 def compile_step(
@@ -167,6 +176,7 @@ def compile_step(
     asked: RunConfig | None = None,
     fresh: bool = True,
     checked: bool = False,
+    searched: Search | None = None,
 ) -> Build:
     """Returns the compiled step of what `choices.resolve` has returned, on its layout: of what that leaves
     open, the fastest that fits as compiled.
@@ -174,60 +184,48 @@ def compile_step(
     autotuned: a folder of what autotuning has chosen, by which it is compiled anew. weights: published ones
     to start from. asked: the configuration before anything was chosen. fresh: whether the first state will be
     made. checked: compare attention with its reference. Both are compiled on another thread, while the step
-    is. Raises InputError, and TrainingError for an attention that is wrong.
+    is. searched: by `fit_here`, goes on where the data is as it was taken to be. Raises InputError, and
+    TrainingError for an attention that is wrong.
     """
     check_vocabulary(config, data.vocabulary)
     asked, segments, sources = asked or config, data.segments, len(data.names)
-    recorded = config.kernels.attention != asked.kernels.attention and choices.RECORDED
-    config, by_table = attention_choice.of_run(config, layout, data)
-    if by_table:
-        log.info("kernels.attention = 'auto' is %r, %s", config.kernels.attention, by_table)
-    options = xla.compiler_options(
-        jax.default_backend(),
-        layout.mesh.size,
-        config.train.deterministic,
-        writes_to_peers=config.kernels.writes_to_peers,
-        copies=config.mesh.copies,
-        autotuned=autotuned,
-    )
+    config, reasons = _settled(config, asked, layout, data)
+    options = _compiler_options(config, layout, autotuned)
     anew = xla.nothing_kept(autotuned is not None)
     room = choices.room_here(config) if choices.open_keys(config) else None
+    search = Search(config, layout, room, segments)
     started = time.monotonic()
-    first = initial = check = None
-    with ThreadPoolExecutor(2, "jaxthru-beside") as others:
-        for candidate in choices.proposed(config, layout, room, segments):
+    with Beside(config, segments, fresh and weights is None, checked) as beside:
+
+        def confirm(candidate: Candidate) -> tuple[Candidate, Confirmed] | None:
             made = assemble(
                 candidate.config, layout, segments=segments, sources=sources, attention=attention_by(config)
             )
-            samples = samples_of(candidate.config, made.step.objective.model, data)
+            samples_of(candidate.config, made.step.objective.model, data)  # refuses prompts before the work
             announce(made.step.model.parameters, layout, candidate.said if room else "")
-            if fresh and weights is None and (first is None or not first.makes(made.abstract)):
-                first = FirstState(made.step.model, made.step.optimizer, made.abstract)
-                initial = others.submit(first.compile)
-            if checked and check is None:
-                rows = config.train.rows // config.train.microbatches
-                check = others.submit(wrong_attention, made.step.model, rows, config.data.sequence, segments)
+            beside.start(made)
             try:
                 with dispatch.noted() as kernels:
                     found = anew(confirmed.compile_candidate)(config, candidate, made, options, room)
             except Unsupported as refusal:
                 raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
-            if found.compiled is not None:
-                break
-            log.info("%s", found.reason)
-        else:
+            if found.compiled is None:
+                log.info("%s", found.reason)
+                return None
+            return found.candidate, found.with_kernels(kernels)
+
+        fits = confirmed.fastest(searched if searched == search else search, confirm)
+        if fits is None:
             raise InputError(choices.nothing_fits(config, room, layout.mesh.size, segments))
-        for other in (initial, check):
-            if other is not None:
-                other.result()
+        beside.wait()
+    _, found = fits
     seconds = time.monotonic() - started
     log.info("compiled in %.1f s%s", seconds, found.reason and f": {found.reason}")
-    if check is not None:
-        agree_on_attention(made.step.model, check.result())
+    if checked:
+        agree_on_attention(found.made.step.model, beside.wrong_attention)
     pinned_host.reserve(found.config, list(layout.mesh.devices.flat))
-    made, chosen = found.made, choices.with_kernels(found.config, kernels)
+    made, chosen = found.made, found.config
     devices = list(layout.mesh.devices.flat)
-    reasons = {"kernels.attention": by_table or recorded or ""}
     decisions = choices.made(asked, chosen, found.reason, devices, reasons)
     recompile = lambda more: anew(made.compile)(options | more)  # noqa: E731
     return Build(
@@ -240,10 +238,39 @@ def compile_step(
         seconds,
         recompile,
         weights,
-        samples,
+        samples_of(chosen, made.step.objective.model, data),
         decisions,
-        first if first is not None and first.makes(made.abstract) else None,
+        beside.first_state(made),
     )
+
+
+def _compiler_options(config: RunConfig, layout: Layout, autotuned: Path | None) -> dict[str, Any]:
+    return xla.compiler_options(
+        jax.default_backend(),
+        layout.mesh.size,
+        config.train.deterministic,
+        writes_to_peers=config.kernels.writes_to_peers,
+        copies=config.mesh.copies,
+        float8=config.precision.matmul == "fp8",
+        autotuned=autotuned,
+    )
+
+
+def _settled(
+    config: RunConfig, asked: RunConfig, layout: Layout, data: Data
+) -> tuple[RunConfig, dict[str, str]]:
+    """Returns a configuration with what is chosen without a compile, and the reasons by key."""
+    reasons = {}
+    for key, choose in (
+        (matmul_choice.KEY, lambda config: matmul_choice.of_run(config, layout)),
+        ("kernels.attention", lambda config: attention_choice.of_run(config, layout, data)),
+    ):
+        kept = get(config, key) != get(asked, key)
+        config, why = choose(config)
+        if why:
+            log.info("%s = 'auto' is %r, %s", key, get(config, key), why)
+        reasons[key] = why or (choices.RECORDED if kept else "")
+    return config, reasons
 
 
 def samples_of(config: RunConfig, model: Model, data: Data) -> Samples | None:

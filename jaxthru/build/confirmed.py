@@ -1,7 +1,8 @@
 """Compiles a step as one of several candidates, and says what memory it takes as compiled."""
 
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from jaxthru.engine.offload import OffloadConfig, offloaded_state, on_device
 from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY
 from jaxthru.models.scopes import program_of
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
+
+log = logging.getLogger("jaxthru")
 
 Step = CompiledStep | DispatchedStep
 
@@ -45,13 +48,50 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Confirmed:
-    """A candidate as it was compiled. compiled: None where it does not fit. reason: what was found, for
-    people; empty where nothing was asked."""
+    """A candidate as it was compiled, with the offload that it then needs. compiled: None where it does not
+    fit. reason: what was found, for people; empty where nothing was asked."""
 
-    config: RunConfig
+    candidate: Candidate
     made: Assembled
     compiled: Step | None
     reason: str
+
+    @property
+    def config(self) -> RunConfig:
+        return self.candidate.config
+
+    def with_kernels(self, kernels: Mapping[str, Collection[str]]) -> "Confirmed":
+        """Returns it with the implementations that were taken, see `choices.with_kernels`."""
+        config = choices.with_kernels(self.config, kernels)
+        return dataclasses.replace(self, candidate=dataclasses.replace(self.candidate, config=config))
+
+
+SLOWER = 1.01
+"""How much longer than it was proposed for a candidate may take as compiled before the next is tried too."""
+
+
+def fastest[Found](
+    candidates: Iterable[Candidate], confirm: Callable[[Candidate], tuple[Candidate, Found] | None]
+) -> tuple[Candidate, Found] | None:
+    """Returns what was found of the first of candidates, the fastest first, that fits as compiled. Where it
+    then needs so much more offload than by arithmetic that the next may be faster, that is compiled too.
+
+    confirm: returns a candidate with the offload that it needs as compiled, and what else was found; None
+    where it does not fit.
+    """
+    best = None
+    for candidate in candidates:
+        if best is not None and best[0].seconds <= candidate.seconds:
+            break
+        if (found := confirm(candidate)) is None:
+            continue
+        if best is None or found[0].seconds < best[0].seconds:
+            best = found
+        if found[0].seconds <= SLOWER * candidate.seconds:
+            break
+        longer = found[0].seconds / candidate.seconds
+        log.info("%s: %.3g times as long as by arithmetic; the next is tried too", found[0].said, longer)
+    return best
 
 
 def compile_candidate(
@@ -63,27 +103,25 @@ def compile_candidate(
     """
     config = candidate.config
     if room is None:
-        return Confirmed(config, made, made.compile(options), "")
+        return Confirmed(candidate, made, made.compile(options), "")
     room = choices.share_of(room, config)
     if config.offload.layered:
         analyse = lambda traced: traced.lower().compile(compiler_options=options).memory_analysis()  # noqa: E731
         found = Programs(made, analyse).fitted(config, asked.offload.level, room)
         if found is None:
             reason = f"{candidate.said}: as compiled it does not fit {gib(room.device)} GiB"
-            return Confirmed(config, made, None, reason)
-        config, plan = found
+            return Confirmed(candidate, made, None, reason)
+        config, plan, moved = found
+        candidate = dataclasses.replace(candidate, config=config, moved=moved)
         made = offloaded(made, config.offload)
         size, compiled = plan.peak_device, made.compile(options)
     else:
         compiled = made.compile(options)
         size = (sizes := Sizes.of(compiled.program.memory_analysis())) and sizes.peak
     if size is None:
-        return Confirmed(config, made, compiled, f"{candidate.said}: fits by arithmetic")
-    reason = f"{dataclasses.replace(candidate, config=config).said}: {gib(size)} of {gib(room.device)} GiB"
-    fits = size <= room.device
-    return Confirmed(
-        config, made, compiled if fits else None, reason + " as compiled" + ", too much" * (not fits)
-    )
+        return Confirmed(candidate, made, compiled, f"{candidate.said}: fits by arithmetic")
+    reason, fits = f"{candidate.said}: {gib(size)} of {gib(room.device)} GiB as compiled", size <= room.device
+    return Confirmed(candidate, made, compiled if fits else None, reason + ", too much" * (not fits))
 
 
 def offloaded(made: Assembled, offload: OffloadConfig) -> Assembled:
@@ -101,14 +139,13 @@ class Programs:
         self._analyse = analyse
         self._rehearsed = made.rehearsals(self._needs)  # which compiles each program
 
-    def fitted(self, config: RunConfig, level: str, room: Room) -> tuple[RunConfig, MemoryPlan] | None:
-        """Returns a configuration with the least offload that fits as compiled, if any does. level: as it was
-        asked for; another than `auto` stays as it is."""
+    def fitted(self, config: RunConfig, level: str, room: Room) -> tuple[RunConfig, MemoryPlan, int] | None:
+        """Returns a configuration with the least offload that fits as compiled, if any does, what it needs,
+        and the bytes that it moves. level: as it was asked for; another than `auto` stays as it is."""
         if level != "auto":
-            plan, _ = self._planned(config.offload)
-            return (config, plan) if room.holds(plan) else None
-        found = with_least_offload(config, room, self._planned)
-        return found and found[:2]
+            plan, moved = self._planned(config.offload)
+            return (config, plan, moved) if room.holds(plan) else None
+        return with_least_offload(config, room, self._planned)
 
     def _planned(self, offload: OffloadConfig) -> tuple[MemoryPlan, int]:
         found = self._rehearsed(offload)

@@ -5,8 +5,15 @@ from typing import Any
 
 from jaxthru.config import RunConfig
 
-AUTO = {"model.loop": "scan", "remat.policy": "none", "offload.level": "none"}
+AUTO = {
+    "model.loop": "scan",
+    "remat.policy": "none",
+    "offload.level": "none",
+    "precision.matmul": "compute",
+}
 """Keys that are chosen by memory and speed (build/choices.py) -> what they are where nothing is chosen."""
+NUMERIC = ("precision.matmul",)
+"""Those that change numbers: chosen by arithmetic alone, and kept by a run on whatever devices it goes on."""
 
 
 def get(config: RunConfig, key: str) -> Any:

@@ -22,6 +22,7 @@ from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_
 from jaxthru.engine.terms import Terms
 from jaxthru.models import scopes
 from jaxthru.models.stage import distinct
+from jaxthru.runtime import xla
 from jaxthru.runtime.first_run import FirstAlone
 from jaxthru.runtime.sharding import shardings
 
@@ -84,11 +85,10 @@ class DispatchedStep:
         self._compile(compile_, programs, kinds, first, weights, slots, counters_of(abstract), batch)
         self.indices = self._numbers(len(weights))
 
-        self._eval_embed, self._eval_head = (
-            FirstAlone(jax.jit(function)) for function in (programs.eval_embed, programs.eval_head)
-        )
-        block = functools.partial(functools.partial, programs.eval_block)
-        self._eval_block = [FirstAlone(jax.jit(block(stage=stage))) for stage in kinds]
+        jit = functools.partial(jax.jit, compiler_options=xla.for_float8(step.model.ops.float8))
+        ends = programs.eval_embed, programs.eval_head
+        self._eval_embed, self._eval_head = (FirstAlone(jit(function)) for function in ends)
+        self._eval_block = [FirstAlone(jit(functools.partial(programs.eval_block, stage=s))) for s in kinds]
 
     def _compile(self, compile_, programs, kinds, first, weights, slots, counters, batch) -> None:
         """Compiles every program for what the ones before it return. first: the first stage of each kind."""

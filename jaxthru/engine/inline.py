@@ -21,6 +21,7 @@ from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_
 from jaxthru.engine.terms import Terms, merged, none_yet, over_first
 from jaxthru.models import scopes
 from jaxthru.models.stage import Context, Group
+from jaxthru.runtime import xla
 from jaxthru.runtime.first_run import FirstAlone
 
 Tree = Any
@@ -273,9 +274,9 @@ class CompiledStep:
     def __init__(self, program: jax.stages.Compiled, objective: Objective):
         self._run = FirstAlone(program)
         self.program = program
-        self.loss_terms = FirstAlone(
-            jax.jit(lambda params, batch, weight: loss(objective, params, batch, weight)[1])
-        )
+        terms = lambda params, batch, weight: loss(objective, params, batch, weight)[1]  # noqa: E731
+        options = xla.for_float8(objective.model.ops.float8)
+        self.loss_terms = FirstAlone(jax.jit(terms, compiler_options=options))
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
         """Returns the next state and the update's metrics; takes over the state."""

@@ -10,11 +10,12 @@ import rich.console
 import rich.table
 
 from jaxthru import config as configuration
-from jaxthru.build import attention_choice, choices
+from jaxthru.build import attention_choice, choices, matmul_choice
 from jaxthru.build.checks import setting_behind
+from jaxthru.build.confirmed import fastest
 from jaxthru.build.defaults import get
 from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib, layout_of
-from jaxthru.build.proposals import candidates, propose
+from jaxthru.build.proposals import Candidate, candidates, propose
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.plan import cost_command, limits_command, memory, network_command
@@ -58,8 +59,10 @@ def _memory(arguments: argparse.Namespace) -> int:
     room = memory.room(config, target)
     found = choices.Documents(arguments.segments, 1) if arguments.segments else choices.documents(config)
     segments, layout = found.segments, layout_of(config, devices)
+    config, by_account = matmul_choice.settled(config, layout, target.name, target.capability)
     config, by_table = attention_choice.by_table(config, layout, segments, found.mean, target.capability)
-    taken = (f"kernels.attention = auto is {config.kernels.attention}, {by_table}",) * bool(by_table)
+    said = ((matmul_choice.KEY, by_account), ("kernels.attention", by_table))
+    taken = tuple(f"{key} = auto is {get(config, key)}, {why}" for key, why in said if why)
     if arguments.best:
         _show(None, [*taken])
         return _best(config, target, devices, arguments.segments, segments, room)
@@ -94,29 +97,35 @@ def _settled(config, target, devices, segments, known, room) -> tuple[RunConfig,
     for, and as it is. Raises InputError where nothing fits."""
     if not choices.open_keys(config):
         return config, None
-    for candidate in candidates(config, room, devices=devices, segments=known):
-        if found := memory.confirm(config, candidate, target, room, devices, segments):
-            config, plan = found
-            return config, (plan, None if config.offload.layered or not aot.available() else plan)
-    raise InputError(choices.nothing_fits(config, room, devices, known))
+    tried = candidates(config, room, devices=devices, segments=known)
+    confirm = lambda candidate: memory.confirm(config, candidate, target, room, devices, segments)  # noqa: E731
+    if (found := fastest(tried, confirm)) is None:
+        raise InputError(choices.nothing_fits(config, room, devices, known))
+    config, plan = found[0].config, found[1]
+    return config, (plan, None if config.offload.layered or not aot.available() else plan)
 
 
 def _best(config, target, devices, segments, known, room) -> int:
     """Shows all that `auto` may stand for, and compiles the fastest until one fits."""
     require(bool(choices.open_keys(config)), "--best: nothing is `auto` in this configuration")
-    rows, fits = [], None
-    for candidate in candidates(config, room, devices=devices, segments=known, all_of_them=True):
-        if fits or not room.holds(candidate.plan):
+    every = [*candidates(config, room, devices=devices, segments=known, all_of_them=True)]
+    found = {}
+
+    def confirm(candidate: Candidate) -> tuple[Candidate, MemoryPlan] | None:
+        found[id(candidate)] = memory.confirm(config, candidate, target, room, devices, segments)
+        return found[id(candidate)]
+
+    fits = fastest((each for each in every if room.holds(each.plan)), confirm)
+    rows = []
+    for candidate in every:
+        if id(candidate) in found:
+            confirmed, plan = found[id(candidate)] or (candidate, None)
+            rows.append((confirmed, plan, plan is not None))
+        else:
             rows.append((candidate, None, None if room.holds(candidate.plan) else False))
-            continue
-        found = memory.confirm(config, candidate, target, room, devices, segments)
-        fits = found is not None
-        if found:
-            candidate = dataclasses.replace(candidate, config=found[0])
-        rows.append((candidate, found and found[1], fits))
     _show(
         memory.best_table(rows),
-        [*room.said, "time: by arithmetic, of the fastest; a run takes the first that fits"],
+        [*room.said, "time: by arithmetic, of the fastest; a run takes the fastest that fits as compiled"],
     )
     return 0 if fits else 1
 

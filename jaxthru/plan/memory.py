@@ -68,16 +68,16 @@ def dispatched(
 
 def confirm(
     asked: RunConfig, candidate: Candidate, target: aot.Target, room: Room, devices: int, segments: int | None
-) -> tuple[RunConfig, MemoryPlan] | None:
+) -> tuple[Candidate, MemoryPlan] | None:
     """Returns a candidate, with the least offload that fits where that was left open, and its memory, if it
     fits as compiled; or by arithmetic, where nothing can be compiled."""
     config = candidate.config
     room = choices.share_of(room, config)
     if not aot.available():
-        return (config, candidate.plan) if room.holds(candidate.plan) else None
+        return (candidate, candidate.plan) if room.holds(candidate.plan) else None
     if not config.offload.layered:
         plan = resident(config, target, devices, segments)
-        return (config, plan) if room.holds(plan) else None
+        return (candidate, plan) if room.holds(plan) else None
     made, notes, how = traced(config, target, devices, segments)
 
     def analyse(program: jax.stages.Traced) -> object:
@@ -86,8 +86,9 @@ def confirm(
     found = Programs(made, analyse).fitted(config, asked.offload.level, room)
     if found is None:
         return None
-    config, plan = found
-    return config, dataclasses.replace(plan, notes=(*notes, f"each program {how}", *plan.notes))
+    config, plan, moved = found
+    plan = dataclasses.replace(plan, notes=(*notes, f"each program {how}", *plan.notes))
+    return dataclasses.replace(candidate, config=config, moved=moved), plan
 
 
 def compiled_for(target: aot.Target, devices: int) -> Analysis:

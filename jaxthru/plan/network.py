@@ -125,6 +125,7 @@ class Forecast:
         """Returns all numbers as plain values, seconds and bytes."""
         return {
             "fabric": dataclasses.asdict(self.fabric),
+            "oversubscription": self.fabric.oversubscription,
             "devices": self.devices,
             "mesh": self.shape,
             "compiled_mesh": self.compiled,

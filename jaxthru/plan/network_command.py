@@ -107,9 +107,10 @@ def _show(found: network.Forecast, arguments: argparse.Namespace, draws: dict[st
         f"step {schedule.step * 1e3:,.1f} ms: computation {schedule.compute * 1e3:,.1f}, links "
         f"{found.links * 1e3:,.1f}, of which {found.exposed * 1e3:,.1f} exposed"
     )
+    over = f", leaves {fabric.oversubscription:.2g}:1 subscribed" * bool(fabric.oversubscription)
     qps = f", {fabric.qps} queue pairs" * (not fabric.torus and not fabric.spreads and fabric.leaves > 1)
     lines = [
-        f"{found.devices} devices on {fabric.name}: {fabric.description}{qps}",
+        f"{found.devices} devices on {fabric.name}: {fabric.description}{over}{qps}",
         step,
         f"binds: {said}",
         *(f"advice: {line}" for line in better),

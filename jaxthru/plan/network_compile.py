@@ -14,9 +14,10 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from jaxthru.build import attention_choice, matmul_choice
 from jaxthru.build.checks import check_sizes, offloaded, setting_behind, validate
-from jaxthru.build.choices import documents
-from jaxthru.build.defaults import plain
+from jaxthru.build.choices import Documents, documents
+from jaxthru.build.defaults import AUTO, get, plain
 from jaxthru.build.memory_estimate import layout_of
 from jaxthru.build.memory_sizes import without_triton
 from jaxthru.build.proposals import candidates
@@ -76,16 +77,16 @@ def asked(
 
     Raises InputError where the configuration does not fit these devices, or its step is several programs.
     """
-    check_sizes(config, layout_of(config, devices))
-    shape = shape_of(config.mesh.shape(devices))
-    found = documents(config)
-    notes = () if segments else found.notes
-    segments = segments or found.segments
-    config, chosen = _settled(config, device, devices, segments)
     require(
         not config.offload.layered,
         f"{offloaded(config)}: the step is several programs, of which links are not planned; choose 'none'",
     )
+    check_sizes(config, layout_of(config, devices))
+    shape = shape_of(config.mesh.shape(devices))
+    found = documents(config)
+    notes = () if segments else found.notes
+    found = found._replace(segments=segments or found.segments)
+    config, chosen = _settled(config, device, devices, found)
     small = compiled_shape(shape)
     share = math.prod(shape.values()) // math.prod(small.values())
     if share > 1:
@@ -99,7 +100,7 @@ def asked(
         data=dataclasses.replace(data, groups=max(1, data.groups // share) if data.groups else data.groups),
         mesh=dataclasses.replace(config.mesh, **small),
     )
-    request = Request(config, device, small, per_host, torus, segments, found.sources)
+    request = Request(config, device, small, per_host, torus, found.segments, found.sources)
     return request, shape, (*chosen, *notes)
 
 
@@ -108,18 +109,24 @@ def _named(shape: dict[str, int]) -> str:
 
 
 def _settled(
-    config: RunConfig, device: str, devices: int, segments: int
+    config: RunConfig, device: str, devices: int, found: Documents
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Returns a configuration with what it leaves open as a run would choose it by arithmetic."""
-    if plain(config) == config or device not in aot.TARGETS or config.offload.layered:
+    """Returns a configuration with what it leaves open as a run would choose it by tables and arithmetic, and
+    what was chosen. found: of the corpus."""
+    if device not in aot.TARGETS:
         return plain(config), ()
-    room = memory.room(config, aot.TARGETS[device])
-    fits = (found.config for found in candidates(config, room, devices=devices, segments=segments))
-    chosen = next((found for found in fits if not found.offload.layered), None)
-    if chosen is None:
-        return plain(config), ("nothing fits without offload, by arithmetic: see plan memory",)
-    named = f"remat.policy is {chosen.remat.policy}, model.loop {chosen.model.loop}, by arithmetic"
-    return chosen, (named,)
+    asked, target, layout = config, aot.TARGETS[device], layout_of(config, devices)
+    config, _ = matmul_choice.settled(config, layout, target.name, target.capability)
+    config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, target.capability)
+    notes: tuple[str, ...] = ()
+    if plain(config) != config:
+        tried = candidates(config, memory.room(config, target), devices=devices, segments=found.segments)
+        chosen = next((one.config for one in tried if not one.config.offload.layered), None)
+        notes = ("nothing fits without offload, by arithmetic: see plan memory",) * (chosen is None)
+        config = chosen or plain(config)
+    keys = [key for key in (*AUTO, "kernels.attention") if get(asked, key) != get(config, key)]
+    named = ", ".join(f"{key} is {get(config, key)}" for key in keys)
+    return config, (*notes, *([f"{named}, by tables and arithmetic"] if named else []))
 
 
 def compiled(request: Request, work: Callable[[Request], str] | None = None) -> str:

@@ -113,9 +113,8 @@ def _ring(groups: np.ndarray, fabric: Fabric, place: Placement, trials: int, see
     local = (inside - 1) / inside if two_level else (members - 1) / members * (inside > 1)
     hops = inside - 1 if two_level else members - cells.most
     tree = 2 * (inside - 1), 2 * math.ceil(math.log2(cells.most))
-    return dataclasses.replace(
-        *(links,), nvlink=local / fabric.nvlink, hops=(hops, cells.most - 1), tree=tree, both=two_level
-    )
+    hops = hops, cells.most - 1
+    return dataclasses.replace(links, nvlink=local / fabric.nvlink, hops=hops, tree=tree, both=two_level)
 
 
 class _Cells:

@@ -36,9 +36,31 @@ PEAK_BF16_FLOPS = {
 has two; the first that fits counts."""
 
 
+BANDWIDTH = {
+    "h200": 4.8e12,
+    "h100 pcie": 2.0e12,
+    "h100 nvl": 3.9e12,
+    "h100": 3.35e12,
+    "gh200": 4.0e12,
+    "gb200": 8e12,
+    "b200": 8e12,
+    "l40s": 864e9,
+}
+"""The same of bytes/s of a device's own memory, for those that multiply float8."""
+
+
 def data_sheet_flops(kind: str) -> float | None:
     """Returns the dense bf16 FLOP/s of one device of this kind, None where the data sheet is not known."""
-    named = (peak for words, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", kind.lower()))
+    return _by_kind(PEAK_BF16_FLOPS, kind)
+
+
+def data_sheet_bandwidth(kind: str) -> float | None:
+    """Returns the bytes/s that a device of this kind reads its own memory with, None where not known."""
+    return _by_kind(BANDWIDTH, kind)
+
+
+def _by_kind(rates: dict[str, float], kind: str) -> float | None:
+    named = (rate for words, rate in rates.items() if re.search(rf"\b{words}\b", kind.lower()))
     return next(named, None)
 
 

@@ -38,7 +38,8 @@ def table(*points: tuple) -> dict:
 
 def load(*overrides: str):
     """Llama 3 8B's widths, head_dim 128, in 2 rows of 8,192."""
-    given = ("model.layers=4", "optim.state=split_master", *overrides)
+    named = "remat.policy=projections", "model.loop=unroll"
+    given = (*named, "model.layers=4", "optim.state=split_master", *overrides)
     return configuration.load(ROOT / "configs" / "llama3_8b_8layer.py", list(given))
 
 

@@ -84,6 +84,17 @@ def test_what_fits_nowhere_is_one_line_with_what_would():
     assert "offload.level = 'auto'" in said and "split_master_float32" in said and "\n" not in said
     assert "GiB on the device" in said and " fits" in said
     assert "no narrower optim.state fits" in choices.nothing_fits(config, Room(GIB, GIB))
+    assert "clip_rule" not in said
+
+
+def test_clipping_by_the_norm_before_is_named_where_it_makes_room():
+    """Gradients that wait for their own norm are 2 bytes a parameter."""
+    room, asked = Room(18 * GIB, 26 * GIB), eight_layers()
+    said = choices.nothing_fits(asked, room)
+    assert "with optim.clip_rule = 'previous' it fits" in said and "\n" not in said
+    assert next(candidates(asked, room), None) is None
+    assert next(candidates(eight_layers("optim.clip_rule=previous"), room)).config.offload.layered
+    assert "it fits" not in choices.nothing_fits(eight_layers("optim.clip=0"), room)
 
 
 @pytest.fixture

@@ -657,6 +657,13 @@ def test_bad_input_is_one_line_before_anything_is_compiled(bad, capsys, monkeypa
     assert BAD[bad] in error and error.count("\n") == 1
 
 
+def test_a_step_of_several_programs_is_refused(capsys):
+    eight = ("--config", "llama3_8b", "--set", "train.rows=32", "--devices", "8", "--segments", "4")
+    assert main(["network", *eight, "--fabric", "infiniband_400g"]) == 2
+    error = capsys.readouterr().err
+    assert "offload.level = 'gradients'" in error and "choose 'none'" in error and error.count("\n") == 1
+
+
 def test_a_fabric_file_with_a_wrong_key(tmp_path, capsys):
     file = tmp_path / "mine.toml"
     file.write_text("hosts = 4\nnics_per_hosts = 8\n")
@@ -723,6 +730,17 @@ def test_a_step_for_gpus_of_several_hosts():
     )
     points = {point["qps"]: point for point in found["queue_pairs"]}
     assert points[1]["links"] > points[16]["links"] and points[1]["mmr"] > points[16]["mmr"]
+
+
+@pytest.mark.compiles_for("cuda")
+def test_a_step_of_two_gpus_as_measured():
+    """Its computation by rates, its links by the fabric: within 10 % of the record."""
+    record = json.loads((ROOT / "scripts/bench/results/fsdp_transfers_h200x2.json").read_text())["fsdp"]
+    settings = [item for change in record["set"] for item in ("--set", change)]
+    found = planned("--config", record["config"], *settings, "--devices", "2", "--fabric", "infiniband_400g")
+    measured = record["contenders"]["collectives"]["step_seconds"]
+    assert found["step_seconds"] == pytest.approx(measured, rel=0.1)
+    assert found["binds"].startswith("not bound by links")
 
 
 @pytest.mark.compiles_for("tpu")

@@ -125,7 +125,10 @@ def test_the_model_of_a_gpu():
 @functools.cache
 def lowered(*settings: str, devices: int) -> jax.stages.Lowered:
     """Returns the step of the 8-layer configuration with other settings, to be compiled for H200s."""
-    config = configuration.load("configs/llama3_8b_8layer.py", ["model.layers=4", *settings])
+    config = configuration.load(
+        "configs/llama3_8b_8layer.py",
+        ["model.layers=4", "remat.policy=projections", "model.loop=unroll", *settings],
+    )
     layout = validate(config, jax.devices()[:devices], "gpu")
     attention, _ = attention_stand_in(config, layout, SEGMENTS)
     made = assemble(config, layout, segments=SEGMENTS, sources=1, attention=attention)

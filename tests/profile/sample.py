@@ -137,7 +137,8 @@ def device(name: str, seconds: dict[str, float], total: float) -> Device:
 def _tree() -> dict:
     from jaxthru import config as configuration
 
-    return configuration.to_dict(configuration.load(ROOT / "configs" / "llama3_8b_8layer.py"))
+    chosen = ["remat.policy=projections", "model.loop=unroll", "offload.level=none"]
+    return configuration.to_dict(configuration.load(ROOT / "configs" / "llama3_8b_8layer.py", chosen))
 
 
 def config(**changes) -> dict:

@@ -129,6 +129,15 @@ def test_options_are_for_gpus_alone_and_where_they_help():
     assert copied["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
 
 
+def test_float8_is_multiplied_by_cublas_unless_a_flag_says_otherwise(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    how = {"devices": 1, "deterministic": False, "float8": True}
+    assert xla.compiler_options("gpu", **how) == {"xla_gpu_enable_triton_gemm": False}
+    assert xla.compiler_options("cpu", **how) == {} == xla.for_float8(False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    assert xla.compiler_options("gpu", **how) == {}
+
+
 @pytest.mark.parametrize("peers", [False, True])
 def test_code_is_loaded_before_kernels_wait_for_each_other(peers, monkeypatch):
     monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)

@@ -69,18 +69,21 @@ class Row:
 
 RENAMED = {"kernels.collective_matmul": "mesh.collective_matmul"}  # until there was a group `kernels`
 EXACT = ("optim.clip_rule=exact", "offload.level=optimizer", "offload.fraction=0.65")
-FSDP, TENSOR = ("mesh.fsdp=2", "train.rows=4"), ("mesh.fsdp=1", "mesh.tensor=2")
+PROJECTIONS = ("remat.policy=projections", "model.loop=unroll")
+GATE = ("remat.policy=gate", "model.loop=unroll")
+FSDP, TENSOR = (*PROJECTIONS, "mesh.fsdp=2", "train.rows=4"), (*PROJECTIONS, "mesh.fsdp=1", "mesh.tensor=2")
 KEPT = "remat.keep_parameters=true"
 ROWS = {
-    "8layer_packed": Row("llama3_8b_8layer", documents=12),
-    "8layer_causal": Row("llama3_8b_8layer", warmup=8.0),
-    "8layer_fp8": Row("llama3_8b_8layer", ("precision.matmul=fp8",), documents=12, warmup=8.0),
-    "32layer": Row("llama3_8b_one_gpu", documents=12, steps=4, warmup=8.0),
+    "8layer_packed": Row("llama3_8b_8layer", PROJECTIONS, documents=12),
+    "8layer_causal": Row("llama3_8b_8layer", PROJECTIONS, warmup=8.0),
+    "8layer_fp8": Row("llama3_8b_8layer", (*PROJECTIONS, "precision.matmul=fp8"), documents=12, warmup=8.0),
+    "32layer": Row("llama3_8b_one_gpu", GATE, documents=12, steps=4, warmup=8.0),
     "8b_64k": Row("llama3_8b", documents=12, steps=3, warmup=0.0),
     "8b_64k_exact": Row("llama3_8b", EXACT, documents=12, steps=3, warmup=0.0),
 }
 # On two GPUs, to be joined: the first of each is what the others are held against.
-alone = Row("llama3_8b_8layer", ("mesh.fsdp=1",), documents=12, steps=5, warmup=10.0, alone=2, sides=("new",))
+alone = Row("llama3_8b_8layer", (*PROJECTIONS, "mesh.fsdp=1"), documents=12, steps=5, warmup=10.0)
+alone = dataclasses.replace(alone, alone=2, sides=("new",))
 fsdp = dataclasses.replace(alone, settings=FSDP, alone=0)
 both = dataclasses.replace(fsdp, sides=("old", "new"))
 tensor = dataclasses.replace(both, settings=TENSOR, steps=9)

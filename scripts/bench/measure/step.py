@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jaxthru import config as configuration
-from jaxthru.build import choices
+from jaxthru.build import choices, matmul_choice
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import Build, build_step
 from jaxthru.build.defaults import AUTO, get
@@ -166,7 +166,9 @@ def resident_step(config: configuration.RunConfig, data: Data) -> tuple[Build | 
     config = choices.resolve(config)
     try:
         if choices.open_keys(config):
-            first = next(choices.proposed(config, validate(config), choices.room_here(config), data.segments))
+            layout = validate(config)
+            settled, _ = matmul_choice.of_run(config, layout)
+            first = next(choices.proposed(settled, layout, choices.room_here(config), data.segments))
             if first.config.offload.layered:
                 return None, "by arithmetic it fits with offload alone"
         built = build_step(config, data)

@@ -103,7 +103,7 @@ def beside_peers(tokens: str, ratio: float) -> dict[str, Race]:
     deepspeed, fsdp = list(peers)[:2], list(peers)[2:4]
     resident = Contender(arguments=CAUSAL, settings="offload.level=none", seconds=140)
     extra = peers | {f"{own}_resident": resident}
-    settings = f"{TOKENS[tokens]} remat.policy=full {EXACT}"
+    settings = f"{TOKENS[tokens]} remat.policy=full model.loop=unroll {EXACT}"
     int8 = f"{settings} optim.state=split_master_int8"
     about = f"8 layers of Llama 3 8B, {tokens} tokens a step"
     bars = (times(ratio, of="DeepSpeed"),)

@@ -37,7 +37,7 @@ class Overlap(Row):
     instead_of: str = ""
     alone: bool = False
     name: str = ""
-    common: str = ""
+    common: str = "remat.policy=projections model.loop=unroll"
     gpus: int = 2
     products = ()
 

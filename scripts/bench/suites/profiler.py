@@ -119,7 +119,12 @@ def size(bar: dict) -> float | None:
 
 
 def rows(**named: Profiled) -> dict[str, Profiled]:
-    return {name: dataclasses.replace(row, name=name, about=name) for name, row in named.items()}
+    """Returns rows by name. Those of BIG have the policy and the unrolled layers that all were read with."""
+    big = {"common": "remat.policy=projections model.loop=unroll"}
+    more = {name: big if row.config == BIG[1] else {} for name, row in named.items()}
+    return {
+        name: dataclasses.replace(row, name=name, about=name, **more[name]) for name, row in named.items()
+    }
 
 
 BIG = ("", "llama3_8b_8layer")

@@ -1,0 +1,154 @@
+"""Whether linear layers are multiplied in float8 where `precision.matmul` is `auto`: if a step gains by it.
+
+The account sets what a device saves in matmuls against what it reads and writes more to quantise, all by
+rates that an H200 was measured to keep up in steps (docs/results.md). Another GPU is given the same shares of
+its data sheet. What the account leaves out: collectives, which move float8 in the place of bfloat16, matmuls
+that rematerialisation makes again, and copies to the host that a faster step may have to wait for.
+"""
+
+import dataclasses
+import math
+
+import jax
+
+from jaxthru.build.checks import check_float8_settings
+from jaxthru.build.defaults import replaced
+from jaxthru.config import RunConfig
+from jaxthru.models import family
+from jaxthru.models.stage import Stage, distinct
+from jaxthru.optim.formats import FORMATS
+from jaxthru.runtime import hardware
+from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.sharding import Layout
+from jaxthru.runtime.weights import WeightInfo
+from pallas_kernels.dispatch import nvidia_compute_capability
+
+KEY = "precision.matmul"
+LEAST_GAIN = 0.03
+"""Share of a step's time below which float8, which rounds more, is not taken."""
+CAPABILITY = (8, 9)
+"""Of the first NVIDIA GPUs that multiply float8."""
+
+COMPUTE, FLOAT8, BANDWIDTH, STEP = 690 / 989.5, 1200 / 1979, 4.1 / 4.8, 572 / 989.5
+"""Shares of the data sheet that an H200 keeps up: of matmuls in bfloat16 (8192³), of those in float8, of its
+memory, and of a whole step's needed FLOPs in bfloat16. Float8 has 1,293 TFLOP/s at 8192³; with two of three
+products' sums in float32, and by layers' own shapes, the 8 layers of Llama 3 8B are as fast as they were
+measured with 1,200."""
+
+ACTIVATIONS = 5
+"""Bytes that quantising moves for each number of a linear layer's input, and of its output's gradient: read
+for the largest magnitude (2), read again (2), and written twice, as it is and transposed, as cuBLAS takes it
+for the weight's gradient (2); less the write in bfloat16 of what nothing else reads. As compiled, the arrays
+of those 8 layers move 4 to 7, 4.9 in all."""
+
+
+def weight_bytes(stored: int) -> int:
+    """Returns the bytes that a parameter moves more than for a matmul in bfloat16, which has it cast once.
+    stored: bytes of it, read twice; its float8 form is written, and once read and written transposed."""
+    cast = 0 if stored == 2 else stored + 2
+    return 2 * stored + 3 - cast
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """Seconds of a step on one device: of the linear layers' matmuls, forward and backward, in bfloat16 and
+    in float8, of quantising, and of the whole step in bfloat16."""
+
+    compute: float
+    float8: float
+    quantising: float
+    step: float
+
+    @property
+    def gain(self) -> float:
+        """The share of the step's time that float8 saves."""
+        return (self.compute - self.float8 - self.quantising) / self.step
+
+    def __str__(self) -> str:
+        parts = (self.compute, self.float8, self.quantising)
+        compute, float8, quantising = (f"{1000 * part:.3g}" for part in parts)
+        return (
+            f"by arithmetic a step's linear layers take {float8} ms in place of {compute}, quantising "
+            f"{quantising}: {self.gain:.1%} of the step"
+        )
+
+
+def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
+    """Returns the account of a configuration on devices of a kind; None where its data sheet is not known."""
+    peak, memory = hardware.data_sheet_flops(kind), hardware.data_sheet_bandwidth(kind)
+    if peak is None or memory is None:
+        return None
+    train, chain, bandwidth = config.train, family.chain(config.model), BANDWIDTH * memory
+    tokens = train.rows * config.data.sequence
+    micro = tokens // train.microbatches // layout.size("batch")
+    sides = layout.mesh.size // layout.size("batch")  # that split a row's tokens, heads and widths
+    stored = FORMATS[config.optim.state].weights.itemsize
+    compute = float8 = moved = 0.0
+    for stage in distinct(chain.layers):
+        times = train.microbatches * chain.layers.count(stage)
+        made = parameters = 0
+        for info, shape in matrices(stage):
+            inputs, outputs = (math.prod(shape[dim] for dim in dims) for dims in (info.inputs, info.outputs))
+            of_a_kind, size = math.prod(shape[dim] for dim in info.stack), (micro, inputs, outputs)
+            compute += times * of_a_kind * products(size, 2, COMPUTE * peak, bandwidth) / sides
+            float8 += times * of_a_kind * products(size, 1, FLOAT8 * 2 * peak, bandwidth) / sides
+            made, parameters = made + outputs, parameters + math.prod(shape)
+        numbers = micro * (stage.kept.get("float8", made) + made)  # of inputs, and of outputs' gradients
+        of_weights = weight_bytes(stored) * parameters / layout.size("embed")
+        moved += times * (ACTIVATIONS * numbers + of_weights) / sides
+    needed = family.module_of(config.model).train_flops(config.model, tokens, tokens * config.data.sequence)
+    return Account(compute, float8, moved / bandwidth, needed / layout.mesh.size / (STEP * peak))
+
+
+def matrices(stage: Stage) -> list[tuple[WeightInfo, tuple[int, ...]]]:
+    """Returns the weights of a stage's linear layers, each with its shape."""
+    pairs = zip(jax.tree.leaves(stage.weights), jax.tree.leaves(stage.shapes), strict=True)
+    return [(info, leaf.shape) for info, leaf in pairs if info.role == "matrix"]
+
+
+def products(size: tuple[int, int, int], item: int, flops: float, bandwidth: float) -> float:
+    """Returns the seconds of a linear layer's three products: forward, and two backward. size: tokens, inputs
+    and outputs. item: bytes of a number that is multiplied; results are bfloat16. None is faster than its
+    bytes."""
+    tokens, inputs, outputs = size
+    arrays = tokens * inputs, inputs * outputs, tokens * outputs
+    work = 2 * tokens * inputs * outputs / flops
+    moved = (item * (sum(arrays) - result) + 2 * result for result in arrays)
+    return sum(max(work, each / bandwidth) for each in moved)
+
+
+def of_run(config: RunConfig, layout: Layout) -> tuple[RunConfig, str]:
+    """Returns `settled` on the devices of a layout."""
+    device = layout.mesh.devices.flat[0]
+    capability = nvidia_compute_capability() if device.platform == "gpu" else None
+    return settled(config, layout, device.device_kind, capability)
+
+
+def settled(
+    config: RunConfig, layout: Layout, kind: str, capability: tuple[int, int] | None
+) -> tuple[RunConfig, str]:
+    """Returns a configuration with `precision.matmul` settled, and why; itself and nothing where it is not
+    `auto`. kind, capability: of the devices; None of what is no NVIDIA GPU."""
+    if config.precision.matmul != "auto":
+        return config, ""
+    chosen, why = _chosen(config, layout, kind, capability)
+    return replaced(config, {KEY: chosen}), why
+
+
+def _chosen(
+    config: RunConfig, layout: Layout, kind: str, capability: tuple[int, int] | None
+) -> tuple[str, str]:
+    if capability is None or capability < CAPABILITY:
+        return "compute", f"float8 needs an NVIDIA GPU of Ada, Hopper or Blackwell, and here is {kind}"
+    if config.precision.compute != "bfloat16":
+        return "compute", f"precision.compute = {config.precision.compute!r} asks for more than bfloat16"
+    try:
+        check_float8_settings(replaced(config, {KEY: "fp8"}), layout)
+    except InputError as refusal:
+        return "compute", str(refusal)
+    found = account(config, layout, kind)
+    if found is None:
+        return "compute", f"no data sheet of {kind} is known here; 'fp8' asks for it all the same"
+    if found.gain < LEAST_GAIN:
+        return "compute", f"{found}, and {LEAST_GAIN:.0%} is the least that float8 is taken for"
+    return "fp8", str(found)
