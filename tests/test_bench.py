@@ -57,6 +57,46 @@ def test_one_block_claims_nothing(bench):
     assert comparison.ratio(found["own"], found["peer"]) == {"ratio": 2.0, "needed": None, "claimed": False}
 
 
+def test_two_equal_blocks_do_not_make_every_difference_a_claim(bench):
+    comparison = bench("comparison")
+    blocks = [
+        block(name, turn, rate) for turn in (1, 2) for name, rate in (("own", 1000.5), ("peer", 1000.0))
+    ]
+    found = rows_of(comparison, blocks)
+    compared = comparison.ratio(found["own"], found["peer"])
+    assert found["own"]["spread"] == 0 and compared["needed"] == 2 * comparison.LEAST_SPREAD
+    assert not compared["claimed"]
+
+
+def test_nothing_is_claimed_where_blocks_failed_or_gpus_differ(bench):
+    comparison = bench("comparison")
+    blocks = [
+        block(name, turn, rate) | {"gpu": "GPU-1"}
+        for turn in (1, 2)
+        for name, rate in (("own", 1500.0), ("peer", 1000.0))
+    ]
+    found = rows_of(comparison, blocks)
+    assert comparison.ratio(found["own"], found["peer"])["claimed"]
+    failed = {"contender": "peer", "round": 3, "gpu": "GPU-1", "error": "out of memory"}
+    found = rows_of(comparison, [*blocks, failed])
+    compared = comparison.ratio(found["own"], found["peer"])
+    assert compared["doubts"] == ["1 blocks failed"] and not compared["claimed"]
+    found = rows_of(comparison, [*blocks[:3], blocks[3] | {"gpu": "GPU-2"}])
+    compared = comparison.ratio(found["own"], found["peer"])
+    assert compared["doubts"] == ["different GPUs"] and not compared["claimed"]
+
+
+def test_a_rate_of_zero_is_none_and_the_table_stands(bench):
+    comparison = bench("comparison")
+    blocks = [block("own", 1, 1500.0), block("own", 2, 1500.0)]
+    nothing = {"tokens_per_second": 0.0, "step_seconds": 1.0}
+    blocks += [block("peer", turn, 1.0, **nothing) for turn in (1, 2)]
+    found = rows_of(comparison, blocks)
+    assert comparison.best_peer(found, ["peer"], "bf16") is None
+    lines = comparison.table(found, ["own", "peer"], "peer", ["peer"]).splitlines()
+    assert len(lines) == 3 and lines[2].startswith("| own | 1,500 |")
+
+
 def test_rows_count_needed_flops_and_the_share_of_the_sustained_product(bench):
     comparison = bench("comparison")
     gemm = block("gemm_bf16", 1, 0.0001, tflops=45.0)
@@ -92,6 +132,20 @@ def test_a_step_is_dispatched_before_the_last_is_waited_for(bench):
     timing = harness.timed(dispatch, finish, 0.0, 0.0)
     assert log[:4] == [("dispatch", 0), ("dispatch", 1), ("finish", 0), ("dispatch", 2)]
     assert timing.values == list(range(timing.first, timing.first + 3))
+
+
+def test_the_first_timed_step_begins_where_the_one_before_ended(bench, monkeypatch):
+    """What starts sampling the clocks takes time in which the device works."""
+    harness = bench("harness")
+
+    class Slow(harness.Clocks):
+        def __enter__(self):
+            time.sleep(0.2)
+            return super().__enter__()
+
+    monkeypatch.setattr(harness, "Clocks", Slow)
+    timing = harness.timed(lambda: time.perf_counter(), lambda began: began, 0.0, 0.0, (2, 2))
+    assert timing.seconds[0] >= 0.2 > timing.seconds[1]
 
 
 def test_a_rate_is_all_tokens_over_all_seconds(bench):
@@ -147,12 +201,12 @@ def test_steps_may_be_counted_in_place_of_seconds(bench):
 
 
 class Library:
-    """NVML of two GPUs that tell their clock and not their power; the first is hidden."""
+    """NVML of two GPUs that tell their clock and not their power."""
 
     NVMLError, NVML_CLOCK_SM = OSError, 1
 
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return index
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id):
+        return {"a3": 1, "19": 2}[bus_id]
 
     def nvmlDeviceGetClockInfo(self, handle, kind):
         return {1: 1500, 2: 1700}[handle]
@@ -169,7 +223,7 @@ class Library:
 
 def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch):
     monkeypatch.setattr(clocks, "nvml", Library)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    monkeypatch.setattr(nvml, "bus_ids", lambda: ("a3", "19"))
     timing = bench("harness").timed(lambda: 0, lambda _: time.sleep(0.1), 0.0, 0.0, (1, 5), gpus=2)
     assert (timing.mhz, timing.watts) == (1600.0, None)
     monkeypatch.setattr(clocks, "nvml", lambda: None)
@@ -179,7 +233,7 @@ def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch):
 
 def test_joules_are_those_of_the_counter_between_its_steps(bench, monkeypatch):
     monkeypatch.setattr(nvml, "nvml", Library)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    monkeypatch.setattr(nvml, "bus_ids", lambda: ("a3", "19"))
     with bench("gpu_joules").Energy(2) as used:
         time.sleep(0.5)
     assert used.watts == pytest.approx(450, rel=0.1)  # 400 and 500
@@ -191,8 +245,7 @@ def test_joules_are_those_of_the_counter_between_its_steps(bench, monkeypatch):
 
 def test_one_timed_step_is_too_few(bench, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["step.py", "--config", "F", "--steps", "2", "1"])
-    with pytest.raises(SystemExit):
-        bench("measure.step").main()
+    assert bench("measure.step").main() == 2
     assert "--steps 2 1: of one timed step there is no spread" in capsys.readouterr().err
 
 
@@ -211,7 +264,7 @@ def test_a_contender_has_two_calls_however_slow_it_is(bench):
         "suite offload",
         "suite profiler",
         "measure.profiler_off",
-        "attention_saving",
+        "measure.attention_saving",
         "measure.step",
     ],
 )
@@ -330,6 +383,12 @@ def test_a_block_that_takes_too_long_is_ended_with_what_it_started(bench):
     command = ["bash", "-c", "sleep 60 & echo waits >&2; wait"]
     found = bench("blocks").run_block(command, "0", limit=0.5)
     assert found["error"] == "took more than 0 s: waits", "what it said last tells where it was"
+
+
+def test_a_block_ends_with_its_process_though_what_it_started_goes_on(bench):
+    began = time.monotonic()
+    found = bench("blocks").run_block(["bash", "-c", "sleep 60 & echo '{\"a\": 1}'"], "0", limit=30)
+    assert found["line"] == {"a": 1} and time.monotonic() - began < 20
 
 
 def test_a_block_whose_last_line_is_no_result_is_one_that_failed(bench):

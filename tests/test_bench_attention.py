@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthru.runtime.errors import InputError
 from pallas_kernels import dispatch
 from pallas_kernels.attention import measured
 
@@ -22,21 +22,6 @@ def table(bench, monkeypatch):
     return module
 
 
-@pytest.fixture
-def on_gpu(table, monkeypatch):
-    """Says that there is a GPU, and measures nothing on it."""
-    monkeypatch.setattr(table.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "nvidia_compute_capability", lambda: (9, 0))
-    done = []
-
-    def measure(point):
-        done.append(point.key)
-        return row(*point.key[:2], point.documents, {"cudnn_packed": 2.0, "triton": 1.0}, point.key[2])
-
-    monkeypatch.setattr(table, "measure", measure)
-    return done
-
-
 def row(head_dim, sequence, documents, milliseconds, mean=None, spread=0.01, difference=1e-3):
     return {
         "point": [head_dim, sequence, mean],
@@ -48,8 +33,13 @@ def row(head_dim, sequence, documents, milliseconds, mean=None, spread=0.01, dif
     }
 
 
-def test_points_have_equal_tokens_and_the_documents_that_they_say(table):
-    points = table.points()
+def every(bench, table) -> list:
+    rows = bench("suites.attention").ROWS.values()
+    return [table.point_of(row.head_dim, row.sequence, mean) for row in rows for mean in table.MEANS]
+
+
+def test_points_have_equal_tokens_and_the_documents_that_they_say(bench, table):
+    points = every(bench, table)
     assert len(points) == 2 * 3 * 5 == len({tuple(point.key) for point in points})
     for point in points:
         rows = [np.array(lengths) for lengths in point.lengths]
@@ -69,14 +59,6 @@ def test_a_batch_costs_what_the_corpus_does(table):
     packed = table.corpus(8192, 512)
     of_corpus = float((packed.length.astype(np.float64) ** 2).sum() / packed.length.sum())
     assert point.spans / table.TOKENS == pytest.approx(of_corpus, rel=0.05)
-
-
-def test_the_plan_is_printed_and_keeps_the_limit(table, capsys):
-    assert 60 < table.plan(table.points()) < 280
-    said = capsys.readouterr().err
-    assert said.count("head_dim ") == 30 and "30 points, about " in said
-    one = table.plan(table.points()[:1])
-    assert one == table.points()[0].seconds() + table.TRITON_COMPILERS
 
 
 def test_heads_are_the_most_whose_workspace_cudnn_would_get(table):
@@ -133,46 +115,32 @@ def test_one_that_cannot_run_is_said(table, on_cpu, monkeypatch):
     assert {*found["milliseconds"]} == {"reference"} and found["differences"] == {}
 
 
-def test_a_run_with_a_wrong_point_goes_on_and_is_an_error(table, on_gpu, tmp_path, monkeypatch, capsys):
-    sound, bad = table.measure, []
-
-    def measure(point):
-        found = sound(point)
-        if point.key == [64, 8192, 512]:
-            bad.append(found["differences"].update(o=6e-3))
+def test_a_wrong_point_is_recorded_and_misses_the_bar(bench, table, monkeypatch, capsys):
+    def measured_at(point):
+        found = row(*point.key[:2], point.documents, {"cudnn_packed": 2.0, "triton": 1.0}, point.key[2])
+        if point.mean == 512:
+            found["differences"].update(o=6e-3)
         return found
 
-    monkeypatch.setattr(table, "measure", measure)
-    monkeypatch.setattr(table.time, "monotonic", lambda: 0.0)
-    assert table.run(tmp_path / "record.json", 280.0) == 1 and bad
-    assert "[64, 8192, 512]: {'o': 0.006}" in capsys.readouterr().err
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert len(record["results"]) == 30 and len(table.entries(record)["9.0"]) == 29
-
-
-def test_a_run_goes_on_where_it_stopped(table, on_gpu, tmp_path, capsys, monkeypatch):
-    output, whole = tmp_path / "record.json", [point.key for point in table.points()]
-    clock = iter(range(0, 100_000, 20))
-    monkeypatch.setattr(table.time, "monotonic", lambda: next(clock))
-    assert table.run(output, 280.0) == 1
-    first = list(on_gpu)
-    assert 0 < len(first) < 30 and first == whole[: len(first)]
-    assert f"{30 - len(first)} points are left" in capsys.readouterr().err
-    record = json.loads(output.read_text())
-    assert record["commit"] == "abc" and [each["point"] for each in record["results"]] == first
-    monkeypatch.setattr(table.time, "monotonic", lambda: 0.0)
-    assert table.run(output, 280.0) == 0
-    assert on_gpu == whole == [each["point"] for each in json.loads(output.read_text())["results"]]
-    monkeypatch.setattr(table.harness, "provenance", lambda: PROVENANCE | {"commit": "def"})
-    with pytest.raises(InputError, match="its commit is 'abc', here it is 'def'; give another --output"):
-        table.run(output, 280.0)
+    monkeypatch.setattr(table, "measure", measured_at)
+    monkeypatch.setattr(table.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(table.harness, "keep_stdout", lambda: None)
+    monkeypatch.setattr(dispatch, "nvidia_compute_capability", lambda: (9, 0))
+    of, setup = bench("suites.attention").ROWS["64_8192"], bench("suites.rows").Setup("", Path())
+    monkeypatch.setattr(sys, "argv", of.command("points", setup)[1:])
+    assert table.main() == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["benchmark"], line["commit"], len(line["results"])) == ("attention_table", "abc", 5)
+    assert len(table.entries(line)["9.0"]) == 4
+    found = of.found(setup, [{"contender": "points", "round": 1, "line": line}])
+    assert (found["wrong"], found["spread"]) == (1, 0.01) and not of.bars[0].met(found)
+    assert of.details(found).count("| 2.0 | 1.0 |") == 5
 
 
 def test_without_a_gpu_it_says_what_it_needs(table, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["attention_table.py"])
-    monkeypatch.setattr(table.harness, "keep_stdout", lambda: None)
-    assert table.harness.run(table.main) == 2
-    assert "found cpu: needs an NVIDIA GPU; --dry-run says" in capsys.readouterr().err
+    assert table.main() == 2
+    assert "found cpu: needs an NVIDIA GPU" in capsys.readouterr().err
 
 
 def record() -> dict:
@@ -189,8 +157,12 @@ def test_the_table_has_what_both_were_measured_at(table, tmp_path, monkeypatch):
     path = tmp_path / "attention_table.json"
     monkeypatch.setattr(measured, "TABLE_FILE", path)
     monkeypatch.setattr(measured, "TABLE", {"8.0": [], "9.0": [{"of": "another record"}]})
-    (tmp_path / "record.json").write_text(json.dumps(record()))
-    table.write_table(tmp_path / "record.json")
+    whole = record()
+    halves = [whole | {"results": whole["results"][:2]}, whole | {"results": whole["results"][2:]}]
+    of_suite = {"blocks": [{"line": halves[1]}, {"error": "it hangs"}]}
+    (tmp_path / "suite.json").write_text(json.dumps(of_suite))
+    (tmp_path / "record.json").write_text(json.dumps(halves[0]))
+    table.write_table([tmp_path / "record.json", tmp_path / "suite.json"])
     written = json.loads(path.read_text())
     assert written.keys() == {"8.0", "9.0"} and len(written["9.0"]) == 3
 
@@ -207,6 +179,6 @@ def test_the_table_has_what_both_were_measured_at(table, tmp_path, monkeypatch):
 def test_what_is_no_record_is_one_line(table, tmp_path, monkeypatch, capsys, text):
     (tmp_path / "other.json").write_text(text)
     monkeypatch.setattr(sys, "argv", ["attention_table.py", "--table", str(tmp_path / "other.json")])
-    assert table.harness.run(table.main) == 2
+    assert table.main() == 2
     said = capsys.readouterr().err
     assert "--table" in said and said.count("\n") == 1

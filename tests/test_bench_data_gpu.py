@@ -25,13 +25,13 @@ def run(script: str, *words: str, devices: int = 1, code: int = 0) -> tuple[dict
     config = ("--config", str(ROOT / "configs" / "quickstart.py"), "--set", "model.layers=1")
     seconds = ("--warmup-seconds", "0", "--timed-seconds", "0")
     command = [sys.executable, str(BENCH / script), *config, *seconds, *words]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert ended.returncode == code, ended.stderr
     return json.loads(ended.stdout or "{}"), ended.stderr
 
 
 def test_coefficients_are_found_and_predict(bench):
-    costs = bench("row_costs").Costs
+    costs = bench("measure.row_costs").Costs
     constant, linear, attention, sequence = 0.02, 1e-5, 2e-10, 32_768
     points = [
         {
@@ -52,7 +52,7 @@ def test_coefficients_are_found_and_predict(bench):
 
 @pytest.mark.parametrize("groups", (2, 4, 8))
 def test_rows_are_counted_where_the_step_puts_them(bench, groups):
-    by_device = bench("row_costs").by_device
+    by_device = bench("measure.row_costs").by_device
     built = tiny.make((2, 1, 1), microbatches=4, groups=groups)
     values = np.arange(tiny.ROWS, dtype=np.int32) ** 2
     rows = np.broadcast_to(values[:, None], (tiny.ROWS, tiny.SEQUENCE))
@@ -66,7 +66,7 @@ def test_rows_are_counted_where_the_step_puts_them(bench, groups):
 
 
 def test_equal_documents_have_their_span_and_no_target_at_their_ends(bench):
-    steps = bench("row_costs")
+    steps = bench("measure.row_costs")
     batch = steps.equal_documents(tiny.batch(0), 4)
     assert batch.keys() == tiny.batch(0).keys()
     assert steps.spans(batch["segment_ids"]).tolist() == [4 * 16**2] * tiny.ROWS
@@ -86,8 +86,18 @@ def test_summary_counts_the_gain_over_the_predicted(bench):
     }
     line = steps.summary(predicted, found)
     assert line["gain"] == 0.18 and line["predicted_gain"] == 0.2 and line["claimed"]
-    assert line["bars"]["gain_over_predicted"] == {"value": 0.9, "bar": 0.8, "met": True}
-    assert line["bars"]["prediction_error"]["value"] == pytest.approx(0.0169, abs=1e-4)
+    assert line["gain_over_predicted"] == 0.9
+    assert line["prediction_error"] == pytest.approx(0.0169, abs=1e-4)
+    row = bench("suites.data").ROWS["balanced_steps"]
+    assert [bar.met(line) for bar in row.bars] == [True, True]
+    assert not row.bars[0].met(line | {"gain_over_predicted": 0.7})
+    done = [{"contender": "steps", "round": 1, "gpu": None, "line": line}]
+    found = row.found(bench("suites.rows").Setup(None, Path()), done)
+    assert (
+        found["contenders"].keys() == {came, balanced}
+        and found["prediction_error"] == line["prediction_error"]
+    )
+    assert f"| {came} | 1.1800 |" in row.details(found)
 
 
 def test_pieces_go_round_the_text(bench):
@@ -96,27 +106,34 @@ def test_pieces_go_round_the_text(bench):
 
 
 def test_grain_rows_become_batches(bench):
-    starved = bench("measure.starved_input")
+    starved = bench("measure.starved")
     tokens = np.arange(12).reshape(2, 6) + 1
     segment_ids = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
-    batch = starved.complete(tokens, segment_ids, np.zeros_like(tokens))
+    packed = {"tokens": tokens, "tokens_segment_ids": segment_ids, "tokens_positions": np.zeros_like(tokens)}
+    batch = starved.complete(packed)
     assert batch["targets"].tolist() == [[2, 3, 0, 5, 0, 0], [8, 9, 10, 11, 12, 0]]
     assert np.array_equal(batch["loss_mask"] > 0, batch["targets"] > 0)
 
 
-def test_a_ratio_is_claimed_above_twice_the_spread(bench):
-    starved = bench("measure.starved")
-    blocks = {
-        "jaxthru": [starved.Block([1.0], [0.001], rate, None, None) for rate in (1000, 1020)],
-        "grain": [starved.Block([1.0], [0.5], rate, None, None) for rate in (500, 600)],
-        "grain-mp": [starved.Block([1.0], [0.0], rate, None, None) for rate in (990, 1000)],
-    }
-    rows = {name: starved.row(found) for name, found in blocks.items()}
-    assert rows["jaxthru"]["data_wait"] == 0.001 and rows["grain"]["data_wait"] == 0.5
-    ratios = starved.ratios(rows)
-    assert ratios["grain"]["claimed"] and not ratios["grain-mp"]["claimed"]
-    alone = {name: starved.row(found[:1]) for name, found in blocks.items()}
-    assert not starved.ratios(alone)["grain"]["claimed"], "one turn says nothing of its spread"
+def test_a_starved_run_claims_a_ratio_above_twice_the_spread(bench):
+    row, setup = bench("suites.data").ROWS["starved"], bench("suites.rows").Setup(None, Path())
+    rates = {"jaxthru": (1000, 1020), "grain": (500, 600), "grain-mp": (990, 1000)}
+    done = [
+        {
+            "contender": name,
+            "round": turn,
+            "gpu": "0",
+            "line": {"tokens_per_second": rate, "data_wait": 0.004},
+        }
+        for name, both in rates.items()
+        for turn, rate in enumerate(both, 1)
+    ]
+    found = row.found(setup, done)
+    ratios = found["ratios"]
+    assert ratios["jaxthru / grain"]["claimed"] and not ratios["jaxthru / grain-mp"]["claimed"]
+    assert found["data_wait"] == 0.004 and row.bars[0].met(found)
+    once = row.found(setup, [block for block in done if block["round"] == 1])
+    assert not once["ratios"]["jaxthru / grain"]["claimed"], "one round says nothing of its spread"
 
 
 def test_one_device_has_nothing_to_balance(tmp_path):
@@ -127,6 +144,7 @@ def test_one_device_has_nothing_to_balance(tmp_path):
 @pytest.mark.slow
 def test_balanced_steps_are_predicted_and_timed(tmp_path):
     small = ("--set", "data.sequence=256", "--set", "model.vocabulary=2048", "--set", "train.seed=1")
+    small += ("--set", "data.packing=best_fit")
     words = ("--tokens", "40000", "--steps", "2", "--microbatches", "4", "--rounds", "1", *small)
     line, _ = run("measure/balance_steps.py", "--folder", str(tmp_path), *words, devices=2)
     assert line["orders"].keys() == {"as they come", "balanced"}
@@ -135,12 +153,9 @@ def test_balanced_steps_are_predicted_and_timed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_starved_run_is_timed(tmp_path):
-    words = ("--sources", "2", "--pages", "8", "--vocabulary", "1000", "--milliseconds", "1")
-    few = ("--settle-seconds", "0", "--rounds", "1", "--contenders", "jaxthru", "grain", "grain-mp")
-    line, _ = run("measure/starved.py", "--folder", str(tmp_path), *words, *few)
-    (row,) = line["rows"]
-    assert row["contenders"].keys() == {"jaxthru", "grain", "grain-mp"}
-    assert row["ratios"].keys() == {"grain", "grain-mp"}
-    assert all(one["tokens_per_second"] > 0 for one in row["contenders"].values())
-    assert 0 <= row["data_wait"]["value"] < 1
+@pytest.mark.parametrize("of", ("jaxthru", "grain", "grain-mp", "unstarved"))
+def test_a_starved_run_is_timed(tmp_path, of):
+    words = ("--sources", "2", "--pages", "8", "--vocabulary", "1000", "--milliseconds", "1", "--input", of)
+    line, _ = run("measure/starved.py", "--folder", str(tmp_path), *words)
+    assert line["tokens_per_second"] > 0 and line["input"] == of
+    assert 0 <= line["data_wait"] < 1

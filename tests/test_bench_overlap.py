@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import types
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -216,19 +218,34 @@ def test_every_shape_has_to_be_no_slower_by_default(bench):
     assert suite.never_slower({}) is None
 
 
-def test_one_state_goes_through_the_steps_of_all_contenders(bench):
-    module = bench("measure.steps_in_turns")
-    batches = iter(range(10**9))
-    seen = []
+def contender(module, seen: list, taken: int = 0):
+    """Returns a contender whose steps count, on batches that are numbers."""
 
     def step(state, batch):
-        seen.append((state, batch))
-        return state + 1, {"tokens": jnp.int32(7), "skipped": jnp.int32(0)}
+        seen.append((int(state["at"]), batch))
+        return {"at": state["at"] + 1}, {"skipped": jnp.int32(0), "loss": jnp.float32(1)}
 
-    state, took, values = module.turn(step, 0, batches, 0.0)
-    assert seen == [(n, n) for n in range(state)] and len(took) == len(values) == 2
-    again, *_ = module.turn(step, state, batches, 0.0)
-    assert again == len(seen) == 2 * state
+    step.settled = lambda state: state
+    abstract = {"at": jnp.int32(0)}
+    of = types.SimpleNamespace(compiled=step, abstract=abstract, first_state=lambda: abstract)
+    of.compile_seconds, of.layout = 0.0, MESH
+    made = object.__new__(module.Contender)
+    made.tree, made.builds, made.taken = module.Tree(module.harness.ROOT), [of], taken
+    made.placed, made.tokens = [[number] for number in range(module.BATCHES)], [7] * module.BATCHES
+    return made
+
+
+MESH = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=np.array(["a device"])))
+
+
+def test_one_state_goes_through_the_steps_of_all_contenders(bench):
+    module, seen = bench("measure.steps_in_turns"), []
+    first, second = (contender(module, seen) for _ in range(2))
+    assert first.layout == second.layout
+    states, seconds, tokens, _ = first.turn(first.first_states(), 10)
+    assert seen == [(n, n % module.BATCHES) for n in range(10)] and tokens == 70 and seconds > 0
+    again, *_ = second.turn(states, 2)
+    assert seen[10:] == [(10, 0), (11, 1)] and again[0]["at"] == 12, "from its own first batch on"
     turns = bench("turns")
     taken = zip(([0.5, 0.7], [0.6], [0.5]), (14, 7, 7), (1400.0, 1500.0, None), strict=True)
     line = turns.rated([turns.Turn(*each) for each in taken])
@@ -247,38 +264,77 @@ def test_every_other_round_may_go_backwards_and_a_warm_up_counts_for_nothing(ben
 
     runs = {name: lambda name=name, of=of: run(name, of) for name, of in (("a", 1.0), ("b", 3.0))}
     found = bench("turns").steps_in_turns(runs, 0.0, 4.0, backwards=True)
-    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"], "until the quicker one has its time too"
-    assert [turn.last for turn in found["a"]] == [1, 4, 5, 8]
+    assert order == ["a", "b", "b", "a", "b", "a", "a", "b"], "until the quicker one has its time too"
+    assert [turn.last for turn in found["a"]] == [1, 4, 6, 7]
     order.clear()
     waits = {"a": lambda: time.sleep(0.1) or run("a", 1.0)}
     found = bench("turns").steps_in_turns(waits, 0.15, 1.0)
     assert len(order) == 4 and [turn.last for turn in found["a"]] == [3, 4]
 
 
-def test_a_spread_takes_two_turns_however_long_one_is(bench, monkeypatch):
-    module = bench("measure.steps_in_turns")
-    metrics = {"tokens": jnp.int32(7), "skipped": jnp.int32(0), "loss": jnp.float32(1)}
-    of = types.SimpleNamespace(
-        compiled=lambda state, batch: (state, metrics), first_state=lambda: 0, compile_seconds=0.0
+def test_who_goes_first_is_no_part_of_the_spread(bench):
+    ran = []
+
+    def run(name: str) -> tuple[list[float], int, None]:
+        ran.append(name)
+        return [1.1 if len(ran) % 2 else 1.0], 10, None  # whoever goes first is slower
+
+    turns = bench("turns")
+    found = turns.steps_in_turns(
+        {name: lambda name=name: run(name) for name in "ab"}, 0.0, 4.5, backwards=True
     )
-    monkeypatch.setattr(module, "packed_batches", lambda built: iter(int, 1))
-    turns = []
-    monkeypatch.setattr(
-        module, "turn", lambda *_: (0, [1.0 + 0.1 * len(turns)] * 2, [turns.append(1) or metrics])
-    )
-    rows = module.measure({"none": of, "ring": of}, 0.0, 0.5, 0.1)
-    assert len(turns) == 4 and rows["ring"]["spread"] > 0 and not rows["ring"]["claimed"]
+    assert [len(of) for of in found.values()] == [8, 8]
+    assert all(turns.rated(of)["spread"] == 0 for of in found.values())
+
+
+def test_a_spread_takes_turns_in_both_orders_and_a_commit_is_held_against_the_other(bench):
+    module, seen = bench("measure.steps_in_turns"), []
+    made = {name: contender(module, seen) for name in ("first", "way@old", "way")}
+    how = {"warmup_seconds": 0.0, "timed_seconds": 0.0, "turn_seconds": 0.0, "steps": 3}
+    rows = module.measure(made, types.SimpleNamespace(**how))
+    assert len(seen) == 3 * (2 + 4 * 3), "a first step, another, and four turns"
+    assert all(len(row["turns"]) == 4 and row["steps_timed"] == 12 for row in rows.values())
+    assert rows["first"]["ratio"] == 1 and rows["way"]["over_old"]["needed"] >= 0
+    assert "over_old" not in rows["way@old"] and rows["way"]["first_step"] == {"loss": 1.0}
 
 
 def test_ratios_are_to_the_first_contender_or_to_none(bench, monkeypatch, capsys):
     module = bench("measure.steps_in_turns")
     words = ["--config", "F", "--contender", "none", "--contender", "ring=a.b=c"]
     monkeypatch.setattr(sys, "argv", ["steps_in_turns.py", *words])
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(module.xla, "configure", lambda **_: None)
     monkeypatch.setattr(module, "build_all", lambda *_: ({"ring": None}, {"none": "no memory"}))
-    monkeypatch.setattr(module, "measure", lambda built, *_: {name: {"ratio": 1.0} for name in built})
-    assert bench("harness").run(module.main) == 2
+    assert module.main() == 2
     assert "--contender none: all ratios are to it, and it cannot run: no memory" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--contender", "ring@old"])
+    assert module.main() == 2 and "NAME@old: needs --old" in capsys.readouterr().err
+
+
+def test_a_suite_of_two_commits_needs_the_other_ones_files(bench, tmp_path):
+    rows, setup = bench("suites.commits").ROWS, bench("suites.rows").Setup("0" * 40, tmp_path)
+    assert all("--old" in row.refuses(setup) for row in rows.values())
+    setup = dataclasses.replace(setup, old=tmp_path)
+    words = rows["fsdp"].command("in_turns", setup)
+    given = [word for before, word in itertools.pairwise(words) if before == "--contender"]
+    assert not rows["fsdp"].refuses(setup) and words[words.index("--old") + 1] == str(tmp_path)
+    assert [text.partition("=")[0] for text in given] == [
+        *("alone@alone", "alone_kept@alone", "fsdp"),
+        *("fsdp_kept@old", "fsdp_kept", "fsdp_copies@old", "fsdp_copies"),
+    ]
+    of = {"ratio": 1.0, "spread": 0.002, "tokens_per_second": 9.0}
+    line = {"contenders": {"a": of | {"over_old": {"ratio": 0.98}}, "b": of | {"over_old": {"ratio": 1.1}}}}
+    found = rows["fsdp"].found(setup, [{"contender": "in_turns", "round": 1, "line": line}])
+    assert (found["of_old"], found["spread"]) == (0.98, 0.002) and not rows["fsdp"].bars[0].met(found)
+    seconds = {"old": (9.0, 8.0), "new": (9.0, 8.4)}
+    done = [
+        {"contender": side, "round": turn, "line": {"compile_seconds": of, "peak_device": 100}}
+        for side, both in seconds.items()
+        for turn, of in enumerate(both, 1)
+    ]
+    found = rows["compile_8layer"].found(setup, done)
+    assert (found["compile_seconds_ratio"], found["peak_device_ratio"]) == (1.05, 1.0)
 
 
 @pytest.mark.slow

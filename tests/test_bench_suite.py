@@ -76,6 +76,41 @@ def test_a_peer_runs_again_if_it_is_nearly_the_fastest(bench):
     assert wanted(race, [*done, block("jaxthru", 2, 1210.0), block("hf_blocks", 2, 500.0)]) == [("hf", 2)]
 
 
+def test_a_slow_peer_has_one_block_and_the_record_and_the_table_say_so(bench, setup):
+    race = bench("suites.race").Race("", "llama3_8b_8layer", against=("hf", "hf_blocks", "hf_flash"))
+    done = [block("gemm_bf16", 1, 0.1, tflops=40.0), block("jaxthru", 1, 1200.0), block("hf", 1, 970.0)]
+    assert race.once(done) == {}, "nothing is told while the fastest has not run"
+    done += [block("hf_blocks", 1, 1000.0), block("hf_flash", 1, None)]
+    assert race.once(done) == {"hf": 0.97}
+    assert wanted(race, done) == [("jaxthru", 2), ("hf_blocks", 2)]
+    found = race.found(setup, [*done, block("jaxthru", 2, 1204.0), block("hf_blocks", 2, 990.0)])
+    assert found["once"] == {"hf": 0.97}
+    assert race.details(found).endswith("\n\n1 block: hf (0.970 × the fastest)")
+
+
+def test_what_times_no_step_is_in_the_record_and_no_peer(bench, setup):
+    row = bench("suites.one_gpu").ROWS["packed"]
+    kernels = {"causal_milliseconds": 7.0, "packed_milliseconds": 3.0}
+    done = [block("attention", 1, 1000.0) | {"line": line(1000.0) | {"tokens_per_second": 0.0} | kernels}]
+    done += [block("jaxthru_packed", 1, 1100.0), block("jaxthru", 1, 1000.0)]
+    found = row.found(setup, done)
+    assert found["saving"]["rate_over_causal"] == pytest.approx(1.1)
+    assert "packed rows: 1.100 of the causal rate" in row.details(found)
+
+
+def test_what_a_block_compiles_is_kept_for_the_next(bench, tmp_path, monkeypatch):
+    suite = bench("suite")
+    for variable in (*suite.CACHES, *suite.KEPT):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("CUDA_CACHE_PATH", "own")
+    suite.keep_compiled(tmp_path)
+    found = {variable: os.environ[variable] for variable in suite.CACHES}
+    assert found.pop("CUDA_CACHE_PATH") == "own"
+    assert len(set(found.values())) == len(found) == 4
+    assert all(Path(folder).is_relative_to(tmp_path) for folder in found.values())
+
+
 def test_a_peer_recomputes_only_if_all_that_keep_everything_fail(bench):
     own = ("hf", "hf_blocks", "hf_flash")
     race = bench("suites.race").Race("", "llama3_8b_8layer", against=(*own, "hf_checkpointed"))
@@ -222,6 +257,8 @@ def suite(bench, monkeypatch, tmp_path):
 
     monkeypatch.setattr(suite.blocks, "block_of", block_of)
     monkeypatch.setattr(suite, "corpus", lambda: "quickstart")
+    for variable in (*suite.CACHES, *suite.KEPT):  # or they would be set for all tests that come
+        monkeypatch.setenv(variable, "")
 
     def run(*words: str) -> list[tuple[str, int]]:
         ran.clear()
@@ -249,6 +286,24 @@ def test_a_row_goes_on_where_it_was_cut_short_and_is_not_run_again(suite, tmp_pa
     assert "| jaxthru_packed | 12,002 |" in said, "a row that is named is shown whole"
     assert record["sustained_tflops"] == {"gemm_bf16": 700.0} and record["blocks_left"] == 0
     assert suite(*row) == suite(*row, "--commit", "f" * 40) == [], "it has its record"
+
+
+def test_a_block_that_the_end_of_the_command_cuts_short_has_not_failed(suite, bench, monkeypatch, tmp_path):
+    def cut_short(name, turn, command, gpu, limit):
+        return {"contender": name, "round": turn, "gpu": None, "error": f"took more than {limit:.0f} s: step"}
+
+    row, path = ("--rows", "layers_32"), tmp_path / "records" / "every_shape_layers_32.json"
+    suite(*row, "--stop-after", "60")
+    with monkeypatch.context() as slow:
+        slow.setattr(bench("suite").blocks, "block_of", cut_short)
+        slow.setattr(sys, "argv", ["suite.py", "every_shape", *row, "--output", str(path.parent)])
+        slow.setattr(sys, "argv", [*sys.argv, "--commit", COMMIT, "--stop-after", "300"])
+        assert bench("suite").main() == 0
+        assert json.loads(path.read_text())["blocks_left"] == 2
+        slow.setattr(sys, "argv", sys.argv[:-2])  # with all the time that a block may have it has failed
+        assert bench("suite").main() == 0
+    record = json.loads(path.read_text())
+    assert record["blocks_left"] == 0 and "took more than 560 s" in record["blocks"][1]["error"]
 
 
 def test_blocks_of_two_commits_are_never_in_one_record(suite):
@@ -345,6 +400,24 @@ def test_rows_take_what_is_auto_and_their_peers_the_same_shape(bench, rows, tmp_
     assert (shape.qk_norm, shape.tied_embeddings, shape.rope_theta) == (1, 1, 1e6)
     assert llama.parameters(setup.config(rows["qwen3_4b"]).model) == pytest.approx(4.02e9, rel=0.01)
     assert llama.parameters(setup.config(rows["llama_1b"]).model) == pytest.approx(1.236e9, rel=0.01)
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("suite", ["data", "decode", "published"])
+def test_contenders_start_programs_that_are_there(bench, monkeypatch, tmp_path, suite, tiny):
+    monkeypatch.setattr(bench("data_corpus"), "make", lambda *_: None)
+    setup = bench("suites.rows").Setup(COMMIT, tmp_path, tiny=tiny, torch_python="torch")
+    for row in bench(f"suites.{suite}").ROWS.values():
+        row.check(setup)
+        for name in row.contenders:
+            words = row.command(name, setup)
+            assert "{" not in " ".join(words)
+            program = next(word for word in words if "peers." in word or word.endswith(".py"))
+            if program.startswith("peers."):
+                assert words[:2] == ["torch", "-m"]
+                program = ROOT / f"scripts/bench/{program.replace('.', '/')}.py"
+            assert Path(program).is_file() and ("JAX_PLATFORMS=cpu" in words) <= tiny
+            assert [each.name for each in row.wanted([])].count(name) == row.rounds
 
 
 def test_a_peer_without_tied_embeddings_says_so_in_one_line(bench):

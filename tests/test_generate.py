@@ -283,12 +283,10 @@ def test_in_bfloat16_the_cache_is_bfloat16_and_texts_are_near():
 
 
 def test_the_benchmark_counts_what_a_token_reads(bench):
-    decode = bench("decode")
-    arguments = argparse.Namespace(prompt=4, tokens=8, warmup_seconds=0.0, timed_seconds=0.0)
-    model = decode.model_of(decode.TINY, "float32")
-    made = Generator(model, decode.random_params(model))
-    found = decode.measure(made, decode.TINY, 2, arguments)
-    shape = decode.TINY
+    decode, shape = bench("measure.decode"), bench("harness").TINY
+    arguments = argparse.Namespace(batch=2, prompt=4, generate=8, warmup_seconds=0.0, timed_seconds=0.0)
+    model = decode.model_of(shape, "float32")
+    found = decode.measure(Generator(model, decode.random_params(model)), shape, arguments)
     layer = 2 * 64 + 64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 128
     weights = 2 * layer + 64 + 64 * shape.vocabulary  # the embedding is looked up
     cache = 2 * 2 * 8 * 2 * 2 * 16  # two rows of eight tokens

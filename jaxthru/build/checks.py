@@ -163,7 +163,7 @@ def check_float8_settings(config: RunConfig, layout: Layout) -> None:
     which, chosen = "with precision.matmul = 'fp8'", config.kernels.collective_matmul
     require(
         chosen in ("auto", "none") or layout.size("heads") == 1,
-        f"kernels.collective_matmul = {chosen!r}: {which} products and collectives are apart; choose 'auto'",
+        f"kernels.collective_matmul = {chosen!r}: {which} matmuls and collectives are apart; choose 'auto'",
     )
     require(
         not config.mesh.copies,
@@ -171,5 +171,5 @@ def check_float8_settings(config: RunConfig, layout: Layout) -> None:
     )
     require(
         not config.remat.keep_parameters,
-        f"remat.keep_parameters = True: {which} products take them in float8; choose False",
+        f"remat.keep_parameters = True: {which} matmuls take them in float8; choose False",
     )

@@ -9,18 +9,15 @@ that rematerialisation makes again, and copies to the host that a faster step ma
 import dataclasses
 import math
 
-import jax
-
 from jaxthru.build.checks import check_float8_settings
 from jaxthru.build.defaults import replaced
 from jaxthru.config import RunConfig
 from jaxthru.models import family
-from jaxthru.models.stage import Stage, distinct
+from jaxthru.models.stage import distinct
 from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
-from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels.dispatch import nvidia_compute_capability
 
 KEY = "precision.matmul"
@@ -87,7 +84,7 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
     for stage in distinct(chain.layers):
         times = train.microbatches * chain.layers.count(stage)
         made = parameters = 0
-        for info, shape in matrices(stage):
+        for info, shape in stage.matrices:
             inputs, outputs = (math.prod(shape[dim] for dim in dims) for dims in (info.inputs, info.outputs))
             of_a_kind, size = math.prod(shape[dim] for dim in info.stack), (micro, inputs, outputs)
             compute += times * of_a_kind * products(size, 2, COMPUTE * peak, bandwidth) / sides
@@ -98,12 +95,6 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
         moved += times * (ACTIVATIONS * numbers + of_weights) / sides
     needed = family.module_of(config.model).train_flops(config.model, tokens, tokens * config.data.sequence)
     return Account(compute, float8, moved / bandwidth, needed / layout.mesh.size / (STEP * peak))
-
-
-def matrices(stage: Stage) -> list[tuple[WeightInfo, tuple[int, ...]]]:
-    """Returns the weights of a stage's linear layers, each with its shape."""
-    pairs = zip(jax.tree.leaves(stage.weights), jax.tree.leaves(stage.shapes), strict=True)
-    return [(info, leaf.shape) for info, leaf in pairs if info.role == "matrix"]
 
 
 def products(size: tuple[int, int, int], item: int, flops: float, bandwidth: float) -> float:

@@ -39,7 +39,7 @@ def narrower(state: str) -> list[str]:
 
 
 SUSTAINED = 650e12
-"""FLOP/s that an H200's products keep up (docs/results.md): what a copy over PCIE is weighed against."""
+"""FLOP/s that an H200's matmuls keep up (docs/results.md): what a copy over PCIE is weighed against."""
 FLOAT8 = 1.5
 """How much faster layers' matmuls are in float8, quantising included: 8 layers of Llama 3 8B save 92 of 436
 ms on an H200 (docs/results.md). Copies have that much less to hide behind."""
@@ -49,7 +49,7 @@ SCANNED = 1.05
 BY_PROGRAMS = 1.01
 """The same of a step of several programs."""
 HIDDEN = 0.9
-"""Share of the products' time that copies can hide behind."""
+"""Share of the matmuls' time that copies can hide behind."""
 UNROLLED_MOST = 64
 """Most layers that are compiled one by one: 36 take 40 s."""
 
@@ -67,18 +67,18 @@ class Proposal:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A configuration with none of `defaults.AUTO` left open. plan: by arithmetic. products: seconds of a
+    """A configuration with none of `defaults.AUTO` left open. plan: by arithmetic. matmuls: seconds of a
     step's. moved: bytes over PCIe a step, both directions together."""
 
     config: RunConfig
     plan: MemoryPlan
-    products: float
+    matmuls: float
     moved: int
 
     @property
     def seconds(self) -> float:
-        """Of a step's products and of the copies that they do not hide, to compare candidates by."""
-        return self.products + max(0.0, self.moved / PCIE - HIDDEN * self.products)
+        """Of a step's matmuls and of the copies that they do not hide, to compare candidates by."""
+        return self.matmuls + max(0.0, self.moved / PCIE - HIDDEN * self.matmuls)
 
     @property
     def said(self) -> str:
@@ -250,7 +250,7 @@ def _fitted(
     config: RunConfig, tried: RunConfig, room: Room, seconds: float, planned: Planned
 ) -> Candidate | None:
     """Returns a configuration, with the offload that it needs where `config` leaves that open, if it fits.
-    seconds: of its products."""
+    seconds: of its matmuls."""
     if config.offload.level == "auto" and tried.offload.layered:
         if (found := with_least_offload(tried, room, planned)) is None:
             return None
@@ -290,7 +290,7 @@ def _layered(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def _seconds(config: RunConfig, devices: int, gpu: bool) -> float:
-    """Returns how long a step's products take on devices like an H200. gpu: where loops cost time."""
+    """Returns how long a step's matmuls take on devices like an H200. gpu: where loops cost time."""
     tokens = config.train.rows * config.data.sequence
     needed = family.module_of(config.model).train_flops(config.model, tokens, tokens * config.data.sequence)
     layers = family.chain(config.model).layers

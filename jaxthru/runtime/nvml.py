@@ -1,8 +1,8 @@
 """NVIDIA's management library (nvidia-ml-py): the GPUs of this process, and the energy they have taken."""
 
+import ctypes
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,37 @@ def nvml() -> Any | None:
     return pynvml
 
 
-def handle(library: Any, device: str) -> Any | None:
-    by = library.nvmlDeviceGetHandleByIndex if device.isdigit() else library.nvmlDeviceGetHandleByUUID
-    return asked(library, by, int(device) if device.isdigit() else device)
+def handle(library: Any, bus_id: str) -> Any | None:
+    """Returns NVML's handle of the GPU at this PCI bus id, None where it has none."""
+    return asked(library, library.nvmlDeviceGetHandleByPciBusId, bus_id)
 
 
 def names(ordinals: Iterable[int]) -> list[str]:
-    """Returns NVML's names of devices, which CUDA numbers from 0 among those that it may see: NVML sees those
-    too that CUDA_VISIBLE_DEVICES hides, and numbers all."""
-    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return [seen[ordinal] if ordinal < len(seen) else str(ordinal) for ordinal in ordinals]
+    """Returns NVML's names of devices that CUDA numbers so, see `bus_ids`; none of those that it has not."""
+    known = bus_ids()
+    return [known[ordinal] for ordinal in ordinals if ordinal < len(known)]
+
+
+@functools.cache
+def bus_ids() -> tuple[str, ...]:
+    """Returns the PCI bus ids of the GPUs that CUDA shows this process, in CUDA's order.
+
+    Neither their number nor their order is NVML's, which knows all of the host by their slots: CUDA numbers
+    those that CUDA_VISIBLE_DEVICES leaves, in its order, and by CUDA_DEVICE_ORDER the fastest first.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count, name = ctypes.c_int(), ctypes.create_string_buffer(32)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    found = []
+    for device in range(count.value):
+        if driver.cuDeviceGetPCIBusId(name, len(name), device):
+            return ()
+        found.append(name.value.decode())
+    return tuple(found)
 
 
 def asked(library: Any, query: Callable, *arguments) -> Any | None:

@@ -23,21 +23,24 @@ class Progress(contextlib.AbstractContextManager):
         """columns: of the bar. console: by default stderr, so that output stays clean."""
         self.console = console or rich.console.Console(stderr=True)
         terminal = self.console.is_terminal
-        self._bar = rich.progress.Progress(*columns, console=self.console) if terminal else None
+        self._columns = columns if terminal else None
+        self._bar: rich.progress.Progress | None = None  # of a terminal, from the first task on
         self._cell = notebook.Line() if not terminal and notebook.in_notebook() else None
         self._task: rich.progress.TaskID | None = None
         self._last, self._rest = -math.inf, ""
 
     def __exit__(self, *exception) -> None:
-        if self._task is not None:
+        if self._bar is not None:
             self._bar.stop()
         if self._cell is not None and self._rest:  # and not what was waited for last
             self._cell(self._rest)
 
     def start(self, total: int, done: int = 0, text: str = "") -> None:
         """Begins a task. text: stands beside its bar."""
-        if self._bar is not None:
+        if self._columns is not None and self._bar is None:
+            self._bar = rich.progress.Progress(*self._columns, console=self.console)
             self._bar.start()
+        if self._bar is not None:
             self._task = self._bar.add_task(text, total=total, completed=done)
 
     def show(self, done: int, text: str, line: str, now: bool = False) -> None:
@@ -57,7 +60,7 @@ class Progress(contextlib.AbstractContextManager):
             self._bar.update(self._task, total=done, completed=done)
 
     def wait(self, text: str) -> None:
-        """Says what the task waits for."""
+        """Says what is waited for; before a task begins, a terminal keeps it as a line."""
         if self._bar is not None:
             self._bar.update(self._task, description=text)
         elif self._cell is not None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CHECKSUMS = "seal.json"
+ALGORITHM = "crc32"
 # Written by Orbax after the checksums, while it commits; nothing is read from them.
 LEFT_OUT = frozenset({CHECKSUMS, "_CHECKPOINT_METADATA", "commit_success.txt"})
 CHUNK = 1 << 22  # bytes read at a time
@@ -20,7 +21,7 @@ def write_checksums(directory: Path) -> None:
     names = covered_names(directory)
     with ThreadPoolExecutor(max_workers=8) as pool:
         found = pool.map(lambda name: checksum(directory / name), names)
-        content = {"algorithm": "crc32", "files": dict(zip(names, found, strict=True))}
+        content = {"algorithm": ALGORITHM, "files": dict(zip(names, found, strict=True))}
     with (directory / CHECKSUMS).open("w") as file:
         json.dump(content, file, indent=1)
         file.flush()
@@ -34,6 +35,8 @@ def broken(directory: Path, part: int = 0, parts: int = 1) -> str | None:
     """
     try:
         content = json.loads((directory / CHECKSUMS).read_text())
+        if (algorithm := content["algorithm"]) != ALGORITHM:
+            return f"{CHECKSUMS} has checksums by {algorithm!r}, and only {ALGORITHM} is known here"
         files = {name: (size, crc) for name, (size, crc) in content["files"].items()}
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"

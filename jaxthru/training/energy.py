@@ -34,7 +34,7 @@ def counter_here() -> Counter | None:
     if library is None:
         return None
     handles = [nvml.handle(library, name) for name in nvml.names(each.local_hardware_id for each in own)]
-    if None in handles or nvml.energy(library, handles) is None:
+    if len(handles) < len(own) or None in handles or nvml.energy(library, handles) is None:
         return None
     return lambda: nvml.energy(library, handles)
 

@@ -1,6 +1,6 @@
 """Line plots as SVG, which every browser shows and no package is needed for.
 
-The profile's report draws its lines by the same `placed` and `polyline`, in the style of its page.
+The profile's report draws its lines by the same `to_pixels` and `polyline`, in the style of its page.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ def _panel(panel: Panel) -> list[str]:
     for number, (name, (x, y)) in enumerate(panel.series.items()):
         colour = COLOURS[number % len(COLOURS)]
         points = polyline(
-            placed(x, (x_low, x_high), (LEFT, right)), placed(y, (y_low, y_high), (bottom, TOP))
+            to_pixels(x, (x_low, x_high), (LEFT, right)), to_pixels(y, (y_low, y_high), (bottom, TOP))
         )
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         if number < NAMED:
@@ -94,7 +94,7 @@ def _panel(panel: Panel) -> list[str]:
     return parts
 
 
-def placed(values: ArrayLike, ends: Pair, pixels: Pair) -> np.ndarray:
+def to_pixels(values: ArrayLike, ends: Pair, pixels: Pair) -> np.ndarray:
     """Returns where values lie along an axis. ends: its first and last value; pixels: where these are."""
     (low, high), (first, last) = ends, pixels
     return first + (np.asarray(values, float) - low) / (high - low or 1.0) * (last - first)

@@ -112,12 +112,12 @@ def abstract_parameters(model: Any, layout_: Layout, matrices: jnp.dtype) -> Tre
     matrices and tables as given, norms and biases float32. model: an `engine.model.Model`."""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
 
-    def placed(info: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def sharded(info: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         axes: Axes = info.axes
         dtype = matrices if info.decays else jnp.float32
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=layout_.sharding(axes))
 
-    return jax.tree.map(placed, model.weights, shapes)
+    return jax.tree.map(sharded, model.weights, shapes)
 
 
 def _leaves(tree: Tree) -> list[tuple[tuple[str, ...], Any]]:

@@ -8,15 +8,16 @@ import resource
 import shlex
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from pathlib import Path
 
 import harness
 import numpy as np
 
+from jaxthru.build.batches import row_cost
 from jaxthru.config import RunConfig
-from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.loading.dataset import Data, open_data
 from jaxthru.data.loading.state import DataState
 from jaxthru.runtime.xla import NO_MULTICAST
 
@@ -25,71 +26,55 @@ HERE, ROOT = (Path(os.path.relpath(Path(__file__).resolve().parents[up])) for up
 BATCHES = 64  # distinct ones, which causal contenders take in turn
 
 
-class HostMemory:
-    """The most host memory (GiB) that the processes of a session have at once, by samples.
+def resident(session: int) -> dict[str, float]:
+    """Returns the GiB of memory that the processes of a session have now; nothing without /proc.
 
-    What CUDA pins is shared memory and counts. Pages that several processes share count in each. None without
-    /proc.
+    What CUDA pins is shared memory and counts. Pages that several processes share count in each.
     """
-
-    def __init__(self, session: int):
-        self.gib, self._session = None, session
-        self._ended = threading.Event()
-        self._sampler = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self):
-        self._sampler.start()
-        return self
-
-    def _sample(self) -> None:
-        while not self._ended.wait(0.5):
-            if used := resident_bytes(self._session):
-                self.gib = max(self.gib or 0.0, round(used / 2**30, 1))
-
-    def __exit__(self, *_):
-        self._ended.set()
-        self._sampler.join()
-
-
-def resident_bytes(session: int) -> int:
-    """Returns the bytes of memory that the processes of a session have now; 0 without /proc."""
     pages = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it may have ended
             fields = (process / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == session:
                 pages += int(fields[21])
-    return pages * resource.getpagesize()
+    return {"gib": round(pages * resource.getpagesize() / 2**30, 1)} if pages else {}
 
 
 def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
     """Runs one block in its own process on one GPU; returns {"line": ...} or {"error": ...}, and "host_gib".
 
-    limit: seconds after which it is ended, with the processes that it started.
+    limit: seconds after which it is ended, with the processes that it started. Those end with it in any case:
+    what reads data ahead may outlive its parent.
     """
     path = os.pathsep.join(filter(None, [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     one = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
     environment = os.environ | NO_MULTICAST | one | {"PYTHONPATH": path}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    output, errors, late = "", "", ""
-    with harness.session(command, env=environment, **pipes) as block, HostMemory(block.pid) as host:
-        try:
-            output, errors = block.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            late = f"took more than {limit:.0f} s"
-    if late:  # what it said tells where it was
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            output, errors = block.communicate(timeout=10)
-    lines = output.strip().splitlines()
+    late = ""
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as output,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+    ):
+        with (
+            harness.session(command, env=environment, stdout=output, stderr=errors) as block,
+            harness.Peak(lambda: resident(block.pid), 0.5) as host,
+        ):
+            try:
+                block.wait(limit)
+            except subprocess.TimeoutExpired:
+                late = f"took more than {limit:.0f} s"
+        lines, said = [], []
+        for file, into in ((output, lines), (errors, said)):
+            file.seek(0)
+            into += [line for line in file.read().splitlines() if line.strip()]
+    used = {"host_gib": host.most.get("gib")}
     if not late and block.returncode == 0 and lines:
         try:
-            return {"line": json.loads(lines[-1]), "host_gib": host.gib}
+            return {"line": json.loads(lines[-1])} | used
         except ValueError:
-            errors += f"\nits last line is not JSON: {lines[-1]}"
-    print("\n".join(errors.strip().splitlines()[-30:]), file=sys.stderr, flush=True)
-    told = [line for line in errors.splitlines() if line.strip()] or ["no output"]
-    ended = late or f"exit code {block.returncode}"
-    return {"error": f"{ended}: {told[-1].strip()[:300]}", "host_gib": host.gib}
+            said.append(f"its last line is not JSON: {lines[-1]}")
+    print("\n".join(said[-30:]), file=sys.stderr, flush=True)
+    ended = late or f"exit code {block.returncode}"  # what it said last tells where it was
+    return {"error": f"{ended}: {(said or ['no output'])[-1].strip()[:300]}"} | used
 
 
 def block_of(name: str, turn: int, command: list[str], gpu: str, limit: float | None = None) -> dict:
@@ -99,12 +84,9 @@ def block_of(name: str, turn: int, command: list[str], gpu: str, limit: float | 
     outcome = run_block(command, gpu, limit)
     took = time.monotonic() - started
     print(f"round {turn} {name}, {took:.0f} s: {brief(outcome)}", flush=True)
+    typed = shlex.join("python" if word == sys.executable else word for word in command)
     block = {"contender": name, "round": turn, "gpu": identity, "seconds": round(took, 1)}
-    return (
-        block
-        | outcome
-        | {"command": shlex.join("python" if word == sys.executable else word for word in command)}
-    )
+    return block | outcome | {"command": typed}
 
 
 def keep(record: dict, block: dict) -> None:
@@ -129,12 +111,12 @@ def visible(gpus: int) -> list[str]:
     return names.split(",")[:gpus]
 
 
-def first_batches(config: RunConfig, batches: int) -> list[dict[str, np.ndarray]]:
-    """Returns so many of a run's first batches."""
-    data = open_data(config.data)
+def first_batches(config: RunConfig, batches: int, data: Data | None = None) -> list[dict[str, np.ndarray]]:
+    """Returns so many of a run's first batches. data: the run's, if it is open."""
+    data, train = data or open_data(config.data), config.train
+    keys = {"seed": train.seed, "rows": train.rows, "cost": row_cost(config)}
     schedule = DataState(0, ((0, data.mixture),), data.keys).schedule
-    train = config.train
-    with data.train_batches(schedule, seed=train.seed, rows=train.rows, steps=batches) as steps:
+    with data.train_batches(schedule, steps=batches, **keys) as steps:
         return [{name: value.copy() for name, value in batch.items()} for batch in steps]
 
 

@@ -21,7 +21,6 @@ a call takes, on all GPUs together.
   fused_adds: with --adds, those whose scatters add to the result in place of staging
   dispatched: what `kernels.collective_matmul=fused` takes; where that is the program of plain or fused, it is
     not timed again
-  old_fused: the kernels of another commit, with --old
   product: the matrix products alone, as if all rows were there; no form can be faster
   collective: the transfer alone, by XLA
   torch: PyTorch's symmetric-memory operations, in a process of their own and without multicast
@@ -57,10 +56,9 @@ import jax
 from gpu_clocks import Clocks
 from measure import programs
 from measure.collectives import Case, contenders, first_run_of_jax, search_jax, torch_peer
-from measure.commits import Tree
+from measure.steps_in_turns import Tree
 
 from jaxthru.runtime import xla
-from pallas_kernels import dispatch
 from pallas_kernels.collective_matmul import tiles
 from pallas_kernels.collective_matmul.shapes import GPU, UNTUNED, Shape
 from pallas_kernels.dispatch import Unsupported
@@ -71,23 +69,16 @@ SHAPES = ("qkv", "gate", "gate_up", "scatter_6144", "down", *UNTUNED)
 AT_THE_CAP = ("plain", "fused", "fused_adds", "product")  # and the fastest of JAX's
 
 
-def measure(
-    case: Case,
-    how: argparse.Namespace,
-    without_jax: str = "",
-    old: Callable[[Case], Callable] | None = None,
-) -> dict:
+def measure(case: Case, how: argparse.Namespace, without_jax: str = "") -> dict:
     """Returns the result of a case: each contender's times, errors and ratio over the plain form.
 
-    how: the command's options. without_jax: as `contenders` has it. old: makes another commit's fused form.
+    how: the command's options. without_jax: as `contenders` has it.
     """
-    runs, missing = contenders(case, without_jax, how.adds, tuple(how.without))
+    runs, missing = contenders(case, without_jax, how.adds)
     searched = {}
     if not without_jax:
         found, searched = search_jax(case)
         runs |= found
-    if old and "fused" in runs:
-        runs["old_fused"] = old(case), case.operands()
     known = [name for name in ("plain", "fused") if {name, "dispatched"} <= runs.keys()]
     same = [name for name in known if programs.same(runs["dispatched"], runs[name])][:1]
     if same:
@@ -184,8 +175,8 @@ def told_of_energy(found: dict[str, dict[str, list]], gpus: int) -> dict[str, di
     return rows
 
 
-def of_commit(tree: Tree, module: str = "mosaic_gpu", platform: str | None = None) -> Callable:
-    """Returns what makes a case's function by the kernels of another commit's tree. platform: it is for."""
+def of_commit(tree: Tree, module: str) -> Callable:
+    """Returns what makes a case's function by the kernels of another commit's tree, for a GPU."""
 
     def make(case: Case) -> Callable:
         def run(*operands):
@@ -194,8 +185,9 @@ def of_commit(tree: Tree, module: str = "mosaic_gpu", platform: str | None = Non
                 asked = {}
                 if module == "mosaic_gpu":
                     names = inspect.signature(kernels.tiles_for).parameters
-                    asked = {name: True for name in ("named", "always") if name in names}
-                    asked["platform"] = platform or dispatch.resolve_platform()
+                    asked = {"platform": "gpu"} | {
+                        name: True for name in ("named", "always") if name in names
+                    }
                 return case.of(kernels, **asked)(*operands)
 
         return run
@@ -208,7 +200,7 @@ def digests(folder: Path, shapes: dict[str, Shape]) -> dict[str, str]:
     jax.config.update("jax_traceback_in_locations_limit", 0)  # lines move where nothing else changes
     mesh, found = checks.make_mesh({"tensor": 2}), {}
     forms = {"fused": "mosaic_gpu", "plain": "reference", "ring": "ring"}
-    makers = {form: of_commit(Tree(folder), module, "gpu") for form, module in forms.items()}
+    makers = {form: of_commit(Tree(folder), module) for form, module in forms.items()}
     every = itertools.product(shapes.items(), ("forward", "backward"), makers.items())
     for (name, shape), direction, (form, make) in every:
         case = Case(shape, mesh, direction == "backward")
@@ -242,41 +234,29 @@ def _gpu() -> tuple[str, int]:
 def main() -> int:
     shapes = GPU | UNTUNED | {"tiny_gather": GPU["qkv"].scaled(64), "tiny_scatter": GPU["down"].scaled(64)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=2, help="on the tensor axis")
-    parser.add_argument("--data", type=int, default=1, help="devices on another axis beside it")
-    parser.add_argument("--shapes", nargs="+", choices=shapes)
-    parser.add_argument(
-        "--directions", nargs="+", choices=("forward", "backward"), default=("forward", "backward")
-    )
-    parser.add_argument("--warmup-turns", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--turn-seconds", type=float, default=0.02, help="of one contender")
-    parser.add_argument("--rest-seconds", type=float, default=0.06, help="before each burst")
-    parser.add_argument("--cap-rounds", type=int, default=0, help="at the power cap, for joules a call")
-    parser.add_argument("--cap-seconds", type=float, default=0.4, help="of one contender in such a round")
-    parser.add_argument("--without", nargs="+", default=(), metavar="CONTENDER", help="as ring")
-    parser.add_argument(
-        "--old", type=Path, metavar="FOLDER", help="another commit's files, whose fused form to time"
-    )
-    parser.add_argument("--old-commit", default="", help="its name, for the record")
+    add = parser.add_argument
+    add("--devices", type=int, default=2, help="on the tensor axis")
+    add("--shapes", nargs="+", choices=shapes)
+    add("--directions", nargs="+", choices=("forward", "backward"), default=("forward", "backward"))
+    add("--warmup-turns", type=int, default=3)
+    add("--turns", type=int, default=12)
+    add("--turn-seconds", type=float, default=0.02, help="of one contender")
+    add("--rest-seconds", type=float, default=0.06, help="before each burst")
+    add("--cap-rounds", type=int, default=0, help="at the power cap, for joules a call")
+    add("--cap-seconds", type=float, default=0.4, help="of one contender in such a round")
+    add("--old-commit", default="", help="the name of --same-as, for the record")
     of_same = "only say which programs are not those of another commit's files, as lowered for a GPU"
-    parser.add_argument("--digests", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--same-as", type=Path, metavar="FOLDER", help=of_same)
-    parser.add_argument(
-        "--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no case after"
-    )
-    parser.add_argument(
-        "--heat-seconds", type=float, default=5.0, help="of products, before anything is timed"
-    )
+    add("--digests", type=Path, help=argparse.SUPPRESS)
+    add("--same-as", type=Path, metavar="FOLDER", help=of_same)
+    add("--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no case after")
+    add("--heat-seconds", type=float, default=5.0, help="of products, before anything is timed")
     done = "the first run that precedes all others has just passed, in a process of its own"
-    parser.add_argument("--first-run-done", action="store_true", help=done)
-    parser.add_argument("--adds", action="store_true", help="time the kernels that add to the result too")
-    parser.add_argument("--torch", action="store_true", help="time PyTorch's operations too")
-    parser.add_argument(
-        "--first-run-of-jax", action="store_true", help="only run JAX's own kernel once, at a tiny shape"
-    )
-    parser.add_argument("--tiny", action="store_true", help="small shapes on CPU devices, to try the script")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    add("--first-run-done", action="store_true", help=done)
+    add("--adds", action="store_true", help="time the kernels that add to the result too")
+    add("--torch", action="store_true", help="time PyTorch's operations too")
+    add("--first-run-of-jax", action="store_true", help="only run JAX's own kernel once, at a tiny shape")
+    add("--tiny", action="store_true", help="small shapes on CPU devices, to try the script")
+    add("--output", type=Path, help="also write the JSON to this file")
     options = parser.parse_args()
     if options.turns < 2:
         parser.error(f"--turns {options.turns}: one turn says nothing of its spread")
@@ -295,22 +275,22 @@ def main() -> int:
         harness.emit(line, options.output)
         return 0
     options.shapes = options.shapes or SHAPES
-    axes = ({"data": options.data} if options.data > 1 else {}) | {"tensor": options.devices}
+    axes = {"tensor": options.devices}
     harness.keep_stdout()
     xla.configure()
     if options.first_run_of_jax:
         first_run_of_jax(checks.make_mesh(axes))
         return 0
     phase, started = harness.Phases(), time.monotonic()
-    without_jax, peer = "" if "jax" not in options.without else "left out", None
+    without_jax, peer = "", None
     if not (options.tiny or options.first_run_done):
         with phase("first run, in a child process"):
             checks.in_child([axes], seconds=180)
-    if not (options.tiny or without_jax) and "forward" in options.directions:
+    if not options.tiny and "forward" in options.directions:
         with phase("first run of JAX's kernel, in a child process"):
-            same = ["--devices", str(options.devices), "--data", str(options.data)]
+            same = [__file__, "--first-run-of-jax", "--devices", str(options.devices)]
             try:
-                checks.run_script([__file__, "--first-run-of-jax", *same], 180)
+                checks.run_script(same, 180)
             except RuntimeError as error:
                 without_jax = str(error)[-500:]
     if options.adds:
@@ -324,7 +304,6 @@ def main() -> int:
         "benchmark": "collective_matmul",
         "axes": axes,
         "dtype": "bfloat16",
-        "old_commit": options.old_commit,
         "cases": {},
         **({"torch": peer} if peer else {}),
         **harness.provenance(),
@@ -335,7 +314,6 @@ def main() -> int:
             hot, began = programs.program(run, operands).compile(), time.perf_counter()
             while time.perf_counter() - began < options.heat_seconds:
                 jax.block_until_ready(hot(*operands))
-        old = of_commit(Tree(options.old.resolve())) if options.old else None
         for name, direction in itertools.product(options.shapes, options.directions):
             named = f"{name}_{direction}"
             if time.monotonic() - started > options.stop_after:
@@ -343,7 +321,7 @@ def main() -> int:
                 continue
             with phase(named), checks.ends_within(180, named):
                 case = Case(shapes[name], mesh, direction == "backward")
-                found = measure(case, options, without_jax, old)
+                found = measure(case, options, without_jax)
             line["cases"][named] = dataclasses.asdict(shapes[name]) | found
             harness.write(line, options.output)
             print(json.dumps({named: found}), file=sys.stderr, flush=True)

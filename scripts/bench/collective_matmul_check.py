@@ -266,13 +266,14 @@ def unequal_repeats(mesh: Mesh, shape: Shape, compiled: jax.stages.Compiled, see
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--axes", nargs="+", default=["tensor=2"], help="as tensor=2 or data=2,tensor=2")
-    parser.add_argument("--shapes", nargs="+", default=["tiny"], help="tiny, all, or names")
-    parser.add_argument("--implementation", default="mosaic_gpu")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=90, help="that each shape may take")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31)
-    parser.add_argument("--tiles", type=json.loads, help="JSON list of tiles, each of which is checked")
+    add = parser.add_argument
+    add("--axes", nargs="+", default=["tensor=2"], help="as tensor=2 or data=2,tensor=2")
+    add("--shapes", nargs="+", default=["tiny"], help="tiny, all, or names")
+    add("--implementation", default="mosaic_gpu")
+    add("--repeats", type=int, default=3)
+    add("--seconds", type=float, default=90, help="that each shape may take")
+    add("--seed", type=int, default=time.time_ns() % 2**31)
+    add("--tiles", type=json.loads, help="JSON list of tiles, each of which is checked")
     options = parser.parse_args()
     xla.configure()
     groups = {"tiny": list(TINY), "all": list(SHAPES)}

@@ -2,18 +2,34 @@
 
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Block = dict[str, Any]
 """{"contender", "round", "line": what its process printed} or, in place of the line, "error"."""
 
 Row = dict[str, Any]
+LEAST_SPREAD = 1e-3
+"""Two blocks may happen to be equal, which does not mean that a third would be: of the A-A spreads on record
+a quarter are below this. No claim rests on less."""
 
 
 def device_kind(blocks: list[Block]) -> str:
     """Returns the GPU's name as the blocks tell it, empty if none has run."""
     return next((block["line"]["device"]["kind"] for block in blocks if "line" in block), "")
+
+
+def ran(blocks: list[Block]) -> dict[str, tuple[list[dict], Row]]:
+    """Returns {contender: what its blocks printed, and what a ratio has to know of them}, of those that ran:
+    how many blocks, how many failed beside, and on which GPUs."""
+    found = {}
+    for name in dict.fromkeys(block["contender"] for block in blocks):
+        own = [block for block in blocks if block["contender"] == name]
+        if good := [block for block in own if "line" in block]:
+            gpus = sorted({str(block.get("gpu")) for block in good})
+            about = {"blocks": len(good), "failed": len(own) - len(good), "gpus": gpus}
+            found[name] = [block["line"] for block in good], about
+    return found
 
 
 def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: float | None) -> dict:
@@ -22,30 +38,25 @@ def rows(blocks: list[Block], precision: dict[str, str], flops: Callable, peak: 
     precision: bf16 or fp8 of each contender. flops: (tokens, attention span) -> needed in a step. peak: the
     data sheet's dense bf16 FLOP/s.
     """
-    lines: dict[str, list[dict]] = {}
-    for block in blocks:
-        if "line" in block:
-            lines.setdefault(block["contender"], []).append(block["line"])
     found = {}
-    for name, of_blocks in lines.items():
-        gemm, plain = "tflops" in of_blocks[0], "tokens_per_second" in of_blocks[0]
-        rates = [line["tflops"] if gemm else line["tokens_per_second"] for line in of_blocks]
+    for name, (lines, about) in ran(blocks).items():
+        rate = "tflops" if "tflops" in lines[0] else "tokens_per_second"
+        rated = [line for line in lines if line.get(rate)]  # attention alone has no tokens
         row: Row = {
             "precision": precision.get(name),
-            "blocks": len(of_blocks),
-            "spread": spread(rates),
-            "step_milliseconds": 1e3 * _mean(_values(of_blocks, "step_seconds")),  # the median
-            "steps_timed": sum(line["steps_timed"] for line in of_blocks),
-            "sm_clock_mhz": _mean(_values(of_blocks, "sm_clock_mhz")),
-            "power_watts": _mean(_values(of_blocks, "power_watts")),
-            "peak_hbm_gib": _mean([peak / 2**30 for peak in _values(of_blocks, "peak_hbm_bytes")]),
+            **about,
+            "spread": spread([line[rate] for line in rated]),
+            "step_milliseconds": 1e3 * _mean(_values(lines, "step_seconds")),  # the median
+            "steps_timed": sum(line["steps_timed"] for line in lines),
+            "sm_clock_mhz": _mean(_values(lines, "sm_clock_mhz")),
+            "power_watts": _mean(_values(lines, "power_watts")),
+            "peak_hbm_gib": _mean([peak / 2**30 for peak in _values(lines, "peak_hbm_bytes")]),
         }
-        if gemm:
-            row["tflops"] = _mean(rates)
-        elif plain and rates[0]:
-            row["tokens_per_second"] = _mean(rates)
-            row["mean_step_milliseconds"] = _mean([1e3 * _mean_seconds(line) for line in of_blocks])
-            row["tflops"] = _mean([_tflops(line, flops) for line in of_blocks])
+        if rated:
+            row[rate] = _mean([line[rate] for line in rated])
+        if rated and rate == "tokens_per_second":
+            row["mean_step_milliseconds"] = _mean([1e3 * _mean_seconds(line) for line in rated])
+            row["tflops"] = _mean([_tflops(line, flops) for line in rated])
             row["mfu"] = row["tflops"] * 1e12 / peak if peak else None
         found[name] = row
     for row in found.values():
@@ -85,21 +96,33 @@ def _mean(values: list[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def ratio(own: Row, other: Row) -> dict[str, Any]:
-    """Returns the ratio of tokens per second, and whether it may be claimed.
+def ratio(own: Row, other: Row, of: str = "tokens_per_second") -> dict[str, Any]:
+    """Returns the ratio of a number, and whether it may be claimed.
 
-    It may if it differs from 1 by more than twice the larger A-A spread; never while a spread is unknown.
+    It may if it differs from 1 by more than twice the larger A-A spread; never while a spread is unknown, nor
+    with `doubts`: where blocks failed, or the two did not run on one GPU.
     """
-    value = own["tokens_per_second"] / other["tokens_per_second"]
+    value = own[of] / other[of]
     spreads = [own["spread"], other["spread"]]
-    bar = None if None in spreads else 2 * max(spreads)
-    return {"ratio": value, "needed": bar, "claimed": bar is not None and abs(value - 1) > bar}
+    bar = None if None in spreads else 2 * max(*spreads, LEAST_SPREAD)
+    failed = sum(row.get("failed", 0) for row in (own, other))
+    gpus = {gpu for row in (own, other) for gpu in row.get("gpus", ())}
+    doubts = [
+        *([f"{failed} blocks failed"] if failed else []),
+        *(["different GPUs"] if len(gpus) > 1 else []),
+    ]
+    claimed = bar is not None and abs(value - 1) > bar and not doubts
+    return {"ratio": value, "needed": bar, "claimed": claimed} | ({"doubts": doubts} if doubts else {})
 
 
 def best_peer(found: dict[str, Row], peers: list[str], precision: str) -> str | None:
     """Returns the fastest of the peers of this precision."""
-    able = [name for name in peers if name in found and found[name]["precision"] == precision]
-    return max(able, key=lambda name: found[name]["tokens_per_second"], default=None)
+    rates = {
+        name: row["tokens_per_second"]
+        for name, row in found.items()
+        if name in peers and row["precision"] == precision and "tokens_per_second" in row
+    }
+    return max(rates, key=rates.get, default=None)
 
 
 def packed_saving(found: dict[str, Row], blocks: list[Block], layers: int) -> dict[str, float] | None:
@@ -134,35 +157,53 @@ def remarks(blocks: list[Block]) -> list[str]:
     return told + [f"{name} skipped updates: a loss or a gradient was not finite." for name in skipped]
 
 
+COLUMNS = {
+    "tok/s": ("tokens_per_second", ",.0f"),
+    "step ms": ("step_milliseconds", ".1f"),
+    "TFLOP/s": ("tflops", ".0f"),
+    "MFU": ("mfu", ".1%"),
+    "of GEMM": ("share_of_gemm", ".0%"),
+    "MHz": ("sm_clock_mhz", ".0f"),
+    "W": ("power_watts", ".0f"),
+    "GiB": ("peak_hbm_gib", ".1f"),
+    "A-A": ("spread", ".2%"),
+}
+"""{heading: (number, format)}."""
+
+
 def table(found: dict[str, Row], order: list[str], base: str, peers: list[str]) -> str:
     """Returns the comparison in Markdown. A ratio in bold is claimed; others are within the spread."""
-    head = ("contender", "tok/s", "step ms", "TFLOP/s", "MFU", "of GEMM", "MHz", "W", "GiB", "A-A")
-    head += (f"/ {base}", "/ best peer")
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines = []
     for name in order:
         row = found.get(name, {})
         if "tflops" not in row:
             continue
-        cells = [
-            name,
-            shown(row.get("tokens_per_second"), ",.0f"),
-            shown(row["step_milliseconds"] if "mfu" in row else None, ".1f"),
-            shown(row.get("tflops"), ".0f"),
-            shown(row.get("mfu"), ".1%"),
-            shown(row["share_of_gemm"], ".0%"),
-            shown(row["sm_clock_mhz"], ".0f"),
-            shown(row["power_watts"], ".0f"),
-            shown(row["peak_hbm_gib"], ".1f"),
-            shown(row["spread"], ".2%"),
+        steps = {} if "mfu" in row else {"step_milliseconds": None}  # a sustained product has none
+        compared = [
+            judged(ratio(row, found[other]))
+            if other != name and all("tokens_per_second" in found.get(each, ()) for each in (name, other))
+            else ""
+            for other in (base, best_peer(found, peers, row["precision"]))
         ]
-        best = best_peer(found, peers, row["precision"])
-        for other in (base, best):
-            comparable = other in found and other != name and "tokens_per_second" in row
-            compared = ratio(row, found[other]) if comparable else None
-            mark = "**" if compared and compared["claimed"] else ""
-            cells.append(f"{mark}{compared['ratio']:.3f}{mark}" if compared else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([name, *cells(row | steps, COLUMNS), *compared])
+    return markdown(["contender", *COLUMNS, f"/ {base}", "/ best peer"], lines)
+
+
+def judged(of: dict[str, Any]) -> str:
+    """Returns a ratio for people; in bold it is claimed."""
+    return f"**{of['ratio']:.3f}**" if of["claimed"] else f"{of['ratio']:.3f}"
+
+
+def cells(row: Row, columns: dict[str, tuple[str, str]]) -> list[str]:
+    """Returns a row's numbers as a table shows them."""
+    return [shown(row.get(of), form) for of, form in columns.values()]
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns a table."""
+    head = list(head)
+    cells = [f"| {' | '.join(each)} |" for each in (head, *rows)]
+    return "\n".join([cells[0], "|" + "---|" * len(head), *cells[1:]])
 
 
 def shown(value: float | None, form: str) -> str:

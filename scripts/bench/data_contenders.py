@@ -1,18 +1,17 @@
-"""Who reads what in the data benchmark: jaxthru, and Grain's own ways over the same stores and files.
+"""Who reads what in the data benchmarks: jaxthru, and Grain's own ways over the same stores and files.
 
-Each function here is a contender: it opens what lies in the folder and yields batches for ever, dicts of
-arrays of [rows, sequence] that have at least "tokens".
+Each reader opens what lies in a folder of `data_corpus` and yields batches for ever, dicts of arrays of
+[rows, sequence] that have at least "tokens".
 """
 
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import data_corpus as corpus
-import data_transform
 import grain
 import numpy as np
+import slow_transform
 import zstandard
 
 from jaxthru.data.loading.dataset import open_data
@@ -31,7 +30,7 @@ SHORT = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 """Reads ahead as much as the rate asked for needs, in place of Grain's 16 threads and 500 records."""
 
 
-def jaxthru(folder: Path, mix: str, rows: int, sequence: int, **settings) -> Batches:
+def jaxthru(folder: Path, mix: str, rows: int = ROWS, sequence: int = SEQUENCE, **settings) -> Batches:
     """Planned, packed, balanced rows with segment ids, positions and loss mask."""
     data = open_data(corpus.config(folder, mix, sequence, **settings), prepare=False)
     with data.train_batches(((0, data.mixture),), seed=0, rows=rows, steps=FOREVER, cost=COST) as batches:
@@ -41,30 +40,29 @@ def jaxthru(folder: Path, mix: str, rows: int, sequence: int, **settings) -> Bat
 class Rows:
     """A Grain source: the rows of a token store, cut from its stream."""
 
-    def __init__(self, store: TokenStore, sequence: int):
-        self.split, self.sequence = store.train, sequence
+    def __init__(self, store: TokenStore):
+        self.split = store.train
 
     def __len__(self) -> int:
-        return self.split.tokens // self.sequence
+        return self.split.tokens // SEQUENCE
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        begin = index * self.sequence
-        return {"tokens": self.split.read(begin, begin + self.sequence)}
+        begin = index * SEQUENCE
+        return {"tokens": self.split.read(begin, begin + SEQUENCE)}
 
 
 class Documents:
     """A Grain source: the documents of a token store."""
 
-    def __init__(self, store: TokenStore, sequence: int):
+    def __init__(self, store: TokenStore):
         self.split = store.train
-        self.starts = np.concatenate([[0], self.split.ends[:-1]]).tolist()
-        self.ends = self.split.ends.tolist()
+        self.bounds = [0, *self.split.ends.tolist()]
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.bounds) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {"tokens": self.split.read(self.starts[index], self.ends[index])}
+        return {"tokens": self.split.read(*self.bounds[index : index + 2])}
 
 
 class Records:
@@ -81,8 +79,7 @@ class Records:
         begin, end = self.frames[index : index + 2].tolist()
         if self.file is None:
             self.file = np.memmap(self.path, np.uint8, mode="r")
-        frame = self.file[begin:end]
-        return json.loads(zstandard.ZstdDecompressor().decompress(frame))
+        return json.loads(zstandard.ZstdDecompressor().decompress(self.file[begin:end]))
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"file": None}  # workers map it anew
@@ -103,36 +100,61 @@ class Tokenize:
         return self.__dict__ | {"tokenizer": None}
 
 
-def stores(folder: Path, mix: str, sequence: int) -> list[TokenStore]:
+def slowly(record: dict[str, str]) -> dict[str, str]:
+    """The slow transform as a `map` of Grain."""
+    return record | {"text": slow_transform.slow(record["text"])}
+
+
+def shuffled(sources: Iterable) -> list[grain.MapDataset]:
+    """Returns sources that are shuffled and come again and again; Grain refuses one without elements."""
+    return [
+        grain.MapDataset.source(source).shuffle(seed=number).repeat()
+        for number, source in enumerate(sources)
+        if len(source)
+    ]
+
+
+def stores(folder: Path, mix: str, sequence: int = SEQUENCE) -> list[TokenStore]:
     data = open_data(corpus.config(folder, mix, sequence), prepare=False)
     return list(data.prepared.stores.values())
 
 
-def grain_default(folder: Path, mix: str, element: type) -> Batches:
+def recorded(folder: Path) -> list[grain.MapDataset]:
+    """Returns the .zst files of a folder."""
+    return shuffled(map(Records, sorted(folder.glob("*.zst"))))
+
+
+def processes(number: int) -> grain.MultiprocessingOptions:
+    return grain.MultiprocessingOptions(num_workers=number)
+
+
+def packed(texts: grain.IterDataset, rows: int, sequence: int) -> grain.IterDataset:
+    """Returns batches of rows that are cut from the documents end to end."""
+    split = grain.experimental.ConcatThenSplitIterDataset(texts, length_struct={"tokens": sequence})
+    return split.batch(rows)
+
+
+def grain_default(folder: Path, mix: str) -> Batches:
     """source → shuffle → mix → to_iter_dataset → batch, as Grain's guide has it, over the same stores."""
-    found = (element(store, SEQUENCE) for store in stores(folder, mix, SEQUENCE))
-    sources = [
-        grain.MapDataset.source(source).shuffle(seed=number).repeat()
-        for number, source in enumerate(found)
-        if len(source)  # Grain refuses one without
-    ]
-    return iter(grain.MapDataset.mix(sources).to_iter_dataset().batch(ROWS))
+    return iter(grain.MapDataset.mix(shuffled(map(Rows, stores(folder, mix)))).to_iter_dataset().batch(ROWS))
 
 
-def grain_packed(folder: Path, mix: str, packer: Callable) -> Batches:
-    """Documents through one of Grain's packers; int32, segment ids and positions as jaxthru's."""
-    sources = [
-        grain.MapDataset.source(Documents(store, SEQUENCE)).shuffle(seed=number).repeat()
-        for number, store in enumerate(stores(folder, mix, SEQUENCE))
-    ]
-    documents = grain.MapDataset.mix(sources).to_iter_dataset()
-    if packer is grain.experimental.FirstFitPackIterDataset:
-        # It refuses what is longer than a row, so documents are cut, as those who use it do.
-        documents = grain.experimental.FlatMapIterDataset(documents, Cut())
-        packed = packer(documents, length_struct={"tokens": SEQUENCE}, num_packing_bins=BINS)
-    else:
-        packed = packer(documents, length_struct={"tokens": SEQUENCE})
-    return iter(packed.batch(ROWS))
+def documents(folder: Path, mix: str) -> grain.IterDataset:
+    return grain.MapDataset.mix(shuffled(map(Documents, stores(folder, mix)))).to_iter_dataset()
+
+
+def grain_concat_split(folder: Path, mix: str) -> Batches:
+    """Documents through a packer of Grain's; int32, segment ids and positions as jaxthru's."""
+    return iter(packed(documents(folder, mix), ROWS, SEQUENCE))
+
+
+def grain_first_fit(folder: Path, mix: str) -> Batches:
+    """It refuses what is longer than a row, so documents are cut, as those who use it do."""
+    cut = grain.experimental.FlatMapIterDataset(documents(folder, mix), Cut())
+    fitted = grain.experimental.FirstFitPackIterDataset(
+        cut, length_struct={"tokens": SEQUENCE}, num_packing_bins=BINS
+    )
+    return iter(fitted.batch(ROWS))
 
 
 class Cut(grain.experimental.FlatMapTransform):
@@ -145,87 +167,44 @@ class Cut(grain.experimental.FlatMapTransform):
         return [{"tokens": tokens[at : at + SEQUENCE]} for at in range(0, len(tokens), SEQUENCE)]
 
 
-def heavy_sources(folder: Path) -> list[grain.MapDataset]:
-    return [
-        grain.MapDataset.source(Records(path)).shuffle(seed=number).repeat()
-        for number, path in enumerate(sorted((folder / "heavy").glob("*.zst")))
-    ]
+def grain_heavy(folder: Path, workers: int, mixed_first: bool = False, short: bool = False) -> Batches:
+    """An iterator for each source, with its threads and buffer, mixed in each worker, as MaxText has it.
+
+    mixed_first: one iterator in each worker. short: with SHORT.
+    """
+    sources, reading = recorded(folder / "heavy"), SHORT if short else None
+    if mixed_first:
+        mixed = grain.MapDataset.mix(sources).to_iter_dataset(reading)
+    else:
+        mixed = grain.IterDataset.mix([source.to_iter_dataset(reading) for source in sources])
+    rows = packed(mixed.map(Tokenize(folder)), HEAVY_ROWS, HEAVY_SEQUENCE)
+    return iter(rows.mp_prefetch(processes(workers)))
 
 
-def heavy_rows(mixed: grain.IterDataset, folder: Path, workers: int) -> Batches:
-    packed = grain.experimental.ConcatThenSplitIterDataset(
-        mixed.map(Tokenize(folder)), length_struct={"tokens": HEAVY_SEQUENCE}
-    )
-    return iter(packed.batch(HEAVY_ROWS).mp_prefetch(grain.MultiprocessingOptions(num_workers=workers)))
+def as_page(record: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns a page in a row of its own, padded."""
+    tokens = record["tokens"]
+    row, segment_ids = np.zeros((2, corpus.PAGE), np.int32)
+    row[: len(tokens)], segment_ids[: len(tokens)] = tokens, 1
+    return {"tokens": row, "segment_ids": segment_ids}
 
 
-def grain_iterators(folder: Path, workers: int, reading: grain.ReadOptions | None = None) -> Batches:
-    """MaxText's way: an iterator for each source, with its threads and buffer, mixed in each worker."""
-    iterators = [source.to_iter_dataset(reading) for source in heavy_sources(folder)]
-    return heavy_rows(grain.IterDataset.mix(iterators), folder, workers)
-
-
-def grain_map_mix(folder: Path, workers: int, reading: grain.ReadOptions | None = None) -> Batches:
-    """Mixed first: one iterator in each worker."""
-    return heavy_rows(grain.MapDataset.mix(heavy_sources(folder)).to_iter_dataset(reading), folder, workers)
-
-
-class Page:
-    """A page in a row of its own, padded."""
-
-    def __call__(self, record: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        tokens = record["tokens"]
-        row, segment_ids = np.zeros((2, corpus.PAGE), np.int32)
-        row[: len(tokens)], segment_ids[: len(tokens)] = tokens, 1
-        return {"tokens": row, "segment_ids": segment_ids}
-
-
-def slowly(record: dict[str, str]) -> dict[str, str]:
-    return record | {"text": data_transform.slow(record["text"])}
-
-
-def grain_pages(folder: Path, workers: int, slow_alone: bool = False) -> Batches:
+def grain_pages(folder: Path, workers: int = 0, slow_alone: bool = False) -> Batches:
     """Nine fast samples, read from a token store, to a slow one, tokenised on the fly.
 
     workers: processes, 0 for the threads of this one alone. slow_alone: they read the slow source only.
     """
-    store = stores(folder, "pages", corpus.PAGE)[0]
-    fast = grain.MapDataset.source(Documents(store, corpus.PAGE)).shuffle(seed=0).repeat()
-    slow = grain.MapDataset.source(Records(folder / "pages" / "001.jsonl.zst")).shuffle(seed=1).repeat()
-    slow, weights = slow.map(slowly).map(Tokenize(folder)), [0.9, 0.1]
-    processes = grain.MultiprocessingOptions(num_workers=workers)
+    (fast,) = shuffled([Documents(stores(folder, "pages", corpus.PAGE)[0])])
+    fast, slow, weights = fast.map(as_page), recorded(folder / "pages")[1], [0.9, 0.1]
+    slow = slow.map(slowly).map(Tokenize(folder)).map(as_page)
     if slow_alone:
-        slow = slow.map(Page()).to_iter_dataset().mp_prefetch(processes)
-        mixed = grain.IterDataset.mix([fast.map(Page()).to_iter_dataset(), slow], weights=weights)
-        return iter(mixed.batch(ROWS))
-    rows = grain.MapDataset.mix([fast, slow], weights=weights).map(Page()).to_iter_dataset().batch(ROWS)
-    return iter(rows.mp_prefetch(processes) if workers else rows)
+        apart = [fast.to_iter_dataset(), slow.to_iter_dataset().mp_prefetch(processes(workers))]
+        return iter(grain.IterDataset.mix(apart, weights=weights).batch(ROWS))
+    rows = grain.MapDataset.mix([fast, slow], weights=weights).to_iter_dataset().batch(ROWS)
+    return iter(rows.mp_prefetch(processes(workers)) if workers else rows)
 
 
-def contenders() -> dict[str, Callable[[Path], Batches]]:
-    """Returns all that this file holds, by name."""
-    found = {}
-    for number in corpus.SOURCES:
-        mix = f"documents_{number}"
-        own = partial(jaxthru, mix=mix, rows=ROWS, sequence=SEQUENCE)
-        found[f"packed/{number}/jaxthru"] = own
-        found[f"packed/{number}/jaxthru-best-fit"] = partial(own, packing="best_fit")
-        found[f"packed/{number}/grain"] = partial(grain_default, mix=mix, element=Rows)
-        for name, packer in (
-            ("grain-first-fit", grain.experimental.FirstFitPackIterDataset),
-            ("grain-concat-split", grain.experimental.ConcatThenSplitIterDataset),
-        ):
-            found[f"packed/{number}/{name}"] = partial(grain_packed, mix=mix, packer=packer)
-    heavy = {"rows": HEAVY_ROWS, "sequence": HEAVY_SEQUENCE}
-    found["heavy/jaxthru"] = partial(jaxthru, mix="heavy_online", **heavy)
-    found["heavy/jaxthru-mapped"] = partial(jaxthru, mix="heavy", **heavy)
-    for name, way in (("iterators", grain_iterators), ("map-mix", grain_map_mix)):
-        found[f"heavy/grain-{name}"] = partial(way, workers=4)
-        found[f"heavy/grain-{name}-short-4"] = partial(way, workers=4, reading=SHORT)
-        found[f"heavy/grain-{name}-short"] = partial(way, workers=1, reading=SHORT)
-    pages = {"rows": ROWS, "sequence": corpus.PAGE, "packing": "best_fit", "loaders": 2}
-    found["slow/jaxthru"] = partial(jaxthru, mix="pages", **pages)
-    found["slow/grain"] = partial(grain_pages, workers=0)
-    found["slow/grain-mp-prefetch"] = partial(grain_pages, workers=2)
-    found["slow/grain-mp-slow"] = partial(grain_pages, workers=2, slow_alone=True)
-    return found
+READERS: dict[str, Callable[..., Batches]] = {
+    reader.__name__: reader
+    for reader in (jaxthru, grain_default, grain_concat_split, grain_first_fit, grain_heavy, grain_pages)
+}

@@ -10,22 +10,28 @@ Each record is a zstd frame of its own, and `*.frames.npy` says where each begin
 the files from front to back, and Grain, which wants its sources indexed, can fetch any record.
 """
 
+import ast
 import contextlib
+import functools
 import io
 import itertools
 import json
+import math
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import zstandard
+import slow_transform
 
 from jaxthru.data.loading.dataset import DataConfig, open_data
 from jaxthru.data.store import tokenizer
 
+NO_PROGRAMS = ("test", "tests", "idle_test", "site-packages", "lib2to3")
 SOURCES = (5, 35, 306)
 HEAVY_SOURCES, HEAVY_BYTES = 100, 1 << 15
 PAGE = 512
@@ -38,10 +44,19 @@ HEAVY_RECORDS = 60
 
 def make(folder: Path, quick: bool) -> None:
     """Makes what is missing; quick: a small corpus, of pieces of files."""
-    made = folder / "made"
-    if made.is_file():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
+    once(folder, functools.partial(make_all, quick=quick))
+
+
+def once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Returns the folder, made at the first call."""
+    if not (folder / "made").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
+        (folder / "made").touch()
+    return folder
+
+
+def make_all(folder: Path, quick: bool) -> None:
     texts = chunks(library(1_500_000), 2000) if quick else list(library(40_000_000))
     tokenizer.train(iter(texts[: len(texts) // 8]), VOCABULARY, folder / "tokenizer.json")
     by_size = sorted(texts, key=len, reverse=True)  # so that each source has a long one
@@ -57,7 +72,6 @@ def make(folder: Path, quick: bool) -> None:
         print(f"preparing {name}", file=sys.stderr, flush=True)
         with contextlib.redirect_stderr(io.StringIO()):  # hundreds of sources, each with its line
             open_data(config(folder, name, sequence))
-    made.touch()
 
 
 def config(folder: Path, mix: str, sequence: int, **settings) -> DataConfig:
@@ -67,11 +81,11 @@ def config(folder: Path, mix: str, sequence: int, **settings) -> DataConfig:
     )
 
 
-def library(most: int) -> Iterator[str]:
-    """Yields modules of the standard library, at most so many bytes, none twice."""
+def library(most: float, skipped: Collection[str] = ("site-packages",)) -> Iterator[str]:
+    """Yields modules of the standard library, at most so many bytes, none twice. skipped: folders."""
     root, seen = Path(sysconfig.get_paths()["stdlib"]), set()
     for path in sorted(root.rglob("*.py")):
-        if "site-packages" in path.parts:
+        if not set(skipped).isdisjoint(path.relative_to(root).parts):
             continue
         content = path.read_bytes()
         if content in seen:
@@ -94,6 +108,23 @@ def chunks(texts: Iterable[str], size: int) -> list[str]:
     return [whole[at : at + size] for at in range(0, len(whole) - size, size)]
 
 
+def functions(folder: Path) -> None:
+    """Writes functions and classes of the standard library, a document each, and their mix.
+
+    Definition by definition is how corpora of code are often cut. Rows of 8,192 tokens then hold about as
+    many documents as rows of web text do, where the files of the quickstart's mix fill most of a row each.
+    """
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+    with (folder / "functions.jsonl").open("w", encoding="utf-8") as file:
+        for text in library(math.inf, NO_PROGRAMS):
+            with warnings.catch_warnings(action="ignore"):  # invalid escapes in other people's files
+                nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
+            for node in nodes:
+                file.write(json.dumps({"text": ast.get_source_segment(text, node)}) + "\n")
+    own = "held_out = 0.05\n[tokenizer]\nvocabulary = 8192"
+    write_mix(folder, "mix", {"local_jsonl": {"paths": ["functions.jsonl"]}}, own)
+
+
 def pages(texts: list[str], path: Path, count: int) -> list[list[str]]:
     """Returns two sources of `count` texts whose tokens, the end counted, fill over half of a row of PAGE."""
     found = []
@@ -109,6 +140,8 @@ def pages(texts: list[str], path: Path, count: int) -> list[list[str]]:
 
 def write(folder: Path, sources: Iterable[list[str]]) -> None:
     """Writes one file a source, and where its records begin."""
+    import zstandard  # here, for not all that need a corpus need this
+
     folder.mkdir(exist_ok=True)
     compressor = zstandard.ZstdCompressor()
     for number, texts in enumerate(sources):
@@ -127,17 +160,25 @@ def write_mixes(folder: Path, heavy_sources: int) -> None:
     write_mix(folder, "heavy", heavy)
     write_mix(folder, "heavy_online", {name: keys | {"online": True} for name, keys in heavy.items()})
     fast, slow = paths("pages", [0]), paths("pages", [1])
-    slow |= {"online": True, "transform": "data_transform:slow"}
-    shutil.copy(Path(__file__).with_name("data_transform.py"), folder)
-    write_mix(folder, "pages", {"fast": {**fast, "weight": 9}, "slow": slow})
+    write_mix(folder, "pages", {"fast": {**fast, "weight": 9}, "slow": slow | slowed(folder)})
+
+
+def slowed(folder: Path) -> dict[str, Any]:
+    """Returns the keys of a source whose texts cost time while they are read (see `slow_transform`)."""
+    shutil.copy(slow_transform.__file__, folder)
+    return {"online": True, "transform": "slow_transform:slow"}
 
 
 def paths(kind: str, numbers: Iterable[int]) -> dict[str, list[str]]:
     return {"paths": [f"{kind}/{number:03}.jsonl.zst" for number in numbers]}
 
 
-def write_mix(folder: Path, mix: str, sources: dict[str, dict]) -> None:
-    lines = ['tokenizer = "tokenizer.json"', "held_out = 0.0"]
+OWN = 'tokenizer = "tokenizer.json"\nheld_out = 0.0'
+
+
+def write_mix(folder: Path, mix: str, sources: dict[str, dict], own: str = OWN) -> None:
+    """Writes a mix of sources with these keys. own: the mix's keys."""
+    lines = [own]
     for name, keys in sources.items():
         keys = {"recipe": "local_jsonl", "weight": 1, **keys}
         lines += [f"[sources.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]

@@ -2,17 +2,16 @@
 
 They give int32 tokens alone, 4 bytes each; jaxthru gives the six fields of a packed batch, 24. They are no
 dependencies of jaxthru: whichever is not installed is left out of the table. Their own dependencies differ,
-so that each has a folder of its own under the benchmark's --peers DIR:
+so that each may have a folder of its own:
 
-    pip install --target DIR/mosaicml mosaicml-streaming "transformers<5"
-    pip install --target DIR/webdataset webdataset
-    pip install --target DIR/hugging_face datasets
-    pip install --target DIR/torchdata torchdata
+    pip install --target build/bench_peers/mosaicml mosaicml-streaming "transformers<5"
+    pip install --target build/bench_peers/webdataset webdataset
+    pip install --target build/bench_peers/hugging_face datasets
+    pip install --target build/bench_peers/torchdata torchdata
 """
 
 import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import data_corpus as corpus
@@ -35,11 +34,7 @@ def rows(folder: Path) -> np.ndarray:
 def written(folder: Path, write: Callable[[Path, np.ndarray], None]) -> Path:
     """Returns where a peer's files lie, written at the first call."""
     target = folder / "peers" / write.__name__.removeprefix("write_")
-    if not (target / "made").is_file():
-        target.mkdir(parents=True, exist_ok=True)
-        write(target / "data", rows(folder))
-        (target / "made").touch()
-    return target / "data"
+    return corpus.once(target, lambda target: write(target / "data", rows(folder))) / "data"
 
 
 def write_mosaicml(path: Path, tokens: np.ndarray) -> None:
@@ -123,19 +118,13 @@ def write_torchdata(path: Path, tokens: np.ndarray) -> None:
     np.save(path.with_suffix(".npy"), tokens)
 
 
-def contenders() -> dict[str, Callable[[Path], Batches]]:
-    """Returns all that this file holds, by name, and jaxthru with rows of the same shape."""
-    from data_contenders import jaxthru
-
-    found = {f"peers/{peer.__name__}": peer for peer in (mosaicml, webdataset, hugging_face, torchdata)}
-    own = partial(jaxthru, mix=f"documents_{corpus.SOURCES[0]}", rows=ROWS, sequence=SEQUENCE)
-    return {"peers/jaxthru": own, **found}
-
-
-NEEDS = {
-    "peers/mosaicml": ("mosaicml-streaming", "streaming"),
-    "peers/webdataset": ("webdataset", "webdataset"),
-    "peers/hugging_face": ("datasets", "datasets"),
-    "peers/torchdata": ("torchdata", "torchdata"),
+READERS: dict[str, Callable[[Path], Batches]] = {
+    reader.__name__: reader for reader in (mosaicml, webdataset, hugging_face, torchdata)
 }
-"""Of each peer: its distribution and its module."""
+NEEDS = {
+    "mosaicml": "streaming",
+    "webdataset": "webdataset",
+    "hugging_face": "datasets",
+    "torchdata": "torchdata",
+}
+"""The module of each."""

@@ -5,7 +5,6 @@
 What it sustains under the power cap, not the data sheet, is the ceiling of a long run of matrix products.
 """
 
-import argparse
 import sys
 
 import harness
@@ -28,12 +27,7 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16")
-    parser.add_argument("--size", type=int, default=8192)
-    harness.add_seconds(parser)
-    arguments = parser.parse_args()
+def measure(arguments) -> dict:
     xla.configure()
     dtype = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}[arguments.dtype]
     size = arguments.size
@@ -45,17 +39,19 @@ def main() -> int:
         return last
 
     timing = harness.timed(dispatch, jax.block_until_ready, arguments.warmup_seconds, arguments.timed_seconds)
-    line = timing.line(0)
-    harness.emit(
-        {
-            "benchmark": "gemm",
-            **line,
-            "settings": {"dtype": arguments.dtype, "size": size},
-            "tflops": round(2 * size**3 * REPEATS / line["step_seconds_mean"] / 1e12, 1),
-            **harness.provenance(),
-        }
-    )
-    return 0
+    line, flops = timing.line(0), 2 * size**3 * REPEATS
+    settings = {"dtype": arguments.dtype, "size": size}
+    return line | {"settings": settings, "tflops": round(flops / line["step_seconds_mean"] / 1e12, 1)}
+
+
+main = harness.program(
+    __doc__,
+    measure,
+    harness.option("--dtype", choices=("bf16", "fp8"), default="bf16"),
+    harness.option("--size", type=int, default=8192),
+    config=False,
+    seconds=(20.0, 40.0),
+)
 
 
 if __name__ == "__main__":

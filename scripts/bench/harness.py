@@ -6,6 +6,7 @@ It imports neither JAX nor PyTorch, so that each process loads only the one that
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -16,10 +17,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from gpu_clocks import Clocks
@@ -78,18 +80,18 @@ def timed(
     steps: how many to warm up with and to time, where seconds would ask for too many of a large model's.
     gpus: that the steps run on, for the clocks.
     """
-    previous = None
+    previous, clock = None, time.perf_counter()
 
     def run_for(seconds: float, least: int = 3) -> list[tuple[float, Any]]:
-        nonlocal previous
-        done, began, clock = [], time.perf_counter(), time.perf_counter()
+        nonlocal previous, clock
+        done, began = [], time.perf_counter()
         while time.perf_counter() - began < seconds or len(done) < least:
             started = dispatch()
             if previous is not None:
-                values = finish(previous)
-                now = time.perf_counter()
-                done.append((now - clock, values))
-                clock = now
+                values, ended = finish(previous), time.perf_counter()
+                # Since the step before ended, in whichever span: the device has not waited between.
+                done.append((ended - clock, values))
+                clock = ended
             previous = started
         return done
 
@@ -161,6 +163,7 @@ class Shape:
             sys.exit(f"{peer}: has no {' and no '.join(lacking)}; run peers.hugging_face for this shape")
 
 
+TINY = Shape(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128, vocabulary=512)
 ROOT = Path(__file__).resolve().parents[2]
 ROPE_THETA = Shape.rope_theta
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -194,26 +197,67 @@ def add_seconds(parser: argparse.ArgumentParser, warmup: float = 20.0, timed: fl
 
 def config_parser(doc: str, config: object = None) -> argparse.ArgumentParser:
     """Returns the arguments of a script that measures a configuration. doc: the script's, whose first line
-    counts; config: the default, without which one has to be given."""
+    counts; config: the default, without which one has to be given, or False for none at all."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    default = {"required": True} if config is None else {"default": str(config)}
-    parser.add_argument("--config", **default)
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
+    if config is not False:
+        default = {"required": True} if config is None else {"default": str(config)}
+        parser.add_argument("--config", **default)
+        parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     return parser
 
 
-def about(benchmark: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns how a line of `config_parser`'s arguments begins."""
-    return {"benchmark": benchmark, "config": Path(arguments.config).stem, "set": arguments.overrides}
+def option(*names: str, **how: Any) -> tuple:
+    """Returns an argument of `program`, as `add_argument` takes it."""
+    return names, how
+
+
+def program(
+    doc: str,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    *options: tuple,
+    config: object = None,
+    seconds: tuple[float, float] | None = None,
+    elsewhere: bool = False,
+) -> Callable[[], int]:
+    """Returns the `main` of a script that measures something of a configuration and prints one line of JSON.
+
+    doc: the script's, whose first line counts. measure: arguments -> what it found; an InputError is one line
+    and exit code 2. config: as `config_parser` has it, False where there is none. seconds: of warm-up and
+    timed, by default. elsewhere: what is found says itself on what device it was found.
+    """
+
+    def main() -> int:
+        parser = config_parser(doc, config)
+        if seconds:
+            add_seconds(parser, *seconds)
+        for names, how in options:
+            parser.add_argument(*names, **how)
+        arguments = parser.parse_args()
+        line = {"benchmark": Path(sys.argv[0]).stem}
+        if config is not False:
+            line |= {"config": Path(arguments.config).stem, "set": arguments.overrides}
+        line |= measure(arguments)
+        emit(line | ({"command": command()} if elsewhere else provenance()), arguments.output)
+        return 0
+
+    return functools.partial(run, main)
+
+
+def shape_options() -> list[tuple]:
+    """Returns the arguments of what takes a shape by its numbers, each as `program` takes it."""
+    return [
+        option(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
+        for field in dataclasses.fields(Shape)
+    ]
 
 
 def peer_parser(description: str) -> argparse.ArgumentParser:
     """Returns the arguments that all peers take."""
     parser = argparse.ArgumentParser(description=description)
     add_seconds(parser)
-    for field in dataclasses.fields(Shape):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
+    for names, how in shape_options():
+        parser.add_argument(*names, **how)
     parser.add_argument("--tokens", type=Path, help="an .npy of rows; without it they are random")
     parser.add_argument("--rows", type=int, default=2, help="of a random batch")
     parser.add_argument("--sequence", type=int, default=8192, help="of a random batch")
@@ -241,6 +285,32 @@ def causal_batches(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, n
 def versions(*packages: str) -> dict[str, str]:
     """Returns the installed versions."""
     return {package: importlib.metadata.version(package) for package in packages}
+
+
+class Peak:
+    """The most of each number that `read` tells while the block runs, looked at every so many seconds.
+
+    most: {name: the largest so far}.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, float]], every: float):
+        self.most: dict[str, float] = {}
+        self._read, self._every = read, every
+        self._ended = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self):
+        self._sampler.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._ended.wait(self._every):
+            for name, value in self._read().items():
+                self.most[name] = max(self.most.get(name, value), value)
+
+    def __exit__(self, *_):
+        self._ended.set()
+        self._sampler.join()
 
 
 @contextlib.contextmanager
@@ -311,6 +381,12 @@ def run(main: Callable[[], int]) -> int:
     except InputError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2
+
+
+def end(code: int) -> NoReturn:
+    """Ends the process at once: threads that read ahead would keep it."""
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def emit(line: dict[str, Any], output: Path | None = None) -> None:

@@ -6,9 +6,10 @@
 
 A suite is a file of suites/ with ROWS. Each contender of a row runs in a process of its own. A row's record
 is DIR/<suite>_<row>.json, written after each of them, so that the same command goes on where one was cut
-short. With --stop-after nothing is begun that would not end by then, by its estimate. --tiny runs rows as
-small ones on a CPU, to see that they work. On a host with several GPUs, CUDA_VISIBLE_DEVICES says which a
-command takes: two commands with other --rows, and one --output, share the work.
+short. With --stop-after nothing is begun that would not end by then, by its estimate. What blocks compile and
+tune is kept in a folder (--compiled), so that of two blocks of a contender the second starts warm. --tiny
+runs rows as small ones on a CPU, to see that they work. On a host with several GPUs, CUDA_VISIBLE_DEVICES
+says which a command takes: two commands with other --rows, and one --output, share the work.
 """
 
 import argparse
@@ -16,7 +17,9 @@ import concurrent.futures
 import dataclasses
 import importlib
 import json
+import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -24,14 +27,27 @@ from pathlib import Path
 
 import blocks
 import comparison
-import functions_corpus
+import data_corpus
 import harness
 from suites.rows import GEMM, Block, Row, Setup, gemm_command
 
+from jaxthru.runtime import xla
+
 LIMIT = 560.0  # seconds of a block: a command on a GPU machine has 600
+LATE = "took more than"  # how `blocks.run_block` begins to tell of one that was ended
 SUITES = sorted(path.stem for path in (blocks.HERE / "suites").glob("*.py") if "ROWS" in path.read_text())
 RESULTS = blocks.HERE / "results"
 CORPUS = blocks.ROOT / "build" / "functions"
+COMPILED = blocks.ROOT / "build" / "compiled"
+CACHES = {
+    "JAX_COMPILATION_CACHE_DIR": "jax",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",  # DeepSpeed's CPUAdam
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""{a variable that names a cache of compiled programs: its folder in --compiled}."""
+KEPT = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
 MARKS = {True: "met", False: "**missed**", None: "not run"}
 
 
@@ -81,15 +97,23 @@ def measure(record: dict, row: Row, setup: Setup, path: Path, ends: float) -> bo
 
         def run(block: Block, gpu: str, limit: float = limit) -> dict:
             known = block.name in GEMM
-            command = gemm_command(block.name, setup) if known else row.command(block.name, setup)
+            here = dataclasses.replace(setup, done=tuple(record["blocks"]))
+            command = gemm_command(block.name, here) if known else row.command(block.name, here)
             return blocks.block_of(block.name, block.turn, command, gpu, limit)
 
         on = gpus if group[0].group else [",".join(gpus)]
         with concurrent.futures.ThreadPoolExecutor(len(on)) as pool:
-            for block in pool.map(run, group, on):  # of a group, as many at once as there are GPUs
+            each = pool.map if len(on) > 1 else map  # in this thread a signal ends a block
+            ran = list(each(run, group, on))  # of a group, as many at once as there are GPUs
+        # What has had less time than a block may have has not failed: the next command runs it.
+        late = [block for block in ran if limit < LIMIT and block.get("error", "").startswith(LATE)]
+        for block in ran:
+            if block not in late:
                 blocks.keep(record, block)
         complete(record, row, setup)
         harness.write(record, path)
+        if late:
+            return False
     return True
 
 
@@ -112,23 +136,31 @@ def run(rows: dict[str, Row], setup: Setup, ends: float, retry: bool) -> None:
             return
 
 
+def keep_compiled(folder: Path) -> None:
+    """Has blocks keep what they compile in `folder`, apart for each kind of processor, but for the caches
+    that the environment names."""
+    own = folder.absolute() / xla.processor()
+    for variable, value in (KEPT | {key: str(own / name) for key, name in CACHES.items()}).items():
+        os.environ.setdefault(variable, value)
+
+
 def listed(rows: dict[str, Row]) -> str:
     """Returns the rows with their bars, what runs for them and the seconds that it takes, in Markdown."""
-    lines = ["| row | what | bar | contenders | about s |", "|---|---|---|---|---|"]
-    total = 0.0
+    lines, total = [], 0.0
     for name, row in rows.items():
         left = row.left([])
         seconds = sum(block.seconds for block in left)
         total += seconds
         names = ", ".join(dict.fromkeys(block.name for block in left if block.name not in GEMM))
         bars = "; ".join(bar.asked() for bar in row.bars)
-        lines.append(f"| {name} | {row.about} | {bars} | {names} | {seconds:,.0f} |")
-    return "\n".join([*lines, f"| all | | | | {total:,.0f} |"])
+        lines.append([name, row.about, bars, names, f"{seconds:,.0f}"])
+    head = ("row", "what", "bar", "contenders", "about s")
+    return comparison.markdown(head, [*lines, ["all", "", "", "", f"{total:,.0f}"]])
 
 
 def table(rows: dict[str, Row], setup: Setup) -> str:
     """Returns what the records in a folder say of the bars, in Markdown."""
-    lines = ["| shape | bar | found | A-A | |", "|---|---|---|---|---|"]
+    lines = []
     for name, row in rows.items():
         path = setup.path(name)
         record = json.loads(path.read_text()) if path.exists() else {}
@@ -141,10 +173,12 @@ def table(rows: dict[str, Row], setup: Setup) -> str:
                 mark += ", of a commit that is not known"
             if record.get("tiny"):
                 mark += ", on a tiny shape"
+            if once := found.get("once"):
+                mark += f"; 1 block: {', '.join(once)}"
             cells = ["" if number else row.about, bar.asked(), told(bar.what, value, found)]
             cells += [comparison.shown(found.get("spread"), ".2%"), mark]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            lines.append(cells)
+    return comparison.markdown(("shape", "bar", "found", "A-A", ""), lines)
 
 
 FORMS = {
@@ -155,6 +189,7 @@ FORMS = {
 }
 FORMS |= {"slowest": "{:.3f} ×", "share_of_card": "{:.1%}", "slower": "{:.1%} slower", "mfu": "{:.1%}"}
 FORMS |= {"peak_hbm_gib": "{:.1f} GiB", "host_gib": "{:.1f} GiB", "falls": "{:.3f}"}
+FORMS |= {"gain_over_predicted": "{:.1%}", "prediction_error": "{:.1%}", "data_wait": "{:.2%}"}
 
 
 def told(what: str, value: float | None, found: dict) -> str:
@@ -172,9 +207,7 @@ def told(what: str, value: float | None, found: dict) -> str:
 def corpus() -> str:
     """Returns the mix of the rows' text, functions of the standard library; it is written if it is not
     there."""
-    if not (CORPUS / "mix.toml").exists():
-        functions_corpus.write(CORPUS)
-    return str(CORPUS / "mix.toml")
+    return str(data_corpus.once(CORPUS, data_corpus.functions) / "mix.toml")
 
 
 def arguments() -> argparse.Namespace:
@@ -187,6 +220,8 @@ def arguments() -> argparse.Namespace:
     add("--table", action="store_true", help="what the records say of the bars; nothing is measured")
     add("--output", type=Path, default=RESULTS, metavar="DIR", help="of the records, default %(default)s")
     add("--commit", help="the hash of what is measured, where git cannot tell it")
+    kept = "keep what is compiled and tuned there, for the next block or command, default %(default)s"
+    add("--compiled", type=Path, default=COMPILED, metavar="DIR", help=kept)
     stop = "begin nothing that ends later"
     add("--stop-after", type=float, default=float("inf"), metavar="SECONDS", help=stop)
     add("--retry", action="store_true", help="run failed blocks again")
@@ -194,6 +229,7 @@ def arguments() -> argparse.Namespace:
     add("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE", help="of all rows")
     add("--mix", help="of the rows' text, default: functions of the standard library")
     add("--gpus", type=int, help="of this host, for rows that take several")
+    add("--old", type=Path, metavar="FOLDER", help="another commit's files, for the suite commits")
     torch = "a Python that has PyTorch (and nvidia-ml-py, for the clocks), if this one has not"
     add("--torch-python", default=sys.executable, help=torch)
     found = parser.parse_args()
@@ -225,23 +261,25 @@ def main() -> int:
     setup = Setup("", Path(), suite=given.suite, records=given.output)
     if not given.table:
         commit = commit_of(given.commit)
+        keep_compiled(given.compiled)
         with tempfile.TemporaryDirectory() as folder:
             setup = dataclasses.replace(
                 setup,
                 commit=commit,
                 folder=Path(folder),
                 tiny=given.tiny,
-                mix=given.mix or corpus(),
+                mix=given.mix or (corpus() if any(row.reads for row in rows.values()) else ""),
                 torch_python=given.torch_python,
                 overrides=tuple(given.overrides),
+                old=given.old,
             )
             for row in rows.values():
-                setup.config(row)  # so that a bad key shows before anything runs
+                row.check(setup)  # so that a bad key shows before anything runs
             run(rows, setup, began + given.stop_after, given.retry)
     print(table(rows, setup))
     print(f"\n{notes}")
-    for name, row in rows.items() if given.in_full else ():
-        if setup.path(name).exists():
+    for name, row in rows.items():
+        if (given.in_full or not row.bars) and setup.path(name).exists():
             record = json.loads(setup.path(name).read_text())
             said = [row.details(record["found"]), *comparison.remarks(record["blocks"])]
             print("\n".join([f"\n{name}", *filter(None, said)]))
@@ -249,4 +287,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that blocks are ended too
     sys.exit(harness.run(main))

@@ -87,16 +87,17 @@ def write(table: dict[str, dict[str, dict]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=2, help="on the axis")
-    parser.add_argument("--shapes", nargs="+", choices=GPU, default=list(GPU))
+    add = parser.add_argument
+    add("--devices", type=int, default=2, help="on the axis")
+    add("--shapes", nargs="+", choices=GPU, default=list(GPU))
     both = ("forward", "backward")
-    parser.add_argument("--directions", nargs="+", choices=both, default=both)
+    add("--directions", nargs="+", choices=both, default=both)
     done = "the first run that precedes all others has just passed, in a process of its own"
-    parser.add_argument("--first-run-done", action="store_true", help=done)
+    add("--first-run-done", action="store_true", help=done)
     default = [tiles.Tiles.senders]
-    parser.add_argument("--senders", nargs="+", type=int, metavar="N", default=default, help="thread blocks")
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--turn-seconds", type=float, default=0.01)
+    add("--senders", nargs="+", type=int, metavar="N", default=default, help="thread blocks")
+    add("--turns", type=int, default=8)
+    add("--turn-seconds", type=float, default=0.01)
     options = parser.parse_args()
     os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.6"  # the rest is for the processes that try tiles
     harness.keep_stdout()

@@ -39,12 +39,17 @@ def steps_in_turns(
     """Returns the turns of each contender, A-B-C-A-B-C, two at least, for one says nothing of its spread.
 
     runs: a turn of each: (seconds of each step, tokens of all, what the last said). warmup: seconds of all
-    together; timed: of each. backwards: every other round.
+    together; timed: of each. backwards: half of the rounds, A-B B-A B-A A-B, and as many times these four as
+    needed, so that of the turns whose difference is the spread (every other one) as many went first.
     """
     found = {name: [] for name in runs}
-    began, order, warm = time.perf_counter(), list(runs), False
-    while any(len(of) < 2 or sum(sum(one.seconds) for one in of) < timed for of in found.values()):
-        warm = warm or time.perf_counter() - began >= warmup
+    began, order, rounds, least = time.perf_counter(), list(runs), 0, 4 if backwards else 2
+
+    def short(turns: list[Turn]) -> bool:
+        return sum(sum(turn.seconds) for turn in turns) < timed
+
+    while rounds < least or (backwards and rounds % least) or any(map(short, found.values())):
+        warm = rounds > 0 or time.perf_counter() - began >= warmup
         for name in order:
             with Clocks(gpus) as clocks, Energy(gpus, 0.02) as used:
                 seconds, tokens, last = runs[name]()
@@ -52,7 +57,8 @@ def steps_in_turns(
             print(f"{label}: {statistics.median(seconds):.4f} s a step", file=sys.stderr, flush=True)
             if warm:
                 found[name].append(Turn(seconds, tokens, clocks.mhz, clocks.watts, used.watts, last))
-        if backwards:
+        rounds += warm
+        if backwards and rounds % 2:
             order.reverse()
     return found
 

@@ -1,4 +1,4 @@
-"""The contract of collective matrix products: values and gradients of all implementations on all meshes, what
+"""The contract of collective matmuls: values and gradients of all implementations on all meshes, what
 they send, that transfers and products do not wait for each other, repeats, and what is refused. Kernels for
 TPUs are run by JAX's interpreter of them, which looks for races."""
 

@@ -1,4 +1,4 @@
-"""Collective matrix products fused on Hopper: what can be shown without a GPU, and the rest on 2 and 4."""
+"""Collective matmuls fused on Hopper: what can be shown without a GPU, and the rest on 2 and 4."""
 
 import dataclasses
 import functools

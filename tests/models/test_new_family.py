@@ -160,7 +160,7 @@ def test_what_is_stored_imports_no_family(place, trained, unknown, capsys):
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("way", ["unroll", "mesh", "offloaded"])
+@pytest.mark.parametrize("way", [pytest.param("unroll", marks=pytest.mark.slow), "mesh", "offloaded"])
 def test_what_does_not_train_stays_as_it_was_drawn(place, way):
     """The whole embedding, and of B values and scales; it has no optimizer state, and all else trains."""
     run, settings = f"frozen {way}", WAYS[way] | {"model__frozen": "true", "checkpoint__every": 1}

@@ -98,7 +98,7 @@ def test_copies_where_none_would_be_made_are_refused(settings, processes, messag
     ("setting", "message"),
     [
         ("offload.level=optimizer", "with offload.level = 'optimizer', .* come and go with its programs"),
-        ("precision.matmul=fp8", "with precision.matmul = 'fp8' products take them in float8"),
+        ("precision.matmul=fp8", "with precision.matmul = 'fp8' matmuls take them in float8"),
     ],
 )
 def test_parameters_that_cannot_be_kept_are_refused(setting, message):

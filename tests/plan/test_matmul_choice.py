@@ -195,7 +195,7 @@ def test_one_start_searches_once(monkeypatch):
 
 def test_a_plan_is_of_what_a_run_would_take(capsys):
     asked = ["memory", "--config", str(ROOT / "configs/llama3_8b_8layer.py"), "--segments", "1"]
-    asked += ["--set", "remat.policy=projections", "--set", "model.loop=unroll", "--set", "model.layers=2"]
+    asked += ["--set", "remat.policy=none", "--set", "model.loop=unroll", "--set", "model.layers=4"]
     asked += ["--set", "offload.level=none"]
     sizes = {}
     for matmul in ("auto", "fp8", "compute"):

@@ -93,7 +93,7 @@ def step(
 ) -> dict[str, list[tuple]]:
     """Returns what a GPU runs in a step of 1,000 ns, by stream. Device 1 comes to the all-reduce 200 ns after
     device 0, and both end it at 700. graph: as a CUDA graph, in which nothing bears its own name.
-    product: nanoseconds that the matrix product takes."""
+    product: nanoseconds that the matmul takes."""
     op = lambda name: "command_buffer_1" if graph else name  # noqa: E731
     late = 200 * device
     compute = [

@@ -1,9 +1,11 @@
 """On a GPU: both passes are taken, nearly all kernels are known, and the clock has a source."""
 
+import jax
 import pytest
 from runs import make_workplace
 
 from jaxthru.profile.account import ledger
+from jaxthru.runtime import nvml
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +42,15 @@ def test_the_ledger_of_a_gpu(place, loop):
     assert found.matmul.flops == pytest.approx(found.matmul.model_flops, rel=0.02)
     seen = {(scope.layer, scope.phase) for scope in found.scopes}
     assert {("mlp", "forward"), ("mlp", "backward"), ("optimizer", "optimizer"), ("head", "loss")} <= seen
+
+
+def test_nvml_and_jax_mean_the_same_gpus():
+    library = pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
+    own, named = jax.local_devices(), nvml.names(range(jax.local_device_count()))
+    assert len(named) == len(own)
+    if nvml.nvml():
+        handles = [nvml.handle(library, name) for name in named]
+        assert [library.nvmlDeviceGetName(each) for each in handles] == [each.device_kind for each in own]
 
 
 def test_a_layered_step_on_a_gpu(place):

@@ -158,7 +158,7 @@ def test_results_of_autotuning_are_read_by_all_and_written_by_the_first(monkeypa
 def test_the_installed_jaxlib_knows_each_option(tmp_path):
     """It refuses a program compiled with one that it does not know."""
     options = xla.compiler_options(
-        "gpu", devices=2, deterministic=True, writes_to_peers=True, copies=True, autotuned=tmp_path
+        *("gpu", 2, True), writes_to_peers=True, copies=True, float8=True, autotuned=tmp_path
     )
     for name, value in options.items():
         xla.check_flags(f"--{name}={value}")

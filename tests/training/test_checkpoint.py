@@ -341,8 +341,12 @@ DAMAGES = {
     ),
     "data state missing": (lambda directory: shutil.rmtree(directory / "data"), "is missing"),
     "a file without a size": (
-        lambda directory: (directory / "seal.json").write_text('{"files": {"a": []}}'),
+        lambda directory: (directory / "seal.json").write_text('{"algorithm": "crc32", "files": {"a": []}}'),
         "seal.json cannot be read",
+    ),
+    "another algorithm": (
+        lambda directory: (directory / "seal.json").write_text('{"algorithm": "xxh64", "files": {}}'),
+        "seal.json has checksums by 'xxh64', and only crc32 is known here",
     ),
     "no checksums": (lambda directory: (directory / "seal.json").unlink(), "seal.json is missing"),
     "torn checksums": (
@@ -355,7 +359,12 @@ DAMAGES = {
     ),
     "checksums of no file": (
         lambda directory: (directory / "seal.json").write_text(
-            json.dumps({"files": dict.fromkeys([*covered_names(directory), "\0"], (0, 0))})
+            json.dumps(
+                {
+                    "algorithm": "crc32",
+                    "files": dict.fromkeys([*covered_names(directory), "\0"], (0, 0)),
+                }
+            )
         ),
         "seal.json names '\\x00'",
     ),

@@ -33,8 +33,8 @@ class Library:
     def __init__(self):
         self.millijoules = {"0": 5e6, "1": 7e6}
 
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return str(index)
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id):
+        return bus_id
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         if handle not in self.millijoules:
@@ -46,7 +46,7 @@ class Library:
 @pytest.fixture
 def gpus(monkeypatch):
     """Returns a function that gives this process GPUs of these numbers."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(nvml, "bus_ids", lambda: ("0", "1", "2"))
     found = Library()
     monkeypatch.setattr(nvml, "nvml", lambda: found)
 
@@ -68,6 +68,8 @@ def test_a_counter_is_of_all_devices_of_the_process(gpus):
 
 def test_where_a_device_does_not_count_nothing_is_known(gpus, monkeypatch):
     gpus(0, 2)
+    assert energy.counter_here() is None
+    gpus(0, 5)  # which CUDA does not show
     assert energy.counter_here() is None
     gpus(0, platform="cpu")
     assert energy.counter_here() is None

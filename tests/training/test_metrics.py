@@ -11,6 +11,7 @@ import rich.console
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
+from jaxthru.runtime.progress import Progress
 from jaxthru.training import display, record
 from jaxthru.training.metrics import FinishedStep, Meter, MetricsConfig
 from jaxthru.training.record import open_record
@@ -214,6 +215,17 @@ def test_a_terminal_shows_a_bar():
             bar.update(row_of(step, loss=None, skipped_updates=2))
     assert "step 10/10" in out.getvalue()
     assert "loss -  12,346 tokens/s  2 skipped" in out.getvalue()
+
+
+def test_what_is_waited_for_before_the_first_task_is_a_line():
+    out = io.StringIO()
+    console = rich.console.Console(file=out, force_terminal=True, width=120)
+    with Progress(display.COLUMNS, console) as progress:
+        progress.wait("reading the plan")
+        assert out.getvalue() == "reading the plan\n"
+        progress.start(3)
+        progress.wait("compiling")
+    assert "step 0/3" in out.getvalue() and "compiling" in out.getvalue()
 
 
 def table_of(run):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxthru.data.mixture.schedule import Schedule
+from jaxthru.runtime.errors import require
 
 if TYPE_CHECKING:
     import grain
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 AHEAD = (0, 8, 16)
 """Steps from now whose sources say where token workers will be needed."""
+
+
+ONE_PROCESS = (
+    "a dataset with online sources cannot be iterated in several processes (mp_prefetch): each would start "
+    "token workers of its own; iterate with to_iter_dataset(data.read_options) alone, or prepare the tokens"
+)
 
 
 class PlannedBatches:
@@ -43,7 +50,10 @@ class PlannedBatches:
         self._steps = steps if self._planner.end is None else min(steps, self._planner.end)
 
     def __reduce__(self):
-        return self._made, ()  # a process of Grain's opens the stores itself, and plans the same
+        # A process of Grain's opens the stores itself, and plans the same.
+        online = ", ".join(self._data.workers.sources) if self._data.workers else ""
+        require(not online, f"{ONE_PROCESS} (online in {self._data.config.mix}: {online})")
+        return self._made, ()
 
     def __len__(self) -> int:
         return self._steps

@@ -17,7 +17,7 @@ EVEN = 1.001
 def row_costs(packing: Packing, sequence: int, linear: float, attention: float) -> np.ndarray:
     """Returns int64 [rows], what each row costs: linear × tokens + attention × Σ document length².
 
-    Padding is charged like tokens: a matrix product takes the whole row. Costs are integers, of which a row
+    Padding is charged like tokens: a matmul takes the whole row. Costs are integers, of which a row
     of one document has 2⁴⁰, so that their sums and their order are the same on every machine.
     """
     if packing.rows == 0:

@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import hashlib
+import importlib.machinery
 import importlib.util
 import re
 import sys
+import types
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -79,7 +81,8 @@ def _module(transform: Transform, module: str):
         ),
     )
     name = f"{module}_{hashlib.sha256(str(transform.file).encode()).hexdigest()[:8]}"
-    specification = importlib.util.spec_from_file_location(name, transform.file)
+    loader = _Source(name, str(transform.file))
+    specification = importlib.util.spec_from_file_location(name, transform.file, loader=loader)
     loaded = sys.modules[name] = importlib.util.module_from_spec(specification)
     sys.path.append(transform.folder)  # for what it imports from beside it, last, so that nothing is hidden
     try:
@@ -87,6 +90,14 @@ def _module(transform: Transform, module: str):
     finally:
         sys.path.remove(transform.folder)
     return loaded
+
+
+class _Source(importlib.machinery.SourceFileLoader):
+    """Compiles a file as it is now, for a store's key is the hash of it: Python's own bytecode may be of
+    before an edit that took no second and left the file as long."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _declared() -> dict[str, metadata.EntryPoint]:

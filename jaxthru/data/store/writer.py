@@ -129,7 +129,7 @@ def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[lis
     """Returns what makes, of each item of a batch, what its split of the store holds, or damage."""
     recipe = corpus.recipe
 
-    def parts(document: Document, ids: np.ndarray) -> list | Damage:
+    def stored(document: Document, ids: np.ndarray) -> list | Damage:
         if len(ids) > text_store.DOCUMENT_TOKENS:  # also without `online`, which changes no document
             return document.place.damage(f"longer than {text_store.DOCUMENT_TOKENS:,} tokens")
         if not recipe.online:
@@ -140,7 +140,7 @@ def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[lis
 
     def encode(batch: Batch) -> list[list | Damage]:
         encoded = iter(tokenizer.encode([item.text for item in batch.items if isinstance(item, Document)]))
-        return [item if isinstance(item, Damage) else parts(item, next(encoded)) for item in batch.items]
+        return [item if isinstance(item, Damage) else stored(item, next(encoded)) for item in batch.items]
 
     return encode
 

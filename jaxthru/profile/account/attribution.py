@@ -128,15 +128,12 @@ def collective(module: Module, instruction: Instruction) -> str | None:
     bare = instruction.opcode.removesuffix("-start").removesuffix("-done")
     if bare in COLLECTIVES:
         return bare
-    if bare == "async":
-        for called in instruction.calls:
-            for found in module.computations.get(called, {}).values():
-                if found.opcode in COLLECTIVES:
-                    return found.opcode
-        begun = [module.find(name) for name in instruction.operands]
-        if instruction.opcode == "async-done" and begun and begun[0]:
-            return collective(module, begun[0])
-    return None
+    if bare != "async":
+        return None
+    if instruction.opcode == "async-done":
+        begun = module.find(instruction.operands[0])
+        return begun and collective(module, begun)
+    return next((found.opcode for found, _ in module.inner(instruction) if found.opcode in COLLECTIVES), None)
 
 
 def _is_gemm(instruction: Instruction) -> bool:

@@ -40,8 +40,7 @@ class Measured:
         self.attribution = Attribution(modules, kinds)
         self.trace = xplane.read(folder / name)
         first, steps = taken["first_step"], taken["steps"]
-        program = next(iter(modules))
-        found = timeline.windows(self.trace, self.attribution, program, first, steps, learned)
+        found = timeline.windows(self.trace, self.attribution, first, steps, learned or {})
         self.windows = timeline.whole([one for one in found if one.step >= first + skip], modules)
         self.kept = sorted({window.step for window in self.windows})
         if lost := len(found) - len(self.windows) - skip * len(self.trace.devices):
@@ -58,7 +57,7 @@ class Measured:
     def _runs(self) -> dict[str, float]:
         """Returns how often each program runs in a step, from how often its instructions do."""
         table, ratios = self.operations, defaultdict(list)
-        known = table.began & [bool(one and one.work) for one in table.ran]
+        known = table.began & [work is not None for work in table.works]
         for (module, name), rows in table.grouped(table.by("module", "instruction"), known).items():
             work = self.attribution.find(module, name)
             if work and work.runs:
@@ -69,7 +68,7 @@ class Measured:
     def scopes(self, scale: Mapping[str, float]) -> tuple[ledger.Scope, ...]:
         """Returns the time that each layer, phase and line owns, the largest first."""
         table = self.operations
-        owning = (table["exposed"] > 0) & [one is not None for one in table.ran]
+        owning = (table["exposed"] > 0) & (table["layer"] != "")  # and not idle
         found = [
             ledger.Scope(*key, float(table["exposed"][rows].sum()) / 1e9 / self.count * scale[key[-1]])
             for key, rows in table.grouped(table.by("layer", "phase", "line"), owning).items()
@@ -79,8 +78,7 @@ class Measured:
     def spent(self, scale: Mapping[str, float]) -> dict[tuple[str, str], float]:
         """Returns the seconds of each instruction, by (module, name)."""
         table = self.operations
-        works = [one.work if one else None for one in table.ran]
-        keys = [(work.module, work.instruction.name) if work else None for work in works]
+        keys = [(work.module, work.instruction.name) if work else None for work in table.works]
         seconds = table.seconds * [scale[line] for line in table["line"]] / self.count
         found = table.grouped(keys, table.began & [key is not None for key in keys])
         return {key: float(seconds[rows].sum()) for key, rows in found.items()}
@@ -90,7 +88,7 @@ class Measured:
         table, found = self.operations, []
         keys = table.by("name", "instruction", "module", "line")
         for (name, instruction, _, line), rows in table.grouped(keys, table.began).items():
-            work = table.ran[rows[0]].work
+            work = table.works[rows[0]]
             each = float(table.seconds[rows].mean()) * scale[line]
             done, size = (_known(table[column][rows[0]]) for column in ("flops", "bytes"))
             scope, source = (work.op_name, work.source) if work else ("", None)
@@ -102,13 +100,13 @@ class Measured:
     def collectives(self) -> tuple[ledger.Collective, ...]:
         """Returns the collectives, those with the most exposed time first."""
         table, found = self.operations, []
-        kinds = [one.work.collective if one and one.work else None for one in table.ran]
+        kinds = [work and work.collective for work in table.works]
         rows = zip(table.by("instruction", "name", "module"), kinds, strict=True)
         keys = [(hlo or name, module, kind or name) for (hlo, name, module), kind in rows]
         wanted = table.began & (table["line"] == "exposed_communication")
         mean = lambda column, rows: float(column[rows].sum()) / self.count  # noqa: E731
         for (name, _, kind), rows in table.grouped(keys, wanted).items():
-            work = table.ran[rows[0]].work
+            work = table.works[rows[0]]
             waited, last = self._waited(work, rows)
             size, count = float(work.bytes) if work else None, len(rows) / self.count
             seconds = mean(table.seconds, rows), mean(table["exposed"] / 1e9, rows), waited / self.count

@@ -1,5 +1,6 @@
 """What fills a device's memory at a step's peak: categories, the largest buffers, the curve of a step."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -88,9 +89,6 @@ def _curve(allocations: list[buffers.Allocation]) -> tuple[tuple[float, float], 
     constant = sum(found.size for found in here if found.kind != "temporary")
     points = buffers.curve(allocations)
     last = max((at for at, _ in points), default=0) or 1
-    highest: dict[int, tuple[int, int]] = {}
-    for at, size in points:
-        stretch = at * POINTS // (last + 1)
-        if stretch not in highest or size > highest[stretch][1]:
-            highest[stretch] = at, size
-    return tuple((at / last, float(constant + size)) for at, size in highest.values())
+    stretches = itertools.groupby(points, key=lambda point: point[0] * POINTS // (last + 1))
+    highest = (max(within, key=lambda point: point[1]) for _, within in stretches)
+    return tuple((at / last, float(constant + size)) for at, size in highest)

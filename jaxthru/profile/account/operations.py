@@ -5,6 +5,7 @@ questions that the report does not answer (docs/profile.md).
 """
 
 import logging
+import operator
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -19,8 +20,8 @@ log = logging.getLogger("jaxthru")
 
 
 class Operations:
-    """Of one pass. ran: what each row is of, None where the device was idle. began: whether it began within a
-    step of the pass. columns: {name: array of [rows]}:
+    """Of one pass. works: the instruction that each row ran, None where it is not known or the device was
+    idle. began: whether it began within a step of the pass. columns: {name: array of [rows]}:
 
     device, step. start, end: ns on the trace's clock. module, instruction: of the HLO that launched it. name:
     the kernel's. line: of the ledger. layer, phase: see `ledger.Scope`. flops, bytes: of this one run, NaN
@@ -34,28 +35,25 @@ class Operations:
             for piece in window.intervals:
                 if piece.owner is not None:
                     owned[id(window.ran[piece.owner])] += piece.end - piece.start
-        rows, self.ran, began, seen = [], [], [], set()
+        rows, seen, start = [], set(), operator.attrgetter("event.start")
         for window in windows:
-            first, last = (bisect_left(window.ran, at, key=_start) for at in (window.start, window.end))
+            first, last = (bisect_left(window.ran, at, key=start) for at in (window.start, window.end))
             owners = {piece.owner for piece in window.intervals if piece.owner is not None}
             # Of a step that is not in the pass, and still at work in this one.
             before = [at for at in sorted(owners) if at < first and id(window.ran[at]) not in seen]
             for at in (*before, *range(first, last)):
                 one = window.ran[at]
-                rows.append((window.device, window.step, *_row(one, owned[id(one)])))
-                self.ran.append(one)
-                began.append(at >= first)
+                rows.append((at >= first, one.work, window.device, window.step, *_row(one, owned[id(one)])))
                 seen.add(id(one))
-            for start, end, line, owner in window.intervals:
+            for begun, end, line, owner in window.intervals:
                 if owner is None:
-                    idle = start, end, "", "", "", line, "", "", np.nan, np.nan, end - start
-                    rows.append((window.device, window.step, *idle))
-                    self.ran.append(None)
-                    began.append(False)
+                    idle = begun, end, "", "", "", line, "", "", np.nan, np.nan, end - begun
+                    rows.append((False, None, window.device, window.step, *idle))
+        began, self.works, *columns = zip(*rows, strict=True)
         self.began = np.array(began, bool)
         self.columns = {
             name: np.array(values, object if isinstance(values[0], str) else None)
-            for name, values in zip(NAMES, zip(*rows, strict=True), strict=True)
+            for name, values in zip(NAMES, columns, strict=True)
         }
         self.columns["owner"] = self._owners(windows)
 
@@ -104,10 +102,6 @@ NAMES = (
 )
 
 
-def _start(one: Ran) -> int:
-    return one.event.start
-
-
 def _row(one: Ran, owned: int) -> tuple:
     event, work = one.event, one.work
     layer, phase = (work.layer, work.phase) if work else ("other", "other")
@@ -129,7 +123,7 @@ def write(path: Path, passes: Mapping[str, Operations]) -> None:
         return
     tables = [
         pyarrow.table(
-            {"pass": [name] * len(found.ran)}
+            {"pass": [name] * len(found.works)}
             | {column: pyarrow.array(of, from_pandas=True) for column, of in found.columns.items()}
         )
         for name, found in passes.items()

@@ -95,22 +95,17 @@ def identify(event: Event, attribution: Attribution, learned: Mapping[str, str])
 
 
 def windows(
-    trace: Trace,
-    attribution: Attribution,
-    program: str,
-    first_step: int,
-    steps: int,
-    learned: Mapping[str, str] | None = None,
+    trace: Trace, attribution: Attribution, first_step: int, steps: int, learned: Mapping[str, str]
 ) -> list[Window]:
     """Returns the windows of steps on every device: each from its first kernel to the next step's.
 
-    program: the module that a step begins with. A trace that ends with its last step ends that one with its
-    last kernel. Raises ValueError if the steps cannot be told apart.
+    A step begins with the first of its modules. A trace that ends with its last step ends that one with its
+    last kernel. learned: as for `identify`. Raises ValueError if the steps cannot be told apart.
     """
-    found = []
+    found, program = [], next(iter(attribution.modules))
     for device in trace.devices:
         events = [event for event in trace.events if event.device == device]
-        ran = [one for event in events if (one := identify(event, attribution, learned or {}))]
+        ran = [one for event in events if (one := identify(event, attribution, learned))]
         firsts = _firsts([one for one in ran if one.event.module == program], steps, device)
         starts = [event.start for event in firsts]
         spans = [(one.event.start, one.event.end, one.line) for one in ran]
@@ -248,21 +243,20 @@ def totals(intervals: Iterable[Interval]) -> dict[str, int]:
 def strip(intervals: Sequence[Interval], start: int, most: int) -> tuple[tuple[float, float, str], ...]:
     """Returns the spans of a timeline in seconds from `start`: neighbours of one line joined, and, to have at
     most `most`, the shortest given to a neighbour."""
-    spans = _joined([[piece.start, piece.end, piece.line] for piece in sorted(intervals)])
+    pieces = sorted(intervals)  # each begins where the one before ends
+    spans = _joined((piece.start, piece.line) for piece in pieces)
     while (over := len(spans) - most) > 0:
-        shortest = set(sorted(range(len(spans)), key=lambda at: spans[at][1] - spans[at][0])[:over])
-        kept = [span for at, span in enumerate(spans) if at not in shortest]
-        ends = [*(following[0] for following in kept[1:]), spans[-1][1]]
-        kept[0][0] = spans[0][0]
-        spans = _joined([[begun, end, line] for (begun, _, line), end in zip(kept, ends, strict=True)])
-    return tuple(((begun - start) / 1e9, (end - start) / 1e9, line) for begun, end, line in spans)
+        ends = [*(begun for begun, _ in spans[1:]), pieces[-1].end]
+        shortest = set(sorted(range(len(spans)), key=lambda at: ends[at] - spans[at][0])[:over])
+        (_, line), *kept = (span for at, span in enumerate(spans) if at not in shortest)
+        spans = _joined([(spans[0][0], line), *kept])
+    ends = [*spans[1:], (pieces[-1].end, "")]
+    return tuple(
+        ((begun - start) / 1e9, (end - start) / 1e9, line)
+        for (begun, line), (end, _) in zip(spans, ends, strict=True)
+    )
 
 
-def _joined(spans: list[list]) -> list[list]:
-    joined: list[list] = []
-    for begun, end, line in spans:
-        if joined and joined[-1][2] == line and joined[-1][1] == begun:
-            joined[-1][1] = end
-        else:
-            joined.append([begun, end, line])
-    return joined
+def _joined(spans: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Returns the first of each run of neighbours of one line."""
+    return [next(alike) for _, alike in itertools.groupby(spans, key=lambda span: span[1])]

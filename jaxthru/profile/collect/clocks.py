@@ -8,7 +8,6 @@ power and the reasons.
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import threading
 import time
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxthru.runtime.nvml import RESTRICTED, asked, handle, nvml
+from jaxthru.runtime.nvml import RESTRICTED, asked, bus_ids, handle, nvml
 
 COUNTER = "gpc__cycles_elapsed.avg.per_second"
 SAMPLING = {
@@ -40,12 +39,7 @@ def sampling(local: int) -> dict[str, Any]:
 
     local: the process's devices.
     """
-    named, library = os.environ.get("CUDA_VISIBLE_DEVICES"), nvml()
-    if named is not None:
-        seen = len([name for name in named.split(",") if name.strip()])
-    else:
-        seen = library.nvmlDeviceGetCount() if library else None
-    if seen != local:
+    if len(bus_ids()) != local:
         return {}
     restricted = RESTRICTED.is_file() and "RmProfilingAdminOnly: 1" in RESTRICTED.read_text()
     held = re.search(r"^CapEff:\s*(\w+)", STATUS.read_text(), re.M) if STATUS.is_file() else None
@@ -76,8 +70,8 @@ def read(folder: Path) -> Samples:
 
 @contextlib.contextmanager
 def sampled(devices: Iterable[str]) -> Iterator[Samples]:
-    """Samples NVML while a block runs. devices: index or UUID of each of the process's local devices, in
-    order. Without NVML there are no samples."""
+    """Samples NVML while a block runs. devices: `names` of the process's local devices, in order. Without
+    NVML there are no samples."""
     samples, library = Samples({}), nvml()
     found = {str(index): handle(library, name) for index, name in enumerate(devices)} if library else {}
     handles = {device: handle for device, handle in found.items() if handle is not None}

@@ -36,17 +36,10 @@ FEW_TOKENS = 1024
 """Fewer tokens at once on a device than this read the weights too often for the FLOPs they bring."""
 
 
-def advise(ledger: Ledger, config: dict[str, Any]) -> tuple[Advice, ...]:
-    """Returns what to change, the largest gain first; what saves memory alone, whose gain is None, last.
-
-    config: nested plain values of the run's config.json.
-    """
-    return with_advice(ledger, config).advice
-
-
 def with_advice(ledger: Ledger, config: dict[str, Any]) -> Ledger:
-    """Returns the ledger with advice, and with what its findings have to do with it: one rule, the noise of
-    the run, decides on both. config: as of `advise`."""
+    """Returns the ledger with what to change, the largest gain first, and what saves memory alone, whose gain
+    is None, last; and with what its findings have to do with it: one rule, the noise of the run, decides on
+    both. config: nested plain values of the run's config.json."""
     run, least = RunFacts(ledger, config), noise_threshold(ledger)
     found = {(each.cause, each.key): each for rule in ADVICE_RULES for each in rule(run)}
     named = [each for each in found.values() if each.gain_seconds is None or each.gain_seconds >= least]

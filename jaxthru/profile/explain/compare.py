@@ -69,16 +69,15 @@ def compare(
         found = [Change(name, a, b, b - a, (b - a) / step) for name, a, b in pairs]
         return sorted(found, key=lambda change: -abs(change.seconds))
 
-    scopes, kernels = changes(_scopes(before), _scopes(after)), changes(_kernels(before), _kernels(after))
-    collectives = changes(_collectives(before), _collectives(after))
-    found = changes(was, now)
-    causes = Causes(before, after, config, gone, new, scopes, kernels, collectives)
-    named = tuple(causes.explained(change) for change in found if abs(change.seconds) > noise)
-    large = lambda entries: tuple(entry for entry in entries if abs(entry.seconds) > noise)  # noqa: E731
+    def large(entries: list[Change]) -> tuple[Change, ...]:
+        return tuple(entry for entry in entries if abs(entry.seconds) > noise)
+
+    entries = [changes(sums(before), sums(after)) for sums in (_scopes, _kernels, _collectives)]
+    causes, found = Causes(before, after, config, gone, new, *entries), changes(was, now)
     rest = sum(change.seconds for change in found if abs(change.seconds) <= noise)
     whole = step, after.window.step_seconds * scale, noise, tokens, config
-    parts_of = large(scopes), large(kernels), large(collectives)
-    return Comparison(*whole, named, rest, *parts_of, gone, new, _figures(before, after))
+    named = tuple(map(causes.explained, large(found)))
+    return Comparison(*whole, named, rest, *map(large, entries), gone, new, _figures(before, after))
 
 
 def _parts(ledger: Ledger, merged: bool, common: float) -> dict[str, float]:

@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxthru.models.scopes import EXCHANGES
-from jaxthru.profile.account.attribution import Attribution, Work
+from jaxthru.profile.account.attribution import Work
+from jaxthru.profile.account.build import Accounted
 from jaxthru.profile.account.ledger import Lint
 from jaxthru.profile.read.hlo import Instruction, Module, size, within
 from jaxthru.runtime.mesh import AXES
@@ -19,43 +20,33 @@ MOST = 10
 """Findings of a rule: those that cost the most."""
 
 
-def lint(
-    attribution: Attribution,
-    spent: Mapping[tuple[str, str], float],
-    config: Mapping[str, Any],
-    runs: Mapping[str, float] | None = None,
-    exchanges: Mapping[str, str] = {},
-) -> tuple[Lint, ...]:
-    """Returns the findings, rule by rule, the dearest first.
-
-    spent: seconds of a step by (module, instruction), as measured. config: the run's, as nested plain values,
-    with the sizes of its mesh found. runs: of each program in a step. exchanges: of the model's `Facts`.
-    """
+def lint(made: Accounted) -> tuple[Lint, ...]:
+    """Returns the findings in a profile's programs, rule by rule, the dearest first."""
     found: list[Lint] = []
     for rule in (copies, float32_matmuls, collectives, loops, not_donated, attention_again):
-        more = (exchanges,) if rule is collectives else ()
         of = []
-        for work, moved, text in rule(attribution, config, *more):
-            name, times = work.instruction.name, (runs or {}).get(work.module, 1.0)
-            seconds = spent.get((work.module, name))
-            of.append(Lint(rule.__name__, work.op_name, name, moved * times, seconds, text))
+        for work in made.program.all():
+            if told := rule(work, made):
+                (moved, text), name = told, work.instruction.name
+                seconds, times = made.spent.get((work.module, name)), made.runs.get(work.module, 1.0)
+                of.append(Lint(rule.__name__, work.op_name, name, moved * times, seconds, text))
         of.sort(key=lambda entry: (-(entry.seconds or 0.0), -(entry.bytes or 0.0)))
         found += of[:MOST]
     return tuple(found)
 
 
-Found = Iterator[tuple[Work, float, str]]
-"""What a rule yields: the instruction, the bytes that it moves or holds in one run of its program, and what
-to say of it."""
+Found = tuple[float, str] | None
+"""What a rule says of an instruction: the bytes that it moves or holds in one run of its program, and what is
+wrong with it. None where nothing is."""
 
 
-def copies(attribution: Attribution, config: Mapping[str, Any]) -> Found:
+def copies(work: Work, made: Accounted) -> Found:
     """Copies and transposes of at least a mebibyte: arrays that lie as their readers do not want them."""
-    for work in attribution.all():
-        module, result = attribution.modules[work.module], sum(map(size, work.instruction.shapes))
-        if result >= LARGE and work.runs and _only_moves(module, work.instruction):
-            times = f", {work.runs} times a step" if work.runs > 1 else ""
-            yield work, 2.0 * result * work.runs, f"copies {_shown(work.instruction)}{times}"
+    module, result = made.program.modules[work.module], sum(map(size, work.instruction.shapes))
+    if result < LARGE or not work.runs or not _only_moves(module, work.instruction):
+        return None
+    times = f", {work.runs} times a step" if work.runs > 1 else ""
+    return 2.0 * result * work.runs, f"copies {_shown(work.instruction)}{times}"
 
 
 def _only_moves(module: Module, instruction: Instruction) -> bool:
@@ -68,33 +59,28 @@ def _only_moves(module: Module, instruction: Instruction) -> bool:
     return bool(inner) and inner <= {"copy", "transpose", "reshape"}
 
 
-def float32_matmuls(attribution: Attribution, config: Mapping[str, Any]) -> Found:
+def float32_matmuls(work: Work, made: Accounted) -> Found:
     """Matmuls of float32 arrays where the run computes in bfloat16: a GPU is at half its speed or
     less. Matmuls of arrays that were just widened are the compiler's own, and are not meant."""
-    if config["precision"]["compute"] != "bfloat16":
-        return
-    for work in attribution.all():
-        module = attribution.modules[work.module]
-        wide = [one for one, _ in module.inner(work.instruction) if _is_wide_product(module, one)]
-        if work.line == "matmul" and work.runs and wide:
-            moved = sum(size(shape) for one in wide for shape in module.operand_shapes(one))
-            text = f"multiplies float32: {work.flops * work.runs:.3g} FLOPs a step"
-            yield work, float(moved * work.runs), text
+    if made.config["precision"]["compute"] != "bfloat16" or work.line != "matmul" or not work.runs:
+        return None
+    module = made.program.modules[work.module]
+    wide = [one for one, _ in module.inner(work.instruction) if _is_wide_product(module, one)]
+    moved = sum(size(shape) for one in wide for shape in module.operand_shapes(one))
+    text = f"multiplies float32: {work.flops * work.runs:.3g} FLOPs a step"
+    return (float(moved * work.runs), text) if wide else None
 
 
 def _is_wide_product(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode != "dot" and not instruction.target.startswith("__cublas"):
         return False
-    there = module.computations[module.where[instruction.name]]
-    operands = [there[name] for name in instruction.operands[:2] if name in there]
-    return len(operands) == 2 and all(
-        operand.shapes[0][0] == "f32" and not _widened(module, operand) for operand in operands
-    )
+    operands = module.operands(instruction)[:2]
+    wide = (operand.shapes[0][0] == "f32" and not _widened(module, operand) for operand in operands)
+    return len(operands) == 2 and all(wide)
 
 
 def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
     """Says whether an array is made by a conversion from a narrower type, moved about since or not."""
-    there = module.computations[module.where[instruction.name]]
     if instruction.opcode == "convert":
         return True
     if depth == 0 or instruction.opcode not in ("bitcast", "copy", "transpose", "reshape", "fusion"):
@@ -104,34 +90,30 @@ def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
         last = next((one for one in inner.values() if one.root), None)
         if last and last.opcode != "parameter" and _widened(module, last):
             return True
-        moved = last is None or _only_moves(module, instruction)
-        if not moved:
+        if last and not _only_moves(module, instruction):
             return False
-    return any(_widened(module, there[name], depth - 1) for name in instruction.operands if name in there)
+    return any(_widened(module, operand, depth - 1) for operand in module.operands(instruction))
 
 
-def collectives(
-    attribution: Attribution, config: Mapping[str, Any], exchanges: Mapping[str, str] = {}
-) -> Found:
+def collectives(work: Work, made: Accounted) -> Found:
     """Collectives that the mesh does not explain: FSDP gathers parameters and scatters gradients, tensor
     parallelism also sums activations, data parallelism only sums gradients; and what stages exchange."""
-    split = {axis: config["mesh"].get(axis, 1) != 1 for axis in AXES}
-    known = (EXCHANGES | dict(exchanges)).items()
-    exchanging = [scope for scope, over in known if any(split[axis] for axis in LOGICAL_AXIS_RULES[over])]
-    for work in attribution.all():
-        kind = work.collective
-        if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:
-            continue
-        why = None
-        meant = any(within(work.instruction.op_name, scope) for scope in exchanging)
-        if kind in ("all-to-all", "ragged-all-to-all") and not meant:
-            why = "no axis of the mesh needs it: an array is laid out in two ways"
-        elif kind in ("all-gather", "reduce-scatter") and not (split["fsdp"] or split["tensor"]):
-            why = "nothing is split over fsdp or tensor"
-        elif kind == "all-gather" and not split["tensor"] and _of_tokens(work.instruction, config):
-            why = "it gathers activations, which fsdp leaves where they are"
-        if why:
-            yield work, float(work.bytes * work.runs), f"{kind} of {_shown(work.instruction)}: {why}"
+    kind, why = work.collective, None
+    if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:
+        return None
+    split = {axis: made.config["mesh"].get(axis, 1) != 1 for axis in AXES}
+    meant = (
+        any(split[axis] for axis in LOGICAL_AXIS_RULES[over])
+        for scope, over in (EXCHANGES | made.ledger.model.exchanges).items()
+        if within(work.instruction.op_name, scope)
+    )
+    if kind in ("all-to-all", "ragged-all-to-all") and not any(meant):
+        why = "no axis of the mesh needs it: an array is laid out in two ways"
+    elif kind in ("all-gather", "reduce-scatter") and not (split["fsdp"] or split["tensor"]):
+        why = "nothing is split over fsdp or tensor"
+    elif kind == "all-gather" and not split["tensor"] and _of_tokens(work.instruction, made.config):
+        why = "it gathers activations, which fsdp leaves where they are"
+    return why and (float(work.bytes * work.runs), f"{kind} of {_shown(work.instruction)}: {why}")
 
 
 def _of_tokens(instruction: Instruction, config: Mapping[str, Any]) -> bool:
@@ -143,33 +125,33 @@ def _of_tokens(instruction: Instruction, config: Mapping[str, Any]) -> bool:
     )
 
 
-def loops(attribution: Attribution, config: Mapping[str, Any]) -> Found:
+def loops(work: Work, made: Accounted) -> Found:
     """Loops whose length the compiler does not know: it cannot overlap their rounds, and FLOPs within are
     counted once."""
-    for work in attribution.all():
-        if work.instruction.opcode == "while" and work.instruction.trip_count is None:
-            yield work, float(work.bytes), "a loop of unknown length"
+    unknown = work.instruction.opcode == "while" and work.instruction.trip_count is None
+    return (float(work.bytes), "a loop of unknown length") if unknown else None
 
 
-def not_donated(attribution: Attribution, config: Mapping[str, Any]) -> Found:
+def not_donated(work: Work, made: Accounted) -> Found:
     """Parts of the state whose memory the step does not take over: old and new exist at once."""
-    for module in attribution.modules.values():
-        aliased = re.search(r"input_output_alias=\{(.*?)\}, \w+=", module.header)
-        taken = set(re.findall(r"\((\d+), \{", aliased[1])) if aliased else set()
-        for instruction in module.computations[module.entry].values():
-            held = sum(map(size, instruction.shapes))
-            mine = instruction.opcode == "parameter" and instruction.op_name.startswith("state[")
-            if mine and held >= LARGE and instruction.operands[0] not in taken:
-                work = attribution.find(module.name, instruction.name)
-                yield work, float(held), f"{instruction.op_name} is not donated"
+    own, module = work.instruction, made.program.modules[work.module]
+    held, argument = (
+        sum(map(size, own.shapes)),
+        own.opcode == "parameter" and own.op_name.startswith("state["),
+    )
+    if held < LARGE or not argument or module.where[own.name] != module.entry:
+        return None
+    aliased = re.search(r"input_output_alias=\{(.*?)\}, \w+=", module.header)
+    taken = re.findall(r"\((\d+), \{", aliased[1]) if aliased else ()
+    return None if own.operands[0] in taken else (float(held), f"{own.op_name} is not donated")
 
 
-def attention_again(attribution: Attribution, config: Mapping[str, Any]) -> Found:
+def attention_again(work: Work, made: Accounted) -> Found:
     """Attention's forward pass run once more in the backward pass."""
-    for work in attribution.all():
-        if work.line == "attention" and work.phase == "recomputation" and work.flops and work.runs:
-            text = f"attention's forward pass is computed again: {work.flops * work.runs:.3g} FLOPs a step"
-            yield work, float(work.bytes * work.runs), text
+    if work.line != "attention" or work.phase != "recomputation" or not work.flops or not work.runs:
+        return None
+    text = f"attention's forward pass is computed again: {work.flops * work.runs:.3g} FLOPs a step"
+    return float(work.bytes * work.runs), text
 
 
 def _shown(instruction: Instruction) -> str:

@@ -67,7 +67,7 @@ def verdict(ledger: Ledger) -> str:
         )
     share = found.flops_per_second / against.flops
     device = "this GPU sustains" if run.devices == 1 else "these GPUs sustain"
-    return f"{share:.0%} of what {device} in large {against.name} matrix products: {against.word(share)}."
+    return f"{share:.0%} of what {device} in large {against.name} matmuls: {against.word(share)}."
 
 
 def shares(ledger: Ledger, unit: Unit) -> str:

@@ -69,7 +69,7 @@ class Instruction:
     def dims(self, attribute: str) -> tuple[int, ...]:
         """Returns the numbers of `attribute={0,1}`."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(dim) for dim in found[1].split(",") if dim) if found else ()
+        return _numbers(found[1]) if found else ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,8 +154,12 @@ class Module:
 
     def operand_shapes(self, instruction: Instruction) -> list[Shape]:
         """Returns the shapes of an instruction's operands, tuples taken apart."""
+        return [shape for operand in self.operands(instruction) for shape in operand.shapes]
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the instructions whose results an instruction reads; a parameter has none."""
         there = self.computations[self.where[instruction.name]]
-        return [shape for name in instruction.operands if name in there for shape in there[name].shapes]
+        return [there[name] for name in instruction.operands if name in there]
 
 
 CONTROL = ("while", "conditional", "call")

@@ -12,7 +12,7 @@ from jaxthru.profile.explain.breakdown import figures, noise_threshold, step_par
 from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 from jaxthru.profile.explain.verdict import nothing_to_win, relation, shares, sustained, verdict
-from jaxthru.training.plot import placed, polyline
+from jaxthru.training.plot import polyline, to_pixels
 
 LEDGER = Path(__file__).parents[3] / "docs" / "ledger.md"
 """A report lies in a run's directory, anywhere: only a whole address leads from there to a checkout."""
@@ -104,7 +104,7 @@ def _waterfall(ledger: Ledger, unit: Unit) -> Content:
     nothing = [TITLES[name][0] for name in found if name not in {bar[0] for bar in drawn}]
     notes = [f"No time went to: {', '.join(nothing).lower()}."] if nothing else []
     if "ideal" not in found:
-        notes.append("No peak is known for these devices, so matrix products are not taken apart.")
+        notes.append("No peak is known for these devices, so matmuls are not taken apart.")
     matmul = ledger.matmul
     if matmul.headroom_seconds and matmul.maximum_mhz:
         clock, less = f"{matmul.maximum_mhz:,.0f} MHz", unit(matmul.headroom_seconds)
@@ -161,11 +161,11 @@ def plot(
     pad = 0.05 * (high - low) + short / 2
     low, high = (0.0 if zero else low - pad), high + pad
     left, right = min(xs), max(xs)
-    down = functools.partial(placed, ends=(low, high), pixels=(100, 0))
+    down = functools.partial(to_pixels, ends=(low, high), pixels=(100, 0))
     digits = 0 if high - low >= 20 else 1 if high - low >= 2 else 2
     return {
         "title": title,
-        "line": polyline(placed(xs, (left, right), (0, 1000)), down(ys)),
+        "line": polyline(to_pixels(xs, (left, right), (0, 1000)), down(ys)),
         "points": [[round(a, 6), round(b, 3)] for a, b in points],
         "ends": (left, right),
         "labels": [f"{value:,.{digits}f}" for value in (high, low)],

@@ -40,8 +40,7 @@ def build(folder: Path) -> Ledger:
 
 
 def _with_lint(made: Accounted) -> Ledger:
-    found = lint(made.program, made.spent, made.config, made.runs, made.ledger.model.exchanges)
-    return dataclasses.replace(made.ledger, lint=found)
+    return dataclasses.replace(made.ledger, lint=lint(made))
 
 
 def publish(folder: Path) -> Ledger:

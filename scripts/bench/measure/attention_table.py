@@ -1,22 +1,19 @@
 """Times cuDNN's and Triton's attention by width of heads, row and document, and writes the table of both.
 
-    python scripts/bench/measure/attention_table.py --dry-run
-    python scripts/bench/measure/attention_table.py --output FILE [--limit 280]
-    python scripts/bench/measure/attention_table.py --table FILE
+    python scripts/bench/suite.py attention [--output DIR]
+    python scripts/bench/measure/attention_table.py --head-dim 64 --sequence 2048
+    python scripts/bench/measure/attention_table.py --table DIR/attention_*.json
 
 Every point has 32,768 tokens, forward and backward; documents are as long as those of text (log-normal), and
 lie in rows as `data.packing = split` lays them, with as many segments a row as the corpus at most has. Both
 take turns, three rounds. Where their outputs or gradients differ by more than 5e-3 the point is an error: it
-is recorded but not written into the table, and the exit code is 1.
-
---output: what it has already is not measured again, so that a run that stopped at --limit goes on. --table
-writes pallas_kernels/attention/attention_table.json from such a file, of points that have both.
+is recorded but not written into the table. --table writes pallas_kernels/attention/attention_table.json from
+the suite's records, of points that have both.
 
 Rows split by document, the third way, are left out: a program has one shape, so that each document would take
 a row as long as the longest; and attention alone would not show what the copies to and fro cost.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -43,7 +40,6 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention import CUDNN_WORKSPACE, cudnn_packed, find_segments, measured
 
 TOKENS = 32_768
-HEAD_DIMS, SEQUENCES = (64, 128), (2048, 8192, 32_768)
 MEANS = (128, 512, 2048, 8192, None)
 """Mean tokens of a document; None is one document a row."""
 HEADS = ((32, 8), (16, 4), (8, 2))
@@ -54,11 +50,6 @@ SPREAD = 1.0  # deviation of the logarithm of a document's length
 ROUNDS, ROUND_SECONDS = 3, 0.12
 TOLERANCE = 5e-3
 NAMES = ("cudnn_packed", "triton")
-
-# For the plan alone, in seconds or a second: what the first run of a program takes, of Triton's with its
-# compilers; and the pace of products and of clearing memory.
-COMPILE = {"cudnn_packed": 2.5, "triton": 1.5}
-TRITON_COMPILERS, FLOPS, BYTES = 5.0, 250e12, 3e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +85,6 @@ class Point:
         """Of what is measured."""
         return NAMES if self.workspace(self.heads[0]) <= WORKSPACE else ("triton",)
 
-    def seconds(self) -> float:
-        """Returns about how long the point will take, but for Triton's compilers."""
-        each = 7 * self.spans * self.heads[0] * self.head_dim / FLOPS
-        each += self.workspace(self.heads[0]) / BYTES if len(self.names) > 1 else 0
-        one_round = max(ROUND_SECONDS, 3 * each)
-        return sum(COMPILE[name] + ROUNDS * one_round + 5 * each for name in self.names)
-
 
 @functools.cache
 def corpus(sequence: int, mean: int | None) -> Packing:
@@ -125,29 +109,6 @@ def point_of(head_dim: int, sequence: int, mean: int | None) -> Point:
     lengths = [tuple(packed.length[a:b].tolist()) for a, b in itertools.pairwise(borders)]
     segments = -(-(packed.max_segments + 1) // 8) * 8  # as `Data.segments`
     return Point(head_dim, sequence, mean, float(packed.length.mean()), segments, tuple(lengths))
-
-
-def points() -> list[Point]:
-    return [point_of(*each) for each in itertools.product(HEAD_DIMS, SEQUENCES, MEANS)]
-
-
-def plan(todo: list[Point]) -> float:
-    """Prints what is to be measured, and returns about how many seconds that takes."""
-    total, compiled = 0.0, set()
-    for point in todo:
-        seconds, kernels = point.seconds(), (point.head_dim, point.sequence, point.heads)
-        seconds += TRITON_COMPILERS * (kernels not in compiled)
-        compiled.add(kernels)
-        total += seconds
-        print(
-            f"head_dim {point.head_dim}, {len(point.lengths)} rows of {point.sequence:,}, documents of "
-            f"{point.documents:,.0f} (at most {point.segments - 1:,} a row), heads {point.heads}, cuDNN's "
-            f"workspace {point.workspace(point.heads[0]) / 2**30:.1f} GiB: {', '.join(point.names)}, "
-            f"about {seconds:.0f} s",
-            file=sys.stderr,
-        )
-    print(f"{len(todo)} points, about {total:.0f} s", file=sys.stderr, flush=True)
-    return total
 
 
 def program(name: str):
@@ -204,26 +165,19 @@ def measure(point: Point) -> dict:
     }
 
 
-def begun(output: Path | None, result: dict) -> list[dict]:
-    """Returns the rows that a file has. Raises InputError where they come from elsewhere."""
-    if output is None or not output.is_file():
-        return []
-    before = json.loads(output.read_text())
-    for key in ("benchmark", "settings", "device", "commit"):
-        said = (
-            f"{output}: its {key} is {before.get(key)!r}, here it is {result[key]!r}; give another --output"
-        )
-        require(before.get(key) == result[key], said)
-    return before["results"]
-
-
-def run(output: Path | None, limit: float) -> int:
-    """Measures what is missing, as far as `limit` seconds go; returns 1 where one is left or is wrong."""
-    capability, started = dispatch.nvidia_compute_capability(), time.monotonic()
-    require(
-        jax.default_backend() == "gpu" and capability is not None,
-        f"found {jax.default_backend()}: needs an NVIDIA GPU; --dry-run says what would be measured",
-    )
+def run(arguments) -> dict:
+    """Returns all points of a width of heads and a length of rows, or writes the table."""
+    if arguments.table:
+        return write_table(arguments.table)
+    capability = dispatch.nvidia_compute_capability()
+    needs = f"found {jax.default_backend()}: needs an NVIDIA GPU"
+    require(jax.default_backend() == "gpu" and capability is not None, needs)
+    harness.keep_stdout()
+    xla.configure()
+    results = []
+    for mean in MEANS:
+        results.append(measure(point_of(arguments.head_dim, arguments.sequence, mean)))
+        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     settings = {
         "tokens": TOKENS,
         "rounds": ROUNDS,
@@ -231,27 +185,8 @@ def run(output: Path | None, limit: float) -> int:
         "lengths": f"log-normal, deviation {SPREAD:g}",
         "capability": list(capability),
     }
-    result = {"benchmark": "attention_table", "settings": settings, **harness.provenance()}
-    result["results"] = begun(output, result)
-    done = [row["point"] for row in result["results"]]
-    todo = [point for point in points() if point.key not in done]
-    plan(todo)
-    longest = 0.0
-    for number, point in enumerate(todo):
-        began = time.monotonic()
-        if began - started + max(longest, point.seconds() + TRITON_COMPILERS) > limit:
-            print(f"{len(todo) - number} points are left: run it again with this --output", file=sys.stderr)
-            harness.emit(result, output)
-            return 1
-        result["results"].append(row := measure(point))
-        longest = max(longest, time.monotonic() - began)
-        print(json.dumps(row), file=sys.stderr, flush=True)
-        harness.write(result, output)
-    harness.emit(result, output)
-    bad = [row for row in result["results"] if wrong(row) or row["failed"]]
-    for row in bad:
-        print(f"{row['point']}: {row['failed'] or row['differences']}: see the record", file=sys.stderr)
-    return 1 if bad else 0
+    bad = sum(bool(wrong(row) or row["failed"]) for row in results)
+    return {"settings": settings, "wrong": bad, "results": results}
 
 
 def wrong(row: dict) -> bool:
@@ -266,7 +201,7 @@ def fastest(row: dict) -> str | None:
 
 
 def entries(record: dict) -> dict[str, list[dict]]:
-    """Returns the table of a record, see `measured.TABLE`. A point decides nothing where one implementation
+    """Returns the table of a line, see `measured.TABLE`. A point decides nothing where one implementation
     alone ran, or where the two do not agree."""
     rows = [
         dataclasses.asdict(
@@ -278,39 +213,39 @@ def entries(record: dict) -> dict[str, list[dict]]:
     return {".".join(map(str, record["settings"]["capability"])): rows}
 
 
-def write_table(record: Path) -> None:
-    """Writes what a record has into the table, in place of all that was there for such a GPU."""
+def lines_of(record: Path) -> list[dict]:
+    """Returns the lines of a record of the suite, or the one line of a file. Raises InputError."""
     try:
         found = json.loads(record.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--table {record}: cannot be read ({error})") from error
-    require(
-        isinstance(found, dict) and found.get("benchmark") == "attention_table",
-        f"--table {record}: is no record of this benchmark; give what --output wrote",
-    )
-    table = measured.TABLE | entries(found)
+    of = found if isinstance(found, dict) else {}
+    lines = [block["line"] for block in of.get("blocks", [{"line": of}]) if "line" in block]
+    ours = bool(lines) and all(line.get("benchmark") == "attention_table" for line in lines)
+    require(ours, f"--table {record}: is no record of this benchmark; give those of the suite attention")
+    return lines
+
+
+def write_table(records: list[Path]) -> dict:
+    """Writes what records have into the table, in place of all that was there for such GPUs."""
+    found: dict[str, list[dict]] = {}
+    for line in (line for record in records for line in lines_of(record)):
+        for capability, rows in entries(line).items():
+            found.setdefault(capability, []).extend(rows)
+    table = measured.TABLE | found
     measured.TABLE_FILE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    return {"written": {capability: len(rows) for capability, rows in found.items()}}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--limit", type=float, default=280.0, help="seconds; default %(default)g")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the points, and about how long they take"
-    )
-    parser.add_argument("--table", type=Path, metavar="RECORD", help="write the table from a record")
-    arguments = parser.parse_args()
-    if arguments.table:
-        write_table(arguments.table)
-        return 0
-    if arguments.dry_run:
-        plan(points())
-        return 0
-    harness.keep_stdout()
-    xla.configure()
-    return run(arguments.output, arguments.limit)
+main = harness.program(
+    __doc__,
+    run,
+    harness.option("--head-dim", type=int, default=64),
+    harness.option("--sequence", type=int, default=2048, help="of a row"),
+    harness.option("--table", type=Path, nargs="+", metavar="RECORD", help="write the table from records"),
+    config=False,
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

@@ -7,9 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_balance
 import data_corpus
 import numpy as np
+from measure import balance
 
 from jaxthru.data.store import tokenizer
 
@@ -18,25 +18,22 @@ LENGTHS = "lognormal(6, 2)"
 
 def make(folder: Path, tokens: int, sequence: int, vocabulary: int) -> Path:
     """Makes the corpus if it is missing; returns its mix. Documents are pieces of the standard library."""
-    folder = folder / f"{sequence}_{tokens}_{vocabulary}"
-    mix = folder / "mix.toml"
-    if mix.is_file():
-        return mix
-    folder.mkdir(parents=True, exist_ok=True)
+    sizes = sequence, tokens, vocabulary
+    own = folder / "_".join(map(str, sizes))
+    return data_corpus.once(own, lambda folder: write(folder, *sizes)) / "mix.toml"
+
+
+def write(folder: Path, sequence: int, tokens: int, vocabulary: int) -> None:
     text = "\n".join(data_corpus.library(4 * tokens))
     sample = data_corpus.chunks([text[:4_000_000]], 4096)
     tokenizer.train(iter(sample), vocabulary, folder / "tokenizer.json")
     encoded = tokenizer.Tokenizer(folder / "tokenizer.json").encode(sample[:200])
     characters = sum(map(len, sample[:200])) / sum(map(len, encoded))  # of a token
-    lengths = data_balance.lengths(LENGTHS, tokens, sequence)
+    lengths = balance.lengths(LENGTHS, tokens, sequence)
     with (folder / "documents.jsonl").open("w") as file:
         for piece in pieces(text, lengths * characters):
             file.write(json.dumps({"text": piece}) + "\n")
-    mix.write_text(
-        'tokenizer = "tokenizer.json"\nheld_out = 0.0\n'
-        '[sources.documents]\nrecipe = "local_jsonl"\nweight = 1\npaths = ["documents.jsonl"]\n'
-    )
-    return mix
+    data_corpus.write_mix(folder, "mix", {"documents": {"paths": ["documents.jsonl"]}})
 
 
 def pieces(text: str, characters: np.ndarray) -> Iterator[str]:

@@ -1,14 +1,8 @@
 """Balanced steps against the same steps as they come, on two or more devices: predicted, then timed.
 
-    python scripts/bench/measure/balance_steps.py --output scripts/bench/results/balance_steps_h200x2.json
+    python scripts/bench/suite.py data --rows balanced_steps
 
-Needs zstandard and, on a GPU, jax-triton. A quicker one: `--timed-seconds 20 --steps 5 --warmup-seconds
-10`, or half of the work at the same share of attention: `--set model.layers=2 --set model.vocabulary=8192`.
-On a CPU:
-
-    XLA_FLAGS=--xla_force_host_platform_device_count=2 python scripts/bench/measure/balance_steps.py \\
-        --config configs/quickstart.py --tokens 60000 --steps 2 --microbatches 4 --warmup-seconds 0 \\
-        --timed-seconds 0 --set data.sequence=256 --set model.layers=2 --set model.vocabulary=2048
+Needs jax-triton on a GPU.
 
 Rows of 32,768 tokens hold whole documents of heavy-tailed length (lognormal(6, 2), best fit), one row for
 each device and micro-batch, eight micro-batches. The model is Llama 3 8B with an eighth of its layers and
@@ -45,30 +39,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import blocks
+import comparison
 import harness
 import jax
 import numpy as np
-import row_costs
 import turns
 from gpu_clocks import mean
-from measure import balance_corpus
+from measure import balance_corpus, row_costs
 
 from jaxthru import config as configuration
-from jaxthru.build.batches import row_cost
 from jaxthru.build.compiled import Build, build_step
-from jaxthru.data.loading.dataset import Data, open_data
+from jaxthru.build.defaults import replaced
+from jaxthru.data.loading.dataset import open_data
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import require
 
-DEFAULTS = (
-    *("model.layers=4", "model.vocabulary=16384", "model.max_sequence=32768"),
-    *("data.sequence=32768", "data.packing=best_fit"),
-)
 FEW = 2
 """Micro-batches of the shorter step. One alone would be another program, which adds nothing up."""
-BAR_GAIN, BAR_ERROR = 0.8, 0.05
 ORDERS = ("as they come", "balanced")
 
 
@@ -106,14 +96,6 @@ class Runner:
         self.times(itertools.chain(work, again))
 
 
-def host_batches(config: configuration.RunConfig, data: Data, steps: int) -> list[dict[str, np.ndarray]]:
-    """Returns the batches of a run's first steps, balanced if the configuration says so."""
-    train = config.train
-    keys = {"seed": train.seed, "rows": train.rows, "cost": row_cost(config)}
-    with data.train_batches(((0, data.mixture),), steps=steps, **keys) as batches:
-        return list(batches)
-
-
 def summary(predicted: dict[str, np.ndarray], found: dict[str, list[turns.Turn]]) -> dict:
     """Returns each order's row, and what balancing gained of what it was predicted to.
 
@@ -138,116 +120,74 @@ def summary(predicted: dict[str, np.ndarray], found: dict[str, list[turns.Turn]]
         }
     came, balanced = (rows[order] for order in ORDERS)
     gain, forecast = (came[key] / balanced[key] - 1 for key in ("step_seconds", "predicted_step_seconds"))
-    share = gain / forecast if forecast > 0 else None
-    error = max(abs(row["error"]) for row in rows.values())
     return {
         "orders": rows,
         "gain": round(gain, 4),
         "predicted_gain": round(forecast, 4),
-        "claimed": gain > 2 * max(row["spread"] for row in rows.values()),
-        "bars": {
-            "gain_over_predicted": {
-                "value": share and round(share, 3),
-                "bar": BAR_GAIN,
-                "met": share is not None and share >= BAR_GAIN,
-            },
-            "prediction_error": {"value": error, "bar": BAR_ERROR, "met": error <= BAR_ERROR},
-        },
+        "claimed": gain > 2 * max(comparison.LEAST_SPREAD, *(row["spread"] for row in rows.values())),
+        "gain_over_predicted": round(gain / forecast, 3) if forecast > 0 else None,
+        "prediction_error": max(abs(row["error"]) for row in rows.values()),
     }
-
-
-def table(line: dict) -> str:
-    """Returns the result as lines to read."""
-    cost = line["costs"]
-    lines = [
-        "data.linear_cost={linear_cost:.4g} data.attention_cost={attention_cost:.4g}, in seconds; a step's "
-        "constant {constant_seconds:.4g} s; residual {residual:.2%}".format(**cost),
-        "| order | step | predicted | error | worst step | spread | SM clock | power |",
-        "|" + "---|" * 8,
-    ]
-    for order, row in line["orders"].items():
-        seconds = [f"{row[key]:.4f} s" for key in ("step_seconds", "predicted_step_seconds")]
-        shares = [f"{row[key]:.2%}" for key in ("error", "worst_error_of_a_step", "spread")]
-        clocks = [str(row[key]) for key in ("sm_clock_mhz", "power_watts")]
-        lines.append(f"| {' | '.join([order, *seconds, *shares, *clocks])} |")
-    lines.append(f"gain {line['gain']:.1%} of {line['predicted_gain']:.1%} predicted: {line['bars']}")
-    return "\n".join(lines)
 
 
 def resolve(arguments: argparse.Namespace) -> configuration.RunConfig:
     """Returns the configuration, its corpus made. Raises InputError."""
-    config = configuration.load(arguments.config, [*DEFAULTS, *arguments.overrides, "train.steps=1000000"])
+    config = configuration.load(arguments.config, [*arguments.overrides, "train.steps=1000000"])
     mesh = config.mesh.shape(len(jax.devices()))
     shards = mesh["data"] * mesh["fsdp"]
     require(shards > 1, f"{shards} device takes all rows: nothing to balance; run it on two or more")
     parts = arguments.microbatches
     require(parts > FEW, f"--microbatches {parts}: must be above {FEW}")
-    train = dataclasses.replace(config.train, rows=shards * parts, microbatches=parts)
-    shape = config.data
-    mix = balance_corpus.make(
-        arguments.folder, arguments.tokens, shape.sequence, min(config.model.vocabulary, 16_384)
-    )
+    vocabulary, sequence = min(config.model.vocabulary, 16_384), config.data.sequence
+    mix = balance_corpus.make(arguments.folder, arguments.tokens, sequence, vocabulary)
+    values = {"train.rows": shards * parts, "train.microbatches": parts}
+    values |= {"data.mix": str(mix), "data.store": str(mix.parent / "store")}
     # A group is what a device holds, so that rows of like rank run at the same time.
-    store = str(mix.parent / "store")
-    shape = dataclasses.replace(shape, mix=str(mix), store=store, groups=shape.groups or shards)
-    return dataclasses.replace(config, train=train, data=shape)
+    return replaced(config, values | {"data.groups": config.data.groups or shards})
 
 
-def shortened(config: configuration.RunConfig) -> configuration.RunConfig:
-    """Returns the configuration with rows for FEW micro-batches alone."""
-    train = config.train
-    rows = train.rows // train.microbatches * FEW
-    return dataclasses.replace(config, train=dataclasses.replace(train, rows=rows, microbatches=FEW))
-
-
-def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
+def measure(arguments: argparse.Namespace) -> dict:
     """Returns the result."""
+    phases = harness.Phases()
+    xla.configure()
     with phases("corpus"):
         config = resolve(arguments)
         data = open_data(config.data)
     shape, train = config.data, config.train
-    plain = dataclasses.replace(config, data=dataclasses.replace(shape, balance=False))
+    config, plain = (replaced(config, {"data.balance": balance}) for balance in (True, False))
+    few = {"train.rows": train.rows // train.microbatches * FEW, "train.microbatches": FEW}
     with phases("compiling"):
-        programs = {one.train.microbatches: build_step(one, data) for one in (plain, shortened(plain))}
+        programs = {one.train.microbatches: build_step(one, data) for one in (plain, replaced(plain, few))}
         built = programs[train.microbatches]
         runner = Runner(built)
-    batches = {ORDERS[0]: host_batches(plain, data, arguments.steps)}
-    placed = {ORDERS[0]: [built.place(batch, train.rows) for batch in batches[ORDERS[0]]]}
+    orders, placed, predicted = {}, {}, {}
+
+    def plan(order: str, config: configuration.RunConfig) -> None:
+        orders[order] = blocks.first_batches(config, arguments.steps, data)
+        placed[order] = [(built, built.place(batch, train.rows)) for batch in orders[order]]
+
+    plan(ORDERS[0], plain)
     with phases("warm-up"):
-        runner.warm_up([(built, batch) for batch in placed[ORDERS[0]][:3]], arguments.warmup_seconds)
+        runner.warm_up(placed[ORDERS[0]][:3], arguments.warmup_seconds)
     with phases("coefficients"):
-        points = row_costs.measure(runner.times, programs, batches[ORDERS[0]][0], arguments.rounds)
+        points = row_costs.measure(runner.times, programs, orders[ORDERS[0]][0], arguments.rounds)
         costs = row_costs.Costs.fit(points, shape.sequence)
         require(costs.linear > 0, f"the coefficients cannot be told from these times: {points}")
         costs = dataclasses.replace(costs, attention=max(costs.attention, 0.0))
     prices = {"linear_cost": costs.linear, "attention_cost": costs.attention}
-    balanced = dataclasses.replace(config, data=dataclasses.replace(shape, balance=True, **prices))
-    batches[ORDERS[1]] = host_batches(balanced, data, arguments.steps)
-    placed[ORDERS[1]] = [built.place(batch, train.rows) for batch in batches[ORDERS[1]]]
+    plan(ORDERS[1], replaced(config, {f"data.{key}": of for key, of in prices.items()}))
     devices = built.layout.size("batch")
     tokens = shape.sequence * train.rows // train.microbatches // devices
     parts = shape.groups, train.microbatches, devices
-    predicted = {
-        order: np.array(
-            [
-                costs.predict(row_costs.by_device(row_costs.spans(batch["segment_ids"]), *parts), tokens)
-                for batch in found
-            ]
-        )
-        for order, found in batches.items()
-    }
+    for order, batches in orders.items():
+        spans = (row_costs.by_device(row_costs.spans(batch["segment_ids"]), *parts) for batch in batches)
+        predicted[order] = np.array([costs.predict(of, tokens) for of in spans])
     with phases("timed"):
-        times = {
-            order: lambda of=of: (runner.times([(built, batch) for batch in of]), 0, None)
-            for order, of in placed.items()
-        }
+        times = {order: lambda work=work: (runner.times(work), 0, None) for order, work in placed.items()}
         found = turns.steps_in_turns(times, 0.0, arguments.timed_seconds, built.layout.mesh.size)
     counted = llama.train_flops(config.model, 1, 0), llama.train_flops(config.model, 0, 1)
-    used = np.mean([(batch["segment_ids"] > 0).mean() for batch in batches[ORDERS[0]]])
+    used = np.mean([(batch["segment_ids"] > 0).mean() for batch in orders[ORDERS[0]]])
     return {
-        "benchmark": "balance_steps",
-        "config": Path(arguments.config).stem,
-        "set": [*DEFAULTS, *arguments.overrides],
         "lengths": balance_corpus.LENGTHS,
         "sequence": shape.sequence,
         "rows": train.rows,
@@ -266,26 +206,21 @@ def measure(arguments: argparse.Namespace, phases: harness.Phases) -> dict:
         **summary(predicted, found),
         "peak_hbm_bytes": hardware.peak_bytes(),
         "phases": phases.seconds,
-        **harness.provenance(),
     }
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__, harness.ROOT / "configs" / "llama3_8b_8layer.py")
-    add = parser.add_argument
-    add("--microbatches", type=int, default=8, help="of a step: rows for each device")
-    add("--steps", type=int, default=7, help="that are timed in both orders, over and over")
-    add("--rounds", type=int, default=2, help="of the steps that the coefficients are taken from")
-    add("--tokens", type=int, default=8_000_000, help="of the corpus")
-    add("--folder", type=Path, default=Path("build/bench_balance"), help="corpora, kept")
-    harness.add_seconds(parser)
-    arguments = parser.parse_args()
-    xla.configure()
-    line = measure(arguments, harness.Phases())
-    print(table(line), file=sys.stderr)
-    harness.emit(line, arguments.output)
-    return 0
+option = harness.option
+main = harness.program(
+    __doc__,
+    measure,
+    option("--microbatches", type=int, default=8, help="of a step: rows for each device"),
+    option("--steps", type=int, default=7, help="that are timed in both orders, over and over"),
+    option("--rounds", type=int, default=2, help="of the steps that the coefficients are taken from"),
+    option("--tokens", type=int, default=8_000_000, help="of the corpus"),
+    option("--folder", type=Path, default=Path("build/bench_balance"), help="corpora, kept"),
+    seconds=(20.0, 40.0),
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

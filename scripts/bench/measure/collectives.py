@@ -235,18 +235,16 @@ def first_run_of_jax(mesh: Mesh) -> None:
 
 
 def contenders(
-    case: Case, without_jax: str = "", adds: bool = False, without: tuple[str, ...] = ()
+    case: Case, without_jax: str = "", adds: bool = False
 ) -> tuple[dict[str, tuple[Callable, tuple]], dict[str, str]]:
     """Returns {name: (function, operands)} and why others cannot run; JAX's own kernel `search_jax` adds.
 
-    without_jax: why that is not to run, if so. adds: whether "fused_adds" is to. without: names to leave out.
+    without_jax: why that is not to run, if so. adds: whether "fused_adds" is to.
     """
     operands, found, missing = case.operands(), {}, {}
     named = NAMED | ({"fused_adds": "mosaic_gpu_adds"} if adds and case.gathers == case.backward else {})
     runs = {name: functools.partial(case.implementation, of, named=True) for name, of in named.items()}
     runs["dispatched"] = case.dispatched
-    for name in without:
-        runs.pop(name, None)
     for name, make in runs.items():
         try:
             jax.eval_shape(run := make(), *operands)

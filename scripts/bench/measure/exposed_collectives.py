@@ -9,7 +9,6 @@ the time from the first kernel to the last, for each GPU of this host. That is m
 trace takes the next one too, and part of another that has been dispatched by then (4.8 steps for three).
 """
 
-import argparse
 import collections
 import sys
 from pathlib import Path
@@ -19,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 import numpy as np
 from jax.profiler import ProfileData
+
+from jaxthru.runtime.errors import require
 
 COLLECTIVES = ("nccl", "MemcpyP2P", "MemcpyD2D")  # a permute may be a copy
 COPIES = ("Memcpy", "Memset")  # the others wait for the host or take next to nothing
@@ -77,22 +78,18 @@ def covered(edges: np.ndarray, spans: np.ndarray) -> np.ndarray:
     return np.cumsum(begun - ended)[:-1] > 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path, help="a .xplane.pb or a folder with one")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
-    arguments = parser.parse_args()
+def read(arguments) -> dict:
     path = arguments.trace
     if path.is_dir():
         path = next(iter(sorted(path.rglob("*.xplane.pb"))), path)
-    if not path.is_file():
-        parser.error(f"{path}: no .xplane.pb there")
+    require(path.is_file(), f"{path}: no .xplane.pb there")
     devices = {name: measure(*found) for name, found in events(path).items() if all(found)}
-    if not devices:
-        sys.exit(f"exposed_collectives.py: {path}: no GPU there ran both collectives and kernels")
-    line = {"benchmark": "exposed_collectives", "trace": path.name, "devices": devices}
-    harness.emit(line | {"command": harness.command()}, arguments.output)
-    return 0
+    require(devices, f"{path}: no GPU there ran both collectives and kernels")
+    return {"trace": path.name, "devices": devices}
+
+
+trace = harness.option("trace", type=Path, help="a .xplane.pb or a folder with one")
+main = harness.program(__doc__, read, trace, config=False, elsewhere=True)
 
 
 if __name__ == "__main__":

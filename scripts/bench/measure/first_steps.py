@@ -59,17 +59,15 @@ def first_steps(words: list[str], folder: Path, steps: int) -> dict:
     }
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__)
-    parser.add_argument("--steps", type=int, required=True, help="0: it is to be refused")
-    arguments = parser.parse_args()
+def measure(arguments) -> dict:
     words = ["--config", arguments.config, *harness.set_words(arguments.overrides)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = first_steps(words, folder, arguments.steps) if arguments.steps else refusal(words, folder)
-    line = harness.about("first_steps", arguments)
-    harness.emit(line | found | {"command": harness.command()})
-    return 0
+        return first_steps(words, folder, arguments.steps) if arguments.steps else refusal(words, folder)
+
+
+steps = harness.option("--steps", type=int, required=True, help="0: it is to be refused")
+main = harness.program(__doc__, measure, steps, elsewhere=True)
 
 
 if __name__ == "__main__":

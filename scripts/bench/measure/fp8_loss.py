@@ -110,13 +110,8 @@ def compare(compute: list[dict], fp8: list[dict]) -> dict:
     }
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__, __file__)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=4)
-    arguments = parser.parse_args()
-    overrides = [*arguments.overrides, f"train.steps={arguments.steps}"]
-    results = {}
+def measure(arguments) -> dict:
+    overrides, results = [*arguments.overrides, f"train.steps={arguments.steps}"], {}
     for matmul in ("compute", "fp8"):
         config = configuration.load(arguments.config, [*overrides, f"precision.matmul={matmul}"])
         with open_data(config.data) as data:
@@ -126,21 +121,26 @@ def main() -> int:
             for seed in range(arguments.seeds):
                 print(f"{matmul}, seed {seed}", file=sys.stderr)
                 results[matmul].append(run(built, evaluation, seed))
-    line = {
-        **harness.about("fp8_loss", arguments),
+    kept = ("held_out_loss", "skipped_updates")
+    return {
         "steps": arguments.steps,
         "seeds": arguments.seeds,
         "rows": config.train.rows,
         "sequence": config.data.sequence,
         "fp8_over_compute": compare(**results),
         "means_of_20_steps": {name: windows(runs).round(5).tolist() for name, runs in results.items()},
-        "held_out_loss": {name: [run["held_out_loss"] for run in runs] for name, runs in results.items()},
-        "skipped_updates": {name: [run["skipped_updates"] for run in runs] for name, runs in results.items()},
-        **harness.provenance(),
+        **{key: {name: [run[key] for run in runs] for name, runs in results.items()} for key in kept},
     }
-    harness.emit(line, arguments.output)
-    return 0
+
+
+main = harness.program(
+    __doc__,
+    measure,
+    harness.option("--steps", type=int, default=300),
+    harness.option("--seeds", type=int, default=4),
+    config=__file__,
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

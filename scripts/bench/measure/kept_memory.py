@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 from suites.profiler import GIVEN_BACK, QUIET
 
+from jaxthru.runtime.errors import require
+
 VARIANTS = {"kept": {}, "given_back": GIVEN_BACK}
 
 
@@ -72,15 +74,9 @@ def told(turns: list[dict[str, Any]], warmup: float) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__, "configs/quickstart.py")
-    add = parser.add_argument
-    add("--turns", type=int, default=3, help="of each variant")
-    add("--steps", type=int, default=300, help="of a turn")
-    add("--warmup-seconds", type=float, default=20.0, help="of a turn's steps, which do not count")
-    arguments = parser.parse_args()
-    if own := [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
-        parser.error(f"{own[0]} is set: no run would keep its memory")
+def measure(arguments) -> dict:
+    own = [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
+    require(not own, f"{', '.join(own)} is set: no run would keep its memory")
     settings = [*QUIET.split(), f"train.steps={arguments.steps}", *arguments.overrides]
     words = ["--config", arguments.config, *harness.set_words(settings)]
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
@@ -94,16 +90,23 @@ def main() -> int:
                 turns[variant].append(found)
     os.environ["JAX_PLATFORMS"] = "cpu"  # of what is recorded of this machine, too
     rows = {name: told(of, arguments.warmup_seconds) for name, of in turns.items()}
-    line = {
-        "benchmark": "kept_memory",
+    return {
         "variants": rows,
         "kept_over_given_back": rows["kept"]["step_seconds"] / rows["given_back"]["step_seconds"],
         "environment_given_back": GIVEN_BACK,
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg(),
     }
-    harness.emit(line | harness.provenance(), arguments.output)
-    return 0
+
+
+main = harness.program(
+    __doc__,
+    measure,
+    harness.option("--turns", type=int, default=3, help="of each variant"),
+    harness.option("--steps", type=int, default=300, help="of a turn"),
+    harness.option("--warmup-seconds", type=float, default=20.0, help="of a turn's steps; they do not count"),
+    config="configs/quickstart.py",
+)
 
 
 if __name__ == "__main__":

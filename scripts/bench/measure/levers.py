@@ -8,13 +8,12 @@ cycles that CUPTI counts. NVML's clock stands beside them: under a power cap it 
 the cycles that are left out. The suite `profiler` runs it, once more without memory that is kept.
 """
 
-import argparse
 import functools
 import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 import jax
 import jax.numpy as jnp
+from gemm import operands, product
 from measure.profiler import capped, gemm_clock, judged
 
 from jaxthru.profile.account import frequency
@@ -32,12 +32,6 @@ from jaxthru.runtime import hardware, nvml, xla
 
 REPEATS = 40  # products between two looks at the clock
 NARROW = jnp.float8_e4m3fn
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def product(a, b, dtype=jnp.bfloat16):
-    """Both contracted along rows: the one layout that the float8 kernels take."""
-    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
@@ -51,9 +45,9 @@ def pass_over(x):
     return x * jnp.asarray(1.0001, x.dtype)
 
 
-def many(operands: list[jax.Array]) -> jax.Array:
+def many(pair: Sequence[jax.Array]) -> jax.Array:
     for _ in range(REPEATS):
-        last = product(*operands)
+        last = product(*pair)
     return last
 
 
@@ -61,8 +55,7 @@ class Levers:
     """Each method runs `REPEATS` products and returns the last result; its docstring says what it varies."""
 
     def __init__(self, size: int):
-        keys = jax.random.split(jax.random.key(0), 2)
-        self.random = [jax.random.normal(key, (size, size)).astype(jnp.bfloat16) for key in keys]
+        self.random = operands(jnp.bfloat16, size)
         self.narrow = [operand.astype(NARROW) for operand in self.random]
         self.ones = [jnp.sign(operand) for operand in self.random]
         self.none = [jnp.zeros_like(operand) for operand in self.random]
@@ -152,12 +145,7 @@ def factored(found: dict, gemm: dict, flops: float, speed: float, kind: str) -> 
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=int, default=8192)
-    parser.add_argument("--only", nargs="+", choices=LEVERS, default=LEVERS)
-    harness.add_seconds(parser, warmup=2.0, timed=3.0)
-    arguments = parser.parse_args()
+def measure_all(arguments) -> dict:
     xla.configure()
     levers, found, flops = Levers(arguments.size), {}, 2.0 * arguments.size**3 * REPEATS
     seconds = arguments.warmup_seconds, arguments.timed_seconds
@@ -180,8 +168,17 @@ def main() -> int:
             kind = jax.devices()[0].device_kind
             of |= factored(of, gemm, flops, 2.0 if name == "fp8" else 1.0, kind)
         print(name, of, file=sys.stderr, flush=True)
-    harness.emit({"levers": found, **harness.provenance()})
-    return 0
+    return {"levers": found}
+
+
+main = harness.program(
+    __doc__,
+    measure_all,
+    harness.option("--size", type=int, default=8192),
+    harness.option("--only", nargs="+", choices=LEVERS, default=LEVERS),
+    config=False,
+    seconds=(2.0, 3.0),
+)
 
 
 if __name__ == "__main__":

@@ -69,40 +69,36 @@ def grown(build, first: int, card: int | None, share: float) -> tuple[Build, lis
     return built, tried
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__)
-    add = parser.add_argument
-    add("--grow", default="model.vocabulary", metavar="GROUP.KEY")
-    add("--share", type=float, default=0.924, help="of the card's memory")
-    add("--steps", type=int, nargs=2, default=(3, 40), metavar=("WARMUP", "TIMED"))
-    arguments = parser.parse_args()
-    arguments.packed_rows = arguments.warmup_seconds = arguments.timed_seconds = None
+def measure(arguments) -> dict:
+    arguments.warmup_seconds = arguments.timed_seconds = None
     config = configuration.load(arguments.config, ["train.steps=1000000", *arguments.overrides])
     xla.configure(config.kernels.writes_to_peers)
     data, card = open_data(config.data), card_bytes()
 
     def build(size: int) -> Build:
         settings = ["train.steps=1000000", *arguments.overrides, f"{arguments.grow}={size}"]
-        own = {text.partition("=")[0]: text for text in settings}
-        return build_step(configuration.load(arguments.config, list(own.values())), data)
+        return build_step(configuration.load(arguments.config, harness.set_words(settings)[1::2]), data)
 
     built, tried = grown(build, get(config, arguments.grow), card, arguments.share)
     line = step.measure(built, step.packed_batches(built), arguments)
     peak_bytes = line["peak_hbm_bytes"]
-    harness.emit(
-        {
-            **harness.about("near_limit", arguments),
-            **line,
-            "grown": {arguments.grow: get(built.config, arguments.grow)},
-            "tried": tried,
-            "card_gib": card and round(card / 2**30, 2),
-            "share_of_card": round(peak_bytes / card, 4) if card and peak_bytes else None,
-            "chosen": step.chosen(built),
-            **harness.provenance(),
-        }
-    )
-    return 0
+    return line | {
+        "grown": {arguments.grow: get(built.config, arguments.grow)},
+        "tried": tried,
+        "card_gib": card and round(card / 2**30, 2),
+        "share_of_card": round(peak_bytes / card, 4) if card and peak_bytes else None,
+        "chosen": step.chosen(built),
+    }
+
+
+main = harness.program(
+    __doc__,
+    measure,
+    harness.option("--grow", default="model.vocabulary", metavar="GROUP.KEY"),
+    harness.option("--share", type=float, default=0.924, help="of the card's memory"),
+    harness.option("--steps", type=int, nargs=2, default=(3, 40), metavar=("WARMUP", "TIMED")),
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

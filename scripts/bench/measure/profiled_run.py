@@ -64,20 +64,7 @@ def parts(run: measured.Run, closes: bool, split: bool) -> dict[str, dict[str, A
     return {name: attempt(of) for name, of in found.items()}
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__)
-    add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="the run's directory, made anew")
-    add("--cause", default="clean", help="of planted.py")
-    add("--seconds", type=float, default=0.0, help="that it sleeps")
-    add("--one-batch", action="store_true", help="each step takes the first batch")
-    add("--turns", type=int, default=0, help="more traces, behind the profile")
-    add("--gpus", type=int, default=1, help="whose clocks are sampled")
-    add("--closes", action="store_true", help="hold the ledger against the loop's clock")
-    add("--split", action="store_true", help="take the products' rate apart")
-    add("--keep-traces", action="store_true")
-    add("--read-again", action="store_true", help="train nothing")
-    arguments = parser.parse_args()
+def measure(arguments) -> dict:
     arguments.folder = arguments.folder.absolute()
     if not arguments.read_again:
         train(arguments, ["--config", arguments.config, *harness.set_words(arguments.overrides)])
@@ -86,21 +73,32 @@ def main() -> int:
         ledger.unlink()
     run = measured.opened(arguments.folder)
     found = parts(run, arguments.closes, arguments.split)
-    environment = json.loads((arguments.folder / "environment.json").read_text())
+    where = json.loads((arguments.folder / "environment.json").read_text())
     if not (arguments.keep_traces or arguments.read_again):
         for unneeded in ("production", "attribution", "dump"):
             shutil.rmtree(run.folder / unneeded, ignore_errors=True)
         for text in run.folder.glob("*.hlo.txt"):
             text.unlink()
-    where = {
-        "device": environment["devices"],
-        "versions": environment["versions"],
-        "commit": environment["commit"],
-    }
-    line = harness.about("profiled_run", arguments) | {"cause": arguments.cause} | found | where
-    harness.emit(line | {"command": harness.command()}, arguments.output)
-    return 0
+    origin = {"device": where["devices"], "versions": where["versions"], "commit": where["commit"]}
+    return {"cause": arguments.cause} | found | origin
+
+
+main = harness.program(
+    __doc__,
+    measure,
+    harness.option("folder", type=Path, metavar="DIR", help="the run's directory, made anew"),
+    harness.option("--cause", default="clean", help="of planted.py"),
+    harness.option("--seconds", type=float, default=0.0, help="that it sleeps"),
+    harness.option("--one-batch", action="store_true", help="each step takes the first batch"),
+    harness.option("--turns", type=int, default=0, help="more traces, behind the profile"),
+    harness.option("--gpus", type=int, default=1, help="whose clocks are sampled"),
+    harness.option("--closes", action="store_true", help="hold the ledger against the loop's clock"),
+    harness.option("--split", action="store_true", help="take the products' rate apart"),
+    harness.option("--keep-traces", action="store_true"),
+    harness.option("--read-again", action="store_true", help="train nothing"),
+    elsewhere=True,
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

@@ -18,6 +18,7 @@ from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import comparison
 import harness
 from suites.profiler import QUIET
 
@@ -81,11 +82,7 @@ def turn(loop: Callable, built, folder: Path) -> float:
     return median(row["step_seconds"] for row in directory.read_metrics() if row["step"] > WARM_UP)
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=15, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=2, help="of A-A-B-B")
-    arguments = parser.parse_args()
+def measure(arguments) -> dict:
     own = ["profile.at=0", f"train.steps={arguments.steps}", *QUIET.split()]
     config = configuration.load(arguments.config, [*arguments.overrides, *own])
     xla.configure()
@@ -93,18 +90,24 @@ def main() -> int:
     seconds = {name: [] for name in loops}
     with open_data(config.data) as data, tempfile.TemporaryDirectory() as folder:
         built = build_step(config, data)
-        for number in range(-1, arguments.rounds):  # the first warms up
-            for name in ("hooks", "hooks", "none", "none") if number >= 0 else ("hooks",):
+        turn(loops["hooks"], built, Path(folder) / "warm_up")
+        for number in range(arguments.rounds):
+            for name in ("hooks", "hooks", "none", "none"):
                 place = Path(folder) / f"{number}_{name}_{len(seconds[name])}"
-                taken = turn(loops[name], built, place)
-                if number >= 0:
-                    seconds[name].append(taken)
-    spread = max((max(of) - min(of)) / fmean(of) for of in seconds.values())
+                seconds[name].append(turn(loops[name], built, place))
+    spread = max(comparison.spread(of) for of in seconds.values())
     change = fmean(seconds["hooks"]) / fmean(seconds["none"]) - 1
     found = {"change": change, "spread": spread, "bar": 2 * spread, "met": abs(change) <= 2 * spread}
-    harness.emit({"off": {"step_seconds": seconds, **found}, **harness.provenance()})
-    return 0
+    return {"off": {"step_seconds": seconds, **found}}
+
+
+main = harness.program(
+    __doc__,
+    measure,
+    harness.option("--steps", type=int, default=15, help="of a turn"),
+    harness.option("--rounds", type=int, default=2, help="of A-A-B-B"),
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

@@ -2,7 +2,8 @@
 
     python scripts/bench/measure/starts.py --config configs/llama3_8b_8layer.py [--set a.b=v ...]
 
-The first start has an empty compilation cache and no token stores; the second finds what the first made.
+The first start has no programs compiled by JAX, Triton or CUDA and no token stores; the second finds what the
+first made.
 `seconds_to_first_step` is from the start of the process to the first row of its metrics. The waits are parts
 of the time of the second start's steps: `host_gap` how long the device was seen without work, `data_wait` how
 long the loop stood in the loader. Both runs are killed, which saves writing a checkpoint.
@@ -22,6 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 
+from jaxthru.runtime.errors import require
+
+CACHES = ("JAX_COMPILATION_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 SETTLED = 10
 """Steps of the second start that do not count: the first ones fill queues."""
 
@@ -64,32 +68,25 @@ def share(rows: list[dict], wait: str) -> float:
     return round(sum(row[wait] or 0.0 for row in rows) / sum(row["step_seconds"] for row in rows), 6)
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__)
-    add = parser.add_argument
-    add("--steps", type=int, default=100, help="of the second start")
-    arguments = parser.parse_args()
-    if arguments.steps <= SETTLED:
-        parser.error(f"--steps {arguments.steps}: must be above {SETTLED}, which do not count")
+def measure(arguments) -> dict:
+    require(
+        arguments.steps > SETTLED, f"--steps {arguments.steps}: must be above {SETTLED}, which do not count"
+    )
     found, parts = {}, {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = [*arguments.overrides, f"data.store={folder / 'store'}"]
         words = ["--config", arguments.config, *harness.set_words(settings)]
-        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+        caches = {name: str(folder / "compiled" / name) for name in CACHES}
         for number, (which, steps) in enumerate({"first": 2, "second": arguments.steps}.items()):
-            seconds, rows = start(words, environment, folder / str(number), steps)
+            seconds, rows = start(words, os.environ | caches, folder / str(number), steps)
             found[which] = round(seconds, 2)
             parts[which] = parts_of((folder / f"{number}.log").read_text())
-            print(
-                f"{which} start: {seconds:.1f} s to the first step: {parts[which]}",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = f"{which} start: {seconds:.1f} s to the first step: {parts[which]}"
+            print(said, file=sys.stderr, flush=True)
         written = json.loads((folder / "1" / "environment.json").read_text())
     counted = rows[SETTLED:]
-    line = {
-        **harness.about("starts", arguments),
+    return {
         "seconds_to_first_step": found,
         "parts": parts,
         "steps_counted": len(counted),
@@ -97,10 +94,11 @@ def main() -> int:
         "host_gap": share(counted, "host_gap_seconds"),
         "data_wait": share(counted, "data_wait_seconds"),
         "environment": written,
-        "command": harness.command(),
     }
-    harness.emit(line, arguments.output)
-    return 0
+
+
+steps = harness.option("--steps", type=int, default=100, help="of the second start")
+main = harness.program(__doc__, measure, steps, elsewhere=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from jaxthru.data.loading.state import DataState
 from jaxthru.engine.step import Batch
 from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, require
 
 
 def packed_batches(built: Build) -> Iterator[Batch]:
@@ -59,29 +59,6 @@ def kept_batches(built: Build, path: Path) -> Iterator[Batch]:
     for number in itertools.cycle(range(len(batches["tokens"]))):
         batch = {name: values[number] for name, values in batches.items()}
         yield built.place(batch, len(batch["tokens"]))
-
-
-def documents(built: Build, steps: range) -> dict:
-    """Returns how long the documents of these steps' rows are: what packed attention saves rests on it."""
-    train = built.config.train
-    schedule = DataState(0, ((0, built.data.mixture),), built.data.keys).schedule
-    lengths = []
-    with built.data.train_batches(
-        schedule, seed=train.seed, rows=train.rows, start=steps.start, steps=steps.stop
-    ) as batches:
-        for batch in batches:
-            for row in batch["segment_ids"]:
-                lengths.append(np.bincount(row)[1:])
-    lengths = np.concatenate(lengths)
-    edges = 2 ** np.arange(built.config.data.sequence.bit_length() + 1)
-    counts, _ = np.histogram(lengths, edges)
-    return {
-        "documents_per_row": round(len(lengths) / (len(steps) * train.rows), 2),
-        "sum_length_squared": int(np.sum(lengths.astype(np.int64) ** 2)),
-        "length_histogram": {
-            f"{low}-{2 * low - 1}": int(count) for low, count in zip(edges[:-1], counts, strict=True)
-        },
-    }
 
 
 def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespace) -> dict:
@@ -121,13 +98,13 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
     }
     if arguments.steps:
         line["losses"] = [float(step["loss"]) for step in values]
-    if built.data.segments > 1 and not arguments.packed_rows:
-        line["documents"] = documents(built, range(timing.first, timing.first + len(values)))
     return line
 
 
 def run(arguments: argparse.Namespace) -> dict:
     """Returns the result. Raises InputError as a run of this configuration would."""
+    few = "--steps {} {}: of one timed step there is no spread"
+    require(not arguments.steps or arguments.steps[1] > 1, few.format(*arguments.steps or (0, 0)))
     config = configuration.load(arguments.config, ["train.steps=1000000", *arguments.overrides])
     xla.configure(config.kernels.writes_to_peers)
     # Without the cache, compile_seconds is that of a first start.
@@ -136,23 +113,17 @@ def run(arguments: argparse.Namespace) -> dict:
     if arguments.causal_rows:
         data = copy.copy(data)
         data.segments = 1
-    line = harness.about("step", arguments)
     built, why = resident_step(config, data) if arguments.resident else (build_step(config, data), "")
     if built is None:
-        return line | {"fits": False, "reason": why} | harness.provenance()
+        return {"fits": False, "reason": why}
     if arguments.causal_rows:
         batches = causal_batches(built, np.load(arguments.causal_rows))
     elif arguments.packed_rows:
         batches = kept_batches(built, arguments.packed_rows)
     else:
         batches = packed_batches(built)
-    return {
-        **line,
-        **measure(built, batches, arguments),
-        "compile_seconds": round(built.compile_seconds, 2),
-        "chosen": chosen(built),
-        **harness.provenance(),
-    }
+    about = {"compile_seconds": round(built.compile_seconds, 2), "chosen": chosen(built)}
+    return measure(built, batches, arguments) | about
 
 
 def chosen(built: Build) -> dict:
@@ -179,22 +150,17 @@ def resident_step(config: configuration.RunConfig, data: Data) -> tuple[Build | 
     return built, ""
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__)
-    harness.add_seconds(parser)
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("WARMUP", "TIMED"), help="in place of seconds")
-    parser.add_argument("--causal-rows", type=Path, metavar="FILE", help="an .npy of rows, each one document")
-    parser.add_argument("--packed-rows", type=Path, metavar="FILE", help="an .npz of packed batches")
-    parser.add_argument("--resident", action="store_true", help="only if it fits without offload")
-    parser.add_argument("--keep-compiled", action="store_true", help="start from a compiled step if kept")
-    arguments = parser.parse_args()
-    if arguments.steps and arguments.steps[1] < 2:
-        parser.error(
-            f"--steps {arguments.steps[0]} {arguments.steps[1]}: of one timed step there is no spread"
-        )
-    harness.emit(run(arguments), arguments.output)
-    return 0
+main = harness.program(
+    __doc__,
+    run,
+    harness.option("--steps", type=int, nargs=2, metavar=("WARMUP", "TIMED"), help="in place of seconds"),
+    harness.option("--causal-rows", type=Path, metavar="FILE", help="an .npy of rows, each one document"),
+    harness.option("--packed-rows", type=Path, metavar="FILE", help="an .npz of packed batches"),
+    harness.option("--resident", action="store_true", help="only if it fits without offload"),
+    harness.option("--keep-compiled", action="store_true", help="start from a compiled step if kept"),
+    seconds=(20.0, 40.0),
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

@@ -1,143 +1,343 @@
-"""Times steps of one configuration under several settings, in turns in one process, and prints one JSON line.
+"""Times steps under several settings, or of two commits, in turns in one process, and prints one JSON line.
 
     python scripts/bench/measure/steps_in_turns.py --config configs/llama3_8b_8layer.py \\
         --set mesh.fsdp=1 --set mesh.tensor=2 --contender none=kernels.collective_matmul=none \\
         --contender ring=kernels.collective_matmul=ring [--output FILE]
+    python scripts/bench/measure/steps_in_turns.py --config configs/llama3_8b_8layer.py --documents 12 \\
+        --old build/old --contender step@old --contender step
 
-Contenders differ in how a step is computed, not in what its state is: one state and one run of batches go
-through all of their steps, A-B-C-A-B-C, so that they see the same clocks, and one warm-up is enough for all.
-Before, each takes the first batch from the first state; its loss and gradient norm are in the result. Ratios
-are to the first contender. A contender that cannot run here is left out, with the reason.
+A contender is NAME[@old|@alone][=GROUP.KEY=VALUE,...]: with @old its code and its configuration are those of
+another commit's tree, with @alone each device makes a step of its own, all at the same time. They take turns,
+A-B-C-C-B-A, so that they see the same clocks and one warm-up is enough for all: what a GPU can do depends on
+what it has just done. Contenders whose states are alike hand on one state. A turn goes from a synchronised
+start to a synchronised end, over its steps, and turns follow each other without a pause. Batches are the
+run's first ones, or with --documents random tokens, so many documents a row; devices alone have their shares.
+
+The first step of each, from the same state, says whether they compute the same. Peaks: of a step that is one
+program as XLA compiled it; of several, what the allocator had seen by then. Ratios are of tokens per second,
+to the first contender; of NAME also to NAME@old. Watts are of a GPU, and joules of all of them, by
+NVML's counter of energy. What compiles first also tunes for the others. A contender that cannot run here is
+left out, with the reason.
 """
 
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
 import functools
+import hashlib
+import importlib
+import math
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import blocks
 import collective_matmul_check as checks
 import comparison
 import harness
 import jax
+import numpy as np
 import turns
-from measure.step import packed_batches
+from gpu_clocks import mean
 
-from jaxthru import config as configuration
-from jaxthru.build.compiled import Build, build_step
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.runtime import hardware, xla
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, require
 
+OWN = ("jaxthru", "pallas_kernels")
 FIRST = ("loss", "grad_norm")
-COMPILES, RUNS = 240.0, 90.0  # seconds that a contender may take to compile, and to run its first step
+BATCHES = 8
+COMPILES, RUNS = 240.0, 180.0  # seconds that a contender may take to compile, and for its first steps
 
 
-def contender(text: str) -> tuple[str, list[str]]:
-    """Returns the name and the settings in NAME=GROUP.KEY=VALUE,GROUP.KEY=VALUE."""
-    name, _, settings = text.partition("=")
-    return name, settings.split(",") if settings else []
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A contender that was asked for. side: empty, `old` or `alone`."""
+
+    name: str
+    side: str
+    settings: list[str]
+
+    @classmethod
+    def of(cls, text: str) -> "Wanted":
+        """Returns what NAME@SIDE=GROUP.KEY=VALUE,GROUP.KEY=VALUE asks for."""
+        name, _, settings = text.partition("=")
+        side = name.partition("@")[2]
+        if side not in ("", "old", "alone"):
+            raise argparse.ArgumentTypeError(f"{name}: behind @ comes old or alone")
+        return cls(name, side, settings.split(",") if settings else [])
 
 
-def build_all(config: str, common: list[str], wanted: dict[str, list[str]]) -> tuple[dict, dict[str, str]]:
-    """Returns {name: Build} and {name: why it cannot run}. Raises InputError if their states differ."""
-    built, missing = {}, {}
-    for name, settings in wanted.items():
-        print(f"{name}: compiles", file=sys.stderr, flush=True)
-        resolved = configuration.load(config, [*common, *settings, "train.steps=1000000"])
-        with checks.ends_within(COMPILES, f"{name} compiles"):
-            try:
-                made = build_step(resolved, open_data(resolved.data))
-            except InputError as refusal:
-                missing[name] = str(refusal)
-                continue
-        if built and made.abstract != next(iter(built.values())).abstract:
-            raise InputError(f"--contender {name}: its state is another than the first one's")
-        print(f"{name}: compiled in {made.compile_seconds:.0f} s", file=sys.stderr, flush=True)
-        built[name] = made
-    return built, missing
+class Tree:
+    """A commit's packages, imported beside another's of the same names."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._modules: dict[str, ModuleType] = {}
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Makes this commit the one that imports within find."""
+        if self.folder == harness.ROOT:  # whose modules this script itself uses
+            yield
+            return
+        others = _taken_out()
+        sys.modules.update(self._modules)
+        sys.path.insert(0, str(self.folder))
+        try:
+            yield
+        finally:
+            sys.path.remove(str(self.folder))
+            self._modules = _taken_out()
+            sys.modules.update(others)
+
+    def build(
+        self, path: Path, settings: list[str], documents: int, devices: list[jax.Device] | None = None
+    ) -> Any:
+        """Returns the `Build` of this commit's configuration, compiled, for all devices or these. documents:
+        of random tokens in a row; 0 takes the run's own data. Raises InputError."""
+        configuration, compiled = map(importlib.import_module, ("jaxthru.config", "jaxthru.build.compiled"))
+        assert Path(compiled.__file__).is_relative_to(self.folder), compiled.__file__
+        path = str(self.folder / path.resolve().relative_to(harness.ROOT))
+        config = configuration.load(path, [*settings, "train.steps=1000000"])
+        data = random_data(config, documents) if documents else open_data(config.data)
+        try:
+            return compiled.build_step(config, data, devices)
+        except Exception as refusal:  # whose class is the commit's own
+            if type(refusal).__name__ == InputError.__name__:
+                raise InputError(str(refusal)) from refusal
+            raise
 
 
-def first_metrics(of: Build, batch: Any) -> dict[str, float]:
-    """Returns what the first step of a run says."""
-    _, metrics = of.compiled(of.first_state(), batch)
-    metrics = jax.device_get(metrics)
-    return {name: float(metrics[name]) for name in FIRST if name in metrics}
+def _taken_out() -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name.partition(".")[0] in OWN]
+    return {name: sys.modules.pop(name) for name in names}
 
 
-def turn(step: Callable, state: Any, batches: Iterator, seconds: float) -> tuple[Any, list[float], list]:
-    """Returns the state after a turn, and the seconds and metrics of each of its steps but the first.
+def random_data(config: Any, documents: int) -> SimpleNamespace:
+    """Returns what a step has to know of data that is random."""
+    lengths = np.full(documents, config.data.sequence / documents)
+    mixture = SimpleNamespace(count="tokens", weights=lambda *at: {"random": 1.0})
+    return SimpleNamespace(
+        vocabulary=config.model.vocabulary,
+        segments=documents,
+        names=("random",),
+        mixture=mixture,
+        train=[(None, SimpleNamespace(length=lengths))],
+    )
 
-    As in training, a step is dispatched before the last one's metrics are read.
+
+def random_batches(config: Any, documents: int) -> Iterator[dict]:
+    """Yields different batches of random tokens. documents: in each row."""
+    random, sequence, rows = np.random.default_rng(0), config.data.sequence, config.train.rows
+    for _ in range(BATCHES):
+        tokens = random.integers(0, config.model.vocabulary, (rows, sequence + 1), np.int32)
+        ends = np.sort(random.integers(1, sequence, (rows, documents - 1)), axis=1)
+        at = np.arange(sequence)
+        segment_ids = 1 + (at[None, :, None] >= ends[:, None, :]).sum(2).astype(np.int32)
+        starts = np.maximum.accumulate(np.where(np.diff(segment_ids, axis=1, prepend=0) > 0, at, 0), axis=1)
+        batch = {"tokens": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy(), "segment_ids": segment_ids}
+        batch |= {"positions": (at - starts).astype(np.int32), "source": np.zeros_like(segment_ids)}
+        batch["loss_mask"] = np.ones((rows, sequence), np.float32)
+        yield batch
+
+
+class Contender:
+    """A step, or the steps of devices that each work alone, and their batches.
+
+    builds: its `Build`, or one for each device. documents: of random tokens in a row, 0 for real ones.
     """
-    state, previous = step(state, next(batches))
-    began, clock, took, values = time.perf_counter(), None, [], []
-    while time.perf_counter() - began < seconds or len(took) < 2:
-        state, started = step(state, next(batches))
-        metrics, now = jax.device_get(previous), time.perf_counter()
-        if clock is not None:
-            took.append(now - clock)
-            values.append(metrics)
-        previous, clock = started, now
-    jax.block_until_ready(previous)
-    return state, took, values
+
+    def __init__(self, tree: Tree, builds: list, documents: int):
+        self.tree, self.builds, self.taken = tree, builds, 0
+        config = builds[0].config
+        rows = config.train.rows
+        whole = dataclasses.replace(config, train=dataclasses.replace(config.train, rows=rows * len(builds)))
+        made = random_batches(whole, documents) if documents else blocks.first_batches(whole, BATCHES)
+        self.placed, self.tokens = [], []
+        for batch in made:
+            parts = (
+                {key: value[at : at + rows] for key, value in batch.items()}
+                for at in range(0, rows * len(builds), rows)
+            )
+            self.placed.append([of.place(part, rows) for of, part in zip(builds, parts, strict=True)])
+            self.tokens.append(int((batch["segment_ids"] > 0).sum()))
+
+    @property
+    def layout(self) -> tuple:
+        """What is equal of contenders that can take over each other's state."""
+        leaves = jax.tree.leaves([of.abstract for of in self.builds])
+        return tuple((leaf.shape, leaf.dtype, str(leaf.sharding)) for leaf in leaves), len(self.builds)
+
+    def first_states(self) -> list:
+        # Of the counters several are one array, which a step cannot take over twice.
+        alone = lambda leaf: leaf.copy() if leaf.ndim == 0 else leaf  # noqa: E731
+        with self.tree():
+            return [jax.tree.map(alone, of.first_state()) for of in self.builds]
+
+    def turn(self, states: list, steps: int) -> tuple[list, float, int, list]:
+        """Returns the states after so many steps, the seconds that each took, the tokens of all, and the last
+        metrics. As in training, a step is dispatched before the last one's metrics are read."""
+        with self.tree():
+            states = [like(state, of.abstract) for state, of in zip(states, self.builds, strict=True)]
+            jax.block_until_ready(states)
+            began, previous, tokens = time.perf_counter(), None, 0
+            for _ in range(steps):
+                at, metrics, self.taken = self.taken % BATCHES, [], self.taken + 1
+                for number, of in enumerate(self.builds):
+                    states[number], told = of.compiled(states[number], self.placed[at][number])
+                    metrics.append(told)
+                tokens += self.tokens[at]
+                if previous is not None:
+                    jax.device_get(previous)
+                previous = metrics
+            states = [of.compiled.settled(state) for state, of in zip(states, self.builds, strict=True)]
+            jax.block_until_ready(states)
+            return states, (time.perf_counter() - began) / steps, tokens, jax.device_get(previous)
+
+    def program(self) -> str | None:
+        """Returns a digest of the program that XLA has made, without what says where it comes from."""
+        if not hasattr(self.builds[0].compiled, "program"):
+            return None
+        text = re.sub(r", metadata=\{[^}]*\}", "", self.builds[0].compiled.program.as_text())
+        return hashlib.sha256(text.partition("FileNames")[0].encode()).hexdigest()[:16]
 
 
-def measure(built: dict[str, Build], warmup: float, timed: float, turn_seconds: float) -> dict:
-    """Returns each contender's result. warmup: seconds of all together; timed: of each."""
-    base = next(iter(built.values()))
-    batches = packed_batches(base)
-    batch = next(batches)
-    first = {}
-    for name, of in built.items():
+def like(state: Any, abstract: Any) -> Any:
+    """Returns a state in the structure of another commit's, whose leaves are alike and in the same order."""
+    leaves, (wanted, structure) = jax.tree.leaves(state), jax.tree.flatten(abstract)
+    for leaf, other in zip(leaves, wanted, strict=True):
+        same = (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
+        assert same and leaf.sharding.memory_kind == other.sharding.memory_kind, (leaf.aval, other)
+    return structure.unflatten(leaves)
+
+
+def peak(built: Any) -> int | None:
+    """Returns the bytes that a step of one program needs on the device, its arguments among them."""
+    if not hasattr(built.compiled, "program"):
+        return hardware.peak_bytes()
+    memory = built.compiled.program.memory_analysis()
+    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + made
+
+
+def build_all(arguments: argparse.Namespace) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Returns {name: contender}, and why others cannot run. One compiles after the other, for XLA tunes by
+    timing: together are only those of devices that each work alone."""
+    new, made, missing = Tree(harness.ROOT), {}, {}
+    old = Tree(arguments.old.resolve()) if arguments.old else None
+    for wanted in arguments.contender:
+        tree = old if wanted.side == "old" else new
+        devices = [[device] for device in jax.local_devices()] if wanted.side == "alone" else [None]
+        print(f"{wanted.name}: compiles", file=sys.stderr, flush=True)
+        with checks.ends_within(COMPILES, f"{wanted.name} compiles"), tree():
+            settings = [*arguments.overrides, *wanted.settings]
+            build = functools.partial(tree.build, Path(arguments.config), settings, arguments.documents)
+            try:
+                with concurrent.futures.ThreadPoolExecutor(len(devices)) as pool:
+                    builds = list(pool.map(build, devices))
+            except InputError as refusal:
+                missing[wanted.name] = str(refusal)
+                continue
+        made[wanted.name] = Contender(tree, builds, arguments.documents)
+        print(f"{wanted.name}: compiled in {builds[0].compile_seconds:.0f} s", file=sys.stderr, flush=True)
+    return made, missing
+
+
+def measure(made: dict[str, Contender], arguments: argparse.Namespace) -> dict[str, dict]:
+    """Returns each contender's result."""
+    states, first, peaks, usual, steps = {}, {}, {}, {}, {}
+    for name, of in made.items():
+        states.pop(of.layout, None)  # each begins with a first step from the same state
+        maker = next(
+            one for one in made.values() if one.tree.folder == harness.ROOT and one.layout == of.layout
+        )
         with checks.ends_within(RUNS, f"{name}, the first step"):
-            first[name] = first_metrics(of, batch)
+            state, _, _, metrics = of.turn(maker.first_states(), 1)
+            states[of.layout], usual[name], *_ = of.turn(state, 1)
+        told = [{key: float(each[key]) for key in FIRST if key in each} for each in metrics]
+        first[name], peaks[name] = told if len(told) > 1 else told[0], peak(of.builds[0])
+        steps[name] = arguments.steps or max(2, math.ceil(arguments.turn_seconds / usual[name]))
         print(f"{name}: first step {first[name]}", file=sys.stderr, flush=True)
-    state = base.first_state()
 
-    def run(name: str) -> tuple[list[float], int, dict]:
-        nonlocal state
-        with checks.ends_within(60 + 2 * turn_seconds, name):
-            state, took, values = turn(built[name].compiled, state, batches, turn_seconds)
-        return took, sum(int(step["tokens"]) for step in values), values[-1]
+    def run(name: str) -> tuple[list[float], float, list]:
+        of, count = made[name], steps[name]
+        with checks.ends_within(60 + 3 * count * usual[name], name):
+            states[of.layout], seconds, tokens, last = of.turn(states[of.layout], count)
+        return [seconds] * count, tokens, last
 
-    runs = {name: functools.partial(run, name) for name in built}
-    found = turns.steps_in_turns(runs, warmup, timed, jax.device_count())
-    rows = {name: turns.rated(of) for name, of in found.items()}
+    gpus = len({d for of in made.values() for b in of.builds for d in b.layout.mesh.devices.flat})
+    runs = {name: functools.partial(run, name) for name in made}
+    how = arguments.warmup_seconds, arguments.timed_seconds, gpus
+    taken = turns.steps_in_turns(runs, *how, backwards=len(made) > 2)
+    rows = {name: turns.rated(own) for name, own in taken.items()}
     for name, row in rows.items():
-        compared = comparison.ratio(row, next(iter(rows.values())))
-        row |= {"skipped_updates": int(found[name][-1].last["skipped"]), "first_step": first[name]}
-        row |= {"compile_seconds": round(built[name].compile_seconds, 1)}
-        row |= {"ratio": round(compared["ratio"], 4), "claimed": compared["claimed"]}
+        power = mean(turn.energy_watts for turn in taken[name])
+        row |= {
+            "turns": [round(turn.seconds[0], 5) for turn in taken[name]],
+            "energy_watts": power,
+            "joules_per_token": round(power * gpus / row["tokens_per_second"], 5) if power else None,
+            "compile_seconds": round(made[name].builds[0].compile_seconds, 1),
+            "peak_hbm_bytes": peaks[name],
+            "program": made[name].program(),
+            "first_step": first[name],
+            "skipped_updates": sum(int(each["skipped"]) for each in taken[name][-1].last),
+            **compared(row, next(iter(rows.values()))),
+        }
+        if before := rows.get(f"{name}@old"):
+            row["over_old"] = compared(row, before)
     return rows
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__)
-    add = parser.add_argument
-    add("--contender", action="append", required=True, type=contender, metavar="NAME=GROUP.KEY=VALUE,...")
-    harness.add_seconds(parser)
-    add("--turn-seconds", type=float, default=4.0)
-    arguments = parser.parse_args()
-    wanted = dict(arguments.contender)
+def compared(row: dict, other: dict) -> dict:
+    """Returns the ratio of tokens per second, and whether it is claimed."""
+    of = comparison.ratio(row, other)
+    return of | {"ratio": round(of["ratio"], 4), "needed": round(of["needed"], 5)}
+
+
+def in_turns(arguments: argparse.Namespace) -> dict:
+    """Returns the record of all contenders. Raises InputError where the first one cannot run."""
+    wanted = {each.name: each for each in arguments.contender}
+    sides = {each.side for each in wanted.values()}
+    needed = "--contender NAME@old: needs --old, the other commit's files, and --documents, random tokens"
+    require("old" not in sides or (arguments.old and arguments.documents), needed)
+    # An editable install would find in its own tree what another commit does not have.
+    sys.meta_path = [finder for finder in sys.meta_path if "editable" not in finder.__module__]
+    sys.path.append(str(harness.ROOT))
     xla.configure(writes_to_peers=True)  # some may; CUDA starts once for all
-    built, missing = build_all(arguments.config, arguments.overrides, wanted)
+    made, missing = build_all(arguments)
     first = next(iter(wanted))
     if first in missing:
         raise InputError(f"--contender {first}: all ratios are to it, and it cannot run: {missing[first]}")
-    rows = measure(built, arguments.warmup_seconds, arguments.timed_seconds, arguments.turn_seconds)
-    line = {
-        **harness.about("steps_in_turns", arguments),
-        "contenders": {name: {"set": wanted[name]} | row for name, row in rows.items()},
+    rows = measure(made, arguments)
+    return {
+        "old_commit": arguments.old_commit,
+        "contenders": {name: {"set": wanted[name].settings} | row for name, row in rows.items()},
         "missing": missing,
         "peak_hbm_bytes": hardware.peak_bytes(),
     }
-    harness.emit(line | harness.provenance(), arguments.output)
-    return 0
 
+
+main = harness.program(
+    __doc__,
+    in_turns,
+    harness.option("--contender", action="append", required=True, type=Wanted.of, metavar="NAME=SETTINGS"),
+    harness.option(
+        "--documents", type=int, default=0, help="of random tokens in a row, in place of real ones"
+    ),
+    harness.option("--old", type=Path, metavar="FOLDER", help="the other commit's files"),
+    harness.option("--old-commit", default="", help="its name, for the record"),
+    harness.option("--turn-seconds", type=float, default=4.0),
+    harness.option("--steps", type=int, default=0, help="of a turn, in place of its seconds"),
+    seconds=(20.0, 40.0),
+)
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

@@ -61,13 +61,7 @@ def moved(module: hlo.Module) -> list[dict]:
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def main() -> int:
-    parser = harness.config_parser(__doc__)
-    add = parser.add_argument
-    add("--device", default="h200", help=f"one of {', '.join(aot.TARGETS)}")
-    add("--segments", type=int, default=DOCUMENTS, help="most documents in a row")
-    add("--top", type=int, default=30, help="rows to print; the record has all")
-    arguments = parser.parse_args()
+def measure(arguments) -> dict:
     aot.use_cpu(1)
     xla.configure()
     target = aot.target(arguments.device)
@@ -76,13 +70,20 @@ def main() -> int:
     program = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target)
     rows = moved(hlo.module(program.hlo))
     for row in rows[: arguments.top]:
-        print("{bytes:16,} bytes  {kernels:5} kernels  {phase:9} {scope:40} {does}".format(**row))
+        text = "{bytes:16,} bytes  {kernels:5} kernels  {phase:9} {scope:40} {does}"
+        print(text.format(**row), file=sys.stderr)
     tokens = config.train.rows * config.data.sequence
-    line = {"benchmark": "traffic", "config": arguments.config, "set": arguments.overrides, "how": how}
-    line |= {"tokens": tokens, "bytes": sum(row["bytes"] for row in rows), "parts": rows}
-    harness.write(line | harness.provenance(), arguments.output)
-    return 0
+    return {"how": how, "tokens": tokens, "bytes": sum(row["bytes"] for row in rows), "parts": rows}
+
+
+main = harness.program(
+    __doc__,
+    measure,
+    harness.option("--device", default="h200", help=f"one of {', '.join(aot.TARGETS)}"),
+    harness.option("--segments", type=int, default=DOCUMENTS, help="most documents in a row"),
+    harness.option("--top", type=int, default=30, help="rows to print; the record has all"),
+)
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

@@ -3,9 +3,12 @@
 PYTHONPATH=scripts/bench python -m peers.hugging_face_decode [--batch N] [--prompt TOKENS] [--generate TOKENS]
 """
 
+import argparse
 import sys
+from typing import Any
 
 import harness
+import text_timing
 
 harness.need("torch", "transformers")
 
@@ -37,12 +40,8 @@ def build(shape: harness.Shape) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval()
 
 
-def main() -> int:
-    parser = harness.peer_parser(__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--generate", type=int, default=256)
-    arguments = parser.parse_args()
+def decode(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what is to be said of a batch."""
     torch.manual_seed(0)
     shape = harness.Shape.of(arguments)
     model = build(shape)
@@ -61,30 +60,17 @@ def main() -> int:
                 cache_implementation="static",
             )
 
-    took = {}
-    for name, count, share in (("prefill", 1, 0.1), ("whole", arguments.generate, 1.0)):
-        seconds = share * arguments.warmup_seconds, share * arguments.timed_seconds
-        took[name] = harness.timed(
-            lambda count=count: generate(count), lambda made: made[0, -1].item(), *seconds
-        )
-    prefill, whole = (sum(one.seconds) / len(one.seconds) for one in took.values())
-    step = (whole - prefill) / (arguments.generate - 1)
-    line = {
-        "benchmark": "hugging_face_decode",
-        "rows": arguments.batch,
-        "prefill_seconds": round(prefill, 5),
-        "tokens_per_second": round(arguments.batch / step, 1),
-        "step_seconds": round(step, 6),
-        "calls_timed": len(took["whole"].seconds),
-        "sm_clock_mhz": took["whole"].mhz,
-        "power_watts": took["whole"].watts,
-        "device": {"kind": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"},
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {
+        **text_timing.timed(generate, lambda made: made[0, -1].item(), arguments),
+        "device": {"kind": device},
         "versions": harness.versions("torch", "transformers"),
         "commit": harness.commit(),
-        "command": harness.command(),
     }
-    harness.emit(line)
-    return 0
+
+
+keys = {"config": False, "seconds": (20.0, 40.0), "elsewhere": True}
+main = harness.program(__doc__, decode, *text_timing.OPTIONS, **keys)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def packed(path: Path, how: str) -> torch_step.Packed:
         positions = torch.from_numpy(arrays["positions"][number]).long().to(where)
         batches.append((tokens, targets, {"position_ids": positions, "documents": make(on_device)}))
     span = sum(float((np.diff(of).astype(np.int64) ** 2).sum()) for of in each) / ids.size
-    return torch_step.Packed(batches, span)
+    return torch_step.Packed(batches, span, float((ids > 0).sum() / len(ids)))
 
 
 def main() -> int:

@@ -79,7 +79,7 @@ def measure(
     optimizer = adamw(parameters)
     if packed is None:
         rows = harness.rows_of(arguments)
-        packed = Packed([(*batch, {}) for batch in _causal(rows)], rows.shape[2])
+        packed = Packed([(*batch, {}) for batch in _causal(rows)], rows.shape[2], rows[0].size)
     batches = itertools.cycle(packed.batches)
     skipped = torch.zeros((), device=where)
 
@@ -112,17 +112,17 @@ def measure(
         timing = harness.timed(dispatch, finish, arguments.warmup_seconds, arguments.timed_seconds)
     settings = ("compile", "mode", "residual", "attention", "masks", "float8", "checkpoint", "documents")
     settings = {name: getattr(arguments, name) for name in settings if hasattr(arguments, name)}
-    size = packed.batches[0][0].numel()
-    return result(timing, size, packed.span, parameters, settings, **packages)
+    return result(timing, packed.tokens, packed.span, parameters, settings, **packages)
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """batches: (tokens, targets, more) each, on the device beforehand: loading costs the peers nothing. span:
-    mean length of the document that a token is in."""
+    mean length of the document that a token is in. tokens: of a batch in the mean, padding left out."""
 
     batches: list[tuple[torch.Tensor, torch.Tensor, dict]]
     span: float
+    tokens: float
 
 
 def on_device(tokens: np.ndarray, targets: np.ndarray, mask: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

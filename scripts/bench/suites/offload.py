@@ -17,7 +17,7 @@ FLOAT32 = "optim.state=split_master_float32"
 TOKENS = {"16k": "train.rows=2 train.microbatches=1", "64k": "train.rows=8 train.microbatches=4"}
 LONG = "data.sequence=32768 train.rows=1 train.microbatches=1"
 # All state on the host; DeepSpeed too has the bfloat16 weights on the GPU, clips exactly and recomputes.
-HOST = "offload.level=optimizer"
+HOST, NONE = "offload.level=optimizer", "offload.level=none"
 CUT = "model.layers=20"
 HALF = "offload.fraction=0.48 offload.activations=none offload.host_gib=112 offload.staging_gib=0"
 ONE_ROW = "train.rows=1 train.microbatches=1"
@@ -60,10 +60,8 @@ class Offload(Race):
 
     def details(self, found):
         host, slow = shown(found["host_gib"], ".1f"), shown(found["slowest"], ".3f")
-        own = (
-            f"{found['parameters']:,} parameters, {host} GiB of host memory, slowest step {slow} × the median"
-        )
-        return f"{super().details(found)}\n\n{own}"
+        own = f"{found['parameters']:,} parameters, {host} GiB of host memory"
+        return f"{super().details(found)}\n\n{own}, slowest step {slow} × the median"
 
 
 def slowest(lines: list[dict]) -> float | None:
@@ -88,46 +86,36 @@ def row(name: str, config: str, settings: str = "", own: str = "", resident: str
     return {name: Offload(name, config, settings, own=name, extra=extra | more.pop("extra", {}), **more)}
 
 
+def offload_peer(script: str, words: str = "") -> Contender:
+    return Contender(script, f"--micro-rows {{micro}} {words}", seconds=240)
+
+
+# FSDP2 in another setting too, to find its best.
+DEEPSPEED = {"deepspeed": "", "deepspeed_eager": "--compile none"}
+FSDP = {"fsdp": "", "fsdp_kept": "--keep-gathered", "fsdp_eager": "--compile none"}
+
+
 def beside_peers(tokens: str, ratio: float) -> dict[str, Race]:
     """Returns the rows of the 8-layer shape at this many tokens a step."""
-    own = f"8layer_{tokens}"
-    peer = "--micro-rows {micro}"
-    peers = {
-        f"deepspeed_{tokens}": Contender("deepspeed_offload", peer, seconds=240),
-        f"deepspeed_eager_{tokens}": Contender("deepspeed_offload", f"{peer} --compile none", seconds=240),
-        f"fsdp_{tokens}": Contender("fsdp_offload", peer, seconds=240),
-        f"fsdp_kept_{tokens}": Contender("fsdp_offload", f"{peer} --keep-gathered", seconds=240),
-        # Other settings, to find the peers' best.
-        f"fsdp_eager_{tokens}": Contender("fsdp_offload", f"{peer} --compile none", seconds=240),
-    }
-    deepspeed, fsdp = list(peers)[:2], list(peers)[2:4]
-    resident = Contender(arguments=CAUSAL, settings="offload.level=none", seconds=140)
-    extra = peers | {f"{own}_resident": resident}
+    own, config = f"8layer_{tokens}", "llama3_8b_8layer"
+    deepspeed = {f"{name}_{tokens}": offload_peer("deepspeed_offload", of) for name, of in DEEPSPEED.items()}
+    *fsdp, (eager, _) = peers = [
+        (f"{name}_{tokens}", offload_peer("fsdp_offload", of)) for name, of in FSDP.items()
+    ]
+    resident, host = (Contender(arguments=CAUSAL, settings=of, seconds=180) for of in (NONE, HOST))
+    extra = deepspeed | dict(peers) | {f"{own}_resident": resident, own: host}
+    sides = {"extra": extra, "against": tuple(deepspeed), "beside": tuple(dict(fsdp))}
     settings = f"{TOKENS[tokens]} remat.policy=full model.loop=unroll {EXACT}"
     int8 = f"{settings} optim.state=split_master_int8"
-    about = f"8 layers of Llama 3 8B, {tokens} tokens a step"
-    bars = (times(ratio, of="DeepSpeed"),)
-    others = {"against": (f"{own}_resident",), "beside": (f"fsdp_eager_{tokens}",), "named": True}
-    found = row(
-        own,
-        "llama3_8b_8layer",
-        int8,
-        HOST,
-        bars=bars,
-        extra=extra,
-        against=tuple(deepspeed),
-        beside=tuple(fsdp),
+    others = {"against": (f"{own}_resident",), "beside": (eager,), "named": True}
+    about = f"8 layers of Llama 3 8B, {tokens} tokens a step, other settings"
+    return (
+        row(own, config, int8, HOST, bars=(times(ratio, of="DeepSpeed"),), **sides)
+        | row(f"{own}_float32", config, f"{settings} {FLOAT32}", HOST, **sides)
+        | {f"{own}_others": Offload(about, config, int8, own=own, extra=extra, **others)}
     )
-    found |= row(f"{own}_float32", "llama3_8b_8layer", f"{settings} {FLOAT32}", HOST, extra=extra,
-                 against=tuple(deepspeed), beside=tuple(fsdp))  # fmt: skip
-    settings = {**others, "extra": extra | {own: Contender(arguments=CAUSAL, settings=HOST, seconds=180)}}
-    found |= {
-        f"{own}_others": Offload(f"{about}, other settings", "llama3_8b_8layer", int8, own=own, **settings)
-    }
-    return found
 
 
-NONE = "offload.level=none"
 # fmt: off
 ROWS = {
     **row("8b_64k", "llama3_8b", bars=(SMALL, SLOWEST), steps=(3, 40)),

@@ -12,6 +12,10 @@ SMALL = "model.layers=2 model.vocabulary=32768 remat.policy=none"
 # Any variable of glibc's allocator keeps the run from setting it; this one is glibc's default.
 GIVEN_BACK = {"MALLOC_PERTURB_": "0"}
 LONG = (20, 5, 52)
+TINY = {
+    "levers.py": "--size 256 --warmup-seconds 0 --timed-seconds 0.2",
+    "profiler_off.py": "--steps 6 --rounds 1",
+}
 
 
 def share(what: str, said: str) -> Bar:
@@ -62,31 +66,28 @@ class Profiled(Row):
     def wanted(self, done):
         return [Block(self.name, 1, self.most)]
 
+    def refuses(self, setup):
+        if self.against and not lines_of(setup.blocks(self.against), self.against):
+            return f"it is compared with {self.against}, which has not run"
+        return ""
+
     def command(self, name, setup):
         at, steps, total = (5, 2, 16) if setup.tiny else self.steps
         timed = [f"profile.at={at}", f"profile.steps={steps}", f"train.steps={total}"]
         config = setup.words(self, *QUIET.split(), *([] if self.script else timed))
         flags = f"XLA_FLAGS=--xla_force_host_platform_device_count={self.gpus}"
         on = self.environment.split() + (["JAX_PLATFORMS=cpu", flags] if setup.tiny else [])
-        command = ["env", *on, sys.executable] if on else [sys.executable]
+        script = str(blocks.HERE / "measure" / (self.script or "profiled_run.py"))
+        command = [*(["env", *on] if on else []), sys.executable, script]
         if self.script:
-            tiny = {"levers.py": "--size 256 --warmup-seconds 0 --timed-seconds 0.2"}
-            small = tiny.get(self.script, "--steps 6 --rounds 1").split() if setup.tiny else []
-            more = [] if self.script == "levers.py" else config
-            return [*command, str(blocks.HERE / "measure" / self.script), *self.words.split(), *more, *small]
-        words = ["--cause", "clean" if self.cause == "remat" else self.cause, "--gpus", str(self.gpus)]
-        words += ["--seconds", f"{self.seconds:g}"]
-        words += [
-            "--turns",
-            str(0 if setup.tiny else self.turns),
-            *(["--one-batch"] if self.one_batch else []),
-        ]
-        words += [
-            *(["--closes"] if CLOSES[0] in self.bars else []),
-            *(["--split"] if SPLIT[0] in self.bars else []),
-        ]
-        script = str(blocks.HERE / "measure" / "profiled_run.py")
-        return [*command, script, str(setup.kept(name)), *words, *config]
+            own = [] if self.script == "levers.py" else config
+            return [*command, *self.words.split(), *own, *(TINY[self.script].split() if setup.tiny else [])]
+        options = {"--cause": "clean" if self.cause == "remat" else self.cause, "--gpus": self.gpus}
+        options |= {"--seconds": f"{self.seconds:g}", "--turns": 0 if setup.tiny else self.turns}
+        given = {"--one-batch": self.one_batch, "--closes": CLOSES[0] in self.bars}
+        given |= {"--split": SPLIT[0] in self.bars}
+        words = [str(word) for pair in options.items() for word in pair]
+        return [*command, str(setup.kept(name)), *words, *(name for name, on in given.items() if on), *config]
 
     def found(self, setup, done):
         found = {"spread": None}

@@ -1,7 +1,8 @@
 """A race: a step of jaxthru beside the same step of other stacks, a process each, in turns.
 
 All contenders run once; then ours again, and of the peers that the ratio is to those within 2 % of the
-fastest, so that the two that are compared have two blocks each and an A-A spread.
+fastest, so that the two that are compared have two blocks each, in turns, and an A-A spread. A peer that is
+slower than that has one block, and the record and the table say so.
 """
 
 import dataclasses
@@ -61,7 +62,7 @@ CONTENDERS = {
     "maxtext_unrolled": Contender("maxtext", "--loop unroll", layer_seconds=6),
     "maxtext_scanned": Contender("maxtext", "--loop scan", seconds=130),
     "plain_jax": Contender("plain_jax"),
-    "attention": Contender(script="attention_saving.py", seconds=60),
+    "attention": Contender(script="measure/attention_saving.py", seconds=60),
     # The masks and the float32 residual stream that Hugging Face's users get.
     "hf_default": Contender("hugging_face", "--residual float32 --masks whole", layer_seconds=4),
     "hf_autotune": Contender("hugging_face", "--mode max-autotune-no-cudagraphs", seconds=200),
@@ -120,6 +121,15 @@ class Race(Row):
             return [name for name in self.against if name not in failed][:1]
         return [name for name, of in once.items() if of and of[0] >= NEAR * fastest]
 
+    def once(self, done: list[dict]) -> dict[str, float]:
+        """Returns the peers of the ratio that one block is enough for, as its round has shown, and their rate
+        in it over that of the fastest."""
+        first = {name: of[0] for name in self.against if (of := rates(done, name))}
+        again = self.leaders(done)
+        return {
+            name: rate / max(first.values()) for name, rate in first.items() if again and name not in again
+        }
+
     def command(self, name: str, setup: Setup) -> list[str]:
         contender, config = self.contender(name), setup.config(self)
         files = {
@@ -148,13 +158,18 @@ class Race(Row):
 
     def details(self, found: dict) -> str:
         of, peers = found["contenders"], [*self.against, *self.beside]
-        return comparison.table(
+        table = comparison.table(
             of, [*self.products, self.own, *peers], found["fastest_peer"] or self.own, peers
         )
+        once = [f"{name} ({rate:.3f} × the fastest)" for name, rate in found.get("once", {}).items()]
+        return f"{table}\n\n1 block: {', '.join(once)}" if once else table
 
     def found(self, setup: Setup, done: list[dict]) -> dict:
         precision = "fp8" if "fp8" in self.settings else "bf16"
-        names = dict.fromkeys((self.own, *self.against, *self.beside), precision)
+        every = (self.own, *self.against, *self.beside)
+        # What times no step has no rate to be compared.
+        steps = Contender.script
+        names = {name: precision if self.contender(name).script == steps else None for name in every}
         needed = functools.partial(llama.train_flops, setup.config(self).model)
         peak = hardware.data_sheet_flops(comparison.device_kind(done))
         names |= {name: name.removeprefix("gemm_") for name in self.products}
@@ -167,7 +182,8 @@ class Race(Row):
             "tokens_per_second": own.get("tokens_per_second"),
             "spread": None if None in of_both else max(of_both, default=None),
             "fastest_peer": best,
+            "once": self.once(done),
         }
-        if own and best:
+        if own.get("tokens_per_second") and best:
             told |= comparison.ratio(own, found[best])
         return told

@@ -21,6 +21,8 @@ TINY = (
     "model.vocabulary=8192 data.sequence=128 train.rows=2 train.microbatches=1 data.groups=1"
 )
 """Settings that make any row one for a CPU."""
+SEVERAL = ("precision.compute=float32",)
+"""And of several devices: on a CPU XLA has no sums of bfloat16 over them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Block:
 class Setup:
     """What the commands of a run's blocks need to know. folder: for what the blocks share. overrides:
     settings of all rows, under their own. commit: None if it is not known. suite, records: its name, and the
-    folder of its records."""
+    folder of its records. done: the row's blocks that have run. old: another commit's files, if given."""
 
     commit: str | None
     folder: Path
@@ -82,11 +84,15 @@ class Setup:
     overrides: tuple[str, ...] = ()
     suite: str = ""
     records: Path = Path()
+    done: tuple[dict, ...] = ()
+    old: Path | None = None
 
     def settings(self, row: "Row", *more: str) -> list[str]:
         """Returns a row's settings, as `--set` takes them; of a key that is set twice, the last counts."""
-        words = [*row.common.split(), f"data.mix={self.mix}", *self.overrides, *row.settings.split(), *more]
-        return harness.set_words([*words, *(TINY.split() if self.tiny else [])])[1::2]
+        text = [f"data.mix={self.mix}"] if row.reads else []
+        words = [*row.common.split(), *text, *self.overrides, *row.settings.split(), *more]
+        tiny = [*row.small.split(), *(SEVERAL if row.gpus > 1 else ())] if self.tiny else []
+        return harness.set_words([*words, *tiny])[1::2]
 
     def config(self, row: "Row", *more: str) -> configuration.RunConfig:
         """Returns a row's configuration. Raises InputError."""
@@ -137,7 +143,8 @@ def config_file(name: str) -> Path:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """about: the row, for people. config: in configs/; common, settings: over it. bars: that it is held to.
-    gpus: that it takes. named: it runs only where it is named."""
+    gpus: that it takes. named: it runs only where it is named. reads: it takes the mix of the rows' text.
+    small: settings that make it one for a CPU."""
 
     about: str
     config: str
@@ -146,6 +153,7 @@ class Row:
     common: str = AUTO
     gpus: int = 1
     named: bool = False
+    reads, small = True, TINY
 
     def wanted(self, done: list[dict]) -> list[Block]:
         """Returns all blocks of the row, as far as can be told from those that ran, in their order."""
@@ -162,6 +170,10 @@ class Row:
     def details(self, found: dict) -> str:
         """Returns what there is to show of the row beside its bars, in Markdown."""
         return ""
+
+    def check(self, setup: Setup) -> None:
+        """Raises InputError for settings that cannot be."""
+        setup.config(self)
 
     def refuses(self, setup: Setup) -> str:
         """Returns why the row is not to run now, empty if it is."""

@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import grain
 import numpy as np
 import pytest
+from absl import flags
 
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data
 from jaxthru.data.loading.planned_batches import AHEAD, PlannedBatches
@@ -42,6 +44,17 @@ def opened(tmp_path):
     yield open_
     for data in made:
         data.close()
+
+
+def test_several_processes_would_each_start_token_workers(online, opened):
+    """`mp_prefetch` pickles the dataset for its processes, and says what is wrong before one starts."""
+    flags.FLAGS.mark_as_parsed()  # Grain 0.2.18 asks absl for a flag
+    data = opened(online)
+    dataset = data.dataset(seed=0, rows=8, steps=12).to_iter_dataset(data.read_options)
+    processes = grain.multiprocessing.MultiprocessingOptions(num_workers=1)
+    with pytest.raises(InputError, match=r"online sources cannot .*mp_prefetch.*online.toml: books\)"):
+        next(iter(dataset.mp_prefetch(processes)))
+    assert not data.workers._workers
 
 
 def drawn(data: Data, *, steps: int = 12, **asked):

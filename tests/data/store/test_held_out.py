@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import random
+import sys
 
 import pytest
 from corpus import sentences
@@ -93,14 +95,17 @@ def test_a_run_that_began_with_other_stores_goes_on_with_them(tmp_path):
     assert open_stores(mix, store).keys == {"a": key}
 
 
-def test_a_store_is_of_what_its_transform_does_not_of_its_name(tmp_path):
-    """Two mixes over the same text and one store, each with a module of the same name; then one is edited."""
+def test_a_store_is_of_what_its_transform_does_not_of_its_name(tmp_path, monkeypatch):
+    """Two mixes over the same text and one store, each with a module of the same name; then one is edited,
+    in the same second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"Text {n}"}) + "\n" for n in range(50)))
     keys = 'recipe = "local_jsonl"\npaths = ["../a.jsonl"]\nweight = 1\ntransform = "clean:clean"\n'
 
     def prepared(name: str, method: str):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "clean.py").write_text(f"def clean(text):\n    return text.{method}()\n")
+        os.utime(tmp_path / name / "clean.py", (1e9, 1e9))
         (tmp_path / name / "mix.toml").write_text(f"{MIX}[sources.a]\n{keys}")
         find_transform.cache_clear()  # as in a process of its own
         return open_stores(load_mix(str(tmp_path / name / "mix.toml")), tmp_path / "store")

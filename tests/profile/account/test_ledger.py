@@ -226,15 +226,6 @@ def test_of_rows_without_a_span_it_follows_from_their_flops(tmp_path):
     assert build(folder).matmul == newer.matmul
 
 
-def test_the_benchmark_of_exposed_copies_reads_a_profile(tmp_path, bench):
-    found = bench("measure.exposed_copies").measure(collected(tmp_path / "runs" / "small" / "1", graphs=True))
-    assert found["steps"] == 2 and found["step_seconds"] == 1e-6
-    assert found["computing"] == 0.8 and found["exposed_copies"] == 0.1
-    assert found["idle_without_copies"] == 0.1 and found["copying"] == 0.15
-    assert found["gb_per_second_while_copying"]["to_host"] is None
-    assert found["gb_per_second_while_copying"]["to_device"] == pytest.approx((1 << 20) / 150, rel=0.01)
-
-
 def test_steps_that_lack_kernels_are_left_out():
     """CUPTI may lose those at a trace's start, on one device or all; how many copies run in a step varies."""
 

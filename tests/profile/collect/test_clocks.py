@@ -1,7 +1,7 @@
+import ctypes
 import inspect
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +9,8 @@ from jaxthru.profile.account import frequency
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read.xplane import Trace
 from jaxthru.runtime import nvml
+
+BUSES = ("0000:a3:00.0", "0000:19:00.0")  # as CUDA numbers them: the faster of two comes first
 
 
 def trace(counters: dict | None = None) -> Trace:
@@ -41,22 +43,16 @@ def test_counters_are_asked_for_where_the_driver_gives_them(tmp_path, monkeypatc
     status.write_text(f"CapPrm:\t1\nCapEff:\t{capabilities}\n")
     monkeypatch.setattr(clocks, "RESTRICTED", params)
     monkeypatch.setattr(clocks, "STATUS", status)
-    monkeypatch.setattr(clocks, "nvml", lambda: SimpleNamespace(nvmlDeviceGetCount=lambda: 2))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(clocks, "bus_ids", lambda: BUSES)
     assert bool(clocks.sampling(2)) is may
-    monkeypatch.setattr(clocks, "nvml", lambda: None)  # nobody knows which GPUs the process sees
+    monkeypatch.setattr(clocks, "bus_ids", lambda: ())  # nobody knows which GPUs the process sees
     assert not clocks.sampling(2)
 
 
-@pytest.mark.parametrize(
-    ("named", "local", "may"), [(None, 8, True), (None, 1, False), ("3", 1, True), ("0,1", 1, False)]
-)
-def test_gpus_of_other_processes_are_not_sampled(tmp_path, monkeypatch, named, local, may):
-    monkeypatch.setattr(clocks, "nvml", lambda: SimpleNamespace(nvmlDeviceGetCount=lambda: 8))
+@pytest.mark.parametrize(("local", "may"), [(2, True), (1, False)])
+def test_gpus_of_other_processes_are_not_sampled(tmp_path, monkeypatch, local, may):
+    monkeypatch.setattr(clocks, "bus_ids", lambda: BUSES)
     monkeypatch.setattr(clocks, "RESTRICTED", tmp_path / "none")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if named is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert bool(clocks.sampling(local)) is may
 
 
@@ -81,11 +77,10 @@ class Library:
     class NVMLError(Exception):
         pass
 
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return 40 + index
-
-    def nvmlDeviceGetHandleByUUID(self, name):
-        raise self.NVMLError("not found")
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id):
+        if bus_id not in BUSES:
+            raise self.NVMLError("not found")
+        return 42
 
     def nvmlDeviceGetClockInfo(self, handle, kind):
         return 1480 if (handle, kind) == (42, self.NVML_CLOCK_SM) else 0
@@ -99,9 +94,9 @@ class Library:
 
 def test_the_package_has_what_is_asked_of_it():
     pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
-    for name in (*dir(Library), "nvmlInit", "nvmlDeviceGetCount"):
+    for name in (*dir(Library), "nvmlInit"):
         assert name.startswith("__") or hasattr(pynvml, name), name
-    for name in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetClockInfo"):
+    for name in ("nvmlDeviceGetHandleByPciBusId", "nvmlDeviceGetClockInfo"):
         own = list(inspect.signature(getattr(Library, name)).parameters)[1:]
         assert len(inspect.signature(getattr(pynvml, name)).parameters) >= len(own), name
 
@@ -127,7 +122,7 @@ def test_nvml_is_asked_while_steps_run(monkeypatch):
     monkeypatch.setattr(clocks, "nvml", Library)
     monkeypatch.setattr(clocks, "INTERVAL", 0.001)
     before = time.time_ns()
-    with clocks.sampled(["2", "GPU-gone"]) as samples:
+    with clocks.sampled([BUSES[0], "0000:ff:00.0"]) as samples:
         deadline = time.monotonic() + 10
         while not samples.devices["0"] and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -136,11 +131,48 @@ def test_nvml_is_asked_while_steps_run(monkeypatch):
     assert before <= at <= time.time_ns() and rest == [1480.0, 0.0, 4]
 
 
-def test_devices_are_named_as_nvml_sees_them(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
-    assert nvml.names([0, 1]) == ["3", "GPU-ab"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert nvml.names([1]) == ["1"]  # the second process of a host, which has the second GPU
+class Driver:
+    """CUDA's, of a process that sees two GPUs."""
+
+    def __init__(self, fails: str = ""):
+        self.fails = fails
+
+    def cuInit(self, flags):
+        return 3 if self.fails == "init" else flags
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = len(BUSES)
+        return 0
+
+    def cuDeviceGetPCIBusId(self, text, size, device):
+        text.value = BUSES[device].encode()
+        return 0 if size > len(text.value) and self.fails != "name" else 1
+
+
+@pytest.fixture
+def asked_anew():
+    nvml.bus_ids.cache_clear()
+    yield
+    nvml.bus_ids.cache_clear()
+
+
+def test_devices_are_those_that_cuda_numbers_so(monkeypatch, asked_anew):
+    """NVML's own numbers are of all GPUs of the host, in another order."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": Driver()}[name])
+    assert nvml.names([0, 1]) == list(BUSES)
+    assert nvml.names([1]) == ["0000:19:00.0"]  # the second process of a host, which has the second GPU
+    assert nvml.names([1, 2]) == ["0000:19:00.0"]
+
+
+@pytest.mark.parametrize("fails", ["library", "init", "name"])
+def test_a_driver_that_does_not_answer_names_no_device(monkeypatch, asked_anew, fails):
+    def opened(name):
+        if fails == "library":
+            raise OSError(f"{name}: cannot open shared object file")
+        return Driver(fails)
+
+    monkeypatch.setattr(ctypes, "CDLL", opened)
+    assert nvml.names([0, 1]) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sample
 
 from jaxthru import config as configuration
 from jaxthru.profile.explain import lint
-from jaxthru.profile.explain.advice import advise, with_advice
+from jaxthru.profile.explain.advice import with_advice
 from jaxthru.profile.explain.breakdown import noise_threshold, step_parts
 from jaxthru.profile.explain.settings import FINDINGS, SETTINGS
 
@@ -20,7 +20,7 @@ TENSOR = {"mesh__fsdp": 1, "mesh__tensor": 2}
 def advised(ledger, config=None):
     """Returns the advice on a run of a model of this configuration."""
     config = config or sample.config()
-    return advise(dataclasses.replace(ledger, model=sample.facts(config)), config)
+    return with_advice(dataclasses.replace(ledger, model=sample.facts(config)), config).advice
 
 
 def by_key(ledger, config=None):

@@ -2,6 +2,7 @@
 breaks none."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,9 @@ CONFIG = {
 def findings(text: str, rule: str, exchanges: dict[str, str] | None = None, **config):
     attribution = Attribution(hlo.modules(text))
     spent = {(work.module, work.instruction.name): 0.5 for work in attribution.all()}
-    found = lint(attribution, spent, CONFIG | config, exchanges=exchanges or {})
+    model = SimpleNamespace(exchanges=exchanges or {})
+    of = SimpleNamespace(program=attribution, spent=spent, runs={}, config=CONFIG | config)
+    found = lint(SimpleNamespace(**vars(of), ledger=SimpleNamespace(model=model)))
     return [entry for entry in found if entry.rule == rule]
 
 

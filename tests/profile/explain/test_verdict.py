@@ -59,7 +59,7 @@ def test_published_steps_are_what_they_are_called(row):
     said = verdict(at(1e12 * of["tflops"], float8=of["precision"] == "fp8"))
     kind = "float8" if of["precision"] == "fp8" else "bf16"
     assert said == (
-        f"{of['share_of_gemm']:.0%} of what this GPU sustains in large {kind} matrix products: {WORDS[row]}."
+        f"{of['share_of_gemm']:.0%} of what this GPU sustains in large {kind} matmuls: {WORDS[row]}."
     )
 
 

@@ -221,7 +221,7 @@ def test_summary_adds_up():
     numbers = [float(line.split()[-2]) for line in said.splitlines() if line.rstrip().endswith("%")]
     assert sum(numbers[:-1]) == pytest.approx(numbers[-1], abs=0.1)
     assert "MFU 46.7%" in said
-    assert said.startswith("67% of what these GPUs sustain in large bf16 matrix products: fair.")
+    assert said.startswith("67% of what these GPUs sustain in large bf16 matmuls: fair.")
     assert "No setting is expected to win more than the noise" in said
 
 
@@ -232,7 +232,7 @@ def test_the_terminal_says_of_a_cpu_what_the_page_says():
     said = console.export_text().replace("\N{NO-BREAK SPACE}", " ")
     lines = [line.strip() for line in said.splitlines()]
     assert lines[0] == "A run on a CPU shows that everything works; its speed is not judged."
-    assert lines[1].startswith("Of a step of 3,702.1 ms, the matrix products take 67%.")
+    assert lines[1].startswith("Of a step of 3,702.1 ms, the matmuls take 67%.")
     assert lines[2].startswith(
         "The profiled steps took 16% more time than the median of the run's others (3,202.5"
     )

@@ -36,7 +36,7 @@ def test_a_ledger_is_a_picture_a_table_and_sentences(tmp_path):
     table = shown.table()
     assert table["operation"].tolist() == [f"k{i}" for i in range(13, 3, -1)]
     assert table["ms"][0] == pytest.approx(13) and table["GFLOP/s"][0] == 2000
-    assert len(shown.table(None)) == 14 and "Matrix products" in repr(table)
+    assert len(shown.table(None)) == 14 and "Matmuls" in repr(table)
     assert len(shown.layers()) == len(found.scopes)
     assert "Attention" in repr(shown) and max(map(len, repr(shown).splitlines())) <= 100
     for each in found.advice:

@@ -158,7 +158,7 @@ def test_without_a_peak_none_is_claimed():
     assert "From the peak" not in said
     assert "MFU" not in said
     assert "its speed is not judged" in said
-    assert "matrix products 67.0% of the step" in said
+    assert "matmuls 67.0% of the step" in said
     assert "From the peak to the observed step" in of_gpu
     assert "Where the observed step went" not in of_gpu
     for ledger in (full(), cpu(), bare()):

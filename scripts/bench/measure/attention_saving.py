@@ -2,7 +2,7 @@
 
 Forward and backward, on the first batches.
 
-    python scripts/bench/attention_saving.py --config configs/llama3_8b_8layer.py
+    python scripts/bench/measure/attention_saving.py --config configs/llama3_8b_8layer.py
 
 The difference, times the layers, is what packed rows should save in a step. Alone, attention runs at another
 clock than within a step, so this is a prediction.
@@ -12,32 +12,31 @@ import argparse
 import itertools
 import statistics
 import sys
+from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import blocks
 import harness
 import jax
 import jax.numpy as jnp
 
 from jaxthru import config as configuration
 from jaxthru.data.loading.dataset import open_data
-from jaxthru.data.loading.state import DataState
 from jaxthru.runtime import xla
 from pallas_kernels.attention import attention, find_segments
 
 BATCHES, REPEATS = 16, 8
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="GROUP.KEY=VALUE")
-    harness.add_seconds(parser)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns how long attention takes, causal and packed."""
     config = configuration.load(arguments.config, [*arguments.overrides, f"train.steps={BATCHES}"])
     xla.configure()
     data, shape, rows = open_data(config.data), config.model, config.train.rows
-    schedule = DataState(0, ((0, data.mixture),), data.keys).schedule
-    with data.train_batches(schedule, seed=config.train.seed, rows=rows, steps=BATCHES) as batches:
-        packed = [find_segments(jnp.asarray(batch["segment_ids"]), data.segments) for batch in batches]
+    batches = blocks.first_batches(config, BATCHES, data)
+    packed = [find_segments(jnp.asarray(batch["segment_ids"]), data.segments) for batch in batches]
     causal = [find_segments(jnp.ones_like(packed[0].ids), 1)]
     dtype = jnp.dtype(config.precision.compute)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
@@ -60,10 +59,8 @@ def main() -> int:
                 result = gradients(q, k, v, dy, segments)
             return number, result
 
-        def finish(started):
-            return jax.block_until_ready(started)[0]
-
-        timing = harness.timed(dispatch, finish, arguments.warmup_seconds / 2, arguments.timed_seconds / 2)
+        seconds = arguments.warmup_seconds / 2, arguments.timed_seconds / 2
+        timing = harness.timed(dispatch, lambda started: jax.block_until_ready(started)[0], *seconds)
         by_batch = {number: [] for number in range(len(choices))}
         for seconds, number in zip(timing.seconds, timing.values, strict=True):
             by_batch[number].append(seconds / REPEATS)
@@ -72,18 +69,16 @@ def main() -> int:
 
     causal_seconds, _ = mean_seconds(causal)
     packed_seconds, timing = mean_seconds(packed)
-    harness.emit(
-        {
-            "benchmark": "attention_saving",
-            **timing.line(0),
-            "causal_milliseconds": round(causal_seconds * 1e3, 3),
-            "packed_milliseconds": round(packed_seconds * 1e3, 3),
-            "settings": {"batches": BATCHES, "max_segments": data.segments},
-            **harness.provenance(),
-        }
-    )
-    return 0
+    return {
+        **timing.line(0),
+        "causal_milliseconds": round(causal_seconds * 1e3, 3),
+        "packed_milliseconds": round(packed_seconds * 1e3, 3),
+        "settings": {"batches": BATCHES, "max_segments": data.segments},
+    }
+
+
+main = harness.program(__doc__, measure, seconds=(20.0, 40.0))
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run(main))
+    sys.exit(main())

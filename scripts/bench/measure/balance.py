@@ -1,6 +1,7 @@
 """How evenly a step's work is spread over the groups of a batch, and what planning a step takes.
 
-    python scripts/bench/data_balance.py [--groups 32] [--rows-per-group 4] [--embed 4096] [--output FILE]
+    python scripts/bench/suite.py data --rows balance
+    python scripts/bench/measure/balance.py --lengths 'lognormal(6, 2)' --sequence 8192 [--groups 32]
 
 Heavy-tailed document lengths, never split but where one is longer than a row. Each figure is what the
 costliest group costs, padding charged like tokens, over the mean of what the documents alone need; the mean
@@ -15,6 +16,9 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 import numpy as np
@@ -24,9 +28,7 @@ from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.mixture.packing import Packing, pack
 from jaxthru.data.mixture.planner import Planner
 from jaxthru.data.mixture.sampler import Supply
-from jaxthru.training.run_directory import environment
 
-SEQUENCES = (4096, 8192, 32_768, 131_072)
 LENGTHS = {
     "lognormal(6, 2)": lambda draw, count: draw.lognormal(6, 2, count),
     "200 × (1 + pareto(1))": lambda draw, count: 200 * (1 + draw.pareto(1, count)),
@@ -60,12 +62,14 @@ def spread(costs: np.ndarray, needed: np.ndarray, groups: int) -> float:
     return float((parts.max(axis=1) / (needed.sum(axis=1) / groups)).mean())
 
 
-def measure(name: str, sequence: int, groups: int, rows: int, embed: int, steps: int) -> dict:
-    """Returns one row of the table."""
-    documents = lengths(name, steps * rows * sequence, sequence)
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what is found of so many steps."""
+    groups, steps = (4, 2) if arguments.tiny else (arguments.groups, arguments.steps)
+    sequence, rows = arguments.sequence, groups * arguments.rows_per_group
+    documents = lengths(arguments.lengths, steps * rows * sequence, sequence)
     # For a Llama of this width, 6 × 12 × width² per token and layer against 6 × width per token²: appendix B
     # of arXiv:2204.02311, with a feed-forward part of eight widths².
-    cost = (12.0 * embed, 1.0)
+    cost = (12.0 * arguments.embed, 1.0)
 
     def priced(packing: Packing) -> tuple[np.ndarray, np.ndarray]:
         costs = row_costs(packing, sequence, *cost)
@@ -73,69 +77,57 @@ def measure(name: str, sequence: int, groups: int, rows: int, embed: int, steps:
         unit = 2**40 / (cost[0] * sequence + cost[1] * sequence**2)
         return costs, costs - padding * cost[0] * unit
 
-    arrived = [
+    arrived = (
         part[: len(part) // rows * rows].reshape(-1, rows) for part in priced(next_fit(documents, sequence))
-    ]
+    )
     packing = pack(np.cumsum(documents), sequence, "best_fit")
     costs, needed = priced(packing)
-    keys = {"seed": 0, "rows": rows, "groups": groups, "sequence": sequence}
     supply = {"documents": Supply(packing.rows, int(documents.sum()), len(documents))}
     schedule = ((0, Mixture.plain({"documents": 1})),)
-    planner = Planner(supply, schedule, **keys)
-    planners = planner, planner.balanced_by(costs)
-    taken, seconds = [], []
-    for planner in planners:
+    planner = Planner(supply, schedule, seed=0, rows=rows, groups=groups, sequence=sequence)
+
+    def planned(planner: Planner) -> tuple[np.ndarray, float]:
+        """Returns the rows of each step, and the median milliseconds of planning one."""
         planner.plan(0)
         clock, plans = [time.thread_time()], []
         for step in range(packing.rows // rows):
             plans.append(planner.plan(step).row)
             clock.append(time.thread_time())
-        taken.append(np.array(plans))
-        seconds.append(statistics.median(np.diff(clock)))
-    balanced = costs[taken[1]]
-    devices = balanced.reshape(len(balanced), min(DEVICES, groups), -1).sum(axis=2)
+        return np.array(plans), round(1e3 * statistics.median(np.diff(clock)), 3)
+
+    plain, plain_ms = planned(planner)
+    balanced, balanced_ms = planned(planner.balanced_by(costs))
+    devices = costs[balanced].reshape(len(balanced), min(DEVICES, groups), -1).sum(axis=2)
     return {
-        "lengths": name,
+        "lengths": arguments.lengths,
         "sequence": sequence,
-        "steps": len(balanced),
-        "arrival": round(spread(*arrived, groups), 4),
-        "unbalanced": round(spread(costs[taken[0]], needed[taken[0]], groups), 4),
-        "balanced": round(spread(balanced, needed[taken[1]], groups), 4),
-        "devices": round(float((devices.max(axis=1) / devices.mean(axis=1)).mean()), 4),
-        "padding": round(1 - documents.sum() / (packing.rows * sequence), 4),
-        "plan_ms": round(seconds[1] * 1e3, 3),
-        "plan_ms_unbalanced": round(seconds[0] * 1e3, 3),
-    }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--groups", type=int, default=32)
-    parser.add_argument("--rows-per-group", type=int, default=4)
-    parser.add_argument("--embed", type=int, default=4096, help="width of the model whose costs are balanced")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
-    arguments = parser.parse_args()
-    rows = arguments.groups * arguments.rows_per_group
-    table = []
-    for name in LENGTHS:
-        for sequence in SEQUENCES:
-            row = measure(name, sequence, arguments.groups, rows, arguments.embed, arguments.steps)
-            table.append(row)
-            print("  ".join(f"{key} {value}" for key, value in row.items()), file=sys.stderr, flush=True)
-    where = environment()
-    line = {
-        "benchmark": "data_balance",
-        "groups": arguments.groups,
+        "groups": groups,
         "rows_per_group": arguments.rows_per_group,
         "embed": arguments.embed,
-        "rows": table,
-        "versions": where["versions"] | {"python": where["python"]},
-        "commit": harness.commit(),
-        "command": harness.command(),
+        "steps": len(balanced),
+        "arrival": round(spread(*arrived, groups), 4),
+        "unbalanced": round(spread(costs[plain], needed[plain], groups), 4),
+        "balanced": round(spread(costs[balanced], needed[balanced], groups), 4),
+        "devices": round(float((devices.max(axis=1) / devices.mean(axis=1)).mean()), 4),
+        "padding": round(1 - documents.sum() / (packing.rows * sequence), 4),
+        "plan_ms": balanced_ms,
+        "plan_ms_unbalanced": plain_ms,
     }
-    harness.emit(line, arguments.output)
-    return 0
+
+
+option = harness.option
+main = harness.program(
+    __doc__,
+    measure,
+    option("--lengths", choices=LENGTHS, default="lognormal(6, 2)"),
+    option("--sequence", type=int, default=8192),
+    option("--groups", type=int, default=32),
+    option("--rows-per-group", type=int, default=4),
+    option("--embed", type=int, default=4096, help="width of the model whose costs are balanced"),
+    option("--steps", type=int, default=20),
+    option("--tiny", action="store_true", help="few steps of few groups"),
+    config=False,
+)
 
 
 if __name__ == "__main__":
