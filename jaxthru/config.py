@@ -27,6 +27,7 @@ from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.mesh import MeshConfig
 from jaxthru.training.checkpoint import CheckpointConfig
+from jaxthru.training.cost import CostConfig
 from jaxthru.training.evaluate import EvaluateConfig
 from jaxthru.training.metrics import MetricsConfig
 
@@ -52,6 +53,7 @@ class RunConfig:
     metrics: where the numbers of each step are written.
     profile: which steps are profiled.
     kernels: which implementation of each operation runs.
+    cost: what a device costs, in dollars, and in watts beside its own.
     """
 
     name = "run"  # of the file that `load` read, for run directories: no key, and of no other configuration
@@ -70,6 +72,7 @@ class RunConfig:
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
     kernels: KernelsConfig = KernelsConfig()
+    cost: CostConfig = CostConfig()
 
     def __post_init__(self):
         plain.check_groups(self)
@@ -89,7 +92,7 @@ class RunConfig:
 
 CHANGEABLE = (
     *("train.steps", "optim.schedule_steps", "train.microbatches", "model.loop", "data.loaders"),
-    *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile."),
+    *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile.", "cost."),
     "data.tokenizer",  # a path: the keys of the stores see to it that the same tokenizer is there
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""

@@ -71,7 +71,7 @@ MODULES = {
     "plan.rehearsal": "engine.rehearsed engine.memory_tally plan.memory",
     "profile.attribution": "profile.account.attribution",
     "profile.build": "profile.account.build profile.show.publish",
-    "profile.clocks": "profile.collect.clocks profile.account.frequency",
+    "profile.clocks": "profile.collect.clocks profile.account.frequency runtime.nvml",
     "profile.clues": "profile.explain.causes profile.explain.settings",
     "profile.compare": "profile.explain.compare",
     "profile.events": "profile.read.xplane",

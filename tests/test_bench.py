@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxthru.profile.collect import clocks
+from jaxthru.runtime import nvml
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -222,7 +223,7 @@ class Library:
 
 def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch):
     monkeypatch.setattr(clocks, "nvml", Library)
-    monkeypatch.setattr(clocks, "bus_ids", lambda: ("a3", "19"))
+    monkeypatch.setattr(nvml, "bus_ids", lambda: ("a3", "19"))
     timing = bench("harness").timed(lambda: 0, lambda _: time.sleep(0.1), 0.0, 0.0, (1, 5), gpus=2)
     assert (timing.mhz, timing.watts) == (1600.0, None)
     monkeypatch.setattr(clocks, "nvml", lambda: None)
@@ -231,12 +232,12 @@ def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch):
 
 
 def test_joules_are_those_of_the_counter_between_its_steps(bench, monkeypatch):
-    monkeypatch.setattr(clocks, "nvml", Library)
-    monkeypatch.setattr(clocks, "bus_ids", lambda: ("a3", "19"))
+    monkeypatch.setattr(nvml, "nvml", Library)
+    monkeypatch.setattr(nvml, "bus_ids", lambda: ("a3", "19"))
     with bench("gpu_joules").Energy(2) as used:
         time.sleep(0.5)
     assert used.watts == pytest.approx(450, rel=0.1)  # 400 and 500
-    monkeypatch.setattr(clocks, "nvml", lambda: None)
+    monkeypatch.setattr(nvml, "nvml", lambda: None)
     with bench("gpu_joules").Energy(2) as used:
         pass
     assert used.watts is None

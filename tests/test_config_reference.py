@@ -159,7 +159,7 @@ def test_one_group_or_key(name, keys, capsys):
         (["learning_rate"], "no group or key learning_rate; did you mean 'optim.learning_rate'?"),
         (["optim.learing_rate"], "no group or key optim.learing_rate; did you mean 'optim.learning_rate'?"),
         (["model.famly"], "no group or key model.famly; did you mean 'model.family'?"),
-        (["zzz"], "no group or key zzz; valid: checkpoint, data, "),
+        (["zzz"], "no group or key zzz; valid: checkpoint, cost, data, "),
         (
             ["--set", "train.steps=3"],
             "--set train.steps=3: only model.family=NAME decides which keys there are",

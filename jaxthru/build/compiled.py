@@ -35,6 +35,7 @@ from jaxthru.models import family
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
+from jaxthru.training.energy import StepEnergy
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
 from jaxthru.training.samples import Samples
@@ -108,8 +109,10 @@ class Build:
         """Returns the step timer. listeners: the record, the display, the watchdog."""
         model, devices = self.config.model, list(self.layout.mesh.devices.flat)
         needed = functools.partial(family.module_of(model).train_flops, model)
-        meter = Meter(needed, hardware.peak_flops(devices), skipped, started)
-        return StepTimer(meter, self.data.names, self.config.train.skip_limit, *listeners)
+        cost = self.config.cost, len(devices)
+        meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost)
+        limit, energy = self.config.train.skip_limit, StepEnergy.here()
+        return StepTimer(meter, self.data.names, limit, *listeners, energy)
 
     def _local_rows(self, rows: int) -> slice:
         return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)

@@ -37,6 +37,10 @@ METRICS_FIELDS = (
     "partly_updated",
     "goodput",
     "hbm_peak_bytes",
+    "joules",
+    "joules_per_token",
+    "dollars",
+    "dollars_per_million_tokens",
 )
 """What a row of metrics.jsonl has of every step."""
 

@@ -189,6 +189,28 @@ class StopSignal:
         os.write(STDERR, f"\n{name}: stopping after this step; again to exit at once\n".encode())
 
 
+class Notices:
+    """Short texts that processes let each other know, each its latest, without waiting for one another."""
+
+    _made = 0  # the same in all processes, because they make their Notices in the same order
+
+    def __init__(self, folder: str):
+        """folder: of the job's key-value store, ending in a slash."""
+        Notices._made += 1
+        self._folder = f"{folder}{Notices._made}/"
+
+    def publish(self, text: str) -> None:
+        """Takes the place of what this process published before."""
+        key = f"{self._folder}{jax.process_index()}"
+        _key_value_store().key_value_set(key, f"={text}", allow_overwrite=True)
+
+    def others(self) -> dict[int, str]:
+        """Returns what each other process published last, by process."""
+        found = _key_value_store().key_value_dir_get(self._folder)
+        texts = {int(key.rpartition("/")[2]): text.removeprefix("=") for key, text in found}
+        return {process: text for process, text in texts.items() if process != jax.process_index()}
+
+
 def _key_value_store():
     """Returns the client of the job's coordinator: jax.distributed has no public name for its key-value store
     (JAX 0.11.2)."""

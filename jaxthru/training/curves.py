@@ -15,6 +15,7 @@ import rich.text
 from jaxthru.runtime import command_line
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import exit_code, require
+from jaxthru.training import cost
 from jaxthru.training.display import median, number
 from jaxthru.training.plot import Panel, Picture, svg
 from jaxthru.training.run_directory import RunDirectory
@@ -61,6 +62,10 @@ def table_of(runs: dict[str, RunDirectory]) -> list[Line]:
         found = [(of[-1]["loss_by_source"] or {}).get(name) if of else None for of in held_out]
         add(f"  {name}", [number(value, ".4f") for value in found])
     add("tokens/s, median", [f"{median(of, 'tokens_per_second'):,.0f}" for of in rows])
+    totals = [cost.total(of) for of in rows]
+    for name in cost.FIELDS:
+        title = f"{name.replace('_', ' ')} of the steps"
+        add(title, [number(getattr(of, name), ",.4g") for of in totals])
     add("updates skipped", [str(of[-1]["skipped_updates"] or 0) for of in rows])
     return lines + differences(list(runs.values()))
 

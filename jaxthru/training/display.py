@@ -20,6 +20,7 @@ from jaxthru.models.family import SHIPPED
 from jaxthru.runtime.distributed import is_primary
 from jaxthru.runtime.notebook import in_notebook
 from jaxthru.runtime.progress import Progress
+from jaxthru.training import cost
 from jaxthru.training.checkpoint import saved_steps
 from jaxthru.training.run_directory import RunDirectory
 
@@ -159,11 +160,28 @@ def summary(run: RunDirectory) -> list[tuple[str, str]]:
         found.append(("throughput", f"{median(rows, 'tokens_per_second'):,.0f} tokens/s"))
         if rows[-1]["mfu"] is not None:
             found.append(("MFU", f"{median(rows, 'mfu'):.1%} of the bf16 peak"))
+        found += spent(cost.total(rows))
         if rows[-1]["skipped_updates"]:
             found.append(("skipped updates", str(rows[-1]["skipped_updates"])))
         if partly := sum(row["partly_updated"] or False for row in rows):
             found.append(("of these in part made", f"{partly} (optim.clip_rule = previous, docs/offload.md)"))
     return [*found, ("run directory", str(run.path))]
+
+
+def spent(of: cost.Total) -> list[tuple[str, str]]:
+    """Returns the lines of energy and money, of the steps alone; none of what is not known."""
+    found = []
+    if of.joules is not None:
+        each = f", {1e3 * of.joules_per_token:,.4g} mJ a token" if of.joules_per_token is not None else ""
+        found.append(("energy of the steps", f"{of.joules / KWH:,.4g} kWh{each}"))
+    if of.dollars is not None:
+        per = of.dollars_per_million_tokens
+        each = f", {per:,.4g} a million tokens" if per is not None else ""
+        found.append(("dollars of the steps", f"{of.dollars:,.4g}{each}"))
+    return found
+
+
+KWH = 3.6e6
 
 
 def change(first: float | None, last: float | None) -> str:

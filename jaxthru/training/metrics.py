@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxthru.runtime.errors import did_you_mean, require
-
-Row = dict[str, Any]
+from jaxthru.training.cost import CostConfig
+from jaxthru.training.rows import Row
 
 TRACKERS = ("wandb", "mlflow", "trackio")
 """Experiment trackers, each by the name of its package."""
@@ -42,6 +42,7 @@ class FinishedStep:
     fetched. skipped_updates: since the run's first
     step. partly_updated: it was skipped, but parts had been updated when the first gradient that is not
     finite was met (optim.clip_rule = previous). hbm_peak_bytes: of the fullest device of this process.
+    joules: that the devices of all processes counted, None where one of them does not.
     further: metrics that the model declares, by name: numbers, or lists of them.
     """
 
@@ -59,6 +60,7 @@ class FinishedStep:
     skipped_updates: int = 0
     partly_updated: bool = False
     hbm_peak_bytes: int | None = None
+    joules: float | None = None
     further: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -76,15 +78,19 @@ class Meter:
         peak_flops: float | None,
         skipped_updates: int = 0,
         started: float | None = None,
+        cost: CostConfig | None = None,
+        devices: int = 1,
     ):
         """flops_of: (tokens, attention_span) -> FLOPs that an update needs. peak_flops: dense bf16 ones per
         second of all devices together, whatever the precision; None if unknown. skipped_updates: of the
-        restored state. started: time.monotonic() at the start of the process, now if None."""
+        restored state. started: time.monotonic() at the start of the process, now if None. cost: of each
+        of the devices, which are of all processes."""
         self._flops_of = flops_of
         self._peak_flops = peak_flops
         self._skipped = skipped_updates
         self._started = time.monotonic() if started is None else started
         self._kept_seconds = 0.0
+        self._cost, self._devices = cost or CostConfig(), devices
 
     def row(self, finished: FinishedStep) -> Row:
         """Returns the row of a finished step; call it once for each, in order."""
@@ -104,5 +110,6 @@ class Meter:
             "model_tflops": flops / 1e12,
             "mfu": flops / self._peak_flops if self._peak_flops else None,
             "bf16_peak_tflops": self._peak_flops and self._peak_flops / 1e12,
+            **self._cost.of_step(finished.joules, self._devices * seconds, finished.tokens),
             "goodput": min(1.0, self._kept_seconds / wall) if wall > 0 else None,
         }

@@ -25,10 +25,12 @@ Pair = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plot. series: {name: (x, y)}, arrays of [points]; what is NaN is left out."""
+    """One plot. series: {name: (x, y)}, arrays of [points]; what is NaN is left out. logarithmic: both axes
+    are, and what is not above 0 is left out."""
 
     title: str
     series: dict[str, tuple[np.ndarray, np.ndarray]]
+    logarithmic: bool = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -63,18 +65,21 @@ def svg(panels: Sequence[Panel]) -> str:
 
 
 def _panel(panel: Panel) -> list[str]:
-    series = {name: _known(*line) for name, line in panel.series.items()}
+    scale = _log if panel.logarithmic else np.asarray
+    series = {name: _known(scale(x), scale(y)) for name, (x, y) in panel.series.items()}
     panel = dataclasses.replace(panel, series=series)
     x_low, x_high = _range([x for x, _ in panel.series.values()])
     y_low, y_high = _range([y for _, y in panel.series.values()])
+    ends = np.array([x_low, x_high, y_low, y_high])
+    x_first, x_last, y_first, y_last = 10.0**ends if panel.logarithmic else ends
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = [
         f'<text x="{LEFT}" y="{TOP - 12}" font-size="13">{escape(panel.title)}</text>',
         f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="black"/>',
-        f'<text x="{LEFT - 4}" y="{bottom}" text-anchor="end">{y_low:.3g}</text>',
-        f'<text x="{LEFT - 4}" y="{TOP + 8}" text-anchor="end">{y_high:.3g}</text>',
-        f'<text x="{LEFT}" y="{bottom + 16}">{x_low:,.0f}</text>',
-        f'<text x="{right}" y="{bottom + 16}" text-anchor="end">{x_high:,.0f}</text>',
+        f'<text x="{LEFT - 4}" y="{bottom}" text-anchor="end">{y_first:.3g}</text>',
+        f'<text x="{LEFT - 4}" y="{TOP + 8}" text-anchor="end">{y_last:.3g}</text>',
+        f'<text x="{LEFT}" y="{bottom + 16}">{x_first:,.0f}</text>',
+        f'<text x="{right}" y="{bottom + 16}" text-anchor="end">{x_last:,.0f}</text>',
     ]
     for number, (name, (x, y)) in enumerate(panel.series.items()):
         colour = COLOURS[number % len(COLOURS)]
@@ -106,6 +111,11 @@ def _range(values: list[np.ndarray]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
+def _log(values: ArrayLike) -> np.ndarray:
+    values = np.asarray(values, float)
+    return np.log10(values, where=values > 0, out=np.full(values.shape, np.nan))
+
+
 def _known(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    known = np.isfinite(y)
+    known = np.isfinite(x) & np.isfinite(y)
     return x[known], y[known]

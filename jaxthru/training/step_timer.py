@@ -12,6 +12,7 @@ import numpy as np
 from jaxthru.engine.terms import OF_A_STEP, Terms
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import TrainingError
+from jaxthru.training.energy import StepEnergy
 from jaxthru.training.evaluate import mean_by_source
 from jaxthru.training.metrics import FinishedStep, Meter
 from jaxthru.training.watchdog import Watchdog
@@ -25,12 +26,21 @@ class StepTimer:
     """Hands each finished step to the record, the display and the watchdog, and ends a hopeless run."""
 
     def __init__(
-        self, meter: Meter, sources: tuple[str, ...], skip_limit: int, record, progress, watchdog: Watchdog
+        self,
+        meter: Meter,
+        sources: tuple[str, ...],
+        skip_limit: int,
+        record,
+        progress,
+        watchdog: Watchdog,
+        energy: StepEnergy | None = None,
     ):
-        """skip_limit: updates skipped in a row that end the run."""
+        """skip_limit: updates skipped in a row that end the run. energy: of the steps, None where nothing
+        counts it."""
         self.meter, self.sources, self.skip_limit = meter, sources, skip_limit
         self.record, self.progress, self.watchdog = record, progress, watchdog
-        self._pending: tuple[int, Terms, Future[float]] | None = None
+        self._energy = energy or StepEnergy(None)
+        self._pending: tuple[int, Terms, Future[tuple[float, float | None]]] | None = None
         self._idle_since: float | None = None
         self._called = 0.0  # when the loop last called for a step, or turned to something else
         self._watcher = ThreadPoolExecutor(1, "jaxthru-step-ends")
@@ -78,6 +88,7 @@ class StepTimer:
         """Begins the next step now: what came before belongs to no step."""
         self._clock, self._idle_since = time.monotonic(), None
         self._waits = dict.fromkeys(WAITS, 0.0)
+        self._energy.begin()
 
     def dispatching(self) -> None:
         """Books how long the device was seen without work, now that it is about to get some."""
@@ -89,7 +100,7 @@ class StepTimer:
 
     def dispatched(self, step: int, metrics: Terms) -> None:
         """Books the step before, while the device is at this one."""
-        ended = self._watcher.submit(_ready_at, metrics["loss"])
+        ended = self._watcher.submit(self._ended, metrics["loss"])
         self.finish_step()
         self._pending = (step, metrics, ended)
 
@@ -101,7 +112,8 @@ class StepTimer:
         values = jax.device_get(metrics)
         # A layered step is dispatched for as long as it runs: the one before ended meanwhile. If the device
         # had nothing to do then, the step lasts until the next was called for: what was waited for is its.
-        now = max(ended.result(), self._called)
+        ended_at, joules = ended.result()
+        now = max(ended_at, self._called)
         finished = FinishedStep(
             step=step,
             loss=float(values["loss"]),
@@ -114,6 +126,7 @@ class StepTimer:
             skipped_updates=int(values["skipped"]),
             partly_updated=bool(values["partly_updated"]),
             hbm_peak_bytes=hardware.peak_bytes(),
+            joules=joules,
             further={name: np.asarray(values[name]).tolist() for name in values if name not in OF_A_STEP},
             **self._waits,
         )
@@ -134,8 +147,8 @@ class StepTimer:
                 f"(train.skip_limit); the last loss was {finished.loss}"
             )
 
-
-def _ready_at(array: jax.Array) -> float:
-    """Returns when an array was there, by the monotonic clock."""
-    jax.block_until_ready(array)
-    return time.monotonic()
+    def _ended(self, array: jax.Array) -> tuple[float, float | None]:
+        """Returns when an array was there, by the monotonic clock, and the joules of its step. The watcher
+        runs it, so that reading a counter takes none of the loop's time."""
+        jax.block_until_ready(array)
+        return time.monotonic(), self._energy.end()

@@ -20,8 +20,9 @@ class Clocks:
 
     def __enter__(self):
         from jaxthru.profile.collect import clocks  # here: it is asked for as late as can be
+        from jaxthru.runtime import nvml
 
-        self._sampling = clocks.sampled(clocks.names(range(self.gpus)))
+        self._sampling = clocks.sampled(nvml.names(range(self.gpus)))
         self._samples = self._sampling.__enter__()
         return self
 

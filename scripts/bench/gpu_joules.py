@@ -23,11 +23,11 @@ class Energy:
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self):
-        from jaxthru.profile.collect import clocks
+        from jaxthru.runtime import nvml
 
-        self._nvml = clocks.nvml()
-        names = clocks.names(range(self.gpus)) if self._nvml else ()
-        self._handles = [of for name in names if (of := clocks.handle(self._nvml, name)) is not None]
+        self._nvml = nvml.nvml()
+        names = nvml.names(range(self.gpus)) if self._nvml else ()
+        self._handles = [of for name in names if (of := nvml.handle(self._nvml, name)) is not None]
         self._steps = [[] for _ in self._handles]
         self._thread.start()
         return self

@@ -5,7 +5,7 @@ import pytest
 from runs import make_workplace
 
 from jaxthru.profile.account import ledger
-from jaxthru.profile.collect import clocks
+from jaxthru.runtime import nvml
 
 pytestmark = pytest.mark.gpu
 
@@ -46,10 +46,10 @@ def test_the_ledger_of_a_gpu(place, loop):
 
 def test_nvml_and_jax_mean_the_same_gpus():
     library = pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
-    own, named = jax.local_devices(), clocks.names(range(jax.local_device_count()))
+    own, named = jax.local_devices(), nvml.names(range(jax.local_device_count()))
     assert len(named) == len(own)
-    if clocks.nvml():
-        handles = [clocks.handle(library, name) for name in named]
+    if nvml.nvml():
+        handles = [nvml.handle(library, name) for name in named]
         assert [library.nvmlDeviceGetName(each) for each in handles] == [each.device_kind for each in own]
 
 

@@ -221,3 +221,29 @@ def test_all_processes_get_what_the_first_one_gets(tmp_path):
     assert all("InputError no such text" in output for output in outputs)
     assert "ZeroDivisionError" in outputs[0]
     assert "InputError process 0 failed: ZeroDivisionError" in outputs[1]
+
+
+NOTICES = """
+import time
+import jax
+from jaxthru.runtime.distributed import Notices, initialize
+
+initialize()
+notices, other = Notices("tests/notices/"), 1 - jax.process_index()
+for text in ("", "1.5", f"own {jax.process_index()}"):
+    notices.publish(text)
+while notices.others().get(other) not in (f"own {other}", "done"):
+    time.sleep(0.01)
+notices.publish("done")
+while notices.others() != {other: "done"}:
+    time.sleep(0.01)
+print(notices.others(), flush=True)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_processes_see_the_latest_that_others_let_them_know(tmp_path):
+    (tmp_path / "notices.py").write_text(NOTICES)
+    outputs = finish(start_processes(tmp_path / "notices.py"))
+    assert [output.splitlines()[-1] for output in outputs] == ["{1: 'done'}", "{0: 'done'}"]

@@ -19,6 +19,7 @@ from jaxthru.profile.collect import clocks
 from jaxthru.profile.read.facts import Facts
 from jaxthru.runtime import plain
 from jaxthru.runtime.mesh import shape_of
+from jaxthru.training import cost
 
 KERNELS = 50
 WARM_UP = 3
@@ -86,6 +87,7 @@ def account(folder: Path) -> Accounted:
         clock=clock,
         memory=footprint(folder / "dump", named.attribution, *held),
         model=model,
+        cost=_cost(unprofiled(rows, taken)),
     )
     operations = {name: one.operations for name, one in passes.items()}
     return Accounted(made, operations, named.attribution, named.spent(scale), named.runs, config)
@@ -148,6 +150,13 @@ def _window(production: Measured, named: Measured, rows: list, taken: dict) -> l
     closure, noise = (step / loop - 1, (quarters[2] - quarters[0]) / loop) if loop else (None, 0.0)
     apart = None if named is production else named.step_seconds
     return ledger.Window(kept[0], len(kept), step, loop, closure, noise, apart)
+
+
+def _cost(rows: list) -> ledger.Cost:
+    """Returns the mean cost of steps."""
+    of = cost.total(rows)
+    joules, dollars = (None if value is None else value / len(rows) for value in (of.joules, of.dollars))
+    return ledger.Cost(joules, of.joules_per_token, dollars, of.dollars_per_million_tokens)
 
 
 def _tokens(rows: list, steps: list[int], model: Facts) -> tuple[float, float]:

@@ -205,6 +205,16 @@ class Advice:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cost:
+    """Means of the steps that were not profiled, over all devices, as metrics.jsonl has them."""
+
+    joules: float | None = None
+    joules_per_token: float | None = None
+    dollars: float | None = None
+    dollars_per_million_tokens: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Ledger:
     """`lines` add up to `window.step_seconds`: each instant of each device is counted once."""
 
@@ -221,6 +231,7 @@ class Ledger:
     lint: tuple[Lint, ...] = ()
     advice: tuple[Advice, ...] = ()
     model: Facts | None = None
+    cost: Cost = Cost()
     version: int = VERSION
 
     def seconds(self, line: str) -> float:

@@ -6,17 +6,16 @@ power and the reasons.
 """
 
 import contextlib
-import ctypes
 import dataclasses
-import functools
 import json
-import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from jaxthru.runtime.nvml import RESTRICTED, asked, bus_ids, handle, nvml
 
 COUNTER = "gpc__cycles_elapsed.avg.per_second"
 SAMPLING = {
@@ -26,12 +25,10 @@ SAMPLING = {
 }
 """Of `jax.profiler.ProfileOptions.advanced_configuration`."""
 
-RESTRICTED = Path("/proc/driver/nvidia/params")
 STATUS = Path("/proc/self/status")
 CAP_SYS_ADMIN = 21
 
 INTERVAL = 0.02
-log = logging.getLogger("jaxthru")
 
 
 def sampling(local: int) -> dict[str, Any]:
@@ -71,34 +68,6 @@ def read(folder: Path) -> Samples:
     return Samples(devices)
 
 
-def names(ordinals: Iterable[int]) -> list[str]:
-    """Returns NVML's names of devices that CUDA numbers so, see `bus_ids`; none of those that it has not."""
-    known = bus_ids()
-    return [known[ordinal] for ordinal in ordinals if ordinal < len(known)]
-
-
-@functools.cache
-def bus_ids() -> tuple[str, ...]:
-    """Returns the PCI bus ids of the GPUs that CUDA shows this process, in CUDA's order.
-
-    Neither their number nor their order is NVML's, which knows all of the host by their slots: CUDA numbers
-    those that CUDA_VISIBLE_DEVICES leaves, in its order, and by CUDA_DEVICE_ORDER the fastest first.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ()
-    count, name = ctypes.c_int(), ctypes.create_string_buffer(32)
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return ()
-    found = []
-    for device in range(count.value):
-        if driver.cuDeviceGetPCIBusId(name, len(name), device):
-            return ()
-        found.append(name.value.decode())
-    return tuple(found)
-
-
 @contextlib.contextmanager
 def sampled(devices: Iterable[str]) -> Iterator[Samples]:
     """Samples NVML while a block runs. devices: `names` of the process's local devices, in order. Without
@@ -114,8 +83,8 @@ def sampled(devices: Iterable[str]) -> Iterator[Samples]:
 
     def run() -> None:
         while not done.wait(INTERVAL):
-            for device, handle in handles.items():
-                samples.devices[device].append((time.time_ns(), *_sample(library, handle)))
+            for device, each in handles.items():
+                samples.devices[device].append((time.time_ns(), *_sample(library, each)))
 
     thread = threading.Thread(target=run, name="clocks", daemon=True)
     thread.start()
@@ -126,39 +95,10 @@ def sampled(devices: Iterable[str]) -> Iterator[Samples]:
         thread.join()
 
 
-@functools.cache
-def nvml() -> Any | None:
-    """Returns the module of NVML, started, None where there is none; where only the package is missing, says
-    so once."""
-    try:
-        import pynvml
-    except ImportError:
-        if RESTRICTED.is_file():
-            log.warning('no clock and power by NVML: needs nvidia-ml-py, pip install "jaxthru[gpu]"')
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # there is no driver
-        return None
-    return pynvml
-
-
-def handle(library: Any, bus_id: str) -> Any | None:
-    return _asked(library, library.nvmlDeviceGetHandleByPciBusId, bus_id)
-
-
 def _sample(library: Any, handle: Any) -> tuple[float, float, int]:
     """Returns the SM clock in MHz, the power in watts (on most cards a mean of the last second) and the
     reasons; what NVML refuses is 0."""
-    clock = _asked(library, library.nvmlDeviceGetClockInfo, handle, library.NVML_CLOCK_SM) or 0
-    milliwatts = _asked(library, library.nvmlDeviceGetPowerUsage, handle) or 0
-    reasons = _asked(library, library.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    clock = asked(library, library.nvmlDeviceGetClockInfo, handle, library.NVML_CLOCK_SM) or 0
+    milliwatts = asked(library, library.nvmlDeviceGetPowerUsage, handle) or 0
+    reasons = asked(library, library.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     return float(clock), milliwatts / 1000, int(reasons)
-
-
-def _asked(library: Any, query: Callable, *arguments) -> Any | None:
-    """Returns what NVML answers, None where it refuses."""
-    try:
-        return query(*arguments)
-    except library.NVMLError:
-        return None

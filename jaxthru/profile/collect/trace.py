@@ -25,7 +25,7 @@ import jax
 
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read.facts import Facts
-from jaxthru.runtime import aot, distributed, hardware, xla
+from jaxthru.runtime import aot, distributed, hardware, nvml, xla
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import require
 
@@ -130,7 +130,7 @@ class Profile:
         self.program = self._running.program
         folder = self.folder / self._running.name / str(jax.process_index())
         folder.mkdir(parents=True, exist_ok=True)
-        own = clocks.names(device.local_hardware_id for device in jax.local_devices())
+        own = nvml.names(device.local_hardware_id for device in jax.local_devices())
         self._samples = self._open.enter_context(clocks.sampled(own))
         start_trace(folder, clock=self._running is self.passes[-1])
 

@@ -172,6 +172,10 @@ def _figures(before: Ledger, after: Ledger) -> tuple[tuple[str, float | None, fl
         return {
             "clock, MHz": ledger.clock.mean_mhz,
             "power, W": sum(power) / len(power) if power else None,
+            "energy, J a step": ledger.cost.joules,
+            "energy, J a token": ledger.cost.joules_per_token,
+            "dollars a step": ledger.cost.dollars,
+            "dollars a million tokens": ledger.cost.dollars_per_million_tokens,
             "peak memory, bytes": memory and memory.peak_bytes,
         } | {f"  {name}": memory and memory.categories.get(name, 0) for name in names}
 

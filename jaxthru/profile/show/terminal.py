@@ -28,6 +28,8 @@ def summary(ledger: Ledger) -> rich.console.Group:
         said.append(f"MFU {found.mfu:.1%} of the bf16 peak")
     if found.mfu_at_clock is not None:
         said.append(f"{found.mfu_at_clock:.1%} of it at the clock that ran")
+    if ledger.cost.joules_per_token is not None:
+        said.append(f"{1e3 * ledger.cost.joules_per_token:,.4g} mJ a token")
     head = (verdict(ledger), shares(ledger, unit), relation(ledger, unit), ", ".join(said))
     rows = [
         (title(name), unit.bare(seconds), f"{seconds / step:.1%}")
@@ -85,10 +87,15 @@ def comparison(found: Comparison, names: tuple[str, str], brief: bool = False) -
     if rows:
         shown.append(_table(("found in the program", "where", "what"), rows))
     if found.figures:
-        count = lambda value: "-" if value is None else f"{value:,.0f}"  # noqa: E731
-        rows = [(name, count(before), count(after)) for name, before, after in found.figures]
+        rows = [(name, _figure(before), _figure(after)) for name, before, after in found.figures]
         shown.append(_table(("measured", *(f">{name}" for name in names)), rows))
     return rich.console.Group(*shown)
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value == 0 or abs(value) >= 100 else f"{value:.4g}"
 
 
 def _headline(found: Comparison, unit: Unit) -> str:

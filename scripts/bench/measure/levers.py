@@ -28,7 +28,7 @@ from jaxthru.profile.account import frequency
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.collect.trace import options
 from jaxthru.profile.read import xplane
-from jaxthru.runtime import hardware, xla
+from jaxthru.runtime import hardware, nvml, xla
 
 REPEATS = 40  # products between two looks at the clock
 NARROW = jnp.float8_e4m3fn
@@ -105,7 +105,7 @@ LEVERS = ("bf16", "fp8", "signs", "zeros", "same_buffer", "bursts", "steady")
 def measure(run: Callable, flops: float, seconds: tuple[float, float]) -> dict:
     """Returns one lever's rate by the host's clock, NVML's clock, and between which moments it was timed, ns
     since 1970. flops: of a call."""
-    with clocks.sampled(clocks.names([0])) as samples:
+    with clocks.sampled(nvml.names([0])) as samples:
         timing = harness.timed(run, jax.block_until_ready, *seconds)
         ended = time.time_ns()
     taken = sum(timing.seconds)

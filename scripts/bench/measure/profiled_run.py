@@ -23,6 +23,7 @@ from measure import profiler as measured
 
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read import xplane
+from jaxthru.runtime import nvml
 
 
 def train(arguments: argparse.Namespace, words: list[str]) -> None:
@@ -35,7 +36,7 @@ def train(arguments: argparse.Namespace, words: list[str]) -> None:
     script = str(Path(__file__).with_name("planted.py"))
     on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
     with (
-        clocks.sampled([] if on_cpu else clocks.names(range(arguments.gpus))) as samples,
+        clocks.sampled([] if on_cpu else nvml.names(range(arguments.gpus))) as samples,
         harness.session(
             [sys.executable, script, *planted, "--", *words, *place], stdout=sys.stderr
         ) as process,

@@ -8,6 +8,7 @@ import pytest
 from jaxthru.profile.account import frequency
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read.xplane import Trace
+from jaxthru.runtime import nvml
 
 BUSES = ("0000:a3:00.0", "0000:19:00.0")  # as CUDA numbers them: the faster of two comes first
 
@@ -103,7 +104,7 @@ def test_the_package_has_what_is_asked_of_it():
 @pytest.mark.parametrize("driver", [True, False])
 def test_a_missing_package_is_said_once_where_there_is_a_gpu(tmp_path, monkeypatch, caplog, driver):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(clocks, "RESTRICTED", tmp_path / "params")
+    monkeypatch.setattr(nvml, "RESTRICTED", tmp_path / "params")
     if driver:
         (tmp_path / "params").touch()
     clocks.nvml.cache_clear()
@@ -112,7 +113,9 @@ def test_a_missing_package_is_said_once_where_there_is_a_gpu(tmp_path, monkeypat
             assert samples.devices == {}
     clocks.nvml.cache_clear()
     said = [record.getMessage() for record in caplog.records]
-    assert said == ['no clock and power by NVML: needs nvidia-ml-py, pip install "jaxthru[gpu]"'] * driver
+    assert (
+        said == ['neither clock nor energy is read: needs nvidia-ml-py, pip install "jaxthru[gpu]"'] * driver
+    )
 
 
 def test_nvml_is_asked_while_steps_run(monkeypatch):
@@ -148,17 +151,17 @@ class Driver:
 
 @pytest.fixture
 def asked_anew():
-    clocks.bus_ids.cache_clear()
+    nvml.bus_ids.cache_clear()
     yield
-    clocks.bus_ids.cache_clear()
+    nvml.bus_ids.cache_clear()
 
 
 def test_devices_are_those_that_cuda_numbers_so(monkeypatch, asked_anew):
     """NVML's own numbers are of all GPUs of the host, in another order."""
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": Driver()}[name])
-    assert clocks.names([0, 1]) == list(BUSES)
-    assert clocks.names([1]) == ["0000:19:00.0"]  # the second process of a host, which has the second GPU
-    assert clocks.names([1, 2]) == ["0000:19:00.0"]
+    assert nvml.names([0, 1]) == list(BUSES)
+    assert nvml.names([1]) == ["0000:19:00.0"]  # the second process of a host, which has the second GPU
+    assert nvml.names([1, 2]) == ["0000:19:00.0"]
 
 
 @pytest.mark.parametrize("fails", ["library", "init", "name"])
@@ -169,7 +172,7 @@ def test_a_driver_that_does_not_answer_names_no_device(monkeypatch, asked_anew, 
         return Driver(fails)
 
     monkeypatch.setattr(ctypes, "CDLL", opened)
-    assert clocks.names([0, 1]) == []
+    assert nvml.names([0, 1]) == []
 
 
 @pytest.mark.parametrize(

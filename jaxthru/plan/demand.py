@@ -1,0 +1,142 @@
+"""What a step of a model takes, wherever it runs: operations, bytes and their sizes, by arithmetic."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxthru.build.defaults import plain
+from jaxthru.config import RunConfig
+from jaxthru.models import facts, family
+from jaxthru.models.stage import Chain, Stage, distinct
+from jaxthru.optim.formats import FORMATS
+from jaxthru.runtime.hardware import data_sheet_flops
+from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES
+from jaxthru.runtime.weights import WeightInfo
+
+
+class Matrix(NamedTuple):
+    """inputs, outputs: its sizes. split: which of them `tensor` splits, or neither. divides: into how many
+    parts that goes at most; 0 is any."""
+
+    inputs: int
+    outputs: int
+    split: str
+    divides: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What a step of a model takes, wherever it runs. flops: of its matmuls and attention. matrices: of all
+    layers and of the head. parameters: all; blocks: those of the layers' matrices. width: of what is passed
+    from layer to layer. item: bytes of a number in the compute dtype. state: bytes of weights and optimizer
+    for a parameter. kept: {remat policy: bytes kept of a token}. recomputed: {remat policy: FLOPs of a
+    token}. steps: of the run."""
+
+    rows: int
+    sequence: int
+    flops: float
+    layers: int
+    matrices: tuple[Matrix, ...]
+    parameters: float
+    blocks: float
+    width: int
+    item: float
+    state: float
+    kept: dict[str, float]
+    recomputed: dict[str, float]
+    steps: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.rows * self.sequence
+
+    @property
+    def splits(self) -> int:
+        """The parts into which `tensor` can split all matrices alike."""
+        return math.gcd(*(matrix.divides for matrix in self.matrices))
+
+
+DATA_SHEET = "by data sheet"
+SUSTAINED = {("h200", "compute"): 690e12, ("h200", "fp8"): 1293e12}
+"""FLOP/s of an 8192³ product held for 20 s, measured: scripts/bench/results/one_gpu_h200.json."""
+
+
+def rate_of(device: str, kind: str, need: Demand, matmul: str) -> tuple[float, str]:
+    """Returns the FLOP/s that a device holds in this model's products, and where that is from. device: of
+    `aot.TARGETS`. kind: the device's own name. matmul: `precision.matmul`; float8 is for the blocks alone."""
+    peak = data_sheet_flops(kind)
+    known = {way: SUSTAINED.get((device, way)) for way in ("compute", "fp8")}
+    plain_rate, fast = known["compute"] or peak, known["fp8"] or 2 * peak
+    said = "sustained in products, measured" if known["compute"] else DATA_SHEET
+    if matmul != "fp8":
+        return plain_rate, said
+    blocks = 6 * need.blocks * need.tokens / need.flops
+    return 1 / (blocks / fast + (1 - blocks) / plain_rate), f"{said}; the blocks' matrices in float8"
+
+
+def demand(config: RunConfig) -> Demand:
+    """Returns what a step of a configuration takes. Rows are one document each, which attention finds
+    costliest."""
+    config = plain(config)
+    model, rows, sequence = config.model, config.train.rows, config.data.sequence
+    known, chain = facts.facts(model, config.precision.compute), family.chain(model)
+    head = _head(chain)
+    blocks = [(stage, chain.layers.count(stage)) for stage in distinct(chain.layers)]
+    matrices = [matrix for stage, count in blocks for matrix in count * _matrices(stage)]
+    stages = [(chain.embedding, 1), (chain.head, 1), *blocks]
+    parameters = sum(
+        count * math.prod(leaf.shape) for stage, count in stages for leaf in jax.tree.leaves(stage.shapes)
+    )
+    bytes_of = FORMATS[config.optim.state].bytes_per_parameter(
+        moments=1 if config.optim.name == "muon" else 2
+    )
+    return Demand(
+        rows=rows,
+        sequence=sequence,
+        flops=known.flops(rows * sequence, rows * sequence**2),
+        layers=known.layers,
+        matrices=(*matrices, head),
+        parameters=parameters,
+        blocks=known.layer_parameters,
+        width=head.inputs,
+        item=jnp.dtype(config.precision.compute).itemsize,
+        state=bytes_of.weights + bytes_of.state,
+        kept=known.kept,
+        recomputed=known.recomputed,
+        steps=config.train.steps,
+    )
+
+
+def _matrices(stage: Stage) -> list[Matrix]:
+    """Returns the matrices of a block."""
+    pairs = zip(jax.tree.leaves(stage.weights), jax.tree.leaves(stage.shapes), strict=True)
+    return [_matrix(info, leaf.shape) for info, leaf in pairs if info.role == "matrix"]
+
+
+def _matrix(info: WeightInfo, shape: tuple[int, ...]) -> Matrix:
+    def size(dims: tuple[int, ...]) -> int:
+        return math.prod(shape[dim] for dim in dims)
+
+    def splits(dims: tuple[int, ...]) -> list[int]:
+        return [shape[dim] for dim in dims if "tensor" in LOGICAL_AXIS_RULES.get(info.axes[dim] or "", ())]
+
+    ins, outs = splits(info.inputs), splits(info.outputs)
+    split = "inputs" if ins else "outputs" if outs else ""
+    return Matrix(size(info.inputs), size(info.outputs + info.stack), split, math.gcd(*ins, *outs))
+
+
+def _head(chain: Chain) -> Matrix:
+    """Returns the matrix that makes logits, which may be the embedding's table."""
+    stage, path = getattr(chain, chain.output[0]), chain.output[1:]
+    info, leaf = stage.weights, stage.shapes
+    for name in path:
+        info, leaf = info[name], leaf[name]
+    passed = [dim for dim, axis in enumerate(info.axes) if axis and "fsdp" in LOGICAL_AXIS_RULES[axis]]
+    others = tuple(dim for dim in range(len(info.axes)) if dim not in passed)
+    return (
+        _matrix(dataclasses.replace(info, inputs=tuple(passed)), leaf.shape) if others else Matrix(1, 1, "")
+    )
