@@ -152,14 +152,16 @@ def _seconds(module: Module, work: Work, rates: Rates) -> float:
 
 def touched(module: Module, one: Instruction) -> int:
     """Returns the bytes that an instruction reads and writes: of what it slices or updates in place, the
-    slice."""
-    made = sum(map(size, one.shapes))
-    if one.opcode in ("dynamic-slice", "gather", "slice"):
+    slice. One that is started (`fusion-start`) touches what it would at once."""
+    opcode, read = one.opcode.removesuffix("-start"), sum(map(size, module.operand_shapes(one)))
+    # The result of a "-start" also holds its operands.
+    made = sum(map(size, one.shapes)) - read * (opcode != one.opcode)
+    if opcode in ("dynamic-slice", "gather", "slice"):
         return 2 * made
-    if one.opcode == "dynamic-update-slice":
+    if opcode == "dynamic-update-slice":
         return 2 * size(module.operand_shapes(one)[1])
-    if one.opcode != "fusion" or not one.calls or one.calls[0] not in module.computations:
-        return made + sum(map(size, module.operand_shapes(one)))
+    if opcode != "fusion" or not one.calls or one.calls[0] not in module.computations:
+        return made + read
     inner = module.computations[one.calls[0]]
     parameters = [found for found in inner.values() if found.opcode == "parameter"]
     root = next(found for found in inner.values() if found.root)

@@ -517,6 +517,12 @@ ENTRY %main (x: f32[8,1000], i: s32[]) -> f32[1,1000] {
 """
     module = hlo.module(text)
     assert touched(module, module.find("fused")) in range(8000, 8016)
+    started = text.replace(
+        "ROOT %fused = f32[1,1000] fusion(",
+        "%fused = ((f32[8,1000], s32[]), f32[1,1000], u32[]) fusion-start(",
+    )
+    module = hlo.module(started)
+    assert touched(module, module.find("fused")) in range(8000, 8016)
 
 
 def test_a_loop_without_a_known_count_runs_as_its_condition_says():
