@@ -40,8 +40,9 @@ def described(
     domain = fabric.gpus_per_host * fabric.nvlink_hosts
     network = fabric.nic * fabric.nics_per_host / fabric.gpus_per_host
     slowed = {}
-    for power in range(1, min(devices, fabric.devices).bit_length()):
-        if (count := 1 << power) > domain:
+    most = min(devices, fabric.devices)
+    for count in (*(1 << power for power in range(1, most.bit_length())), most):
+        if count > domain:
             slowed[count] = contention(fabric, count)
     said = (
         f"{target.name}: {rate / 1e12:,.0f} TFLOP/s, {source}",

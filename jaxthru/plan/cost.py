@@ -93,6 +93,8 @@ def measured(run: RunDirectory, devices: int | None = None) -> Rate:
 
 def predicted(need: Demand, cluster: Cluster, devices: int) -> Rate:
     """Returns the rate that `plan limits` predicts. Raises InputError where no mesh holds the state."""
+    most = cluster.most or devices
+    require(devices <= most, f"--devices {devices}: the fabric has {most:,}; give another --fabric")
     point = limits.best(need, cluster, devices)
     require(
         point is not None,

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 
 import rich.box
 import rich.console
@@ -44,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code. Raises InputError."""
     for name in ("tokens_per_second", "joules_per_token", "tokens", "devices"):
         value = getattr(arguments, name)
-        require(value is None or value > 0, f"--{name.replace('_', '-')} {value}: must be above 0")
+        fits = value is None or 0 < value < math.inf
+        require(fits, f"--{name.replace('_', '-')} {value}: must be above 0, and finite")
     both = arguments.run_dir is not None and arguments.tokens_per_second is not None
     require(not both, "plan cost: give --run or --tokens-per-second, not both: which rate counts?")
     config = configuration.from_arguments(arguments)

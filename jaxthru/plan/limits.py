@@ -189,8 +189,10 @@ def ends(need: Demand, cluster: Cluster, found: list[Point]) -> Ends:
     exposed = [point.devices for point in found if point.share_exposed >= SHARE]
     overlapped = max(within, default=0)
     beyond = next((point for point in found if point.devices > overlapped and point.share < SHARE), None)
-    shortest = need.layers * float(layer_latency(cluster, split_by(need, cluster)))
-    full = found[-1].devices * 2 > need.rows * need.splits  # no mesh splits the step further
+    split = need.layers * float(layer_latency(cluster, split_by(need, cluster)))
+    shortest = min(split, *(point.seconds for point in found))  # small layers are faster whole
+    largest = (need.rows & -need.rows) * (need.splits & -need.splits)  # powers of two, as meshes are
+    full = found[-1].devices >= largest  # no mesh splits the step further
     binds = beyond.binds if beyond else "batch" if full else ""
     return Ends(overlapped, max(exposed, default=0), binds, shortest)
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def add_cluster(command: argparse.ArgumentParser) -> None:
 def cluster_of(arguments: argparse.Namespace, config: RunConfig, need: Demand, devices: int) -> Cluster:
     """Returns the cluster that a command line describes. devices: to look at, at most. Raises InputError."""
     tflops = arguments.tflops
-    require(tflops is None or tflops > 0, f"--tflops {tflops}: must be above 0")
+    require(tflops is None or 0 < tflops < math.inf, f"--tflops {tflops}: must be above 0, and finite")
     fabric = fabrics.load(arguments.fabric, arguments.fabric_set)
     torus = f"--fabric {arguments.fabric}: a torus of TPUs; these limits are of GPUs, plan network takes it"
     require(not fabric.torus, torus)

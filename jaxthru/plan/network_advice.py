@@ -39,7 +39,7 @@ def binds(found: Forecast) -> str:
     if found.measured:
         least = max(found.links, found.schedule.compute if found.schedule else 0.0)
         if found.links < 0.5 * found.measured:
-            other = found.measured - least
+            other = max(0.0, found.measured - least)
             return (
                 f"not bound by links: they need {_s(found.links)} of the {_s(found.measured)} measured; "
                 f"other: {_s(other)} are neither links nor computation (skew, host, kernels)"

@@ -12,7 +12,7 @@ from jaxthru.build.memory_estimate import layout_of
 from jaxthru.models import family
 from jaxthru.plan import fabric as fabrics
 from jaxthru.plan import network, network_advice, network_published
-from jaxthru.plan.network_compile import PRODUCTS, Request, asked, compiled, rates
+from jaxthru.plan.network_compile import PRODUCTS, TPUS, Request, asked, compiled, rates
 from jaxthru.plan.network_flows import TRIALS
 from jaxthru.plan.network_traffic import shape_of
 from jaxthru.runtime.errors import InputError, require
@@ -57,9 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("devices", "segments", "trials"):
         value = devices if name == "devices" else getattr(arguments, name)
         require(value is None or value >= 1, f"--{name} {value}: must be at least 1")
-    require(arguments.measured is None or arguments.measured > 0, "--measured: must be above 0")
+    measured = arguments.measured
+    fits = measured is None or 0 < measured < math.inf
+    require(fits, f"--measured {measured}: must be above 0, and finite")
+    require(arguments.seed >= 0, f"--seed {arguments.seed}: must be at least 0")
     device = arguments.device or fabric.device
-    keys = {"rates": rates(device, arguments.products), "measured": arguments.measured}
+    keys = {"rates": rates(device, arguments.products), "measured": measured}
+    require(
+        bool(fabric.torus) == (device in TPUS),
+        f"--device {device}: fabric {fabric.name} joins {'TPUs by a torus' if fabric.torus else 'GPUs'}",
+    )
     keys["kinds"] = tuple(scope for stage in family.chain(config.model).stages for scope in stage.scopes)
     draws = {"trials": arguments.trials, "seed": arguments.seed}
     if fabric.torus:

@@ -192,6 +192,7 @@ def _for_tpu(request: Request, devices: int) -> str:
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is opened: others may plan meanwhile
     dims = request.torus if math.prod(request.torus) == devices else _slice(request.device, devices)
     named = f"{request.device}:{'x'.join(map(str, dims))}"
     try:

@@ -123,8 +123,8 @@ def _meta() -> list[Figure]:
             1.4,
             packed,
             "×",
-            "test",
-            "packed: 8 of 16 NICs cross, 18 uplinks",
+            "calibration",
+            "8 of 16 NICs of 8 leaves, 18 uplinks",
         ),
         Figure("32 queue pairs, worst, of the roofline", 52, 100 / worst, "%", "test", "64 full leaves, 1:1"),
     ]

@@ -88,7 +88,7 @@ class StepTimer:
         """Begins the next step now: what came before belongs to no step."""
         self._clock, self._idle_since = time.monotonic(), None
         self._waits = dict.fromkeys(WAITS, 0.0)
-        self._energy.begin()
+        self._watcher.submit(self._energy.begin)  # which reads a counter; before the next end, as it is asked
 
     def dispatching(self) -> None:
         """Books how long the device was seen without work, now that it is about to get some."""

@@ -104,6 +104,8 @@ def test_a_prediction_says_that_it_is_one(capsys):
         (("--set", "cost.pue=0.5"), "cost.pue"),
         (("--set", "cost.price=1"), "cost.price"),
         (("--devices", "7"), "--devices 7"),
+        (("--tokens", "inf"), "--tokens inf"),
+        (("--devices", "64", "--fabric", "ethernet_pair"), "--devices 64: the fabric has 16"),
         (("--device", "h300"), "h300"),
     ],
 )

@@ -71,6 +71,8 @@ def test_a_fabric_bounds_the_devices(need):
     target = aot.target("h200")
     found = cluster.described(small, target, 690e12, 1.0, "", 1 << 16)
     assert [point.devices for point in limits.points(need, found)] == [8, 16, 32]
+    hashed = fabric.load("roce_two_tier", ["qps=1"])
+    assert cluster.described(hashed, target, 690e12, 1.0, "", 1536).contention[1536] > 1.5
 
 
 def test_the_walls_of_frontier_runs_move_as_their_formulas_say():
@@ -136,6 +138,19 @@ def test_a_slow_network_ends_scaling_sooner_and_is_named(need):
     assert end.shortest == fast.shortest == need.layers * float(limits.layer_latency(H200, 8))
 
 
+def test_rows_that_are_no_power_of_two_end_at_their_last_mesh(need):
+    few = dataclasses.replace(need, rows=12, flops=need.flops * 12 / 512)
+    found = limits.points(few, H200)
+    assert found[-1].devices == 4 * 8
+    assert limits.ends(few, H200, found).binds == "batch"
+
+
+def test_no_step_is_shorter_than_the_shortest():
+    small = demand.demand(configuration.load(ROOT / "configs" / "quickstart.py"))
+    found = limits.points(small, H200, 64)
+    assert limits.ends(small, H200, found).shortest <= min(point.seconds for point in found)
+
+
 def test_links_carry_what_a_collective_moves():
     links = limits.Links(dataclasses.replace(H200, nvlink=100.0, network=10.0))
     assert links.gather(800.0, 1, 1).tolist() == [0, 0]
@@ -183,6 +198,7 @@ def test_float8_is_faster_in_the_blocks_alone(need):
         (("--config", "llama3_70b", "--most", "4"), "no mesh of up to 4 devices holds"),
         (("--config", "llama3_70b", "--fabric-set", "nic_gbps=0"), "nic_gbps"),
         (("--config", "llama3_70b", "--tflops", "-1"), "--tflops -1"),
+        (("--config", "llama3_70b", "--tflops", "inf"), "--tflops inf"),
         (("--config", "llama3_70b", "--days", "0"), "--days 0"),
         (("--config", "llama3_70b", "--fabric", "no_such"), "--fabric no_such"),
         (("--config", "llama3_70b", "--fabric", "v5p_slice"), "torus of TPUs"),
