@@ -179,6 +179,8 @@ def lines(found: Bill, prices: CostConfig) -> list[str]:
         said.append("energy is what the devices count: hosts and fans (cost.watts_beside) are not in it")
     if found.mwh is not None and not rate.whole and prices.pue is None:
         said.append("cost.pue is not given: the building's own share is not in the energy")
+    if rate.whole and (prices.watts_beside, prices.pue) != (None, None):
+        said.append("cost.watts_beside and cost.pue of this plan add nothing: that run's joules have its own")
     if found.dollars is None:
         said.append("no price: --set cost.dollars_per_device_hour=PRICE gives dollars; none is assumed")
     return said

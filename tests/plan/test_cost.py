@@ -78,6 +78,9 @@ def test_joules_that_a_run_has_made_whole_are_said_so(tmp_path):
     assert rate.whole and rate.tokens_per_second == 8000
     assert any("cost.pue = 1.2" in line for line in rate.said)
     assert any("an upper bound" in line for line in rate.said)
+    found = cost.bill(1e6, rate, CostConfig(pue=1.1))
+    assert any("add nothing" in line for line in cost.lines(found, CostConfig(pue=1.1)))
+    assert not any("add nothing" in line for line in cost.lines(found, CostConfig()))
 
 
 def test_a_run_without_joules_has_hours_alone(tmp_path, capsys):
