@@ -231,3 +231,19 @@ def test_each_tracker_holds_what_was_recorded(run, name, monkeypatch):
     ]
     identity = json.loads(run.trackers.read_text())[name]
     assert sorted(numbers_of(name, run, identity)) == sorted(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # theirs
+def test_wandb_without_a_key_asks_for_none(run, monkeypatch, caplog):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(run.path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(run.path))
+    wandb.teardown()  # forgets the settings of tests before
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a prompt"))
+    with caplog.at_level(logging.WARNING), tracker.tracked(("wandb",), run) as (sink,):
+        sink.step(ROWS[0])
+    assert "no API key" in caplog.text
+    wandb.teardown()
