@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training.metrics import TRACKERS, MetricsConfig
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.sinks import tracker
@@ -34,7 +34,7 @@ class Kept:
     """A tracker that keeps what it is told. opened: the ids that it was asked to continue."""
 
     def __init__(self):
-        self.opened, self.logged, self.finished, self.before = [], [], 0, lambda step: None
+        self.opened, self.logged, self.finished, self.before = [], [], [], lambda step: None
 
     def open_tracker(self, run, known):
         self.opened.append(known)
@@ -45,8 +45,8 @@ class Kept:
         self.before(step)
         self.logged.append((step, values))
 
-    def finish(self):
-        self.finished += 1
+    def finish(self, failed):
+        self.finished.append(failed)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_gets_the_numbers_of_each_row(run, kept):
         (row["step"], {"train/loss": row["loss"], "train/loss_by_source/prose": 0.1 * row["step"]})
         for row in ROWS
     ]
-    assert kept.logged == [*steps, (3, {"eval/loss": 2.5})] and kept.finished == 1
+    assert kept.logged == [*steps, (3, {"eval/loss": 2.5})] and kept.finished == [False]
 
 
 def test_a_resumed_run_continues_in_the_same_one(run, kept):
@@ -75,6 +75,13 @@ def test_a_resumed_run_continues_in_the_same_one(run, kept):
             sink.step(ROWS[0])
     assert kept.opened == [None, "first"]
     assert json.loads((run.path / "trackers.json").read_text()) == {"wandb": "first"}
+
+
+def test_an_error_in_training_passes_and_the_tracker_hears_of_it(run, kept):
+    with pytest.raises(TrainingError, match="no number"), tracker.tracked(("wandb",), run) as (sink,):
+        sink.step(ROWS[0])
+        raise TrainingError("no number")
+    assert len(kept.logged) == 1 and kept.finished == [True]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("quota\nexceeded"), SystemExit(3), KeyboardInterrupt()])

@@ -41,8 +41,8 @@ class MLflow:
         for start in range(0, len(metrics), METRICS_AT_ONCE):
             self._client.log_batch(self.id, metrics=metrics[start : start + METRICS_AT_ONCE])
 
-    def finish(self) -> None:
-        self._client.set_terminated(self.id)
+    def finish(self, failed: bool) -> None:
+        self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
 
 
 def _named(key: str) -> str:

@@ -42,8 +42,8 @@ class Tracker(Protocol):
     def log(self, step: int, values: dict[str, float]) -> None:
         """Takes the numbers of a step, by names such as `train/loss`."""
 
-    def finish(self) -> None:
-        """Sends what is left, and ends the run."""
+    def finish(self, failed: bool) -> None:
+        """Sends what is left, and ends the run. failed: training was ended by an error."""
 
 
 def check_trackers(config: MetricsConfig) -> None:
@@ -61,13 +61,14 @@ def tracked(
 ) -> Iterator[list["Background"]]:
     """Yields the sinks of trackers, and waits at the end until all rows are there, but no longer than so many
     seconds for all of them together, nor after Ctrl-C."""
-    sinks = [Background(name, run) for name in names]
+    sinks, failed = [Background(name, run) for name in names], True
     try:
         yield sinks
+        failed = False
     finally:
         ends = time.monotonic() + seconds
         for sink in sinks:
-            sink.end()
+            sink.end(failed)
         for sink in sinks:
             try:
                 sink.wait(max(0.0, ends - time.monotonic()))
@@ -91,7 +92,7 @@ class Background:
     def __init__(self, name: str, run: RunDirectory):
         self._name, self._run = name, run
         self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
-        self._left = False
+        self._left = self._failed = False
         self._thread = threading.Thread(target=self._work, name=f"{THREAD}{name}", daemon=True)
         self._thread.start()
 
@@ -101,8 +102,9 @@ class Background:
     def evaluation(self, row: Row) -> None:
         self._put("eval", row)
 
-    def end(self) -> None:
-        """Says that no more rows come."""
+    def end(self, failed: bool = False) -> None:
+        """Says that no more rows come. failed: as for `Tracker.finish`."""
+        self._failed = failed
         self._rows.put(None)
 
     def wait(self, seconds: float) -> None:
@@ -132,7 +134,7 @@ class Background:
             keep_id(self._run, self._name, tracker.id)
             while (row := self._rows.get()) is not None:
                 tracker.log(*row)
-            tracker.finish()
+            tracker.finish(self._failed)
         except BaseException as error:  # whatever a tracker raises, it ends no run
             if not self._left:
                 self._leave(f"ended with {type(error).__name__}: {' '.join(str(error).split())[:200]}")

@@ -34,8 +34,8 @@ class WandB:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def finish(self) -> None:
-        self._run.finish()
+    def finish(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 open_tracker = WandB
