@@ -147,7 +147,7 @@ def test_keys_that_fit_only_together():
         ("steps=3", "unknown key steps = '3'; did you mean 'train.steps' or 'profile.steps'?"),
         ("model.factor=2", "did you mean 'model.rope_scaling.factor'?"),
         ("model.rope_scaling.factr=2", "did you mean 'model.rope_scaling.factor'?"),
-        ("zzz.qqq=1", "unknown key zzz.qqq = '1'; the groups are checkpoint, data, "),
+        ("zzz.qqq=1", "unknown key zzz.qqq = '1'; the groups are checkpoint, cost, data, "),
         ("metrics.zzz=1", "unknown key metrics.zzz = '1'; the keys of metrics are tensorboard"),
         ("model.attention.x=xla", "unknown key model.attention.x = 'xla'; the keys of model are embed, "),
         ("kernels.attention.x=xla", "unknown key kernels.attention.x = 'xla': kernels.attention has no keys"),

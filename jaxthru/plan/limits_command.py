@@ -172,11 +172,11 @@ def picture(found: list[Point]) -> Picture:
         "nothing overlapped": np.array([point.share_exposed for point in found]),
         f"{SHARE:.0%}": np.full(len(found), SHARE),
     }
-    curve = Panel("tokens/s, by devices", {name: (devices, line) for name, line in lines.items()}, True)
-    at = np.log2(devices)
-    return Picture(
-        (curve, Panel("share of linear, by log2 of the devices", {k: (at, v) for k, v in shares.items()}))
+    curve = Panel("tokens/s, by devices", {name: (devices, line) for name, line in lines.items()}, "xy")
+    share = Panel(
+        "share of linear, by devices", {name: (devices, line) for name, line in shares.items()}, "x"
     )
+    return Picture((curve, share))
 
 
 def _curve(found: list[Point]) -> rich.table.Table:

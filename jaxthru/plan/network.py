@@ -97,18 +97,19 @@ class Forecast:
 
     def picture(self) -> Picture:
         """Returns the plots: seconds and evenness over queue pairs, and the load of each uplink."""
-        x = np.log2([point.qps for point in self.curve])
-        over = "over queue pairs, as powers of 2"
+        x, over = np.array([point.qps for point in self.curve]), "over queue pairs"
         series = {
             name: (x, np.array([getattr(point, key) for point in self.curve]))
             for name, key in (("links", "links"), ("exposed", "exposed"), ("step", "step"))
         }
-        panels = [Panel(f"seconds a step, {over}", series if self.schedule else {"links": series["links"]})]
+        panels = [
+            Panel(f"seconds a step, {over}", series if self.schedule else {"links": series["links"]}, "x")
+        ]
         slow = {
             "max/mean of uplinks": (x, np.array([point.mmr for point in self.curve])),
             "slowdown of links": (x, np.array([point.slowdown for point in self.curve])),
         }
-        panels.append(Panel(f"against an even spread, {over}", slow))
+        panels.append(Panel(f"against an even spread, {over}", slow, "x"))
         loads = {
             f"{one.collective.kind} {one.collective.layer}": (
                 np.linspace(0, 100, len(one.links.even)),

@@ -4,9 +4,11 @@ The profile's report draws its lines by the same `to_pixels` and `polyline`, in 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -25,12 +27,12 @@ Pair = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plot. series: {name: (x, y)}, arrays of [points]; what is NaN is left out. logarithmic: both axes
-    are, and what is not above 0 is left out."""
+    """One plot. series: {name: (x, y)}, arrays of [points]; what is NaN is left out. logarithmic: the axes
+    that are, of "xy"; what is not above 0 there is left out."""
 
     title: str
     series: dict[str, tuple[np.ndarray, np.ndarray]]
-    logarithmic: bool = False
+    logarithmic: Literal["", "x", "y", "xy"] = ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -65,13 +67,13 @@ def svg(panels: Sequence[Panel]) -> str:
 
 
 def _panel(panel: Panel) -> list[str]:
-    scale = _log if panel.logarithmic else np.asarray
-    series = {name: _known(scale(x), scale(y)) for name, (x, y) in panel.series.items()}
+    scale_x, scale_y = (_log if axis in panel.logarithmic else np.asarray for axis in "xy")
+    series = {name: _known(scale_x(x), scale_y(y)) for name, (x, y) in panel.series.items()}
     panel = dataclasses.replace(panel, series=series)
     x_low, x_high = _range([x for x, _ in panel.series.values()])
     y_low, y_high = _range([y for _, y in panel.series.values()])
-    ends = np.array([x_low, x_high, y_low, y_high])
-    x_first, x_last, y_first, y_last = 10.0**ends if panel.logarithmic else ends
+    x_first, x_last = (10.0**end if "x" in panel.logarithmic else end for end in (x_low, x_high))
+    y_first, y_last = (10.0**end if "y" in panel.logarithmic else end for end in (y_low, y_high))
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = [
         f'<text x="{LEFT}" y="{TOP - 12}" font-size="13">{escape(panel.title)}</text>',
@@ -81,6 +83,10 @@ def _panel(panel: Panel) -> list[str]:
         f'<text x="{LEFT}" y="{bottom + 16}">{x_first:,.0f}</text>',
         f'<text x="{right}" y="{bottom + 16}" text-anchor="end">{x_last:,.0f}</text>',
     ]
+    for power in range(math.floor(x_low) + 1, math.ceil(x_high)) if "x" in panel.logarithmic else ():
+        (place,) = to_pixels([power], (x_low, x_high), (LEFT, right))
+        if min(place - LEFT, right - place) > 40:  # else it would touch the axis' ends
+            parts.append(f'<text x="{place:.0f}" y="{bottom + 16}" text-anchor="middle">{10**power:,}</text>')
     for number, (name, (x, y)) in enumerate(panel.series.items()):
         colour = COLOURS[number % len(COLOURS)]
         points = polyline(

@@ -75,7 +75,7 @@ def test_only_what_must_exist_is_compared():
 
 @pytest.mark.parametrize("limit", [23, 30, 36])
 def test_what_is_said_to_fit_does_by_the_whole_account(limit):
-    config = load()
+    config = load("remat.policy=projections", "model.loop=unroll")
     line = host_memory.lacking(config, 1, 1, limit * GIB)
     layers = re.search(r"; model\.layers = (\d+)", line)
     deepest = int(layers[1])
