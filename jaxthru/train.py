@@ -25,7 +25,7 @@ from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import RunDirectory
-from jaxthru.training.sinks.tracker import check_trackers
+from jaxthru.training.sinks.tracker import check_trackers, left_behind
 from jaxthru.training.stalls import Stalls
 from jaxthru.training.start import StartTimes
 from jaxthru.training.watchdog import Watchdog
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None, prog: str = PROG) -> int:
 def start(argv: list[str] | None = None, prog: str = PROG) -> NoReturn:
     """Runs the command as a process of its own, and ends that."""
     allocator.keep_freed()  # not of a process that is another's
-    leave(main(argv, prog))
+    leave(main(argv, prog), left_behind())
 
 
 if __name__ == "__main__":

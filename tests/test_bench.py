@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -394,6 +395,28 @@ def test_a_block_ends_with_its_process_though_what_it_started_goes_on(bench):
 def test_a_block_whose_last_line_is_no_result_is_one_that_failed(bench):
     found = bench("blocks").run_block(["echo", "Goodbye!"], "0")
     assert found["error"] == "exit code 0: its last line is not JSON: Goodbye!"
+
+
+NESTED = """
+import sys
+import harness
+with harness.session(["sh", "-c", 'echo $$ > "$0"; exec sleep 60', sys.argv[1]]) as inner:
+    inner.wait()
+"""
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="needs setpriv")
+def test_a_block_is_killed_with_the_sessions_that_it_began(bench, tmp_path):
+    told = tmp_path / "pid"
+    environment = os.environ | {"PYTHONPATH": str(Path(bench("harness").__file__).parent)}
+    with bench("harness").session([sys.executable, "-c", NESTED, str(told)], env=environment):
+        while not (told.exists() and told.read_text().strip()):
+            time.sleep(0.02)
+    status = Path(f"/proc/{int(told.read_text())}/status")
+    ends = time.monotonic() + 5
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
 
 
 def test_rows_of_the_offload_benchmark_are_what_their_partners_are(bench, tmp_path):

@@ -123,10 +123,11 @@ def _best(config, target, devices, segments, known, room) -> int:
             rows.append((confirmed, plan, plan is not None))
         else:
             rows.append((candidate, None, None if room.holds(candidate.plan) else False))
-    _show(
-        memory.best_table(rows),
-        [*room.said, "time: by arithmetic, of the fastest; a run takes the fastest that fits as compiled"],
+    time = "time: by arithmetic, of the fastest; a run takes the fastest that fits as compiled"
+    less = (
+        [] if aot.available() else ["nothing is compiled here, without JAX's CUDA plugin: fits by arithmetic"]
     )
+    _show(memory.best_table(rows), [*room.said, time, *less])
     return 0 if fits else 1
 
 

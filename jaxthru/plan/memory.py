@@ -12,7 +12,7 @@ from jaxthru.build.choices import Documents, documents
 from jaxthru.build.confirmed import Programs
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
 from jaxthru.build.memory_sizes import attention_stand_in, norm_stand_in, without_triton
-from jaxthru.build.proposals import PCIE, Candidate, Proposal
+from jaxthru.build.proposals import PCIE, Candidate, Proposal, by_arithmetic, with_least_offload
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis
@@ -74,6 +74,12 @@ def confirm(
     config = candidate.config
     room = choices.share_of(room, config)
     if not aot.available():
+        if config.offload.layered and asked.offload.level == "auto":  # more of it, as not all is to be filled
+            known = segments or choices.documents(config).segments
+            if (found := with_least_offload(config, room, by_arithmetic(config, devices, known))) is None:
+                return None
+            config, plan, moved = found
+            candidate = dataclasses.replace(candidate, config=config, plan=plan, moved=moved)
         return (candidate, candidate.plan) if room.holds(candidate.plan) else None
     if not config.offload.layered:
         plan = resident(config, target, devices, segments)
@@ -186,7 +192,7 @@ def best_table(rows: list[tuple[Candidate, MemoryPlan | None, bool | None]]) -> 
             f"{offload.fraction:.2f}" if offload.layered else "",
             f"{candidate.seconds / least:.2f}",
             gib(candidate.plan.peak_device),
-            gib(plan.peak_device) if plan else "",
+            gib(plan.peak_device) if plan and aot.available() else "",
             gib(candidate.plan.peak_host) if offload.layered else "",
             {True: "yes", False: "no", None: ""}[fits],
         )

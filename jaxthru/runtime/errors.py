@@ -97,14 +97,17 @@ def lacking(error: Exception) -> str | None:
     return None
 
 
-def leave(code: int) -> NoReturn:
+def leave(code: int, hung: bool = False) -> NoReturn:
     """Ends the command's own process. One that failed alone ends at once: the threads of a library may still
-    wait for what never comes, or say at length what has been said in one line."""
+    wait for what never comes, or say at length what has been said in one line. hung: one of them is known to
+    wait, so that the interpreter's end would."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    if code == 1:
+    if code == 1 or hung:
         import jax
 
+        if hung and jax.distributed.is_initialized():
+            jax.distributed.shutdown()  # else the others would take this process for lost
         if not jax.distributed.is_initialized():
             os._exit(code)
     sys.exit(code)

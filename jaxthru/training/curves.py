@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import rich.console
@@ -27,8 +29,18 @@ POINTS = 200
 """Points of a line of training losses: each is the mean of its steps, or noise would hide the line."""
 MOST_SETTINGS = 30
 
-Line = tuple[str, list[str]]
-"""A title, and a text for each run."""
+
+class Line(NamedTuple):
+    """A line of the table. values: of each run, None where one has none. form: of those that are numbers."""
+
+    title: str
+    values: list[object]
+    form: str = ""
+
+    @property
+    def texts(self) -> list[str]:
+        """Returns the values for people."""
+        return [number(value, self.form) if self.form else shown(value) for value in self.values]
 
 
 def runs_of(paths: Sequence[str]) -> dict[str, RunDirectory]:
@@ -37,9 +49,9 @@ def runs_of(paths: Sequence[str]) -> dict[str, RunDirectory]:
     for run in runs:
         require(run.path.is_dir(), f"{run.path}: there is no such run directory")
         require(bool(run.read_metrics()), f"{run.path}: no step has been recorded yet")
-    full = [str(run.path.absolute()) for run in runs]
+    full = [str(run.path.resolve()) for run in runs]
     require(len({*full}) == len(full), "a run is named twice; name each once")
-    common = os.path.commonpath(full) if len(full) > 1 else str(runs[0].path.absolute().parent)
+    common = os.path.commonpath(full) if len(full) > 1 else str(Path(full[0]).parent)
     return {os.path.relpath(path, common): run for path, run in zip(full, runs, strict=True)}
 
 
@@ -47,26 +59,26 @@ def table_of(runs: dict[str, RunDirectory]) -> list[Line]:
     """Returns the lines of the table, those of the settings that differ last."""
     lines: list[Line] = []
 
-    def add(title: str, values: list[str]) -> None:
-        if any(value != "-" for value in values):
-            lines.append((title, values))
+    def add(title: str, values: list[float | None], form: str) -> None:
+        if any(value is not None for value in values):
+            lines.append(Line(title, values, form))
 
     rows = [run.read_metrics() for run in runs.values()]
     held_out = [[row for row in run.read_eval() if row["tokens"]] for run in runs.values()]
-    add("steps", [f"{of[-1]['step']:,}" for of in rows])
-    add("tokens", [f"{sum(row['tokens'] or 0 for row in of):,}" for of in rows])
-    add("training loss, last", [number(of[-1]["loss"], ".4f") for of in rows])
-    add("held-out loss, last", [number(of[-1]["loss"] if of else None, ".4f") for of in held_out])
+    add("steps", [of[-1]["step"] for of in rows], ",")
+    add("tokens", [sum(row["tokens"] or 0 for row in of) for of in rows], ",")
+    add("training loss, last", [of[-1]["loss"] for of in rows], ".4f")
+    add("held-out loss, last", [of[-1]["loss"] if of else None for of in held_out], ".4f")
     sources = dict.fromkeys(name for of in held_out if of for name in of[-1]["loss_by_source"] or {})
     for name in sources:
         found = [(of[-1]["loss_by_source"] or {}).get(name) if of else None for of in held_out]
-        add(f"  {name}", [number(value, ".4f") for value in found])
-    add("tokens/s, median", [f"{median(of, 'tokens_per_second'):,.0f}" for of in rows])
+        add(f"  {name}", found, ".4f")
+    medians = [median(of, "tokens_per_second") for of in rows]
+    add("tokens/s, median", [None if math.isnan(value) else value for value in medians], ",.0f")
     totals = [cost.total(of) for of in rows]
     for name in cost.FIELDS:
-        title = f"{name.replace('_', ' ')} of the steps"
-        add(title, [number(getattr(of, name), ",.4g") for of in totals])
-    add("updates skipped", [str(of[-1]["skipped_updates"] or 0) for of in rows])
+        add(f"{name.replace('_', ' ')} of the steps", [getattr(of, name) for of in totals], ",.4g")
+    add("updates skipped", [of[-1]["skipped_updates"] or 0 for of in rows], ",")
     return lines + differences(list(runs.values()))
 
 
@@ -75,7 +87,7 @@ def differences(runs: list[RunDirectory]) -> list[Line]:
     flat = [settings(run) for run in runs]
     keys = dict.fromkeys(key for each in flat for key in each)
     return [
-        (key, [shown(each.get(key)) for each in flat])
+        Line(key, [each.get(key) for each in flat])
         for key in keys
         if len({shown(each.get(key)) for each in flat}) > 1
     ]
@@ -128,7 +140,7 @@ def page(runs: dict[str, RunDirectory], lines: list[Line]) -> str:
     """Returns the table and the plots as one HTML page that needs no other file."""
     head = "".join(f"<th>{escape(name)}</th>" for name in runs)
     cells = lambda values: "".join(f"<td>{escape(value)}</td>" for value in values)  # noqa: E731
-    body = "\n".join(f"<tr><th>{escape(title)}</th>{cells(values)}</tr>" for title, values in lines)
+    body = "\n".join(f"<tr><th>{escape(line.title)}</th>{cells(line.texts)}</tr>" for line in lines)
     style = (
         "body{font-family:sans-serif;max-width:60em;margin:2em auto}"
         "table{border-collapse:collapse}th,td{text-align:left;padding:.2em .8em;border-bottom:1px solid #ddd}"
@@ -145,13 +157,16 @@ def compare(arguments: argparse.Namespace) -> None:
     runs = runs_of(arguments.runs)
     lines = table_of(runs)
     if arguments.json:
-        print(json.dumps({name: dict(_column(lines, index)) for index, name in enumerate(runs)}, indent=2))
+        columns = zip(*(line.values for line in lines), strict=True)
+        titles = [line.title.strip() for line in lines]
+        found = {name: dict(zip(titles, of, strict=True)) for name, of in zip(runs, columns, strict=True)}
+        print(json.dumps(found, indent=2))
     else:
         table = rich.table.Table("")
         for name in runs:
             table.add_column(rich.text.Text(name))
-        for title, values in lines[:MOST_SETTINGS]:
-            table.add_row(rich.text.Text(title), *(rich.text.Text(value) for value in values))
+        for line in lines[:MOST_SETTINGS]:
+            table.add_row(*map(rich.text.Text, (line.title, *line.texts)))
         console = rich.console.Console()
         console.print(table)
         if len(lines) > MOST_SETTINGS:
@@ -159,10 +174,6 @@ def compare(arguments: argparse.Namespace) -> None:
     write_atomically(arguments.page, page(runs, lines))
     if not arguments.json:
         print(f"page: {arguments.page}")
-
-
-def _column(lines: list[Line], index: int) -> list[tuple[str, str]]:
-    return [(title.strip(), values[index]) for title, values in lines]
 
 
 def main(argv: list[str] | None = None, prog: str = PROG) -> int:

@@ -47,6 +47,5 @@ def open_record(config: MetricsConfig, run: RunDirectory, resumed: int = 0, *mor
         yield Record([])
         return
     board = [TensorBoard(run, resumed)] if config.tensorboard else []
-    with contextlib.ExitStack() as opened:
-        trackers = [opened.enter_context(tracked(name, run)) for name in config.trackers]
+    with tracked(config.trackers, run) as trackers:
         yield Record([JsonLines(run), *board, *more, *trackers])

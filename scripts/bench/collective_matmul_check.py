@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -92,12 +91,9 @@ def run_script(arguments: list[str], seconds: float, **environment: str) -> str:
     """Returns what a Python script prints, run in a session of its own.
 
     Raises RuntimeError, with the ends of its output and of its errors, where it fails or is not done in time.
-    It and all processes that it started are then killed; and so is it with this process, where there is
-    `setpriv`: in a session of its own it would hold the GPUs.
+    It and all processes that it started are then killed, see `harness.session`.
     """
     command = [sys.executable, *arguments]
-    if setpriv := shutil.which("setpriv"):
-        command = [setpriv, "--pdeathsig", "KILL", *command]
     # This process may hold most of the GPUs' memory already.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # a pipe could stay open

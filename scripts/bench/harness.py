@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -315,10 +316,13 @@ class Peak:
 
 @contextlib.contextmanager
 def session(command: list[str], **settings) -> Iterator[subprocess.Popen]:
-    """Runs a command in a session of its own; at the block's end it is killed with all that it started.
+    """Runs a command in a session of its own; at the block's end it is killed with all that it started. It is
+    killed with this process, too, where there is `setpriv`: else it would hold the GPUs.
 
     settings: of `subprocess.Popen`.
     """
+    if setpriv := shutil.which("setpriv"):
+        command = [setpriv, "--pdeathsig", "KILL", *command]
     process = subprocess.Popen(command, start_new_session=True, **settings)
     try:
         yield process

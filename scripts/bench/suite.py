@@ -104,7 +104,12 @@ def measure(record: dict, row: Row, setup: Setup, path: Path, ends: float) -> bo
         on = gpus if group[0].group else [",".join(gpus)]
         with concurrent.futures.ThreadPoolExecutor(len(on)) as pool:
             each = pool.map if len(on) > 1 else map  # in this thread a signal ends a block
-            ran = list(each(run, group, on))  # of a group, as many at once as there are GPUs
+            try:
+                ran = list(each(run, group, on))  # of a group, as many at once as there are GPUs
+            except (SystemExit, KeyboardInterrupt):
+                if len(on) > 1:  # the pool's threads would wait for blocks, which end with this process
+                    harness.end(143)
+                raise
         # What has had less time than a block may have has not failed: the next command runs it.
         late = [block for block in ran if limit < LIMIT and block.get("error", "").startswith(LATE)]
         for block in ran:

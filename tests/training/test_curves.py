@@ -32,10 +32,10 @@ def runs(tmp_path):
 def test_table(runs, tmp_path, capsys):
     assert main([*runs, "--json", "--page", str(tmp_path / "page.html")]) == 0
     one, two = (found := json.loads(capsys.readouterr().out))["1"], found["2"]
-    same = {"steps": "400", "tokens": "40,000", "held-out loss, last": "4.5000", "prose": "4.2500"}
+    same = {"steps": 400, "tokens": 40_000, "held-out loss, last": 4.5, "prose": 4.25}
     assert same.items() <= one.items() and same.items() <= two.items()
-    assert one["training loss, last"] == f"{8 * 400**-0.25:.4f}"
-    assert (one["optim.learning_rate"], two["optim.learning_rate"]) == ("0.25", "0.125")
+    assert one["training loss, last"] == 8 * 400**-0.25
+    assert (one["optim.learning_rate"], two["optim.learning_rate"]) == (0.25, 0.125)
     assert not {"optim.name", "model.layers", "model.pretrained"} & one.keys()
 
 
@@ -43,6 +43,7 @@ def test_page_shows_all_runs(runs, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main([*runs, "--page", str(page)]) == 0
     said, text = capsys.readouterr().out, page.read_text()
+    assert all(number in said and number in text for number in ("40,000", "4.5000", "0.125"))
     assert "optim.learning_rate" in said and str(page) in said
     assert text.count("<polyline") == 6 and "by tokens seen" in text and "<th>2</th>" in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")  # it loads nothing
@@ -54,6 +55,7 @@ def test_page_shows_all_runs(runs, tmp_path, capsys):
         (["{none}"], "there is no such run directory"),
         (["{empty}"], "no step has been recorded yet"),
         (["{one}", "{one}"], "a run is named twice"),
+        (["{one}", "{one}/../1"], "a run is named twice"),
     ],
 )
 def test_bad_input(words, said, runs, tmp_path, capsys):

@@ -5,12 +5,13 @@ import logging
 import struct
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 
 import pytest
 
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training.metrics import TRACKERS, MetricsConfig
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.sinks import tracker
@@ -33,7 +34,7 @@ class Kept:
     """A tracker that keeps what it is told. opened: the ids that it was asked to continue."""
 
     def __init__(self):
-        self.opened, self.logged, self.finished, self.before = [], [], 0, lambda step: None
+        self.opened, self.logged, self.finished, self.before = [], [], [], lambda step: None
 
     def open_tracker(self, run, known):
         self.opened.append(known)
@@ -44,8 +45,8 @@ class Kept:
         self.before(step)
         self.logged.append((step, values))
 
-    def finish(self):
-        self.finished += 1
+    def finish(self, failed):
+        self.finished.append(failed)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def kept(monkeypatch) -> Kept:
 
 
 def test_gets_the_numbers_of_each_row(run, kept):
-    with tracker.tracked("wandb", run) as sink:
+    with tracker.tracked(("wandb",), run) as (sink,):
         for row in ROWS:
             sink.step(row)
         sink.evaluation({"step": 3, "loss": 2.5})
@@ -65,15 +66,22 @@ def test_gets_the_numbers_of_each_row(run, kept):
         (row["step"], {"train/loss": row["loss"], "train/loss_by_source/prose": 0.1 * row["step"]})
         for row in ROWS
     ]
-    assert kept.logged == [*steps, (3, {"eval/loss": 2.5})] and kept.finished == 1
+    assert kept.logged == [*steps, (3, {"eval/loss": 2.5})] and kept.finished == [False]
 
 
 def test_a_resumed_run_continues_in_the_same_one(run, kept):
     for _ in range(2):
-        with tracker.tracked("wandb", run) as sink:
+        with tracker.tracked(("wandb",), run) as (sink,):
             sink.step(ROWS[0])
     assert kept.opened == [None, "first"]
     assert json.loads((run.path / "trackers.json").read_text()) == {"wandb": "first"}
+
+
+def test_an_error_in_training_passes_and_the_tracker_hears_of_it(run, kept):
+    with pytest.raises(TrainingError, match="no number"), tracker.tracked(("wandb",), run) as (sink,):
+        sink.step(ROWS[0])
+        raise TrainingError("no number")
+    assert len(kept.logged) == 1 and kept.finished == [True]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("quota\nexceeded"), SystemExit(3), KeyboardInterrupt()])
@@ -83,7 +91,7 @@ def test_one_that_raises_is_a_warning(run, kept, caplog, error):
             raise error
 
     kept.before = fail
-    with caplog.at_level(logging.WARNING), tracker.tracked("wandb", run) as sink:
+    with caplog.at_level(logging.WARNING), tracker.tracked(("wandb",), run) as (sink,):
         for row in ROWS:
             sink.step(row)
     assert [step for step, _ in kept.logged] == [1]
@@ -95,13 +103,55 @@ def test_one_that_raises_is_a_warning(run, kept, caplog, error):
 def test_one_that_never_returns_is_left_behind(run, kept, caplog, monkeypatch):
     forever = threading.Event()
     kept.before = lambda step: forever.wait(60)
-    monkeypatch.setattr(tracker, "WAITING_MOST", 2)
-    with caplog.at_level(logging.WARNING), tracker.tracked("wandb", run, seconds=0.1) as sink:
-        for row in ROWS * 3:
+    with caplog.at_level(logging.WARNING), tracker.tracked(("wandb",), run, seconds=0.1) as (sink,):
+        for row in ROWS:
             sink.step(row)
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "2 rows waiting" in said[0] and "has not ended after" in said[1]
+    assert len(said) == 1 and "has not ended" in said[0] and tracker.left_behind()
     forever.set()
+    sink._thread.join(10)
+    assert not tracker.left_behind()
+
+
+def test_one_that_falls_behind_is_told_once(run, kept, caplog, monkeypatch):
+    turn = threading.Semaphore(0)
+    kept.before = lambda step: turn.acquire(timeout=60)
+    monkeypatch.setattr(tracker, "WAITING_MOST", 2)
+    with caplog.at_level(logging.WARNING), tracker.tracked(("wandb",), run) as (sink,):
+        for row in ROWS * 3:
+            sink.step(row)
+            turn.release() if caplog.records else None
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and "2 rows waiting" in said[0]
+    turn.release(9)
+
+
+def test_several_are_waited_for_together(run, kept, monkeypatch):
+    forever, module = threading.Event(), types.SimpleNamespace(open_tracker=lambda *_: forever.wait(60))
+    for name in TRACKERS:
+        monkeypatch.setitem(sys.modules, f"jaxthru.training.sinks.{name}", module)
+    began = time.monotonic()
+    with tracker.tracked(TRACKERS, run, seconds=0.5):
+        pass
+    assert 0.5 <= time.monotonic() - began < 1.4
+    forever.set()
+
+
+def test_ctrl_c_waits_no_longer(run, kept, caplog, monkeypatch):
+    forever = threading.Event()
+    kept.before = lambda step: forever.wait(60)
+    waited = []
+
+    def join(thread, seconds):
+        waited.append(seconds)
+        if len(waited) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    with caplog.at_level(logging.WARNING), tracker.tracked(("wandb",), run) as (sink,):
+        sink.step(ROWS[0])
+    forever.set()
+    assert waited[1:] == [0.0] and "not waited for any longer" in caplog.records[0].getMessage()
 
 
 def test_names_that_are_none(run):
@@ -112,9 +162,15 @@ def test_names_that_are_none(run):
 
 
 def test_one_that_is_not_installed(monkeypatch):
+    def check():
+        with pytest.raises(InputError, match="mlflow is not installed; pip install mlflow"):
+            tracker.check_trackers(MetricsConfig(trackers=("mlflow",)))
+
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="mlflow is not installed; pip install mlflow"):
-        tracker.check_trackers(MetricsConfig(trackers=("mlflow",)))
+    check()
+    folder = types.SimpleNamespace(origin=None)  # as one that MLflow's files are in
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: folder)
+    check()
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:
@@ -172,7 +228,7 @@ def test_each_tracker_holds_what_was_recorded(run, name, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{run.path}/mlflow.db")
     rows = [*ROWS, {"step": 4, "loss": 1 / 3, "loss_by_source": {"prose": 1e-30}}]
     for part in (rows[:2], rows[2:]):  # a run, and its continuation
-        with tracker.tracked(name, run) as sink:
+        with tracker.tracked((name,), run) as (sink,):
             for row in part:
                 sink.step(row)
     wanted = [
@@ -182,3 +238,19 @@ def test_each_tracker_holds_what_was_recorded(run, name, monkeypatch):
     ]
     identity = json.loads(run.trackers.read_text())[name]
     assert sorted(numbers_of(name, run, identity)) == sorted(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # theirs
+def test_wandb_without_a_key_asks_for_none(run, monkeypatch, caplog):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(run.path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(run.path))
+    wandb.teardown()  # forgets the settings of tests before
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a prompt"))
+    with caplog.at_level(logging.WARNING), tracker.tracked(("wandb",), run) as (sink,):
+        sink.step(ROWS[0])
+    assert "no API key" in caplog.text
+    wandb.teardown()

@@ -12,6 +12,8 @@ from jaxthru.training.sinks.tracker import PROJECT, configuration, run_name
 
 AT_ONCE = 100
 """Parameters that MLflow takes in one call."""
+METRICS_AT_ONCE = 1000
+"""Metrics that it does: a model of many experts has more."""
 LONGEST = 6000
 """Characters of a parameter's value."""
 
@@ -35,12 +37,12 @@ class MLflow:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         now = time.time_ns() // 1_000_000
-        self._client.log_batch(
-            self.id, metrics=[Metric(_named(key), value, now, step) for key, value in values.items()]
-        )
+        metrics = [Metric(_named(key), value, now, step) for key, value in values.items()]
+        for start in range(0, len(metrics), METRICS_AT_ONCE):
+            self._client.log_batch(self.id, metrics=metrics[start : start + METRICS_AT_ONCE])
 
-    def finish(self) -> None:
-        self._client.set_terminated(self.id)
+    def finish(self, failed: bool) -> None:
+        self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
 
 
 def _named(key: str) -> str:

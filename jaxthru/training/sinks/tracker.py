@@ -12,7 +12,8 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from jaxthru.runtime.atomic import write_atomically
@@ -28,7 +29,9 @@ PROJECT = "jaxthru"
 WAITING_MOST = 100_000
 """Rows that may wait for a tracker before it is left behind: some 100 MB."""
 LAST_SECONDS = 60.0
-"""How long the end of a run waits for a tracker to send what it has."""
+"""How long the end of a run waits for trackers to send what they have."""
+SILENT_SECONDS = 5.0
+"""How long it does so without a word."""
 
 
 class Tracker(Protocol):
@@ -39,26 +42,48 @@ class Tracker(Protocol):
     def log(self, step: int, values: dict[str, float]) -> None:
         """Takes the numbers of a step, by names such as `train/loss`."""
 
-    def finish(self) -> None:
-        """Sends what is left, and ends the run."""
+    def finish(self, failed: bool) -> None:
+        """Sends what is left, and ends the run. failed: training was ended by an error."""
 
 
 def check_trackers(config: MetricsConfig) -> None:
     """Raises InputError, naming the package, for a tracker that is not installed."""
     for name in config.trackers:
         found = importlib.util.find_spec(name)
-        require(found, f"metrics.trackers: {name} is not installed; pip install {name}, or leave it out")
+        # A folder of that name, as a tracker keeps its files in, is found as a package without an origin.
+        here = found is not None and found.origin is not None
+        require(here, f"metrics.trackers: {name} is not installed; pip install {name}, or leave it out")
 
 
 @contextlib.contextmanager
-def tracked(name: str, run: RunDirectory, seconds: float = LAST_SECONDS) -> Iterator["Background"]:
-    """Yields the sink of a tracker, and waits at the end until all rows are there, but no longer than so many
-    seconds."""
-    sink = Background(name, run)
+def tracked(
+    names: Sequence[str], run: RunDirectory, seconds: float = LAST_SECONDS
+) -> Iterator[list["Background"]]:
+    """Yields the sinks of trackers, and waits at the end until all rows are there, but no longer than so many
+    seconds for all of them together, nor after Ctrl-C."""
+    sinks, failed = [Background(name, run) for name in names], True
     try:
-        yield sink
+        yield sinks
+        failed = False
     finally:
-        sink.close(seconds)
+        ends = time.monotonic() + seconds
+        for sink in sinks:
+            sink.end(failed)
+        for sink in sinks:
+            try:
+                sink.wait(max(0.0, ends - time.monotonic()))
+            except KeyboardInterrupt:
+                ends = 0.0
+                sink.wait(0.0)
+
+
+def left_behind() -> bool:
+    """Says whether a tracker still works on its own. Its package may have the interpreter's end wait for
+    it."""
+    return any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+
+
+THREAD = "jaxthru-tracker-"
 
 
 class Background:
@@ -67,7 +92,8 @@ class Background:
     def __init__(self, name: str, run: RunDirectory):
         self._name, self._run = name, run
         self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"jaxthru-{name}", daemon=True)
+        self._left = self._failed = False
+        self._thread = threading.Thread(target=self._work, name=f"{THREAD}{name}", daemon=True)
         self._thread.start()
 
     def step(self, row: Row) -> None:
@@ -76,20 +102,29 @@ class Background:
     def evaluation(self, row: Row) -> None:
         self._put("eval", row)
 
-    def close(self, seconds: float) -> None:
-        """Ends the tracker's run, or leaves it behind after so many seconds."""
+    def end(self, failed: bool = False) -> None:
+        """Says that no more rows come. failed: as for `Tracker.finish`."""
+        self._failed = failed
         self._rows.put(None)
-        self._thread.join(seconds)
+
+    def wait(self, seconds: float) -> None:
+        """Waits for the tracker's run to end, or leaves it behind after so many seconds."""
+        if self._left:
+            return
+        self._thread.join(min(SILENT_SECONDS, seconds))
+        if self._thread.is_alive() and seconds > SILENT_SECONDS:
+            log.info("waiting for %s, for %.0f s at most; Ctrl-C ends that", self._name, seconds)
+            self._thread.join(seconds - SILENT_SECONDS)
         if self._thread.is_alive():
-            self._leave(f"has not ended after {seconds:.0f} s")
+            self._leave("has not ended and is not waited for any longer")
 
     def _put(self, group: str, row: Row) -> None:
-        if not self._thread.is_alive():
+        if self._left:
             return
         if self._rows.qsize() < WAITING_MOST:
             self._rows.put((row["step"], {f"{group}/{name}": value for name, value in scalars(row)}))
-        elif self._rows.qsize() == WAITING_MOST:
-            self._rows.put(None)
+        else:
+            self.end()
             self._leave(f"has left {WAITING_MOST} rows waiting")
 
     def _work(self) -> None:
@@ -99,11 +134,13 @@ class Background:
             keep_id(self._run, self._name, tracker.id)
             while (row := self._rows.get()) is not None:
                 tracker.log(*row)
-            tracker.finish()
+            tracker.finish(self._failed)
         except BaseException as error:  # whatever a tracker raises, it ends no run
-            self._leave(f"ended with {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            if not self._left:
+                self._leave(f"ended with {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
     def _leave(self, why: str) -> None:
+        self._left = True
         where = self._run.metrics_file
         log.warning("metrics.trackers: %s %s; all rows are in %s", self._name, why, where)
 

@@ -26,8 +26,8 @@ class Trackio:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
 
-    def finish(self) -> None:
-        self._run.finish()
+    def finish(self, failed: bool) -> None:
+        self._run.finish()  # it knows no other end
 
 
 open_tracker = Trackio
