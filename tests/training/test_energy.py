@@ -225,9 +225,9 @@ def test_runs_are_compared_by_what_they_cost(tmp_path):
         runs[name] = RunDirectory(tmp_path / name)
         runs[name].path.mkdir()
         runs[name].append_metrics(Meter(lambda t, s: 1.0, None).row(finished(1, joules=joules)))
-    found = dict(curves.table_of(runs))
-    assert found["joules of the steps"] == ["800", "-"]
-    assert found["joules per token of the steps"] == ["0.8", "-"]
+    found = {line.title: line.values for line in curves.table_of(runs)}
+    assert found["joules of the steps"] == [800, None]
+    assert found["joules per token of the steps"] == [0.8, None]
     assert not [name for name in found if "dollars" in name]  # neither has a price
 
 
