@@ -41,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         # Each of the many processes that tests start would compile JAX and jaxthru anew: 5 s in place of 2.
         os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(kept) / "bytecode"))
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
+        "1"  # workers compile for TPUs beside each other, and open none
+    )
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # loading a kernel could wait for one that waits for it
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"

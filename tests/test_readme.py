@@ -201,11 +201,11 @@ def test_rows_do_what_they_say(want, place):
             options = words_of(code, names)
             place.train(options if "--config" in options else [*config, *options])
         elif is_command(code):
-            runs = dict.fromkeys(("RUN_DIR", "RUN_A", "RUN_B"), "")
-            if any(word in runs for word in code.split()):
-                runs = dict.fromkeys(runs, place.train(profiled))
+            named = dict.fromkeys(word for word in code.split() if word in ("RUN_DIR", "RUN_A", "RUN_B"))
+            runs = {word: place.train(profiled) for word in named}
             words = words_of(code, names | runs)
-            few = ["--set", "model.layers=2"] if words[:2] == ["plan", "memory"] else []
+            compiles = words[:1] == ["plan"] and words[1] in ("memory", "network")
+            few = ["--set", "model.layers=2"] if compiles else []
             assert place.type(words + few)
 
 
