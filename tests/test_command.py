@@ -27,7 +27,7 @@ def ended(function, *arguments) -> object:
 def apart(monkeypatch):
     """The training command sets up this process's memory and ends it: not that of the tests."""
     monkeypatch.setattr(train.allocator, "keep_freed", lambda: False)
-    monkeypatch.setattr(train, "leave", sys.exit)
+    monkeypatch.setattr(train, "leave", lambda code, hung: sys.exit(code))
 
 
 def test_it_is_installed():
@@ -122,7 +122,7 @@ def test_training_owns_its_process(monkeypatch, capsys):
     called = []
     monkeypatch.setattr(train.allocator, "keep_freed", lambda: called.append("keep_freed"))
     monkeypatch.setattr(train, "main", lambda argv, prog: called.append((argv, prog)) or 1)
-    monkeypatch.setattr(train, "leave", called.append)
+    monkeypatch.setattr(train, "leave", lambda code, hung: called.append(code))
     command.main(["train", "--config", "quickstart"])
     assert called == ["keep_freed", (["--config", "quickstart"], "jaxthru train"), 1]
 
