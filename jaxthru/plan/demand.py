@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxthru.build.defaults import plain
 from jaxthru.config import RunConfig
 from jaxthru.models import facts, family
-from jaxthru.models.stage import Chain, Stage, distinct
+from jaxthru.models.stage import Chain, distinct
 from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime.hardware import data_sheet_flops
 from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES
@@ -86,7 +86,9 @@ def demand(config: RunConfig) -> Demand:
     known, chain = facts.facts(model, config.precision.compute), family.chain(model)
     head = _head(chain)
     blocks = [(stage, chain.layers.count(stage)) for stage in distinct(chain.layers)]
-    matrices = [matrix for stage, count in blocks for matrix in count * _matrices(stage)]
+    matrices = [
+        matrix for stage, count in blocks for matrix in count * [_matrix(*each) for each in stage.matrices]
+    ]
     stages = [(chain.embedding, 1), (chain.head, 1), *blocks]
     parameters = sum(
         count * math.prod(leaf.shape) for stage, count in stages for leaf in jax.tree.leaves(stage.shapes)
@@ -109,12 +111,6 @@ def demand(config: RunConfig) -> Demand:
         recomputed=known.recomputed,
         steps=config.train.steps,
     )
-
-
-def _matrices(stage: Stage) -> list[Matrix]:
-    """Returns the matrices of a block."""
-    pairs = zip(jax.tree.leaves(stage.weights), jax.tree.leaves(stage.shapes), strict=True)
-    return [_matrix(info, leaf.shape) for info, leaf in pairs if info.role == "matrix"]
 
 
 def _matrix(info: WeightInfo, shape: tuple[int, ...]) -> Matrix:
