@@ -21,6 +21,7 @@ from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
 from jaxthru.runtime import allocator, command_line, distributed, xla
 from jaxthru.runtime.errors import exit_code, leave, require
+from jaxthru.training.base_files import BaseFiles
 from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.record import open_record
@@ -65,7 +66,9 @@ def train(
 
         def save(step: int) -> None:
             with timer.saving(), profile.span("checkpoint"):
-                checkpointer.save(step, state, dataclasses.replace(data_state, step=step).to_json())
+                checkpointer.save(
+                    step, built.saved_part(state), dataclasses.replace(data_state, step=step).to_json()
+                )
 
         if start == 0 and evaluation.due(0, last=False):
             evaluate(0)
@@ -107,12 +110,12 @@ def train(
 
 def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, DataState]:
     """Returns the newest checkpoint's state and data state, or those before the first update."""
-    data, restored = built.data, checkpointer.restore(built.abstract)
+    data, restored = built.data, checkpointer.restore(built.saved_part(built.abstract))
     if restored is None:
         return built.first_state(), DataState.first(data.mixture, data.keys)
     step, state, saved = restored
     log.info("resumed from step %d", step)
-    return state, DataState.from_json(saved).resumed(step, data.mixture, data.keys)
+    return built.restored(state), DataState.from_json(saved).resumed(step, data.mixture, data.keys)
 
 
 def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:
@@ -174,7 +177,7 @@ def run(
     begun_with, chosen = recorded(directory)
     config = choices.resolve(config, begun_with, chosen)
     layout, searched = fit_here(config)
-    weights = published_weights(config) if newest is None else None
+    weights = published_weights(config) if newest is None or config.lora.on else None
     log.info("preparing data: mix %s ...", config.data.mix)
     begun = newest_data_state(directory.checkpoints).get("keys") if directory else None
     kept = directory.tokenizer if directory else None
@@ -184,9 +187,10 @@ def run(
     autotuned = directory.autotune if config.train.deterministic else None
     times.note("data")
     how = {"asked": asked, "fresh": newest is None, "checked": True, "searched": searched}
+    base = BaseFiles(weights.folder, directory.base) if config.lora.on and weights else None
     built = compile_step(config, layout, data, autotuned, weights, **how)
     times.note("compile")
-    saved = directory.checkpoints, config.checkpoint, in_place(built.abstract)
+    saved = directory.checkpoints, config.checkpoint, in_place(built.saved_part(built.abstract))
     # Only who holds the lock may clear away what looks like the rest of a killed save.
     with data, directory.locked(), Checkpointer(*saved) as checkpointer:
         distributed.from_first(lambda: configuration.dump(built.config, directory.config))
@@ -196,6 +200,8 @@ def run(
         directory.keep_tokenizer(data.tokenizer.kept)
         if weights:
             directory.keep_base(weights.folder.path)
+        if base:
+            base.settle()
         train(built, directory, checkpointer, started, times)
     log.debug("compiled %d programs, %d from the cache", *xla.compilations())
     if distributed.is_primary():

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxthru.build import attention_choice, choices, confirmed, matmul_choice, pinned_host
+from jaxthru.build.adapted_weights import reader_of
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import attention_by, check_vocabulary, offloaded, setting_behind, validate
 from jaxthru.build.choices import Choice, Search
@@ -40,7 +41,7 @@ from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
 from jaxthru.training.samples import Samples
 from jaxthru.training.self_check import agree_on_attention
-from jaxthru.training.state import FirstState, state_of_weights
+from jaxthru.training.state import FirstState, state_of_weights, with_base, without_base
 from jaxthru.training.step_timer import StepTimer
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Unsupported
@@ -75,10 +76,19 @@ class Build:
         """Returns the state before the first update."""
         if self.weights:
             log.info("reading the weights of %s ...", self.config.model.pretrained)
-            return state_of_weights(self.step.optimizer, self.abstract, self.weights.array)
+            read = reader_of(self.config, self.step.model, self.weights)
+            return state_of_weights(self.step.optimizer, self.abstract, read)
         log.info("initialising the parameters ...")
         first = self.first or FirstState(self.step.model, self.step.optimizer, self.abstract)
         return first(self.config.train.seed)
+
+    def saved_part(self, state: State) -> State:
+        """Returns what of a state, or of an abstract one, its checkpoints hold: all but a frozen base."""
+        return without_base(state, self.step.optimizer.infos) if self.config.lora.on else state
+
+    def restored(self, saved: State) -> State:
+        """Returns the state whose saved part this is: a frozen base is read again."""
+        return with_base(saved, self.first_state()) if self.config.lora.on else saved
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
