@@ -10,12 +10,12 @@ from typing import NoReturn
 from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
 from jaxthru.build.compiled import Build, compile_step, fit_here, published_weights
+from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data, prepare_data
 from jaxthru.data.loading.state import DataState
 from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
-from jaxthru.models import facts
 from jaxthru.optim.schedule_change import Plan, schedule_change
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
@@ -53,7 +53,7 @@ def train(
         distributed.StopSignal() as stop,
     ):
         timer = built.step_timer(int(state["skipped"]), started, record, progress, watchdog)
-        model = facts.facts(config.model, config.precision.compute)
+        model = facts_of(config)
         step_of = built.compiled, built.recompile, start, steps
         profile = open_profile(config.profile, directory.profile, *step_of, present, model, progress.wait)
 

@@ -1,7 +1,6 @@
 """A configuration as it runs on these devices: its step, compiled, with the data and the state for it."""
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from jaxthru.build.confirmed import Confirmed
 from jaxthru.build.defaults import float8_setting, get
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
-from jaxthru.build.step import assemble
+from jaxthru.build.step import assemble, needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import Batches, Data
 from jaxthru.data.loading.placement import local_rows
@@ -32,7 +31,6 @@ from jaxthru.engine.model import Model
 from jaxthru.engine.step import Batch, State, Step
 from jaxthru.huggingface.generation_config import read_generation_defaults
 from jaxthru.huggingface.weights import Weights
-from jaxthru.models import family
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
@@ -117,8 +115,7 @@ class Build:
 
     def step_timer(self, skipped: int, started: float, *listeners) -> StepTimer:
         """Returns the step timer. listeners: the record, the display, the watchdog."""
-        model, devices = self.config.model, list(self.layout.mesh.devices.flat)
-        needed = functools.partial(family.module_of(model).train_flops, model)
+        needed, devices = needed_flops(self.config), list(self.layout.mesh.devices.flat)
         cost = self.config.cost, len(devices)
         meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost)
         limit, energy = self.config.train.skip_limit, StepEnergy.here()

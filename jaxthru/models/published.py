@@ -113,9 +113,7 @@ def layer_tensors(layer: int, table: Mapping[str, tuple[str, str]]) -> Iterable[
 def hub_id(base: Any) -> str | None:
     """Returns the owner and the name of a folder that the hub's cache has, None of others."""
     parts = Path(str(base)).parts
-    found = re.match(
-        r"models--(.+?)--(.+)", next((part for part in parts if part.startswith("models--")), "")
-    )
+    found = re.match(r"models--(.+?)--(.+)", next((each for each in parts if each[:8] == "models--"), ""))
     return f"{found[1]}/{found[2]}" if found else None
 
 
