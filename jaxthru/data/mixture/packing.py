@@ -53,7 +53,7 @@ class Packing:
         return packings
 
     def laid(self, row: np.ndarray) -> "Packing":
-        """Returns these pieces in rows. row: int64 [pieces], the row of each; in a row they keep their order."""
+        """Returns these pieces in rows, in their order. row: int64 [pieces], the row of each."""
         order = np.argsort(row, kind="stable")
         return Packing(
             first=np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2)),

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 from jaxthru.data.sources.corpus import Corpus
 from jaxthru.data.sources.documents import held_out
 from jaxthru.data.sources.record import Damage, Document
 from jaxthru.data.store import text_store
 from jaxthru.data.store import token_store as store
+from jaxthru.data.store.marked import Encoded
 from jaxthru.data.store.progress import Progress
-from jaxthru.data.store.text_store import Chunk, chunks
+from jaxthru.data.store.targets import Targets
+from jaxthru.data.store.text_store import Chunk, StoredText, chunks
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.cores import usable_cores
@@ -129,17 +129,23 @@ def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[lis
     """Returns what makes, of each item of a batch, what its split of the store holds, or damage."""
     recipe = corpus.recipe
 
-    def stored(document: Document, ids: np.ndarray) -> list | Damage:
+    def stored(document: Document, encoded: Encoded) -> list | Damage:
+        ids, trained = encoded
         if len(ids) > text_store.DOCUMENT_TOKENS:  # also without `online`, which changes no document
             return document.place.damage(f"longer than {text_store.DOCUMENT_TOKENS:,} tokens")
+        marked = document.rendered or trained is not None
+        targets = Targets.of(len(ids), trained) if marked else None
         if not recipe.online:
-            return [ids]
+            return [store.Entry(ids, targets, trained)]
+        if marked:
+            return [StoredText.of(document).chunk(len(ids), targets)]
         if recipe.transform:  # which may look at the whole text
             return [Chunk(document.read.encode(), len(ids), True)]
         return chunks(document.text, ids, tokenizer)
 
     def encode(batch: Batch) -> list[list | Damage]:
-        encoded = iter(tokenizer.encode([item.text for item in batch.items if isinstance(item, Document)]))
+        documents = [item for item in batch.items if isinstance(item, Document)]
+        encoded = iter(tokenizer.encode_documents(documents))
         return [item if isinstance(item, Damage) else stored(item, next(encoded)) for item in batch.items]
 
     return encode
