@@ -67,12 +67,19 @@ class Document(NamedTuple):
     """text: what is tokenised. origin: the hash (hex) that decides on which side of the held-out split it
     falls: of the text, whatever file it stood in; of docstrings that of their file's text, which they follow.
     place: for what goes wrong with it later. read: the text before its transform.
+    trained: the parts of the text that are trained on, as half-open ranges of its characters in order, none
+    within another; None for all of it. rendered: whether a chat template wrote the text: it has its own
+    beginning and end, and control tokens that it spells out are tokens. literal: ranges of such a text whose
+    spellings stay text, for somebody typed them.
     """
 
     text: str
     origin: str
     place: Place
     read: str
+    trained: tuple[tuple[int, int], ...] | None = None
+    literal: tuple[tuple[int, int], ...] = ()
+    rendered: bool = False
 
     @classmethod
     def of(cls, text: str, place: Place) -> "Document":
