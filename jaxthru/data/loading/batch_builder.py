@@ -92,8 +92,8 @@ class BatchBuilder:
     def _read(
         self, source: np.ndarray, start: np.ndarray, length: np.ndarray
     ) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Returns the tokens of runs of the sources' streams, int64 [runs] each, and which of them are targets
-        that are trained on, None for all."""
+        """Returns the tokens of runs of the sources' streams, and which of them are targets that are trained
+        on, None for all. source, start, length: int64 [runs]."""
         asked = {}
         for name in sorted(set(source[self._online[source]].tolist())):  # all, before any is waited for
             chosen = source == name
@@ -109,7 +109,7 @@ class BatchBuilder:
 
 
 def _unmarked(run: np.ndarray, marked: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the tokens of an online source, and which of them are trained on. marked: whether it says so."""
+    """Returns the tokens of an online source, and which are trained on. marked: whether it says so."""
     return (np.where(run < 0, ~run, run), run >= 0) if marked else (run, None)
 
 

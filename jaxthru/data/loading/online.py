@@ -17,8 +17,9 @@ class OnlineSplit:
         self.ends, self.tokens, self.targets = text.ends, text.tokens, text.targets
 
     def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], list[np.ndarray]]:
-        """Asks for runs of the stream and returns a function that waits for their tokens, an array each: ~token
-        where it is no target that is trained on.
+        """Asks for runs of the stream and returns a function that waits for their tokens, an array each.
+
+        A token that is no target that is trained on comes as ~token.
 
         start, length: int64 [runs], none empty. The function raises InputError for what cannot be read.
         """

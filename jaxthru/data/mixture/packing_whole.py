@@ -1,7 +1,7 @@
 """Packing of conversations: each lies whole in one row, for what it answers depends on all that came before.
 
-Unlike text, they are never cut over rows unbidden. One that is longer than a row is left out or truncated, one
-without a token to train on is left out, and all of them are counted.
+Unlike text, they are never cut over rows unbidden. One that is longer than a row is left out or truncated,
+one without a token to train on is left out, and all of them are counted.
 """
 
 from typing import Literal, NamedTuple
@@ -11,8 +11,8 @@ import numpy as np
 from jaxthru.data.mixture.packing import Packing, best_fit, most_segments, ranges
 
 FULL = 0.95
-"""Rows so full hold no more than `most_segments` pieces each, for attention's workspace grows with the most of
-any row. Where short documents leave them emptier, twice as many are let in."""
+"""Rows so full hold no more than `most_segments` pieces each, for attention's workspace grows with the most
+of any row. Where short documents leave them emptier, twice as many are let in."""
 
 OverLong = Literal["drop", "truncate", "cut"]
 

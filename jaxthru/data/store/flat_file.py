@@ -59,7 +59,9 @@ class Column:
         """Adds the file of the next shard. checksums: of its blocks; None where the shard has no such file,
         and each value is 1. Raises InputError for a file that is not there, or of another size."""
         there = checksums is not None
-        self._shards.append(map_array(path, dtype, count) if there else np.broadcast_to(np.ones(1, dtype), count))
+        self._shards.append(
+            map_array(path, dtype, count) if there else np.broadcast_to(np.ones(1, dtype), count)
+        )
         self._paths.append(path)
         self._checksums.append(checksums or [])
         self._unverified.append(bytearray(b"\1" * len(checksums or ())))

@@ -1,4 +1,4 @@
-"""What of each document is trained on: how many of its tokens, and where the first stands, in both kinds of store.
+"""What of each document is trained on, in both kinds of store: how many tokens, and where the first stands.
 
 A row decides by these alone which documents it takes, and so needs neither tokens nor masks.
 """

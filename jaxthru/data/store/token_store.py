@@ -9,8 +9,8 @@ A folder `<source>-<key>/` holds, for each shard k and split (train, held_out):
     shard-<k>.json        counts, checksums of each MiB, damaged records, where reading goes on
     manifest.json         written last: only a folder that has one can be opened
 
-The columns `trained` and `targets` are there only where a document says what of it is trained on: the shards of
-others, which are trained on in full, have neither.
+The columns `trained` and `targets` are there only where a document says what of it is trained on: the shards
+of others, which are trained on in full, have neither.
 
 Every file is written under a name of its own and then renamed, and every file's content is decided by the
 store's key. So a kill leaves whole shards, which the next preparation keeps, and two preparations at once
@@ -60,7 +60,9 @@ def write_shard(folder: Path, number: int, splits: dict[str, list[Entry]], recor
             write_atomically(Path(f"{path}.{name}"), content)
         trained = {}
         if any(document.trained is not None for document in documents):
-            masks = (np.ones(len(each.ids), bool) if each.trained is None else each.trained for each in documents)
+            masks = (
+                np.ones(len(each.ids), bool) if each.trained is None else each.trained for each in documents
+            )
             content = b"".join(mask.astype("u1").tobytes() for mask in masks)
             write_atomically(Path(f"{path}.trained"), content)
             trained = {"trained_crc32": checksums(content)}
