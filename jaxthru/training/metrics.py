@@ -71,8 +71,9 @@ class Meter:
 
     masked_share: of the tokens, what the loss does not count the next token of. packing_fill: of a batch's
     room, what tokens fill. goodput: the seconds of all steps since this meter was made whose updates were
-    kept, each without its data wait and its checkpoint, over all seconds since `started`. Start-up, compilation, evaluation,
-    waiting and skipped updates are what is missing to 1. A resumed process starts anew.
+    kept, each without its data wait and its checkpoint, over all seconds since `started`. Start-up,
+    compilation, evaluation, waiting and skipped updates are what is missing to 1. A resumed process starts
+    anew.
     """
 
     def __init__(
