@@ -25,6 +25,9 @@ class Options:
     split_by_file: ClassVar[bool] = False
     """Whether documents fall with their file on one side of the held-out split, whatever a transform makes of
     them, and not by their own text."""
+    unit: ClassVar[int] = 1
+    """Documents that belong together, one after the other: 2 of pairs, a preferred answer and another. They
+    are of one origin, and lie in one row or are left out together."""
 
     def __post_init__(self):
         most = self.max_record_bytes
