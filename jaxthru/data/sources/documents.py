@@ -44,9 +44,10 @@ def read(
             size += len(item.read.encode()) if transform else len(content)
             item = render(item) if render else item
         if isinstance(item, list):
-            untrained = any(each.trained == () for each in item)
-            left_out[UNTRAINED] += untrained
-            yield from () if untrained else item
+            if any(each.trained == () for each in item):
+                left_out[UNTRAINED] += 1
+            else:
+                yield from item
         else:
             yield item
         if recipe.cap_bytes and size >= recipe.cap_bytes:

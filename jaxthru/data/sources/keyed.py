@@ -20,6 +20,11 @@ class Options(record.Options):
     text_key: str = "text"
     records: Records = "text"
 
+    @property
+    def unit(self) -> int:
+        """See `record.Options`."""
+        return 2 if self.records == "pairs" else 1
+
     def __post_init__(self):
         super().__post_init__()
         require(

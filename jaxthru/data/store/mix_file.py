@@ -153,9 +153,7 @@ def _tokenizer(path: Path, value: Any, instead: str | None, kept: Path | None) -
     return spec
 
 
-def _named(
-    path: Path, said: str, borders: Borders, template: str | None, kept: Path | None
-) -> TokenizerSpec:
+def _named(path: Path, said: str, borders: Borders, template: str | None, kept: Path | None) -> TokenizerSpec:
     """Returns the tokenizer of a path, or the one that the run keeps if the path is not there any more."""
     there = path.is_file() or path.is_dir()
     if kept and not there:

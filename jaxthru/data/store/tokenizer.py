@@ -83,9 +83,7 @@ class Tokenizer:
         self.dtype = np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
 
     @classmethod
-    def of(
-        cls, path: Path | str, borders: Borders = UNSAID, template: str | None = None
-    ) -> "Tokenizer":
+    def of(cls, path: Path | str, borders: Borders = UNSAID, template: str | None = None) -> "Tokenizer":
         """Returns the tokenizer of a folder of published weights, of a run directory or of a tokenizer.json.
 
         borders: what counts before what a folder's files say; a tokenizer.json alone says no BOS, and the

@@ -129,7 +129,9 @@ def template_variables(folder: Path | None, borders: Borders) -> dict[str, str]:
     found = {"bos_token": borders.bos, "eos_token": borders.end}
     for file in ("special_tokens_map.json", "tokenizer_config.json") if folder else ():
         tree = read_object(folder / file)
-        names = [key for key, value in tree.items() if key.endswith("_token") and isinstance(value, str | dict)]
+        names = [
+            key for key, value in tree.items() if key.endswith("_token") and isinstance(value, str | dict)
+        ]
         found |= {key: _name(folder / file, tree, key) for key in names}
     return {key: text for key, text in found.items() if text}
 

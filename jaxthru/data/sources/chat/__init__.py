@@ -1,1 +1,1 @@
-"""Conversations: records of several formats, the chat template that writes them as text, and what is trained on."""
+"""Conversations: their records, the chat template that writes them, and what of it is trained on."""

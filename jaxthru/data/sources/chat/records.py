@@ -104,15 +104,14 @@ def _pair(record: Mapping[str, Any]) -> dict[str, Any]:
     else:
         whole = [_messages(answer, name) for name, answer in _named(chosen, rejected)]
         common = _common_messages(*whole)
-        both = [
-            _answered(messages[:common], messages[common:], name) for name, messages in _named(*whole)
-        ]
-    for name, side in _named(*both):
-        answers = said_by_assistant(side)
-        if not side.get("completion") and not any(message.get("weight") != 0 for message in answers):
-            raise Malformed(f"a pair whose {name!r} holds no answer")
+        both = [_continued(messages[:common], messages[common:]) for messages in whole]
     if both[0] == both[1]:
         raise Malformed("a pair whose two answers are the same")
+    for name, side in _named(*both):
+        answers = [message for message in said_by_assistant(side) if message.get("weight") != 0]
+        said = any(message.get("content") or "tool_calls" in message for message in answers)
+        if not said and not side.get("completion"):
+            raise Malformed(f"a pair whose {name!r} holds no answer")
     return {name: side | (tools if "messages" in side else {}) for name, side in _named(*both)}
 
 
@@ -126,9 +125,9 @@ def _common_text(first: str, second: str) -> str:
         (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
         min(len(first), len(second)),
     )
-    while 0 < length and not first[length - 1 : length].isspace():
+    while length > 0 and not first[length - 1 : length].isspace():
         length -= 1
-    while 0 < length and first[length - 1 : length].isspace():  # the space is the answer's
+    while length > 0 and first[length - 1 : length].isspace():  # the space is the answer's
         length -= 1
     return first[:length]
 
@@ -147,11 +146,13 @@ def _answered(prompt: Any, answer: Any, name: str) -> dict[str, Any]:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
-    before = [
-        message | {"weight": 0} if message["role"] == "assistant" else message
-        for message in _messages(prompt, "prompt")
-    ]
-    return {"messages": before + _messages(answer, name)}
+    return _continued(_messages(prompt, "prompt"), _messages(answer, name))
+
+
+def _continued(before: Sequence[dict], answer: Sequence[dict]) -> dict[str, Any]:
+    """Returns messages with those that follow, of which alone the assistant's are trained on."""
+    unlearnt = [each | {"weight": 0} if each["role"] == "assistant" else each for each in before]
+    return {"messages": [*unlearnt, *answer]}
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -17,11 +17,9 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from jaxthru.data.sources.chat.marks import SAID, UNSAID
 from jaxthru.runtime.errors import InputError, one_line
 
-SAID, UNSAID = "\ufdd2", "\ufdd3"
-"""Around what the assistant says, until where it stands is known: noncharacters, which Unicode keeps for a
-program's own use."""
 SECONDS = 10.0
 """What one conversation may take: a template can loop for ever."""
 LARGEST = 100_000_000
@@ -31,8 +29,6 @@ MESSAGE = 200
 DAY = datetime.date(2024, 7, 26)
 """The day of `strftime_now` in data, so that a store does not depend on when it was made: the one that Llama
 3.2's template takes where no day is to be had."""
-
-Result = TypeVar("Result")
 
 
 class Failure(ValueError):
@@ -63,7 +59,7 @@ def compiled(text: str) -> Compiled:
         raise Failure(_said(error)) from error
 
 
-def within_limits(function: Callable[[], Result], what: str) -> Result:
+def within_limits[Result](function: Callable[[], Result], what: str) -> Result:
     """Returns what a function does, or raises what it raises.
 
     Raises InputError if it takes more than SECONDS. Nothing can stop it then: it goes on in a thread that

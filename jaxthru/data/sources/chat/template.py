@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jaxthru.data.sources.chat.sandbox import DAY, SAID, UNSAID, Failure, compiled, within_limits
+from jaxthru.data.sources.chat.marks import CLOSE, OPEN, SAID, UNSAID
+from jaxthru.data.sources.chat.sandbox import DAY, Failure, compiled, within_limits
 from jaxthru.data.sources.chat.turns import turns_of
-from jaxthru.data.store.marked import CLOSE, OPEN
 from jaxthru.runtime.errors import InputError, require
 
 MARKS = re.compile(f"([{OPEN}{CLOSE}{SAID}{UNSAID}])")
@@ -90,7 +90,9 @@ class ChatTemplate:
         assistant's."""
         said = f"chat template {self.name}"
         rendered, answer = self._probed
-        own = "write {% generation %} before and {% endgeneration %} behind what the assistant says, with the "
+        own = (
+            "write {% generation %} before and {% endgeneration %} behind what the assistant says, with the "
+        )
         own += "end of its turn, into a copy, and name that in the mix: tokenizer.chat_template = FILE"
         known = self._tagged or self._turns is not None
         require(known, f"{said}: does not say which text is the assistant's, nor is it a known one: {own}")

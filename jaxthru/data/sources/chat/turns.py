@@ -8,7 +8,7 @@ import hashlib
 import re
 from typing import NamedTuple
 
-from jaxthru.data.store.marked import OPEN
+from jaxthru.data.sources.chat.marks import OPEN
 
 
 class Turns(NamedTuple):
@@ -41,10 +41,44 @@ LLAMA3 = Turns(
 )
 GEMMA = Turns(r"<start_of_turn>model\n", r"<end_of_turn>\n?", ("<start_of_turn>", "<end_of_turn>"))
 MISTRAL = Turns(
-    r"\[/INST\]|\[/TOOL_RESULTS\]", r"</s>", ("[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>")
+    r"\[/INST\]|\[/TOOL_RESULTS\]",
+    r"</s>",
+    ("[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>"),
 )
 
-STOCK: dict[str, Turns] = {}
+STOCK = {
+    "153280e3ff55": CHATML,  # plain ChatML
+    "fcf7a096fe99": CHATML,  # the same, its line ends written as escapes
+    "55b2f4a26ac9": QWEN2_5,  # Qwen2.5
+    "94c6035b4f0e": CHATML,  # QwQ
+    "a0bc6f6fc7a2": CHATML,  # Qwen2.5-VL
+    "87a2728cb8dc": CHATML,  # Qwen3, first release
+    "a55ee1b16601": CHATML,  # Qwen3
+    "64f85b198065": CHATML,  # Qwen3-Instruct-2507
+    "eae48a330793": CHATML,  # Qwen3-Coder
+    "9d879ef91075": CHATML,  # Qwen3-VL
+    "273d8e0e683b": CHATML,  # Qwen3.5, without thinking
+    "a4aee8afcf2e": CHATML,  # Qwen3.5
+    "e84f32a23fdd": CHATML,  # Qwen3.6
+    "c3cf9e34abf4": CHATML,  # Qwen3.8
+    "cbc1d50f777e": CHATML,  # SmolLM3
+    "b48c47f64438": LLAMA3,  # Llama 3, which always lets the assistant begin
+    "ba03a121d097": LLAMA3,  # Llama 3
+    "93c0e9aa3629": LLAMA3,  # Llama 3.1 and 3.3
+    "d82792f95932": LLAMA3,  # Llama 3.2
+    "3c050259279d": GEMMA,  # Gemma, without a BOS token
+    "ecd6ae513fe1": GEMMA,  # Gemma and Gemma 2
+    "8d9e3a3c114f": GEMMA,  # Gemma 3
+    "7e995b379ec0": MISTRAL,  # Mistral 7B, with a space behind each answer
+    "26a59556925c": MISTRAL,  # Mistral 7B, Mixtral
+    "bbc58aad9945": MISTRAL,  # Mistral 7B, with a system prompt
+    "cafb64e0e9e5": MISTRAL,  # Mistral Large 2407
+    "e7deee034838": MISTRAL,  # Mistral Nemo
+    "3c4ad5fa60dd": MISTRAL,  # Mistral Large 2411
+    "d990bccdaaa2": MISTRAL,  # Mistral Small 3.2
+    "039a4710e2aa": MISTRAL,  # Devstral
+    "31b50c917746": MISTRAL,  # Ministral 3
+}
 """The first digits of a template's SHA-256, see `digest` -> its turns."""
 
 
