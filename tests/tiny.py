@@ -11,7 +11,7 @@ from batches import ROWS, SEQUENCE, SOURCES, VOCABULARY, batch
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import InlineStep, loss
 from jaxthru.engine.model import Model
-from jaxthru.engine.objective import Objective
+from jaxthru.engine.objectives.cross_entropy import CrossEntropy
 from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import trace
 from jaxthru.engine.step import Step, abstract_batch
@@ -94,6 +94,7 @@ def make(
     remat: str = "none",
     groups: int = ROWS,
     z_loss: float = 0.0,
+    masked: bool = False,
     float8: bool = False,
     collective_matmul: str = "auto",
     compute: str = "float32",
@@ -111,7 +112,8 @@ def make(
     model = bind(shape, using, remat)
     schedule = make_schedule(optim, 20)
     optimizer = Optimizer(optim, model.weights)
-    step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups, seed=0)
+    objective = CrossEntropy(model=model, max_segments=8, sources=SOURCES, masked=masked, z_loss=z_loss)
+    step = Step(objective, optimizer, schedule, microbatches, groups, seed=0)
     return Tiny(layout, step, abstract_state(model, optimizer, layout), shape)
 
 
