@@ -119,5 +119,7 @@ def assemble(
     groups = config.data.groups_of(train.rows)
     step = Step(objective, optimizer, schedule, train.microbatches, groups, train.seed)
     abstract = offloaded_state(abstract_state(model, optimizer, layout), config.offload)
-    batch = abstract_batch(train.rows, config.data.sequence, layout.sharding(("batch", "sequence")), objective.columns)
+    batch = abstract_batch(
+        train.rows, config.data.sequence, layout.sharding(("batch", "sequence")), objective.columns
+    )
     return Assembled(step, config.offload, abstract, batch)

@@ -36,8 +36,8 @@ class TrainConfig:
     rows: rows of each step, over all devices. microbatches: parts of a step, one after the other, whose
     gradients are added up; more of them take less memory. z_loss: weight of log(Z)^2 in the loss
     (arXiv:2204.02311); 0 is off.
-    objective: what is minimised: `cross_entropy`, of the tokens that are trained on, or `dpo`, direct preference
-    optimisation on a mix of pairs. dpo_beta: how strongly that keeps to the model it began with.
+    objective: what is minimised: `cross_entropy`, of the tokens that are trained on, or `dpo`, direct
+    preference optimisation on a mix of pairs. dpo_beta: how strongly that keeps to the model it began with.
     deterministic: bit-exact repeats on a GPU too, at some cost in speed; each start compiles the step anew.
     skip_limit: this many updates in a row skipped for a non-finite loss or gradient stop the run.
     """
@@ -62,7 +62,7 @@ class TrainConfig:
         require(self.dpo_beta > 0, f"train.dpo_beta = {self.dpo_beta}: must be above 0")
         require(
             self.objective == "cross_entropy" or self.z_loss == 0,
-            f"train.z_loss = {self.z_loss}: with train.objective = {self.objective!r} there is none; choose 0",
+            f"train.z_loss = {self.z_loss}: train.objective = {self.objective!r} has none; choose 0",
         )
         require(
             self.rows % self.microbatches == 0,

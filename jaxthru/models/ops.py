@@ -267,7 +267,8 @@ class Ops:
             hidden_BTD = hidden_ND.reshape(*targets_BT.shape, -1)
             return linear_cross_entropy(
                 *(hidden_BTD, matrix, targets_BT, weights_BT),
-                **{"z_loss": z_loss, "layout": layout, "axis_name": axis_name, "weighted_only": weighted_only},
+                **{"z_loss": z_loss, "layout": layout, "axis_name": axis_name},
+                weighted_only=weighted_only,
                 implementation=self.linear_cross_entropy_by,
             )
 

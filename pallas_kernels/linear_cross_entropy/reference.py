@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Unsupported
 
 
-def linear_cross_entropy(hidden_BTD, matrix, targets_BT, weights_BT, *, z_loss, layout, axis_name, weighted_only):
+def linear_cross_entropy(
+    hidden_BTD, matrix, targets_BT, weights_BT, *, z_loss, layout, axis_name, weighted_only
+):
     """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package.
 
     Raises:

@@ -130,9 +130,7 @@ def _forward(
     C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
     nothing = jnp.zeros_like(matrix, dtype=jnp.float32)
     over = _over_weighted if weighted_only else _over_all
-    d_matrix, (losses_N, log_z_N, d_hidden_ND) = over(
-        one_chunk, nothing, C, hidden_ND, targets_N, weights_N
-    )
+    d_matrix, (losses_N, log_z_N, d_hidden_ND) = over(one_chunk, nothing, C, hidden_ND, targets_N, weights_N)
     objective = _objective(losses_N, log_z_N, weights_N, z_loss)
     return (objective, losses_N, log_z_N), (d_hidden_ND, d_matrix.astype(stored))
 

@@ -47,7 +47,7 @@ class DPO(Objective):
 
     def weight(self, batch: Batch) -> jax.Array:
         """Returns one over the pairs of a whole batch."""
-        return 1.0 / jnp.maximum(jnp.sum(_pairs_in(batch)), 1.0)
+        return 1.0 / jnp.maximum(jnp.sum(_pairs_in(batch)).astype(jnp.float32), 1.0)
 
     def __call__(
         self, params: Any, hidden_ND: jax.Array, batch: Batch, weight: jax.Array
@@ -55,7 +55,7 @@ class DPO(Objective):
         """Returns `weight` × the pairs' summed loss, and sums, see `Objective`: those of sources, too, count
         pairs."""
         answers_BS = log_probabilities(self, params, hidden_ND, batch)
-        chosen_BK, rejected_BK = self.beta * _by_pair(answers_BS - batch["reference"])
+        chosen_BK, rejected_BK = _by_pair(self.beta * (answers_BS - batch["reference"]))
         exists_BK = jnp.arange(self.max_segments // 2)[None] < _pairs_in(batch)[:, None]
         margin_BK = chosen_BK - rejected_BK
         loss_BK = jnp.where(exists_BK, jax.nn.softplus(-margin_BK), 0.0)
@@ -90,8 +90,8 @@ class DPO(Objective):
 
 
 def _pairs_in(batch: Batch) -> jax.Array:
-    """Returns how many pairs each row has, float32 [B]."""
-    return (jnp.max(batch["segment_ids"], axis=1) // 2).astype(jnp.float32)
+    """Returns how many pairs each row has, int32 [B]."""
+    return jnp.max(batch["segment_ids"], axis=1) // 2
 
 
 def _by_pair(values_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
