@@ -14,9 +14,9 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from jaxthru.engine import walk
-from jaxthru.engine.gradients import added, linearise, squares, token_weight
+from jaxthru.engine.gradients import added, linearise, squares
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, Model, join_stages, split_stages, unrolled
-from jaxthru.engine.objective import Objective
+from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
 from jaxthru.engine.terms import Terms, merged, none_yet, over_first
 from jaxthru.models import scopes
@@ -65,7 +65,7 @@ class InlineStep:
 
     def gradients(self, params: Tree, batch: Batch) -> tuple[Terms, Tree]:
         """Returns the terms of the batch and its gradients, micro-batch after micro-batch."""
-        step, model, weight = self.step, self.step.model, token_weight(batch)
+        step, model, weight = self.step, self.step.model, self.step.objective.weight(batch)
         if step.microbatches == 1:
             return micro_batch(step.objective, params, batch, weight)
         pieces = jax.tree.map(step.split, batch)

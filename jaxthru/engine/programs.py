@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from jaxthru.engine import walk
-from jaxthru.engine.gradients import gradient_dtype, linearise, squares, token_weight
+from jaxthru.engine.gradients import gradient_dtype, linearise, squares
 from jaxthru.engine.model import Batch, Model
 from jaxthru.engine.step import State, Step
 from jaxthru.engine.terms import Terms, merged, over_first
@@ -39,8 +39,9 @@ class Programs:
         return self.step.optimizer.config.clip_rule == "exact"
 
     def begin(self, batch: Batch) -> tuple[Batch, Context, jax.Array]:
-        """Returns the batch in micro-batches [M, R, T], what stages need of each, and one token's weight."""
-        batch_MRT, weight = jax.tree.map(self.step.split, batch), token_weight(batch)
+        """Returns the batch in micro-batches [M, R, T], what stages need of each, and the weight of
+        what the loss is a mean over."""
+        batch_MRT, weight = jax.tree.map(self.step.split, batch), self.step.objective.weight(batch)
         context = functools.partial(
             self.model.context,
             max_segments=self.step.objective.max_segments,
