@@ -55,7 +55,7 @@ MODULES = {
     "data.shuffle": "data.mixture.shuffle",
     "data.source_loader": "data.loading.worker",
     "data.state": "data.loading.state",
-    "data.store": "data.store.token_store data.mixture.packing",
+    "data.store": "data.store.token_store data.store.flat_file data.mixture.packing",
     "data.text_store": "data.store.text_store",
     "data.timeline": "data.mixture.schedule data.mixture.sampler",
     "data.tokenizer": "data.store.tokenizer",

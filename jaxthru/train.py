@@ -180,6 +180,8 @@ def run(
     kept = directory.tokenizer if directory else None
     keys = distributed.from_first(lambda: prepare_data(config.data, begun, kept))
     data = open_data(config.data, prepare=False, begun=keys, kept=kept)
+    for line in data.account:
+        log.info("%s", line)
     directory = directory or RunDirectory.fresh(name)
     autotuned = directory.autotune if config.train.deterministic else None
     times.note("data")

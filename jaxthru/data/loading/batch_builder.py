@@ -37,7 +37,7 @@ class BatchBuilder:
 
         source, row: int64 [rows], which row of which source; row EMPTY is padding alone. A document that
         goes on in another row has its next token there as target; its positions restart, for attention does
-        not reach across rows.
+        not reach across rows. A target counts unless its source says that it is not trained on.
         """
         sequence, packing = self._sequence, self.packing
         batch = self._memory.take(len(row), sequence)
@@ -62,15 +62,17 @@ class BatchBuilder:
         size = ends[tail] - ends[head] + length[head]
         goes_on = ~last[tail]
         runs = self._read(source[in_row[head]], start[head], size + goes_on)
-        for where, count, run in zip(begin[head].tolist(), size.tolist(), runs, strict=True):
+        batch["loss_mask"].fill(1.0)
+        for where, count, (run, trained) in zip(begin[head].tolist(), size.tolist(), runs, strict=True):
             flat["tokens"][where : where + count] = run[:count]
+            if trained is not None:  # the target of each token is the next
+                flat["loss_mask"][where : where + len(trained) - 1] = trained[1:]
         flat["targets"][:-1] = flat["tokens"][1:]
         flat["targets"][(begin[head] + size - 1)[goes_on]] = [
-            run[-1] for run, more in zip(runs, goes_on.tolist(), strict=True) if more
+            run[-1] for (run, _), more in zip(runs, goes_on.tolist(), strict=True) if more
         ]
         final = (begin + length - 1)[last]  # the last tokens of documents
         flat["targets"][final] = 0
-        batch["loss_mask"].fill(1.0)
         flat["loss_mask"][final] = 0.0
         batch["source"][:] = source.astype(np.int32)[:, None]  # cast before it is spread
 
@@ -87,8 +89,11 @@ class BatchBuilder:
                 batch[name][padded, used[padded] :] = 0
         return batch
 
-    def _read(self, source: np.ndarray, start: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
-        """Returns the tokens of runs of the sources' streams: int64 [runs] each."""
+    def _read(
+        self, source: np.ndarray, start: np.ndarray, length: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """Returns the tokens of runs of the sources' streams, and which of them are targets that are trained
+        on, None for all. source, start, length: int64 [runs]."""
         asked = {}
         for name in sorted(set(source[self._online[source]].tolist())):  # all, before any is waited for
             chosen = source == name
@@ -96,9 +101,16 @@ class BatchBuilder:
         online = {name: iter(finish()) for name, finish in asked.items()}
         runs = zip(source.tolist(), start.tolist(), (start + length).tolist(), strict=True)
         return [
-            next(online[name]) if name in online else self._streams[name].read(begin, stop)
-            for name, begin, stop in runs
+            _unmarked(next(online[name]), self._streams[name].targets is not None)
+            if name in online
+            else (self._streams[name].read(*run), self._streams[name].read_trained(*run))
+            for name, *run in runs
         ]
+
+
+def _unmarked(run: np.ndarray, marked: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the tokens of an online source, and which are trained on. marked: whether it says so."""
+    return (np.where(run < 0, ~run, run), run >= 0) if marked else (run, None)
 
 
 @functools.lru_cache(maxsize=2)

@@ -14,17 +14,17 @@ import numpy as np
 
 from jaxthru.data.loading.batch_builder import BatchBuilder
 from jaxthru.data.loading.online import OnlineSplit
+from jaxthru.data.loading.packed_split import PackedSplit, describe, pack_split
 from jaxthru.data.loading.planned_batches import Batches, PlannedBatches
 from jaxthru.data.loading.token_workers import TokenWorkers
 from jaxthru.data.mixture.balance import row_costs
-from jaxthru.data.mixture.packing import Packing, pack
+from jaxthru.data.mixture.packing_whole import OverLong
 from jaxthru.data.mixture.planner import Planner, held_out_plan
 from jaxthru.data.mixture.sampler import Supply
 from jaxthru.data.mixture.schedule import Schedule
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import Prepared, make_stores, open_stores
 from jaxthru.data.store.text_store import TextStore
-from jaxthru.data.store.token_store import Split
 from jaxthru.runtime.cores import usable_cores
 from jaxthru.runtime.errors import require
 
@@ -38,7 +38,10 @@ log = logging.getLogger(__name__)
 class DataConfig:
     """mix: a `.toml` path, or a name in data/mixes. sequence: tokens in a row.
     packing: `split` concatenates documents and cuts rows anywhere; `best_fit` places whole documents
-        (only one longer than a row is cut) and pads what is left.
+        (only one longer than a row is cut) and pads what is left. Conversations lie whole in a row whatever
+        this says.
+    over_long: what becomes of a conversation longer than a row: `drop` leaves it out, `truncate` cuts off its
+        end, `cut` lets it go on in another row, as text does. Each start of a run says how many there are.
     store: folder of the token stores, shared by all runs.
     tokenizer: a folder of published weights, or a tokenizer.json, whose tokenizer takes the place of the
         mix's; a run may be resumed with another path to the same tokenizer.
@@ -54,6 +57,7 @@ class DataConfig:
     mix: str = "quickstart"
     sequence: int = 512
     packing: Literal["split", "best_fit"] = "split"
+    over_long: OverLong = "drop"
     store: str = "store"
     tokenizer: str | None = None
     groups: int | None = None
@@ -124,8 +128,9 @@ class Data(contextlib.AbstractContextManager):
     names: sources in mix order, which `batch["source"]` numbers. mixture: of the mix file now.
     keys: {source: key of its store}, for the checkpoint. tokenizer: what the stores were made with, see
     `Tokenizer`. vocabulary: its highest token id + 1.
-    segments: no row has more, a padding tail counted as one; a multiple of 8. tokens: {source: tokens to
-    train on}.
+    segments: no row has more, a padding tail counted as one; a multiple of 8. tokens: {source: tokens in the
+    rows to train on}. counted: {source: what became of its conversations, None for one of text}. account:
+    that in words, a line for each such source.
     """
 
     def __init__(self, config: DataConfig, prepared: Prepared):
@@ -136,7 +141,6 @@ class Data(contextlib.AbstractContextManager):
         self.keys = prepared.keys
         self.tokenizer = prepared.tokenizer
         self.vocabulary = self.tokenizer.text_vocabulary
-        self.tokens = {name: opened.train.tokens for name, opened in prepared.stores.items()}
         online = tuple(name for name, opened in prepared.stores.items() if isinstance(opened, TextStore))
         processes = config.loaders or max(usable_cores() // 2, 1)
         transforms = {name: prepared.mix.recipes[name].transform for name in online}
@@ -145,13 +149,24 @@ class Data(contextlib.AbstractContextManager):
         if self.workers:
             weakref.finalize(self, self.workers.close)
 
-        def opened_splits(split: str) -> list[tuple[Split | OnlineSplit, Packing]]:
+        units = [opened.manifest.get("unit", 1) for opened in prepared.stores.values()]
+
+        def opened_splits(split: str) -> list[PackedSplit]:
             splits = {name: getattr(opened, split) for name, opened in prepared.stores.items()}
             splits |= {name: OnlineSplit(name, splits[name], self.workers) for name in online}
-            return [(item, pack(item.ends, config.sequence, config.packing)) for item in splits.values()]
+            how = config.sequence, config.packing, config.over_long
+            return [pack_split(item, *how, unit) for item, unit in zip(splits.values(), units, strict=True)]
 
-        self.builder = BatchBuilder(opened_splits("train"), config.sequence)
-        self.train, self.held_out = self.builder.splits, opened_splits("held_out")
+        train, held_out = opened_splits("train"), opened_splits("held_out")
+        packed_whole = (each for each in zip(self.names, train, units, strict=True) if each[1].counted)
+        self.account = [describe(*each, config.sequence) for each in packed_whole]
+        self.counted = {name: packed.counted for name, packed in zip(self.names, train, strict=True)}
+        self._documents = [packed.documents for packed in train]
+        self.builder = BatchBuilder([packed[:2] for packed in train], config.sequence)
+        self.train, self.held_out = self.builder.splits, [packed[:2] for packed in held_out]
+        self.tokens = {
+            name: int(packing.length.sum()) for name, (_, packing) in zip(self.names, self.train, strict=True)
+        }
         most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
         self.segments = -(-(most + 1) // 8) * 8
 
@@ -238,12 +253,14 @@ class Data(contextlib.AbstractContextManager):
     def _plan(self, schedule: Schedule, seed: int, rows: int) -> Planner:
         sequence = self.config.sequence
         # Rows that are split are full, but for a source's last: weights of tokens are weights of rows.
-        full = self.config.packing == "split"
+        split = self.config.packing == "split"
         supplies = {
             name: Supply(
-                packed.rows, packed.rows * sequence if full else int(packed.length.sum()), len(split.ends)
+                packed.rows,
+                packed.rows * sequence if split and not self.counted[name] else self.tokens[name],
+                documents,
             )
-            for name, (split, packed) in zip(self.names, self.train, strict=True)
+            for name, (_, packed), documents in zip(self.names, self.train, self._documents, strict=True)
         }
         groups = self.config.groups_of(rows)
         return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)

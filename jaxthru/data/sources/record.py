@@ -26,6 +26,9 @@ class Options:
     split_by_file: ClassVar[bool] = False
     """Whether documents fall with their file on one side of the held-out split, whatever a transform makes of
     them, and not by their own text."""
+    unit: ClassVar[int] = 1
+    """Documents that belong together, one after the other: 2 of pairs, a preferred answer and another. They
+    are of one origin, and lie in one row or are left out together."""
 
     def __post_init__(self):
         most = self.max_record_bytes
@@ -67,12 +70,19 @@ class Document(NamedTuple):
     """text: what is tokenised. origin: the hash (hex) that decides on which side of the held-out split it
     falls: of the text, whatever file it stood in; of docstrings that of their file's text, which they follow.
     place: for what goes wrong with it later. read: the text before its transform.
+    trained: the parts of the text that are trained on, as half-open ranges of its characters in order, none
+    within another; None for all of it. rendered: whether a chat template wrote the text: it has its own
+    beginning and end, and control tokens that it spells out are tokens. literal: ranges of such a text whose
+    spellings stay text, for somebody typed them.
     """
 
     text: str
     origin: str
     place: Place
     read: str
+    trained: tuple[tuple[int, int], ...] | None = None
+    literal: tuple[tuple[int, int], ...] = ()
+    rendered: bool = False
 
     @classmethod
     def of(cls, text: str, place: Place) -> "Document":

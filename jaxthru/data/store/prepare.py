@@ -11,6 +11,7 @@ from jaxthru.data.sources.files import HashCache, collect
 from jaxthru.data.sources.record import Document
 from jaxthru.data.store import token_store as store
 from jaxthru.data.store import writer
+from jaxthru.data.store.flat_file import REMEDY
 from jaxthru.data.store.mix_file import MixFile
 from jaxthru.data.store.progress import Progress
 from jaxthru.data.store.text_store import TextStore
@@ -57,7 +58,7 @@ def open_stores(
         if made != wanted:
             was = f"was made with transform = {made!r}, the mix has {wanted!r}"
             begun = "a run that began with the former needs it in the mix; else"
-            raise InputError(f"source {name}: {opened.folder} {was}; {begun} {store.REMEDY}")
+            raise InputError(f"source {name}: {opened.folder} {was}; {begun} {REMEDY}")
     return Prepared(mix, tokenizer, stores, keys)
 
 

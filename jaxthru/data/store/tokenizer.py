@@ -4,12 +4,13 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
+from jaxthru.data.store.marked import Encoded, Marked, MarkedEncoder
 from jaxthru.data.store.tokenizer_folder import (
     BORDERS,
     FILES,
@@ -52,7 +53,7 @@ class Tokenizer:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
         self.path, self.hash, self._folder = path, hashlib.sha256(content).hexdigest(), folder
         self._content = content
-        self._tokenizer = self._made()
+        self._tokenizer = self._made(content)
         # A document that spells out a special token must not thereby end itself.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -114,6 +115,24 @@ class Tokenizer:
         begin = () if self.bos is None else (self.bos,)
         return [np.array([*begin, *encoding.ids, self.end_of_text], self.dtype) for encoding in encodings]
 
+    def encode_documents(self, documents: Sequence[Marked]) -> list[Encoded]:
+        """Returns the ids of each document, and which of them are targets that are trained on.
+
+        One that no template wrote becomes what `encode` returns. Of one that a template wrote nothing is
+        added, and control tokens are tokens, but for those in its `literal` spans. Of one with `trained`
+        spans a token is trained on that has a character of them; so is the end-of-text token where they reach
+        the text's end. Uses all cores. Raises InputError.
+        """
+        plain = [not document.rendered and document.trained is None for document in documents]
+        texts = [document.text for document, is_plain in zip(documents, plain, strict=True) if is_plain]
+        marked = [document for document, is_plain in zip(documents, plain, strict=True) if not is_plain]
+        of_texts = iter(self.encode(texts) if texts else ())
+        try:
+            of_marked = iter(self._marked.encode(marked) if marked else ())
+        except Exception as error:  # as above
+            raise InputError(f"{self.path}: cannot tokenise what the sources hold ({error})") from error
+        return [Encoded(next(of_texts), None) if is_plain else next(of_marked) for is_plain in plain]
+
     def part(self, ids: np.ndarray, begins: bool, ends: bool) -> np.ndarray:
         """Returns what `encode` has made of a part of a document, without the tokens of a border that it does
         not reach. begins, ends: whether the document does with this part."""
@@ -171,9 +190,9 @@ class Tokenizer:
         )
         return ids[name]
 
-    def _made(self) -> tokenizers.Tokenizer:
+    def _made(self, content: bytes) -> tokenizers.Tokenizer:
         try:
-            made = tokenizers.Tokenizer.from_buffer(self._content)
+            made = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises no narrower class
             raise InputError(f"{self.path}: not a tokenizer.json ({error})") from error
         made.no_truncation()
@@ -183,9 +202,14 @@ class Tokenizer:
     @functools.cached_property
     def _prompts(self) -> tokenizers.Tokenizer:
         """Another one, for threads may encode documents: whether special tokens are read is a state of it."""
-        made = self._made()
+        made = self._made(self._content)
         made.encode_special_tokens = False
         return made
+
+    @functools.cached_property
+    def _marked(self) -> MarkedEncoder:
+        ends = {"bos": self.bos, "end": self.end_of_text}
+        return MarkedEncoder(self._made, self._content, **ends, dtype=self.dtype)
 
 
 def train(texts: Iterator[str], vocabulary: int, path: Path) -> None:
