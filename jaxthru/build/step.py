@@ -66,7 +66,7 @@ class Assembled:
         if self.offload.layered:
             return self.dispatched(compiler_with(options))
         program = self.jitted.lower(self.abstract, self.batch).compile(compiler_options=options)
-        return CompiledStep(program, self.step.objective)
+        return CompiledStep(program)
 
 
 def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = None) -> Model:

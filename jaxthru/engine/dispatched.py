@@ -16,13 +16,13 @@ import jax
 import numpy as np
 
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, split_stages
+from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.offload import HOST, Fetched, Homes, OffloadConfig, Pace, Stores, emptied, free_host, move
 from jaxthru.engine.programs import Programs, by_rows, with_shardings
 from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
 from jaxthru.engine.terms import Terms
 from jaxthru.models import scopes
 from jaxthru.models.stage import distinct
-from jaxthru.runtime import xla
 from jaxthru.runtime.first_run import FirstAlone
 from jaxthru.runtime.sharding import shardings
 
@@ -85,10 +85,8 @@ class DispatchedStep:
         self._compile(compile_, programs, kinds, first, weights, slots, counters_of(abstract), batch)
         self.indices = self._numbers(len(weights))
 
-        jit = functools.partial(jax.jit, compiler_options=xla.for_float8(step.model.ops.float8))
-        ends = programs.eval_embed, programs.eval_head
-        self._eval_embed, self._eval_head = (FirstAlone(jit(function)) for function in ends)
-        self._eval_block = [FirstAlone(jit(functools.partial(programs.eval_block, stage=s))) for s in kinds]
+        self._eval_embed = programs.later(programs.eval_embed)
+        self._eval_block = [programs.later(programs.eval_block, stage=stage) for stage in kinds]
 
     def _compile(self, compile_, programs, kinds, first, weights, slots, counters, batch) -> None:
         """Compiles every program for what the ones before it return. first: the first stage of each kind."""
@@ -299,11 +297,13 @@ class DispatchedStep:
     def _fetched_slots(self, slots: list[Tree], order: list[int]) -> Fetched:
         return self._fetched(((slots[index], self.homes.slots_used[index]) for index in order), self.staging)
 
-    def loss_terms(self, params: Tree, batch: Batch, weight: jax.Array) -> Terms:
-        """Returns the terms of a batch of one micro-batch, those of the head alone.
+    def terms_of(self, objective: Objective) -> Callable[[Tree, Batch, jax.Array], Terms]:
+        """Returns (params, batch, weight) -> the terms of an objective, of a batch of one micro-batch, those
+        of the head alone. Compiled at its first use, for the shape of its batch, which all batches share."""
+        programs = Programs(self.step)
+        return functools.partial(self._terms, programs.later(programs.eval_head, objective=objective))
 
-        Compiled at its first use, for the shape of its batch, which all batches share.
-        """
+    def _terms(self, eval_head: FirstAlone, params: Tree, batch: Batch, weight: jax.Array) -> Terms:
         trees = self._fetched_weights(split_stages(params), self.order)
         embedding = next(trees)
         x_ND, context, _ = self._eval_embed(embedding, batch)
@@ -313,7 +313,7 @@ class DispatchedStep:
         for kind in self.kinds.values():
             x_ND, _, there = self._eval_block[kind](next(trees), x_ND, context)
             pace(there)
-        return self._eval_head(next(trees), table, x_ND, batch, weight, context)
+        return eval_head(next(trees), table, x_ND, batch, weight, context)
 
 
 def _taken(state: State) -> tuple[list[Tree], list[Tree], Pending | None]:

@@ -266,17 +266,11 @@ def stored_order(gradients: Tree) -> Tree:
 
 
 class CompiledStep:
-    """A step as one program. `dispatched.DispatchedStep` is called alike.
+    """A step as one program. `dispatched.DispatchedStep` is called alike."""
 
-    loss_terms: (params, batch, one token's weight) -> the terms, compiled at its first use.
-    """
-
-    def __init__(self, program: jax.stages.Compiled, objective: Objective):
+    def __init__(self, program: jax.stages.Compiled):
         self._run = FirstAlone(program)
         self.program = program
-        terms = lambda params, batch, weight: loss(objective, params, batch, weight)[1]  # noqa: E731
-        options = xla.for_float8(objective.model.ops.float8)
-        self.loss_terms = FirstAlone(jax.jit(terms, compiler_options=options))
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
         """Returns the next state and the update's metrics; takes over the state."""
@@ -289,3 +283,9 @@ class CompiledStep:
     def settled(self, state: State) -> State:
         """Returns the state: all of its updates are made."""
         return state
+
+    def terms_of(self, objective: Objective) -> Callable[[Tree, Batch, jax.Array], Terms]:
+        """Returns (params, batch, weight) -> the terms of an objective, compiled at its first use."""
+        terms = lambda params, batch, weight: loss(objective, params, batch, weight)[1]  # noqa: E731
+        options = xla.for_float8(objective.model.ops.float8)
+        return FirstAlone(jax.jit(terms, compiler_options=options))

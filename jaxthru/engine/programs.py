@@ -15,9 +15,11 @@ from jax.sharding import Sharding
 from jaxthru.engine import walk
 from jaxthru.engine.gradients import gradient_dtype, linearise, squares
 from jaxthru.engine.model import Batch, Model
+from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.step import State, Step
 from jaxthru.engine.terms import Terms, merged, over_first
 from jaxthru.models.stage import Context, Stage
+from jaxthru.runtime import xla
 from jaxthru.runtime.first_run import FirstAlone
 
 Tree = Any
@@ -175,6 +177,11 @@ class Programs:
             metrics["partly_updated"] = begun & ~jnp.isfinite(norm)
         return following, metrics
 
+    def later(self, function: Callable, **statics) -> FirstAlone:
+        """Returns a function to be compiled at its first use."""
+        options = xla.for_float8(self.model.ops.float8)
+        return FirstAlone(jax.jit(functools.partial(function, **statics), compiler_options=options))
+
     def eval_embed(self, params: Tree, batch: Batch) -> tuple[jax.Array, Context, Terms]:
         """Returns the first block's input [N, D], the context of one micro-batch, and terms."""
         context = self.model.context(batch, self.step.objective.max_segments)
@@ -189,11 +196,19 @@ class Programs:
         return y_ND, terms, y_ND[0, 0]
 
     def eval_head(
-        self, params: Tree, table: Tree, x_ND: jax.Array, batch: Batch, weight: jax.Array, context: Context
+        self,
+        params: Tree,
+        table: Tree,
+        x_ND: jax.Array,
+        batch: Batch,
+        weight: jax.Array,
+        context: Context,
+        *,
+        objective: Objective,
     ) -> Terms:
-        """Returns the terms of one micro-batch. table: as of `head`."""
+        """Returns the terms of one micro-batch by an objective. table: as of `head`."""
         params = walk.head_params(self.model, table, params)
-        return walk.head(self.step.objective, batch, weight, context)(params, x_ND)[1]
+        return walk.head(objective, batch, weight, context)(params, x_ND)[1]
 
 
 def compiler_with(options: dict[str, Any]) -> Callable:
