@@ -118,7 +118,8 @@ class Build:
         model, devices = self.config.model, list(self.layout.mesh.devices.flat)
         needed = functools.partial(family.module_of(model).train_flops, model)
         cost = self.config.cost, len(devices)
-        meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost)
+        room = self.config.train.rows * self.config.data.sequence
+        meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost, room)
         limit, energy = self.config.train.skip_limit, StepEnergy.here()
         return StepTimer(meter, self.data.names, limit, *listeners, energy)
 

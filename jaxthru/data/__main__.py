@@ -80,6 +80,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _inspect(data: Data, rows: int) -> None:
     console = rich.console.Console()
     console.print(_table(data))
+    for line in data.account:
+        console.print(_shown(line), markup=False, highlight=False, soft_wrap=True)
     console.print(_shown(_borders(data.tokenizer)), markup=False, highlight=False, soft_wrap=True)
     for opened in data.prepared.stores.values():
         opened.verify()

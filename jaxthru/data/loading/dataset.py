@@ -40,8 +40,6 @@ class DataConfig:
     packing: `split` concatenates documents and cuts rows anywhere; `best_fit` places whole documents
         (only one longer than a row is cut) and pads what is left. Conversations lie whole in a row whatever
         this says.
-    over_long: what becomes of a conversation longer than a row: `drop` leaves it out, `truncate` cuts off its
-        end, `cut` lets it go on in another row, as text does. Each start of a run says how many there are.
     store: folder of the token stores, shared by all runs.
     tokenizer: a folder of published weights, or a tokenizer.json, whose tokenizer takes the place of the
         mix's; a run may be resumed with another path to the same tokenizer.
@@ -52,12 +50,13 @@ class DataConfig:
         documents, as measured; None takes the model's floating-point operations.
     loaders: processes that make the tokens of the sources that are tokenised online; None is half of the
         cores that this process may use. They change no batch.
+    over_long: what becomes of a conversation longer than a row: `drop` leaves it out, `truncate` cuts off its
+        end, `cut` lets it go on in another row, as text does. Each start of a run says how many there are.
     """
 
     mix: str = "quickstart"
     sequence: int = 512
     packing: Literal["split", "best_fit"] = "split"
-    over_long: OverLong = "drop"
     store: str = "store"
     tokenizer: str | None = None
     groups: int | None = None
@@ -65,6 +64,7 @@ class DataConfig:
     balance: bool = True
     linear_cost: float | None = None
     attention_cost: float | None = None
+    over_long: OverLong = "drop"
 
     def __post_init__(self):
         require(self.sequence >= 2, f"data.sequence = {self.sequence}: must be at least 2")

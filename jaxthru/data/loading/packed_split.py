@@ -40,13 +40,17 @@ def describe(name: str, packed: PackedSplit, unit: int, sequence: int) -> str:
     """Returns in one line what became of a source's conversations. Raises InputError if none is left."""
     rows, counted = packed.packing.rows, packed.counted
     what = "documents" if unit == 1 else "pairs"
-    long = f"longer than data.sequence = {sequence}"
-    lost = f"{counted.too_long:,} {long} left out, {counted.untrained:,} without a token to train on left out"
+    long = f"{counted.too_long:,} longer than data.sequence = {sequence}"
+    lost = f"left out: {long}, {counted.untrained:,} without a token to train on"
     require(
         rows > 0,
-        f"source {name}: nothing to train on: of {counted.documents:,} {what} {lost}; give a longer "
-        "data.sequence, data.over_long = truncate, or another template",
+        f"source {name}: nothing to train on is left of its {counted.documents:,} {what}; {lost}; give a "
+        "longer data.sequence, data.over_long = truncate, or another template",
     )
     fill = packed.packing.length.sum() / (rows * sequence)
+    trained = packed.split.targets.count / packed.split.tokens
     fits = f"{counted.kept:,} of {counted.documents:,} {what} in {rows:,} rows, {fill:.1%} full"
-    return f"source {name}: {fits}; {lost}, {counted.truncated:,} {long} truncated"
+    return (
+        f"source {name}: {fits}, {trained:.1%} of all tokens trained on; {lost}; truncated: "
+        f"{counted.truncated:,}"
+    )

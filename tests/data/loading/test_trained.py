@@ -109,9 +109,7 @@ def test_what_is_longer_than_a_row_is_truncated_or_cut_as_asked(opened, tmp_path
             for begin in range(0, kept, SEQUENCE):
                 piece = slice(begin, min(begin + SEQUENCE, kept))
                 expected.append((ids[piece], tuple(counts[piece])))
-    assert sorted((tuple(tokens.tolist()), tuple(mask.tolist())) for tokens, mask, _ in seen) == sorted(
-        expected
-    )
+    assert sorted((tuple(tokens.tolist()), tuple(mask.tolist())) for tokens, mask in seen) == sorted(expected)
     assert any(len(ids) > SEQUENCE for ids in masks)
 
 
@@ -194,18 +192,19 @@ def test_a_run_is_told_what_is_left_out_and_refused_if_that_is_all(opened):
     data = opened()
     [line] = data.account
     counted = data.counted["notes"]
+    split = data.train[data.names.index("notes")][0]
     assert re.fullmatch(
-        rf"source notes: {counted.kept} of {counted.documents} documents in \d+ rows, \d+\.\d% full; "
-        rf"{counted.too_long} longer than data.sequence = 64 left out, {counted.untrained} without a token "
-        r"to train on left out, 0 longer than data.sequence = 64 truncated",
+        rf"source notes: {counted.kept} of {counted.documents} documents in \d+ rows, \d+\.\d% full, "
+        rf"{split.targets.count / split.tokens:.1%} of all tokens trained on; left out: {counted.too_long} "
+        rf"longer than data.sequence = 64, {counted.untrained} without a token to train on; truncated: 0",
         line,
     )
     with pytest.raises(InputError) as caught:
         opened(sequence=8)
     assert re.fullmatch(
-        r"source notes: nothing to train on: of \d+ documents \d+ longer than data.sequence = 8 left out, "
-        r"\d+ without a token to train on left out; give a longer data.sequence, data.over_long = truncate, "
-        "or another template",
+        r"source notes: nothing to train on is left of its \d+ documents; left out: \d+ longer than "
+        r"data.sequence = 8, \d+ without a token to train on; give a longer data.sequence, "
+        "data.over_long = truncate, or another template",
         str(caught.value),
     )
 
