@@ -69,16 +69,16 @@ class Evaluation:
         sums = jax.device_get([self.sums(params, batch, one) for batch in self.batches])
         nothing = np.zeros(len(self.sources))
         loss = np.sum([nothing, *(s["source_loss"] for s in sums)], axis=0, dtype=np.float64)
-        tokens = np.sum([nothing, *(s["source_tokens"] for s in sums)], axis=0, dtype=np.float64)
+        count = np.sum([nothing, *(s["source_tokens"] for s in sums)], axis=0, dtype=np.float64)
         row = {
             "step": step,
-            "loss": float(loss.sum() / tokens.sum()) if tokens.any() else None,
-            "loss_by_source": mean_by_source(self.sources, loss, tokens),
-            "tokens": int(tokens.sum()),
+            "loss": float(loss.sum() / count.sum()) if count.any() else None,
+            "loss_by_source": mean_by_source(self.sources, loss, count),
+            "tokens": int(sum(np.float64(s.get("trained_tokens", s["source_tokens"].sum())) for s in sums)),
         }
         for name in self.means:
             total = np.sum([s[name] for s in sums], dtype=np.float64)
-            row[name] = float(total / tokens.sum()) if tokens.any() else None
+            row[name] = float(total / count.sum()) if count.any() else None
         return row | ({"samples": self.samples(params)} if self.samples else {})
 
 

@@ -116,7 +116,7 @@ def test_no_masked_position_reaches_the_head():
 
     (found, terms), slope = jax.jit(jax.value_and_grad(value, has_aux=True))(broken)
     assert float(found) == pytest.approx(float(value(hidden_ND)[0]), rel=1e-6)
-    assert terms["trained_tokens"] == arrays["loss_mask"].sum()
+    assert terms["source_tokens"].sum() == arrays["loss_mask"].sum()
     assert not np.any(np.asarray(slope)[np.asarray(arrays["loss_mask"]).reshape(-1) == 0])
 
 

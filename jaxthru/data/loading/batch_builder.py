@@ -44,8 +44,8 @@ class BatchBuilder:
         return tuple(self._columns)
 
     def pieces(self, source: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns, int64 [n], of each piece of these rows: which of the rows it is in, the how manieth it is
-        there, from 0, and its number in `packing`. source, row: as of `build`."""
+        """Returns of each piece of these rows, int64 [pieces]: which of the rows it is in, its place among
+        that row's pieces, from 0, and its number in `packing`. source, row: as of `build`."""
         chosen = np.where(row == EMPTY, 0, self._first_row[source] + row)
         count = np.where(row == EMPTY, 0, self.packing.first[chosen + 1] - self.packing.first[chosen])
         segment = ranges(count)

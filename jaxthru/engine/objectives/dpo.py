@@ -79,6 +79,7 @@ class DPO(Objective):
             "loss": loss,
             "source_loss": self.by_source(loss_BK, source_BK),
             "source_tokens": self.by_source(exists_BK.astype(jnp.float32), source_BK),
+            "trained_tokens": jnp.sum(batch["loss_mask"]),
             "reward_accuracy": mean((margin_BK > 0).astype(jnp.float32)),
             "reward_margin": mean(margin_BK),
             "chosen_reward": mean(chosen_BK),

@@ -45,7 +45,8 @@ class Objective(abc.ABC):
     ) -> tuple[jax.Array, Terms]:
         """Returns what a step minimises of a batch or a part of it, and sums for the record: `loss`, the
         `means`, which are times `weight`, and of each source `source_loss` and `source_tokens`, which say by
-        their ratio its mean.
+        their ratio its mean: of trained tokens, or of what else the loss is a mean over, and then those are
+        `trained_tokens`.
 
         params: without layers will do. hidden_ND: of the head. weight: that of the whole batch.
         """
