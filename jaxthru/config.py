@@ -19,6 +19,7 @@ from jaxthru.models.kernels import KernelsConfig
 from jaxthru.models.layers import PrecisionConfig
 from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.llama import RopeScaling as RopeScaling
+from jaxthru.models.lora import LoraConfig
 from jaxthru.models.remat import RematConfig
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.profile.collect.trace import ProfileConfig
@@ -54,6 +55,7 @@ class RunConfig:
     profile: which steps are profiled.
     kernels: which implementation of each operation runs.
     cost: what a device costs, in dollars, and in watts beside its own.
+    lora: adapters that are trained in the model's place.
     """
 
     name = "run"  # of the file that `load` read, for run directories: no key, and of no other configuration
@@ -73,6 +75,7 @@ class RunConfig:
     profile: ProfileConfig = ProfileConfig()
     kernels: KernelsConfig = KernelsConfig()
     cost: CostConfig = CostConfig()
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self):
         plain.check_groups(self)

@@ -24,7 +24,7 @@ from jaxthru.build.checks import (
 from jaxthru.build.choices import Choice, Search
 from jaxthru.build.compiled_beside import Beside
 from jaxthru.build.confirmed import Confirmed
-from jaxthru.build.defaults import get
+from jaxthru.build.defaults import float8_setting, get
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
 from jaxthru.build.step import assemble
@@ -266,7 +266,7 @@ def _compiler_options(config: RunConfig, layout: Layout, autotuned: Path | None)
         config.train.deterministic,
         writes_to_peers=config.kernels.writes_to_peers,
         copies=config.mesh.copies,
-        float8=config.precision.matmul == "fp8",
+        float8=bool(float8_setting(config)),
         autotuned=autotuned,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxthru.build.defaults import plain
+from jaxthru.build.defaults import float8_setting, plain
 from jaxthru.config import RunConfig
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep, InlineStep
@@ -19,8 +19,10 @@ from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import compiler_with
 from jaxthru.engine.rehearsed import Analysis, Rehearsal, Rehearsals
 from jaxthru.engine.step import State, Step, TrainConfig, abstract_batch
-from jaxthru.models import family
+from jaxthru.models import family, lora
+from jaxthru.models.family import FamilyConfig
 from jaxthru.models.ops import Ops
+from jaxthru.models.stage import Chain
 from jaxthru.optim.optimizer import Optimizer, make_schedule
 from jaxthru.runtime.sharding import Layout, shardings
 from jaxthru.training.state import abstract_state
@@ -77,14 +79,36 @@ def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = 
         layout,
         jnp.dtype(config.precision.compute),
         attention,
-        float8=config.precision.matmul == "fp8",
+        float8=bool(float8_setting(config)),
         collective_matmul_by=config.kernels.collective_matmul,
         linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
         rms_norm_by=norm or config.kernels.named("rms_norm"),
         copies=config.mesh.copies,
         keep_parameters=config.remat.keep_parameters,
     )
-    return Model(family.chain(config.model), ops, config.remat.policy, config.model.loop)
+    return Model(chain_of(config), ops, config.remat.policy, config.model.loop)
+
+
+def chain_of(config: RunConfig) -> Chain:
+    """Returns the chain of stages that a configuration trains: of the model, or with adapters beside it.
+    Raises InputError for adapters that it has no place for."""
+    chain = family.chain(config.model)
+    if not config.lora.on:
+        return chain
+    return lora.adapted(chain, config.lora, jnp.dtype(config.precision.compute), names_in_block(config.model))
+
+
+def names_in_block(model: FamilyConfig) -> dict[tuple[str, ...], str]:
+    """Returns {a linear layer's place in its block: its published name there}, as "self_attn.q_proj"; of a
+    family that is not published nothing."""
+    if not family.is_published(model):
+        return {}
+    found = {}
+    for tensor in family.published(model).tensors(model):
+        if tensor.path[0] == "layers" and tensor.transposed:
+            module = tensor.name.removesuffix(".weight")
+            found[tensor.path[2:]] = module.rpartition(f".{tensor.path[1]}.")[2]
+    return found
 
 
 def objective_of(train: TrainConfig, model: Model, segments: int, sources: int, masked: bool) -> Objective:

@@ -74,7 +74,9 @@ class Evaluation:
             "step": step,
             "loss": float(loss.sum() / count.sum()) if count.any() else None,
             "loss_by_source": mean_by_source(self.sources, loss, count),
-            "tokens": int(sum(np.float64(s.get("trained_tokens", s["source_tokens"].sum())) for s in sums)),
+            "tokens": int(
+                sum(s.get("trained_tokens", s["source_tokens"].sum(dtype=np.float64)) for s in sums)
+            ),
         }
         for name in self.means:
             total = np.sum([s[name] for s in sums], dtype=np.float64)
