@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from jaxthru.build.compiled import Build, published_weights
+from jaxthru.build.step import base_of
 from jaxthru.data.loading.state import DataState
-from jaxthru.engine.objectives.answers import Answers
+from jaxthru.engine.objectives.answers import answers_of
 from jaxthru.engine.step import Batch
 from jaxthru.training.reference import Reference, rows_of
 from jaxthru.training.run_directory import RunDirectory
@@ -51,11 +52,9 @@ class ReferenceModel:
     def ask(self, params: Any) -> None:
         """Computes what is missing. params: those that training begins with. Raises InputError if others gave
         what is there."""
-        objective = self.built.step.objective
-        fields = ("model", "max_segments", "sources", "masked")
-        asked = Answers(**{name: getattr(objective, name) for name in fields})
-        rows = self.built.rows_at_once
-        terms = self.built.compiled.terms_of(asked)
+        objective, rows = self.built.step.objective, self.built.rows_at_once
+        base = base_of(self.built.config, objective.model)
+        terms = self.built.compiled.terms_of(answers_of(objective, base or objective.model))
         self._reference.complete(self._wanted, params, terms, rows, self._placed)
 
     def ask_first_state(self) -> None:

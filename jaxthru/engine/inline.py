@@ -99,6 +99,7 @@ def micro_batch(
     weight: one token's. share: of the step's rows.
     """
     model, chain = objective.model, objective.model.chain
+    batch = with_reference(objective, params, batch)
     context = model.context(batch, objective.max_segments, share)
     made: dict[int, Tree] = {}
     before = None if sums is None else split_stages(sums)
@@ -230,13 +231,21 @@ def forward(model: Model, params: Tree, batch: Batch, context: Context) -> tuple
 
 def loss(objective: Objective, params: Tree, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Terms]:
     """Returns what a step minimises of a batch of one micro-batch, and its terms. weight: one token's."""
-    model = objective.model
+    model, batch = objective.model, with_reference(objective, params, batch)
     context = model.context(batch, objective.max_segments)
     x_ND, losses, terms = forward(model, params, batch, context)
     head = walk.head(objective, batch, weight, context)
     (minimised, more), of_head = head(walk.head_params(model, params["embedding"], params["head"]), x_ND)
     minimised += sum(each * context.share for each in (*losses, *more.values()))
     return minimised, merged(model.chain, terms, of_head)
+
+
+def with_reference(objective: Objective, params: Tree, batch: Batch) -> Batch:
+    """Returns a batch with what the objective's reference makes of it, if it has one to ask."""
+    if objective.reference is None:
+        return batch
+    _, terms = loss(objective.reference, jax.lax.stop_gradient(params), batch, jnp.ones((), jnp.float32))
+    return batch | {"reference": terms["answers"]}
 
 
 def hidden(model: Model, params: Tree, batch: Batch, max_segments: int) -> jax.Array:

@@ -15,10 +15,9 @@ from jax.sharding import Sharding
 from jaxthru.engine import walk
 from jaxthru.engine.gradients import gradient_dtype, linearise, squares
 from jaxthru.engine.model import Batch, Model
-from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.step import State, Step
 from jaxthru.engine.terms import Terms, merged, over_first
-from jaxthru.models.stage import Context, Stage
+from jaxthru.models.stage import Context, Stage, distinct
 from jaxthru.runtime import xla
 from jaxthru.runtime.first_run import FirstAlone
 
@@ -177,10 +176,13 @@ class Programs:
             metrics["partly_updated"] = begun & ~jnp.isfinite(norm)
         return following, metrics
 
-    def later(self, function: Callable, **statics) -> FirstAlone:
-        """Returns a function to be compiled at its first use."""
-        options = xla.for_float8(self.model.ops.float8)
-        return FirstAlone(jax.jit(functools.partial(function, **statics), compiler_options=options))
+    def evaluation(self) -> tuple[FirstAlone, list[FirstAlone], FirstAlone]:
+        """Returns `eval_embed`, `eval_block` of each kind of block, and `eval_head`, each compiled at its
+        first use."""
+        jit = functools.partial(jax.jit, compiler_options=xla.for_float8(self.model.ops.float8))
+        kinds = distinct(self.model.chain.layers)
+        blocks = [FirstAlone(jit(functools.partial(self.eval_block, stage=stage))) for stage in kinds]
+        return FirstAlone(jit(self.eval_embed)), blocks, FirstAlone(jit(self.eval_head))
 
     def eval_embed(self, params: Tree, batch: Batch) -> tuple[jax.Array, Context, Terms]:
         """Returns the first block's input [N, D], the context of one micro-batch, and terms."""
@@ -196,19 +198,11 @@ class Programs:
         return y_ND, terms, y_ND[0, 0]
 
     def eval_head(
-        self,
-        params: Tree,
-        table: Tree,
-        x_ND: jax.Array,
-        batch: Batch,
-        weight: jax.Array,
-        context: Context,
-        *,
-        objective: Objective,
+        self, params: Tree, table: Tree, x_ND: jax.Array, batch: Batch, weight: jax.Array, context: Context
     ) -> Terms:
-        """Returns the terms of one micro-batch by an objective. table: as of `head`."""
+        """Returns the terms of one micro-batch. table: as of `head`."""
         params = walk.head_params(self.model, table, params)
-        return walk.head(objective, batch, weight, context)(params, x_ND)[1]
+        return walk.head(self.step.objective, batch, weight, context)(params, x_ND)[1]
 
 
 def compiler_with(options: dict[str, Any]) -> Callable:

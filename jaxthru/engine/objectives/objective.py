@@ -35,6 +35,12 @@ class Objective(abc.ABC):
         """What it needs of a batch beside the fields that every batch has: float32 [rows, width], by name."""
         return {}
 
+    @property
+    def reference(self) -> "Objective | None":
+        """Whose `answers` a step makes first, of the same parameters, and adds to the batch as `reference`;
+        None if of none."""
+        return None
+
     @abc.abstractmethod
     def weight(self, batch: Batch) -> jax.Array:
         """Returns one over how many there are in a whole batch of what the loss is a mean over."""
