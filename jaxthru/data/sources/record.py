@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 from typing import ClassVar, NamedTuple
 
 from jaxthru.runtime.errors import require
@@ -34,17 +33,6 @@ class Options:
         most = self.max_record_bytes
         require(most > 0, f"max_record_bytes = {most}: must not be empty")
         require(most < 2**31, f"max_record_bytes = {most}: must be below 2 GiB")
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyedOptions(Options):
-    """Of formats whose records are objects or rows. text_key: the key or the column that holds the text."""
-
-    text_key: str = "text"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(bool(self.text_key), f"text_key = {self.text_key!r}: must not be empty")
 
 
 class Damage(NamedTuple):
@@ -99,22 +87,6 @@ def origin_of(text: str) -> str:
 def over_long(max_record_bytes: int) -> str:
     """Returns the reason for a record that is longer than its recipe allows."""
     return f"longer than max_record_bytes = {max_record_bytes}"
-
-
-def from_json(content: bytes, place: Place, text_key: str) -> Document | Damage:
-    """Returns the document that a JSON object holds under `text_key`."""
-    try:
-        # Not json.loads of bytes, which takes what begins like UTF-16 for UTF-16.
-        record = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return place.damage("not UTF-8")
-    except (ValueError, RecursionError):
-        return place.damage("not valid JSON")
-    if not isinstance(record, dict) or text_key in record or not record:
-        text = record.get(text_key) if isinstance(record, dict) else None
-        return from_value(text, place, f"no text under {text_key!r}")
-    keys = ", ".join(repr(key[:40]) for key in list(record)[:KEYS_SHOWN])
-    return place.damage(f"no text under {text_key!r}; its keys: {keys}")
 
 
 def from_bytes(content: bytes, place: Place) -> Document | Damage:

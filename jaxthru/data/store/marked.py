@@ -14,9 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tokenizers
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Around a name that stands for a control token: noncharacters, which Unicode keeps for a program's own use
-and out of what programs exchange."""
+from jaxthru.data.sources.chat.marks import CLOSE, OPEN
 
 Spans = Sequence[tuple[int, int]]
 """Half-open ranges of characters, in order, none within another."""
