@@ -68,7 +68,7 @@ class Assembled:
         if self.offload.layered:
             return self.dispatched(compiler_with(options))
         program = self.jitted.lower(self.abstract, self.batch).compile(compiler_options=options)
-        return CompiledStep(program, self.step.objective)
+        return CompiledStep(program)
 
 
 def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = None) -> Model:
@@ -111,11 +111,25 @@ def names_in_block(model: FamilyConfig) -> dict[tuple[str, ...], str]:
     return found
 
 
-def objective_of(train: TrainConfig, model: Model, segments: int, sources: int, masked: bool) -> Objective:
-    """Returns the objective that a configuration names. The rest: as of `assemble`."""
+def base_of(config: RunConfig, model: Model) -> Model | None:
+    """Returns the model that adapters are trained beside, of the same parameters; None without adapters."""
+    return dataclasses.replace(model, chain=lora.off(model.chain)) if config.lora.on else None
+
+
+def objective_of(
+    train: TrainConfig,
+    model: Model,
+    segments: int,
+    sources: int,
+    masked: bool = False,
+    base: Model | None = None,
+) -> Objective:
+    """Returns the objective that `train` names. base: what an objective that measures against a reference
+    asks in each step. The rest: as of `assemble`."""
     make, settings = OBJECTIVES[train.objective]
     given = {field: getattr(train, key) for field, key in settings.items()}
     given |= {"masked": True} if masked else {}
+    given |= {"base": base} if base and make is DPO else {}
     return make(model=model, max_segments=segments, sources=sources, **given)
 
 
@@ -139,7 +153,9 @@ def assemble(
     schedule = make_schedule(config.optim, train.steps)
     adamw_8bit = config.kernels.named("adamw_8bit") or (PARTITIONED if layout.mesh.size > 1 else None)
     optimizer = Optimizer(config.optim, model.weights, adamw_8bit)
-    objective = objective_of(train, model, segments, sources, masked)
+    # Stages that come and go are not walked twice: their reference's answers are kept.
+    base = None if config.offload.layered else base_of(config, model)
+    objective = objective_of(train, model, segments, sources, masked, base)
     groups = config.data.groups_of(train.rows)
     step = Step(objective, optimizer, schedule, train.microbatches, groups, train.seed)
     abstract = offloaded_state(abstract_state(model, optimizer, layout), config.offload)

@@ -99,6 +99,7 @@ def micro_batch(
     weight: one token's. share: of the step's rows.
     """
     model, chain = objective.model, objective.model.chain
+    batch = with_reference(objective, params, batch)
     context = model.context(batch, objective.max_segments, share)
     made: dict[int, Tree] = {}
     before = None if sums is None else split_stages(sums)
@@ -230,13 +231,21 @@ def forward(model: Model, params: Tree, batch: Batch, context: Context) -> tuple
 
 def loss(objective: Objective, params: Tree, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Terms]:
     """Returns what a step minimises of a batch of one micro-batch, and its terms. weight: one token's."""
-    model = objective.model
+    model, batch = objective.model, with_reference(objective, params, batch)
     context = model.context(batch, objective.max_segments)
     x_ND, losses, terms = forward(model, params, batch, context)
     head = walk.head(objective, batch, weight, context)
     (minimised, more), of_head = head(walk.head_params(model, params["embedding"], params["head"]), x_ND)
     minimised += sum(each * context.share for each in (*losses, *more.values()))
     return minimised, merged(model.chain, terms, of_head)
+
+
+def with_reference(objective: Objective, params: Tree, batch: Batch) -> Batch:
+    """Returns a batch with what the objective's reference makes of it, if it has one to ask."""
+    if objective.reference is None:
+        return batch
+    _, terms = loss(objective.reference, jax.lax.stop_gradient(params), batch, jnp.ones((), jnp.float32))
+    return batch | {"reference": terms["answers"]}
 
 
 def hidden(model: Model, params: Tree, batch: Batch, max_segments: int) -> jax.Array:
@@ -266,17 +275,11 @@ def stored_order(gradients: Tree) -> Tree:
 
 
 class CompiledStep:
-    """A step as one program. `dispatched.DispatchedStep` is called alike.
+    """A step as one program. `dispatched.DispatchedStep` is called alike."""
 
-    loss_terms: (params, batch, one token's weight) -> the terms, compiled at its first use.
-    """
-
-    def __init__(self, program: jax.stages.Compiled, objective: Objective):
+    def __init__(self, program: jax.stages.Compiled):
         self._run = FirstAlone(program)
         self.program = program
-        terms = lambda params, batch, weight: loss(objective, params, batch, weight)[1]  # noqa: E731
-        options = xla.for_float8(objective.model.ops.float8)
-        self.loss_terms = FirstAlone(jax.jit(terms, compiler_options=options))
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
         """Returns the next state and the update's metrics; takes over the state."""
@@ -289,3 +292,9 @@ class CompiledStep:
     def settled(self, state: State) -> State:
         """Returns the state: all of its updates are made."""
         return state
+
+    def terms_of(self, objective: Objective) -> Callable[[Tree, Batch, jax.Array], Terms]:
+        """Returns (params, batch, weight) -> the terms of an objective, compiled at its first use."""
+        terms = lambda params, batch, weight: loss(objective, params, batch, weight)[1]  # noqa: E731
+        options = xla.for_float8(objective.model.ops.float8)
+        return FirstAlone(jax.jit(terms, compiler_options=options))

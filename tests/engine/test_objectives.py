@@ -116,7 +116,7 @@ def test_no_masked_position_reaches_the_head():
 
     (found, terms), slope = jax.jit(jax.value_and_grad(value, has_aux=True))(broken)
     assert float(found) == pytest.approx(float(value(hidden_ND)[0]), rel=1e-6)
-    assert terms["trained_tokens"] == arrays["loss_mask"].sum()
+    assert terms["source_tokens"].sum() == arrays["loss_mask"].sum()
     assert not np.any(np.asarray(slope)[np.asarray(arrays["loss_mask"]).reshape(-1) == 0])
 
 
@@ -198,7 +198,7 @@ def test_dispatched_as_the_whole_step(objective, microbatches):
             assert float(found[name]) == pytest.approx(float(wanted[name]), rel=1e-5), name
     state = step.settled(state)
     assert_close(jax.device_get(state["params"]), jax.device_get(whole_state["params"]), 1e-4)
-    evaluated = step.loss_terms(state["params"], made.put(draw(9)), jnp.float32(1))
+    evaluated = step.terms_of(made.step.objective)(state["params"], made.put(draw(9)), jnp.float32(1))
     wanted = jax.jit(made.loss)(whole_state["params"], made.put(draw(9)), jnp.float32(1))[1]
     for name in ("loss", *made.step.objective.means):
         assert float(evaluated[name]) == pytest.approx(float(wanted[name]), rel=1e-4), name

@@ -23,7 +23,7 @@ class TokenizerSpec:
     path: a tokenizer.json, or a folder of published weights that holds one; None trains one of `vocabulary`
         tokens on at most `train_bytes` of training documents.
     borders: what documents begin and end with, before what the folder says. template: the chat template,
-        before the folder's: see `tokenizer_folder.read_template`.
+        before the folder's: see `tokenizer_folder.read_template`. talks: whether a source has conversations.
     kept: where the run that goes on keeps the tokenizer it began with, which is taken if it is the one that
         the stores were made with and is to be had nowhere else.
     """
@@ -33,11 +33,12 @@ class TokenizerSpec:
     train_bytes: int = 20_000_000
     borders: Borders = UNSAID
     template: str | None = None
+    talks: bool = False
     kept: Path | None = None
 
     def opened(self, path: Path) -> Tokenizer:
         """Returns the tokenizer of a path, as the mix wants it. Raises InputError."""
-        return Tokenizer.of(path, self.borders, self.template)
+        return Tokenizer.of(path, self.borders, self.template, self.talks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def load_mix(mix: str, tokenizer: str | None = None, kept: Path | None = None) -
         description=str(tree.get("description", "")),
         recipes=recipes,
         mixture=Mixture.from_tree({**mixture, "sources": shares}, f"{path}: ").normalised(),
-        tokenizer=spec,
+        tokenizer=dataclasses.replace(spec, talks=chat is not None),
         held_out=held_out,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxthru.engine.model import Batch
+from jaxthru.engine.model import Batch, Model
 from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.terms import Terms
 
@@ -26,6 +26,12 @@ class Answers(Objective):
         """Returns 0, and `answers`, see `log_probabilities`."""
         answers_BS = log_probabilities(self, params, hidden_ND, batch)
         return jnp.zeros((), jnp.float32), {"answers": self.model.ops.constrain(answers_BS, None, None)}
+
+
+def answers_of(objective: Objective, model: Model) -> Answers:
+    """Returns what asks a model for the answers that an objective is about."""
+    rest = {"max_segments": objective.max_segments, "sources": objective.sources}
+    return Answers(model=model, masked=objective.masked, **rest)
 
 
 def log_probabilities(objective: Objective, params: Any, hidden_ND: jax.Array, batch: Batch) -> jax.Array:

@@ -28,8 +28,7 @@ class CrossEntropy(Objective):
     def __call__(
         self, params: Any, hidden_ND: jax.Array, batch: Batch, weight: jax.Array
     ) -> tuple[jax.Array, Terms]:
-        """Returns `weight` × the summed loss, and sums, see `Objective`; of masked data `trained_tokens`
-        too."""
+        """Returns `weight` × the summed loss, and sums, see `Objective`."""
         mask = batch["loss_mask"]
         minimised, cross_entropy = self.cross_entropy(params, hidden_ND, batch, mask * weight, self.z_loss)
         cross_entropy = cross_entropy * mask
@@ -38,6 +37,4 @@ class CrossEntropy(Objective):
             "source_loss": self.by_source(cross_entropy, batch["source"]),
             "source_tokens": self.by_source(mask, batch["source"]),
         }
-        if self.masked:
-            sums["trained_tokens"] = jnp.sum(mask)
         return minimised, jax.lax.stop_gradient(sums)

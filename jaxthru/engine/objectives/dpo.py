@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxthru.engine.model import Batch
-from jaxthru.engine.objectives.answers import log_probabilities, numbered
+from jaxthru.engine.model import Batch, Model
+from jaxthru.engine.objectives.answers import Answers, answers_of, log_probabilities, numbered
 from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.terms import Terms
 
@@ -23,8 +23,9 @@ from jaxthru.engine.terms import Terms
 class DPO(Objective):
     """-log σ(chosen reward - rejected reward), a mean over the pairs of the whole batch.
 
-    An answer's reward is `beta` times by how much more probable it is than to the reference model, whose
-    log-probabilities come with the batch: `reference` [B, S], of each segment.
+    An answer's reward is `beta` times by how much more probable it is than to the reference model. base: that
+    model where it is one of the same parameters, as the one without its adapters: a step then asks it first.
+    Without one its log-probabilities come with the batch: `reference` [B, S], of each segment.
 
     The gradient of a token's logits needs the whole pair's rewards first. So the LM head is gone over twice:
     once for the log-probabilities, one product, and once for a cross-entropy whose weights are the loss'
@@ -33,6 +34,7 @@ class DPO(Objective):
     """
 
     beta: float
+    base: Model | None = None
     masked: bool = True
 
     means: ClassVar[tuple[str, ...]] = (
@@ -42,8 +44,13 @@ class DPO(Objective):
 
     @property
     def columns(self) -> Mapping[str, int]:
-        """The reference's log-probability of each segment."""
-        return {"reference": self.max_segments}
+        """The reference's log-probability of each segment, where it is not asked in the step."""
+        return {} if self.base else {"reference": self.max_segments}
+
+    @property
+    def reference(self) -> Answers | None:
+        """What the base makes of each segment."""
+        return self.base and answers_of(self, self.base)
 
     def weight(self, batch: Batch) -> jax.Array:
         """Returns one over the pairs of a whole batch."""
@@ -79,6 +86,7 @@ class DPO(Objective):
             "loss": loss,
             "source_loss": self.by_source(loss_BK, source_BK),
             "source_tokens": self.by_source(exists_BK.astype(jnp.float32), source_BK),
+            "trained_tokens": jnp.sum(batch["loss_mask"]),
             "reward_accuracy": mean((margin_BK > 0).astype(jnp.float32)),
             "reward_margin": mean(margin_BK),
             "chosen_reward": mean(chosen_BK),

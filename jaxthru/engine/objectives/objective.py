@@ -35,6 +35,12 @@ class Objective(abc.ABC):
         """What it needs of a batch beside the fields that every batch has: float32 [rows, width], by name."""
         return {}
 
+    @property
+    def reference(self) -> "Objective | None":
+        """Whose `answers` a step makes first, of the same parameters, and adds to the batch as `reference`;
+        None if of none."""
+        return None
+
     @abc.abstractmethod
     def weight(self, batch: Batch) -> jax.Array:
         """Returns one over how many there are in a whole batch of what the loss is a mean over."""
@@ -45,7 +51,8 @@ class Objective(abc.ABC):
     ) -> tuple[jax.Array, Terms]:
         """Returns what a step minimises of a batch or a part of it, and sums for the record: `loss`, the
         `means`, which are times `weight`, and of each source `source_loss` and `source_tokens`, which say by
-        their ratio its mean.
+        their ratio its mean: of trained tokens, or of what else the loss is a mean over, and then those are
+        `trained_tokens`.
 
         params: without layers will do. hidden_ND: of the head. weight: that of the whole batch.
         """
