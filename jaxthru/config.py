@@ -12,7 +12,7 @@ from jaxthru import config_file, moved
 from jaxthru.data.loading.dataset import DataConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import TrainConfig
-from jaxthru.huggingface import pretrained
+from jaxthru.huggingface import adapter, pretrained
 from jaxthru.models import family, gemma  # noqa: F401 - for configuration files
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.kernels import KernelsConfig
@@ -81,6 +81,8 @@ class RunConfig:
         plain.check_groups(self)
         _take_old_keys(self)
         _take_shape(self)
+        if self.lora.adapter:
+            object.__setattr__(self, "lora", adapter.taken(self.lora))
         sequence, longest = self.data.sequence, self.model.longest
         said = f"data.sequence = {sequence}: longer than model.max_sequence = {longest}"
         require(longest is None or sequence <= longest, said)

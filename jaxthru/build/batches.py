@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxthru.build.checks import validate
+from jaxthru.build.step import needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.batch import check_batch
 from jaxthru.data.loading.dataset import Data, open_data, prepare_data
@@ -17,7 +18,6 @@ from jaxthru.data.loading.planned_batches import Batches
 from jaxthru.data.loading.state import DataState
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import Batch
-from jaxthru.models import family
 from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.sharding import Layout
 
@@ -32,8 +32,8 @@ def row_cost(config: RunConfig) -> tuple[float, float] | None:
         return None
     if data.linear_cost is not None:
         return data.linear_cost, data.attention_cost
-    flops = family.module_of(config.model).train_flops
-    return flops(config.model, 1, 0), flops(config.model, 0, 1)
+    flops = needed_flops(config)
+    return flops(1, 0), flops(0, 1)
 
 
 def place(

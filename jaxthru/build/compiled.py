@@ -1,7 +1,6 @@
 """A configuration as it runs on these devices: its step, compiled, with the data and the state for it."""
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxthru.build import attention_choice, choices, confirmed, matmul_choice, pinned_host
+from jaxthru.build.adapted_weights import reader_of
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import (
     attention_by,
@@ -27,7 +27,7 @@ from jaxthru.build.confirmed import Confirmed
 from jaxthru.build.defaults import float8_setting, get
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
-from jaxthru.build.step import assemble
+from jaxthru.build.step import assemble, needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import Batches, Data
 from jaxthru.data.loading.placement import local_rows
@@ -38,7 +38,6 @@ from jaxthru.engine.model import Model
 from jaxthru.engine.step import Batch, State, Step
 from jaxthru.huggingface.generation_config import read_generation_defaults
 from jaxthru.huggingface.weights import Weights
-from jaxthru.models import family
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
@@ -47,7 +46,7 @@ from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
 from jaxthru.training.samples import Samples
 from jaxthru.training.self_check import agree_on_attention
-from jaxthru.training.state import FirstState, state_of_weights
+from jaxthru.training.state import FirstState, state_of_weights, with_base, without_base
 from jaxthru.training.step_timer import StepTimer
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Unsupported
@@ -82,10 +81,19 @@ class Build:
         """Returns the state before the first update."""
         if self.weights:
             log.info("reading the weights of %s ...", self.config.model.pretrained)
-            return state_of_weights(self.step.optimizer, self.abstract, self.weights.array)
+            read = reader_of(self.config, self.step.model, self.weights)
+            return state_of_weights(self.step.optimizer, self.abstract, read)
         log.info("initialising the parameters ...")
         first = self.first or FirstState(self.step.model, self.step.optimizer, self.abstract)
         return first(self.config.train.seed)
+
+    def saved_part(self, state: State) -> State:
+        """Returns what of a state, or of an abstract one, its checkpoints hold: all but a frozen base."""
+        return without_base(state, self.step.optimizer.infos) if self.config.lora.on else state
+
+    def restored(self, saved: State) -> State:
+        """Returns the state whose saved part this is: a frozen base is read again."""
+        return with_base(saved, self.first_state()) if self.config.lora.on else saved
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
@@ -115,8 +123,7 @@ class Build:
 
     def step_timer(self, skipped: int, started: float, *listeners) -> StepTimer:
         """Returns the step timer. listeners: the record, the display, the watchdog."""
-        model, devices = self.config.model, list(self.layout.mesh.devices.flat)
-        needed = functools.partial(family.module_of(model).train_flops, model)
+        needed, devices = needed_flops(self.config), list(self.layout.mesh.devices.flat)
         cost = self.config.cost, len(devices)
         room = self.config.train.rows * self.config.data.sequence
         meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost, room)

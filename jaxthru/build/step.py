@@ -1,6 +1,7 @@
 """The step of a configuration, traced but not compiled: what `train` runs is what `plan` predicts."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,12 @@ from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import compiler_with
 from jaxthru.engine.rehearsed import Analysis, Rehearsal, Rehearsals
 from jaxthru.engine.step import State, Step, TrainConfig, abstract_batch
-from jaxthru.models import family, lora
+from jaxthru.models import facts, family, lora
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.ops import Ops
 from jaxthru.models.stage import Chain
 from jaxthru.optim.optimizer import Optimizer, make_schedule
+from jaxthru.profile.read.facts import Facts
 from jaxthru.runtime.sharding import Layout, shardings
 from jaxthru.training.state import abstract_state
 from pallas_kernels.adamw_8bit import PARTITIONED
@@ -96,6 +98,20 @@ def chain_of(config: RunConfig) -> Chain:
     if not config.lora.on:
         return chain
     return lora.adapted(chain, config.lora, jnp.dtype(config.precision.compute), names_in_block(config.model))
+
+
+def needed_flops(config: RunConfig) -> Callable[[float, float], float]:
+    """Returns (tokens, attention_span) -> the floating-point operations that an update of them needs."""
+    of_model = functools.partial(family.module_of(config.model).train_flops, config.model)
+    if not config.lora.on:
+        return of_model
+    return functools.partial(lora.needed_flops, of_model, lora.adapter_parameters(chain_of(config)))
+
+
+def facts_of(config: RunConfig) -> Facts:
+    """Returns the facts of what a configuration trains, see `models.facts`."""
+    known, needed = facts.facts(config.model, config.precision.compute), needed_flops(config)
+    return dataclasses.replace(known, matmul_flops_per_token=needed(1, 0), attention_flops=needed(0, 1))
 
 
 def names_in_block(model: FamilyConfig) -> dict[tuple[str, ...], str]:

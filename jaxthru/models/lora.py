@@ -41,7 +41,8 @@ class LoraConfig:
     base: how the frozen weights are kept: `compute`: as precision.compute has it. `fp8`: the blocks' linear
         layers in float8, quantised once, and multiplied in that. `int8`: one scale for each output, widened
         for each use.
-    adapter: a folder with an adapter in PEFT's form to start from; None starts from zero.
+    adapter: a folder with an adapter in PEFT's form to start from, which gives rank, alpha, rslora and
+        targets; None starts from zero.
     """
 
     rank: int = 0
@@ -56,8 +57,6 @@ class LoraConfig:
         require(self.rank >= 0, f"lora.rank = {self.rank}: must be at least 0, which is off")
         require(self.alpha > 0, f"lora.alpha = {self.alpha}: must be above 0")
         require(0 <= self.dropout < 1, f"lora.dropout = {self.dropout}: must be at least 0 and below 1")
-        said = "lora.adapter"
-        require(self.adapter is None or self.on, f"{said} = {self.adapter!r}: needs lora.rank, its rank")
 
     @property
     def on(self) -> bool:
