@@ -211,7 +211,7 @@ def test_a_run_is_told_what_is_left_out_and_refused_if_that_is_all(opened):
 
 def test_pairs_lie_together_and_are_left_out_together(opened, monkeypatch):
     """Each even segment is the document that followed the one before it when it was read."""
-    monkeypatch.setattr("jaxthru.data.sources.record.KeyedOptions.unit", 2)
+    monkeypatch.setattr("jaxthru.data.sources.keyed.Options.unit", 2)
     read, made = writer.Corpus.items, {}
 
     def paired(self):
@@ -246,7 +246,7 @@ def test_if_one_of_a_pair_is_damaged_both_are(opened, mix, monkeypatch):
     """Here by its tokens, which are known last."""
     text = mix.read_text().replace("held_out = 0.2", "held_out = 0")
     mix.write_text(text.replace("weight =", "max_damaged = 1.0\nweight ="))
-    monkeypatch.setattr("jaxthru.data.sources.record.KeyedOptions.unit", 2)
+    monkeypatch.setattr("jaxthru.data.sources.keyed.Options.unit", 2)
     monkeypatch.setattr("jaxthru.data.store.text_store.DOCUMENT_TOKENS", 100)
     store = opened(sequence=256).prepared.stores["notes"]
     shards = store.manifest["shards"]

@@ -63,7 +63,9 @@ def test_what_is_no_conversation_is_damage(package, tmp_path):
     content = {"a": {"messages": [[{"text": "no sender"}]]}, "b": {}, "c": {"messages": []}, "d": 3}
     content["long"] = {"messages": [turn("a", "x" * 200), turn("b", "y")]}
     recipe, file = package(content)
-    recipe = Recipe.of(packages=recipe.packages, suffixes=recipe.suffixes, format="chitchat", max_record_bytes=99)
+    recipe = Recipe.of(
+        packages=recipe.packages, suffixes=recipe.suffixes, format="chitchat", max_record_bytes=99
+    )
     found = read(recipe, tmp_path)
     assert len(found) == 5 and all(isinstance(each, Damage) for each in found)
     assert found[0] == (str(file), "conversation a", "no messages of utterances with 'text' and 'sender'")
