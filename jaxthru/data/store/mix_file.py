@@ -24,7 +24,7 @@ class TokenizerSpec:
         tokens on at most `train_bytes` of training documents.
     borders: what documents begin and end with, before what the folder says. template: the chat template,
         before the folder's: see `tokenizer_folder.read_template`. One that is trained where there are
-        conversations has OWN, and its control tokens.
+        conversations has OWN, and its control tokens. talks: whether a source has conversations.
     kept: where the run that goes on keeps the tokenizer it began with, which is taken if it is the one that
         the stores were made with and is to be had nowhere else.
     """
@@ -34,11 +34,12 @@ class TokenizerSpec:
     train_bytes: int = 20_000_000
     borders: Borders = UNSAID
     template: str | None = None
+    talks: bool = False
     kept: Path | None = None
 
     def opened(self, path: Path) -> Tokenizer:
         """Returns the tokenizer of a path, as the mix wants it. Raises InputError."""
-        return Tokenizer.of(path, self.borders, self.template)
+        return Tokenizer.of(path, self.borders, self.template, self.talks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +81,15 @@ def load_mix(mix: str, tokenizer: str | None = None, kept: Path | None = None) -
     require(held_out < 1, f"{path}: held_out = {held_out}: must be below 1")
     mixture = {key: tree[key] for key in MIXTURE_KEYS if key in tree}
     spec = _tokenizer(path, tree.get("tokenizer", {}), tokenizer, kept)
-    if spec.path is None and any(recipe.records != "text" for recipe in recipes.values()):
+    talks = any(recipe.records != "text" for recipe in recipes.values())
+    if spec.path is None and talks:
         spec = dataclasses.replace(spec, template=OWN)  # whose control tokens it can be given
     return MixFile(
         path=path,
         description=str(tree.get("description", "")),
         recipes=recipes,
         mixture=Mixture.from_tree({**mixture, "sources": shares}, f"{path}: ").normalised(),
-        tokenizer=spec,
+        tokenizer=dataclasses.replace(spec, talks=talks),
         held_out=held_out,
     )
 

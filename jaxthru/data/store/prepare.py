@@ -173,7 +173,7 @@ def _kept_tokenizer(mix: MixFile, folder: Path, made: set[str]) -> Tokenizer | N
         content = hashlib.sha256(tokenizer_file(path).read_bytes()).hexdigest()
         if not next(iter(made)).startswith(content):
             continue
-        if (opened := Tokenizer.of(path, borders, template)).identity in made:
+        if (opened := Tokenizer.of(path, borders, template, spec.talks)).identity in made:
             return opened
     return None
 

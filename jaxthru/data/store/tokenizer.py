@@ -1,16 +1,20 @@
 """A tokenizer: trained on the training documents of a mix, or any Hugging Face tokenizer.json on disk."""
 
+import datetime
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 
+from jaxthru.data.sources.chat.sandbox import DAY, Failure
 from jaxthru.data.sources.chat.template import ChatTemplate
+from jaxthru.data.sources.record import Document, Place
 from jaxthru.data.store.marked import Encoded, Marked, MarkedEncoder, spellings
 from jaxthru.data.store.tokenizer_folder import (
     BORDERS,
@@ -20,6 +24,7 @@ from jaxthru.data.store.tokenizer_folder import (
     UNSAID,
     Borders,
     read_borders,
+    read_object,
     read_template,
     template_variables,
     tokenizer_file,
@@ -47,11 +52,17 @@ class Tokenizer:
     """
 
     def __init__(
-        self, path: Path, borders: Borders = UNSAID, *, folder: bool = False, template: str | None = None
+        self,
+        path: Path,
+        borders: Borders = UNSAID,
+        *,
+        folder: bool = False,
+        template: str | None = None,
+        talks: bool = False,
     ):
         """path: of the tokenizer.json. folder: whether what lies beside it belongs to it, and says what
-        `borders` does not. template: which chat template, see `tokenizer_folder.read_template`. Raises
-        InputError."""
+        `borders` does not. template: which chat template, see `tokenizer_folder.read_template`. talks:
+        whether there are conversations among the documents. Raises InputError."""
         # The library warns after a fork and then encodes on one core, unless the user has decided.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         try:
@@ -59,7 +70,7 @@ class Tokenizer:
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
         self.path, self.hash, self._folder = path, hashlib.sha256(content).hexdigest(), folder
-        self._content, self._template = content, template
+        self._content, self._template, self._talks = content, template, talks
         self._tokenizer = self._made(content)
         # A document that spells out a special token must not thereby end itself.
         self._tokenizer.encode_special_tokens = True
@@ -83,15 +94,21 @@ class Tokenizer:
         self.dtype = np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
 
     @classmethod
-    def of(cls, path: Path | str, borders: Borders = UNSAID, template: str | None = None) -> "Tokenizer":
+    def of(
+        cls,
+        path: Path | str,
+        borders: Borders = UNSAID,
+        template: str | None = None,
+        talks: bool = False,
+    ) -> "Tokenizer":
         """Returns the tokenizer of a folder of published weights, of a run directory or of a tokenizer.json.
 
         borders: what counts before what a folder's files say; a tokenizer.json alone says no BOS, and the
         first of END_OF_TEXT that it has. template: the chat template that counts before the folder's.
-        Raises InputError.
+        talks: whether there are conversations among the documents. Raises InputError.
         """
         path = Path(path).expanduser()
-        return cls(tokenizer_file(path), borders, folder=path.is_dir(), template=template)
+        return cls(tokenizer_file(path), borders, folder=path.is_dir(), template=template, talks=talks)
 
     def __repr__(self) -> str:
         bos = f"begin with {self.borders.bos!r} ({self.bos}) and " if self.borders.bos else ""
@@ -111,6 +128,8 @@ class Tokenizer:
         """`files`, and the one that says what documents begin and end with: what a run directory keeps, from
         which `Tokenizer.of` returns this tokenizer again, whatever a mix has said."""
         borders = {"bos": self.borders.bos or None, "end": self.borders.end}
+        if self._talks:
+            borders["turn_end"] = self.chat_template.turn_end
         named = {TEMPLATE: self.chat_template.text.encode()} if self._template else {}
         return self.files | named | {BORDERS: (json.dumps(borders, ensure_ascii=False) + "\n").encode()}
 
@@ -123,8 +142,21 @@ class Tokenizer:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The ids that end an answer: the end of text, and the end of a turn in a conversation."""
-        turn = self._tokenizer.token_to_id(self.chat_template.turn_end or "")
+        """The ids that end an answer: the end of text, and the end of a turn by the chat template. Raises
+        InputError if there is no template."""
+        return self._with_end(self.chat_template.turn_end)
+
+    @property
+    def learnt_stop(self) -> tuple[int, ...]:
+        """The ids that the documents end with: the end of text, and the end of a turn where there were
+        conversations among them."""
+        if self._talks:
+            return self.stop
+        kept = read_object(self.path.parent / BORDERS).get("turn_end") if self._folder else None
+        return self._with_end(kept if isinstance(kept, str) else None)
+
+    def _with_end(self, turn_end: str | None) -> tuple[int, ...]:
+        turn = self._tokenizer.token_to_id(turn_end or "")
         return tuple(dict.fromkeys((self.end_of_text, *([] if turn is None else [turn]))))
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -173,6 +205,25 @@ class Tokenizer:
             raise InputError(f"{self.path}: cannot tokenise the prompt ({error})") from error
         begin = [] if self.bos is None or ids[:1] == [self.bos] else [self.bos]
         return np.array([*begin, *ids], np.int32)
+
+    def encode_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        day: datetime.date = DAY,
+    ) -> np.ndarray:
+        """Returns the ids of a conversation as the chat template writes it, int32 [n], to where the assistant
+        is to begin. What its messages spell out is text. day: what the template takes for today.
+
+        Raises InputError where there is no template, or it refuses the conversation.
+        """
+        try:
+            rendered = self.chat_template.render(messages, tools, prompt=True, day=day)
+        except Failure as error:
+            raise InputError(f"chat template {self.chat_template.name}: {error}") from error
+        document = Document(rendered.text, "", Place("", ""), "", None, rendered.literal, True)
+        return self.encode_documents([document])[0].ids.astype(np.int32)
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Returns the text of some ids. skip_special: leave special tokens out, which else are shown.

@@ -10,6 +10,7 @@ from formats import archive, array_record
 from jaxthru.data.sources import documents
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import Prepared, open_stores
+from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.errors import InputError
 
 ROWS = [
@@ -184,3 +185,16 @@ def test_bad_conversations_are_one_line(tmp_path, rows, tokenizer, keys, message
     with pytest.raises(InputError, match=message) as refused:
         opened(mix(tmp_path, rows, tokenizer, **keys), tmp_path / "store")
     assert "\n" not in str(refused.value)
+
+
+def test_a_run_keeps_the_template_and_the_end_of_a_turn(tmp_path):
+    tokenizer = opened(mix(tmp_path, [{"messages": HELLO}]), tmp_path / "store").tokenizer
+    (tmp_path / "run" / "tokenizer").mkdir(parents=True)
+    for name, content in tokenizer.kept.items():
+        (tmp_path / "run" / "tokenizer" / name).write_bytes(content)
+    kept = json.loads((tmp_path / "run" / "tokenizer" / "documents.json").read_text())
+    assert kept == {"bos": None, "end": "<|endoftext|>", "turn_end": "<|im_end|>"}
+    again = Tokenizer.of(tmp_path / "run")
+    assert again.chat_template.text == tokenizer.chat_template.text
+    assert again.learnt_stop == tokenizer.learnt_stop == (1, 3)
+    assert Tokenizer.of(tmp_path / "model").learnt_stop == (1,)  # whose documents were others
