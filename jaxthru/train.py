@@ -12,6 +12,7 @@ from jaxthru.build import choices, pinned_host
 from jaxthru.build.compiled import Build, compile_step, fit_here, published_weights
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data, prepare_data
+from jaxthru.data.loading.preview import opening
 from jaxthru.data.loading.state import DataState
 from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
@@ -180,7 +181,7 @@ def run(
     kept = directory.tokenizer if directory else None
     keys = distributed.from_first(lambda: prepare_data(config.data, begun, kept))
     data = open_data(config.data, prepare=False, begun=keys, kept=kept)
-    for line in data.account:
+    for line in (*data.account, *opening(data)):
         log.info("%s", line)
     directory = directory or RunDirectory.fresh(name)
     autotuned = directory.autotune if config.train.deterministic else None
