@@ -15,6 +15,7 @@ from jaxthru.build.reference_model import reference_model
 from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data, prepare_data
+from jaxthru.data.loading.preview import opening
 from jaxthru.data.loading.state import DataState
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.engine.offload import in_place
@@ -202,7 +203,7 @@ def run(
     check_objective(config, {name: recipe.options.unit for name, recipe in recipes.items()})
     keys = distributed.from_first(lambda: prepare_data(config.data, begun, kept))
     data = open_data(config.data, prepare=False, begun=keys, kept=kept)
-    for line in data.account:
+    for line in (*data.account, *opening(data)):
         log.info("%s", line)
     directory = directory or RunDirectory.fresh(name)
     autotuned = directory.autotune if config.train.deterministic else None
