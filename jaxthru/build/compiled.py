@@ -98,7 +98,8 @@ class Build:
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
         how = {"sequence": self.config.data.sequence, "layout": self.layout}
-        return place(batch, rows, **how, columns=self.data.builder.columns)
+        columns = [name for name in self.step.objective.columns if name in batch]
+        return place(batch, rows, **how, columns=columns)
 
     def batches(self, data_state: DataState) -> Batches:
         """Returns the batches of the updates after `data_state.step`, on the devices; close it."""
