@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -36,15 +36,24 @@ def row_cost(config: RunConfig) -> tuple[float, float] | None:
     return flops(1, 0), flops(0, 1)
 
 
-def place(batch: dict[str, np.ndarray], rows: int, *, sequence: int, layout: Layout) -> Batch:
-    """Returns this process's part of a batch of so many rows as the global batch on the devices."""
-    check_batch(batch, len(batch["tokens"]), sequence)
+def place(
+    batch: dict[str, np.ndarray],
+    rows: int,
+    *,
+    sequence: int,
+    layout: Layout,
+    columns: Collection[str] = (),
+) -> Batch:
+    """Returns this process's part of a batch of so many rows as the global batch on the devices. columns:
+    what it brings along beside the fields of every batch."""
+    check_batch(batch, len(batch["tokens"]), sequence, columns)
     return to_global(batch, layout.sharding(("batch", "sequence")), rows)
 
 
 def train_batches(config: RunConfig, data: Data, layout: Layout, data_state: DataState) -> Batches:
     """Returns the batches of the updates after `data_state.step`, on the devices; close it."""
     train, sequence = config.train, config.data.sequence
+    how = {"sequence": sequence, "layout": layout, "columns": data.builder.columns}
     return data.train_batches(
         data_state.schedule,
         seed=train.seed,
@@ -53,7 +62,7 @@ def train_batches(config: RunConfig, data: Data, layout: Layout, data_state: Dat
         start=data_state.step,
         local_rows=local_rows(layout.sharding(("batch", "sequence")), train.rows, sequence),
         cost=row_cost(config),
-        place=functools.partial(place, rows=train.rows, sequence=sequence, layout=layout),
+        place=functools.partial(place, rows=train.rows, **how),
     )
 
 

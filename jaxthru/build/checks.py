@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 
 import jax
 
@@ -116,6 +117,20 @@ def check_vocabulary(config: RunConfig, tokens: int) -> None:
     require(tokens <= vocabulary, f"{which}: smaller than the tokenizer's {tokens}")
     if tokens < vocabulary:
         log.info("the tokenizer uses %d of %s", tokens, which)
+
+
+def check_objective(config: RunConfig, units: Mapping[str, int]) -> None:
+    """Raises InputError for an objective that the mix is not for. units: {source: documents that belong
+    together}, 2 of pairs."""
+    asked, mix = f"train.objective = {config.train.objective!r}", f"data.mix = {config.data.mix!r}"
+    of_pairs = config.train.objective == "dpo"
+    other = next((name for name, unit in units.items() if (unit == 2) != of_pairs), None)
+    said = (
+        "is not of pairs of answers; choose 'cross_entropy', or a mix of them"
+        if of_pairs
+        else "is of pairs, whose rejected answers would be trained on too; choose 'dpo', or another mix"
+    )
+    require(other is None, f"{asked}: source {other} of {mix} {said}")
 
 
 def offloaded(config: RunConfig) -> str:

@@ -13,7 +13,14 @@ import numpy as np
 from jaxthru.build import attention_choice, choices, confirmed, matmul_choice, pinned_host
 from jaxthru.build.adapted_weights import reader_of
 from jaxthru.build.batches import place, train_batches
-from jaxthru.build.checks import attention_by, check_vocabulary, offloaded, setting_behind, validate
+from jaxthru.build.checks import (
+    attention_by,
+    check_objective,
+    check_vocabulary,
+    offloaded,
+    setting_behind,
+    validate,
+)
 from jaxthru.build.choices import Choice, Search
 from jaxthru.build.compiled_beside import Beside
 from jaxthru.build.confirmed import Confirmed
@@ -90,7 +97,9 @@ class Build:
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
-        return place(batch, rows, sequence=self.config.data.sequence, layout=self.layout)
+        how = {"sequence": self.config.data.sequence, "layout": self.layout}
+        columns = [name for name in self.step.objective.columns if name in batch]
+        return place(batch, rows, **how, columns=columns)
 
     def batches(self, data_state: DataState) -> Batches:
         """Returns the batches of the updates after `data_state.step`, on the devices; close it."""
@@ -101,27 +110,34 @@ class Build:
         config = self.config.evaluate
         if config.rows == 0 and not config.prompts:
             return NoEvaluation()
-        # As many rows at once as a micro-batch of training has, so that it fits the memory that fits those.
-        rows = self.config.train.rows // self.config.train.microbatches
-        batches = self.data.held_out_batches(
-            total_rows=config.rows, rows=rows, local_rows=self._local_rows(rows)
-        )
+        rows = self.rows_at_once
+        local = self.local_rows(rows)
+        batches = self.data.held_out_batches(total_rows=config.rows, rows=rows, local_rows=local)
         if config.rows and not batches:
             log.info("no text is held out: nothing to evaluate on")
             if not config.prompts:
                 return NoEvaluation()
         batches = [self.place(batch, rows) for batch in batches]
-        return Evaluation(config, self.compiled.loss_terms, batches, self.data.names, self.samples)
+        objective, names = self.step.objective, self.data.names
+        terms = self.compiled.terms_of(objective)
+        return Evaluation(config, terms, batches, names, self.samples, objective.means)
 
     def step_timer(self, skipped: int, started: float, *listeners) -> StepTimer:
         """Returns the step timer. listeners: the record, the display, the watchdog."""
         needed, devices = needed_flops(self.config), list(self.layout.mesh.devices.flat)
         cost = self.config.cost, len(devices)
-        meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost)
+        room = self.config.train.rows * self.config.data.sequence
+        meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost, room)
         limit, energy = self.config.train.skip_limit, StepEnergy.here()
         return StepTimer(meter, self.data.names, limit, *listeners, energy)
 
-    def _local_rows(self, rows: int) -> slice:
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a batch that is not trained on: those of a micro-batch, for which there is room."""
+        return self.config.train.rows // self.config.train.microbatches
+
+    def local_rows(self, rows: int) -> slice:
+        """Returns which of so many rows this process builds."""
         return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
 
 
@@ -195,6 +211,7 @@ def compile_step(
     TrainingError for an attention that is wrong.
     """
     check_vocabulary(config, data.vocabulary)
+    check_objective(config, data.units)
     asked, segments, sources = asked or config, data.segments, len(data.names)
     config, reasons = _settled(config, asked, layout, data)
     options = _compiler_options(config, layout, autotuned)
@@ -202,12 +219,12 @@ def compile_step(
     room = choices.room_here(config) if choices.open_keys(config) else None
     search = Search(config, layout, room, segments)
     started = time.monotonic()
-    with Beside(config, segments, fresh and weights is None, checked) as beside:
+    evaluated = fresh and config.evaluate.rows > 0
+    with Beside(config, segments, fresh and weights is None, evaluated, checked) as beside:
 
         def confirm(candidate: Candidate) -> tuple[Candidate, Confirmed] | None:
-            made = assemble(
-                candidate.config, layout, segments=segments, sources=sources, attention=attention_by(config)
-            )
+            of_data = {"segments": segments, "sources": sources, "masked": data.masked}
+            made = assemble(candidate.config, layout, **of_data, attention=attention_by(config))
             samples_of(candidate.config, made.step.objective.model, data)  # refuses prompts before the work
             announce(made.step.model.parameters, layout, candidate.said if room else "")
             beside.start(made)

@@ -166,14 +166,17 @@ def _token_ids(tokenizer: Tokenizer, base: dict[str, Any] | None) -> dict[str, A
 
 
 def _generation_config(run: RunDirectory, tokenizer: Tokenizer, base: dict[str, Any] | None) -> bytes | None:
-    """Returns the generation_config.json of an export, None for none: that of the base, with the token that
-    the run's documents ended with among those that end a text."""
+    """Returns the generation_config.json of an export, None for none: that of the base, with the tokens
+    that the run's documents ended with, and turns in them, among those that end a text."""
+    learnt = tokenizer.learnt_stop
     if base is None:
-        return _json(_token_ids(tokenizer, None))
+        ends = {"eos_token_id": list(learnt)} if len(learnt) > 1 else {}
+        return _json(_token_ids(tokenizer, None) | ends)
     kept, stop = _bytes(run.base / GENERATION_CONFIG), read_generation_defaults(run.base).stop
-    if not stop or tokenizer.end_of_text in stop:  # of a base that names none, all is kept as it is
+    ends = list(dict.fromkeys((*stop, *learnt)))
+    unsaid = not stop and len(learnt) == 1  # of a base that names none, all is kept as it is
+    if unsaid or len(ends) == len(stop):
         return kept
-    ends = [*stop, tokenizer.end_of_text]
     keys = json.loads(kept) if kept else {}
     return _json(keys | {"eos_token_id": ends if len(ends) > 1 else ends[0]})
 

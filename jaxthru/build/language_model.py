@@ -166,7 +166,7 @@ class LanguageModel:
     @property
     def stop(self) -> tuple[int, ...]:
         """The ids that end a text."""
-        return tuple(dict.fromkeys((*self.defaults.stop, self.tokenizer.end_of_text)))
+        return tuple(dict.fromkeys((*self.defaults.stop, *self.tokenizer.learnt_stop)))
 
 
 def load(

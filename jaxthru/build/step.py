@@ -13,11 +13,13 @@ from jaxthru.config import RunConfig
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep, InlineStep
 from jaxthru.engine.model import Batch, Model
-from jaxthru.engine.objective import Objective
+from jaxthru.engine.objectives.cross_entropy import CrossEntropy
+from jaxthru.engine.objectives.dpo import DPO
+from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import compiler_with
 from jaxthru.engine.rehearsed import Analysis, Rehearsal, Rehearsals
-from jaxthru.engine.step import State, Step, abstract_batch
+from jaxthru.engine.step import State, Step, TrainConfig, abstract_batch
 from jaxthru.models import facts, family, lora
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.ops import Ops
@@ -27,6 +29,12 @@ from jaxthru.profile.read.facts import Facts
 from jaxthru.runtime.sharding import Layout, shardings
 from jaxthru.training.state import abstract_state
 from pallas_kernels.adamw_8bit import PARTITIONED
+
+OBJECTIVES: dict[str, tuple[type[Objective], dict[str, str]]] = {
+    "cross_entropy": (CrossEntropy, {"z_loss": "z_loss"}),
+    "dpo": (DPO, {"beta": "dpo_beta"}),
+}
+"""What `train.objective` names: its class, and {field: key of `train`}."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +70,7 @@ class Assembled:
         if self.offload.layered:
             return self.dispatched(compiler_with(options))
         program = self.jitted.lower(self.abstract, self.batch).compile(compiler_options=options)
-        return CompiledStep(program, self.step.objective)
+        return CompiledStep(program)
 
 
 def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = None) -> Model:
@@ -119,6 +127,28 @@ def names_in_block(model: FamilyConfig) -> dict[tuple[str, ...], str]:
     return found
 
 
+def base_of(config: RunConfig, model: Model) -> Model | None:
+    """Returns the model that adapters are trained beside, of the same parameters; None without adapters."""
+    return dataclasses.replace(model, chain=lora.off(model.chain)) if config.lora.on else None
+
+
+def objective_of(
+    train: TrainConfig,
+    model: Model,
+    segments: int,
+    sources: int,
+    masked: bool = False,
+    base: Model | None = None,
+) -> Objective:
+    """Returns the objective that `train` names. base: what an objective that measures against a reference
+    asks in each step. The rest: as of `assemble`."""
+    make, settings = OBJECTIVES[train.objective]
+    given = {field: getattr(train, key) for field, key in settings.items()}
+    given |= {"masked": True} if masked else {}
+    given |= {"base": base} if base and make is DPO else {}
+    return make(model=model, max_segments=segments, sources=sources, **given)
+
+
 def assemble(
     config: RunConfig,
     layout: Layout,
@@ -127,20 +157,25 @@ def assemble(
     sources: int,
     attention: str,
     norm: str | None = None,
+    masked: bool = False,
 ) -> Assembled:
     """Returns the step of a configuration on a layout.
 
     segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`. norm: in the
-    place of the configuration's.
+    place of the configuration's. masked: whether the mix says which tokens are trained on.
     """
     config = plain(config)
     train, model = config.train, bound(config, layout, attention, norm)
     schedule = make_schedule(config.optim, train.steps)
     adamw_8bit = config.kernels.named("adamw_8bit") or (PARTITIONED if layout.mesh.size > 1 else None)
     optimizer = Optimizer(config.optim, model.weights, adamw_8bit)
-    objective = Objective(model, train.z_loss, segments, sources)
+    # Stages that come and go are not walked twice: their reference's answers are kept.
+    base = None if config.offload.layered else base_of(config, model)
+    objective = objective_of(train, model, segments, sources, masked, base)
     groups = config.data.groups_of(train.rows)
     step = Step(objective, optimizer, schedule, train.microbatches, groups, train.seed)
     abstract = offloaded_state(abstract_state(model, optimizer, layout), config.offload)
-    batch = abstract_batch(train.rows, config.data.sequence, layout.sharding(("batch", "sequence")))
+    batch = abstract_batch(
+        train.rows, config.data.sequence, layout.sharding(("batch", "sequence")), objective.columns
+    )
     return Assembled(step, config.offload, abstract, batch)

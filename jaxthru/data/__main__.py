@@ -1,24 +1,26 @@
 """python -m jaxthru.data: prepare the token stores of a mix, or look into them."""
 
 import argparse
-import re
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
-import numpy as np
 import rich.box
 import rich.console
 import rich.table
 import rich.text
 
+from jaxthru.data.loading import preview
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data
 from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.data.mixture.packing_whole import OverLong
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import open_stores
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime import command_line
-from jaxthru.runtime.errors import exit_code, require
+from jaxthru.runtime.errors import exit_code, require, shown
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.data") -> int:
@@ -34,12 +36,12 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _look(arguments: argparse.Namespace) -> int:
+def _look(arguments: argparse.Namespace, show: Callable[[Data, int], None]) -> int:
     require(arguments.rows >= 0, f"--rows {arguments.rows}: must not be negative")
-    asked = arguments.mix, arguments.sequence, arguments.packing, arguments.store, arguments.tokenizer
-    config = DataConfig(*asked)
+    names = ("mix", "sequence", "packing", "over_long", "store", "tokenizer")
+    config = DataConfig(**{name: getattr(arguments, name) for name in names})
     with open_data(config) as data:
-        _inspect(data, arguments.rows)
+        show(data, arguments.rows)
     return 0
 
 
@@ -67,20 +69,34 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     inspect = add(
         "inspect",
-        _look,
+        functools.partial(_look, show=_inspect),
         "prepare, verify, and show sizes and sample rows",
         "Prepares a mix, verifies its stores, and shows sizes and sample rows.",
     )
-    inspect.add_argument("--sequence", type=int, default=DataConfig.sequence, help="tokens in a row")
-    inspect.add_argument("--packing", choices=("split", "best_fit"), default=DataConfig.packing)
-    inspect.add_argument("--rows", type=int, default=1, help="sample rows of each source")
+    looked = add(
+        "preview",
+        functools.partial(_look, show=_preview),
+        "rows as they are trained on, with what is trained on in colour",
+        "Prepares a mix, and shows rows as they are trained on: documents, what of them counts, padding.",
+    )
+    for command in (inspect, looked):
+        option = command.add_argument
+        option(
+            "--sequence", type=int, default=DataConfig.sequence, help="tokens in a row; default: %(default)s"
+        )
+        option("--packing", choices=("split", "best_fit"), default=DataConfig.packing)
+        longer = "what becomes of a conversation longer than a row; default: %(default)s"
+        option("--over-long", choices=get_args(OverLong), default=DataConfig.over_long, help=longer)
+        option("--rows", type=int, default=1, help="sample rows of each source; default: %(default)s")
     return parser
 
 
 def _inspect(data: Data, rows: int) -> None:
     console = rich.console.Console()
     console.print(_table(data))
-    console.print(_shown(_borders(data.tokenizer)), markup=False, highlight=False, soft_wrap=True)
+    for line in data.account:
+        console.print(shown(line), markup=False, highlight=False, soft_wrap=True)
+    console.print(shown(_borders(data.tokenizer)), markup=False, highlight=False, soft_wrap=True)
     for opened in data.prepared.stores.values():
         opened.verify()
     console.print("All checksums agree.")
@@ -92,13 +108,18 @@ def _inspect(data: Data, rows: int) -> None:
                 for row in range(rows):
                     assert (batch["source"][row] == number).all()
                     console.rule(rich.text.Text(f"{name}, row {row + 1}"))
-                    console.print(_shown(_decoded(data, batch, row)), markup=False, highlight=False)
+                    preview.print_row(console, preview.decoded(data, batch, row))
 
 
-def _shown(text: str) -> str:
-    """Returns a text whose control characters are escaped: a terminal would obey those that somebody's data
-    holds."""
-    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
+def _preview(data: Data, rows: int) -> None:
+    console = rich.console.Console()
+    for line in data.account:
+        console.print(shown(line), markup=False, highlight=False, soft_wrap=True)
+    for number, name in enumerate(data.names):
+        batch = preview.sample(data, number, rows)
+        for row in range(len(batch["tokens"])):
+            console.rule(rich.text.Text(f"{name}, row {row + 1}: {preview.counts(batch, row)}"))
+            preview.print_row(console, preview.decoded(data, batch, row))
 
 
 def _table(data: Data) -> rich.table.Table:
@@ -107,7 +128,7 @@ def _table(data: Data) -> rich.table.Table:
     table = rich.table.Table(
         box=None,
         padding=(0, 1, 0, 0),
-        title=rich.text.Text(_shown(f"{mix.path.stem}: {mix.description}")),
+        title=rich.text.Text(shown(f"{mix.path.stem}: {mix.description}")),
         title_justify="left",
         caption=caption,
         caption_justify="left",
@@ -153,19 +174,6 @@ def _borders(tokenizer: Tokenizer) -> str:
     begins = f"begins with {bos} ({tokenizer.bos}) and " if bos else ""
     said = f"Each document {begins}ends with {end} ({tokenizer.end_of_text})."
     return f"Tokenizer {tokenizer.path}, of {tokenizer.vocabulary:,} tokens. {said}"
-
-
-def _decoded(data: Data, batch: dict[str, np.ndarray], row: int) -> str:
-    """Returns the text of one row, each segment under a line that says where it stands."""
-    segments, tokens = batch["segment_ids"][row], batch["tokens"][row]
-    parts = []
-    for segment in range(1, int(segments.max()) + 1):
-        where = np.flatnonzero(segments == segment)
-        ends = "the document ends" if batch["loss_mask"][row, where[-1]] == 0 else "it goes on"
-        parts.append(f"──── document {segment}: tokens {where[0]} to {where[-1]}, {ends} ────")
-        parts.append(data.tokenizer.decode(tokens[where]))
-    padding = int((segments == 0).sum())
-    return "\n".join(parts + ([f"──── padding: {padding} tokens ────"] if padding else []))
 
 
 if __name__ == "__main__":

@@ -228,12 +228,20 @@ class Ops:
         return look_up(self, table_VD, tokens_BT)
 
     def linear_cross_entropy(
-        self, hidden_ND: jax.Array, matrix: jax.Array, axes: Axes, targets_BT, weights_BT, z_loss: float
+        self,
+        hidden_ND: jax.Array,
+        matrix: jax.Array,
+        axes: Axes,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array,
+        z_loss: float,
+        weighted_only: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the objective and each token's cross-entropy and log(Z), as the kernel of this name does.
 
         hidden_ND: sharded over tokens. matrix: as stored, in float32. axes: its logical axes, ("embed",
-        "vocab") or ("vocab", "embed").
+        "vocab") or ("vocab", "embed"). weighted_only: compute nothing for tokens whose weight is 0. How many
+        others there are is each device's own, but for those that share its rows.
 
         Each `tensor` shard holds a part of the vocabulary, and so needs all tokens of its rows. They are
         gathered here, behind the last norm: later than any of a model's work that is done token by token, and
@@ -251,6 +259,7 @@ class Ops:
             return linear_cross_entropy(
                 *(hidden_BTD, matrix, targets_BT, weights_BT),
                 **{"z_loss": z_loss, "layout": layout, "axis_name": axis_name},
+                weighted_only=weighted_only,
                 implementation=self.linear_cross_entropy_by,
             )
 

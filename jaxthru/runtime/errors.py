@@ -43,6 +43,12 @@ def one_line(text: str) -> str:
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2 - 5]} ... {line[-LONGEST // 2 :]}"
 
 
+def shown(text: str) -> str:
+    """Returns a text whose control characters are escaped, but for tabs and line ends: a terminal would obey
+    those that somebody's data holds."""
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
+
+
 def did_you_mean(name: str, valid: list[str] | tuple[str, ...], prefix: str = "") -> str:
     """Returns `; did you mean 'x'?` for the valid name nearest to `name`, or the list of valid names.
 

@@ -35,7 +35,8 @@ class MetricsConfig:
 class FinishedStep:
     """What is measured of one update, over the whole job unless said otherwise.
 
-    loss, loss_by_source: nats per token. tokens: without padding. attention_span: Σ document length².
+    loss, loss_by_source: nats per trained token. tokens: without padding. trained_tokens: the targets among
+    them that the loss counts. attention_span: Σ document length².
     step_seconds: from the end of the step before to the end of this one. data_wait_seconds,
     checkpoint_seconds: parts of it in this process. host_gap_seconds: how long the device was seen without
     work, for whatever reason; a lower bound, as it is looked at only before and after the next batch is
@@ -52,6 +53,7 @@ class FinishedStep:
     grad_norm: float
     learning_rate: float
     tokens: int
+    trained_tokens: int
     attention_span: float
     step_seconds: float
     data_wait_seconds: float | None = None
@@ -67,9 +69,11 @@ class FinishedStep:
 class Meter:
     """Turns finished steps into rows of metrics.jsonl.
 
-    goodput: the seconds of all steps since this meter was made whose updates were kept, each without its
-    data wait and its checkpoint, over all seconds since `started`. Start-up, compilation, evaluation,
-    waiting and skipped updates are what is missing to 1. A resumed process starts anew.
+    masked_share: of the tokens, what the loss does not count the next token of. packing_fill: of a batch's
+    room, what tokens fill. goodput: the seconds of all steps since this meter was made whose updates were
+    kept, each without its data wait and its checkpoint, over all seconds since `started`. Start-up,
+    compilation, evaluation, waiting and skipped updates are what is missing to 1. A resumed process starts
+    anew.
     """
 
     def __init__(
@@ -80,17 +84,20 @@ class Meter:
         started: float | None = None,
         cost: CostConfig | None = None,
         devices: int = 1,
+        batch_tokens: int | None = None,
     ):
         """flops_of: (tokens, attention_span) -> FLOPs that an update needs. peak_flops: dense bf16 ones per
         second of all devices together, whatever the precision; None if unknown. skipped_updates: of the
         restored state. started: time.monotonic() at the start of the process, now if None. cost: of each
-        of the devices, which are of all processes."""
+        of the devices, which are of all processes. batch_tokens: that a batch has room for; None if unknown.
+        """
         self._flops_of = flops_of
         self._peak_flops = peak_flops
         self._skipped = skipped_updates
         self._started = time.monotonic() if started is None else started
         self._kept_seconds = 0.0
         self._cost, self._devices = cost or CostConfig(), devices
+        self._batch_tokens = batch_tokens
 
     def row(self, finished: FinishedStep) -> Row:
         """Returns the row of a finished step; call it once for each, in order."""
@@ -106,6 +113,8 @@ class Meter:
         return {
             **row,
             **further,
+            "masked_share": 1 - finished.trained_tokens / finished.tokens if finished.tokens else None,
+            "packing_fill": finished.tokens / self._batch_tokens if self._batch_tokens else None,
             "tokens_per_second": finished.tokens / seconds,
             "model_tflops": flops / 1e12,
             "mfu": flops / self._peak_flops if self._peak_flops else None,

@@ -26,7 +26,7 @@ class Samples:
     ):
         """longest: tokens in a row of the model. seed: of the samples. stop: ids that end a text, beside the
         tokenizer's. Raises InputError for a prompt that is too long, or of no tokens."""
-        self._stop = (*stop, tokenizer.end_of_text)
+        self._stop = (*stop, *tokenizer.learnt_stop)
         self.config, self.tokenizer, self._model, self._longest = config, tokenizer, model, longest
         self._sampling = Sampling(temperature=config.temperature, seed=seed, max_tokens=config.max_tokens)
         self._prompts = [tokenizer.encode_prompt(prompt) for prompt in config.prompts]

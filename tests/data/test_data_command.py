@@ -20,7 +20,7 @@ def test_prepare_and_inspect(shared, capsys):
 
 
 def test_prepare_packs_nothing(shared, monkeypatch):
-    monkeypatch.setattr("jaxthru.data.loading.dataset.pack", None)
+    monkeypatch.setattr("jaxthru.data.loading.packed_split.pack", None)
     mix, store = map(str, shared)
     assert main(["prepare", mix, "--store", store]) == 0
 

@@ -26,6 +26,7 @@ def finished(step, **changes):
         "grad_norm": 1.5,
         "learning_rate": 1e-3,
         "tokens": 1000,
+        "trained_tokens": 250,
         "attention_span": 50_000.0,
         "step_seconds": 0.5,
         "data_wait_seconds": 0.1,
@@ -45,7 +46,7 @@ def make_meter(monkeypatch, **options):
 
 
 def test_a_row_has_the_contract_s_fields(monkeypatch):
-    meter, later = make_meter(monkeypatch, peak_flops=4e12)
+    meter, later = make_meter(monkeypatch, peak_flops=4e12, batch_tokens=1250)
     later(1.0)
     row = meter.row(finished(1))
     assert row.keys() == set(METRICS_FIELDS)
@@ -54,6 +55,7 @@ def test_a_row_has_the_contract_s_fields(monkeypatch):
     assert row["mfu"] == pytest.approx(row["model_tflops"] / 4)
     assert row["goodput"] == pytest.approx(0.4)
     assert row["hbm_peak_bytes"] is None
+    assert row["masked_share"] == 0.75 and row["packing_fill"] == 0.8
 
 
 def test_further_metrics_follow_the_contract_s(monkeypatch):

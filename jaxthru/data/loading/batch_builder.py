@@ -31,24 +31,44 @@ class BatchBuilder:
         self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
         self.packing = Packing.together(packings)
         self.splits = list(zip(self._streams, self.packing.apart(rows), strict=True))
+        self._columns: dict[str, tuple[np.ndarray, int]] = {}
+
+    def add_column(self, name: str, values: np.ndarray, width: int) -> None:
+        """Has batches bring along `name`, float32 [rows, width]: a value of each of a row's pieces, in their
+        order, and 0 where there is none. values: float32 [pieces], of all sources."""
+        self._columns[name] = values, width
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What batches bring along beside the fields of every batch."""
+        return tuple(self._columns)
+
+    def pieces(self, source: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns of each piece of these rows, int64 [pieces]: which of the rows it is in, its place among
+        that row's pieces, from 0, and its number in `packing`. source, row: as of `build`."""
+        chosen = np.where(row == EMPTY, 0, self._first_row[source] + row)
+        count = np.where(row == EMPTY, 0, self.packing.first[chosen + 1] - self.packing.first[chosen])
+        segment = ranges(count)
+        return (
+            np.repeat(np.arange(len(row)), count),
+            segment,
+            np.repeat(self.packing.first[chosen], count) + segment,
+        )
 
     def build(self, source: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the batch (see `batch.py`), arrays of [rows, sequence].
 
         source, row: int64 [rows], which row of which source; row EMPTY is padding alone. A document that
         goes on in another row has its next token there as target; its positions restart, for attention does
-        not reach across rows.
+        not reach across rows. A target counts unless its source says that it is not trained on.
         """
         sequence, packing = self._sequence, self.packing
         batch = self._memory.take(len(row), sequence)
         flat = {name: array.reshape(-1) for name, array in batch.items()}
 
         # Of each row: its pieces, how many, and what they sum to.
-        chosen = np.where(row == EMPTY, 0, self._first_row[source] + row)
-        per_row = np.where(row == EMPTY, 0, packing.first[chosen + 1] - packing.first[chosen])
-        segment = ranges(per_row)
-        piece = np.repeat(packing.first[chosen], per_row) + segment
-        in_row = np.repeat(np.arange(len(row)), per_row)
+        in_row, segment, piece = self.pieces(source, row)
+        per_row = np.bincount(in_row, minlength=len(row))
         start, length, last = packing.start[piece], packing.length[piece], packing.last[piece]
         used = np.bincount(in_row, length, len(row)).astype(np.int64)
         ends = np.cumsum(length)
@@ -62,15 +82,17 @@ class BatchBuilder:
         size = ends[tail] - ends[head] + length[head]
         goes_on = ~last[tail]
         runs = self._read(source[in_row[head]], start[head], size + goes_on)
-        for where, count, run in zip(begin[head].tolist(), size.tolist(), runs, strict=True):
+        batch["loss_mask"].fill(1.0)
+        for where, count, (run, trained) in zip(begin[head].tolist(), size.tolist(), runs, strict=True):
             flat["tokens"][where : where + count] = run[:count]
+            if trained is not None:  # the target of each token is the next
+                flat["loss_mask"][where : where + len(trained) - 1] = trained[1:]
         flat["targets"][:-1] = flat["tokens"][1:]
         flat["targets"][(begin[head] + size - 1)[goes_on]] = [
-            run[-1] for run, more in zip(runs, goes_on.tolist(), strict=True) if more
+            run[-1] for (run, _), more in zip(runs, goes_on.tolist(), strict=True) if more
         ]
         final = (begin + length - 1)[last]  # the last tokens of documents
         flat["targets"][final] = 0
-        batch["loss_mask"].fill(1.0)
         flat["loss_mask"][final] = 0.0
         batch["source"][:] = source.astype(np.int32)[:, None]  # cast before it is spread
 
@@ -85,10 +107,16 @@ class BatchBuilder:
         for padded in np.flatnonzero(used < sequence).tolist():
             for name in ("tokens", "targets", "positions", "loss_mask"):
                 batch[name][padded, used[padded] :] = 0
+        for name, (values, width) in self._columns.items():
+            batch[name] = np.zeros((len(row), width), np.float32)
+            batch[name][in_row, segment] = values[piece]
         return batch
 
-    def _read(self, source: np.ndarray, start: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
-        """Returns the tokens of runs of the sources' streams: int64 [runs] each."""
+    def _read(
+        self, source: np.ndarray, start: np.ndarray, length: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """Returns the tokens of runs of the sources' streams, and which of them are targets that are trained
+        on, None for all. source, start, length: int64 [runs]."""
         asked = {}
         for name in sorted(set(source[self._online[source]].tolist())):  # all, before any is waited for
             chosen = source == name
@@ -96,9 +124,16 @@ class BatchBuilder:
         online = {name: iter(finish()) for name, finish in asked.items()}
         runs = zip(source.tolist(), start.tolist(), (start + length).tolist(), strict=True)
         return [
-            next(online[name]) if name in online else self._streams[name].read(begin, stop)
-            for name, begin, stop in runs
+            _unmarked(next(online[name]), self._streams[name].targets is not None)
+            if name in online
+            else (self._streams[name].read(*run), self._streams[name].read_trained(*run))
+            for name, *run in runs
         ]
+
+
+def _unmarked(run: np.ndarray, marked: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the tokens of an online source, and which are trained on. marked: whether it says so."""
+    return (np.where(run < 0, ~run, run), run >= 0) if marked else (run, None)
 
 
 @functools.lru_cache(maxsize=2)

@@ -14,17 +14,17 @@ import numpy as np
 
 from jaxthru.data.loading.batch_builder import BatchBuilder
 from jaxthru.data.loading.online import OnlineSplit
+from jaxthru.data.loading.packed_split import PackedSplit, describe, pack_split
 from jaxthru.data.loading.planned_batches import Batches, PlannedBatches
 from jaxthru.data.loading.token_workers import TokenWorkers
 from jaxthru.data.mixture.balance import row_costs
-from jaxthru.data.mixture.packing import Packing, pack
+from jaxthru.data.mixture.packing_whole import OverLong
 from jaxthru.data.mixture.planner import Planner, held_out_plan
 from jaxthru.data.mixture.sampler import Supply
 from jaxthru.data.mixture.schedule import Schedule
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import Prepared, make_stores, open_stores
 from jaxthru.data.store.text_store import TextStore
-from jaxthru.data.store.token_store import Split
 from jaxthru.runtime.cores import usable_cores
 from jaxthru.runtime.errors import require
 
@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 class DataConfig:
     """mix: a `.toml` path, or a name in data/mixes. sequence: tokens in a row.
     packing: `split` concatenates documents and cuts rows anywhere; `best_fit` places whole documents
-        (only one longer than a row is cut) and pads what is left.
+        (only one longer than a row is cut) and pads what is left. Conversations lie whole in a row whatever
+        this says.
     store: folder of the token stores, shared by all runs.
     tokenizer: a folder of published weights, or a tokenizer.json, whose tokenizer takes the place of the
         mix's; a run may be resumed with another path to the same tokenizer.
@@ -49,6 +50,8 @@ class DataConfig:
         documents, as measured; None takes the model's floating-point operations.
     loaders: processes that make the tokens of the sources that are tokenised online; None is half of the
         cores that this process may use. They change no batch.
+    over_long: what becomes of a conversation longer than a row: `drop` leaves it out, `truncate` cuts off its
+        end, `cut` lets it go on in another row, as text does. Each start of a run says how many there are.
     """
 
     mix: str = "quickstart"
@@ -61,6 +64,7 @@ class DataConfig:
     balance: bool = True
     linear_cost: float | None = None
     attention_cost: float | None = None
+    over_long: OverLong = "drop"
 
     def __post_init__(self):
         require(self.sequence >= 2, f"data.sequence = {self.sequence}: must be at least 2")
@@ -124,8 +128,10 @@ class Data(contextlib.AbstractContextManager):
     names: sources in mix order, which `batch["source"]` numbers. mixture: of the mix file now.
     keys: {source: key of its store}, for the checkpoint. tokenizer: what the stores were made with, see
     `Tokenizer`. vocabulary: its highest token id + 1.
-    segments: no row has more, a padding tail counted as one; a multiple of 8. tokens: {source: tokens to
-    train on}.
+    segments: no row has more, a padding tail counted as one; a multiple of 8. tokens: {source: tokens in the
+    rows to train on}. counted: {source: what became of its conversations, None for one of text}. account:
+    that in words, a line for each such source. masked: whether some of them say what is trained on.
+    units: {source: documents that belong together}, 2 of pairs.
     """
 
     def __init__(self, config: DataConfig, prepared: Prepared):
@@ -136,22 +142,36 @@ class Data(contextlib.AbstractContextManager):
         self.keys = prepared.keys
         self.tokenizer = prepared.tokenizer
         self.vocabulary = self.tokenizer.text_vocabulary
-        self.tokens = {name: opened.train.tokens for name, opened in prepared.stores.items()}
         online = tuple(name for name, opened in prepared.stores.items() if isinstance(opened, TextStore))
         processes = config.loaders or max(usable_cores() // 2, 1)
-        transforms = {name: prepared.mix.recipes[name].transform for name in online}
+        recipes = {name: prepared.mix.recipes[name] for name in online}
+        transforms = {name: each.transform for name, each in recipes.items() if each.records == "text"}
         made = self.tokenizer.path, transforms, self.tokenizer.borders
         self.workers = TokenWorkers(processes, online, *made) if online else None
         if self.workers:
             weakref.finalize(self, self.workers.close)
 
-        def opened_splits(split: str) -> list[tuple[Split | OnlineSplit, Packing]]:
+        self.units = {name: opened.manifest.get("unit", 1) for name, opened in prepared.stores.items()}
+        units = list(self.units.values())
+
+        def opened_splits(split: str) -> list[PackedSplit]:
             splits = {name: getattr(opened, split) for name, opened in prepared.stores.items()}
             splits |= {name: OnlineSplit(name, splits[name], self.workers) for name in online}
-            return [(item, pack(item.ends, config.sequence, config.packing)) for item in splits.values()]
+            how = config.sequence, config.packing, config.over_long
+            return [pack_split(item, *how, unit) for item, unit in zip(splits.values(), units, strict=True)]
 
-        self.builder = BatchBuilder(opened_splits("train"), config.sequence)
-        self.train, self.held_out = self.builder.splits, opened_splits("held_out")
+        train, held_out = opened_splits("train"), opened_splits("held_out")
+        packed_whole = (each for each in zip(self.names, train, units, strict=True) if each[1].counted)
+        self.account = [describe(*each, config.sequence) for each in packed_whole]
+        self.counted = {name: packed.counted for name, packed in zip(self.names, train, strict=True)}
+        self._documents = [packed.documents for packed in train]
+        self.builder = BatchBuilder([packed[:2] for packed in train], config.sequence)
+        self.held_out_builder = BatchBuilder([packed[:2] for packed in held_out], config.sequence)
+        self.train, self.held_out = self.builder.splits, self.held_out_builder.splits
+        self.masked = any(split.targets is not None for split, _ in self.train)
+        self.tokens = {
+            name: int(packing.length.sum()) for name, (_, packing) in zip(self.names, self.train, strict=True)
+        }
         most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
         self.segments = -(-(most + 1) // 8) * 8
 
@@ -238,12 +258,14 @@ class Data(contextlib.AbstractContextManager):
     def _plan(self, schedule: Schedule, seed: int, rows: int) -> Planner:
         sequence = self.config.sequence
         # Rows that are split are full, but for a source's last: weights of tokens are weights of rows.
-        full = self.config.packing == "split"
+        split = self.config.packing == "split"
         supplies = {
             name: Supply(
-                packed.rows, packed.rows * sequence if full else int(packed.length.sum()), len(split.ends)
+                packed.rows,
+                packed.rows * sequence if split and not self.counted[name] else self.tokens[name],
+                documents,
             )
-            for name, (split, packed) in zip(self.names, self.train, strict=True)
+            for name, (_, packed), documents in zip(self.names, self.train, self._documents, strict=True)
         }
         groups = self.config.groups_of(rows)
         return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)
@@ -260,11 +282,15 @@ class Data(contextlib.AbstractContextManager):
         total_rows: spread evenly over the sources, and evenly over each source; fewer when there are fewer.
         The last batch is filled up with rows of padding.
         """
-        available = np.array([packing.rows for _, packing in self.held_out], np.int64)
-        source, row = held_out_plan(available, total_rows, rows)
+        source, row = self.held_out_rows(total_rows, rows)
         local = local_rows or slice(0, rows)
-        builder = BatchBuilder(self.held_out, self.config.sequence)
-        return [builder.build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
+        build = self.held_out_builder.build
+        return [build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
+
+    def held_out_rows(self, total_rows: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (source, row) of each row of the held-out batches, int64 [batches, rows] both."""
+        available = np.array([packing.rows for _, packing in self.held_out], np.int64)
+        return held_out_plan(available, total_rows, rows)
 
 
 def canonical_groups(rows: int) -> int:

@@ -14,10 +14,12 @@ class OnlineSplit:
 
     def __init__(self, source: str, text: TextSplit, workers: TokenWorkers):
         self.source, self.text, self.workers = source, text, workers
-        self.ends, self.tokens = text.ends, text.tokens
+        self.ends, self.tokens, self.targets = text.ends, text.tokens, text.targets
 
     def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], list[np.ndarray]]:
         """Asks for runs of the stream and returns a function that waits for their tokens, an array each.
+
+        A token that is no target that is trained on comes as ~token.
 
         start, length: int64 [runs], none empty. The function raises InputError for what cannot be read.
         """

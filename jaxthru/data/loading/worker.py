@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxthru.data.sources.transforms import Transform, apply, find_transform
-from jaxthru.data.store.text_store import TextSplit, TextStore
+from jaxthru.data.store.text_store import StoredText, TextSplit, TextStore
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.data.store.tokenizer_folder import Borders
 from jaxthru.runtime.errors import InputError
@@ -66,16 +66,20 @@ def produce(
     transform: Transform,
     chunks: np.ndarray,
 ) -> np.ndarray:
-    """Returns the tokens of the chunks, one after the other, int32. Raises InputError."""
+    """Returns the tokens of the chunks, one after the other, int32: ~token where it is no target that is
+    trained on. Raises InputError."""
     opened, function = stores.split(folder, split), find_transform(transform)
     stored, given, tokens = opened.texts(chunks), [], []
     for chunk, (text, _, _) in zip(chunks.tolist(), stored, strict=True):
         try:
-            given.append(apply(function, text))
+            # What says which of it is trained on was transformed before it was put together.
+            given.append(text if text.marked else StoredText(apply(function, text.text)))
         except InputError as error:
             where = f"{folder}: chunk {chunk} of {split}"
             raise InputError(f"{where}: {error}, and did not when the store was made: {SAME}") from error
-    for (_, begins, final), ids in zip(stored, tokenizer.encode(given), strict=True):
+    for (_, begins, final), encoded in zip(stored, tokenizer.encode_documents(given), strict=True):
+        ids = encoded.ids.astype(np.int32)
+        ids = ids if encoded.trained is None else np.where(encoded.trained, ids, ~ids)
         tokens.append(tokenizer.part(ids, begins, final))
     lengths = opened.lengths(chunks).tolist()
     for chunk, ids, length in zip(chunks.tolist(), tokens, lengths, strict=True):
@@ -83,7 +87,7 @@ def produce(
             where = f"{folder}: chunk {chunk} of {split}"
             were = f"is {len(ids)} tokens long, and was {length} when the store was made"
             raise InputError(f"{where} {were}: {SAME}")
-    return np.concatenate(tokens).astype(np.int32)
+    return np.concatenate(tokens)
 
 
 def end_with(socket: Connection) -> None:

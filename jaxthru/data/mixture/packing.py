@@ -52,6 +52,16 @@ class Packing:
             )
         return packings
 
+    def laid(self, row: np.ndarray) -> "Packing":
+        """Returns these pieces in rows, in their order. row: int64 [pieces], the row of each."""
+        order = np.argsort(row, kind="stable")
+        return Packing(
+            first=np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2)),
+            start=self.start[order],
+            length=self.length[order],
+            last=self.last[order],
+        )
+
     @property
     def used(self) -> np.ndarray:
         """int64 [rows], the tokens in each row."""
@@ -81,14 +91,7 @@ def pack(ends: np.ndarray, sequence: int, packing: Literal["split", "best_fit"])
     long = np.flatnonzero(ends - starts > sequence)
     cuts = [np.arange(starts[item], ends[item], sequence)[1:] for item in long]
     pieces = _cut(ends, np.concatenate([np.zeros(0, np.int64), *cuts]))
-    rows = _best_fit(pieces.length, sequence)
-    order = np.argsort(rows, kind="stable")
-    return Packing(
-        first=np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2)),
-        start=pieces.start[order],
-        length=pieces.length[order],
-        last=pieces.last[order],
-    )
+    return pieces.laid(best_fit(pieces.length, sequence, most_segments(sequence)))
 
 
 def _cut(ends: np.ndarray, cuts: np.ndarray) -> Packing:
@@ -98,8 +101,10 @@ def _cut(ends: np.ndarray, cuts: np.ndarray) -> Packing:
     return Packing(np.array([0, len(start)]), start, end - start, ends[np.searchsorted(ends, end)] == end)
 
 
-def _best_fit(lengths: np.ndarray, sequence: int) -> np.ndarray:
+def best_fit(lengths: np.ndarray, sequence: int, most: int) -> np.ndarray:
     """Returns the row of each piece by best fit decreasing: each goes where it leaves the least room.
+
+    lengths: int64 [pieces], none above `sequence`. most: pieces in a row.
 
     Pieces of equal length are placed together: best fit fills one row with as many as it takes before it
     turns to the next row of the same room. So the work grows with the number of distinct lengths (at most
@@ -111,7 +116,6 @@ def _best_fit(lengths: np.ndarray, sequence: int) -> np.ndarray:
     room: dict[int, list[tuple[int, np.ndarray]]] = {}  # room left -> [(pieces in the row, rows)]
     sizes: list[int] = []  # the keys of `room`, sorted
     opened = done = 0
-    most = most_segments(sequence)
 
     def leave(left: int, pieces: int, chosen: np.ndarray) -> None:
         if left and pieces < most and len(chosen):

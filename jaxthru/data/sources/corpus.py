@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from jaxthru.data.sources.documents import read
+from jaxthru.data.sources.documents import UNTRAINED, Render, read
 from jaxthru.data.sources.files import File
 from jaxthru.data.sources.recipes import ASIDE, Recipe
 from jaxthru.data.sources.record import Damage, Document
+from jaxthru.runtime.errors import require
 
 VERSION = 3
 """Counts the changes to what documents the same files become, and to which of them are held out."""
@@ -24,7 +25,8 @@ KEEP_BYTES = 64_000_000
 
 class Corpus:
     """The files of one source. key: the hash of all that decides its documents, and of nothing else.
-    left_out: how many texts were empty or repeated, of those read so far."""
+    left_out: how many texts were empty or repeated, of those read so far. render: what makes documents of
+    conversations, to be given before they are read."""
 
     def __init__(self, name: str, recipe: Recipe, files: list[File]):
         self.name, self.recipe, self.files = name, recipe, files
@@ -36,16 +38,30 @@ class Corpus:
         self.key = hash_of([*parts, further] if further else parts)
         self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
         self.left_out = Counter()
-        keep = 0 < recipe.cap_bytes <= KEEP_BYTES
-        self._kept = read(files, recipe, self.left_out) if keep else None
+        self.render: Render | None = None
+        self._keep = 0 < recipe.cap_bytes <= KEEP_BYTES
+        self._kept: Iterator[Document | Damage] | None = None
 
     def items(self) -> Iterator[Document | Damage]:
         """Yields the documents and damaged records, from the first."""
         if self._kept is None:
             self.left_out = Counter()
-            return read(self.files, self.recipe, self.left_out)
+            items = self._checked(read(self.files, self.recipe, self.left_out, self.render))
+            if not self._keep:
+                return items
+            self._kept = items
         self._kept, items = itertools.tee(self._kept)
         return items
+
+    def _checked(self, items: Iterator[Document | Damage]) -> Iterator[Document | Damage]:
+        """Yields them. Raises InputError at the end of conversations in which nothing is to be learnt."""
+        some = False
+        for item in items:
+            some = some or isinstance(item, Document)
+            yield item
+        untrained = self.left_out[UNTRAINED]
+        said = f"source {self.name}: all of its {untrained:,} conversations are {UNTRAINED}: in none of them "
+        require(some or not untrained, said + "does the assistant say anything")
 
 
 def _decisive(recipe: Recipe) -> dict[str, Any]:
@@ -53,7 +69,10 @@ def _decisive(recipe: Recipe) -> dict[str, Any]:
     change nothing (`recipes.ASIDE`), and the options of its format."""
     own = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     own = {name: value for name, value in own.items() if name not in (*ASIDE, "options", "transform")}
-    return own | dataclasses.asdict(recipe.options)
+    options = dataclasses.asdict(recipe.options)
+    if recipe.records == "text":  # as in keys of stores that were prepared when there was nothing else
+        options.pop("records", None)
+    return own | options
 
 
 def hash_of(parts: list) -> str:

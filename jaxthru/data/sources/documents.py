@@ -1,4 +1,4 @@
-"""From files to documents: read by their format, transformed, without empty texts, exactly deduplicated."""
+"""From files to documents: read by their format, transformed, deduplicated, conversations rendered."""
 
 import hashlib
 from collections import Counter
@@ -11,12 +11,21 @@ from jaxthru.data.sources.record import Damage, Document, origin_of
 from jaxthru.data.sources.transforms import apply, find_transform
 from jaxthru.runtime.errors import InputError
 
+Render = Callable[[Document], "list[Document] | Damage"]
+"""Makes of a document that is a conversation, as JSON, the document that a chat template writes; two of a
+pair."""
+UNTRAINED = "without anything to train on"
 
-def read(files: list[File], recipe: Recipe, left_out: Counter | None = None) -> Iterator[Document | Damage]:
+
+def read(
+    files: list[File], recipe: Recipe, left_out: Counter | None = None, render: Render | None = None
+) -> Iterator[Document | Damage]:
     """Yields the documents of the files in order, transformed, up to the recipe's cap.
 
     Empty texts are left out, and every text but the first of equal ones, as they are tokenised; `left_out`
-    counts them. Memory holds one record at a time, and a hash of each text so far.
+    counts them. Memory holds one record at a time, and a hash of each text so far. render: of a recipe whose
+    records are conversations, which are what is compared and held out, as JSON; those in which the assistant
+    says nothing are left out.
     """
     left_out = Counter() if left_out is None else left_out
     transform = find_transform(recipe.transform) if recipe.transform else None
@@ -33,7 +42,14 @@ def read(files: list[File], recipe: Recipe, left_out: Counter | None = None) -> 
                 continue
             seen.add(key)
             size += len(item.read.encode()) if transform else len(content)
-        yield item
+            item = render(item) if render else item
+        if isinstance(item, list):
+            if any(each.trained == () for each in item):
+                left_out[UNTRAINED] += 1
+            else:
+                yield from item
+        else:
+            yield item
         if recipe.cap_bytes and size >= recipe.cap_bytes:
             return
 

@@ -5,6 +5,7 @@ import glob
 from pathlib import Path
 from typing import Any
 
+from jaxthru.data.sources.chat.records import Records
 from jaxthru.data.sources.readers import FORMATS, formats_with, options_of
 from jaxthru.data.sources.record import Options
 from jaxthru.data.sources.toml_file import check_keys, home, read_toml, typed
@@ -47,6 +48,11 @@ class Recipe:
     max_damaged: float = 0.01
     online: bool = False
     transform: Transform = Transform()
+
+    @property
+    def records(self) -> Records:
+        """What a record of its files is: see `keyed.Options`."""
+        return getattr(self.options, "records", "text")
 
     @classmethod
     def of(cls, **keys: Any) -> "Recipe":

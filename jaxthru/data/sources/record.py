@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 from typing import ClassVar, NamedTuple
 
 from jaxthru.runtime.errors import require
@@ -26,22 +25,14 @@ class Options:
     split_by_file: ClassVar[bool] = False
     """Whether documents fall with their file on one side of the held-out split, whatever a transform makes of
     them, and not by their own text."""
+    unit: ClassVar[int] = 1
+    """Documents that belong together, one after the other: 2 of pairs, a preferred answer and another. They
+    are of one origin, and lie in one row or are left out together."""
 
     def __post_init__(self):
         most = self.max_record_bytes
         require(most > 0, f"max_record_bytes = {most}: must not be empty")
         require(most < 2**31, f"max_record_bytes = {most}: must be below 2 GiB")
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyedOptions(Options):
-    """Of formats whose records are objects or rows. text_key: the key or the column that holds the text."""
-
-    text_key: str = "text"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(bool(self.text_key), f"text_key = {self.text_key!r}: must not be empty")
 
 
 class Damage(NamedTuple):
@@ -67,12 +58,19 @@ class Document(NamedTuple):
     """text: what is tokenised. origin: the hash (hex) that decides on which side of the held-out split it
     falls: of the text, whatever file it stood in; of docstrings that of their file's text, which they follow.
     place: for what goes wrong with it later. read: the text before its transform.
+    trained: the parts of the text that are trained on, as half-open ranges of its characters in order, none
+    within another; None for all of it. rendered: whether a chat template wrote the text: it has its own
+    beginning and end, and control tokens that it spells out are tokens. literal: ranges of such a text whose
+    spellings stay text, for somebody typed them.
     """
 
     text: str
     origin: str
     place: Place
     read: str
+    trained: tuple[tuple[int, int], ...] | None = None
+    literal: tuple[tuple[int, int], ...] = ()
+    rendered: bool = False
 
     @classmethod
     def of(cls, text: str, place: Place) -> "Document":
@@ -89,22 +87,6 @@ def origin_of(text: str) -> str:
 def over_long(max_record_bytes: int) -> str:
     """Returns the reason for a record that is longer than its recipe allows."""
     return f"longer than max_record_bytes = {max_record_bytes}"
-
-
-def from_json(content: bytes, place: Place, text_key: str) -> Document | Damage:
-    """Returns the document that a JSON object holds under `text_key`."""
-    try:
-        # Not json.loads of bytes, which takes what begins like UTF-16 for UTF-16.
-        record = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return place.damage("not UTF-8")
-    except (ValueError, RecursionError):
-        return place.damage("not valid JSON")
-    if not isinstance(record, dict) or text_key in record or not record:
-        text = record.get(text_key) if isinstance(record, dict) else None
-        return from_value(text, place, f"no text under {text_key!r}")
-    keys = ", ".join(repr(key[:40]) for key in list(record)[:KEYS_SHOWN])
-    return place.damage(f"no text under {text_key!r}; its keys: {keys}")
 
 
 def from_bytes(content: bytes, place: Place) -> Document | Damage:

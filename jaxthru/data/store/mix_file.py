@@ -8,7 +8,8 @@ from typing import Any
 from jaxthru.data.mixture.configuration import MIXTURE_KEYS, SHARE_KEYS, Mixture
 from jaxthru.data.sources.recipes import REPOSITORY, Recipe, read_recipe
 from jaxthru.data.sources.toml_file import check_keys, home, read_toml, typed
-from jaxthru.data.store.tokenizer_folder import TOKENIZER, UNSAID, Borders
+from jaxthru.data.store.tokenizer import Tokenizer
+from jaxthru.data.store.tokenizer_folder import OWN, TOKENIZER, UNSAID, Borders
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 NAME = re.compile(r"[^/\x00-\x1f\x7f]{1,100}")
@@ -21,7 +22,9 @@ class TokenizerSpec:
 
     path: a tokenizer.json, or a folder of published weights that holds one; None trains one of `vocabulary`
         tokens on at most `train_bytes` of training documents.
-    borders: what documents begin and end with, before what the folder says.
+    borders: what documents begin and end with, before what the folder says. template: the chat template,
+        before the folder's: see `tokenizer_folder.read_template`. One that is trained where there are
+        conversations has OWN, and its control tokens. talks: whether a source has conversations.
     kept: where the run that goes on keeps the tokenizer it began with, which is taken if it is the one that
         the stores were made with and is to be had nowhere else.
     """
@@ -30,7 +33,13 @@ class TokenizerSpec:
     vocabulary: int = 8192
     train_bytes: int = 20_000_000
     borders: Borders = UNSAID
+    template: str | None = None
+    talks: bool = False
     kept: Path | None = None
+
+    def opened(self, path: Path) -> Tokenizer:
+        """Returns the tokenizer of a path, as the mix wants it. Raises InputError."""
+        return Tokenizer.of(path, self.borders, self.template, self.talks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +80,16 @@ def load_mix(mix: str, tokenizer: str | None = None, kept: Path | None = None) -
     held_out = typed(path, "held_out", tree.get("held_out", 0.02), float)
     require(held_out < 1, f"{path}: held_out = {held_out}: must be below 1")
     mixture = {key: tree[key] for key in MIXTURE_KEYS if key in tree}
+    spec = _tokenizer(path, tree.get("tokenizer", {}), tokenizer, kept)
+    talks = any(recipe.records != "text" for recipe in recipes.values())
+    if spec.path is None and talks:
+        spec = dataclasses.replace(spec, template=OWN)  # whose control tokens it can be given
     return MixFile(
         path=path,
         description=str(tree.get("description", "")),
         recipes=recipes,
         mixture=Mixture.from_tree({**mixture, "sources": shares}, f"{path}: ").normalised(),
-        tokenizer=_tokenizer(path, tree.get("tokenizer", {}), tokenizer, kept),
+        tokenizer=dataclasses.replace(spec, talks=talks),
         held_out=held_out,
     )
 
@@ -101,13 +114,18 @@ def _tokenizer(path: Path, value: Any, instead: str | None, kept: Path | None) -
     if isinstance(value, str):
         value = {"path": value}
     require(isinstance(value, dict), f"{path}: tokenizer must be a path or a table")
-    texts = {"path": str, "bos": str, "end": str}
+    texts = {"path": str, "bos": str, "end": str, "chat_template": str}
     numbers = {"vocabulary": int, "train_bytes": int}
     check_keys(path, value, texts | numbers, "tokenizer.")
     keys = {key: typed(path, f"tokenizer.{key}", each, (texts | numbers)[key]) for key, each in value.items()}
-    borders = Borders(keys.get("bos"), keys.get("end"))
+    borders, template = Borders(keys.get("bos"), keys.get("end")), keys.get("chat_template")
+    if template and template.endswith(".jinja"):
+        template = str(path.parent / home(f"{path}: tokenizer.chat_template", template))
+        there = Path(template).is_file()
+        require(there, f"{path}: tokenizer.chat_template = {keys['chat_template']!r}: no such file")
     if instead is not None:
-        return _named(home("data.tokenizer", instead), f"data.tokenizer = {instead!r}", borders, kept)
+        file, said = home("data.tokenizer", instead), f"data.tokenizer = {instead!r}"
+        return _named(file, said, borders, template, kept)
     if "path" in keys:
         trained = next((key for key in numbers if key in keys), None)
         require(
@@ -115,10 +133,16 @@ def _tokenizer(path: Path, value: Any, instead: str | None, kept: Path | None) -
         )
         file = path.parent / home(f"{path}: tokenizer.path", keys["path"])
         said = f"{path}: tokenizer = {keys['path']!r}"
-        return _named(file, said, borders, kept)
+        return _named(file, said, borders, template, kept)
+    template = keys.pop("chat_template", OWN)
+    require(
+        template == OWN,
+        f"{path}: tokenizer.chat_template = {template!r}: needs tokenizer.path, a tokenizer that has its "
+        f"control tokens; one to be trained has those of {OWN!r}",
+    )
     alone = next((key for key in ("bos", "end") if key in keys), None)
     require(
-        alone is None, f"{path}: tokenizer.{alone} needs tokenizer.path, a tokenizer that has such a token"
+        alone is None, f"{path}: tokenizer.{alone} needs tokenizer.path, a tokenizer that has such tokens"
     )
     spec = TokenizerSpec(**keys, kept=kept)
     require(
@@ -132,10 +156,10 @@ def _tokenizer(path: Path, value: Any, instead: str | None, kept: Path | None) -
     return spec
 
 
-def _named(path: Path, said: str, borders: Borders, kept: Path | None) -> TokenizerSpec:
+def _named(path: Path, said: str, borders: Borders, template: str | None, kept: Path | None) -> TokenizerSpec:
     """Returns the tokenizer of a path, or the one that the run keeps if the path is not there any more."""
     there = path.is_file() or path.is_dir()
     if kept and not there:
         return TokenizerSpec(path=kept.resolve())
     require(there, f"{said}: no such file or folder")
-    return TokenizerSpec(path=path.resolve(), borders=borders, kept=kept)
+    return TokenizerSpec(path=path.resolve(), borders=borders, template=template, kept=kept)

@@ -5,17 +5,20 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from jaxthru.data.sources.chat.records import words_of
+from jaxthru.data.sources.chat.render import renderer
 from jaxthru.data.sources.corpus import Corpus, hash_of
-from jaxthru.data.sources.documents import held_out
+from jaxthru.data.sources.documents import held_out, read
 from jaxthru.data.sources.files import HashCache, collect
 from jaxthru.data.sources.record import Document
 from jaxthru.data.store import token_store as store
 from jaxthru.data.store import writer
+from jaxthru.data.store.flat_file import REMEDY
 from jaxthru.data.store.mix_file import MixFile
 from jaxthru.data.store.progress import Progress
 from jaxthru.data.store.text_store import TextStore
 from jaxthru.data.store.tokenizer import Tokenizer, train
-from jaxthru.data.store.tokenizer_folder import UNSAID, tokenizer_file
+from jaxthru.data.store.tokenizer_folder import CONTROL, UNSAID, tokenizer_file
 from jaxthru.runtime.atomic import remove_partials
 from jaxthru.runtime.errors import InputError, require
 
@@ -57,7 +60,7 @@ def open_stores(
         if made != wanted:
             was = f"was made with transform = {made!r}, the mix has {wanted!r}"
             begun = "a run that began with the former needs it in the mix; else"
-            raise InputError(f"source {name}: {opened.folder} {was}; {begun} {store.REMEDY}")
+            raise InputError(f"source {name}: {opened.folder} {was}; {begun} {REMEDY}")
     return Prepared(mix, tokenizer, stores, keys)
 
 
@@ -90,6 +93,9 @@ def make_stores(mix: MixFile, folder: Path, begun: Mapping[str, str] | None = No
                 require(name in corpora, f"source {name}: no files found, nor the tokenizer of its store")
             kept, tokenizer = {}, _tokenizer(mix, folder, corpora, progress)
         keys = _keys(mix, corpora, tokenizer)
+        for corpus in corpora.values():
+            if corpus.recipe.records != "text":
+                corpus.render = renderer(tokenizer.chat_template, corpus.recipe.records)
         changed = ", ".join(name for name, key in kept.items() if keys.get(name) != key)
         if changed:
             progress.keep(f"changed since the run was started: {changed}; it goes on with the text as it was")
@@ -103,8 +109,17 @@ def make_stores(mix: MixFile, folder: Path, begun: Mapping[str, str] | None = No
 
 
 def _keys(mix: MixFile, corpora: dict[str, Corpus], tokenizer: Tokenizer) -> dict[str, str]:
+    """Returns the key of each source's store. Raises InputError for conversations without a template that
+    says which of them is trained on."""
     parts = (store.VERSION, tokenizer.identity, mix.held_out, writer.SHARD_BYTES)
-    return {name: hash_of([*parts, corpus.key])[:16] for name, corpus in corpora.items()}
+    keys = {}
+    for name, corpus in corpora.items():
+        template = []
+        if corpus.recipe.records != "text":
+            tokenizer.chat_template.check()
+            template = [tokenizer.chat_template.digest]
+        keys[name] = hash_of([*parts, corpus.key, *template])[:16]
+    return keys
 
 
 def _keys_as_it_is(mix: MixFile, folder: Path) -> dict[str, str]:
@@ -112,7 +127,7 @@ def _keys_as_it_is(mix: MixFile, folder: Path) -> dict[str, str]:
     corpora = _corpora(mix, HashCache(folder / "hashes.json"), {})
     path = _tokenizer_path(mix, folder, corpora)
     require(path.exists(), _unprepared(mix, folder, "tokenizer"))
-    return _keys(mix, corpora, Tokenizer.of(path, mix.tokenizer.borders))
+    return _keys(mix, corpora, mix.tokenizer.opened(path))
 
 
 def _unprepared(mix: MixFile, folder: Path, what: str) -> str:
@@ -149,16 +164,16 @@ def _kept_tokenizer(mix: MixFile, folder: Path, made: set[str]) -> Tokenizer | N
     """Returns the one tokenizer that stores were made with, if it is still there. made: its identity, as each
     of them says."""
     spec = mix.tokenizer
-    candidates = [(path, UNSAID) for path in sorted(folder.glob("tokenizer-*.json"))]
+    candidates = [(path, UNSAID, spec.template) for path in sorted(folder.glob("tokenizer-*.json"))]
     if spec.path:
-        candidates = [(spec.path, spec.borders)]
+        candidates = [(spec.path, spec.borders, spec.template)]
     if spec.kept:
-        candidates.append((spec.kept, UNSAID))
-    for path, borders in candidates if len(made) == 1 else ():
+        candidates.append((spec.kept, UNSAID, None))
+    for path, borders, template in candidates if len(made) == 1 else ():
         content = hashlib.sha256(tokenizer_file(path).read_bytes()).hexdigest()
         if not next(iter(made)).startswith(content):
             continue
-        if (opened := Tokenizer.of(path, borders)).identity in made:
+        if (opened := Tokenizer.of(path, borders, template, spec.talks)).identity in made:
             return opened
     return None
 
@@ -168,7 +183,7 @@ def _other(mix: MixFile) -> str:
     spec = mix.tokenizer
     return (
         f"tokenizer {spec.path}: is not the one that the run was started with, or begins and ends documents "
-        f"otherwise: {Tokenizer.of(spec.path, spec.borders)}; name that one, or give another --run-dir"
+        f"otherwise: {spec.opened(spec.path)}; name that one, or give another --run-dir"
     )
 
 
@@ -176,7 +191,8 @@ def _tokenizer_path(mix: MixFile, folder: Path, corpora: dict[str, Corpus]) -> P
     """Returns where the named tokenizer is, or the one trained on these corpora will be."""
     spec = mix.tokenizer
     contents = [corpus.key for corpus in corpora.values()]
-    key = hash_of([spec.vocabulary, spec.train_bytes, mix.held_out, contents])[:16]
+    template = [spec.template] if spec.template else []
+    key = hash_of([spec.vocabulary, spec.train_bytes, mix.held_out, contents, *template])[:16]
     return spec.path or folder / f"tokenizer-{key}.json"
 
 
@@ -184,9 +200,10 @@ def _tokenizer(mix: MixFile, folder: Path, corpora: dict[str, Corpus], progress:
     """Returns the named tokenizer, or the one trained on these corpora."""
     path = _tokenizer_path(mix, folder, corpora)
     if not path.exists():
-        train(_training_texts(mix, corpora, progress), mix.tokenizer.vocabulary, path)
+        control = CONTROL if mix.tokenizer.template else ()
+        train(_training_texts(mix, corpora, progress), mix.tokenizer.vocabulary, path, control)
         progress.end()
-    return Tokenizer.of(path, mix.tokenizer.borders)
+    return mix.tokenizer.opened(path)
 
 
 def _training_texts(mix: MixFile, corpora: dict[str, Corpus], progress: Progress) -> Iterator[str]:
@@ -198,9 +215,10 @@ def _training_texts(mix: MixFile, corpora: dict[str, Corpus], progress: Progress
     progress.begin("tokenizer", sum(min(share, corpus.size) for corpus in corpora.values()))
     for corpus in corpora.values():
         size = 0
-        for item in corpus.items():
+        chat = corpus.recipe.records != "text"  # which cannot be rendered yet
+        for item in read(corpus.files, corpus.recipe) if chat else corpus.items():
             if isinstance(item, Document) and not held_out(item.origin, mix.held_out):
-                text = item.text.encode()[: share - size]
+                text = (words_of(item.text) if chat else item.text).encode()[: share - size]
                 size += len(text)
                 progress.advance(len(text))
                 yield text.decode(errors="ignore")

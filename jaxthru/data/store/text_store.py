@@ -4,12 +4,13 @@ A folder is laid out as a token store's, but for its data files. Of each shard k
 
     <split>-<k>.text       zlib streams ("frames"), one after the other
     <split>-<k>.frames     int64 [frames + 1], where each frame starts, and the end
-    <split>-<k>.stretches  int32 [chunks, 5]: frame, first byte within it, bytes, tokens, ends a document
+    <split>-<k>.stretches  int32 [chunks, 5]: frame, first byte within it, bytes, tokens, FINAL and MARKED
 
 A chunk is a document, or a part of a long one whose tokens are the same when it is tokenised alone: so a
 row from the middle of a book costs a page or two more and not the book. How many tokens each chunk becomes
 is known, so that rows are planned and packed as those of a token store are, and a run gets the same batches
-from either.
+from either. A document that a chat template wrote, or that says what of it is trained on, is one chunk: JSON,
+with its text as the template and a transform have made it. Its `targets` are kept as in a token store.
 """
 
 import json
@@ -20,6 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxthru.data.store import token_store as store
+from jaxthru.data.store.flat_file import REMEDY, map_array
+from jaxthru.data.store.marked import Marked, Spans
+from jaxthru.data.store.targets import Targets, read_targets, write_targets
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError
@@ -34,15 +38,41 @@ LONG_BYTES = 1 << 16
 DOCUMENT_TOKENS = 1 << 26
 """Tokens in a document, at most: it may be one chunk, and a token worker has memory for so many."""
 KIND = "text"
+FINAL, MARKED = 1, 2
+"""Bits of a chunk: it ends its document; its text is JSON, the values of a `StoredText`."""
 
 
 class Chunk(NamedTuple):
     """text: UTF-8. tokens: how many. final: whether it ends its document, with one token for that end; the
-    next one begins another."""
+    next one begins another. targets: what of its document is trained on, of one that is a `StoredText`; None
+    for text."""
 
     text: bytes
     tokens: int
     final: bool
+    targets: Targets | None = None
+
+
+class StoredText(NamedTuple):
+    """The text of a chunk, and, of a document that is one, what `record.Document` says of it."""
+
+    text: str
+    trained: Spans | None = None
+    literal: Spans = ()
+    rendered: bool = False
+
+    @classmethod
+    def of(cls, document: Marked) -> "StoredText":
+        return cls(document.text, document.trained, document.literal, document.rendered)
+
+    @property
+    def marked(self) -> bool:
+        """Whether it is more than text."""
+        return self.rendered or self.trained is not None
+
+    def chunk(self, tokens: int, targets: Targets) -> Chunk:
+        """Returns a whole document as a chunk of so many tokens."""
+        return Chunk(json.dumps(self, ensure_ascii=False).encode(), tokens, True, targets)
 
 
 def chunks(text: str, ids: np.ndarray, tokenizer: Tokenizer) -> list[Chunk]:
@@ -81,22 +111,25 @@ def write_shard(folder: Path, number: int, splits: dict[str, list[Chunk]], recor
     """Writes one shard and returns its record, which stands for the shard once it is on disk."""
     record = {**record, "splits": {}}
     for split, parts in splits.items():
-        frames, index = _compress(parts)
+        path, (frames, index) = f"{folder}/{split}-{number:05d}", _compress(parts)
         starts = np.concatenate([[0], np.cumsum([len(frame) for frame in frames])]).astype("<i8")
         for name, content in (
             ("text", b"".join(frames)),
             ("frames", starts.tobytes()),
             ("stretches", index.tobytes()),
         ):
-            write_atomically(folder / f"{split}-{number:05d}.{name}", content)
+            write_atomically(Path(f"{path}.{name}"), content)
+        ends = np.flatnonzero(index[:, 4] & FINAL)
+        lengths = np.diff(np.cumsum(index[:, 3], dtype=np.int64)[ends], prepend=0)
         record["splits"][split] = {
-            "documents": int(index[:, 4].sum()),
+            "documents": len(ends),
             "stretches": len(parts),
             "longest": int(index[:, 2].max(initial=0)),
             "tokens": int(index[:, 3].sum(dtype=np.int64)),
             "frames": len(frames),
             "frames_crc32": zlib.crc32(starts.tobytes()),
             "stretches_crc32": zlib.crc32(index.tobytes()),
+            **write_targets(path, lengths.tolist(), [parts[at].targets for at in ends.tolist()]),
         }
     write_atomically(folder / f"shard-{number:05d}.json", json.dumps(record).encode())
     return record
@@ -106,8 +139,9 @@ def _compress(parts: list[Chunk]) -> tuple[list[bytes], np.ndarray]:
     """Returns the frames, and the index of the chunks."""
     frames, waiting, size = [], [], 0
     index = np.zeros((len(parts), 5), "<i4")
-    for number, (text, tokens, final) in enumerate(parts):
-        index[number] = len(frames), size, len(text), tokens, final
+    for number, (text, tokens, final, targets) in enumerate(parts):
+        bits = FINAL * final + MARKED * (targets is not None)
+        index[number] = len(frames), size, len(text), tokens, bits
         waiting.append(text)
         size += len(text)
         if size >= FRAME_BYTES:
@@ -122,6 +156,7 @@ class TextSplit:
     """One split: chunks, numbered through all its shards, one after the other in one stream of tokens.
 
     ends: int64 [documents], where each document ends in the stream. chunk_ends: int64 [chunks].
+    targets: what of each document is trained on, None if all documents are in full.
     """
 
     def __init__(self, folder: Path, split: str, manifest: dict):
@@ -131,19 +166,20 @@ class TextSplit:
             record, path = shard["splits"][split], f"{folder}/{split}-{number:05d}"
             counted = (("frames", "<i8", record["frames"] + 1), ("stretches", "<i4", 5 * record["stretches"]))
             frames, index = (
-                store.map_array(f"{path}.{name}", dtype, count, record[f"{name}_crc32"])
+                map_array(f"{path}.{name}", dtype, count, record[f"{name}_crc32"])
                 for name, dtype, count in counted
             )
             self._paths.append(f"{path}.text")
-            self._text.append(store.map_array(f"{path}.text", "u1", int(frames[-1])))
+            self._text.append(map_array(f"{path}.text", "u1", int(frames[-1])))
             self._frames.append(frames)
             self._index.append(index.reshape(-1, 5))
         counts = [len(index) for index in self._index]
         self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         whole = np.concatenate([np.zeros((0, 5), np.int32), *self._index])
         self.chunk_ends = np.cumsum(whole[:, 3], dtype=np.int64)
-        self.ends = self.chunk_ends[whole[:, 4] == 1]
+        self.ends = self.chunk_ends[whole[:, 4] & FINAL > 0]
         self.tokens = int(self.ends[-1]) if len(self.ends) else 0
+        self.targets = read_targets(folder, split, manifest, self.ends)
 
     def lengths(self, chunk: np.ndarray) -> np.ndarray:
         """Returns int64 [n], how many tokens each of these chunks has."""
@@ -153,7 +189,7 @@ class TextSplit:
         """Returns int64 [n], where in the stream of tokens each of these chunks starts."""
         return np.where(chunk > 0, self.chunk_ends[chunk - 1], 0)
 
-    def texts(self, chunk: np.ndarray) -> list[tuple[str, bool, bool]]:
+    def texts(self, chunk: np.ndarray) -> list[tuple[StoredText, bool, bool]]:
         """Returns the texts of chunks (int64 [n]), and whether each begins and ends its document.
 
         Raises InputError that names a damaged frame.
@@ -162,11 +198,13 @@ class TextSplit:
         for number in chunk.tolist():
             shard = int(np.searchsorted(self._first, number, side="right")) - 1
             at = number - int(self._first[shard])
-            frame, start, size, _, final = self._index[shard][at].tolist()
-            begins = at == 0 or bool(self._index[shard][at - 1, 4])  # a document lies in one shard
+            frame, start, size, _, bits = self._index[shard][at].tolist()
+            begins = at == 0 or bool(self._index[shard][at - 1, 4] & FINAL)  # a document lies in one shard
             if (shard, frame) not in opened:
                 opened[shard, frame] = self._frame(shard, frame)
-            texts.append((opened[shard, frame][start : start + size].decode(), begins, bool(final)))
+            text = opened[shard, frame][start : start + size].decode()
+            stored = StoredText(*json.loads(text)) if bits & MARKED else StoredText(text)
+            texts.append((stored, begins, bool(bits & FINAL)))
         return texts
 
     def verify(self) -> None:
@@ -181,7 +219,7 @@ class TextSplit:
             return zlib.decompress(self._text[shard][first:end])  # zlib compares its own checksum
         except zlib.error as error:
             where = f"{self._paths[shard]}: frame {frame} (bytes {first} to {end - 1})"
-            raise InputError(f"{where} is damaged; {store.REMEDY}") from error
+            raise InputError(f"{where} is damaged; {REMEDY}") from error
 
 
 class TextStore(store.TokenStore):

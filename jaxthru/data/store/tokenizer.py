@@ -1,22 +1,32 @@
 """A tokenizer: trained on the training documents of a mix, or any Hugging Face tokenizer.json on disk."""
 
+import datetime
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 
+from jaxthru.data.sources.chat.sandbox import DAY, Failure
+from jaxthru.data.sources.chat.template import ChatTemplate
+from jaxthru.data.sources.record import Document, Place
+from jaxthru.data.store.marked import Encoded, Marked, MarkedEncoder, spellings
 from jaxthru.data.store.tokenizer_folder import (
     BORDERS,
     FILES,
+    TEMPLATE,
     TOKENIZER,
     UNSAID,
     Borders,
     read_borders,
+    read_object,
+    read_template,
+    template_variables,
     tokenizer_file,
 )
 from jaxthru.runtime.atomic import write_atomically
@@ -41,9 +51,18 @@ class Tokenizer:
         not what a tokenizer.json alone would have.
     """
 
-    def __init__(self, path: Path, borders: Borders = UNSAID, *, folder: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        borders: Borders = UNSAID,
+        *,
+        folder: bool = False,
+        template: str | None = None,
+        talks: bool = False,
+    ):
         """path: of the tokenizer.json. folder: whether what lies beside it belongs to it, and says what
-        `borders` does not. Raises InputError."""
+        `borders` does not. template: which chat template, see `tokenizer_folder.read_template`. talks:
+        whether there are conversations among the documents. Raises InputError."""
         # The library warns after a fork and then encodes on one core, unless the user has decided.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         try:
@@ -51,8 +70,8 @@ class Tokenizer:
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
         self.path, self.hash, self._folder = path, hashlib.sha256(content).hexdigest(), folder
-        self._content = content
-        self._tokenizer = self._made()
+        self._content, self._template, self._talks = content, template, talks
+        self._tokenizer = self._made(content)
         # A document that spells out a special token must not thereby end itself.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -75,14 +94,21 @@ class Tokenizer:
         self.dtype = np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
 
     @classmethod
-    def of(cls, path: Path | str, borders: Borders = UNSAID) -> "Tokenizer":
+    def of(
+        cls,
+        path: Path | str,
+        borders: Borders = UNSAID,
+        template: str | None = None,
+        talks: bool = False,
+    ) -> "Tokenizer":
         """Returns the tokenizer of a folder of published weights, of a run directory or of a tokenizer.json.
 
         borders: what counts before what a folder's files say; a tokenizer.json alone says no BOS, and the
-        first of END_OF_TEXT that it has. Raises InputError.
+        first of END_OF_TEXT that it has. template: the chat template that counts before the folder's.
+        talks: whether there are conversations among the documents. Raises InputError.
         """
         path = Path(path).expanduser()
-        return cls(tokenizer_file(path), borders, folder=path.is_dir())
+        return cls(tokenizer_file(path), borders, folder=path.is_dir(), template=template, talks=talks)
 
     def __repr__(self) -> str:
         bos = f"begin with {self.borders.bos!r} ({self.bos}) and " if self.borders.bos else ""
@@ -102,7 +128,36 @@ class Tokenizer:
         """`files`, and the one that says what documents begin and end with: what a run directory keeps, from
         which `Tokenizer.of` returns this tokenizer again, whatever a mix has said."""
         borders = {"bos": self.borders.bos or None, "end": self.borders.end}
-        return self.files | {BORDERS: (json.dumps(borders, ensure_ascii=False) + "\n").encode()}
+        if self._talks:
+            borders["turn_end"] = self.chat_template.turn_end
+        named = {TEMPLATE: self.chat_template.text.encode()} if self._template else {}
+        return self.files | named | {BORDERS: (json.dumps(borders, ensure_ascii=False) + "\n").encode()}
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The template of conversations. Raises InputError if there is none, or one that is none."""
+        folder = self.path.parent if self._folder else None
+        text, name = read_template(folder, self._template)
+        return ChatTemplate(text, name, template_variables(folder, self.borders), spellings(self._tokenizer))
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """The ids that end an answer: the end of text, and the end of a turn by the chat template. Raises
+        InputError if there is no template."""
+        return self._with_end(self.chat_template.turn_end)
+
+    @property
+    def learnt_stop(self) -> tuple[int, ...]:
+        """The ids that the documents end with: the end of text, and the end of a turn where there were
+        conversations among them."""
+        if self._talks:
+            return self.stop
+        kept = read_object(self.path.parent / BORDERS).get("turn_end") if self._folder else None
+        return self._with_end(kept if isinstance(kept, str) else None)
+
+    def _with_end(self, turn_end: str | None) -> tuple[int, ...]:
+        turn = self._tokenizer.token_to_id(turn_end or "")
+        return tuple(dict.fromkeys((self.end_of_text, *([] if turn is None else [turn]))))
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns the ids of each text as a document: the BOS token first if there is one, the end-of-text
@@ -113,6 +168,24 @@ class Tokenizer:
             raise InputError(f"{self.path}: cannot tokenise what the sources hold ({error})") from error
         begin = () if self.bos is None else (self.bos,)
         return [np.array([*begin, *encoding.ids, self.end_of_text], self.dtype) for encoding in encodings]
+
+    def encode_documents(self, documents: Sequence[Marked]) -> list[Encoded]:
+        """Returns the ids of each document, and which of them are targets that are trained on.
+
+        One that no template wrote becomes what `encode` returns. Of one that a template wrote nothing is
+        added, and control tokens are tokens, but for those in its `literal` spans. Of one with `trained`
+        spans a token is trained on that has a character of them; so is the end-of-text token where they reach
+        the text's end. Uses all cores. Raises InputError.
+        """
+        plain = [not document.rendered and document.trained is None for document in documents]
+        texts = [document.text for document, is_plain in zip(documents, plain, strict=True) if is_plain]
+        marked = [document for document, is_plain in zip(documents, plain, strict=True) if not is_plain]
+        of_texts = iter(self.encode(texts) if texts else ())
+        try:
+            of_marked = iter(self._marked.encode(marked) if marked else ())
+        except Exception as error:  # as above
+            raise InputError(f"{self.path}: cannot tokenise what the sources hold ({error})") from error
+        return [Encoded(next(of_texts), None) if is_plain else next(of_marked) for is_plain in plain]
 
     def part(self, ids: np.ndarray, begins: bool, ends: bool) -> np.ndarray:
         """Returns what `encode` has made of a part of a document, without the tokens of a border that it does
@@ -132,6 +205,25 @@ class Tokenizer:
             raise InputError(f"{self.path}: cannot tokenise the prompt ({error})") from error
         begin = [] if self.bos is None or ids[:1] == [self.bos] else [self.bos]
         return np.array([*begin, *ids], np.int32)
+
+    def encode_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        day: datetime.date = DAY,
+    ) -> np.ndarray:
+        """Returns the ids of a conversation as the chat template writes it, int32 [n], to where the assistant
+        is to begin. What its messages spell out is text. day: what the template takes for today.
+
+        Raises InputError where there is no template, or it refuses the conversation.
+        """
+        try:
+            rendered = self.chat_template.render(messages, tools, prompt=True, day=day)
+        except Failure as error:
+            raise InputError(f"chat template {self.chat_template.name}: {error}") from error
+        document = Document(rendered.text, "", Place("", ""), "", None, rendered.literal, True)
+        return self.encode_documents([document])[0].ids.astype(np.int32)
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Returns the text of some ids. skip_special: leave special tokens out, which else are shown.
@@ -171,9 +263,9 @@ class Tokenizer:
         )
         return ids[name]
 
-    def _made(self) -> tokenizers.Tokenizer:
+    def _made(self, content: bytes) -> tokenizers.Tokenizer:
         try:
-            made = tokenizers.Tokenizer.from_buffer(self._content)
+            made = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises no narrower class
             raise InputError(f"{self.path}: not a tokenizer.json ({error})") from error
         made.no_truncation()
@@ -183,20 +275,26 @@ class Tokenizer:
     @functools.cached_property
     def _prompts(self) -> tokenizers.Tokenizer:
         """Another one, for threads may encode documents: whether special tokens are read is a state of it."""
-        made = self._made()
+        made = self._made(self._content)
         made.encode_special_tokens = False
         return made
 
+    @functools.cached_property
+    def _marked(self) -> MarkedEncoder:
+        ends = {"bos": self.bos, "end": self.end_of_text}
+        return MarkedEncoder(self._made, self._content, **ends, dtype=self.dtype)
 
-def train(texts: Iterator[str], vocabulary: int, path: Path) -> None:
-    """Trains a byte-level BPE on `texts` and writes it to `path` in one piece."""
+
+def train(texts: Iterator[str], vocabulary: int, path: Path, control: Sequence[str] = ()) -> None:
+    """Trains a byte-level BPE on `texts` and writes it to `path` in one piece. control: special tokens beside
+    the end of text."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT[0]],
+        special_tokens=[END_OF_TEXT[0], *control],
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

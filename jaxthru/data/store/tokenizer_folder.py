@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 TOKENIZER = "tokenizer.json"
 FILES = (
@@ -19,6 +19,7 @@ FILES = (
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 """The files of a tokenizer, which belong together: whoever copies one copies all that are there."""
+TEMPLATE = "chat_template.jinja"
 BORDERS = "documents.json"
 """The file that says what a run's documents began and ended with; of `RUN/tokenizer`, and of no other
 folder. It counts before what the tokenizer's own files say, for a mix may have said otherwise."""
@@ -84,6 +85,64 @@ def _begins(tokenizer: tokenizers.Tokenizer) -> str:
     if found.ids and found.special_tokens_mask[0]:
         return tokenizer.id_to_token(found.ids[0])
     return ""
+
+
+SHIPPED = {"chatml": Path(__file__).parent.parent / "sources" / "chat" / "chatml.jinja"}
+"""Chat templates for models that come without one, by the names that a mix may give."""
+OWN, CONTROL = "chatml", ("<|im_start|>", "<|im_end|>")
+"""The template of a tokenizer that is trained for conversations, and its control tokens."""
+
+
+def read_template(folder: Path | None, wanted: str | None) -> tuple[str, str]:
+    """Returns the text of a chat template, and where it was found.
+
+    folder: of the tokenizer, None for a tokenizer.json alone. wanted: the path of a file, its name ending in
+    .jinja; the name of one of several that tokenizer_config.json holds; or of one of SHIPPED. None is that of
+    chat_template.jinja, or else the default of tokenizer_config.json. Raises InputError if there is none.
+    """
+    if wanted and wanted.endswith(".jinja"):
+        return _text(Path(wanted)), wanted
+    settings = folder / "tokenizer_config.json" if folder else None
+    found = read_object(settings).get("chat_template") if settings else None
+    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        named = {each.get("name"): each.get("template") for each in found}
+    else:
+        named = {"default": found}
+    named = {name: text for name, text in named.items() if isinstance(text, str)}
+    if wanted:
+        if wanted in named:
+            return named[wanted], f"{wanted!r} of {settings}"
+        known = (*named, *SHIPPED)
+        require(wanted in SHIPPED, lambda: f"chat_template = {wanted!r}{did_you_mean(wanted, known)}")
+        return _text(SHIPPED[wanted]), wanted
+    if folder and (folder / TEMPLATE).is_file():
+        return _text(folder / TEMPLATE), str(folder / TEMPLATE)
+    if "default" in named:
+        return named["default"], str(settings)
+    where = f"{folder}: holds no chat template" if folder else "a tokenizer.json alone has no chat template"
+    names = f"; it holds {', '.join(map(repr, named))}" if named else ""
+    own = f'[tokenizer] chat_template = "FILE.jinja", or one of {", ".join(map(repr, SHIPPED))}'
+    raise InputError(f"{where}{names}; name one in the mix: {own}")
+
+
+def template_variables(folder: Path | None, borders: Borders) -> dict[str, str]:
+    """Returns what a chat template may write beside the conversation: `bos_token`, `eos_token` and such.
+    borders: for those that the tokenizer's files do not name."""
+    found = {"bos_token": borders.bos, "eos_token": borders.end}
+    for file in ("special_tokens_map.json", "tokenizer_config.json") if folder else ():
+        tree = read_object(folder / file)
+        names = [
+            key for key, value in tree.items() if key.endswith("_token") and isinstance(value, str | dict)
+        ]
+        found |= {key: _name(folder / file, tree, key) for key in names}
+    return {key: text for key, text in found.items() if text}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"chat template {file}: cannot be read as text ({error})") from error
 
 
 KEYS = {"bos": ("bos_token", "bos_token_id"), "end": ("eos_token", "eos_token_id")}

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 from jaxthru.data.sources.corpus import Corpus
 from jaxthru.data.sources.documents import held_out
 from jaxthru.data.sources.record import Damage, Document
 from jaxthru.data.store import text_store
 from jaxthru.data.store import token_store as store
+from jaxthru.data.store.marked import Encoded
 from jaxthru.data.store.progress import Progress
-from jaxthru.data.store.text_store import Chunk, chunks
+from jaxthru.data.store.targets import Targets
+from jaxthru.data.store.text_store import Chunk, StoredText, chunks
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.cores import usable_cores
@@ -71,7 +71,7 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
     items = itertools.islice(corpus.items(), sum(record["read"] for record in records), None)
     encode = _encoder(corpus, tokenizer)
     shard = Shard()
-    for batch, encoded in _ahead(encode, _batches(items)):
+    for batch, encoded in _ahead(encode, _batches(items, corpus.recipe.options.unit)):
         for item, parts in zip(batch.items, encoded, strict=True):
             if isinstance(parts, Damage):
                 shard.damaged.append(parts)
@@ -104,6 +104,8 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
         "held_out": share,
         "shards": records,
     }
+    if corpus.recipe.options.unit > 1:
+        manifest["unit"] = corpus.recipe.options.unit
     if corpus.recipe.online:
         manifest["kind"] = text_store.KIND
     store.write_manifest(target, manifest)
@@ -119,6 +121,7 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
     longest = max((split.get("longest", 0) for split in splits), default=0)
     if longest > text_store.LONG_BYTES:  # of a token store nothing has this key
         why = "a document with a transform" if corpus.recipe.transform else "text without line ends to cut at"
+        why = why if corpus.recipe.records == "text" else "a conversation"
         progress.keep(
             f"source {corpus.name}: each row from {why} makes the tokens of all of it, up to "
             f"{longest / 1e6:.1f} MB; without `online` they are made once"
@@ -127,22 +130,42 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
 
 def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[list | Damage]]:
     """Returns what makes, of each item of a batch, what its split of the store holds, or damage."""
-    recipe = corpus.recipe
+    recipe, unit = corpus.recipe, corpus.recipe.options.unit
 
-    def stored(document: Document, ids: np.ndarray) -> list | Damage:
+    def stored(document: Document, encoded: Encoded) -> list | Damage:
+        ids, trained = encoded
         if len(ids) > text_store.DOCUMENT_TOKENS:  # also without `online`, which changes no document
             return document.place.damage(f"longer than {text_store.DOCUMENT_TOKENS:,} tokens")
+        marked = document.rendered or trained is not None
+        targets = Targets.of(len(ids), trained) if marked else None
         if not recipe.online:
-            return [ids]
-        if recipe.transform:  # which may look at the whole text
+            return [store.Entry(ids, targets, trained)]
+        if marked:
+            return [StoredText.of(document).chunk(len(ids), targets)]
+        # A transform may look at the whole text. What it has made of conversations is kept instead.
+        if recipe.transform and recipe.records == "text":
             return [Chunk(document.read.encode(), len(ids), True)]
         return chunks(document.text, ids, tokenizer)
 
     def encode(batch: Batch) -> list[list | Damage]:
-        encoded = iter(tokenizer.encode([item.text for item in batch.items if isinstance(item, Document)]))
-        return [item if isinstance(item, Damage) else stored(item, next(encoded)) for item in batch.items]
+        documents = [item for item in batch.items if isinstance(item, Document)]
+        made = list(map(stored, documents, tokenizer.encode_documents(documents)))
+        made = made if unit == 1 else list(_damaged_together(documents, made, unit))
+        rest = iter(made)
+        return [item if isinstance(item, Damage) else next(rest) for item in batch.items]
 
     return encode
+
+
+def _damaged_together(
+    documents: list[Document], made: list[list | Damage], unit: int
+) -> Iterator[list | Damage]:
+    """Yields what was made of documents, all of a unit damaged if one of them is."""
+    pairs = zip(documents, made, strict=True)
+    for together in itertools.batched(pairs, unit):
+        damage = next((each for _, each in together if isinstance(each, Damage)), None)
+        for document, each in together:
+            yield document.place.damage(damage.reason) if damage else each
 
 
 def _ahead(function: Callable[[Batch], list], batches: Iterable[Batch]) -> Iterator[tuple[Batch, list]]:
@@ -162,9 +185,11 @@ def _ahead(function: Callable[[Batch], list], batches: Iterable[Batch]) -> Itera
         pool.shutdown(cancel_futures=True)
 
 
-def _batches(items: Iterable[Document | Damage]) -> Iterator[Batch]:
-    """Cuts the items into batches, and these into shards; the very last one ends a shard and may be empty."""
-    batch, size, damaged = Batch(), 0, 0
+def _batches(items: Iterable[Document | Damage], unit: int) -> Iterator[Batch]:
+    """Cuts the items into batches, and these into shards; the very last one ends a shard and may be empty.
+
+    unit: documents that are not to be parted."""
+    batch, size, damaged, documents = Batch(), 0, 0, 0
     for item in items:
         batch.items.append(item)
         if isinstance(item, Damage):
@@ -172,6 +197,9 @@ def _batches(items: Iterable[Document | Damage]) -> Iterator[Batch]:
         else:
             batch.size += (length := len(item.read.encode()))
             size += length
+            documents += 1
+            if documents % unit:
+                continue
         batch.last = size >= SHARD_BYTES or damaged >= SHARD_DAMAGE
         if batch.last:
             size = damaged = 0

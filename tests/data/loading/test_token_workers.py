@@ -84,7 +84,7 @@ def test_a_long_document_is_cut_into_chunks_with_the_same_tokens(source):
     split = text_store.TextStore(folder).train
     assert (split.ends == ends).all() and split.tokens == len(stream)
     assert len(split.chunk_ends) > len(ends) + 3
-    longest = max(len(text.encode()) for text, _, _ in split.texts(np.arange(len(split.chunk_ends))))
+    longest = max(len(stored.text.encode()) for stored, _, _ in split.texts(np.arange(len(split.chunk_ends))))
     assert longest < 3 * text_store.CHUNK_BYTES
 
 

@@ -62,7 +62,7 @@ def test_prepared_stores_of_other_options_keep_their_keys(tmp_path):
 
 def test_each_key_is_part_of_a_store_s_key_or_said_not_to_be():
     assert {*UNTOUCHED} == {*ASIDE}
-    changed = CHOSEN | {"transform": Transform("x")}
+    changed = CHOSEN | {"transform": Transform("x"), "records": "pairs"}
     own = {field.name for field in dataclasses.fields(Recipe)}
     assert own == {*ASIDE, "format", "cap_bytes", "transform", "options"}
     tar = {field.name for field in dataclasses.fields(readers.options_of("tar"))}

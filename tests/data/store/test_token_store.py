@@ -16,7 +16,7 @@ from corpus import sides, write_corpus
 
 from jaxthru.data.loading.batch_builder import BatchBuilder
 from jaxthru.data.mixture.packing import pack
-from jaxthru.data.store import prepare, text_store, writer
+from jaxthru.data.store import flat_file, prepare, text_store, writer
 from jaxthru.data.store import token_store as store
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import open_stores
@@ -95,9 +95,9 @@ def test_damage_is_named(mix, tmp_path):
 
 
 def test_the_bad_block_of_many(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "BLOCK", 64)
+    monkeypatch.setattr(flat_file, "BLOCK", 64)
     ids = np.arange(1000, dtype="<u2")
-    record = store.write_shard(tmp_path, 0, {"train": [ids], "held_out": []}, {})
+    record = store.write_shard(tmp_path, 0, {"train": [store.Entry(ids)], "held_out": []}, {})
     store.write_manifest(tmp_path, {"dtype": "<u2", "shards": [record]})
     content = bytearray((tmp_path / "train-00000.tokens").read_bytes())
     content[64 * 7 + 3] ^= 255
@@ -127,12 +127,13 @@ def vast(tmp_path_factory):
     train = {
         "documents": 2,
         "tokens": each,
-        "tokens_crc32": [zlib.crc32(bytes(store.BLOCK))] * (2 * each // store.BLOCK),
+        "tokens_crc32": [zlib.crc32(bytes(flat_file.BLOCK))] * (2 * each // flat_file.BLOCK),
         "offsets_crc32": zlib.crc32(offsets),
     }
     records = [{"splits": {"train": train, "held_out": held_out}}] * shards
     last = [np.arange(1, size, dtype="<u2") for size in (40_000, 4, 5, 6, 7)]
-    records.append(store.write_shard(folder, shards, {"train": last, "held_out": []}, {}))
+    entries = [store.Entry(ids) for ids in last]
+    records.append(store.write_shard(folder, shards, {"train": entries, "held_out": []}, {}))
     store.write_manifest(folder, {"dtype": "<u2", "shards": records})
     return store.TokenStore(folder).train, last
 
@@ -333,9 +334,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(mix, tmp_path, 
 
 def test_a_store_of_many_shards_opens(tmp_path):
     """More than the usual limit lets open; past the last limit, one line."""
-    records = [
-        store.write_shard(tmp_path, n, {"train": [np.arange(3)], "held_out": []}, {}) for n in range(60)
-    ]
+    splits = {"train": [store.Entry(np.arange(3))], "held_out": []}
+    records = [store.write_shard(tmp_path, number, splits, {}) for number in range(60)]
     store.write_manifest(tmp_path, {"dtype": "int64", "shards": records})
     program = f"""if True:
         import pathlib, resource

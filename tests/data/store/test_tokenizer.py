@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 
 from jaxthru.data.loading.dataset import DataConfig, open_data, prepare_data
+from jaxthru.data.sources.record import Document, Place
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import open_stores
 from jaxthru.data.store.tokenizer import Tokenizer, train
@@ -113,6 +114,66 @@ def test_special_tokens_are_text_in_documents_and_tokens_in_prompts(tmp_path):
     assert tokenizer.encode_prompt("<|begin|>a").tolist() == tokenizer.encode_prompt("a").tolist()  # not two
     assert tokenizer.encode_prompt("").tolist() == [0]
     assert tokenizer.encode(["<|begin|>a</s>"])[0].tolist() == ids.tolist()
+
+
+def document(text: str, trained=None, literal=(), rendered=False) -> Document:
+    """The spans are given as the words that they cover."""
+
+    def spans(words):
+        return tuple((text.index(word), text.index(word) + len(word)) for word in words)
+
+    marked = {"trained": None if trained is None else spans(trained), "literal": spans(literal)}
+    return Document.of(text, Place("", ""))._replace(**marked, rendered=rendered)
+
+
+def shown(tokenizer: Tokenizer, encoded) -> list[str]:
+    """What is trained on, as text, a stretch at a time."""
+    starts = np.flatnonzero(np.diff(encoded.trained, prepend=False) & encoded.trained)
+    ends = np.flatnonzero(~np.append(encoded.trained, False))
+    return [tokenizer.decode(encoded.ids[start : ends[ends > start][0]]) for start in starts]
+
+
+def test_plain_documents_are_encoded_as_texts_are(tmp_path):
+    tokenizer = Tokenizer.of(write(tmp_path / "t", "<|begin|> $A"))
+    texts = ["the row</s>", "", "the token"]
+    encoded = tokenizer.encode_documents([document(text) for text in texts])
+    assert [each.ids.tolist() for each in encoded] == [ids.tolist() for ids in tokenizer.encode(texts)]
+    assert [each.trained for each in encoded] == [None] * 3
+
+
+def test_documents_say_what_they_are_trained_on(tmp_path):
+    tokenizer = Tokenizer.of(write(tmp_path / "t", "<|begin|> $A"))
+    documents = [
+        document("the row</s> is a token", ["row</s>", " token"]),
+        document("the row the store", ["the row"]),
+        document("no", []),
+        document("plain"),
+    ]
+    encoded = tokenizer.encode_documents(documents)
+    texts = [each.text for each in documents]
+    assert [each.ids.tolist() for each in encoded] == [ids.tolist() for ids in tokenizer.encode(texts)]
+    assert shown(tokenizer, encoded[0]) == [" row</s>", " token</s>"]  # typed, and its own end
+    assert shown(tokenizer, encoded[1]) == ["the row"] and encoded[1].trained.tolist()[:2] == [False, True]
+    assert not encoded[2].trained.any() and encoded[3].trained is None
+
+
+def test_a_templates_control_tokens_are_tokens_and_typed_ones_text(tmp_path):
+    """Exactly as the whole is tokenised: tokens that reach over the border of what was typed are the same."""
+    tokenizer = Tokenizer.of(write(tmp_path / "t", "<|begin|> $A"))
+    text = "<|begin|>the row<|end|><|begin|>ä the <|end|> token<|end|>\n"
+    plain = document(text, ["ä the <|end|> token<|end|>"], rendered=True)
+    typed = plain._replace(literal=((text.index(" <|end|> ") + 1, text.index(" token<")),))
+    first, second = tokenizer.encode_documents([plain, typed])
+    assert (first.ids < 3).sum() == 5 and (second.ids < 3).sum() == 4
+    assert first.ids.dtype == second.ids.dtype == tokenizer.dtype
+    assert tokenizer.decode(first.ids) == tokenizer.decode(second.ids) == text
+    assert shown(tokenizer, first) == shown(tokenizer, second) == ["ä the <|end|> token<|end|>"]
+    assert second.ids.tolist() == tokenizer.encode_documents([typed])[0].ids.tolist()
+    middle = tokenizer.encode(["ä the <|end|> token"])[0][1:-1].tolist()
+    assert str(middle)[1:-1] in str(second.ids.tolist())
+    assert (
+        tokenizer.encode_documents([plain._replace(trained=None), typed._replace(trained=None)])[1][1] is None
+    )
 
 
 def test_a_stream_is_whole_characters_and_all_of_the_text(tmp_path):

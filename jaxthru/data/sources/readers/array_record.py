@@ -10,9 +10,10 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from jaxthru.data.sources import record
+from jaxthru.data.sources import keyed
 from jaxthru.data.sources.files import File
-from jaxthru.data.sources.record import HARMLESS, Damage, Document, Place, from_bytes, from_json, over_long
+from jaxthru.data.sources.keyed import from_json
+from jaxthru.data.sources.record import HARMLESS, Damage, Document, Place, from_bytes, over_long
 from jaxthru.data.sources.streams import optional
 
 RECORDS = 32
@@ -25,10 +26,8 @@ OF_RECORDS = b"rt"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(record.Options):
+class Options(keyed.Options):
     """text_key: the key of each record, a JSON object, that holds the text; "" if the record is the text."""
-
-    text_key: str = "text"
 
 
 def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
@@ -37,7 +36,7 @@ def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
     The format has a checksum for each group of records: what fails is what is lost. A file that is cut off
     has lost its index, and so everything.
     """
-    text_key, most = options.text_key, options.max_record_bytes
+    most = options.max_record_bytes
     for file in files:
         # It comes with Grain where it is made at all, so no extra has it.
         module = optional("array_record.python.array_record_module", file.path, "array-record")
@@ -53,8 +52,8 @@ def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
                     yield place.damage(content)
                 elif content is None or len(content) > most:
                     yield place.damage(over_long(most))
-                elif text_key:
-                    yield from_json(content, place, text_key)
+                elif options.text_key or options.records != "text":
+                    yield from_json(content, place, options)
                 else:
                     yield from_bytes(content, place)
         reader.close()

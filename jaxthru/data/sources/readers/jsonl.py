@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from jaxthru.data.sources.files import File
-from jaxthru.data.sources.record import Damage, Document, Place, from_json, over_long
-from jaxthru.data.sources.record import KeyedOptions as Options
+from jaxthru.data.sources.keyed import KeyedOptions as Options
+from jaxthru.data.sources.keyed import from_json
+from jaxthru.data.sources.record import Damage, Document, Place, over_long
 from jaxthru.data.sources.streams import READ_ERRORS, cannot_be_read, opened
 
 
@@ -20,7 +21,7 @@ def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
                     if line is None:
                         yield place.damage(over_long(options.max_record_bytes))
                     elif line.strip():
-                        yield from_json(line, place, options.text_key)
+                        yield from_json(line, place, options)
         except READ_ERRORS as error:
             yield Place(path, f"after line {number}").damage(cannot_be_read(error))
 

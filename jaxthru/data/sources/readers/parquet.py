@@ -4,9 +4,10 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+from jaxthru.data.sources.chat.records import KEYS, from_record
 from jaxthru.data.sources.files import File
+from jaxthru.data.sources.keyed import KeyedOptions as Options
 from jaxthru.data.sources.record import HARMLESS, KEYS_SHOWN, Damage, Document, Place, from_value, over_long
-from jaxthru.data.sources.record import KeyedOptions as Options
 from jaxthru.data.sources.streams import optional
 
 ROWS = 16
@@ -28,17 +29,59 @@ def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
         whole = Place(str(file.path), "whole file")
         try:
             with parquet.ParquetFile(file.path, page_checksum_verification=True) as table:
-                if text_key not in table.schema_arrow.names:
-                    names = ", ".join(map(repr, table.schema_arrow.names[:KEYS_SHOWN]))
-                    yield whole.damage(f"no column {text_key!r}; it has {names}")
+                names = table.schema_arrow.names
+                wanted = (text_key,) if options.records == "text" else KEYS[options.records]
+                columns = [name for name in wanted if name in names]
+                if not columns:
+                    said = " or ".join(map(repr, wanted))
+                    yield whole.damage(f"no column {said}; it has {', '.join(map(repr, names[:KEYS_SHOWN]))}")
                     continue
                 row = 0
                 for group in range(table.num_row_groups):
                     rows = range(row, row + table.metadata.row_group(group).num_rows)
-                    yield from _group(table, group, rows, file, text_key, options.max_record_bytes)
+                    if options.records == "text":
+                        yield from _group(table, group, rows, file, text_key, options.max_record_bytes)
+                    else:
+                        yield from _records(table, group, rows, file, columns, options)
                     row = rows.stop
         except (pyarrow.ArrowException, OSError) as error:
             yield whole.damage(_reason(error))
+
+
+def _records(
+    table, group: int, rows: range, file: File, columns: list[str], options: Options
+) -> Iterator[Document | Damage]:
+    """Yields the conversation, or pair, of each row of a row group."""
+    row, path, most = rows.start, str(file.path), options.max_record_bytes
+    metadata = table.metadata.row_group(group)
+    parts = (metadata.column(number) for number in range(metadata.num_columns))
+    size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in columns)
+    if size > len(rows) * (most + HEADERS * len(columns)) and (len(rows) == 1 or size > HARMLESS):
+        yield from (Damage(path, f"row {number}", over_long(most)) for number in rows)
+        return
+    pyarrow = optional("pyarrow", file.path)
+    try:
+        for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=columns):
+            for at in range(len(batch)):
+                place = Place(path, f"row {row}")
+                if batch.slice(at, 1).nbytes > most:
+                    yield place.damage(over_long(most))
+                else:
+                    yield _record(batch, at, place, options)
+                row += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        for lost in range(row, rows.stop):
+            yield Damage(path, f"row {lost}", _reason(error))
+
+
+def _record(batch, at: int, place: Place, options: Options) -> Document | Damage:
+    try:
+        values = {name: column[at].as_py() for name, column in zip(batch.schema.names, batch, strict=True)}
+    except UnicodeDecodeError:
+        return place.damage("not UTF-8")
+    except (ValueError, OverflowError):  # a time that Python's own cannot hold
+        return place.damage("holds a value that is no text")
+    return from_record(values, place, options.records)
 
 
 def _group(

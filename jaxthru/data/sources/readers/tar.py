@@ -10,9 +10,10 @@ import tarfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-from jaxthru.data.sources import record
+from jaxthru.data.sources import keyed
 from jaxthru.data.sources.files import File
-from jaxthru.data.sources.record import Damage, Document, Place, from_bytes, from_json, over_long
+from jaxthru.data.sources.keyed import from_json
+from jaxthru.data.sources.record import Damage, Document, Place, from_bytes, over_long
 from jaxthru.data.sources.streams import READ_ERRORS, cannot_be_read, opened
 
 HEADER_BYTES = 1 << 20
@@ -20,17 +21,18 @@ HEADER_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(record.Options):
+class Options(keyed.Options):
     """extension: of the member of a sample that holds the text (JSON if it ends in `json`); "" is `txt`, or
-    else `json`. text_key: the key of such a JSON object that holds the text."""
+    else `json`; of records that are no text, `json`. text_key: the key of such a JSON object that holds the
+    text."""
 
     extension: str = ""
-    text_key: str = "text"
 
 
 def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
     """Yields the text of each sample: of its member with this `extension`; if "", `txt` or `json`."""
-    wanted = (options.extension.removeprefix("."),) if options.extension else ("txt", "json")
+    usual = ("txt", "json") if options.records == "text" else ("json",)
+    wanted = (options.extension.removeprefix("."),) if options.extension else usual
     for file in files:
         path, end, sample = str(file.path), 0, None
         try:
@@ -99,8 +101,8 @@ class _Sample:
         for extension in self.wanted:
             if extension in self.contents:
                 content = self.contents[extension]
-                if extension.endswith("json"):
-                    return from_json(content, self.place, self.options.text_key)
+                if extension.endswith("json") or self.options.records != "text":
+                    return from_json(content, self.place, self.options)
                 return from_bytes(content, self.place)
         return self.place.damage(f"no member .{' or .'.join(self.wanted)}")
 
