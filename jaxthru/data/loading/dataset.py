@@ -143,7 +143,8 @@ class Data(contextlib.AbstractContextManager):
         self.vocabulary = self.tokenizer.text_vocabulary
         online = tuple(name for name, opened in prepared.stores.items() if isinstance(opened, TextStore))
         processes = config.loaders or max(usable_cores() // 2, 1)
-        transforms = {name: prepared.mix.recipes[name].transform for name in online}
+        recipes = {name: prepared.mix.recipes[name] for name in online}
+        transforms = {name: each.transform for name, each in recipes.items() if each.records == "text"}
         made = self.tokenizer.path, transforms, self.tokenizer.borders
         self.workers = TokenWorkers(processes, online, *made) if online else None
         if self.workers:

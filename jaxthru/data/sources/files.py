@@ -99,6 +99,9 @@ def _why_none(recipe: Recipe, paths: dict[str, str], taken: int) -> str:
         return f"all its {taken} files have been taken by sources of the same format before it: take one out"
     if folders := [path for path in paths if Path(path).is_dir()]:
         return f"no files found: {folders[0]} is a folder; give a glob, {folders[0]}/**"
+    missing = [name for name in recipe.packages if not _package(name)]
+    if missing and not paths:
+        return f"needs a package that is not installed: python -m pip install {' '.join(missing)}"
     left = f": {len(paths)} match; suffixes, exclude and max_file_bytes leave none" if paths else ""
     return f"no files found in {', '.join(recipe.paths) or 'the installed packages'}{left}"
 

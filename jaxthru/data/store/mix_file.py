@@ -9,7 +9,7 @@ from jaxthru.data.mixture.configuration import MIXTURE_KEYS, SHARE_KEYS, Mixture
 from jaxthru.data.sources.recipes import REPOSITORY, Recipe, read_recipe
 from jaxthru.data.sources.toml_file import check_keys, home, read_toml, typed
 from jaxthru.data.store.tokenizer import Tokenizer
-from jaxthru.data.store.tokenizer_folder import TOKENIZER, UNSAID, Borders
+from jaxthru.data.store.tokenizer_folder import OWN, TOKENIZER, UNSAID, Borders
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 
 NAME = re.compile(r"[^/\x00-\x1f\x7f]{1,100}")
@@ -23,7 +23,8 @@ class TokenizerSpec:
     path: a tokenizer.json, or a folder of published weights that holds one; None trains one of `vocabulary`
         tokens on at most `train_bytes` of training documents.
     borders: what documents begin and end with, before what the folder says. template: the chat template,
-        before the folder's: see `tokenizer_folder.read_template`. talks: whether a source has conversations.
+        before the folder's: see `tokenizer_folder.read_template`. One that is trained where there are
+        conversations has OWN, and its control tokens. talks: whether a source has conversations.
     kept: where the run that goes on keeps the tokenizer it began with, which is taken if it is the one that
         the stores were made with and is to be had nowhere else.
     """
@@ -80,20 +81,15 @@ def load_mix(mix: str, tokenizer: str | None = None, kept: Path | None = None) -
     require(held_out < 1, f"{path}: held_out = {held_out}: must be below 1")
     mixture = {key: tree[key] for key in MIXTURE_KEYS if key in tree}
     spec = _tokenizer(path, tree.get("tokenizer", {}), tokenizer, kept)
-    chat = next((name for name, recipe in recipes.items() if recipe.records != "text"), None)
-    require(
-        spec.path is not None or chat is None,
-        lambda: (
-            f"{path}: sources.{chat}.records = {recipes[chat].records!r}: needs a tokenizer that has a chat "
-            "template: give tokenizer = FOLDER, of published weights, or data.tokenizer"
-        ),
-    )
+    talks = any(recipe.records != "text" for recipe in recipes.values())
+    if spec.path is None and talks:
+        spec = dataclasses.replace(spec, template=OWN)  # whose control tokens it can be given
     return MixFile(
         path=path,
         description=str(tree.get("description", "")),
         recipes=recipes,
         mixture=Mixture.from_tree({**mixture, "sources": shares}, f"{path}: ").normalised(),
-        tokenizer=dataclasses.replace(spec, talks=chat is not None),
+        tokenizer=dataclasses.replace(spec, talks=talks),
         held_out=held_out,
     )
 
@@ -138,7 +134,13 @@ def _tokenizer(path: Path, value: Any, instead: str | None, kept: Path | None) -
         file = path.parent / home(f"{path}: tokenizer.path", keys["path"])
         said = f"{path}: tokenizer = {keys['path']!r}"
         return _named(file, said, borders, template, kept)
-    alone = next((key for key in ("bos", "end", "chat_template") if key in keys), None)
+    template = keys.pop("chat_template", OWN)
+    require(
+        template == OWN,
+        f"{path}: tokenizer.chat_template = {template!r}: needs tokenizer.path, a tokenizer that has its "
+        f"control tokens; one to be trained has those of {OWN!r}",
+    )
+    alone = next((key for key in ("bos", "end") if key in keys), None)
     require(
         alone is None, f"{path}: tokenizer.{alone} needs tokenizer.path, a tokenizer that has such tokens"
     )

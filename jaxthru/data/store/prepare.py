@@ -5,9 +5,10 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from jaxthru.data.sources.chat.records import words_of
 from jaxthru.data.sources.chat.render import renderer
 from jaxthru.data.sources.corpus import Corpus, hash_of
-from jaxthru.data.sources.documents import held_out
+from jaxthru.data.sources.documents import held_out, read
 from jaxthru.data.sources.files import HashCache, collect
 from jaxthru.data.sources.record import Document
 from jaxthru.data.store import token_store as store
@@ -17,7 +18,7 @@ from jaxthru.data.store.mix_file import MixFile
 from jaxthru.data.store.progress import Progress
 from jaxthru.data.store.text_store import TextStore
 from jaxthru.data.store.tokenizer import Tokenizer, train
-from jaxthru.data.store.tokenizer_folder import UNSAID, tokenizer_file
+from jaxthru.data.store.tokenizer_folder import CONTROL, UNSAID, tokenizer_file
 from jaxthru.runtime.atomic import remove_partials
 from jaxthru.runtime.errors import InputError, require
 
@@ -163,7 +164,7 @@ def _kept_tokenizer(mix: MixFile, folder: Path, made: set[str]) -> Tokenizer | N
     """Returns the one tokenizer that stores were made with, if it is still there. made: its identity, as each
     of them says."""
     spec = mix.tokenizer
-    candidates = [(path, UNSAID, None) for path in sorted(folder.glob("tokenizer-*.json"))]
+    candidates = [(path, UNSAID, spec.template) for path in sorted(folder.glob("tokenizer-*.json"))]
     if spec.path:
         candidates = [(spec.path, spec.borders, spec.template)]
     if spec.kept:
@@ -190,7 +191,8 @@ def _tokenizer_path(mix: MixFile, folder: Path, corpora: dict[str, Corpus]) -> P
     """Returns where the named tokenizer is, or the one trained on these corpora will be."""
     spec = mix.tokenizer
     contents = [corpus.key for corpus in corpora.values()]
-    key = hash_of([spec.vocabulary, spec.train_bytes, mix.held_out, contents])[:16]
+    template = [spec.template] if spec.template else []
+    key = hash_of([spec.vocabulary, spec.train_bytes, mix.held_out, contents, *template])[:16]
     return spec.path or folder / f"tokenizer-{key}.json"
 
 
@@ -198,7 +200,8 @@ def _tokenizer(mix: MixFile, folder: Path, corpora: dict[str, Corpus], progress:
     """Returns the named tokenizer, or the one trained on these corpora."""
     path = _tokenizer_path(mix, folder, corpora)
     if not path.exists():
-        train(_training_texts(mix, corpora, progress), mix.tokenizer.vocabulary, path)
+        control = CONTROL if mix.tokenizer.template else ()
+        train(_training_texts(mix, corpora, progress), mix.tokenizer.vocabulary, path, control)
         progress.end()
     return mix.tokenizer.opened(path)
 
@@ -212,9 +215,10 @@ def _training_texts(mix: MixFile, corpora: dict[str, Corpus], progress: Progress
     progress.begin("tokenizer", sum(min(share, corpus.size) for corpus in corpora.values()))
     for corpus in corpora.values():
         size = 0
-        for item in corpus.items():
+        chat = corpus.recipe.records != "text"  # which cannot be rendered yet
+        for item in read(corpus.files, corpus.recipe) if chat else corpus.items():
             if isinstance(item, Document) and not held_out(item.origin, mix.held_out):
-                text = item.text.encode()[: share - size]
+                text = (words_of(item.text) if chat else item.text).encode()[: share - size]
                 size += len(text)
                 progress.advance(len(text))
                 yield text.decode(errors="ignore")

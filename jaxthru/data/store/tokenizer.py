@@ -285,15 +285,16 @@ class Tokenizer:
         return MarkedEncoder(self._made, self._content, **ends, dtype=self.dtype)
 
 
-def train(texts: Iterator[str], vocabulary: int, path: Path) -> None:
-    """Trains a byte-level BPE on `texts` and writes it to `path` in one piece."""
+def train(texts: Iterator[str], vocabulary: int, path: Path, control: Sequence[str] = ()) -> None:
+    """Trains a byte-level BPE on `texts` and writes it to `path` in one piece. control: special tokens beside
+    the end of text."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT[0]],
+        special_tokens=[END_OF_TEXT[0], *control],
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -89,6 +89,8 @@ def _begins(tokenizer: tokenizers.Tokenizer) -> str:
 
 SHIPPED = {"chatml": Path(__file__).parent.parent / "sources" / "chat" / "chatml.jinja"}
 """Chat templates for models that come without one, by the names that a mix may give."""
+OWN, CONTROL = "chatml", ("<|im_start|>", "<|im_end|>")
+"""The template of a tokenizer that is trained for conversations, and its control tokens."""
 
 
 def read_template(folder: Path | None, wanted: str | None) -> tuple[str, str]:

@@ -121,6 +121,7 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
     longest = max((split.get("longest", 0) for split in splits), default=0)
     if longest > text_store.LONG_BYTES:  # of a token store nothing has this key
         why = "a document with a transform" if corpus.recipe.transform else "text without line ends to cut at"
+        why = why if corpus.recipe.records == "text" else "a conversation"
         progress.keep(
             f"source {corpus.name}: each row from {why} makes the tokens of all of it, up to "
             f"{longest / 1e6:.1f} MB; without `online` they are made once"
@@ -141,7 +142,8 @@ def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[lis
             return [store.Entry(ids, targets, trained)]
         if marked:
             return [StoredText.of(document).chunk(len(ids), targets)]
-        if recipe.transform:  # which may look at the whole text
+        # A transform may look at the whole text. What it has made of conversations is kept instead.
+        if recipe.transform and recipe.records == "text":
             return [Chunk(document.read.encode(), len(ids), True)]
         return chunks(document.text, ids, tokenizer)
 

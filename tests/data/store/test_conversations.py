@@ -136,12 +136,6 @@ def test_what_is_left_out_is_counted(tmp_path, capsys):
             {},
             "source chats: all of its 1 conversations are without any",
         ),
-        (
-            [{"messages": HELLO}],
-            "{}",
-            {},
-            "sources.chats.records = 'conversations': needs a tokenizer that has",
-        ),
         ([{"messages": 5}], '"model"', {}, "1 of 1 records damaged.*line 1: no messages under 'messages'"),
         (
             [{"messages": HELLO}],

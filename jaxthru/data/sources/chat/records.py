@@ -12,7 +12,7 @@ Formats: https://huggingface.co/docs/trl/dataset_formats; ShareGPT's `conversati
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from jaxthru.data.sources.record import KEYS_SHOWN, Damage, Document, Place, from_value
@@ -60,6 +60,22 @@ def from_canonical(text: str, kind: Records) -> dict[str, Any]:
     if kind == "conversations":
         return _conversation(record)
     return {side: _conversation(_side(record, side)) for side in ("chosen", "rejected")}
+
+
+def words_of(text: str) -> str:
+    """Returns what is said in such a JSON text, as a tokenizer is trained on: words, and no JSON."""
+
+    def words(value: Any) -> Iterator[str]:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(each, dict | list):
+                yield from words(each)
+            elif isinstance(each, str) and key not in ("role", "type", "id"):
+                yield each
+
+    try:
+        return "\n".join(words(json.loads(text)))
+    except (ValueError, AttributeError, TypeError):  # a transform has made something else of it
+        return text
 
 
 def said_by_assistant(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:

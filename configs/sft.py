@@ -1,0 +1,23 @@
+"""Supervised fine-tuning on conversations: `--set model.pretrained=FOLDER`, `--set data.mix=MIX` of yours.
+
+The mix here needs `python -m pip install chitchat-dataset`. Without a folder a small model starts afresh.
+"""
+
+from jaxthru.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+
+def config() -> RunConfig:
+    return RunConfig(
+        train=TrainConfig(steps=200, rows=8),
+        data=DataConfig(mix="chitchat", sequence=2048),
+        optim=OptimConfig(learning_rate=2e-5, warmup_ratio=0.03, weight_decay=0.0),
+        checkpoint=CheckpointConfig(every=100),
+        evaluate=EvaluateConfig(every=50, rows=32),
+    )

