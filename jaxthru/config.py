@@ -12,13 +12,14 @@ from jaxthru import config_file, moved
 from jaxthru.data.loading.dataset import DataConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import TrainConfig
-from jaxthru.huggingface import pretrained
+from jaxthru.huggingface import adapter, pretrained
 from jaxthru.models import family, gemma  # noqa: F401 - for configuration files
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.kernels import KernelsConfig
 from jaxthru.models.layers import PrecisionConfig
 from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.llama import RopeScaling as RopeScaling
+from jaxthru.models.lora import LoraConfig
 from jaxthru.models.remat import RematConfig
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.profile.collect.trace import ProfileConfig
@@ -54,6 +55,7 @@ class RunConfig:
     profile: which steps are profiled.
     kernels: which implementation of each operation runs.
     cost: what a device costs, in dollars, and in watts beside its own.
+    lora: adapters that are trained in the model's place.
     """
 
     name = "run"  # of the file that `load` read, for run directories: no key, and of no other configuration
@@ -73,11 +75,14 @@ class RunConfig:
     profile: ProfileConfig = ProfileConfig()
     kernels: KernelsConfig = KernelsConfig()
     cost: CostConfig = CostConfig()
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self):
         plain.check_groups(self)
         _take_old_keys(self)
         _take_shape(self)
+        if self.lora.adapter:
+            object.__setattr__(self, "lora", adapter.taken(self.lora))
         sequence, longest = self.data.sequence, self.model.longest
         said = f"data.sequence = {sequence}: longer than model.max_sequence = {longest}"
         require(longest is None or sequence <= longest, said)

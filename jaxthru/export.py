@@ -20,6 +20,11 @@ def parse_arguments(argv: list[str] | None = None, prog: str = PROG) -> argparse
     add("--step", type=int, metavar="N", help="which checkpoint; default: the newest")
     own = "default: that of the weights the run started from, or what it kept"
     add("--dtype", choices=DTYPES, help=own)
+    form = parser.add_mutually_exclusive_group()
+    alone = "of a run of adapters: these alone, in PEFT's form"
+    form.add_argument("--adapter", action="store_true", default=None, help=alone)
+    merged = "of a run of adapters: the base's weights with them in it"
+    form.add_argument("--merged", action="store_false", dest="adapter", default=None, help=merged)
     command_line.add_overrides(parser)
     return parser.parse_args(argv)
 
@@ -28,7 +33,7 @@ def main(argv: list[str] | None = None, prog: str = PROG) -> int:
     """Runs the command; returns its exit code, 2 for bad input."""
     arguments = parse_arguments(argv, prog)
     command_line.log_to_stderr()
-    options = {"step": arguments.step, "dtype": arguments.dtype, "overrides": arguments.overrides}
+    options = {name: getattr(arguments, name) for name in ("step", "dtype", "adapter", "overrides")}
     return exit_code(lambda: print(export_weights(arguments.run, arguments.folder, **options)))
 
 

@@ -88,7 +88,7 @@ MODULES = {
     "profile.windows": "profile.account.timeline",
     "training.account": "training.step_timer",
     "training.layered": "engine.dispatched",
-    "training.loss": "engine.objective",
+    "training.loss": "engine.objectives.objective",
     "training.offload": "engine.offload",
     "training.parts": "engine.step engine.programs training.state runtime.sharding",
     "training.programs": "engine.programs",

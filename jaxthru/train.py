@@ -9,19 +9,24 @@ from typing import NoReturn
 
 from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
+from jaxthru.build.checks import check_objective
 from jaxthru.build.compiled import Build, compile_step, fit_here, published_weights
+from jaxthru.build.reference_model import reference_model
+from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data, prepare_data
 from jaxthru.data.loading.preview import opening
 from jaxthru.data.loading.state import DataState
+from jaxthru.data.store.mix_file import load_mix
 from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
-from jaxthru.models import facts
 from jaxthru.optim.schedule_change import Plan, schedule_change
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
 from jaxthru.runtime import allocator, command_line, distributed, xla
 from jaxthru.runtime.errors import exit_code, leave, require
+from jaxthru.runtime.garbage import heap_frozen
+from jaxthru.training.base_files import BaseFiles
 from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.record import open_record
@@ -39,13 +44,14 @@ def train(
 ) -> State:
     """Runs the loop from the newest checkpoint, or from the start; returns the last state."""
     config, data, train = built.config, built.data, built.config.train
-    state, data_state = restore_or_start(built, checkpointer)
+    state, data_state = restore_or_start(built, directory, checkpointer)
     times.note("state")
     start = data_state.step
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     directory.cut(start)
     evaluation = built.evaluation()
     with (
+        heap_frozen(),
         open_record(config.metrics, directory, start, times, Stalls()) as record,
         built.batches(data_state) as batches,
         open_progress(steps, start) as progress,
@@ -53,7 +59,7 @@ def train(
         distributed.StopSignal() as stop,
     ):
         timer = built.step_timer(int(state["skipped"]), started, record, progress, watchdog)
-        model = facts.facts(config.model, config.precision.compute)
+        model = facts_of(config)
         step_of = built.compiled, built.recompile, start, steps
         profile = open_profile(config.profile, directory.profile, *step_of, present, model, progress.wait)
 
@@ -66,7 +72,9 @@ def train(
 
         def save(step: int) -> None:
             with timer.saving(), profile.span("checkpoint"):
-                checkpointer.save(step, state, dataclasses.replace(data_state, step=step).to_json())
+                checkpointer.save(
+                    step, built.saved_part(state), dataclasses.replace(data_state, step=step).to_json()
+                )
 
         if start == 0 and evaluation.due(0, last=False):
             evaluate(0)
@@ -106,14 +114,28 @@ def train(
     return state
 
 
-def restore_or_start(built: Build, checkpointer: Checkpointer) -> tuple[State, DataState]:
-    """Returns the newest checkpoint's state and data state, or those before the first update."""
-    data, restored = built.data, checkpointer.restore(built.abstract)
+def restore_or_start(
+    built: Build, directory: RunDirectory, checkpointer: Checkpointer
+) -> tuple[State, DataState]:
+    """Returns the newest checkpoint's state and data state, or those before the first update; what the
+    objective asks of its reference model comes with the data from here on."""
+    data, restored = built.data, checkpointer.restore(built.saved_part(built.abstract))
     if restored is None:
-        return built.first_state(), DataState.first(data.mixture, data.keys)
-    step, state, saved = restored
-    log.info("resumed from step %d", step)
-    return state, DataState.from_json(saved).resumed(step, data.mixture, data.keys)
+        state, data_state = built.first_state(), DataState.first(data.mixture, data.keys)
+        reference = reference_model(built, directory, data_state)
+        reference.ask(state["params"])
+    else:
+        step, state, saved = restored
+        log.info("resumed from step %d", step)
+        data_state = DataState.from_json(saved).resumed(step, data.mixture, data.keys)
+        reference = reference_model(built, directory, data_state)
+        if reference.missing:  # of steps that the run was not to have before
+            del restored, state  # there is room for one
+            reference.ask_first_state()
+            _, state, _ = checkpointer.restore(built.saved_part(built.abstract))
+        state = built.restored(state)
+    reference.feed()
+    return state, data_state
 
 
 def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:
@@ -175,10 +197,12 @@ def run(
     begun_with, chosen = recorded(directory)
     config = choices.resolve(config, begun_with, chosen)
     layout, searched = fit_here(config)
-    weights = published_weights(config) if newest is None else None
+    weights = published_weights(config) if newest is None or config.lora.on else None
     log.info("preparing data: mix %s ...", config.data.mix)
     begun = newest_data_state(directory.checkpoints).get("keys") if directory else None
     kept = directory.tokenizer if directory else None
+    recipes = load_mix(config.data.mix, config.data.tokenizer, kept).recipes
+    check_objective(config, {name: recipe.options.unit for name, recipe in recipes.items()})
     keys = distributed.from_first(lambda: prepare_data(config.data, begun, kept))
     data = open_data(config.data, prepare=False, begun=keys, kept=kept)
     for line in (*data.account, *opening(data)):
@@ -187,9 +211,10 @@ def run(
     autotuned = directory.autotune if config.train.deterministic else None
     times.note("data")
     how = {"asked": asked, "fresh": newest is None, "checked": True, "searched": searched}
+    base = BaseFiles(weights.folder, directory.base) if config.lora.on and weights else None
     built = compile_step(config, layout, data, autotuned, weights, **how)
     times.note("compile")
-    saved = directory.checkpoints, config.checkpoint, in_place(built.abstract)
+    saved = directory.checkpoints, config.checkpoint, in_place(built.saved_part(built.abstract))
     # Only who holds the lock may clear away what looks like the rest of a killed save.
     with data, directory.locked(), Checkpointer(*saved) as checkpointer:
         distributed.from_first(lambda: configuration.dump(built.config, directory.config))
@@ -199,6 +224,8 @@ def run(
         directory.keep_tokenizer(data.tokenizer.kept)
         if weights:
             directory.keep_base(weights.folder.path)
+        if base:
+            base.settle()
         train(built, directory, checkpointer, started, times)
     log.debug("compiled %d programs, %d from the cache", *xla.compilations())
     if distributed.is_primary():

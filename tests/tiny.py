@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from batches import ROWS, SEQUENCE, SOURCES, VOCABULARY, batch
 
+from jaxthru.build.step import objective_of
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import InlineStep, loss
 from jaxthru.engine.model import Model
-from jaxthru.engine.objective import Objective
 from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import trace
-from jaxthru.engine.step import Step, abstract_batch
+from jaxthru.engine.step import Step, TrainConfig, abstract_batch
 from jaxthru.models import family
 from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.ops import Ops
@@ -40,7 +40,8 @@ class Tiny:
 
     @functools.cached_property
     def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return abstract_batch(ROWS, SEQUENCE, self.layout.sharding(("batch", "sequence")))
+        rows = self.layout.sharding(("batch", "sequence"))
+        return abstract_batch(ROWS, SEQUENCE, rows, self.step.objective.columns)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
@@ -54,8 +55,12 @@ class Tiny:
         return jax.jit(InlineStep(self.step).gradients)
 
     def batch(self, index: int) -> dict[str, jax.Array]:
+        return self.put(batch(index))
+
+    def put(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Returns a batch on the devices."""
         sharding = self.layout.sharding(("batch", "sequence"))
-        return {name: jax.device_put(value, sharding) for name, value in batch(index).items()}
+        return {name: jax.device_put(value, sharding) for name, value in arrays.items()}
 
     def fresh(self) -> dict:
         """Returns a first state that a step may take over."""
@@ -94,6 +99,8 @@ def make(
     remat: str = "none",
     groups: int = ROWS,
     z_loss: float = 0.0,
+    masked: bool = False,
+    objective: str = "cross_entropy",
     float8: bool = False,
     collective_matmul: str = "auto",
     compute: str = "float32",
@@ -111,7 +118,9 @@ def make(
     model = bind(shape, using, remat)
     schedule = make_schedule(optim, 20)
     optimizer = Optimizer(optim, model.weights)
-    step = Step(Objective(model, z_loss, 8, SOURCES), optimizer, schedule, microbatches, groups, seed=0)
+    train = TrainConfig(z_loss=z_loss, objective=objective)
+    objective = objective_of(train, model, 8, SOURCES, masked)
+    step = Step(objective, optimizer, schedule, microbatches, groups, seed=0)
     return Tiny(layout, step, abstract_state(model, optimizer, layout), shape)
 
 

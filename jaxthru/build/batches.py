@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import jax
 import numpy as np
 
 from jaxthru.build.checks import validate
+from jaxthru.build.step import needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.batch import check_batch
 from jaxthru.data.loading.dataset import Data, open_data, prepare_data
@@ -17,7 +18,6 @@ from jaxthru.data.loading.planned_batches import Batches
 from jaxthru.data.loading.state import DataState
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import Batch
-from jaxthru.models import family
 from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.sharding import Layout
 
@@ -32,19 +32,28 @@ def row_cost(config: RunConfig) -> tuple[float, float] | None:
         return None
     if data.linear_cost is not None:
         return data.linear_cost, data.attention_cost
-    flops = family.module_of(config.model).train_flops
-    return flops(config.model, 1, 0), flops(config.model, 0, 1)
+    flops = needed_flops(config)
+    return flops(1, 0), flops(0, 1)
 
 
-def place(batch: dict[str, np.ndarray], rows: int, *, sequence: int, layout: Layout) -> Batch:
-    """Returns this process's part of a batch of so many rows as the global batch on the devices."""
-    check_batch(batch, len(batch["tokens"]), sequence)
+def place(
+    batch: dict[str, np.ndarray],
+    rows: int,
+    *,
+    sequence: int,
+    layout: Layout,
+    columns: Collection[str] = (),
+) -> Batch:
+    """Returns this process's part of a batch of so many rows as the global batch on the devices. columns:
+    what it brings along beside the fields of every batch."""
+    check_batch(batch, len(batch["tokens"]), sequence, columns)
     return to_global(batch, layout.sharding(("batch", "sequence")), rows)
 
 
 def train_batches(config: RunConfig, data: Data, layout: Layout, data_state: DataState) -> Batches:
     """Returns the batches of the updates after `data_state.step`, on the devices; close it."""
     train, sequence = config.train, config.data.sequence
+    how = {"sequence": sequence, "layout": layout, "columns": data.builder.columns}
     return data.train_batches(
         data_state.schedule,
         seed=train.seed,
@@ -53,7 +62,7 @@ def train_batches(config: RunConfig, data: Data, layout: Layout, data_state: Dat
         start=data_state.step,
         local_rows=local_rows(layout.sharding(("batch", "sequence")), train.rows, sequence),
         cost=row_cost(config),
-        place=functools.partial(place, rows=train.rows, sequence=sequence, layout=layout),
+        place=functools.partial(place, rows=train.rows, **how),
     )
 
 

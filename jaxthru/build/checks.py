@@ -2,9 +2,12 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 
 import jax
 
+from jaxthru.build.defaults import float8_setting
+from jaxthru.build.step import chain_of
 from jaxthru.config import RunConfig
 from jaxthru.engine.step import check_groups
 from jaxthru.models import family
@@ -15,6 +18,7 @@ from pallas_kernels.adamw_8bit import PARTITIONED
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 
 log = logging.getLogger("jaxthru")
+FLOAT8 = "precision.matmul = 'fp8'"
 
 
 def validate(
@@ -28,6 +32,12 @@ def validate(
     """
     shape, kernels = config.model, config.kernels
     layout = Layout(make_mesh(config.mesh, devices))
+    require(
+        not (config.lora.on and config.lora.base == "int8" and config.precision.matmul == "fp8"),
+        "lora.base = 'int8': is multiplied in precision.compute, and precision.matmul is 'fp8'; choose "
+        "lora.base = 'fp8', or precision.matmul = 'compute'",
+    )
+    chain_of(config)  # refuses adapters that it has no place for
     check_sizes(config, layout)
     device = layout.mesh.devices.flat[0]
     require(
@@ -37,8 +47,8 @@ def validate(
         f"precision.compute = {config.precision.compute!r}: on {layout.mesh.size} CPU devices XLA ends the "
         "process over sums in it; choose 'float32'",
     )
-    if config.precision.matmul == "fp8":
-        check_float8(device)
+    if setting := float8_setting(config):
+        check_float8(device, setting)
         check_float8_settings(config, layout)
     require(
         kernels.collective_matmul != "mosaic_gpu_adds"
@@ -109,6 +119,20 @@ def check_vocabulary(config: RunConfig, tokens: int) -> None:
         log.info("the tokenizer uses %d of %s", tokens, which)
 
 
+def check_objective(config: RunConfig, units: Mapping[str, int]) -> None:
+    """Raises InputError for an objective that the mix is not for. units: {source: documents that belong
+    together}, 2 of pairs."""
+    asked, mix = f"train.objective = {config.train.objective!r}", f"data.mix = {config.data.mix!r}"
+    of_pairs = config.train.objective == "dpo"
+    other = next((name for name, unit in units.items() if (unit == 2) != of_pairs), None)
+    said = (
+        "is not of pairs of answers; choose 'cross_entropy', or a mix of them"
+        if of_pairs
+        else "is of pairs, whose rejected answers would be trained on too; choose 'dpo', or another mix"
+    )
+    require(other is None, f"{asked}: source {other} of {mix} {said}")
+
+
 def offloaded(config: RunConfig) -> str:
     """Returns the settings that make the step several programs."""
     return f"offload.level = {config.offload.level!r}, activations = {config.offload.activations!r}"
@@ -148,19 +172,20 @@ def setting_behind(config: RunConfig, refusal: Unsupported) -> str:
     return f"kernels.{key} = {getattr(config.kernels, key)!r}"
 
 
-def check_float8(device: jax.Device) -> None:
-    """Raises InputError where XLA would widen float8 matmuls without a word. On a CPU it does, for tests."""
+def check_float8(device: jax.Device, setting: str = FLOAT8) -> None:
+    """Raises InputError where XLA would widen float8 matmuls without a word. On a CPU it does, for tests.
+    setting: that asks for them."""
     capability = nvidia_compute_capability() if device.platform == "gpu" else None
     require(
         device.platform == "cpu" or (capability is not None and capability >= (8, 9)),
-        "precision.matmul = 'fp8': needs an NVIDIA GPU of compute capability 8.9 or above (Ada, Hopper, "
+        f"{setting}: needs an NVIDIA GPU of compute capability 8.9 or above (Ada, Hopper, "
         f"Blackwell), and here is {device.device_kind}; choose 'compute'",
     )
 
 
 def check_float8_settings(config: RunConfig, layout: Layout) -> None:
     """Raises InputError, naming the setting, where one of a configuration in float8 rules that out."""
-    which, chosen = "with precision.matmul = 'fp8'", config.kernels.collective_matmul
+    which, chosen = f"with {float8_setting(config)}", config.kernels.collective_matmul
     require(
         chosen in ("auto", "none") or layout.size("heads") == 1,
         f"kernels.collective_matmul = {chosen!r}: {which} matmuls and collectives are apart; choose 'auto'",

@@ -258,12 +258,13 @@ DOCUMENTS = 32
 
 class Documents(NamedTuple):
     """segments: most documents in a row. sources: of the mix. notes: where these are assumed. mean: tokens of
-    a document in a row, None where that is unknown."""
+    a document in a row, None where that is unknown. masked: whether some say what is trained on."""
 
     segments: int
     sources: int
     notes: tuple[str, ...] = ()
     mean: float | None = None
+    masked: bool = False
 
 
 def documents(config: RunConfig) -> Documents:
@@ -271,7 +272,8 @@ def documents(config: RunConfig) -> Documents:
     load_mix(config.data.mix, config.data.tokenizer)
     try:
         with open_data(config.data, prepare=False) as data:
-            return Documents(data.segments, len(data.names), mean=mean_document(data))
+            found = {"mean": mean_document(data), "masked": data.masked}
+            return Documents(data.segments, len(data.names), **found)
     except InputError:
         note = f"the corpus is not prepared: {DOCUMENTS} documents a row assumed (--segments)"
         return Documents(DOCUMENTS, 1, (note,))

@@ -1,7 +1,6 @@
 """A configuration as it runs on these devices: its step, compiled, with the data and the state for it."""
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -12,15 +11,23 @@ import jax
 import numpy as np
 
 from jaxthru.build import attention_choice, choices, confirmed, matmul_choice, pinned_host
+from jaxthru.build.adapted_weights import reader_of
 from jaxthru.build.batches import place, train_batches
-from jaxthru.build.checks import attention_by, check_vocabulary, offloaded, setting_behind, validate
+from jaxthru.build.checks import (
+    attention_by,
+    check_objective,
+    check_vocabulary,
+    offloaded,
+    setting_behind,
+    validate,
+)
 from jaxthru.build.choices import Choice, Search
 from jaxthru.build.compiled_beside import Beside
 from jaxthru.build.confirmed import Confirmed
-from jaxthru.build.defaults import get
+from jaxthru.build.defaults import float8_setting, get
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
-from jaxthru.build.step import assemble
+from jaxthru.build.step import assemble, needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import Batches, Data
 from jaxthru.data.loading.placement import local_rows
@@ -31,7 +38,6 @@ from jaxthru.engine.model import Model
 from jaxthru.engine.step import Batch, State, Step
 from jaxthru.huggingface.generation_config import read_generation_defaults
 from jaxthru.huggingface.weights import Weights
-from jaxthru.models import family
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
@@ -40,7 +46,7 @@ from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
 from jaxthru.training.samples import Samples
 from jaxthru.training.self_check import agree_on_attention
-from jaxthru.training.state import FirstState, state_of_weights
+from jaxthru.training.state import FirstState, state_of_weights, with_base, without_base
 from jaxthru.training.step_timer import StepTimer
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Unsupported
@@ -75,14 +81,25 @@ class Build:
         """Returns the state before the first update."""
         if self.weights:
             log.info("reading the weights of %s ...", self.config.model.pretrained)
-            return state_of_weights(self.step.optimizer, self.abstract, self.weights.array)
+            read = reader_of(self.config, self.step.model, self.weights)
+            return state_of_weights(self.step.optimizer, self.abstract, read)
         log.info("initialising the parameters ...")
         first = self.first or FirstState(self.step.model, self.step.optimizer, self.abstract)
         return first(self.config.train.seed)
 
+    def saved_part(self, state: State) -> State:
+        """Returns what of a state, or of an abstract one, its checkpoints hold: all but a frozen base."""
+        return without_base(state, self.step.optimizer.infos) if self.config.lora.on else state
+
+    def restored(self, saved: State) -> State:
+        """Returns the state whose saved part this is: a frozen base is read again."""
+        return with_base(saved, self.first_state()) if self.config.lora.on else saved
+
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
-        return place(batch, rows, sequence=self.config.data.sequence, layout=self.layout)
+        how = {"sequence": self.config.data.sequence, "layout": self.layout}
+        columns = [name for name in self.step.objective.columns if name in batch]
+        return place(batch, rows, **how, columns=columns)
 
     def batches(self, data_state: DataState) -> Batches:
         """Returns the batches of the updates after `data_state.step`, on the devices; close it."""
@@ -93,29 +110,34 @@ class Build:
         config = self.config.evaluate
         if config.rows == 0 and not config.prompts:
             return NoEvaluation()
-        # As many rows at once as a micro-batch of training has, so that it fits the memory that fits those.
-        rows = self.config.train.rows // self.config.train.microbatches
-        batches = self.data.held_out_batches(
-            total_rows=config.rows, rows=rows, local_rows=self._local_rows(rows)
-        )
+        rows = self.rows_at_once
+        local = self.local_rows(rows)
+        batches = self.data.held_out_batches(total_rows=config.rows, rows=rows, local_rows=local)
         if config.rows and not batches:
             log.info("no text is held out: nothing to evaluate on")
             if not config.prompts:
                 return NoEvaluation()
         batches = [self.place(batch, rows) for batch in batches]
-        return Evaluation(config, self.compiled.loss_terms, batches, self.data.names, self.samples)
+        objective, names = self.step.objective, self.data.names
+        terms = self.compiled.terms_of(objective)
+        return Evaluation(config, terms, batches, names, self.samples, objective.means)
 
     def step_timer(self, skipped: int, started: float, *listeners) -> StepTimer:
         """Returns the step timer. listeners: the record, the display, the watchdog."""
-        model, devices = self.config.model, list(self.layout.mesh.devices.flat)
-        needed = functools.partial(family.module_of(model).train_flops, model)
+        needed, devices = needed_flops(self.config), list(self.layout.mesh.devices.flat)
         cost = self.config.cost, len(devices)
         room = self.config.train.rows * self.config.data.sequence
         meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost, room)
         limit, energy = self.config.train.skip_limit, StepEnergy.here()
         return StepTimer(meter, self.data.names, limit, *listeners, energy)
 
-    def _local_rows(self, rows: int) -> slice:
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a batch that is not trained on: those of a micro-batch, for which there is room."""
+        return self.config.train.rows // self.config.train.microbatches
+
+    def local_rows(self, rows: int) -> slice:
+        """Returns which of so many rows this process builds."""
         return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
 
 
@@ -189,6 +211,7 @@ def compile_step(
     TrainingError for an attention that is wrong.
     """
     check_vocabulary(config, data.vocabulary)
+    check_objective(config, data.units)
     asked, segments, sources = asked or config, data.segments, len(data.names)
     config, reasons = _settled(config, asked, layout, data)
     options = _compiler_options(config, layout, autotuned)
@@ -196,12 +219,12 @@ def compile_step(
     room = choices.room_here(config) if choices.open_keys(config) else None
     search = Search(config, layout, room, segments)
     started = time.monotonic()
-    with Beside(config, segments, fresh and weights is None, checked) as beside:
+    evaluated = fresh and config.evaluate.rows > 0
+    with Beside(config, segments, fresh and weights is None, evaluated, checked) as beside:
 
         def confirm(candidate: Candidate) -> tuple[Candidate, Confirmed] | None:
-            made = assemble(
-                candidate.config, layout, segments=segments, sources=sources, attention=attention_by(config)
-            )
+            of_data = {"segments": segments, "sources": sources, "masked": data.masked}
+            made = assemble(candidate.config, layout, **of_data, attention=attention_by(config))
             samples_of(candidate.config, made.step.objective.model, data)  # refuses prompts before the work
             announce(made.step.model.parameters, layout, candidate.said if room else "")
             beside.start(made)
@@ -252,7 +275,7 @@ def _compiler_options(config: RunConfig, layout: Layout, autotuned: Path | None)
         config.train.deterministic,
         writes_to_peers=config.kernels.writes_to_peers,
         copies=config.mesh.copies,
-        float8=config.precision.matmul == "fp8",
+        float8=bool(float8_setting(config)),
         autotuned=autotuned,
     )
 

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxthru import config as configuration
+from jaxthru.build.adapted_weights import export_adapter, merged_weights
 from jaxthru.build.language_model import folder_of, run_at, run_config
+from jaxthru.config import RunConfig
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.data.store.tokenizer_folder import FILES as TOKENIZER_FILES
 from jaxthru.huggingface.config import read_config, written
@@ -36,13 +38,16 @@ def export_weights(
     *,
     step: int | None = None,
     dtype: str | None = None,
+    adapter: bool | None = None,
     overrides: Sequence[str] = (),
 ) -> Path:
     """Writes the weights of a run, or of a folder of published weights, as a folder of its own; returns it.
 
     where: a run directory, or a folder. folder: new, or empty. step: which checkpoint; None is the newest.
     dtype: of the weights; None is that of the weights the run started from, or without these float32, or what
-    the run kept. overrides: a family of your own has to be named, as `model.family=package.module`.
+    the run kept. adapter: of a run that trained adapters, whether to write these alone, in PEFT's form, or
+    the base with them in it; it has no default. overrides: a family of your own has to be named, as
+    `model.family=package.module`.
 
     The folder appears whole, its file STABLE last. Raises InputError, before anything is written.
     """
@@ -51,33 +56,59 @@ def export_weights(
     check_empty(folder)
     xla.configure()
     if run := run_at(path, step):
-        _export_run(run, folder, step, dtype, overrides)
+        config = run_config(run, overrides)
+        _check_form(path, config, adapter)
+        _export_run(run, config, folder, step, dtype, adapter)
     else:
+        _check_form(path, None, adapter)
         said = f"--set {' '.join(overrides)}: {path} is no run directory, it has no settings"
         require(not overrides, said)
         _export_folder(path, folder, dtype)
     return folder
 
 
+def _check_form(path: Path, config: RunConfig | None, adapter: bool | None) -> None:
+    asked, adapted = "--adapter" if adapter else "--merged", config is not None and config.lora.on
+    require(
+        adapted or adapter is None,
+        f"{asked}: {path} {'is no run' if config is None else 'trained the whole model'}; leave it out",
+    )
+    require(
+        not adapted or adapter is not None,
+        f"{path}: is a run of adapters (lora.rank); give --adapter for these alone, or --merged for the base "
+        "with them in it",
+    )
+
+
 def _export_run(
-    run: RunDirectory, folder: Path, step: int | None, dtype: str | None, overrides: Sequence[str]
+    run: RunDirectory,
+    config: RunConfig,
+    folder: Path,
+    step: int | None,
+    dtype: str | None,
+    adapter: bool | None,
 ) -> None:
-    config = run_config(run, overrides)
     family.published(config.model)  # or there is no table of its names
     saved = SavedParameters(run.checkpoints, step)
     base = _read_json(run.base / "config.json")
     kept = "float32" if saved.exact else "bfloat16"
     dtype = dtype or _dtype_of(base) or kept
     tokenizer = Tokenizer.of(run.path)
-    card = model_card(run, plain.flat(configuration.to_dict(config)), folder.name, saved.step, dtype)
+    settings = plain.flat(configuration.to_dict(config))
+    if adapter:
+        card = model_card(run, settings, folder.name, saved.step, "float32", relation="adapter")
+        export_adapter(run, config, saved, folder, tokenizer_files(tokenizer, config.model.longest), card)
+        return
+    card = model_card(run, settings, folder.name, saved.step, dtype)
     files = tokenizer_files(tokenizer, config.model.longest) | {
         "config.json": _json(written(config.model, dtype, base) | _token_ids(tokenizer, base)),
         "README.md": card.encode(),
     }
-    if (settings := _generation_config(run, tokenizer, base)) is not None:
-        files[GENERATION_CONFIG] = settings
+    if (generation := _generation_config(run, tokenizer, base)) is not None:
+        files[GENERATION_CONFIG] = generation
     files |= {path.name: path.read_bytes() for path in run.base.glob("*") if _is_license(path)}
-    read = _reader(config.model, saved.master)
+    weights = merged_weights(config, saved.master, run) if config.lora.on else saved.master
+    read = _reader(config.model, weights)
     write_folder(folder, config.model, read, dtype_of=lambda tensor: dtype, files=files)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthru import config as configuration
+from jaxthru.build.adapted_weights import merged_weights, without_adapters
 from jaxthru.build.checks import attention_by, check_vocabulary, setting_behind, validate
 from jaxthru.build.step import bound
 from jaxthru.config import DataConfig, MeshConfig, OffloadConfig, RematConfig, RunConfig
@@ -221,7 +222,11 @@ def _of_run(run: RunDirectory, overrides: Sequence[str], step: int | None) -> La
     saved = SavedParameters(run.checkpoints, step)
     tokenizer = Tokenizer.of(run.path)
     defaults = read_generation_defaults(run.base)
-    return _loaded(config, overrides, tokenizer, defaults, saved.restore, saved.step)
+    read = saved.restore
+    if config.lora.on:
+        merged, config = merged_weights(config, saved.master, run), without_adapters(config)
+        read = lambda abstract: on_disk.assembled(abstract, merged)  # noqa: E731
+    return _loaded(config, overrides, tokenizer, defaults, read, saved.step)
 
 
 def _of_folder(folder: Path, overrides: Sequence[str]) -> LanguageModel:
@@ -232,8 +237,12 @@ def _of_folder(folder: Path, overrides: Sequence[str]) -> LanguageModel:
     if not any(word.startswith("precision.compute") for word in overrides):
         on_cpu = jax.default_backend() == "cpu"  # four times slower in bfloat16
         overrides = [*overrides, f"precision.compute={'float32' if on_cpu else 'bfloat16'}"]
-    config = configuration.changed(plain, overrides)
-    read = lambda abstract: on_disk.assembled(abstract, weights.array)  # noqa: E731
+    config, array = configuration.changed(plain, overrides), weights.array
+    if config.lora.on:
+        require(config.lora.adapter is not None, f"lora.rank: {folder} has no adapters; give lora.adapter")
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, pretrained=str(folder)))
+        array, config = merged_weights(config), without_adapters(config)
+    read = lambda abstract: on_disk.assembled(abstract, array)  # noqa: E731
     return _loaded(config, overrides, tokenizer, read_generation_defaults(folder), read, None)
 
 

@@ -15,7 +15,7 @@ from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled
 from jaxthru.config import RunConfig
 from jaxthru.engine.memory_tally import shard_size
-from jaxthru.engine.model import split_stages
+from jaxthru.engine.model import LAYERS, split_stages
 from jaxthru.engine.walk import linearised_block
 from jaxthru.models.remat import kept_bytes
 from jaxthru.models.stage import Stage, distinct
@@ -104,12 +104,12 @@ def stacked(made: Assembled, segments: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the formulas go by, on one device. layer, layers, tables: parameters of the largest layer (where
-    layers are unrolled), of all, and of embedding and head, as the state is split. table: of the larger of
-    these. whole: of that, gathered over `fsdp`. item: bytes of a number in the compute dtype. stream: bytes
-    of a block's input. kept: of what all blocks keep. at_once: of what one block's backward pass has. first:
-    the same of the block that it begins with, beside `kept`. logits: of those of a chunk. gathered: of a
-    layer's weights as matmuls take them, where that is not as they are stored."""
+    """What the formulas go by, on one device. layer, layers, tables: trained parameters of the largest layer
+    (where layers are unrolled), of all, and of embedding and head, as the state is split. table: of the
+    larger of these. whole: of that, gathered over `fsdp`. item: bytes of a number in the compute dtype.
+    stream: bytes of a block's input. kept: of what all blocks keep. at_once: of what one block's backward
+    pass has. first: the same of the block that it begins with, beside `kept`. logits: of those of a chunk.
+    gathered: of a layer's weights as matmuls take them, where that is not as they are stored."""
 
     layer: int
     layers: int
@@ -129,8 +129,9 @@ class Sizes:
         """workspace: bytes of attention's. stacked: of what a loop over layers stacks, if there is one."""
         model, micro = made.step.model, made.step.microbatches
         ops, mesh, chain, item = model.ops, model.ops.layout.mesh, model.chain, model.ops.compute.itemsize
-        params = split_stages(made.abstract["params"])
-        embedding, head, *layers = map(_on_a_device, params)
+        params, infos = split_stages(made.abstract["params"]), split_stages(model.weights)
+        embedding, head, *layers = map(_trained, infos, params)
+        all_layers = [_on_a_device(tree) for tree in params[LAYERS:]]
         # Along `tensor` a device has all tokens of a part of the heads and of the feed-forward's width.
         tokens = made.batch["tokens"].size // mesh.size // micro
         dims, of = dict(chain.dims), functools.partial(kept_bytes, item=item)
@@ -148,7 +149,7 @@ class Sizes:
         stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
         product = 1 if ops.float8 else item
         cast = mesh.shape["fsdp"] > 1 or stored.itemsize != product
-        gathered = product * sum(layers) * mesh.shape["fsdp"] // len(chain.layers) if cast else 0
+        gathered = product * sum(all_layers) * mesh.shape["fsdp"] // len(chain.layers) if cast else 0
         in_all = sum(kept)
         if stacked is not None:
             in_all = stacked
@@ -169,6 +170,11 @@ class Sizes:
             logits=4 * LOSS_CHUNK * dims["vocab"],
             gathered=gathered,
         )
+
+
+def _trained(infos: Any, tree: Any) -> int:
+    """Returns how many numbers of what trains are on one device."""
+    return _on_a_device(jax.tree.map(lambda info, leaf: leaf if info.trains else None, infos, tree))
 
 
 def _on_a_device(tree: Any) -> int:

@@ -10,8 +10,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxthru.build.defaults import get, replaced
+from jaxthru.build.defaults import float8_setting, get, replaced
 from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate, indispensable
+from jaxthru.build.step import needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.models import family
@@ -292,16 +293,16 @@ def _layered(config: RunConfig) -> Iterator[RunConfig]:
 def _seconds(config: RunConfig, devices: int, gpu: bool) -> float:
     """Returns how long a step's matmuls take on devices like an H200. gpu: where loops cost time."""
     tokens = config.train.rows * config.data.sequence
-    needed = family.module_of(config.model).train_flops(config.model, tokens, tokens * config.data.sequence)
+    needed = needed_flops(config)(tokens, tokens * config.data.sequence)
     layers = family.chain(config.model).layers
     again = sum(recomputed(stage.matmul_flops, config.remat.policy) for stage in layers) * tokens
-    if config.precision.matmul == "fp8":
+    if float8_setting(config):
         parameters = sum(
             layers.count(stage) * math.prod(shape)
             for stage in distinct(layers)
             for _, shape in stage.matrices
         )
-        linear = 6 * parameters * tokens
+        linear = (4 if config.lora.on else 6) * parameters * tokens  # no gradients of a frozen base
         needed, again = needed - linear + linear / FLOAT8, again / FLOAT8
     form = BY_PROGRAMS if config.offload.layered else SCANNED if gpu and config.model.loop == "scan" else 1.0
     return form * (needed + again) / devices / SUSTAINED

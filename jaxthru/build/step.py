@@ -1,28 +1,40 @@
 """The step of a configuration, traced but not compiled: what `train` runs is what `plan` predicts."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxthru.build.defaults import plain
+from jaxthru.build.defaults import float8_setting, plain
 from jaxthru.config import RunConfig
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep, InlineStep
 from jaxthru.engine.model import Batch, Model
-from jaxthru.engine.objective import Objective
+from jaxthru.engine.objectives.cross_entropy import CrossEntropy
+from jaxthru.engine.objectives.dpo import DPO
+from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import compiler_with
 from jaxthru.engine.rehearsed import Analysis, Rehearsal, Rehearsals
-from jaxthru.engine.step import State, Step, abstract_batch
-from jaxthru.models import family
+from jaxthru.engine.step import State, Step, TrainConfig, abstract_batch
+from jaxthru.models import facts, family, lora
+from jaxthru.models.family import FamilyConfig
 from jaxthru.models.ops import Ops
+from jaxthru.models.stage import Chain
 from jaxthru.optim.optimizer import Optimizer, make_schedule
+from jaxthru.profile.read.facts import Facts
 from jaxthru.runtime.sharding import Layout, shardings
 from jaxthru.training.state import abstract_state
 from pallas_kernels.adamw_8bit import PARTITIONED
+
+OBJECTIVES: dict[str, tuple[type[Objective], dict[str, str]]] = {
+    "cross_entropy": (CrossEntropy, {"z_loss": "z_loss"}),
+    "dpo": (DPO, {"beta": "dpo_beta"}),
+}
+"""What `train.objective` names: its class, and {field: key of `train`}."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +70,7 @@ class Assembled:
         if self.offload.layered:
             return self.dispatched(compiler_with(options))
         program = self.jitted.lower(self.abstract, self.batch).compile(compiler_options=options)
-        return CompiledStep(program, self.step.objective)
+        return CompiledStep(program)
 
 
 def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = None) -> Model:
@@ -69,14 +81,72 @@ def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = 
         layout,
         jnp.dtype(config.precision.compute),
         attention,
-        float8=config.precision.matmul == "fp8",
+        float8=bool(float8_setting(config)),
         collective_matmul_by=config.kernels.collective_matmul,
         linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
         rms_norm_by=norm or config.kernels.named("rms_norm"),
         copies=config.mesh.copies,
         keep_parameters=config.remat.keep_parameters,
     )
-    return Model(family.chain(config.model), ops, config.remat.policy, config.model.loop)
+    return Model(chain_of(config), ops, config.remat.policy, config.model.loop)
+
+
+def chain_of(config: RunConfig) -> Chain:
+    """Returns the chain of stages that a configuration trains: of the model, or with adapters beside it.
+    Raises InputError for adapters that it has no place for."""
+    chain = family.chain(config.model)
+    if not config.lora.on:
+        return chain
+    return lora.adapted(chain, config.lora, jnp.dtype(config.precision.compute), names_in_block(config.model))
+
+
+def needed_flops(config: RunConfig) -> Callable[[float, float], float]:
+    """Returns (tokens, attention_span) -> the floating-point operations that an update of them needs."""
+    of_model = functools.partial(family.module_of(config.model).train_flops, config.model)
+    if not config.lora.on:
+        return of_model
+    return functools.partial(lora.needed_flops, of_model, lora.adapter_parameters(chain_of(config)))
+
+
+def facts_of(config: RunConfig) -> Facts:
+    """Returns the facts of what a configuration trains, see `models.facts`."""
+    known, needed = facts.facts(config.model, config.precision.compute), needed_flops(config)
+    return dataclasses.replace(known, matmul_flops_per_token=needed(1, 0), attention_flops=needed(0, 1))
+
+
+def names_in_block(model: FamilyConfig) -> dict[tuple[str, ...], str]:
+    """Returns {a linear layer's place in its block: its published name there}, as "self_attn.q_proj"; of a
+    family that is not published nothing."""
+    if not family.is_published(model):
+        return {}
+    found = {}
+    for tensor in family.published(model).tensors(model):
+        if tensor.path[0] == "layers" and tensor.transposed:
+            module = tensor.name.removesuffix(".weight")
+            found[tensor.path[2:]] = module.rpartition(f".{tensor.path[1]}.")[2]
+    return found
+
+
+def base_of(config: RunConfig, model: Model) -> Model | None:
+    """Returns the model that adapters are trained beside, of the same parameters; None without adapters."""
+    return dataclasses.replace(model, chain=lora.off(model.chain)) if config.lora.on else None
+
+
+def objective_of(
+    train: TrainConfig,
+    model: Model,
+    segments: int,
+    sources: int,
+    masked: bool = False,
+    base: Model | None = None,
+) -> Objective:
+    """Returns the objective that `train` names. base: what an objective that measures against a reference
+    asks in each step. The rest: as of `assemble`."""
+    make, settings = OBJECTIVES[train.objective]
+    given = {field: getattr(train, key) for field, key in settings.items()}
+    given |= {"masked": True} if masked else {}
+    given |= {"base": base} if base and make is DPO else {}
+    return make(model=model, max_segments=segments, sources=sources, **given)
 
 
 def assemble(
@@ -87,20 +157,25 @@ def assemble(
     sources: int,
     attention: str,
     norm: str | None = None,
+    masked: bool = False,
 ) -> Assembled:
     """Returns the step of a configuration on a layout.
 
     segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`. norm: in the
-    place of the configuration's.
+    place of the configuration's. masked: whether the mix says which tokens are trained on.
     """
     config = plain(config)
     train, model = config.train, bound(config, layout, attention, norm)
     schedule = make_schedule(config.optim, train.steps)
     adamw_8bit = config.kernels.named("adamw_8bit") or (PARTITIONED if layout.mesh.size > 1 else None)
     optimizer = Optimizer(config.optim, model.weights, adamw_8bit)
-    objective = Objective(model, train.z_loss, segments, sources)
+    # Stages that come and go are not walked twice: their reference's answers are kept.
+    base = None if config.offload.layered else base_of(config, model)
+    objective = objective_of(train, model, segments, sources, masked, base)
     groups = config.data.groups_of(train.rows)
     step = Step(objective, optimizer, schedule, train.microbatches, groups, train.seed)
     abstract = offloaded_state(abstract_state(model, optimizer, layout), config.offload)
-    batch = abstract_batch(train.rows, config.data.sequence, layout.sharding(("batch", "sequence")))
+    batch = abstract_batch(
+        train.rows, config.data.sequence, layout.sharding(("batch", "sequence")), objective.columns
+    )
     return Assembled(step, config.offload, abstract, batch)

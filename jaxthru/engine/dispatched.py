@@ -8,6 +8,7 @@ Shapes: M micro-batches, R rows of one, T tokens, N = R·T, D embed.
 """
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,14 +17,13 @@ import jax
 import numpy as np
 
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, split_stages
+from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.offload import HOST, Fetched, Homes, OffloadConfig, Pace, Stores, emptied, free_host, move
 from jaxthru.engine.programs import Programs, by_rows, with_shardings
 from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
 from jaxthru.engine.terms import Terms
 from jaxthru.models import scopes
 from jaxthru.models.stage import distinct
-from jaxthru.runtime import xla
-from jaxthru.runtime.first_run import FirstAlone
 from jaxthru.runtime.sharding import shardings
 
 Tree = Any
@@ -84,11 +84,6 @@ class DispatchedStep:
         slots = with_shardings(slots, self.homes.slots_used)
         self._compile(compile_, programs, kinds, first, weights, slots, counters_of(abstract), batch)
         self.indices = self._numbers(len(weights))
-
-        jit = functools.partial(jax.jit, compiler_options=xla.for_float8(step.model.ops.float8))
-        ends = programs.eval_embed, programs.eval_head
-        self._eval_embed, self._eval_head = (FirstAlone(jit(function)) for function in ends)
-        self._eval_block = [FirstAlone(jit(functools.partial(programs.eval_block, stage=s))) for s in kinds]
 
     def _compile(self, compile_, programs, kinds, first, weights, slots, counters, batch) -> None:
         """Compiles every program for what the ones before it return. first: the first stage of each kind."""
@@ -299,21 +294,24 @@ class DispatchedStep:
     def _fetched_slots(self, slots: list[Tree], order: list[int]) -> Fetched:
         return self._fetched(((slots[index], self.homes.slots_used[index]) for index in order), self.staging)
 
-    def loss_terms(self, params: Tree, batch: Batch, weight: jax.Array) -> Terms:
-        """Returns the terms of a batch of one micro-batch, those of the head alone.
+    def terms_of(self, objective: Objective) -> Callable[[Tree, Batch, jax.Array], Terms]:
+        """Returns (params, batch, weight) -> the terms of an objective, of a batch of one micro-batch, those
+        of the head alone. Compiled at its first use, for the shape of its batch, which all batches share."""
+        programs = Programs(dataclasses.replace(self.step, objective=objective))
+        return functools.partial(self._terms, programs.evaluation())
 
-        Compiled at its first use, for the shape of its batch, which all batches share.
-        """
+    def _terms(self, evaluation: tuple, params: Tree, batch: Batch, weight: jax.Array) -> Terms:
+        embed, blocks, head = evaluation
         trees = self._fetched_weights(split_stages(params), self.order)
         embedding = next(trees)
-        x_ND, context, _ = self._eval_embed(embedding, batch)
+        x_ND, context, _ = embed(embedding, batch)
         table = embedding if self.tied else None
         del embedding
         pace = Pace()
         for kind in self.kinds.values():
-            x_ND, _, there = self._eval_block[kind](next(trees), x_ND, context)
+            x_ND, _, there = blocks[kind](next(trees), x_ND, context)
             pace(there)
-        return self._eval_head(next(trees), table, x_ND, batch, weight, context)
+        return head(next(trees), table, x_ND, batch, weight, context)
 
 
 def _taken(state: State) -> tuple[list[Tree], list[Tree], Pending | None]:

@@ -55,8 +55,8 @@ def linearise(
     infos = tree.flatten_up_to(infos)
     dtypes = [gradient_dtype(info, compute) for info in infos]
     used = [
-        leaf.astype(dtype) if leaf.dtype.itemsize < dtype.itemsize else leaf
-        for leaf, dtype in zip(leaves, dtypes, strict=True)
+        leaf.astype(dtype) if info.trains and leaf.dtype.itemsize < dtype.itemsize else leaf
+        for leaf, info, dtype in zip(leaves, infos, dtypes, strict=True)
     ]
     trained = [index for index, info in enumerate(infos) if info.trains]
 

@@ -14,9 +14,9 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from jaxthru.engine import walk
-from jaxthru.engine.gradients import added, linearise, squares, token_weight
+from jaxthru.engine.gradients import added, linearise, squares
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, Model, join_stages, split_stages, unrolled
-from jaxthru.engine.objective import Objective
+from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
 from jaxthru.engine.terms import Terms, merged, none_yet, over_first
 from jaxthru.models import scopes
@@ -65,7 +65,7 @@ class InlineStep:
 
     def gradients(self, params: Tree, batch: Batch) -> tuple[Terms, Tree]:
         """Returns the terms of the batch and its gradients, micro-batch after micro-batch."""
-        step, model, weight = self.step, self.step.model, token_weight(batch)
+        step, model, weight = self.step, self.step.model, self.step.objective.weight(batch)
         if step.microbatches == 1:
             return micro_batch(step.objective, params, batch, weight)
         pieces = jax.tree.map(step.split, batch)
@@ -99,6 +99,7 @@ def micro_batch(
     weight: one token's. share: of the step's rows.
     """
     model, chain = objective.model, objective.model.chain
+    batch = with_reference(objective, params, batch)
     context = model.context(batch, objective.max_segments, share)
     made: dict[int, Tree] = {}
     before = None if sums is None else split_stages(sums)
@@ -230,13 +231,21 @@ def forward(model: Model, params: Tree, batch: Batch, context: Context) -> tuple
 
 def loss(objective: Objective, params: Tree, batch: Batch, weight: jax.Array) -> tuple[jax.Array, Terms]:
     """Returns what a step minimises of a batch of one micro-batch, and its terms. weight: one token's."""
-    model = objective.model
+    model, batch = objective.model, with_reference(objective, params, batch)
     context = model.context(batch, objective.max_segments)
     x_ND, losses, terms = forward(model, params, batch, context)
     head = walk.head(objective, batch, weight, context)
     (minimised, more), of_head = head(walk.head_params(model, params["embedding"], params["head"]), x_ND)
     minimised += sum(each * context.share for each in (*losses, *more.values()))
     return minimised, merged(model.chain, terms, of_head)
+
+
+def with_reference(objective: Objective, params: Tree, batch: Batch) -> Batch:
+    """Returns a batch with what the objective's reference makes of it, if it has one to ask."""
+    if objective.reference is None:
+        return batch
+    _, terms = loss(objective.reference, jax.lax.stop_gradient(params), batch, jnp.ones((), jnp.float32))
+    return batch | {"reference": terms["answers"]}
 
 
 def hidden(model: Model, params: Tree, batch: Batch, max_segments: int) -> jax.Array:
@@ -265,18 +274,23 @@ def stored_order(gradients: Tree) -> Tree:
     return jax.lax.optimization_barrier(ordered)
 
 
+@functools.lru_cache(maxsize=4)
+def loss_terms(objective: Objective) -> jax.stages.Wrapped:
+    """Returns (params, batch, weight) -> the terms of an objective, jitted: the same function each time, so
+    that what is compiled of it once need not be again."""
+
+    def terms(params: Tree, batch: Batch, weight: jax.Array) -> Terms:
+        return loss(objective, params, batch, weight)[1]
+
+    return jax.jit(terms, compiler_options=xla.for_float8(objective.model.ops.float8))
+
+
 class CompiledStep:
-    """A step as one program. `dispatched.DispatchedStep` is called alike.
+    """A step as one program. `dispatched.DispatchedStep` is called alike."""
 
-    loss_terms: (params, batch, one token's weight) -> the terms, compiled at its first use.
-    """
-
-    def __init__(self, program: jax.stages.Compiled, objective: Objective):
+    def __init__(self, program: jax.stages.Compiled):
         self._run = FirstAlone(program)
         self.program = program
-        terms = lambda params, batch, weight: loss(objective, params, batch, weight)[1]  # noqa: E731
-        options = xla.for_float8(objective.model.ops.float8)
-        self.loss_terms = FirstAlone(jax.jit(terms, compiler_options=options))
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
         """Returns the next state and the update's metrics; takes over the state."""
@@ -289,3 +303,7 @@ class CompiledStep:
     def settled(self, state: State) -> State:
         """Returns the state: all of its updates are made."""
         return state
+
+    def terms_of(self, objective: Objective) -> Callable[[Tree, Batch, jax.Array], Terms]:
+        """Returns (params, batch, weight) -> the terms of an objective, compiled at its first use."""
+        return FirstAlone(loss_terms(objective))

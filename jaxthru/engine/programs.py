@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from jaxthru.engine import walk
-from jaxthru.engine.gradients import gradient_dtype, linearise, squares, token_weight
+from jaxthru.engine.gradients import gradient_dtype, linearise, squares
 from jaxthru.engine.model import Batch, Model
 from jaxthru.engine.step import State, Step
 from jaxthru.engine.terms import Terms, merged, over_first
-from jaxthru.models.stage import Context, Stage
+from jaxthru.models.stage import Context, Stage, distinct
+from jaxthru.runtime import xla
 from jaxthru.runtime.first_run import FirstAlone
 
 Tree = Any
@@ -39,8 +40,9 @@ class Programs:
         return self.step.optimizer.config.clip_rule == "exact"
 
     def begin(self, batch: Batch) -> tuple[Batch, Context, jax.Array]:
-        """Returns the batch in micro-batches [M, R, T], what stages need of each, and one token's weight."""
-        batch_MRT, weight = jax.tree.map(self.step.split, batch), token_weight(batch)
+        """Returns the batch in micro-batches [M, R, T], what stages need of each, and the weight of
+        what the loss is a mean over."""
+        batch_MRT, weight = jax.tree.map(self.step.split, batch), self.step.objective.weight(batch)
         context = functools.partial(
             self.model.context,
             max_segments=self.step.objective.max_segments,
@@ -173,6 +175,14 @@ class Programs:
             begun = jnp.isfinite(terms["loss"]) & jnp.isfinite(of_head) & usable
             metrics["partly_updated"] = begun & ~jnp.isfinite(norm)
         return following, metrics
+
+    def evaluation(self) -> tuple[FirstAlone, list[FirstAlone], FirstAlone]:
+        """Returns `eval_embed`, `eval_block` of each kind of block, and `eval_head`, each compiled at its
+        first use."""
+        jit = functools.partial(jax.jit, compiler_options=xla.for_float8(self.model.ops.float8))
+        kinds = distinct(self.model.chain.layers)
+        blocks = [FirstAlone(jit(functools.partial(self.eval_block, stage=stage))) for stage in kinds]
+        return FirstAlone(jit(self.eval_embed)), blocks, FirstAlone(jit(self.eval_head))
 
     def eval_embed(self, params: Tree, batch: Batch) -> tuple[jax.Array, Context, Terms]:
         """Returns the first block's input [N, D], the context of one micro-batch, and terms."""

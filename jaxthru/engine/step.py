@@ -5,15 +5,18 @@ Written once; every executor (inline.py, dispatched.py) calls it with gradients 
 
 import dataclasses
 import math
-from typing import Any
+import types
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxthru.data.loading.batch import BATCH_FIELDS
 from jaxthru.engine.model import Batch, Model, join_stages, split_stages
-from jaxthru.engine.objective import Objective
+from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.terms import Terms
 from jaxthru.optim.formats import rounding_key
 from jaxthru.optim.optimizer import Optimizer
@@ -33,6 +36,8 @@ class TrainConfig:
     rows: rows of each step, over all devices. microbatches: parts of a step, one after the other, whose
     gradients are added up; more of them take less memory. z_loss: weight of log(Z)^2 in the loss
     (arXiv:2204.02311); 0 is off.
+    objective: what is minimised: `cross_entropy`, of the tokens that are trained on, or `dpo`, direct
+    preference optimisation on a mix of pairs. dpo_beta: how strongly that keeps to the model it began with.
     deterministic: bit-exact repeats on a GPU too, at some cost in speed; each start compiles the step anew.
     skip_limit: this many updates in a row skipped for a non-finite loss or gradient stop the run.
     """
@@ -42,6 +47,8 @@ class TrainConfig:
     rows: int = 8
     microbatches: int = 1
     z_loss: float = 0.0
+    objective: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    dpo_beta: float = 0.1
     deterministic: bool = False
     skip_limit: int = 10
 
@@ -52,18 +59,27 @@ class TrainConfig:
         require(self.steps < 2**31, f"train.steps = {self.steps}: must be below 2**31")
         require(0 <= self.seed < 2**63, f"train.seed = {self.seed}: must be at least 0, below 2**63")
         require(self.z_loss >= 0, f"train.z_loss = {self.z_loss}: must be at least 0")
+        require(self.dpo_beta > 0, f"train.dpo_beta = {self.dpo_beta}: must be above 0")
+        require(
+            self.objective == "cross_entropy" or self.z_loss == 0,
+            f"train.z_loss = {self.z_loss}: train.objective = {self.objective!r} has none; choose 0",
+        )
         require(
             self.rows % self.microbatches == 0,
             f"train.rows = {self.rows}: must be a multiple of train.microbatches = {self.microbatches}",
         )
 
 
-def abstract_batch(rows: int, sequence: int, sharding: jax.sharding.Sharding) -> Batch:
-    """Returns the shapes, dtypes and sharding of a batch, to compile for."""
-    return {
-        name: jax.ShapeDtypeStruct((rows, sequence), dtype, sharding=sharding)
-        for name, dtype in BATCH_FIELDS.items()
-    }
+def abstract_batch(
+    rows: int,
+    sequence: int,
+    sharding: jax.sharding.Sharding,
+    columns: Mapping[str, int] = types.MappingProxyType({}),
+) -> Batch:
+    """Returns the shapes, dtypes and sharding of a batch, to compile for. columns: of an objective."""
+    shapes = {name: ((rows, sequence), dtype) for name, dtype in BATCH_FIELDS.items()}
+    shapes |= {name: ((rows, width), np.dtype(np.float32)) for name, width in columns.items()}
+    return {name: jax.ShapeDtypeStruct(*of, sharding=sharding) for name, of in shapes.items()}
 
 
 def check_groups(train: TrainConfig, groups: int, shards: int) -> None:

@@ -13,7 +13,7 @@ Terms = dict[str, jax.Array]
 
 OF_A_STEP = (
     *("loss", "source_loss", "source_tokens", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row"),
-    *("partly_updated", "attention_span", "tokens"),
+    *("partly_updated", "attention_span", "tokens", "trained_tokens"),
 )
 """What every step counts on the device. Whatever else it returns is a further metric, under its own name."""
 

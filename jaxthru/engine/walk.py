@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxthru.engine.gradients import Linearised, linearise
 from jaxthru.engine.model import Batch, Model
-from jaxthru.engine.objective import Objective
+from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.terms import merged, of_stage
 from jaxthru.models import scopes
 from jaxthru.models.remat import remat

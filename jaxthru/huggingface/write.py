@@ -4,6 +4,7 @@ It grows beside its place under a name of its own, is renamed when all of it is 
 gets its marker: a server that waits for the marker never sees a part of it.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -63,16 +64,12 @@ def write_folder(
     Raises InputError for a folder that is there and not empty, before anything is read, for a name in `files`
     that is none, and for a disk that is full, which it then leaves as it was.
     """
-    folder = folder.absolute()
     _check_target(folder, files, marker)
     shards = _shards(_sources(config, dtype_of, like), like, largest_shard)
     extra = dict(files)
     if len(shards) > 1 or (like and like.indexed):
         extra[INDEX] = _index(shards)
-    remove_unfinished(folder)
-    partial = folder.with_name(f"{folder.name}.{writer_id()}.unfinished")
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(folder, marker) as partial:
         needed = sum(source.info.nbytes for shard in shards.values() for source in shard.values())
         needed += sum(map(len, extra.values()))
         free = shutil.disk_usage(partial).free
@@ -85,6 +82,18 @@ def write_folder(
             safetensors.write(partial / file, tensors, arrays, _metadata(like, file))
         for name, content in extra.items():
             write_atomically(partial / name, content)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, marker: str = MARKER) -> Iterator[Path]:
+    """Gives a folder to write to, which at the end takes its place, and then gets its marker. What is raised
+    within leaves nothing behind. Raises InputError for what cannot be written."""
+    folder = folder.absolute()
+    remove_unfinished(folder)
+    partial = folder.with_name(f"{folder.name}.{writer_id()}.unfinished")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
         sync_folder(partial)
         partial.rename(folder)  # over an empty folder, but over no other
         sync_folder(folder.parent)

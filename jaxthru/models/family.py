@@ -68,15 +68,19 @@ def chain(config: FamilyConfig) -> Any:
     return module_of(config).stages(config)
 
 
+def is_published(config: FamilyConfig) -> bool:
+    """Says whether the family of a configuration has a table of published weights."""
+    return isinstance(getattr(module_of(config), "PUBLISHED", None), Published)
+
+
 def published(config: FamilyConfig) -> Published:
     """Returns what the family of a configuration has been published as. Raises InputError without a table."""
-    found = getattr(module_of(config), "PUBLISHED", None)
     require(
-        isinstance(found, Published),
+        is_published(config),
         f"model.family = {config.family!r}: has no table of published weights, `PUBLISHED`, see "
         "jaxthru.models.published; without one it is neither read from published weights nor exported",
     )
-    return found
+    return module_of(config).PUBLISHED
 
 
 def published_weights(config: FamilyConfig) -> list[tuple[Tensor, WeightInfo, tuple[int, ...]]]:

@@ -10,7 +10,6 @@ Shapes: R rows × tokens, I input and O output of a linear layer.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxthru.models.fan_out import added
+from jaxthru.models.quantised import Quantised
 from jaxthru.models.remat import FLOAT8
 from jaxthru.runtime.sharding import Axes, Layout
 
@@ -32,13 +32,6 @@ SMALLEST = 2.0**-100
 """Tensors below this everywhere are not scaled up further, so that no scale overflows."""
 KEPT_NAME = FLOAT8
 """What rematerialisation policies call quantised inputs, and the magnitudes that weights are scaled by."""
-
-
-class Quantised(NamedTuple):
-    """`values` × `scale` is about the tensor. scale: a float32 power of two, or NaN."""
-
-    values: jax.Array
-    scale: jax.Array
 
 
 def quantise(x: jax.Array, dtype: jnp.dtype) -> Quantised:
@@ -75,7 +68,7 @@ def dot(
 
 
 def project(
-    layout: Layout, x_RI: jax.Array, weights: Sequence[jax.Array], axes: Sequence[Axes]
+    layout: Layout, x_RI: jax.Array, weights: Sequence[jax.Array | Quantised], axes: Sequence[Axes]
 ) -> list[jax.Array]:
     """Returns `x_RI` times each weight, [R, O] in its dtype, by float8 matmuls forward and backward.
 
@@ -85,10 +78,12 @@ def project(
 
     Args:
       layout: where weights and gradients lie.
-      weights: [I, O] each; their gradients are in their dtypes.
+      weights: [I, O] each; their gradients are in their dtypes. One that is quantised never changes: it is
+        taken as it is, and has no gradient.
       axes: the two logical axes of each weight.
     """
-    dtype, stored = x_RI.dtype, [weight_IO.dtype for weight_IO in weights]
+    dtype, frozen = x_RI.dtype, [isinstance(weight_IO, Quantised) for weight_IO in weights]
+    stored = [None if still else each.dtype for still, each in zip(frozen, weights, strict=True)]
     # The stream of activations is sharded over tokens, what linear layers make of it over rows.
     by_token = lambda of: "tokens" if of == "embed" else "batch"  # noqa: E731
     lay_out = lambda of: lambda x: layout.constrain(x, (by_token(of), of))  # noqa: E731
@@ -104,14 +99,14 @@ def project(
         x8 = rows(x8._replace(values=lax.bitcast_convert_type(bits, FORWARD)), axes[0][0])
         weights8 = []
         for weight_IO, where in zip(weights, axes, strict=True):
-            weight8 = quantise(weight_IO, FORWARD)
+            weight8 = weight_IO if isinstance(weight_IO, Quantised) else quantise(weight_IO, FORWARD)
             whole = layout.constrain(weight8.values, where, without=("fsdp",))
             weights8.append(weight8._replace(values=whole))
         ys = [
             dot(x8, weight8, (1, 0), dtype, FORWARD_SUMS, lay_out(where[1]))
             for weight8, where in zip(weights8, axes, strict=True)
         ]
-        return ys, (x8, weights8)
+        return ys, (None if all(frozen) else x8, weights8)
 
     def backward(kept, gradients):
         x8, weights8 = kept
@@ -119,6 +114,9 @@ def project(
         for gradient_RO, weight8, where, kept_in in zip(gradients, weights8, axes, stored, strict=True):
             gradient8 = rows(quantise(gradient_RO, BACKWARD), where[1])
             parts_RI.append(dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS, lay_out(where[0])))
+            if kept_in is None:
+                dweights.append(None)
+                continue
             sum_IO = dot(x8, gradient8, (0, 0), dtype, BACKWARD_SUMS)
             dweights.append(layout.constrain(sum_IO, where).astype(kept_in))
         return added(parts_RI), dweights

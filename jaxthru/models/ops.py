@@ -14,14 +14,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxthru.models import fp8
+from jaxthru.models import fp8, quantised
 from jaxthru.models.fan_out import fan_out
+from jaxthru.models.lookup import look_up
+from jaxthru.models.quantised import Quantised
 from jaxthru.models.remat import PARAMETERS
 from jaxthru.models.scopes import ATTENTION_KERNEL
 from jaxthru.runtime import copies
@@ -39,7 +42,8 @@ class Ops:
     implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`.
     linear_cross_entropy_by, rms_norm_by: an implementation, None takes the first that can run, see
     `norm_by`. copies: gather parameters over `fsdp`, and scatter their gradients, by `runtime.copies`.
-    keep_parameters: have them kept for the backward pass, see `RematConfig`."""
+    keep_parameters: have them kept for the backward pass, see `RematConfig`. adapters: `lora.Adapters` of the
+    block that is being applied."""
 
     layout: Layout
     compute: jnp.dtype
@@ -50,6 +54,7 @@ class Ops:
     rms_norm_by: str | None = None
     copies: bool = False
     keep_parameters: bool = False
+    adapters: Any = None
 
     @property
     def collective(self) -> bool:
@@ -98,35 +103,53 @@ class Ops:
         The weights share one gather of the tokens. Each is a matmul of its own: as one, gate and up were
         1.9 % of a step slower on an H200, and query, key and value 0.4 %.
         """
-        matrices, axes = zip(*(matrix_of(weight) for weight in weights), strict=True)
+        matrices, axes = zip(*map(self._matrix, weights), strict=True)
+        x_ND, adapted = self._adapters_of(x_ND, weights, by_rows=True)
         if self.collective or self.copies:
             ys = self._by_shard(all_gather_matmul, x_ND, matrices, axes, ("tokens", "batch"))
         else:
             ys = self._products(x_ND, matrices, axes)
         return [
             self.constrain(y.reshape(-1, *weight.shape[1:]), "batch", *weight.info.axes[1:])
-            for y, weight in zip(ys, weights, strict=True)
+            for y, weight in zip(adapted(ys), weights, strict=True)
         ]
 
     def row_parallel(self, y: jax.Array, weight) -> jax.Array:
         """Returns `y` [N, *in], sharded as `column_parallel` gives it, times a weight [*in, D]: [N, D] in the
         compute dtype, accumulated in float32, sharded over tokens."""
-        matrix_ID, axes = matrix_of(weight)
-        y_NI = y.reshape(-1, len(matrix_ID))
+        matrix_ID, axes = self._matrix(weight)
+        y_NI = y.reshape(-1, math.prod(weight.shape[: len(weight.info.inputs)]))
+        y_NI, adapted = self._adapters_of(y_NI, (weight,), by_rows=False)
         if self.collective or self.copies:
             (x_ND,) = self._by_shard(_matmul_reduce_scatter, y_NI, (matrix_ID,), (axes,), ("batch", "tokens"))
         else:
             (x_ND,) = self._products(y_NI, (matrix_ID,), (axes,))
+        (x_ND,) = adapted([x_ND])
         return self.constrain(x_ND, "tokens", None)
 
-    def _products(self, x_NI: jax.Array, matrices: Sequence[jax.Array], axes: Sequence[Axes]):
+    def _matrix(self, weight) -> tuple[jax.Array | Quantised, Axes]:
+        """Returns `matrix_of` a weight, with its scale if it is quantised."""
+        matrix, axes = matrix_of(weight)
+        scale = self.adapters.scale(weight) if self.adapters else None
+        return matrix if scale is None else Quantised(matrix, scale), axes
+
+    def _adapters_of(self, x_NI: jax.Array, weights: Sequence, by_rows: bool):
+        """Returns `lora.Adapters.started`, without adapters what does nothing."""
+        return self.adapters.started(self, x_NI, weights, by_rows) if self.adapters else (x_NI, lambda ys: ys)
+
+    def _products(self, x_NI: jax.Array, matrices: Sequence[jax.Array | Quantised], axes: Sequence[Axes]):
         """Returns `x_NI` times each matrix [I, O], left to the partitioner. axes: of each matrix."""
         if self.float8:
             return fp8.project(self.layout, x_NI, matrices, axes)
         x_NI = self.constrain(x_NI, "batch", axes[0][0])
         each = fan_out(x_NI, len(matrices))
         weights = zip(each, matrices, axes, strict=True)
-        return [x_NI @ self.gather(matrix, of) for x_NI, matrix, of in weights]
+        return [
+            quantised.product(self.layout, x_NI, matrix, of)
+            if isinstance(matrix, Quantised)
+            else x_NI @ self.gather(matrix, of)
+            for x_NI, matrix, of in weights
+        ]
 
     def _by_shard(
         self,
@@ -159,27 +182,27 @@ class Ops:
         in_specs = self.layout.spec((before, axes[0][0])), stored
         out_specs = tuple(self.layout.spec((after, of[1])) for of in axes)
         sharded = self.layout.shard_map(local, in_specs, out_specs, check_vma=True)
-        return sharded(x_NI, tuple(matrix.astype(self.compute) for matrix in matrices))
+        return sharded(x_NI, tuple(quantised.plain(matrix, self.compute) for matrix in matrices))
 
     def _whole(self, shard: jax.Array, axes: Axes) -> jax.Array:
         """Returns a shard of a matrix, within a shard_map, gathered along `embed`."""
         dim = axes.index("embed")
         over = self.layout.spec(axes)[dim]
-        shard = self._replicated(shard, over)
+        shard = self.replicated(shard, over)
         if over is None:
             return shard
         if self.copies:
             return copies.all_gather(shard, over, dim)
         return jax.lax.all_gather(shard, over, axis=dim, tiled=True)
 
-    def _replicas(self, over: str | None) -> tuple[str, ...]:
+    def replicas(self, over: str | None) -> tuple[str, ...]:
         """Returns the axes that rows are split over but parameters are not; `over`: along which these are."""
         return tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
 
-    def _replicated(self, shard: jax.Array, over: str | None) -> jax.Array:
-        """Returns a shard, within a shard_map, marked as a copy that each device of `_replicas` has: its
+    def replicated(self, shard: jax.Array, over: str | None) -> jax.Array:
+        """Returns a shard, within a shard_map, marked as a copy that each device of `replicas` has: its
         gradient then is reduced to the stored shards before it is summed over them."""
-        replicas = self._replicas(over)
+        replicas = self.replicas(over)
         return jax.lax.pcast(shard, replicas, to="varying") if replicas else shard
 
     def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments, window: int | None = None) -> jax.Array:
@@ -201,48 +224,24 @@ class Ops:
         return sharded(q_BTHC, k_BTKC, v_BTKC, segments)
 
     def embed(self, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        """Returns the rows of the table at `tokens_BT`, [N, D] in the compute dtype, sharded over tokens.
-
-        Each device looks up what it holds, a part of the vocabulary over `tensor` and of `embed` over `fsdp`,
-        for the tokens of all devices that hold other parts; then tokens and parts change places. That moves
-        D numbers a token, where gathering the table would move V·D, and as many for its gradient. Each
-        device's sums over tokens are float32. The collectives are written out because the partitioner turns
-        the gradient's scatter into an all-to-all.
-        """
-        axes = ("vocab", "embed")
-        vocab_axis, embed_axis = stored = self.layout.spec(axes)
-
-        def local(table_VD, tokens_BT):
-            if self._replicas(embed_axis):  # over which gradients are summed in the compute dtype
-                table_VD = self._replicated(table_VD.astype(self.compute), embed_axis)
-            table_VD = table_VD.astype(jnp.float32)
-            tokens_N = tokens_BT.reshape(-1)
-            if embed_axis is not None:
-                tokens_N = jax.lax.all_gather(tokens_N, embed_axis, tiled=True)
-            if vocab_axis is None:
-                x_ND = table_VD[tokens_N]
-            else:
-                first = jax.lax.axis_index(vocab_axis) * table_VD.shape[0]
-                inside = (tokens_N >= first) & (tokens_N < first + table_VD.shape[0])
-                x_ND = jnp.where(inside[:, None], table_VD[jnp.where(inside, tokens_N - first, 0)], 0)
-            x_ND = x_ND.astype(self.compute)
-            if embed_axis is not None:
-                x_ND = jax.lax.all_to_all(x_ND, embed_axis, split_axis=0, concat_axis=1, tiled=True)
-            return x_ND if vocab_axis is None else jax.lax.psum_scatter(x_ND, vocab_axis, tiled=True)
-
-        if self.layout.mesh.size == 1:
-            return local(table_VD, tokens_BT)
-        in_specs = stored, self.layout.spec(("batch", "sequence"))
-        out_specs = self.layout.spec(("tokens", None))
-        return self.layout.shard_map(local, in_specs, out_specs, check_vma=True)(table_VD, tokens_BT)
+        """Returns the rows of the table at `tokens_BT`, [N, D] in the compute dtype, sharded over tokens."""
+        return look_up(self, table_VD, tokens_BT)
 
     def linear_cross_entropy(
-        self, hidden_ND: jax.Array, matrix: jax.Array, axes: Axes, targets_BT, weights_BT, z_loss: float
+        self,
+        hidden_ND: jax.Array,
+        matrix: jax.Array,
+        axes: Axes,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array,
+        z_loss: float,
+        weighted_only: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the objective and each token's cross-entropy and log(Z), as the kernel of this name does.
 
         hidden_ND: sharded over tokens. matrix: as stored, in float32. axes: its logical axes, ("embed",
-        "vocab") or ("vocab", "embed").
+        "vocab") or ("vocab", "embed"). weighted_only: compute nothing for tokens whose weight is 0. How many
+        others there are is each device's own, but for those that share its rows.
 
         Each `tensor` shard holds a part of the vocabulary, and so needs all tokens of its rows. They are
         gathered here, behind the last norm: later than any of a model's work that is done token by token, and
@@ -260,6 +259,7 @@ class Ops:
             return linear_cross_entropy(
                 *(hidden_BTD, matrix, targets_BT, weights_BT),
                 **{"z_loss": z_loss, "layout": layout, "axis_name": axis_name},
+                weighted_only=weighted_only,
                 implementation=self.linear_cross_entropy_by,
             )
 

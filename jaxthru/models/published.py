@@ -6,7 +6,9 @@ started from published weights nor exported.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxthru.runtime import plain
@@ -106,3 +108,15 @@ def layer_tensors(layer: int, table: Mapping[str, tuple[str, str]]) -> Iterable[
     for name, (module, weight) in table.items():
         path = ("layers", str(layer), *module.split("/"), weight)
         yield Tensor(f"model.layers.{layer}.{name}", path, name.endswith("_proj.weight"))
+
+
+def hub_id(base: Any) -> str | None:
+    """Returns the owner and the name of a folder that the hub's cache has, None of others."""
+    parts = Path(str(base)).parts
+    found = re.match(r"models--(.+?)--(.+)", next((each for each in parts if each[:8] == "models--"), ""))
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+def name_of(base: Any) -> str:
+    """Returns what a folder of weights is called: an owner and a name, as the hub has them, or its own."""
+    return hub_id(base) or Path(str(base)).name or str(base)

@@ -7,8 +7,8 @@ from typing import Literal
 import jax
 
 PARAMETERS, STATISTICS = "parameters", "attention_statistics"
-FLOAT8, REST = "float8", "rest"
-_ATTENTION = ("query", "key", "value", "attention", STATISTICS, "attention_out")
+FLOAT8, REST, LOW_RANK = "float8", "rest", "low_rank"
+_ATTENTION = ("query", "key", "value", "attention", STATISTICS, "attention_out", LOW_RANK)
 KEPT = {
     "full": (),
     "attention": _ATTENTION,
@@ -45,11 +45,11 @@ def kept_bytes(kept: Mapping[str, int], policy: str, item: int, float8: bool = F
     """Returns the bytes per token that a policy keeps of a stage beside its input.
 
     kept: of the Stage. item: bytes of a number in the compute dtype; statistics are float32. float8: whether
-    matmuls are made in float8, whose inputs are then kept in that.
+    matmuls are made in float8, whose inputs are then kept in that, where the stage has them so.
     """
     names = kept if policy == "none" else KEPT[policy]
     bytes_of = {STATISTICS: 4, FLOAT8: 1}
-    left_out = REST if float8 else FLOAT8
+    left_out = REST if float8 and FLOAT8 in kept else FLOAT8
     return sum(kept.get(name, 0) * bytes_of.get(name, item) for name in names if name != left_out)
 
 

@@ -12,6 +12,7 @@ from jaxthru.config import RunConfig
 from jaxthru.models import facts, family
 from jaxthru.models.stage import Chain, distinct
 from jaxthru.optim.formats import FORMATS
+from jaxthru.runtime.errors import require
 from jaxthru.runtime.hardware import data_sheet_flops
 from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES
 from jaxthru.runtime.weights import WeightInfo
@@ -81,6 +82,10 @@ def rate_of(device: str, kind: str, need: Demand, matmul: str) -> tuple[float, s
 def demand(config: RunConfig) -> Demand:
     """Returns what a step of a configuration takes. Rows are one document each, which attention finds
     costliest."""
+    require(
+        not config.lora.on,
+        f"lora.rank = {config.lora.rank}: these limits are of training the whole model; set lora.rank=0",
+    )
     config = plain(config)
     model, rows, sequence = config.model, config.train.rows, config.data.sequence
     known, chain = facts.facts(model, config.precision.compute), family.chain(model)

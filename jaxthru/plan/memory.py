@@ -125,7 +125,8 @@ def traced(
         config = dataclasses.replace(config, kernels=dataclasses.replace(kernels, collective_matmul="ring"))
     attention, _ = attention_stand_in(config, layout, segments)
     stand_ins = {"attention": attention, "norm": norm_stand_in(config, layout)}
-    made = assemble(config, layout, segments=segments, sources=found.sources, **stand_ins)
+    of_data = {"segments": segments, "sources": found.sources, "masked": found.masked}
+    made = assemble(config, layout, **of_data, **stand_ins)
     how = f"compiled for {target.name} without autotuning; attention: {attention}"
     return made, notes, f"{how}, up to {segments} documents a row"
 

@@ -15,6 +15,8 @@ class WeightInfo:
     inputs: the dims of a linear layer that it sums over. stack: dims that count layers of the same kind
         (layers, experts). All others are its outputs.
     trains: without, it has neither gradient nor optimizer state, and is never updated.
+    in_base: it is of a frozen base that adapters are trained on: it stays as its stage makes it, or as the
+        base's files have it, and no checkpoint holds it.
     """
 
     axes: Axes
@@ -22,6 +24,7 @@ class WeightInfo:
     inputs: tuple[int, ...] = ()
     stack: tuple[int, ...] = ()
     trains: bool = True
+    in_base: bool = False
 
     def __post_init__(self):
         known = [axis for axis in self.axes if axis is not None]

@@ -50,30 +50,37 @@ class Evaluation:
         batches: Sequence[Batch],
         sources: Sequence[str],
         samples: Callable[[Any], list[Sample]] | None = None,
+        means: Sequence[str] = (),
     ):
-        """sums: (params, batch, one token's weight) -> the terms of `inline.loss`. samples: params -> what
-        the model makes of each prompt."""
+        """sums: (params, batch, weight) -> the terms of an objective. samples: params -> what the model makes
+        of each prompt. means: the objective's."""
         self.config, self.sums, self.batches, self.sources = config, sums, batches, sources
-        self.samples = samples
+        self.samples, self.means = samples, means
 
     def due(self, step: int, last: bool) -> bool:
         """Says whether to evaluate after `step` updates. last: it is the run's last."""
         return step == 0 or last or (self.config.every > 0 and step % self.config.every == 0)
 
     def __call__(self, step: int, params: Any) -> dict[str, Any]:
-        """Returns the row for eval.jsonl: mean cross-entropy over all held-out tokens, and by source; and the
-        samples where there are prompts."""
+        """Returns the row for eval.jsonl: the mean loss over all held-out tokens, or over what else the
+        objective's is a mean, and by source; the objective's means; and the samples where there are
+        prompts."""
         one = jnp.ones((), jnp.float32)
         sums = jax.device_get([self.sums(params, batch, one) for batch in self.batches])
         nothing = np.zeros(len(self.sources))
         loss = np.sum([nothing, *(s["source_loss"] for s in sums)], axis=0, dtype=np.float64)
-        tokens = np.sum([nothing, *(s["source_tokens"] for s in sums)], axis=0, dtype=np.float64)
+        count = np.sum([nothing, *(s["source_tokens"] for s in sums)], axis=0, dtype=np.float64)
         row = {
             "step": step,
-            "loss": float(loss.sum() / tokens.sum()) if tokens.any() else None,
-            "loss_by_source": mean_by_source(self.sources, loss, tokens),
-            "tokens": int(tokens.sum()),
+            "loss": float(loss.sum() / count.sum()) if count.any() else None,
+            "loss_by_source": mean_by_source(self.sources, loss, count),
+            "tokens": int(
+                sum(s.get("trained_tokens", s["source_tokens"].sum(dtype=np.float64)) for s in sums)
+            ),
         }
+        for name in self.means:
+            total = np.sum([s[name] for s in sums], dtype=np.float64)
+            row[name] = float(total / count.sum()) if count.any() else None
         return row | ({"samples": self.samples(params)} if self.samples else {})
 
 

@@ -6,36 +6,47 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jaxthru.models.published import name_of
 from jaxthru.training.run_directory import RunDirectory
 
 SETTINGS = (
     *("train.steps", "train.rows", "data.sequence", "data.mix", "optim.name", "optim.learning_rate"),
     *("optim.weight_decay", "precision.compute", "precision.matmul", "train.seed"),
+    *("lora.rank", "lora.alpha", "lora.rslora", "lora.dropout", "lora.base"),
 )
 """Keys of the configuration that a reader of a card looks for."""
 
 
-def model_card(run: RunDirectory, config: dict[str, Any], name: str, step: int, dtype: str) -> str:
+def model_card(
+    run: RunDirectory,
+    config: dict[str, Any],
+    name: str,
+    step: int,
+    dtype: str,
+    relation: str = "finetune",
+) -> str:
     """Returns the card of a run's weights after `step` updates.
 
     config: the run's configuration, {whole key: value}. name: of the model. dtype: of the exported weights.
+    relation: to its base, `finetune` or `adapter`.
     """
     base = config.get("model.pretrained")
-    head = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    library = "peft" if relation == "adapter" else "transformers"
+    head = {"library_name": library, "pipeline_tag": "text-generation"}
     license_ = license_of(run.base / "README.md")
     if base:
-        head = {"base_model": _name_of(base), "base_model_relation": "finetune"} | head
+        head = {"base_model": name_of(base), "base_model_relation": relation} | head
     front = ["---", *(f"{key}: {_yaml(value)}" for key, value in head.items())]
     front += [*license_, "tags:", "- jaxthru", "---"]
-    began = f"continued from `{_name_of(base)}`" if base else "trained from random weights"
-    lines = [
-        f"# {name}",
-        "",
-        f"A language model of the family `{config.get('model.family')}`, {began} with jaxthru, after "
-        f"{step:,} update{'s' * (step != 1)}. The weights are {dtype}.",
-    ]
+    began = f"continued from `{name_of(base)}`" if base else "trained from random weights"
+    what = f"A language model of the family `{config.get('model.family')}`, {began}"
+    if config.get("lora.rank"):
+        alone = "Low-rank adapters" if relation == "adapter" else "Weights with low-rank adapters merged in,"
+        what = f"{alone} of rank {config['lora.rank']} beside `{name_of(base)}`, trained"
+    after = f"after {step:,} update{'s' * (step != 1)}"
+    lines = [f"# {name}", "", f"{what} with jaxthru, {after}. The weights are {dtype}."]
     if base and not license_:
-        lines += ["", f"The license is that of `{_name_of(base)}`, whose card did not name it."]
+        lines += ["", f"The license is that of `{name_of(base)}`, whose card did not name it."]
     lines += ["", *_table("Training", _results(run, step)), "", *_table("Settings", _settings(config)), ""]
     return "\n".join([*front, "", *lines])
 
@@ -79,17 +90,9 @@ def _results(run: RunDirectory, step: int) -> list[tuple[str, str]]:
 
 
 def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(f"`{key}`", f"`{config[key]}`") for key in SETTINGS if key in config]
+    shown = [key for key in SETTINGS if key in config and (config.get("lora.rank") or key[:5] != "lora.")]
+    return [(f"`{key}`", f"`{config[key]}`") for key in shown]
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> list[str]:
     return [f"## {title}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-
-
-def _name_of(base: Any) -> str:
-    """Returns what a folder of weights is called: an owner and a name, as the hub has them, or its own."""
-    path = Path(str(base))
-    hub = re.match(
-        r"models--(.+?)--(.+)", next((part for part in path.parts if part.startswith("models--")), "")
-    )
-    return f"{hub[1]}/{hub[2]}" if hub else path.name or str(base)

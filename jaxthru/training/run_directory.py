@@ -10,6 +10,7 @@ trackers.json        by which id each experiment tracker continues the run
 checkpoints/<step>/  Orbax; <step> counts completed updates
 tokenizer/           the tokenizer of the run's text, its files as they were found, and what documents begin
                      and end with: `jaxthru.data.store.tokenizer.Tokenizer.of(RUN_DIR)`
+reference.npz        with train.objective = dpo: how probable each answer was before the first update
 base/                of published weights that the run started from: what an export carries on beside weights
 profile/<step>/      traces and what was read from them
 plan_data.svg        what `plan data --run-dir` drew
@@ -77,6 +78,7 @@ class RunDirectory:
         self.autotune = self.path / "autotune"
         self.tokenizer = self.path / "tokenizer"
         self.base = self.path / "base"
+        self.reference = self.path / "reference.npz"
 
     def __repr__(self) -> str:
         row, steps = last(self.metrics_file), self.steps()

@@ -14,6 +14,7 @@ from jaxthru.models.stage import Stage, by_kind
 from jaxthru.optim.optimizer import Optimizer
 from jaxthru.runtime import xla
 from jaxthru.runtime.sharding import Axes, Layout
+from jaxthru.runtime.weights import WeightInfo
 from jaxthru.training import layout as on_disk
 
 Tree = Any
@@ -133,14 +134,17 @@ def sharded_init(model: Model, optimizer: Optimizer, abstract: State, seed: int)
 def state_of_weights(optimizer: Optimizer, abstract: State, read: on_disk.Read) -> State:
     """Returns the first state with weights that are there, stage after stage, each made where it is to live.
 
-    abstract: shapes, dtypes and shardings of the state. read: gives each weight, asked for in float32 on the
-    devices, see `training.layout.assembled`.
+    abstract: shapes, dtypes and shardings of the state. read: gives each weight, asked for on the devices in
+    float32, or of a frozen base as it is kept, see `training.layout.assembled`.
     """
     params, pace = abstract["params"], Pace()
-    float32 = lambda leaf: leaf.update(dtype=jnp.float32, sharding=on_disk.device_sharding(leaf))  # noqa: E731
-    entries = jax.tree.unflatten(
-        jax.tree.structure(params), list(on_disk.entries(jax.tree.map(float32, params)))
-    )
+
+    def wanted(info: WeightInfo, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = leaf.dtype if info.in_base else jnp.float32
+        return leaf.update(dtype=dtype, sharding=on_disk.device_sharding(leaf))
+
+    asked = jax.tree.map(wanted, optimizer.infos, params)
+    entries = jax.tree.unflatten(jax.tree.structure(params), list(on_disk.entries(asked)))
 
     @functools.cache  # layers that are alike share a program
     def program(infos: tuple, tree: Any, home: tuple) -> Callable:
@@ -157,6 +161,20 @@ def state_of_weights(optimizer: Optimizer, abstract: State, read: on_disk.Read) 
         made.append(move(keep(weights), _shardings(home), donate=True))
         pace(made[-1])
     return _first_state_of(made, abstract)
+
+
+def without_base(state: State, infos: Tree) -> State:
+    """Returns a state, or an abstract one, as a checkpoint holds it: without the base that adapters are
+    trained beside. infos: a WeightInfo for each parameter."""
+    own = jax.tree.map(lambda info, leaf: None if info.in_base else leaf, infos, state["params"])
+    return state | {"params": own}
+
+
+def with_base(own: State, whole: State) -> State:
+    """Returns a state from `without_base`, with the base of another one."""
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    take = lambda mine, other: other if mine is None else mine  # noqa: E731
+    return own | {"params": jax.tree.map(take, own["params"], whole["params"], is_leaf=is_none)}
 
 
 def _shardings(tree: Tree) -> Tree:

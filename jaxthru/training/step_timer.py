@@ -121,7 +121,7 @@ class StepTimer:
             grad_norm=float(values["grad_norm"]),
             learning_rate=float(values["learning_rate"]),
             tokens=int(values["tokens"]),
-            trained_tokens=round(float(values["source_tokens"].sum())),
+            trained_tokens=round(float(values.get("trained_tokens", values["source_tokens"].sum()))),
             attention_span=float(values["attention_span"]),
             step_seconds=now - self._clock,
             skipped_updates=int(values["skipped"]),

@@ -29,6 +29,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     layout: Literal["DV", "VD"] = "DV",
     axis_name: str | None = None,
+    weighted_only: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -37,7 +38,7 @@ def linear_cross_entropy(
     Z is the sum of the softmax. Matmuls take and give hidden's dtype, to which logits and their gradients
     are thus rounded, and accumulate in float32; everything between them is in float32. Only the sum has a
     gradient, and only for hidden and matrix; the weights are constants. Nothing is left out where a weight
-    is 0: what is not finite there makes the sum NaN.
+    is 0, unless `weighted_only` says so: what is not finite there makes the sum NaN.
 
     The arrays are taken as they lie on one device. With `axis_name` the vocabulary is split over that mesh
     axis: each device holds the columns that follow those of the device before. The call then has to be
@@ -54,6 +55,9 @@ def linear_cross_entropy(
       z_loss: the weight of log(Z)² (arXiv:2204.02311), static.
       layout: of the matrix.
       axis_name: the mesh axis over which the vocabulary is split, if any.
+      weighted_only: compute nothing for tokens whose weight is 0; static. The time goes with how many others
+        there are, in chunks, whatever the shapes say. Cross-entropy and log(Z) are 0 there. It costs a sort
+        of N and two gathers, so ask for it only where many weights are 0.
       implementation: one of `OPERATION.names`; None takes "triton" on an NVIDIA GPU where it can run, and
         else "xla".
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
@@ -77,6 +81,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         layout=layout,
         axis_name=axis_name,
+        weighted_only=weighted_only,
     )
     return objective, jax.lax.stop_gradient(losses_BT), jax.lax.stop_gradient(log_z_BT)
 

@@ -62,6 +62,7 @@ def linear_cross_entropy(
     z_loss,
     layout,
     axis_name,
+    weighted_only,
     losses_and_gradient=losses_and_gradient,
 ):
     """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package.
@@ -78,6 +79,7 @@ def linear_cross_entropy(
         z_loss,
         layout.index("D"),
         axis_name,
+        weighted_only,
         losses_and_gradient,
     )
     return objective, losses_N.reshape(B, T), log_z_N.reshape(B, T)
@@ -93,8 +95,10 @@ def chunk_length(tokens: int, vocabulary: int, itemsize: int) -> int:
     return -(-tokens // (chunks * TILE)) * TILE
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _losses(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, losses_and_gradient):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+def _losses(
+    hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, weighted_only, losses_and_gradient
+):
     matrix = matrix.astype(hidden_ND.dtype)
 
     def one_chunk(_, chunk):
@@ -102,12 +106,14 @@ def _losses(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, l
         return None, _losses_of(dot(hidden_CD, matrix, 1, d_dim), targets_C, axis_name)[:2]
 
     C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
-    _, parts = jax.lax.scan(one_chunk, None, _split(C, hidden_ND, targets_N, weights_N))
-    losses_N, log_z_N = _join(parts, len(targets_N))
+    over = _over_weighted if weighted_only else _over_all
+    _, (losses_N, log_z_N) = over(one_chunk, None, C, hidden_ND, targets_N, weights_N)
     return _objective(losses_N, log_z_N, weights_N, z_loss), losses_N, log_z_N
 
 
-def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, losses_and_gradient):
+def _forward(
+    hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, weighted_only, losses_and_gradient
+):
     stored, matrix = matrix.dtype, matrix.astype(hidden_ND.dtype)
 
     def one_chunk(d_matrix, chunk):
@@ -123,13 +129,63 @@ def _forward(hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, 
 
     C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
     nothing = jnp.zeros_like(matrix, dtype=jnp.float32)
-    d_matrix, parts = jax.lax.scan(one_chunk, nothing, _split(C, hidden_ND, targets_N, weights_N))
-    losses_N, log_z_N, d_hidden_ND = _join(parts, len(targets_N))
+    over = _over_weighted if weighted_only else _over_all
+    d_matrix, (losses_N, log_z_N, d_hidden_ND) = over(one_chunk, nothing, C, hidden_ND, targets_N, weights_N)
     objective = _objective(losses_N, log_z_N, weights_N, z_loss)
     return (objective, losses_N, log_z_N), (d_hidden_ND, d_matrix.astype(stored))
 
 
-def _backward(z_loss, d_dim, axis_name, losses_and_gradient, residuals, cotangents):
+def _over_all(one_chunk, total, C: int, hidden_ND, targets_N, weights_N):
+    """Returns the total over all chunks, and what is made of each token, [N, ...].
+
+    one_chunk: (total so far, (hidden [C, D], targets [C], weights [C])) -> (total, arrays [C, ...]).
+    """
+    total, parts = jax.lax.scan(one_chunk, total, _split(C, hidden_ND, targets_N, weights_N))
+    return total, _join(parts, len(targets_N))
+
+
+def _over_weighted(one_chunk, total, C: int, hidden_ND, targets_N, weights_N):
+    """Returns the same over the tokens alone whose weight is not 0; of the others zeros.
+
+    They are brought together, and the loop ends with their last chunk: how many there are is known only when
+    it runs, and each device of a mesh has a count of its own. Those that share a vocabulary have the same
+    tokens, so they go around equally often.
+    """
+    N = len(targets_N)
+    P = -(-N // C)
+    counts_N = weights_N != 0
+    order = jnp.pad(jnp.argsort(~counts_N, stable=True), (0, P * C - N), constant_values=N)  # N is no place
+    chunks = (jnp.sum(counts_N, dtype=jnp.int32) + C - 1) // C
+
+    def chunk_at(begin):
+        places_C = jax.lax.dynamic_slice_in_dim(order, begin, C)
+        take = lambda x: x.at[places_C].get(mode="fill", fill_value=0)  # noqa: E731
+        hidden_CD, targets_C, weights_C = map(take, (hidden_ND, targets_N, weights_N))
+        return jnp.where(weights_C[:, None] != 0, hidden_CD, 0), targets_C, weights_C
+
+    def empty(made):
+        zeros = jnp.zeros((P * C, *made.shape[1:]), made.dtype)
+        axes = tuple(sorted(made.manual_axis_type.varying))
+        return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+    def step(chunk, state):
+        total, parts = state
+        total, made = one_chunk(total, chunk_at(chunk * C))
+        put = lambda part, some: jax.lax.dynamic_update_slice_in_dim(part, some, chunk * C, 0)  # noqa: E731
+        return total, jax.tree.map(put, parts, made)
+
+    # A trace, because shapes alone do not say over which mesh axes a result varies.
+    made = jax.make_jaxpr(lambda total: one_chunk(total, chunk_at(0))[1])(total).out_avals
+    total, parts = jax.lax.fori_loop(0, chunks, step, (total, tuple(map(empty, made))))
+    place_N = jnp.maximum(jnp.cumsum(counts_N) - 1, 0)  # where each was brought
+
+    def by_token(part):
+        return jnp.where(counts_N.reshape(-1, *(1,) * (part.ndim - 1)), part[place_N], 0)
+
+    return total, jax.tree.map(by_token, parts)
+
+
+def _backward(z_loss, d_dim, axis_name, weighted_only, losses_and_gradient, residuals, cotangents):
     scale = cotangents[0]  # those of the tokens' losses and log(Z) are none of ours
     d_hidden_ND, d_matrix = ((scale * x.astype(jnp.float32)).astype(x.dtype) for x in residuals)
     return d_hidden_ND, d_matrix, None, None

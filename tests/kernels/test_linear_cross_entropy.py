@@ -118,6 +118,32 @@ def test_matrix_may_lie_as_an_embedding_table(implementation, small_chunks):
     assert "stablehlo.transpose" not in text.lower(hidden, matrix.T).as_text()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.3, 1.0])
+@pytest.mark.parametrize("layout", ["DV", "VD"])
+def test_tokens_of_weight_0_may_be_left_out(layout, share, small_chunks):
+    """Whatever stands there, and however many are left."""
+    hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), CPU["z_loss"])
+    weights = jnp.where(np.random.default_rng(fresh_seed()).random(weights.shape) < share, weights, 0.0)
+    if layout == "VD":
+        matrix = matrix.T
+    arguments, options = (matrix, targets, weights), {"z_loss": 0.1, "layout": layout, "weighted_only": True}
+    found = run(jnp.where(weights[..., None] == 0, jnp.nan, hidden), *arguments, **options)
+    wanted = run(hidden, *arguments, **options, implementation="reference")
+    assert_close(found, wanted, CPU_TOLERANCE)
+    plain = linear_cross_entropy(hidden, *arguments, **options)
+    assert_close(plain, tuple(found[name] for name in NAMES[:3]), CPU_TOLERANCE)
+
+
+def test_the_loop_ends_with_the_weighted_tokens(small_chunks):
+    """It has one product of logits a chunk, as the one over all has, and no number of chunks beforehand."""
+    arguments = draw(np.random.default_rng(0), CPU["even"])
+    step = jax.grad(lambda *arguments: linear_cross_entropy(*arguments, weighted_only=True)[0], (0, 1))
+    compiled = jax.jit(step).lower(*arguments).compile().as_text()
+    assert str(jax.make_jaxpr(step)(*arguments)).count("dot_general[") == 3
+    loops = [line for line in compiled.splitlines() if " while(" in line]
+    assert any("known_trip_count" not in line for line in loops) and "scatter(" not in compiled
+
+
 def test_evaluation_forms_no_gradient(small_chunks):
     arguments = draw(np.random.default_rng(fresh_seed()), CPU["odd"])
     plain = linear_cross_entropy(*arguments, z_loss=0.1)
@@ -325,6 +351,34 @@ def test_split_vocabulary_equals_one_device(mesh_shape, layout, small_chunks):
     if layout == "VD":
         found["d_matrix"] = found["d_matrix"].T
     assert_close(found, expected(hidden, matrix, targets, weights, shape.z_loss), CPU_TOLERANCE)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("mesh_shape", [(2, 4), (4, 2)], ids=str)
+def test_each_device_leaves_out_its_own(mesh_shape, small_chunks):
+    """Shards of rows go around unequally often, some never; those of a vocabulary meet in every chunk."""
+    shape = Shape(4, 21, 16, 136, z_loss=1e-2)
+    hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), shape)
+    weights = weights.at[:2].set(0).at[3, :15].set(0)
+    options = {"z_loss": shape.z_loss, "weighted_only": True}
+    found = split_run(mesh_shape, "DV", hidden, matrix, targets, weights, **options)
+    wanted = run(hidden, matrix, targets, weights, **options, implementation="reference")
+    assert_close(found, wanted, CPU_TOLERANCE)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_tokens_of_weight_0_left_out_on_gpu(implementation, share):
+    hidden, matrix, targets, weights = draw(np.random.default_rng(fresh_seed()), GPU["small"], jnp.bfloat16)
+    weights = jnp.where(np.random.default_rng(fresh_seed()).random(weights.shape) < share, weights, 0.0)
+    found = run(hidden, matrix, targets, weights, weighted_only=True, implementation=implementation)
+    rounded = matrix.astype(jnp.bfloat16).astype(jnp.float32)
+    wanted = expected(hidden, rounded, targets, weights)
+    for name in ("losses", "log_z"):
+        wanted[name] = np.where(weights == 0, 0, wanted[name])
+    assert_close(found, wanted, GPU_TOLERANCE)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 from tiny import bind
 
 from jaxthru.engine.inline import hidden
-from jaxthru.engine.objective import Objective
+from jaxthru.engine.objectives.cross_entropy import CrossEntropy
 from jaxthru.huggingface.config import model_config
 from jaxthru.models import family
 from jaxthru.models.family import FamilyConfig
@@ -143,7 +143,7 @@ def test_logits_and_gradients(name):
             "loss_mask": golden["loss_mask"].astype(np.float32),
             "source": np.zeros((rows, sequence), np.int32),
         }
-        objective = Objective(model, z_loss=z_loss, max_segments=1, sources=1)
+        objective = CrossEntropy(model=model, z_loss=z_loss, max_segments=1, sources=1)
 
         def loss(params):
             hidden_ND = hidden(model, params, batch, 1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthru.engine.objective import Objective
+from jaxthru.engine.objectives.cross_entropy import CrossEntropy
 from jaxthru.runtime.errors import InputError
 from jaxthru.training.evaluate import EvaluateConfig, Evaluation, NoEvaluation
 
@@ -52,7 +52,7 @@ def test_the_loss_mask_and_the_sources_are_the_batch_s():
     batch = {"loss_mask": mask, "source": source, "targets": np.zeros((4, 16), np.int32)}
     ops = SimpleNamespace(linear_cross_entropy=lambda *_: (jnp.zeros(()), jnp.asarray(cross_entropy), None))
     model = SimpleNamespace(ops=ops, lm_head=lambda params: (params, None))
-    objective = Objective(model, 0.0, 8, 3)
+    objective = CrossEntropy(model=model, max_segments=8, sources=3)
     sums = lambda params, batch, weight: objective(params, None, batch, weight)[1]  # noqa: E731
     row = evaluation(sums, [jax.tree.map(jnp.asarray, batch)])(0, None)
     counts = mask.astype(bool)

@@ -1,5 +1,7 @@
 """The batch: the contract between the data plane and the training step."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 BATCH_FIELDS: dict[str, np.dtype] = {
@@ -18,10 +20,13 @@ loss_mask: 1.0 where `targets` counts. source: index into the mix's sources.
 """
 
 
-def check_batch(batch: dict[str, np.ndarray], rows: int, sequence: int) -> None:
-    """Raises ValueError unless `batch` has exactly the contract's fields, shapes and dtypes."""
-    if batch.keys() != BATCH_FIELDS.keys():
-        raise ValueError(f"batch has fields {sorted(batch)}, expected {sorted(BATCH_FIELDS)}")
+def check_batch(
+    batch: dict[str, np.ndarray], rows: int, sequence: int, columns: Collection[str] = ()
+) -> None:
+    """Raises ValueError unless `batch` has exactly the contract's fields, shapes and dtypes. columns: what it
+    has to bring along beside them, see `BatchBuilder.add_column`."""
+    if batch.keys() != {*BATCH_FIELDS, *columns}:
+        raise ValueError(f"batch has fields {sorted(batch)}, expected {sorted((*BATCH_FIELDS, *columns))}")
     for name, dtype in BATCH_FIELDS.items():
         array = batch[name]
         if array.shape != (rows, sequence) or array.dtype != dtype:

@@ -31,6 +31,29 @@ class BatchBuilder:
         self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
         self.packing = Packing.together(packings)
         self.splits = list(zip(self._streams, self.packing.apart(rows), strict=True))
+        self._columns: dict[str, tuple[np.ndarray, int]] = {}
+
+    def add_column(self, name: str, values: np.ndarray, width: int) -> None:
+        """Has batches bring along `name`, float32 [rows, width]: a value of each of a row's pieces, in their
+        order, and 0 where there is none. values: float32 [pieces], of all sources."""
+        self._columns[name] = values, width
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What batches bring along beside the fields of every batch."""
+        return tuple(self._columns)
+
+    def pieces(self, source: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns of each piece of these rows, int64 [pieces]: which of the rows it is in, its place among
+        that row's pieces, from 0, and its number in `packing`. source, row: as of `build`."""
+        chosen = np.where(row == EMPTY, 0, self._first_row[source] + row)
+        count = np.where(row == EMPTY, 0, self.packing.first[chosen + 1] - self.packing.first[chosen])
+        segment = ranges(count)
+        return (
+            np.repeat(np.arange(len(row)), count),
+            segment,
+            np.repeat(self.packing.first[chosen], count) + segment,
+        )
 
     def build(self, source: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the batch (see `batch.py`), arrays of [rows, sequence].
@@ -44,11 +67,8 @@ class BatchBuilder:
         flat = {name: array.reshape(-1) for name, array in batch.items()}
 
         # Of each row: its pieces, how many, and what they sum to.
-        chosen = np.where(row == EMPTY, 0, self._first_row[source] + row)
-        per_row = np.where(row == EMPTY, 0, packing.first[chosen + 1] - packing.first[chosen])
-        segment = ranges(per_row)
-        piece = np.repeat(packing.first[chosen], per_row) + segment
-        in_row = np.repeat(np.arange(len(row)), per_row)
+        in_row, segment, piece = self.pieces(source, row)
+        per_row = np.bincount(in_row, minlength=len(row))
         start, length, last = packing.start[piece], packing.length[piece], packing.last[piece]
         used = np.bincount(in_row, length, len(row)).astype(np.int64)
         ends = np.cumsum(length)
@@ -87,6 +107,9 @@ class BatchBuilder:
         for padded in np.flatnonzero(used < sequence).tolist():
             for name in ("tokens", "targets", "positions", "loss_mask"):
                 batch[name][padded, used[padded] :] = 0
+        for name, (values, width) in self._columns.items():
+            batch[name] = np.zeros((len(row), width), np.float32)
+            batch[name][in_row, segment] = values[piece]
         return batch
 
     def _read(

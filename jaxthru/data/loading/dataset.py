@@ -130,7 +130,8 @@ class Data(contextlib.AbstractContextManager):
     `Tokenizer`. vocabulary: its highest token id + 1.
     segments: no row has more, a padding tail counted as one; a multiple of 8. tokens: {source: tokens in the
     rows to train on}. counted: {source: what became of its conversations, None for one of text}. account:
-    that in words, a line for each such source.
+    that in words, a line for each such source. masked: whether some of them say what is trained on.
+    units: {source: documents that belong together}, 2 of pairs.
     """
 
     def __init__(self, config: DataConfig, prepared: Prepared):
@@ -150,7 +151,8 @@ class Data(contextlib.AbstractContextManager):
         if self.workers:
             weakref.finalize(self, self.workers.close)
 
-        units = [opened.manifest.get("unit", 1) for opened in prepared.stores.values()]
+        self.units = {name: opened.manifest.get("unit", 1) for name, opened in prepared.stores.items()}
+        units = list(self.units.values())
 
         def opened_splits(split: str) -> list[PackedSplit]:
             splits = {name: getattr(opened, split) for name, opened in prepared.stores.items()}
@@ -164,7 +166,9 @@ class Data(contextlib.AbstractContextManager):
         self.counted = {name: packed.counted for name, packed in zip(self.names, train, strict=True)}
         self._documents = [packed.documents for packed in train]
         self.builder = BatchBuilder([packed[:2] for packed in train], config.sequence)
-        self.train, self.held_out = self.builder.splits, [packed[:2] for packed in held_out]
+        self.held_out_builder = BatchBuilder([packed[:2] for packed in held_out], config.sequence)
+        self.train, self.held_out = self.builder.splits, self.held_out_builder.splits
+        self.masked = any(split.targets is not None for split, _ in self.train)
         self.tokens = {
             name: int(packing.length.sum()) for name, (_, packing) in zip(self.names, self.train, strict=True)
         }
@@ -278,11 +282,15 @@ class Data(contextlib.AbstractContextManager):
         total_rows: spread evenly over the sources, and evenly over each source; fewer when there are fewer.
         The last batch is filled up with rows of padding.
         """
-        available = np.array([packing.rows for _, packing in self.held_out], np.int64)
-        source, row = held_out_plan(available, total_rows, rows)
+        source, row = self.held_out_rows(total_rows, rows)
         local = local_rows or slice(0, rows)
-        builder = BatchBuilder(self.held_out, self.config.sequence)
-        return [builder.build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
+        build = self.held_out_builder.build
+        return [build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
+
+    def held_out_rows(self, total_rows: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (source, row) of each row of the held-out batches, int64 [batches, rows] both."""
+        available = np.array([packing.rows for _, packing in self.held_out], np.int64)
+        return held_out_plan(available, total_rows, rows)
 
 
 def canonical_groups(rows: int) -> int:

@@ -131,6 +131,8 @@ def random_data(config: Any, documents: int) -> SimpleNamespace:
         names=("random",),
         mixture=mixture,
         train=[(None, SimpleNamespace(length=lengths))],
+        masked=False,
+        units={},
     )
 
 

@@ -59,6 +59,21 @@ def test_who_speaks_first_is_the_user_and_lines_are_one_message(package, tmp_pat
     assert first.place.position == "conversation x"
 
 
+def test_pairs_reject_what_was_said_in_the_conversation_before(package, tmp_path):
+    first = [turn("a", "Hello"), turn("b", "Hi"), turn("a", "Bye")]
+    second = [turn("c", "Who are you?"), turn("d", "Nobody")]
+    package({"x": {"messages": first}, "y": {"messages": [turn("e", "?")]}, "z": {"messages": second}})
+    keys = read_toml(REPOSITORY / "sources" / "chitchat_pairs" / "source.toml")
+    lists = {key: tuple(value) for key, value in keys.items() if isinstance(value, list)}
+    recipe = Recipe.of(**keys | lists)
+    assert recipe.records == "pairs" and recipe.options.unit == 2
+    (found,) = read(recipe, tmp_path)
+    question = {"role": "user", "content": "Who are you?"}
+    answers = {side: json.loads(found.text)[side] for side in ("chosen", "rejected")}
+    assert answers["chosen"]["messages"] == [question, {"role": "assistant", "content": "Nobody"}]
+    assert answers["rejected"]["messages"] == [question, {"role": "assistant", "content": "Hi"}]
+
+
 def test_what_is_no_conversation_is_damage(package, tmp_path):
     content = {"a": {"messages": [[{"text": "no sender"}]]}, "b": {}, "c": {"messages": []}, "d": 3}
     content["long"] = {"messages": [turn("a", "x" * 200), turn("b", "y")]}

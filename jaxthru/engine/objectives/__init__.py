@@ -1,0 +1,1 @@
+"""Objectives: what a training step minimises, each in a file of its own."""

@@ -1,0 +1,85 @@
+"""How linear layers are multiplied with adapters beside them: the hook of `Ops` in an adapted block.
+
+W + s·A·B is never formed. Targets that read one input share one matmul with their As, and what each B makes
+of that is added to the target's product as a matmul writes it (models/fan_out.py says when XLA does so).
+
+Shapes: N rows × tokens, I input and O output of a linear layer, R rank.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxthru.models.fan_out import fan_out
+from jaxthru.models.remat import LOW_RANK
+
+
+class Beside(NamedTuple):
+    """What a linear layer is multiplied with beside its weight: A [I, R] and B [R, O], and their axes."""
+
+    a: jax.Array
+    b: jax.Array
+    input: str | None
+    output: str | None
+
+
+class Adapters:
+    """The adapters and scales of one block, while it is applied. A hook of `Ops`."""
+
+    def __init__(self, pairs: dict[int, dict[str, jax.Array]], scales: dict[int, jax.Array], scale: float):
+        """pairs: {"a": A, "b": B} of weights, by the identity of their arrays. scales: of quantised ones,
+        alike. scale: what adapters are multiplied by."""
+        self._pairs, self._scales, self._scale = pairs, scales, scale
+        self._met: set[int] = set()
+
+    def check(self) -> None:
+        """Raises ValueError for a weight that was not multiplied by `Ops`: its adapter would be ignored."""
+        if missed := len((self._pairs.keys() | self._scales.keys()) - self._met):
+            said = f"{missed} linear layers of a block are multiplied by neither column_parallel nor"
+            raise ValueError(f"lora: {said} row_parallel of Ops, and would go without what is beside them")
+
+    def scale(self, weight: Any) -> jax.Array | None:
+        """Returns the scale of a quantised weight, None of others."""
+        self._met.add(id(weight[...]))
+        return self._scales.get(id(weight[...]))
+
+    def started(
+        self, ops: Any, x_NI: jax.Array, weights: Sequence, by_rows: bool
+    ) -> tuple[jax.Array, Callable[[list[jax.Array]], list[jax.Array]]]:
+        """Returns the input, for the weights, and what adds to their products that of the adapters.
+
+        by_rows: the products are sharded over rows and outputs, else over tokens.
+        """
+        besides = [self._beside(weight) for weight in weights]
+        some = [each for each in besides if each is not None]
+        if not some:
+            return x_NI, lambda ys: ys
+        # The adapters' gradient comes first in the sum: a product that cuBLAS adds the rest to.
+        own_NI, x_NI = fan_out(x_NI, 2)
+        each = [ops.gather(each.a, (each.input, None)) for each in some]
+        a_IR = each[0] if len(each) == 1 else jnp.concatenate(each, axis=1)
+        low_NR = checkpoint_name(ops.constrain(own_NI @ a_IR, "tokens", None), LOW_RANK)
+        rows = "batch" if by_rows else "tokens"
+        low_NR = ops.constrain(low_NR, rows, None)
+        parts = iter(jnp.split(low_NR, len(some), axis=1))
+
+        def added(y_NO: jax.Array, beside: Beside | None) -> jax.Array:
+            if beside is None:
+                return y_NO
+            b_RO = ops.gather(self._scale * beside.b, (None, beside.output))
+            product = next(parts) @ b_RO
+            return ops.constrain(product, rows, beside.output if by_rows else None) + y_NO
+
+        return x_NI, lambda ys: [added(*pair) for pair in zip(ys, besides, strict=True)]
+
+    def _beside(self, weight: Any) -> Beside | None:
+        self._met.add(id(weight[...]))
+        if (pair := self._pairs.get(id(weight[...]))) is None:
+            return None
+        inputs, axes = weight.info.inputs, weight.info.axes
+        rank = len(pair["b"])
+        a_IR, b_RO = pair["a"].reshape(-1, rank), pair["b"].reshape(rank, -1)
+        return Beside(a_IR, b_RO, axes[0], axes[len(inputs)])

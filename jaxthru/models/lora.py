@@ -1,0 +1,300 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): a frozen base, and beside each target two small matrices.
+
+A target W gives x·W + s·(x·A)·B, with s = alpha / rank, or alpha / √rank (rsLoRA, arXiv:2312.03732). W is
+kept in the compute dtype, in float8 or in int8, and never changes: no gradient, optimizer state or checkpoint
+is of it.
+
+An adapted chain is a chain like any other. A block's params are those of the base and, in a tree of their own
+under "lora", A and B of each target; a quantised base has its scales under "scales". `Adapters` multiplies.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxthru.models import fp8
+from jaxthru.models.adapters import Adapters
+from jaxthru.models.quantised import Quantised, quantise_int8
+from jaxthru.models.remat import FLOAT8, LOW_RANK
+from jaxthru.models.stage import Chain, Context, Extras, Group, Stage, by_kind
+from jaxthru.runtime.errors import did_you_mean, require
+from jaxthru.runtime.weights import WeightInfo
+
+Tree = Any
+Path = tuple[str, ...]
+LORA, SCALES = "lora", "scales"
+"""Where a block's params have the adapters, and the scales of a quantised base."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """rank: of the adapters; 0 trains the whole model.
+    alpha: adapters are scaled by alpha / rank. rslora: by alpha / √rank instead.
+    dropout: share of an adapter's input that is left out, drawn anew in every step.
+    targets: linear layers that have an adapter, by their published name, as `q_proj` or `mlp.down_proj`, or
+        by jaxthru's, as `query`; empty is all of the blocks'.
+    base: how the frozen weights are kept: `compute`: as precision.compute has it. `fp8`: the blocks' linear
+        layers in float8, quantised once, and multiplied in that. `int8`: one scale for each output, widened
+        for each use.
+    adapter: a folder with an adapter in PEFT's form to start from, which gives rank, alpha, rslora and
+        targets; None starts from zero.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    rslora: bool = False
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    base: Literal["compute", "fp8", "int8"] = "compute"
+    adapter: str | None = None
+
+    def __post_init__(self):
+        require(self.rank >= 0, f"lora.rank = {self.rank}: must be at least 0, which is off")
+        require(self.alpha > 0, f"lora.alpha = {self.alpha}: must be above 0")
+        require(0 <= self.dropout < 1, f"lora.dropout = {self.dropout}: must be at least 0 and below 1")
+
+    @property
+    def on(self) -> bool:
+        """Says whether adapters are trained, and not the model."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """What adapters are multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def adapted(chain: Chain, config: LoraConfig, compute: jnp.dtype, names: Mapping[Path, str]) -> Chain:
+    """Returns a chain with its weights frozen and adapters beside its targets.
+
+    compute: the dtype of activations. names: {a weight's place in its block: its published name there}, as
+    {("attention", "query"): "self_attn.q_proj"}. Raises InputError for a target that no block has.
+    """
+    _check_targets(chain, config, names)
+
+    def block(stage: Stage) -> Stage:
+        return _adapted_block(stage, config, compute, names)
+
+    frozen = functools.partial(_frozen_stage, compute=compute, base="compute")
+    blocks = iter(by_kind([stage for group in chain.groups for stage in group.blocks], block))
+    groups = tuple(
+        Group(tuple(next(blocks) for _ in group.blocks), group.repetitions) for group in chain.groups
+    )
+    return chain._replace(embedding=frozen(chain.embedding), groups=groups, head=frozen(chain.head))
+
+
+def off(chain: Chain) -> Chain:
+    """Returns an adapted chain whose adapters add nothing: the base alone, of the same params."""
+
+    def block(stage: Stage) -> Stage:
+        return dataclasses.replace(stage, apply=dataclasses.replace(stage.apply, on=False))
+
+    groups = tuple(Group(tuple(map(block, group.blocks)), group.repetitions) for group in chain.groups)
+    return chain._replace(groups=groups)
+
+
+def needed_flops(
+    train_flops: Callable[[float, float], float], adapters: int, tokens: float, attention_span: float
+) -> float:
+    """Returns the floating-point operations that one update of adapters needs.
+
+    train_flops: (tokens, attention_span) -> those of an update of the whole model. adapters: their numbers.
+    Of the base's matmuls the gradients of its weights, a third, are not needed; adapters need all three.
+    """
+    matmuls = train_flops(tokens, 0)
+    attention = train_flops(tokens, attention_span) - matmuls
+    return matmuls * 2 / 3 + attention + 6.0 * adapters * tokens
+
+
+def adapter_parameters(chain: Chain) -> int:
+    """Returns how many numbers the adapters of an adapted chain are."""
+    return sum(
+        by_kind(chain.layers, lambda stage: sum(leaf.size for leaf in jax.tree.leaves(stage.shapes[LORA])))
+    )
+
+
+def targets_of(stage: Stage) -> list[tuple[Path, WeightInfo, tuple[int, ...]]]:
+    """Returns the linear layers of a block that may have an adapter: each one's place, what it is, and its
+    shape."""
+    infos = jax.tree_util.tree_leaves_with_path(stage.weights)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(stage.shapes)]
+    found = [
+        (tuple(str(key.key) for key in keys), info, shape)
+        for (keys, info), shape in zip(infos, shapes, strict=True)
+    ]
+    return [each for each in found if each[1].role == "matrix" and not each[1].stack]
+
+
+def _check_targets(chain: Chain, config: LoraConfig, names: Mapping[Path, str]) -> None:
+    paths = {path: None for stage in chain.layers for path, _, _ in targets_of(stage)}
+    known = [names.get(path, ".".join(path)).rpartition(".")[2] for path in paths]
+    require(bool(paths), f"lora.rank = {config.rank}: the model's blocks have no linear layer to adapt")
+    for target in config.targets:
+        said = f"lora.targets: {target!r} matches nothing{did_you_mean(target, known)}"
+        one_of = f"; there are {', '.join(dict.fromkeys(known))}"
+        require(any(_named(path, names, target) for path in paths), said + one_of)
+
+
+def _named(path: Path, names: Mapping[Path, str], target: str) -> bool:
+    """Says whether a target means a weight, by its whole name or by the end of it, as PEFT takes it."""
+    return any(f".{name}".endswith(f".{target}") for name in (names.get(path, ""), ".".join(path)) if name)
+
+
+def _frozen(info: WeightInfo) -> WeightInfo:
+    return dataclasses.replace(info, trains=False, in_base=True)
+
+
+def _frozen_stage(stage: Stage, compute: jnp.dtype, base: str) -> Stage:
+    """Returns a stage with its weights frozen."""
+    init = FrozenInit(stage, jnp.dtype(compute), base)
+    weights = jax.tree.map(_frozen, stage.weights)
+    if base != "compute":
+        weights[SCALES] = _tree({path: _scale_info(info, base) for path, info, _ in targets_of(stage)})
+    return dataclasses.replace(stage, init=init, weights=weights)
+
+
+def _scale_info(info: WeightInfo, base: str) -> WeightInfo:
+    axes = tuple(info.axes[dim] for dim in info.outputs) if base == "int8" else ()
+    return WeightInfo(axes, "bias", trains=False, in_base=True)
+
+
+def _adapted_block(stage: Stage, config: LoraConfig, compute: jnp.dtype, names: Mapping[Path, str]) -> Stage:
+    chosen = [
+        Target(path, info, shape)
+        for path, info, shape in targets_of(stage)
+        if not config.targets or any(_named(path, names, target) for target in config.targets)
+    ]
+    frozen = _frozen_stage(stage, compute, config.base)
+    weights = frozen.weights | {LORA: _tree({each.path: each.infos for each in chosen})}
+    kept = {**stage.kept, LOW_RANK: config.rank * len(chosen)}
+    if config.base == "fp8":
+        del kept[FLOAT8]  # what adapters' gradients need of an input is not quantised
+    return dataclasses.replace(
+        frozen,
+        apply=AdaptedApply(stage, config, tuple(chosen)),
+        init=AdaptedInit(frozen.init, tuple(chosen), config.rank),
+        weights=weights,
+        kept=kept,
+    )
+
+
+def _tree(leaves: Mapping[Path, Any]) -> dict:
+    """Returns nested dicts of what lies at these places."""
+    found: dict = {}
+    for path, leaf in leaves.items():
+        functools.reduce(lambda tree, name: tree.setdefault(name, {}), path[:-1], found)[path[-1]] = leaf
+    return found
+
+
+def _at(tree: Tree, path: Path) -> Any:
+    return functools.reduce(lambda tree, name: tree[name], path, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A linear layer with an adapter: its place in the block, what it is, and its shape."""
+
+    path: Path
+    info: WeightInfo
+    shape: tuple[int, ...]
+
+    @property
+    def infos(self) -> dict[str, WeightInfo]:
+        """What A [*in, R] and B [R, *out] are: laid out as the target."""
+        info = self.info
+        inputs, outputs = ([info.axes[dim] for dim in side] for side in (info.inputs, info.outputs))
+        return {
+            "a": WeightInfo((*inputs, None), "matrix", tuple(range(len(inputs)))),
+            "b": WeightInfo((None, *outputs), "matrix", (0,)),
+        }
+
+    def init(self, key: jax.Array, rank: int) -> dict[str, jax.Array]:
+        """Returns A, drawn evenly from ±1/√in, and B, zero."""
+        inputs, outputs = (
+            [self.shape[dim] for dim in side] for side in (self.info.inputs, self.info.outputs)
+        )
+        bound = math.prod(inputs) ** -0.5
+        a = jax.random.uniform(key, (*inputs, rank), jnp.float32, -bound, bound)
+        return {"a": a, "b": jnp.zeros((rank, *outputs), jnp.float32)}
+
+
+def quantise(matrix: jax.Array, info: WeightInfo, base: str) -> Quantised:
+    """Returns a weight of a linear layer [*in, *out] as a quantised base has it. base: `fp8` or `int8`."""
+    if base == "fp8":
+        return fp8.quantise(matrix, fp8.FORWARD)
+    return quantise_int8(matrix, info.inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenInit:
+    """Makes the frozen weights of a stage: key -> params."""
+
+    stage: Stage
+    compute: jnp.dtype
+    base: str
+
+    def __call__(self, key: jax.Array) -> Tree:
+        return self.frozen(self.stage.init(key))
+
+    def frozen(self, params: Tree) -> Tree:
+        """Returns the stage's params as they are kept."""
+        cast = lambda info, leaf: leaf.astype(self.compute) if info.decays else leaf  # noqa: E731
+        params = jax.tree.map(cast, self.stage.weights, params)
+        if self.base == "compute":
+            return params
+        scales = {}
+        for path, info, _ in targets_of(self.stage):
+            values, scales[path] = quantise(_at(params, path), info, self.base)
+            _at(params, path[:-1])[path[-1]] = values
+        return params | {SCALES: _tree(scales)}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedInit:
+    """Makes the params of a block with adapters: key -> params."""
+
+    base: FrozenInit
+    targets: tuple[Target, ...]
+    rank: int
+
+    def __call__(self, key: jax.Array) -> Tree:
+        return self.base(key) | {LORA: self.adapters(key)}
+
+    def adapters(self, key: jax.Array) -> Tree:
+        """Returns the adapters that the block of this key starts with."""
+        keys = jax.random.split(jax.random.fold_in(key, 1), max(len(self.targets), 1))
+        return _tree(
+            {each.path: each.init(one, self.rank) for each, one in zip(self.targets, keys, strict=True)}
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedApply:
+    """Applies a block with adapters, or without them: (params, x, context) -> (y, Extras)."""
+
+    stage: Stage
+    config: LoraConfig
+    targets: tuple[Target, ...]
+    on: bool = True
+
+    def __call__(self, params: Tree, x: Any, context: Context) -> tuple[Any, Extras]:
+        base = {name: tree for name, tree in params.items() if name not in (LORA, SCALES)}
+        # A weight is known by the very array: modules hand it on as it is.
+        pairs = {}
+        if self.on:
+            pairs = {id(_at(base, each.path)): _at(params[LORA], each.path) for each in self.targets}
+        scales = {}
+        if SCALES in params:
+            for path, _, _ in targets_of(self.stage):
+                scales[id(_at(base, path))] = _at(params[SCALES], path)
+        adapters = Adapters(pairs, scales, self.config.scale)
+        result = self.stage.apply(
+            base, x, dataclasses.replace(context, ops=dataclasses.replace(context.ops, adapters=adapters))
+        )
+        adapters.check()
+        return result
