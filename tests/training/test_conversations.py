@@ -10,7 +10,7 @@ from batches import ROWS, SEQUENCE, VOCABULARY
 from jaxthru.data.loading.batch_builder import BatchBuilder
 from jaxthru.data.mixture.packing_whole import pack_whole
 from jaxthru.data.mixture.planner import EMPTY
-from jaxthru.data.store.targets import Targets
+from jaxthru.data.store.targets import SplitTargets, Targets
 
 
 class Conversations:
@@ -23,7 +23,8 @@ class Conversations:
         shares = np.repeat(draw.choice([0.1, 0.5, 1.0], len(lengths)), lengths)
         self.trained = draw.random(self.ends[-1]) < shares
         targets = [Targets.of(len(mask), mask) for mask in np.split(self.trained, self.ends[:-1])]
-        self.first = np.array([each.first for each in targets])
+        first = np.array([each.first for each in targets])
+        self.targets = SplitTargets(sum(each.count for each in targets), first)
 
     def read(self, start, stop):
         return self.tokens[start:stop]
@@ -34,7 +35,7 @@ class Conversations:
     def batch(self, sequence: int) -> dict[str, np.ndarray]:
         """Returns all of them packed into rows that hold so many tokens, in rows of SEQUENCE: EMPTY ones to a
         multiple of ROWS."""
-        packing, _ = pack_whole(self.ends, self.first, sequence, "drop")
+        packing, _ = pack_whole(self.ends, self.targets.first, sequence, "drop")
         rows = np.append(np.arange(packing.rows), np.full(-packing.rows % ROWS, EMPTY))
         return BatchBuilder([(self, packing)], SEQUENCE).build(np.zeros_like(rows), rows)
 
