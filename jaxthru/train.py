@@ -25,6 +25,7 @@ from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
 from jaxthru.runtime import allocator, command_line, distributed, xla
 from jaxthru.runtime.errors import exit_code, leave, require
+from jaxthru.runtime.garbage import heap_frozen
 from jaxthru.training.base_files import BaseFiles
 from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
@@ -50,6 +51,7 @@ def train(
     directory.cut(start)
     evaluation = built.evaluation()
     with (
+        heap_frozen(),
         open_record(config.metrics, directory, start, times, Stalls()) as record,
         built.batches(data_state) as batches,
         open_progress(steps, start) as progress,

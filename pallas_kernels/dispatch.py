@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -111,9 +112,29 @@ def load_triton(package: str) -> tuple[ModuleType, ModuleType]:
     Raises Unsupported without jax-triton.
     """
     try:
-        return importlib.import_module("jax_triton"), importlib.import_module(f"{package}.triton_kernels")
+        found = importlib.import_module("jax_triton"), importlib.import_module(f"{package}.triton_kernels")
     except ImportError as error:
         raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
+    _specialise_without_torch()
+    return found
+
+
+def _specialise_without_torch() -> None:
+    """Has Triton note how it tells arguments' types apart while PyTorch cannot be found.
+
+    It notes that at the first kernel, and imports PyTorch where that is installed, to know its tensors: 5 s
+    of each start on an H200's host. Nothing here is such a tensor. Triton finds those of a program that
+    imports PyTorch later by their `data_ptr`.
+    """
+    if "torch" in sys.modules:
+        return
+    triton = importlib.import_module("triton._C.libtriton")
+    sys.modules["torch"] = None  # `import torch` then says that there is none
+    try:
+        with contextlib.suppress(AttributeError, TypeError):  # another Triton may do without
+            triton.native_specialize_impl(None, 1, False, True, True)
+    finally:
+        del sys.modules["torch"]
 
 
 def require_tpu(platform: str) -> None:

@@ -219,7 +219,8 @@ def compile_step(
     room = choices.room_here(config) if choices.open_keys(config) else None
     search = Search(config, layout, room, segments)
     started = time.monotonic()
-    with Beside(config, segments, fresh and weights is None, checked) as beside:
+    evaluated = fresh and config.evaluate.rows > 0
+    with Beside(config, segments, fresh and weights is None, evaluated, checked) as beside:
 
         def confirm(candidate: Candidate) -> tuple[Candidate, Confirmed] | None:
             of_data = {"segments": segments, "sources": sources, "masked": data.masked}

@@ -274,6 +274,17 @@ def stored_order(gradients: Tree) -> Tree:
     return jax.lax.optimization_barrier(ordered)
 
 
+@functools.lru_cache(maxsize=4)
+def loss_terms(objective: Objective) -> jax.stages.Wrapped:
+    """Returns (params, batch, weight) -> the terms of an objective, jitted: the same function each time, so
+    that what is compiled of it once need not be again."""
+
+    def terms(params: Tree, batch: Batch, weight: jax.Array) -> Terms:
+        return loss(objective, params, batch, weight)[1]
+
+    return jax.jit(terms, compiler_options=xla.for_float8(objective.model.ops.float8))
+
+
 class CompiledStep:
     """A step as one program. `dispatched.DispatchedStep` is called alike."""
 
@@ -295,6 +306,4 @@ class CompiledStep:
 
     def terms_of(self, objective: Objective) -> Callable[[Tree, Batch, jax.Array], Terms]:
         """Returns (params, batch, weight) -> the terms of an objective, compiled at its first use."""
-        terms = lambda params, batch, weight: loss(objective, params, batch, weight)[1]  # noqa: E731
-        options = xla.for_float8(objective.model.ops.float8)
-        return FirstAlone(jax.jit(terms, compiler_options=options))
+        return FirstAlone(loss_terms(objective))

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import itertools
@@ -101,6 +102,7 @@ def timed(
     else:
         before = run_for(0.0)  # whatever is compiled at the first call is no part of the warm-up
         before += run_for(warmup_seconds)
+    gc.freeze()  # for every contender, as jaxthru's own loop does: a full collection takes up to a second
     with Clocks(gpus) as clocks:
         done = run_for(timed_seconds, steps[1] if steps else 3)
     seconds, values = zip(*done, strict=True)

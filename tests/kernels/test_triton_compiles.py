@@ -4,8 +4,10 @@ JAX lowers them only where one is. So what it would pass to jax-triton is caught
 """
 
 import importlib
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -209,3 +211,24 @@ def test_the_norm_keeps_its_rows_in_registers(case, target, monkeypatch, tmp_pat
         assert not spilled and registers * 32 * constants["num_warps"] <= 65_536
         wide = "cp.async.cg.shared.global" if "backward" in kernel.__name__ else r"ld.global\S*.v4.b32"
         assert re.search(wide, text) and "st.global.v4.b32" in text
+
+
+def test_pytorch_is_not_imported_for_a_kernel(tmp_path):
+    """Triton looks for its tensors at its first kernel: where it is installed, that takes seconds."""
+    (tmp_path / "torch.py").write_text("raise RuntimeError('imported')")
+    code = (
+        "import sys, types\n"
+        "from pallas_kernels.dispatch import _specialise_without_torch\n"
+        "_specialise_without_torch()\n"
+        "from triton._C.libtriton import native_specialize_impl\n"
+        "array = types.SimpleNamespace(data_ptr=lambda: 16, dtype='bf16')\n"
+        "from triton.backends.compiler import GPUTarget\n"
+        "from triton.backends.nvidia.compiler import CUDABackend\n"
+        "backend = CUDABackend(GPUTarget('cuda', 90, 32))\n"
+        "print(native_specialize_impl(backend, array, False, True, True), 'torch' in sys.modules)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert ran.stdout.strip() == "('*bf16', 'D') False", ran.stderr

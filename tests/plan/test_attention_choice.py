@@ -124,7 +124,8 @@ def corpus(count: str, weights: tuple[float, float], *lengths: list[int]):
     names = ("long", "short", "empty")
     mixture = dataclasses.replace(Mixture.plain(dict(zip(names, (*weights, 0.0), strict=True))), count=count)
     train = [(None, packing(each, 64)) for each in (*lengths, [])]
-    return types.SimpleNamespace(names=names, mixture=mixture, train=train)
+    of_plain_text = {"units": {}, "masked": False}
+    return types.SimpleNamespace(names=names, mixture=mixture, train=train, **of_plain_text)
 
 
 def test_the_mean_is_of_pieces_as_the_mix_weighs_its_sources():

@@ -5,6 +5,8 @@ import itertools
 import json
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 from runs import ROOT
@@ -17,6 +19,7 @@ from jaxthru.build.compiled import compile_step
 from jaxthru.build.defaults import get, plain
 from jaxthru.build.memory_estimate import Room, estimate
 from jaxthru.build.proposals import LEVELS, POLICIES, candidates
+from jaxthru.data.loading.batch import BATCH_FIELDS
 from jaxthru.runtime.errors import InputError
 
 GIB = 2**30
@@ -112,6 +115,7 @@ def small(monkeypatch):
 
     class Data:
         vocabulary, segments, names, tokenizer = tiny.SHAPE.vocabulary, 4, ("a",), None
+        units, masked = {}, False
 
     monkeypatch.setattr(choices, "room_here", lambda config: Room(GIB, GIB))
     return config, Data()
@@ -219,3 +223,15 @@ def test_a_run_keeps_the_choices_that_its_configuration_still_shows():
     assert choices.still_true(recorded, other, ()) == recorded[1:]
     anew = dataclasses.replace(recorded[1], device="8 × TPU v5p")
     assert choices.still_true(recorded, chosen, (anew,)) == (recorded[0], anew)
+
+
+def test_the_first_evaluation_finds_its_program_compiled(small, caplog):
+    build = built(small)
+    state, rows = build.first_state(), build.rows_at_once
+    field = np.ones((rows, tiny.SEQUENCE), np.int32)
+    whole = build.layout.sharding(("batch", "sequence"))
+    batch = {name: jax.device_put(field.astype(dtype), whole) for name, dtype in BATCH_FIELDS.items()}
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        terms = build.compiled.terms_of(build.step.objective)
+        terms(state["params"], batch, jnp.ones((), jnp.float32))
+    assert "jit(terms)" not in caplog.text, caplog.text

@@ -151,6 +151,7 @@ def test_a_config_json_of_other_devices_keeps_it(tmp_path):
 
 class Data:
     vocabulary, segments, names, tokenizer = tiny.SHAPE.vocabulary, 4, ("a",), None
+    units, masked = {}, False
 
 
 def small(**precision) -> configuration.RunConfig:
