@@ -118,6 +118,21 @@ def needed_flops(config: RunConfig) -> Callable[[float, float], float]:
     return functools.partial(lora.needed_flops, of_model, lora.adapter_parameters(chain_of(config)))
 
 
+def update_flops(config: RunConfig, objective: Objective) -> tuple[Callable[[float, float], float], float]:
+    """Returns (tokens, attention_span) -> the floating-point operations that an update by an objective needs,
+    and of those the ones that a token does not need which is not trained on: the LM head's.
+
+    A reference that is asked in the step is a forward pass more.
+    """
+    needed, passes, model = needed_flops(config), 4 if config.lora.on else 6, objective.model
+    if objective.reference is not None:
+        once = functools.partial(family.module_of(config.model).train_flops, config.model)
+        of_update, passes = needed, passes + 2
+        needed = lambda tokens, span: of_update(tokens, span) + once(tokens, span) / 3  # noqa: E731
+    matrix, _ = model.lm_head({"embedding": model.chain.embedding.shapes, "head": model.chain.head.shapes})
+    return needed, passes * matrix.size if objective.masked else 0.0
+
+
 def facts_of(config: RunConfig) -> Facts:
     """Returns the facts of what a configuration trains, see `models.facts`."""
     known, needed = facts.facts(config.model, config.precision.compute), needed_flops(config)
