@@ -33,7 +33,7 @@ TEMPLATE = """\
 {%- endfor %}
 """
 SETTINGS = (
-    *("train.steps=100", "train.rows=2", "data.sequence=256", "optim.learning_rate=2e-5"),
+    *("train.steps=100", "train.rows=1", "data.sequence=128", "optim.learning_rate=2e-5"),
     *("precision.compute=float32", "kernels.attention=xla", "evaluate.every=0", "evaluate.rows=8"),
     *("checkpoint.every=0", "checkpoint.last=false", "metrics.tensorboard=false"),
 )

@@ -100,6 +100,10 @@ class ChatTemplate:
         inside = any(begin <= answer and end <= stop for begin, stop in rendered.trained)
         require(inside, f"{said}: its {{% generation %}} does not hold what the assistant says: {own}")
 
+    def begins_with(self, bos: str) -> bool:
+        """Says whether a conversation's text begins with this token. Raises InputError."""
+        return self._probed[0].text.startswith(bos)
+
     @property
     def turn_end(self) -> str | None:
         """The control token that ends the assistant's turn, by which generation stops; None if there is
