@@ -8,8 +8,10 @@ import pytest
 from chatting import CHATML, HELLO, MORE, TAGGED, folder
 
 from jaxthru.data.sources.chat import sandbox
+from jaxthru.data.sources.chat.marks import CLOSE, OPEN
 from jaxthru.data.sources.chat.sandbox import Failure
 from jaxthru.data.sources.chat.template import ChatTemplate
+from jaxthru.data.sources.chat.turns import MISTRAL
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.errors import InputError
 
@@ -74,6 +76,25 @@ def test_typed_control_tokens_are_told_apart_and_begin_no_turn():
     assert said(tagged) == ["a</s></s>"] and len(tagged.literal) == 2
     with pytest.raises(Failure, match="noncharacter of U\\+FDD0"):
         made(CHATML).render([user("a\ufdd0b")])
+
+
+def test_of_mistrals_turns_the_assistants_are_what_is_left():
+    """Users, and results of tools, may follow one another; the assistant may begin, or go on."""
+    pattern, begun = MISTRAL.pattern, "<s>[SYSTEM_PROMPT]s[/SYSTEM_PROMPT]"
+    results = "[TOOL_RESULTS]1[/TOOL_RESULTS][TOOL_RESULTS]2[/TOOL_RESULTS]"
+    trained = {
+        "[INST] a[/INST] b</s> [INST]c[/INST] d</s>": [" b</s>", " d</s>"],
+        "[INST]a[/INST][INST]b[/INST]c</s>": ["c</s>"],
+        f"[INST]a[/INST][TOOL_CALLS][]</s>{results}b</s>": ["[TOOL_CALLS][]</s>", "b</s>"],
+        "a</s>b</s>[AVAILABLE_TOOLS][][/AVAILABLE_TOOLS][INST]c[/INST]": ["a</s>", "b</s>"],
+        f"[INST]{OPEN}</s>{CLOSE}a{OPEN}[/INST]{CLOSE}b[/INST]c{OPEN}</s>{CLOSE}d</s>": [
+            f"c{OPEN}</s>{CLOSE}d</s>"
+        ],
+    }
+    for text, said in trained.items():
+        for whole in (text, begun + text):
+            lead = text.startswith("a") and whole == text  # nothing stands before it
+            assert [found["said"] for found in pattern.finditer(whole)] == said[lead:]
 
 
 def test_templates_have_what_they_expect():
