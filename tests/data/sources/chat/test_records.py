@@ -160,7 +160,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(VALUES | st.dictionaries(KEYED, VALUES, max_size=4), st.sampled_from(["conversations", "pairs"]))
 def test_whatever_a_record_holds_it_is_a_conversation_or_damage(record, kind):
     found = from_record(record, PLACE, kind)
