@@ -47,7 +47,7 @@ MODULES = {
     "data.readers.jsonl": "data.sources.readers.jsonl",
     "data.readers.parquet": "data.sources.readers.parquet",
     "data.readers.prose": "data.sources.prose",
-    "data.readers.record": "data.sources.record",
+    "data.readers.record": "data.sources.record data.sources.keyed",
     "data.readers.streams": "data.sources.streams",
     "data.readers.tar": "data.sources.readers.tar",
     "data.readers.text": "data.sources.readers.text",

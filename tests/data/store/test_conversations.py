@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from chatting import CHATML, HELLO, MORE, SPECIALS, TAGGED, folder, mix
 from formats import archive, array_record
 
@@ -241,3 +242,17 @@ def test_a_run_keeps_the_template_and_the_end_of_a_turn(tmp_path):
     assert again.chat_template.text == tokenizer.chat_template.text
     assert again.learnt_stop == tokenizer.learnt_stop == (1, 3)
     assert Tokenizer.of(tmp_path / "model").learnt_stop == (1,)  # whose documents were others
+
+
+def test_control_tokens_that_a_template_writes_count_in_the_vocabulary(tmp_path):
+    model = folder(tmp_path / "model", TAGGED + "<|late|>")
+    before = Tokenizer.of(model)
+    made = tokenizers.Tokenizer.from_file(str(before.path))
+    made.add_special_tokens(["<|late|>", "<|later|>"])
+    made.save(str(before.path))
+    plain, talks = Tokenizer.of(model), Tokenizer.of(model, talks=True)
+    assert plain.text_vocabulary == before.text_vocabulary < plain.vocabulary == before.vocabulary + 2
+    assert talks.text_vocabulary == plain.vocabulary - 1  # <|later|> is for something else
+    assert (
+        opened(mix(tmp_path, ROWS[:1]), tmp_path / "store").tokenizer.text_vocabulary == talks.text_vocabulary
+    )

@@ -37,6 +37,8 @@ def renderer(
             return [chosen, rejected._replace(read="")]  # its bytes are counted with the other's
         except Malformed as error:
             return document.place.damage(str(error))
+        except RecursionError:
+            return document.place.damage("nested too deeply")
         except Failure as error:
             return document.place.damage(f"the chat template fails: {error}")
 

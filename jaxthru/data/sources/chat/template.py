@@ -105,6 +105,12 @@ class ChatTemplate:
         return self._probed[0].text.startswith(bos)
 
     @property
+    def control_tokens(self) -> set[str]:
+        """The control tokens that it may write."""
+        written = [self.text, *(text for name, text in self._variables.items() if name in self.text)]
+        return {found for each in written for found in self._control.findall(each)}
+
+    @property
     def turn_end(self) -> str | None:
         """The control token that ends the assistant's turn, by which generation stops; None if there is
         none. Raises InputError."""
