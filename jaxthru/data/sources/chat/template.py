@@ -42,7 +42,8 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, name: str, variables: Mapping[str, str], control: re.Pattern):
-        self.text, self.name, self._variables, self._control = text, name, dict(variables), control
+        self.text, self.name, self._control = text, name, control
+        self._variables = {key: value for key, value in variables.items() if key in text}
         self._tagged = re.search(r"\{%[-+]?\s*generation\b", text) is not None
         self._turns = None if self._tagged else turns_of(text)
         try:
@@ -107,8 +108,9 @@ class ChatTemplate:
     @property
     def control_tokens(self) -> set[str]:
         """The control tokens that it may write."""
-        written = [self.text, *(text for name, text in self._variables.items() if name in self.text)]
-        return {found for each in written for found in self._control.findall(each)}
+        return {
+            found for each in (self.text, *self._variables.values()) for found in self._control.findall(each)
+        }
 
     @property
     def turn_end(self) -> str | None:
