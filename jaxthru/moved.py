@@ -108,6 +108,7 @@ NAMES = {
     "data.loader_process.LoaderProcess": "data.loading.worker_process.WorkerProcess",
     "data.loaders.Loaders": "data.loading.token_workers.TokenWorkers",
     "data.mix.Mix": "data.store.mix_file.MixFile",
+    "data.readers.record.from_json": "data.sources.keyed.from_json",
     "data.schedule.MIXING_KEYS": "data.mixture.configuration.MIXTURE_KEYS",
     "data.schedule.Mixing": "data.mixture.configuration.Mixture",
     "data.text_store.STRETCH_BYTES": "data.store.text_store.CHUNK_BYTES",

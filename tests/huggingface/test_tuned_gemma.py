@@ -57,8 +57,8 @@ def test_conversations_that_were_held_out_get_more_likely(folder, tmp_path, monk
     config = jaxthru.load_config("sft", [*settings, *SETTINGS])
     tuned = run(config, tmp_path / "run")
     first, last = tuned.read_eval()
-    assert (first["step"], last["step"]) == (0, 100) and first["tokens"] == last["tokens"] > 300
-    assert last["loss"] < 0.95 * first["loss"]
+    assert (first["step"], last["step"]) == (0, 100) and first["tokens"] == last["tokens"] > 200
+    assert last["loss"] < 0.9 * first["loss"]
     rows = tuned.read_metrics()
-    assert all(0.2 < row["masked_share"] < 0.9 for row in rows)
-    assert sum(row["packing_fill"] for row in rows) / len(rows) > 0.95
+    assert all(0 < row["trained_tokens"] < row["tokens"] for row in rows)
+    assert sum(row["packing_fill"] for row in rows) / len(rows) > 0.9
