@@ -30,7 +30,7 @@ PEERS = {
     "peft_guide": Contender("hugging_face_lora", "--masks whole", layer_seconds=5),
 }
 OF_GUIDE = Bar("over_guide", 1.15, "{:.3g} × PEFT as its guide has it")
-AT_BEST = ("peft", "peft_blocks", "peft_flash", "peft_checkpointed")
+AT_BEST = ("peft_blocks", "peft", "peft_flash", "peft_checkpointed")
 
 
 def tuning(about: str, rows: int, *bars: Bar, more: str = "", **how) -> Tuning:
