@@ -92,8 +92,8 @@ class ChatTemplate:
         said = f"chat template {self.name}"
         rendered, answer = self._probed
         own = (
-            "write {% generation %} before and {% endgeneration %} behind what the assistant says, with the end "
-            "of its turn, into a copy, and name that in the mix: tokenizer.chat_template = FILE"
+            "write {% generation %} before and {% endgeneration %} behind what the assistant says, with the "
+            "end of its turn, into a copy, and name that in the mix: tokenizer.chat_template = FILE"
         )
         known = self._tagged or self._turns is not None
         require(known, f"{said}: does not say which text is the assistant's, nor is it a known one: {own}")
@@ -167,8 +167,8 @@ class ChatTemplate:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message as templates expect it: its reasoning under the names that some of them read, whatever
-    the record calls it."""
+    """Returns a message as templates expect it: its reasoning under the names that they read, whatever the
+    record calls it."""
     plain = {key: value for key, value in message.items() if key != "weight"}
     thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
     return plain if thought is None else {"thinking": thought} | plain | {"reasoning_content": thought}
