@@ -143,6 +143,20 @@ def test_a_template_that_loops_for_ever_ends(monkeypatch):
         made(loops).render(HELLO)
 
 
+@pytest.mark.parametrize("constant", ["'%99999d' % 1", "'a' | center(99999)"])
+def test_what_a_template_is_worth_is_worked_out_within_the_time_limit(constant, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        "builtins.compile", lambda source, *rest, own=compile: compiled.append(source) or own(source, *rest)
+    )
+    found = made(f"{{{{ {constant} }}}}{{% set b = {constant} %}}")
+    assert len(compiled) == 1 and len(compiled[0]) < 10_000
+    assert len(found.render(HELLO).text) == 99_999
+    monkeypatch.setattr(sandbox, "LARGEST", 99_998)
+    with pytest.raises(Failure, match=r"a text of more than 99,998 characters"):
+        found.render(HELLO)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
