@@ -65,7 +65,7 @@ class DataState:
 def check_sampler(tree: dict[str, Any]) -> None:
     """Raises InputError unless a run's next batches are those that it would have had when it was begun.
 
-    tree: of `DataState.to_json`, of any version. The first kept no number; it had the same rows of one source.
+    tree: of `DataState.to_json`, of any version. The first kept no number; of one source it gave these rows.
     """
     version = tree.get("sampler", 1)
     mixtures = [Mixture.from_tree(mixture) for _, mixture in tree["schedule"]]

@@ -251,7 +251,8 @@ class _Line:
             total = math.fsum(weights)  # the same whatever sources of no weight stand between
             share, asked = weights / (total or 1.0), self.asked[-1]
             room = np.full(len(share), math.inf)
-            np.divide(self._limit - asked, share, out=room, where=share > 0)
+            with np.errstate(over="ignore"):  # a share may be next to nothing
+                np.divide(self._limit - asked, share, out=room, where=share > 0)
             left = until - self.at[-1]
             rows = min(float(room.min()), left)
             reached = room <= rows * (1 + 1e-12)

@@ -34,7 +34,7 @@ def test_a_run_of_an_older_sampler_goes_on_only_where_its_batches_would_be_the_s
     message = "version 1 of the mixture sampler.* gives other batches: continue it with commit 7a9d05a"
     with pytest.raises(InputError, match=message):
         DataState.from_json(old)
-    with pytest.raises(InputError, match="version 99 .* continue it with a newer jaxthru"):
+    with pytest.raises(InputError, match=r"version 99 .* continue it with a newer jaxthru"):
         check_sampler(tree | {"sampler": 99})
     alone = DataState(step=10, schedule=((0, ONLY_A),), keys={"a": "1", "b": "2"})
     assert DataState.from_json(alone.to_json() | {"sampler": 1}) == alone
