@@ -8,6 +8,7 @@ For a notebook, each imported when it is first used:
     batches       the batches that a run of it trains on, as arrays on the devices
     build_step    its compiled training step, with the state and the batches for it
     load          a trained model, of a run or of published weights: text, logits, losses
+    Conversation  with such a model, by its chat template: Conversation.of(model).answer("Which river?")
     export_weights  a run's weights, or published ones, as a folder that transformers and vLLM read
     run           trains, from the data's preparation to the final table, and returns the RunDirectory
     ledger        where the time of a profiled run's step went: a picture, its operations, advice
@@ -32,6 +33,7 @@ _HOME = {
     "batches": ("jaxthru.build.batches", "batches"),
     "build_step": ("jaxthru.build.compiled", "build_step"),
     "load": ("jaxthru.build.language_model", "load"),
+    "Conversation": ("jaxthru.build.conversation", "Conversation"),
     "export_weights": ("jaxthru.build.export_weights", "export_weights"),
     "run": ("jaxthru.train", "run"),
     "ledger": ("jaxthru.profile.show.notebook", "ledger"),

@@ -32,6 +32,9 @@ def parse_arguments(argv: list[str] | None = None, prog: str = PROG) -> argparse
     add("model", metavar="RUN_OR_FOLDER", help="a run directory, or a folder of published weights")
     what = "YAML files, and names of lm-eval's own tasks, with commas between them"
     add("--tasks", action="append", required=True, metavar="FILE_OR_NAMES", help=what)
+    add(
+        "--chat", action="store_true", help="ask by the model's chat template; default: the task's plain text"
+    )
     add("--limit", type=int, metavar="N", help="only the first N documents of each task; default: all")
     add("--batch", type=int, default=16384, metavar="TOKENS", help="tokens of a pass; default: 16384")
     add("--output", metavar="FILE.json", help="where to write the scores and what they are of")
@@ -54,17 +57,21 @@ def evaluate(arguments: argparse.Namespace) -> None:
     model = load(arguments.model, arguments.overrides, step=arguments.step)  # its weights come later
     tasks = load_tasks(arguments.tasks)
     require(jax.process_count() == 1, "evaluate: runs in one process, with all the devices that it sees")
-    scores = score(lm_eval_model.JaxthruLM(model, arguments.batch), tasks, limit)
+    scores = score(lm_eval_model.JaxthruLM(model, arguments.batch), tasks, limit, arguments.chat)
     print(table(scores), flush=True)
     if output:
         write_atomically(Path(output), json.dumps(record(scores, arguments.model, model), **JSON) + "\n")
 
 
-def score(lm: Any, tasks: list[Any], limit: int | None = None) -> dict[str, Any]:
-    """Returns lm-eval's results. lm: what answers. tasks: see `load_tasks`. limit: documents of each task."""
+def score(lm: Any, tasks: list[Any], limit: int | None = None, chat: bool = False) -> dict[str, Any]:
+    """Returns lm-eval's results. lm: what answers. tasks: see `load_tasks`. limit: documents of each task.
+    chat: ask by the model's chat template. Raises InputError if it has none."""
     import lm_eval
 
-    return lm_eval.simple_evaluate(model=lm, tasks=tasks, limit=limit, log_samples=False)
+    if chat:
+        lm.model.tokenizer.stop  # noqa: B018 (what is wrong with the template is said now)
+    asked = {"limit": limit, "log_samples": False, "apply_chat_template": chat}
+    return lm_eval.simple_evaluate(model=lm, tasks=tasks, **asked)
 
 
 def table(scores: dict[str, Any]) -> str:

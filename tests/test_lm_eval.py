@@ -292,6 +292,33 @@ def test_the_command_prints_and_writes_scores(model, tasks, tmp_path, monkeypatc
     assert json.loads(output.read_text())["n-samples"]["local_choice"]["effective"] == 2
 
 
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
+    "{{ raise_exception('no system') }}{% endif %}{{ message.content }}{{ ' by the ' }}{% endfor %}"
+    "{% if add_generation_prompt %}sea {% endif %}"
+)
+
+
+@pytest.mark.slow
+def test_questions_are_asked_by_the_chat_template(lm, model, tasks, monkeypatch):
+    with pytest.raises(InputError, match="holds no chat template"):
+        command.score(lm, command.load_tasks([str(tasks / "choice.yaml")]), chat=True)
+    (model.tokenizer.path.parent / "chat_template.jinja").write_text(TEMPLATE)
+    model.tokenizer = type(model.tokenizer).of(model.tokenizer.path.parent)
+    messages = [{"role": "system", "content": "be good"}, {"role": "user", "content": "the cat"}]
+    assert lm.apply_chat_template(messages) == "<s>the cat by the sea "  # as HFLM, without the system's
+    prefix = [messages[1], {"role": "assistant", "content": "a mat "}]
+    assert lm.apply_chat_template(prefix, add_generation_prompt=False) == "<s>the cat by the a mat"
+    scored = []
+    real = lm._loglikelihood_tokens
+    monkeypatch.setattr(lm, "_loglikelihood_tokens", lambda asked, **how: scored.extend(asked) or real(asked))
+    found = command.score(lm, command.load_tasks([str(tasks / "choice.yaml")]), limit=1, chat=True)
+    contexts = {model.tokenizer.decode(context) for _, context, _ in scored}
+    assert contexts == {"<s>the cat sat on a by the sea"}  # lm-eval gives the space to the answers
+    assert len(scored) == 3
+    assert found["chat_template"] == TEMPLATE and "acc,none" in found["results"]["local_choice"]
+
+
 @pytest.mark.slow
 def test_tasks_that_cannot_be_loaded_are_one_line(model, tasks, tmp_path):
     def refused(word):

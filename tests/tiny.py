@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from batches import ROWS, SEQUENCE, SOURCES, VOCABULARY, batch
 
-from jaxthru.build.step import objective_of
+from jaxthru.build.step import names_in_block, objective_of
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import InlineStep, loss
 from jaxthru.engine.model import Model
 from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import trace
 from jaxthru.engine.step import Step, TrainConfig, abstract_batch
-from jaxthru.models import family
+from jaxthru.models import family, lora
 from jaxthru.models.llama import Config as ModelConfig
+from jaxthru.models.lora import LoraConfig
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
@@ -25,6 +26,7 @@ from jaxthru.training.state import abstract_state, sharded_init
 
 SHAPE = ModelConfig(vocabulary=VOCABULARY, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
 OPTIM = OptimConfig(learning_rate=1e-2)
+NO_ADAPTERS = LoraConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Tiny:
     step: Step
     abstract: dict
     shape: ModelConfig
+    adapters: LoraConfig = NO_ADAPTERS
 
     @functools.cached_property
     def state(self) -> dict:
@@ -64,7 +67,9 @@ class Tiny:
 
     def fresh(self) -> dict:
         """Returns a first state that a step may take over."""
-        state = first_state(self.shape, self.step.optimizer.config)
+        state = first_state(
+            self.shape, self.step.optimizer.config, self.adapters, str(self.step.model.ops.compute)
+        )
         copied = lambda leaf, to: jax.device_put(np.array(leaf), to.sharding)  # noqa: E731
         return jax.tree.map(copied, state, self.abstract)
 
@@ -80,9 +85,12 @@ class Tiny:
         return losses
 
 
-def bind(shape: ModelConfig, ops: Ops, policy: str) -> Model:
+def bind(shape: ModelConfig, ops: Ops, policy: str, adapters: LoraConfig = NO_ADAPTERS) -> Model:
     """Returns the model of a shape on a layout."""
-    return Model(family.chain(shape), ops, policy, shape.loop)
+    chain = family.chain(shape)
+    if adapters.on:
+        chain = lora.adapted(chain, adapters, ops.compute, names_in_block(shape))
+    return Model(chain, ops, policy, shape.loop)
 
 
 def layers(params: dict) -> tuple:
@@ -107,28 +115,36 @@ def make(
     optim: OptimConfig = OPTIM,
     ops: tuple[str, ...] = (),
     rms_norm: str | None = None,
+    adapters: LoraConfig = NO_ADAPTERS,
     **shape,
 ) -> Tiny:
-    """Returns the step. ops: fields of `Ops` that are to be True. rms_norm: an implementation."""
+    """Returns the step. ops: fields of `Ops` that are to be True. rms_norm: an implementation. adapters: that
+    are trained in the model's place."""
     layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
     dtype = jnp.dtype(compute)
     using = Ops(layout, dtype, float8=float8, collective_matmul_by=collective_matmul)
     using = dataclasses.replace(using, **dict.fromkeys(ops, True), rms_norm_by=rms_norm)
     shape = dataclasses.replace(SHAPE, **shape)
-    model = bind(shape, using, remat)
+    model = bind(shape, using, remat, adapters)
     schedule = make_schedule(optim, 20)
     optimizer = Optimizer(optim, model.weights)
     train = TrainConfig(z_loss=z_loss, objective=objective)
     objective = objective_of(train, model, 8, SOURCES, masked)
     step = Step(objective, optimizer, schedule, microbatches, groups, seed=0)
-    return Tiny(layout, step, abstract_state(model, optimizer, layout), shape)
+    return Tiny(layout, step, abstract_state(model, optimizer, layout), shape, adapters)
 
 
 @functools.cache
-def first_state(shape: ModelConfig, optim: OptimConfig) -> dict:
+def first_state(
+    shape: ModelConfig,
+    optim: OptimConfig,
+    adapters: LoraConfig = NO_ADAPTERS,
+    compute: str = "float32",
+) -> dict:
     """Returns the first state on one device, compiled once for all meshes, policies and micro-batches."""
     layout = Layout(make_mesh(MeshConfig(), jax.devices()[:1]))
-    model = bind(shape, Ops(layout, jnp.dtype(jnp.float32)), "none")
+    compute = jnp.dtype(compute if adapters.on else "float32")  # a frozen base is kept in it
+    model = bind(shape, Ops(layout, compute), "none", adapters)
     optimizer = Optimizer(optim, model.weights)
     return sharded_init(model, optimizer, abstract_state(model, optimizer, layout), 0)
 

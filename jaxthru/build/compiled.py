@@ -27,7 +27,7 @@ from jaxthru.build.confirmed import Confirmed
 from jaxthru.build.defaults import float8_setting, get
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
-from jaxthru.build.step import assemble, needed_flops
+from jaxthru.build.step import assemble, update_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import Batches, Data
 from jaxthru.data.loading.placement import local_rows
@@ -124,10 +124,11 @@ class Build:
 
     def step_timer(self, skipped: int, started: float, *listeners) -> StepTimer:
         """Returns the step timer. listeners: the record, the display, the watchdog."""
-        needed, devices = needed_flops(self.config), list(self.layout.mesh.devices.flat)
+        devices = list(self.layout.mesh.devices.flat)
+        needed, unneeded = update_flops(self.config, self.step.objective)
         cost = self.config.cost, len(devices)
         room = self.config.train.rows * self.config.data.sequence
-        meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost, room)
+        meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost, room, unneeded)
         limit, energy = self.config.train.skip_limit, StepEnergy.here()
         return StepTimer(meter, self.data.names, limit, *listeners, energy)
 

@@ -4,6 +4,7 @@ Texts become tokens, and requests rows, as in lm-eval's own class for Hugging Fa
 scores can be compared. What differs is how rows are batched.
 """
 
+import datetime
 import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from jaxthru.build.language_model import LanguageModel
+from jaxthru.data.sources.chat.sandbox import Failure
 from jaxthru.generation.sizes import size
 from jaxthru.runtime.errors import InputError, TrainingError, did_you_mean, require
 
@@ -42,7 +44,7 @@ class JaxthruLM(TemplateLM):
     def __init__(self, model: LanguageModel, batch: int = 16384):
         """batch: tokens of a pass, over all devices."""
         super().__init__()
-        self.model, self.batch = model, batch
+        self.model, self.batch, self._stop = model, batch, model.stop
         self.max_length = model.longest or model.config.data.sequence
 
     @property
@@ -70,8 +72,32 @@ class JaxthruLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Raises InputError: texts are scored as the tasks have them."""
-        raise InputError("chat templates: are not built; score a chat model on tasks that have plain prompts")
+        """Returns a conversation as the model's chat template writes it: to where the assistant is to begin,
+        or without `add_generation_prompt` to the end of the last message's words, which are to go on. A
+        template that refuses the system's messages gets none. Raises InputError."""
+        try:
+            text = self._rendered(chat_history, add_generation_prompt)
+        except InputError:
+            without = [message for message in chat_history if message["role"] != "system"]
+            if len(without) == len(chat_history):
+                raise
+            text = self._rendered(without, add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        words = chat_history[-1]["content"].rstrip()
+        return text[: text.rindex(words) + len(words)]
+
+    def _rendered(self, messages: list[dict[str, str]], prompt: bool) -> str:
+        template = self.model.tokenizer.chat_template
+        self._stop = tuple(dict.fromkeys((*self.model.stop, *self.model.tokenizer.stop)))  # a turn ends, too
+        try:
+            return template.render(messages, prompt=prompt, day=datetime.date.today()).text
+        except Failure as error:
+            raise InputError(f"chat template {template.name}: {error}") from error
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Returns the template, which lm-eval keeps with the scores; "" if it is not used."""
+        return self.model.tokenizer.chat_template.text if chat_template else ""
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Returns the ids of a text. add_special_tokens: whether BOS stands first; None is as the tokenizer
@@ -168,7 +194,7 @@ class JaxthruLM(TemplateLM):
             return all(done)
 
         options = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
-        ends = [*self.model.stop, *special]
+        ends = [*self._stop, *special]
         found = self.model.tokens(prompts, **options, seed=seed, stop=ends, on_tokens=enough)
         return [_until(self._text(each), asked.until)[0] for each in found]
 

@@ -36,11 +36,10 @@ class ReferenceModel:
         train, rows = config.train, built.rows_at_once
         builders = {"train": data.builder, "held_out": data.held_out_builder}
         self._reference = Reference(directory.reference, builders, data.keys)
-        how = {"seed": train.seed, "rows": train.rows}
-        last = data.last_step(data_state.schedule, **how, steps=train.steps)
-        steps = range(data_state.step, last)
+        planner = data.planner(data_state.schedule, seed=train.seed, rows=train.rows)
+        last = train.steps if planner.end is None else min(train.steps, planner.end)
         self._wanted = {
-            "train": rows_of(data.planner(data_state.schedule, **how), steps),
+            "train": rows_of(planner, range(data_state.step, last)),
             "held_out": tuple(each.reshape(-1) for each in data.held_out_rows(config.evaluate.rows, rows)),
         }
 

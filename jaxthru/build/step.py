@@ -53,13 +53,23 @@ class Assembled:
         outputs = shardings(self.abstract), self.step.model.ops.layout.sharding(())
         return jax.jit(InlineStep(self.step), donate_argnums=0, out_shardings=outputs)
 
+    @property
+    def in_stages(self) -> "Assembled":
+        """The step with its stages walked once: a reference's answers come with the batch."""
+        step = dataclasses.replace(self.step, objective=self.step.objective.kept)
+        tokens = self.batch["tokens"]
+        batch = abstract_batch(*tokens.shape, tokens.sharding, step.objective.columns)
+        return dataclasses.replace(self, step=step, batch=batch)
+
     def dispatched(self, compiler: Callable, put: Callable = jax.device_put) -> DispatchedStep:
         """Returns the step as programs, compiled by `compiler`, with copies started by `put`."""
-        return DispatchedStep(self.step, self.offload, self.abstract, self.batch, compiler, put)
+        of = self.in_stages
+        return DispatchedStep(of.step, self.offload, self.abstract, of.batch, compiler, put)
 
     def rehearsals(self, analysis: Analysis) -> Rehearsals:
         """Returns the dispatched step as it is rehearsed, with any offload of these `activations`."""
-        return Rehearsals(self.dispatched, self.abstract, self.batch, self.step.model.ops.layout, analysis)
+        layout = self.step.model.ops.layout
+        return Rehearsals(self.dispatched, self.abstract, self.in_stages.batch, layout, analysis)
 
     def rehearsed(self, analysis: Analysis) -> Rehearsal:
         """Returns what two dispatched steps need."""
@@ -106,6 +116,21 @@ def needed_flops(config: RunConfig) -> Callable[[float, float], float]:
     if not config.lora.on:
         return of_model
     return functools.partial(lora.needed_flops, of_model, lora.adapter_parameters(chain_of(config)))
+
+
+def update_flops(config: RunConfig, objective: Objective) -> tuple[Callable[[float, float], float], float]:
+    """Returns (tokens, attention_span) -> the floating-point operations that an update by an objective needs,
+    and of those the ones that a token does not need which is not trained on: the LM head's.
+
+    A reference that is asked in the step is a forward pass more.
+    """
+    needed, passes, model = needed_flops(config), 4 if config.lora.on else 6, objective.model
+    if objective.reference is not None:
+        once = functools.partial(family.module_of(config.model).train_flops, config.model)
+        of_update, passes = needed, passes + 2
+        needed = lambda tokens, span: of_update(tokens, span) + once(tokens, span) / 3  # noqa: E731
+    matrix, _ = model.lm_head({"embedding": model.chain.embedding.shapes, "head": model.chain.head.shapes})
+    return needed, passes * matrix.size if objective.masked else 0.0
 
 
 def facts_of(config: RunConfig) -> Facts:
@@ -169,9 +194,9 @@ def assemble(
     schedule = make_schedule(config.optim, train.steps)
     adamw_8bit = config.kernels.named("adamw_8bit") or (PARTITIONED if layout.mesh.size > 1 else None)
     optimizer = Optimizer(config.optim, model.weights, adamw_8bit)
-    # Stages that come and go are not walked twice: their reference's answers are kept.
-    base = None if config.offload.layered else base_of(config, model)
-    objective = objective_of(train, model, segments, sources, masked, base)
+    objective = objective_of(train, model, segments, sources, masked, base_of(config, model))
+    if config.offload.layered:
+        objective = objective.kept
     groups = config.data.groups_of(train.rows)
     step = Step(objective, optimizer, schedule, train.microbatches, groups, train.seed)
     abstract = offloaded_state(abstract_state(model, optimizer, layout), config.offload)

@@ -118,7 +118,8 @@ def _preview(data: Data, rows: int) -> None:
     for number, name in enumerate(data.names):
         batch = preview.sample(data, number, rows)
         for row in range(len(batch["tokens"])):
-            console.rule(rich.text.Text(f"{name}, row {row + 1}: {preview.counts(batch, row)}"))
+            console.rule(rich.text.Text(f"{name}, row {row + 1}"))
+            console.print(preview.counts(batch, row), highlight=False, soft_wrap=True)
             preview.print_row(console, preview.decoded(data, batch, row))
 
 

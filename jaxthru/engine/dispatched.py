@@ -11,14 +11,28 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, split_stages
 from jaxthru.engine.objectives.objective import Objective
-from jaxthru.engine.offload import HOST, Fetched, Homes, OffloadConfig, Pace, Stores, emptied, free_host, move
+from jaxthru.engine.offload import (
+    HOST,
+    Fetched,
+    Homes,
+    OffloadConfig,
+    Pace,
+    Pending,
+    Stores,
+    emptied,
+    free_host,
+    move,
+    taken,
+    trained,
+    with_untrained,
+)
 from jaxthru.engine.programs import Programs, by_rows, with_shardings
 from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
 from jaxthru.engine.terms import Terms
@@ -27,19 +41,6 @@ from jaxthru.models.stage import distinct
 from jaxthru.runtime.sharding import shardings
 
 Tree = Any
-
-
-class Pending(NamedTuple):
-    """An update whose gradients have got their norm, and whose stages wait for the next forward pass to come
-    by: what then moves to and from the host does so beside the layers' compute.
-
-    known: the last arguments of `Programs.update` but the index. slots, gradients: on their way, in the order
-    of the forward pass.
-    """
-
-    known: tuple[State, jax.Array, jax.Array]
-    slots: Fetched
-    gradients: Fetched
 
 
 class DispatchedStep:
@@ -80,6 +81,9 @@ class DispatchedStep:
         of_kind = [kinds.index(stage) for stage in self.chain.layers]
         self.kinds = {LAYERS + layer: kind for layer, kind in enumerate(of_kind)}
         first = [LAYERS + of_kind.index(kind) for kind in range(len(kinds))]
+        self.trains = [
+            jax.tree.map(lambda info: info.trains, tree) for tree in split_stages(step.model.weights)
+        ]
         weights = with_shardings(weights, self.homes.weights_used)
         slots = with_shardings(slots, self.homes.slots_used)
         self._compile(compile_, programs, kinds, first, weights, slots, counters_of(abstract), batch)
@@ -92,7 +96,7 @@ class DispatchedStep:
         self.begin, (batch_MRT, context, weight) = compile_(
             scopes.BEGIN,
             programs.begin,
-            (batch,),
+            (batch, counters["step"]),
             out_shardings=(rows, by_rows(programs, batch, rows, scalar), scalar),
         )
         self.embed, (x, terms) = compile_(
@@ -148,15 +152,16 @@ class DispatchedStep:
         of_layers = [scopes.program(scopes.UPDATE_LAYER, name) for name in names]
         called = dict(zip(first, of_layers, strict=True))
         called |= {EMBEDDING: scopes.UPDATE_EMBEDDING, HEAD: scopes.UPDATE_HEAD}
+        only = [functools.partial(trained, each) for each in self.trains]
         index = jax.ShapeDtypeStruct((), np.int32, sharding=scalar)
         for at in (EMBEDDING, HEAD, *first):
             self.update[at], _ = compile_(
                 called[at],
                 programs.update,
-                (weights[at], slots[at], gradients[at], counters, squares, of_head["loss"], index),
+                (only[at](weights[at]), slots[at], gradients[at], counters, squares, of_head["loss"], index),
                 donate=(0, 1),
-                out_shardings=(used[at], self.homes.slots_used[at]),
-                infos=infos[at],
+                out_shardings=(only[at](used[at]), self.homes.slots_used[at]),
+                infos=only[at](infos[at]),
             )
         self.update |= {at: self.update[first[kind]] for at, kind in self.kinds.items()}
         terms = [terms, *(layers[kind][1] for kind in self.kinds.values()), of_head]
@@ -176,17 +181,16 @@ class DispatchedStep:
 
     def _numbers(self, count: int) -> list[jax.Array]:
         """Returns the numbers of the stages, where updates read them."""
-        scalar = self.step.model.ops.layout.sharding(())
-        return self._put([np.int32(at) for at in range(count)], [scalar] * count)
+        return self._put(list(map(np.int32, range(count))), [self.step.model.ops.layout.sharding(())] * count)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Terms]:
         """Returns the next state and this update's metrics, as `Step` does.
 
         With optim.clip_rule = exact the next state is one with a `Pending` update, see there.
         """
-        weights, slots, pending = _taken(state)
+        weights, slots, pending = taken(state)
         counters, layers, pace = counters_of(state), self.order[1:-1], Pace()
-        batch_MRT, context, weight = self.begin(batch)
+        batch_MRT, context, weight = self.begin(batch, counters["step"])
 
         trees = self._renewed(weights, slots, pending)
         embedding = next(trees)
@@ -254,7 +258,7 @@ class DispatchedStep:
 
     def settled(self, state: State) -> State:
         """Returns the state with its pending update made, as a checkpoint and an evaluation want it."""
-        weights, slots, pending = _taken(state)
+        weights, slots, pending = taken(state)
         if pending is None:
             return state
         for _ in self._renewed(weights, slots, pending):
@@ -275,14 +279,16 @@ class DispatchedStep:
     def _renew(
         self, index: int, tree: Tree, slot: Tree, gradients: Tree, known: tuple, weights: list, slots: list
     ) -> Tree:
-        """Updates a stage, of which all is on the device, and starts to store it where it lives. Returns its
+        """Updates a stage, of which all is on the device, and starts to store what has changed. Returns its
         weights on the device. known: the last arguments of `Programs.update` but the index."""
-        tree, slot = self.update[index](tree, slot, gradients, *known, self.indices[index])
-        free_host((weights[index], slots[index]))
-        weights[index] = self._move(tree, self.homes.weights[index])
+        only = functools.partial(trained, self.trains[index])
+        new, slot = self.update[index](only(tree), slot, gradients, *known, self.indices[index])
+        free_host((only(weights[index]), slots[index]))
+        stored = self._move(new, only(self.homes.weights[index]))
+        weights[index] = with_untrained(stored, weights[index])
         slots[index] = self._move(slot, self.homes.slots[index], donate=True)
-        self.stores((weights[index], slots[index]))
-        return tree
+        self.stores((stored, slots[index]))
+        return with_untrained(new, tree)
 
     def as_text(self) -> str:
         """Returns the compiled programs' HLO."""
@@ -312,7 +318,3 @@ class DispatchedStep:
             x_ND, _, there = blocks[kind](next(trees), x_ND, context)
             pace(there)
         return head(next(trees), table, x_ND, batch, weight, context)
-
-
-def _taken(state: State) -> tuple[list[Tree], list[Tree], Pending | None]:
-    return split_stages(state["params"]), slots_by_stage(state), state.get("pending")

@@ -43,7 +43,7 @@ class InlineStep:
         A non-finite loss or gradient norm leaves parameters and optimizer as they were and is counted.
         """
         step, counters = self.step, counters_of(state)
-        terms, gradients = self.gradients(state["params"], batch)
+        terms, gradients = self.gradients(state["params"], batch, step.draws(counters["step"]))
         with jax.named_scope(scopes.OPTIMIZER):
             if step.model.ops.layout.mesh.size > 1:
                 gradients = stored_order(gradients)
@@ -63,11 +63,13 @@ class InlineStep:
         following, metrics = step.finish(counters, batch, terms, norm)
         return state_of(*map(list, zip(*updated, strict=True)), following, state["params"]), metrics
 
-    def gradients(self, params: Tree, batch: Batch) -> tuple[Terms, Tree]:
-        """Returns the terms of the batch and its gradients, micro-batch after micro-batch."""
+    def gradients(self, params: Tree, batch: Batch, draws: jax.Array | None = None) -> tuple[Terms, Tree]:
+        """Returns the terms of the batch and its gradients, micro-batch after micro-batch. draws: of
+        `Step.draws`."""
         step, model, weight = self.step, self.step.model, self.step.objective.weight(batch)
         if step.microbatches == 1:
-            return micro_batch(step.objective, params, batch, weight)
+            draw = None if draws is None else draws[0]
+            return micro_batch(step.objective, params, batch, weight, draw=draw)
         pieces = jax.tree.map(step.split, batch)
         first = jax.tree.map(lambda piece: piece[0], pieces)
         share = 1 / step.microbatches
@@ -77,13 +79,13 @@ class InlineStep:
             zero = jnp.zeros(leaf.shape, jnp.float32)
             return model.ops.layout.constrain(zero, info.axes) if info.trains else None
 
-        def add(total: tuple, piece: Batch) -> tuple:
-            terms, sums = total
-            more, sums = micro_batch(step.objective, params, piece, weight, share, sums)
+        def add(total: tuple, each: tuple) -> tuple:
+            (terms, sums), (piece, draw) = total, each
+            more, sums = micro_batch(step.objective, params, piece, weight, share, sums, draw)
             return (merged(model.chain, terms, more), sums), None
 
         begun = none_yet(model.chain, shapes), jax.tree.map(zeros, model.weights, params)
-        return jax.lax.scan(add, begun, pieces)[0]
+        return jax.lax.scan(add, begun, (pieces, draws))[0]
 
 
 def micro_batch(
@@ -93,14 +95,15 @@ def micro_batch(
     weight: jax.Array,
     share: float = 1.0,
     sums: Tree | None = None,
+    draw: jax.Array | None = None,
 ) -> tuple[Terms, Tree]:
     """Returns the terms of a micro-batch and its gradients, added to `sums` where there are some.
 
-    weight: one token's. share: of the step's rows.
+    weight: one token's. share: of the step's rows. draw: see Context.
     """
     model, chain = objective.model, objective.model.chain
     batch = with_reference(objective, params, batch)
-    context = model.context(batch, objective.max_segments, share)
+    context = model.context(batch, objective.max_segments, share, draw)
     made: dict[int, Tree] = {}
     before = None if sums is None else split_stages(sums)
 

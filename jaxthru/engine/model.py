@@ -85,11 +85,15 @@ class Model:
                 found += [(stage, jnp.stack(own[at::count])) for at, stage in enumerate(group.blocks)]
         return found
 
-    def context(self, batch: Batch, max_segments: int, share: float = 1.0) -> Context:
-        """Returns what all stages need of a micro-batch. share: of the step's rows, those in it."""
+    def context(
+        self, batch: Batch, max_segments: int, share: float = 1.0, draw: jax.Array | None = None
+    ) -> Context:
+        """Returns what all stages need of a micro-batch. share: of the step's rows, those in it. draw: see
+        Context."""
         positions = batch["positions"]
         segments = find_segments(batch["segment_ids"], max_segments)
-        return Context(positions, segments, self.chain.prepare(positions), jnp.float32(share), self.ops)
+        prepared = self.chain.prepare(positions)
+        return Context(positions, segments, prepared, jnp.float32(share), self.ops, draw=draw)
 
     def embed(self, params: Tree, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Extras]:
         """Returns the first block's input [N, D]; for a row of too many segments NaN, so that no step is ever

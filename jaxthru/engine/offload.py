@@ -121,6 +121,17 @@ class Homes(NamedTuple):
         return cls(shardings(weights), shardings(slots), gradients, weights_used, slots_used)
 
 
+def trained(trains: Tree, tree: Tree) -> Tree:
+    """Returns a stage's tree with None in place of what does not train. trains: whether each leaf does."""
+    return jax.tree.map(lambda does, leaf: leaf if does else None, trains, tree)
+
+
+def with_untrained(tree: Tree, whole: Tree) -> Tree:
+    """Returns a tree of `trained` with what it lacks, taken from a whole one."""
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    return jax.tree.map(lambda own, other: other if own is None else own, tree, whole, is_leaf=is_none)
+
+
 def to_host(tree: Tree) -> Tree:
     """Returns an abstract tree with its matrices in host memory."""
 
@@ -198,6 +209,24 @@ class Fetched(Iterator[Tree]):
         if not self._coming:
             raise StopIteration
         return self._coming.popleft()[0]
+
+
+class Pending(NamedTuple):
+    """An update whose gradients have got their norm, and whose stages wait for the next forward pass to come
+    by: what then moves to and from the host does so beside the layers' compute.
+
+    known: the last arguments of `Programs.update` but the index. slots, gradients: on their way, in the order
+    of the forward pass.
+    """
+
+    known: tuple[State, jax.Array, jax.Array]
+    slots: Fetched
+    gradients: Fetched
+
+
+def taken(state: State) -> tuple[list[Tree], list[Tree], Pending | None]:
+    """Returns the weights and slots of a state by stages, and its pending update, if there is one."""
+    return split_stages(state["params"]), slots_by_stage(state), state.get("pending")
 
 
 class Stores:

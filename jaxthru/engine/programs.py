@@ -39,16 +39,17 @@ class Programs:
         """Says whether all gradients wait for their norm."""
         return self.step.optimizer.config.clip_rule == "exact"
 
-    def begin(self, batch: Batch) -> tuple[Batch, Context, jax.Array]:
+    def begin(self, batch: Batch, tried: jax.Array) -> tuple[Batch, Context, jax.Array]:
         """Returns the batch in micro-batches [M, R, T], what stages need of each, and the weight of
-        what the loss is a mean over."""
+        what the loss is a mean over. tried: updates before this one."""
         batch_MRT, weight = jax.tree.map(self.step.split, batch), self.step.objective.weight(batch)
-        context = functools.partial(
-            self.model.context,
-            max_segments=self.step.objective.max_segments,
-            share=1 / self.step.microbatches,
-        )
-        return batch_MRT, jax.lax.map(context, batch_MRT), weight
+
+        def context(each: tuple[Batch, jax.Array | None]) -> Context:
+            batch_RT, draw = each
+            segments, share = self.step.objective.max_segments, 1 / self.step.microbatches
+            return self.model.context(batch_RT, segments, share, draw)
+
+        return batch_MRT, jax.lax.map(context, (batch_MRT, self.step.draws(tried))), weight
 
     def embed(self, params: Tree, batch_MRT: Batch, context: Context) -> tuple[jax.Array, Terms]:
         """Returns the first block's input [M, N, D], and terms."""
@@ -233,7 +234,8 @@ def with_shardings(tree: Tree, shardings: Tree) -> Tree:
 
 def by_rows(programs: Programs, batch: Batch, rows: Sharding, scalar: Sharding) -> Tree:
     """Returns the sharding of each array of a context [M, ...]: by rows where its next dim is theirs."""
-    batch_MRT, context, _ = jax.eval_shape(programs.begin, batch)
+    tried = jax.ShapeDtypeStruct((), jnp.int32)
+    batch_MRT, context, _ = jax.eval_shape(programs.begin, batch, tried)
     of_rows = batch_MRT["tokens"].shape[:2]
     return jax.tree.map(lambda leaf: rows if leaf.shape[:2] == of_rows else scalar, context)
 

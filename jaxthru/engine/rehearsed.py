@@ -86,7 +86,8 @@ class Rehearsals:
             return _Program(lambda: self._tally, name, needs, sizes, donate), results
 
         self._step = make(compiler, lambda *arguments: self._tally.put(*arguments))
-        self._state, self._batch = _by_stage(state), _sizes(batch)
+        self._state, self._batch = _by_stage(state, self._step.trains), _sizes(batch)
+        self._step.trains = [WHOLE] * len(self._step.trains)  # of such trees, from here on
 
     def __call__(self, offload: OffloadConfig) -> Rehearsal:
         """Returns what two steps need with this offload, dispatched one after the other."""
@@ -118,12 +119,20 @@ def _sizes(tree: Tree) -> Tree:
     return jax.tree.map(Size.of, tree)
 
 
-def _whole(tree: Tree) -> dict[str, Size | None]:
-    """Returns a stage's abstract tree as two sizes: of its matrices, which offload moves, and of the rest.
+WHOLE = {"matrices": True, "rest": True, "untrained": False}
+"""Whether each part of `_whole` trains."""
+
+
+def _whole(tree: Tree, trains: Tree = None) -> dict[str, Size | None]:
+    """Returns a stage's abstract tree as few sizes: of its matrices, which offload moves, of the rest, and of
+    what does not train. trains: whether each leaf does; None: all.
 
     A model of 64 layers has thousands of leaves, and a search rehearses it tens of times.
     """
-    leaves = jax.tree.leaves(tree)
+    leaves, still = jax.tree.leaves(tree), []
+    if trains is not None:
+        pairs = list(zip(leaves, jax.tree.leaves(trains), strict=True))
+        leaves, still = ([leaf for leaf, does in pairs if does is kind] for kind in (True, False))
 
     def total(leaves: list, ndim: int) -> Size | None:
         sizes = _sizes(leaves)
@@ -131,13 +140,13 @@ def _whole(tree: Tree) -> dict[str, Size | None]:
         return Size(*sums, sizes[0].sharding, ndim) if sizes else None
 
     groups = [leaf for leaf in leaves if leaf.ndim > 1], [leaf for leaf in leaves if leaf.ndim < 2]
-    return {"matrices": total(groups[0], 2), "rest": total(groups[1], 1)}
+    return {"matrices": total(groups[0], 2), "rest": total(groups[1], 1), "untrained": total(still, 2)}
 
 
-def _by_stage(state: State) -> State:
+def _by_stage(state: State, trains: list[Tree]) -> State:
     """Returns an abstract state on the device, each stage's weights and its slots as `_whole` has them."""
     state = jax.tree.map(lambda leaf, home: leaf.update(sharding=home), state, on_device(state))
-    weights, slots = map(_whole, split_stages(state["params"])), map(_whole, slots_by_stage(state))
+    weights, slots = map(_whole, split_stages(state["params"]), trains), map(_whole, slots_by_stage(state))
     counters = _sizes(counters_of(state))
     return state_of(list(weights), [{"all": each} for each in slots], counters, state["params"])
 

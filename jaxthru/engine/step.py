@@ -115,6 +115,13 @@ class Step:
     def model(self) -> Model:
         return self.objective.model
 
+    def draws(self, tried: jax.Array) -> jax.Array | None:
+        """Returns the number of each micro-batch in the run, int32 [microbatches]; None where stages draw
+        nothing. tried: updates before this one."""
+        if not self.model.chain.draws:
+            return None
+        return tried * self.microbatches + jnp.arange(self.microbatches, dtype=jnp.int32)
+
     def split(self, array_RT: jax.Array) -> jax.Array:
         """Returns the micro-batches [microbatches, rows / microbatches, T].
 

@@ -29,10 +29,19 @@ class Beside(NamedTuple):
 class Adapters:
     """The adapters and scales of one block, while it is applied. A hook of `Ops`."""
 
-    def __init__(self, pairs: dict[int, dict[str, jax.Array]], scales: dict[int, jax.Array], scale: float):
+    def __init__(
+        self,
+        pairs: dict[int, dict[str, jax.Array]],
+        scales: dict[int, jax.Array],
+        scale: float,
+        dropout: float = 0.0,
+        key: jax.Array | None = None,
+    ):
         """pairs: {"a": A, "b": B} of weights, by the identity of their arrays. scales: of quantised ones,
-        alike. scale: what adapters are multiplied by."""
+        alike. scale: what adapters are multiplied by. dropout: share of their inputs that is left out;
+        key: of what is drawn, None leaves out nothing."""
         self._pairs, self._scales, self._scale = pairs, scales, scale
+        self._dropout, self._key, self._calls = dropout, key, 0
         self._met: set[int] = set()
 
     def check(self) -> None:
@@ -59,6 +68,7 @@ class Adapters:
             return x_NI, lambda ys: ys
         # The adapters' gradient comes first in the sum: a product that cuBLAS adds the rest to.
         own_NI, x_NI = fan_out(x_NI, 2)
+        own_NI = self._dropped(own_NI)
         each = [ops.gather(each.a, (each.input, None)) for each in some]
         a_IR = each[0] if len(each) == 1 else jnp.concatenate(each, axis=1)
         low_NR = checkpoint_name(ops.constrain(own_NI @ a_IR, "tokens", None), LOW_RANK)
@@ -74,6 +84,14 @@ class Adapters:
             return ops.constrain(product, rows, beside.output if by_rows else None) + y_NO
 
         return x_NI, lambda ys: [added(*pair) for pair in zip(ys, besides, strict=True)]
+
+    def _dropped(self, x_NI: jax.Array) -> jax.Array:
+        """Returns an input of adapters with a share of it left out: the same for all that read it."""
+        if self._key is None:
+            return x_NI
+        key, self._calls = jax.random.fold_in(self._key, self._calls), self._calls + 1
+        kept = jax.random.bernoulli(key, 1 - self._dropout, x_NI.shape)
+        return jnp.where(kept, x_NI / (1 - self._dropout), jnp.zeros((), x_NI.dtype))
 
     def _beside(self, weight: Any) -> Beside | None:
         self._met.add(id(weight[...]))

@@ -27,8 +27,9 @@ from jaxthru.runtime.weights import WeightInfo
 
 Tree = Any
 Path = tuple[str, ...]
-LORA, SCALES = "lora", "scales"
-"""Where a block's params have the adapters, and the scales of a quantised base."""
+LORA, SCALES, SEED = "lora", "scales", "seed"
+"""Where a block's params have the adapters, the scales of a quantised base, and among the adapters what a
+layer's dropout is drawn from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,8 @@ def adapted(chain: Chain, config: LoraConfig, compute: jnp.dtype, names: Mapping
     groups = tuple(
         Group(tuple(next(blocks) for _ in group.blocks), group.repetitions) for group in chain.groups
     )
-    return chain._replace(embedding=frozen(chain.embedding), groups=groups, head=frozen(chain.head))
+    ends = {"embedding": frozen(chain.embedding), "head": frozen(chain.head)}
+    return chain._replace(groups=groups, draws=config.dropout > 0, **ends)
 
 
 def off(chain: Chain) -> Chain:
@@ -135,9 +137,10 @@ def _check_targets(chain: Chain, config: LoraConfig, names: Mapping[Path, str]) 
     known = [names.get(path, ".".join(path)).rpartition(".")[2] for path in paths]
     require(bool(paths), f"lora.rank = {config.rank}: the model's blocks have no linear layer to adapt")
     for target in config.targets:
-        said = f"lora.targets: {target!r} matches nothing{did_you_mean(target, known)}"
-        one_of = f"; there are {', '.join(dict.fromkeys(known))}"
-        require(any(_named(path, names, target) for path in paths), said + one_of)
+        hint = did_you_mean(target, known)
+        said = f"lora.targets: {target!r} matches nothing{hint if '?' in hint else ''}; the blocks' linear "
+        said += f"layers are {', '.join(sorted({*known}))}"
+        require(any(_named(path, names, target) for path in paths), said)
 
 
 def _named(path: Path, names: Mapping[Path, str], target: str) -> bool:
@@ -170,14 +173,17 @@ def _adapted_block(stage: Stage, config: LoraConfig, compute: jnp.dtype, names: 
         if not config.targets or any(_named(path, names, target) for target in config.targets)
     ]
     frozen = _frozen_stage(stage, compute, config.base)
-    weights = frozen.weights | {LORA: _tree({each.path: each.infos for each in chosen})}
+    adapters = _tree({each.path: each.infos for each in chosen})
+    if config.dropout:
+        adapters[SEED] = WeightInfo((None,), "bias", trains=False)
+    weights = frozen.weights | {LORA: adapters}
     kept = {**stage.kept, LOW_RANK: config.rank * len(chosen)}
     if config.base == "fp8":
         del kept[FLOAT8]  # what adapters' gradients need of an input is not quantised
     return dataclasses.replace(
         frozen,
         apply=AdaptedApply(stage, config, tuple(chosen)),
-        init=AdaptedInit(frozen.init, tuple(chosen), config.rank),
+        init=AdaptedInit(frozen.init, tuple(chosen), config.rank, config.dropout > 0),
         weights=weights,
         kept=kept,
     )
@@ -261,16 +267,18 @@ class AdaptedInit:
     base: FrozenInit
     targets: tuple[Target, ...]
     rank: int
+    draws: bool
 
     def __call__(self, key: jax.Array) -> Tree:
         return self.base(key) | {LORA: self.adapters(key)}
 
     def adapters(self, key: jax.Array) -> Tree:
         """Returns the adapters that the block of this key starts with."""
-        keys = jax.random.split(jax.random.fold_in(key, 1), max(len(self.targets), 1))
-        return _tree(
-            {each.path: each.init(one, self.rank) for each, one in zip(self.targets, keys, strict=True)}
-        )
+        first = jax.random.fold_in(key, 1)
+        keys = jax.random.split(first, max(len(self.targets), 1))
+        pairs = zip(self.targets, keys, strict=False)
+        found = _tree({each.path: each.init(one, self.rank) for each, one in pairs})
+        return found | ({SEED: jax.random.key_data(first)} if self.draws else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +300,10 @@ class AdaptedApply:
         if SCALES in params:
             for path, _, _ in targets_of(self.stage):
                 scales[id(_at(base, path))] = _at(params[SCALES], path)
-        adapters = Adapters(pairs, scales, self.config.scale)
+        key = None
+        if self.config.dropout and context.draw is not None:
+            key = jax.random.fold_in(jax.random.wrap_key_data(params[LORA][SEED]), context.draw)
+        adapters = Adapters(pairs, scales, self.config.scale, self.config.dropout, key)
         result = self.stage.apply(
             base, x, dataclasses.replace(context, ops=dataclasses.replace(context.ops, adapters=adapters))
         )

@@ -20,7 +20,7 @@ Tree = Any
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("positions", "segments", "prepared", "share"),
+    data_fields=("positions", "segments", "prepared", "share", "draw"),
     meta_fields=("ops", "attention"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Context:
     positions: int32 [B, T], restarting in each document. segments: of `pallas_kernels.attention`. prepared:
     what `Chain.prepare` made of positions, e.g. rotary angles. share: of the step's rows, those of this
     micro-batch. ops: linear layers and the mesh's operations as this run does them. attention:
-    takes the place of theirs, (queries, keys, values, segments, window) -> heads' outputs.
+    takes the place of theirs, (queries, keys, values, segments, window) -> heads' outputs. draw: the number
+    of this micro-batch in the run, which what is drawn at random is made of; None draws nothing.
     """
 
     positions: jax.Array
@@ -39,6 +40,7 @@ class Context:
     share: jax.Array
     ops: Ops
     attention: Callable[..., jax.Array] | None = None
+    draw: jax.Array | None = None
 
     def attend(
         self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int | None = None
@@ -119,13 +121,15 @@ class Group(NamedTuple):
 
 class Chain(NamedTuple):
     """A family's model. prepare: positions [B, T] -> what all blocks need of them. output: where in the
-    params of embedding and head the matrix is that makes logits, e.g. ("head", "matrix")."""
+    params of embedding and head the matrix is that makes logits, e.g. ("head", "matrix"). draws: whether
+    stages draw at random as they train, by `Context.draw`."""
 
     embedding: Stage
     groups: tuple[Group, ...]
     head: Stage
     output: tuple[str, ...]
     prepare: Callable[[jax.Array], Tree] = lambda positions_BT: None
+    draws: bool = False
 
     @property
     def tied(self) -> bool:

@@ -272,7 +272,8 @@ class Optimizer:
         """Returns (weight, mu, nu, remainder) of one parameter as they are kept."""
         format = self._format(info)
         if not info.trains:
-            return master if info.in_base else master.astype(format.weights), None, None, None
+            number = jnp.issubdtype(master.dtype, jnp.integer)  # as a seed
+            return master if info.in_base or number else master.astype(format.weights), None, None, None
         weight, remainder = master, None
         if format.master == "split":
             weight, remainder = split(master)

@@ -85,13 +85,15 @@ class Meter:
         cost: CostConfig | None = None,
         devices: int = 1,
         batch_tokens: int | None = None,
+        untrained_flops: float = 0.0,
     ):
         """flops_of: (tokens, attention_span) -> FLOPs that an update needs. peak_flops: dense bf16 ones per
         second of all devices together, whatever the precision; None if unknown. skipped_updates: of the
         restored state. started: time.monotonic() at the start of the process, now if None. cost: of each
         of the devices, which are of all processes. batch_tokens: that a batch has room for; None if unknown.
+        untrained_flops: how many fewer a token needs that is not trained on.
         """
-        self._flops_of = flops_of
+        self._flops_of, self._untrained_flops = flops_of, untrained_flops
         self._peak_flops = peak_flops
         self._skipped = skipped_updates
         self._started = time.monotonic() if started is None else started
@@ -107,7 +109,8 @@ class Meter:
             self._kept_seconds += max(0.0, seconds - waits)
         self._skipped = finished.skipped_updates
         wall = time.monotonic() - self._started
-        flops = self._flops_of(finished.tokens, finished.attention_span) / seconds
+        untrained = self._untrained_flops * (finished.tokens - finished.trained_tokens)
+        flops = (self._flops_of(finished.tokens, finished.attention_span) - untrained) / seconds
         row = dataclasses.asdict(finished)
         further = row.pop("further")
         return {

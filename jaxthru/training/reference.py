@@ -51,7 +51,7 @@ class Reference:
         packings = {split: builder.packing for split, builder in builders.items()}
         self.about = {"keys": dict(keys), "packing": {split: _checksum(of) for split, of in packings.items()}}
         self.values = {split: np.full(len(of.start), np.nan, np.float32) for split, of in packings.items()}
-        if path.is_file():
+        if from_first(path.is_file):  # a file system may be slow to show it to all, or not be theirs
             self._load()
 
     def missing(self, wanted: Mapping[str, Rows]) -> dict[str, Rows]:

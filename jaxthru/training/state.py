@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxthru.engine.model import Model, init, split_stages
-from jaxthru.engine.offload import Pace, move, on_device
+from jaxthru.engine.offload import Pace, move, on_device, with_untrained
 from jaxthru.engine.step import State, counters_of, first_state, slots_by_stage, state_of
 from jaxthru.models.stage import Stage, by_kind
 from jaxthru.optim.optimizer import Optimizer
@@ -140,7 +140,7 @@ def state_of_weights(optimizer: Optimizer, abstract: State, read: on_disk.Read) 
     params, pace = abstract["params"], Pace()
 
     def wanted(info: WeightInfo, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        dtype = leaf.dtype if info.in_base else jnp.float32
+        dtype = jnp.float32 if info.trains else leaf.dtype
         return leaf.update(dtype=dtype, sharding=on_disk.device_sharding(leaf))
 
     asked = jax.tree.map(wanted, optimizer.infos, params)
@@ -172,9 +172,7 @@ def without_base(state: State, infos: Tree) -> State:
 
 def with_base(own: State, whole: State) -> State:
     """Returns a state from `without_base`, with the base of another one."""
-    is_none = lambda leaf: leaf is None  # noqa: E731
-    take = lambda mine, other: other if mine is None else mine  # noqa: E731
-    return own | {"params": jax.tree.map(take, own["params"], whole["params"], is_leaf=is_none)}
+    return own | {"params": with_untrained(own["params"], whole["params"])}
 
 
 def _shardings(tree: Tree) -> Tree:

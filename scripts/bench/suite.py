@@ -189,6 +189,7 @@ def table(rows: dict[str, Row], setup: Setup) -> str:
 FORMS = {
     "ratio": "{:.3f} ×",
     "tokens_per_second": "{:,.0f} tokens/s",
+    "over_guide": "{:.3f} ×",
     "first": "{:.1f} s",
     "second": "{:.1f} s",
 }

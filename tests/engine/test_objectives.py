@@ -11,10 +11,13 @@ import tiny
 from batches import ROWS, SEQUENCE, VOCABULARY, batch
 from cases import slow_but_for
 
+from jaxthru.build.step import update_flops
+from jaxthru.config import RunConfig
 from jaxthru.engine.inline import InlineStep, hidden, loss
 from jaxthru.engine.objectives.answers import Answers
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import TrainConfig
+from jaxthru.models import llama
 from jaxthru.runtime.errors import InputError
 from pallas_kernels.testing import assert_close
 
@@ -118,6 +121,14 @@ def test_no_masked_position_reaches_the_head():
     assert float(found) == pytest.approx(float(value(hidden_ND)[0]), rel=1e-6)
     assert terms["source_tokens"].sum() == arrays["loss_mask"].sum()
     assert not np.any(np.asarray(slope)[np.asarray(arrays["loss_mask"]).reshape(-1) == 0])
+
+
+def test_what_masked_tokens_do_not_need_is_the_head():
+    config = RunConfig(model=tiny.SHAPE)
+    needed, fewer = update_flops(config, tiny.make(masked=True).step.objective)
+    everywhere, none = update_flops(config, tiny.make().step.objective)
+    assert needed(100, 500) == everywhere(100, 500) == llama.train_flops(tiny.SHAPE, 100, 500)
+    assert fewer == 6 * tiny.SHAPE.embed * tiny.SHAPE.vocabulary and none == 0
 
 
 # Preferences

@@ -33,7 +33,7 @@ TEMPLATE = """\
 {%- endfor %}
 """
 SETTINGS = (
-    *("train.steps=100", "train.rows=2", "data.sequence=256", "optim.learning_rate=2e-5"),
+    *("train.steps=100", "train.rows=1", "data.sequence=128", "optim.learning_rate=2e-5"),
     *("precision.compute=float32", "kernels.attention=xla", "evaluate.every=0", "evaluate.rows=8"),
     *("checkpoint.every=0", "checkpoint.last=false", "metrics.tensorboard=false"),
 )
@@ -57,8 +57,8 @@ def test_conversations_that_were_held_out_get_more_likely(folder, tmp_path, monk
     config = jaxthru.load_config("sft", [*settings, *SETTINGS])
     tuned = run(config, tmp_path / "run")
     first, last = tuned.read_eval()
-    assert (first["step"], last["step"]) == (0, 100) and first["tokens"] == last["tokens"] > 300
-    assert last["loss"] < 0.95 * first["loss"]
+    assert (first["step"], last["step"]) == (0, 100) and first["tokens"] == last["tokens"] > 200
+    assert last["loss"] < 0.9 * first["loss"]
     rows = tuned.read_metrics()
-    assert all(0.2 < row["masked_share"] < 0.9 for row in rows)
-    assert sum(row["packing_fill"] for row in rows) / len(rows) > 0.95
+    assert all(0 < row["trained_tokens"] < row["tokens"] for row in rows)
+    assert sum(row["packing_fill"] for row in rows) / len(rows) > 0.9

@@ -10,7 +10,7 @@ from batches import ROWS, SEQUENCE, VOCABULARY
 from jaxthru.data.loading.batch_builder import BatchBuilder
 from jaxthru.data.mixture.packing_whole import pack_whole
 from jaxthru.data.mixture.planner import EMPTY
-from jaxthru.data.store.targets import Targets
+from jaxthru.data.store.targets import SplitTargets, Targets
 
 
 class Conversations:
@@ -23,7 +23,8 @@ class Conversations:
         shares = np.repeat(draw.choice([0.1, 0.5, 1.0], len(lengths)), lengths)
         self.trained = draw.random(self.ends[-1]) < shares
         targets = [Targets.of(len(mask), mask) for mask in np.split(self.trained, self.ends[:-1])]
-        self.first = np.array([each.first for each in targets])
+        first = np.array([each.first for each in targets])
+        self.targets = SplitTargets(sum(each.count for each in targets), first)
 
     def read(self, start, stop):
         return self.tokens[start:stop]
@@ -34,9 +35,12 @@ class Conversations:
     def batch(self, sequence: int) -> dict[str, np.ndarray]:
         """Returns all of them packed into rows that hold so many tokens, in rows of SEQUENCE: EMPTY ones to a
         multiple of ROWS."""
-        packing, _ = pack_whole(self.ends, self.first, sequence, "drop")
+        packing, _ = pack_whole(self.ends, self.targets.first, sequence, "drop")
         rows = np.append(np.arange(packing.rows), np.full(-packing.rows % ROWS, EMPTY))
         return BatchBuilder([(self, packing)], SEQUENCE).build(np.zeros_like(rows), rows)
+
+
+SHARDED = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((1, 2, 2), (2, 2, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,9 @@ def conversations():
     return Conversations(np.random.default_rng(0).integers(33, SEQUENCE + 1, 7).repeat(2) // 2, seed=0)
 
 
-@pytest.mark.parametrize("mesh", [(1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(1, 1, 1), *(pytest.param(each, marks=pytest.mark.slow) for each in SHARDED)]
+)
 def test_packed_rows_have_the_gradients_of_one_conversation_a_row(mesh, conversations):
     alone, packed = conversations.batch(SEQUENCE // 2), conversations.batch(SEQUENCE)
     assert (alone["segment_ids"] <= 1).all() and packed["segment_ids"].max() >= 2

@@ -58,6 +58,15 @@ def test_a_row_has_the_contract_s_fields(monkeypatch):
     assert row["masked_share"] == 0.75 and row["packing_fill"] == 0.8
 
 
+def test_tokens_that_are_not_trained_on_need_fewer_flops(monkeypatch):
+    meter, later = make_meter(monkeypatch, peak_flops=None, untrained_flops=4e8)
+    later(1.0)
+    row = meter.row(finished(1))
+    untrained = row["tokens"] - row["trained_tokens"]
+    assert untrained == 750
+    assert row["model_tflops"] == pytest.approx((1e12 + 5e5 - 4e8 * untrained) / 0.5 / 1e12)
+
+
 def test_further_metrics_follow_the_contract_s(monkeypatch):
     meter, later = make_meter(monkeypatch, peak_flops=None)
     later(1.0)

@@ -26,6 +26,7 @@ class BatchBuilder:
     def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, Packing]], sequence: int):
         self._streams, packings = zip(*splits, strict=True)
         self._online = np.array([isinstance(stream, OnlineSplit) for stream in self._streams])
+        self._marked = np.array([stream.targets is not None for stream in self._streams])
         self._sequence, self._memory = sequence, BatchMemory()
         rows = [packing.rows for packing in packings]
         self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
@@ -81,18 +82,19 @@ class BatchBuilder:
         tail = np.append(head[1:], len(piece))[: len(head)] - 1
         size = ends[tail] - ends[head] + length[head]
         goes_on = ~last[tail]
-        runs = self._read(source[in_row[head]], start[head], size + goes_on)
-        batch["loss_mask"].fill(1.0)
-        for where, count, (run, trained) in zip(begin[head].tolist(), size.tolist(), runs, strict=True):
+        runs, trained = self._read(source[in_row[head]], start[head], size + goes_on)
+        for where, count, run in zip(begin[head].tolist(), size.tolist(), runs, strict=True):
             flat["tokens"][where : where + count] = run[:count]
-            if trained is not None:  # the target of each token is the next
-                flat["loss_mask"][where : where + len(trained) - 1] = trained[1:]
         flat["targets"][:-1] = flat["tokens"][1:]
         flat["targets"][(begin[head] + size - 1)[goes_on]] = [
-            run[-1] for (run, _), more in zip(runs, goes_on.tolist(), strict=True) if more
+            run[-1] for run, more in zip(runs, goes_on.tolist(), strict=True) if more
         ]
         final = (begin + length - 1)[last]  # the last tokens of documents
         flat["targets"][final] = 0
+        batch["loss_mask"].fill(1.0)
+        for run, mask in trained.items():  # the target of each token is the next
+            where = begin[head[run]]
+            flat["loss_mask"][where : where + len(mask) - 1] = mask[1:]
         flat["loss_mask"][final] = 0.0
         batch["source"][:] = source.astype(np.int32)[:, None]  # cast before it is spread
 
@@ -114,26 +116,27 @@ class BatchBuilder:
 
     def _read(
         self, source: np.ndarray, start: np.ndarray, length: np.ndarray
-    ) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Returns the tokens of runs of the sources' streams, and which of them are targets that are trained
-        on, None for all. source, start, length: int64 [runs]."""
+    ) -> tuple[list[np.ndarray], dict[int, np.ndarray]]:
+        """Returns the tokens of runs of the sources' streams, and {run: which of them are targets that are
+        trained on} of the runs that say so. source, start, length: int64 [runs]."""
         asked = {}
         for name in sorted(set(source[self._online[source]].tolist())):  # all, before any is waited for
             chosen = source == name
             asked[name] = self._streams[name].begin(start[chosen], length[chosen])
         online = {name: iter(finish()) for name, finish in asked.items()}
-        runs = zip(source.tolist(), start.tolist(), (start + length).tolist(), strict=True)
-        return [
-            _unmarked(next(online[name]), self._streams[name].targets is not None)
-            if name in online
-            else (self._streams[name].read(*run), self._streams[name].read_trained(*run))
-            for name, *run in runs
+        places = list(zip(source.tolist(), start.tolist(), (start + length).tolist(), strict=True))
+        runs = [
+            next(online[name]) if name in online else self._streams[name].read(begin, stop)
+            for name, begin, stop in places
         ]
-
-
-def _unmarked(run: np.ndarray, marked: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the tokens of an online source, and which are trained on. marked: whether it says so."""
-    return (np.where(run < 0, ~run, run), run >= 0) if marked else (run, None)
+        trained = {}
+        for run in np.flatnonzero(self._marked[source]).tolist():
+            name, *place = places[run]
+            if name in online:  # ~token of those that are not
+                trained[run], runs[run] = runs[run] >= 0, np.maximum(runs[run], ~runs[run])
+            elif (mask := self._streams[name].read_trained(*place)) is not None:
+                trained[run] = mask
+        return runs, trained
 
 
 @functools.lru_cache(maxsize=2)

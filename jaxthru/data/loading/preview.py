@@ -44,11 +44,12 @@ def decoded(data: Data, batch: dict[str, np.ndarray], row: int) -> rich.text.Tex
         _line(text, f"document {segment}: tokens {where[0]} to {where[-1]}{count}, {ends}")
         for piece, is_trained in _pieces(data.tokenizer, tokens[where], trained[where]):
             text.append(shown(piece), TRAINED if marked and is_trained else "")
-        text.append("\n")
+        if not text.plain.endswith("\n"):
+            text.append("\n")
     padding = int((segments == 0).sum())
     if padding:
         _line(text, f"padding: {padding} tokens")
-    text.right_crop(1)
+    text.right_crop(text.plain.endswith("\n"))
     return text
 
 

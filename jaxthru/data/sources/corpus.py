@@ -25,8 +25,8 @@ KEEP_BYTES = 64_000_000
 
 class Corpus:
     """The files of one source. key: the hash of all that decides its documents, and of nothing else.
-    left_out: how many texts were empty or repeated, of those read so far. render: what makes documents of
-    conversations, to be given before they are read."""
+    left_out: how many texts were empty or repeated, of those read so far. noted: what else there is
+    to be said of these. render: what makes documents of conversations, to be given before they are read."""
 
     def __init__(self, name: str, recipe: Recipe, files: list[File]):
         self.name, self.recipe, self.files = name, recipe, files
@@ -37,7 +37,7 @@ class Corpus:
         further = {name: value for name, value in decisive.items() if name not in FIRST}
         self.key = hash_of([*parts, further] if further else parts)
         self.size = min(sum(file.size for file in files), recipe.cap_bytes or 2**63)
-        self.left_out = Counter()
+        self.left_out, self.noted = Counter(), Counter()
         self.render: Render | None = None
         self._keep = 0 < recipe.cap_bytes <= KEEP_BYTES
         self._kept: Iterator[Document | Damage] | None = None
@@ -45,7 +45,7 @@ class Corpus:
     def items(self) -> Iterator[Document | Damage]:
         """Yields the documents and damaged records, from the first."""
         if self._kept is None:
-            self.left_out = Counter()
+            self.left_out.clear(), self.noted.clear()
             items = self._checked(read(self.files, self.recipe, self.left_out, self.render))
             if not self._keep:
                 return items

@@ -44,7 +44,9 @@ def read(
             size += len(item.read.encode()) if transform else len(content)
             item = render(item) if render else item
         if isinstance(item, list):
-            if any(each.trained == () for each in item):
+            if not all(each.text for each in item):
+                left_out["empty"] += 1
+            elif any(each.trained == () for each in item):
                 left_out[UNTRAINED] += 1
             else:
                 yield from item

@@ -95,7 +95,8 @@ def make_stores(mix: MixFile, folder: Path, begun: Mapping[str, str] | None = No
         keys = _keys(mix, corpora, tokenizer)
         for corpus in corpora.values():
             if corpus.recipe.records != "text":
-                corpus.render = renderer(tokenizer.chat_template, corpus.recipe.records)
+                _tell_of_bos(tokenizer, progress)
+                corpus.render = renderer(tokenizer.chat_template, corpus.recipe.records, corpus.noted)
         changed = ", ".join(name for name, key in kept.items() if keys.get(name) != key)
         if changed:
             progress.keep(f"changed since the run was started: {changed}; it goes on with the text as it was")
@@ -106,6 +107,15 @@ def make_stores(mix: MixFile, folder: Path, begun: Mapping[str, str] | None = No
             if not _is_whole(target):
                 writer.write(corpus, target, tokenizer, mix.held_out, progress)
     return keys
+
+
+def _tell_of_bos(tokenizer: Tokenizer, progress: Progress) -> None:
+    """Says that conversations do not begin as the model's texts do; the template decides."""
+    template, bos = tokenizer.chat_template, tokenizer.borders.bos
+    if bos and not template.begins_with(bos):
+        progress.keep(
+            f"chat template {template.name}: writes no {bos}, with which texts begin; none is added"
+        )
 
 
 def _keys(mix: MixFile, corpora: dict[str, Corpus], tokenizer: Tokenizer) -> dict[str, str]:

@@ -21,6 +21,7 @@ from jaxthru.data.store.tokenizer_folder import (
     FILES,
     TEMPLATE,
     TOKENIZER,
+    TURN_END,
     UNSAID,
     Borders,
     read_borders,
@@ -43,8 +44,6 @@ class Tokenizer:
     """A tokenizer.json, and what each document begins and ends with. See `Tokenizer.of`.
 
     path: of the tokenizer.json. hash: SHA-256 of that file. vocabulary: highest id + 1. dtype: of ids.
-    text_vocabulary: the same of what documents become: of special tokens only BOS and end count, for others
-        may stand for what is no text, beyond the rows that a model has.
     bos: the id that each document begins with, None for none. end_of_text: the id that it ends with.
     borders: these two as they are spelled, bos "" for none.
     identity: what decides which tokens a document becomes: the hash, and bos and end_of_text where they are
@@ -70,14 +69,16 @@ class Tokenizer:
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
         self.path, self.hash, self._folder = path, hashlib.sha256(content).hexdigest(), folder
-        self._content, self._template, self._talks = content, template, talks
+        self._content, self._template = content, template
+        self._talks = talks or (folder and TURN_END in read_object(path.parent / BORDERS))
         self._tokenizer = self._made(content)
         # A document that spells out a special token must not thereby end itself.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values(), default=0) + 1
         added = self._tokenizer.get_added_tokens_decoder()
-        ordinary = [each for each in ids.values() if not (each in added and added[each].special)]
+        ordinary = (each for each in ids.values() if not (each in added and added[each].special))
+        self._last_ordinary = max(ordinary, default=0)
         usual = next((ids[name] for name in END_OF_TEXT if name in ids), None)
         found = read_borders(path.parent, self._tokenizer) if folder else UNSAID
         bos = found.bos if borders.bos is None else borders.bos
@@ -86,7 +87,6 @@ class Tokenizer:
         self.end_of_text = usual if end is None else self._id("end", end, ids)
         looked = f"{path}: has no end-of-text token; looked for {', '.join(END_OF_TEXT)}"
         require(self.end_of_text is not None, looked)
-        self.text_vocabulary = max(*ordinary, self.end_of_text, self.bos or 0, 0) + 1
         names = (None if each is None else self._tokenizer.id_to_token(each) for each in self._ends())
         self.borders = Borders(*(name or "" for name in names))
         plain = self._ends() == (None, usual)
@@ -115,6 +115,14 @@ class Tokenizer:
         end = f"end with {self.borders.end!r} ({self.end_of_text})"
         return f"<tokenizer {self.path}: vocabulary {self.vocabulary:,}; documents {bos}{end}>"
 
+    @functools.cached_property
+    def text_vocabulary(self) -> int:
+        """Highest id + 1 of what documents become: of special tokens only BOS and end count, and those that a
+        chat template writes, for others may stand for what is no text, beyond the rows that a model has."""
+        written = self.chat_template.control_tokens if self._talks else ()
+        ids = map(self._tokenizer.token_to_id, written)
+        return max(self._last_ordinary, self.end_of_text, self.bos or 0, *(each or 0 for each in ids)) + 1
+
     @property
     def files(self) -> dict[str, bytes]:
         """The tokenizer's files, byte for byte: {name: content}; of a tokenizer.json alone only that."""
@@ -129,7 +137,7 @@ class Tokenizer:
         which `Tokenizer.of` returns this tokenizer again, whatever a mix has said."""
         borders = {"bos": self.borders.bos or None, "end": self.borders.end}
         if self._talks:
-            borders["turn_end"] = self.chat_template.turn_end
+            borders[TURN_END] = self.chat_template.turn_end
         named = {TEMPLATE: self.chat_template.text.encode()} if self._template else {}
         return self.files | named | {BORDERS: (json.dumps(borders, ensure_ascii=False) + "\n").encode()}
 
@@ -144,20 +152,14 @@ class Tokenizer:
     def stop(self) -> tuple[int, ...]:
         """The ids that end an answer: the end of text, and the end of a turn by the chat template. Raises
         InputError if there is no template."""
-        return self._with_end(self.chat_template.turn_end)
+        turn = self._tokenizer.token_to_id(self.chat_template.turn_end or "")
+        return tuple(dict.fromkeys((self.end_of_text, *([] if turn is None else [turn]))))
 
     @property
     def learnt_stop(self) -> tuple[int, ...]:
         """The ids that the documents end with: the end of text, and the end of a turn where there were
         conversations among them."""
-        if self._talks:
-            return self.stop
-        kept = read_object(self.path.parent / BORDERS).get("turn_end") if self._folder else None
-        return self._with_end(kept if isinstance(kept, str) else None)
-
-    def _with_end(self, turn_end: str | None) -> tuple[int, ...]:
-        turn = self._tokenizer.token_to_id(turn_end or "")
-        return tuple(dict.fromkeys((self.end_of_text, *([] if turn is None else [turn]))))
+        return self.stop if self._talks else (self.end_of_text,)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns the ids of each text as a document: the BOS token first if there is one, the end-of-text

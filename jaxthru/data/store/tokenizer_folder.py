@@ -23,6 +23,8 @@ TEMPLATE = "chat_template.jinja"
 BORDERS = "documents.json"
 """The file that says what a run's documents began and ended with; of `RUN/tokenizer`, and of no other
 folder. It counts before what the tokenizer's own files say, for a mix may have said otherwise."""
+TURN_END = "turn_end"
+"""The key there of the token that ended the assistant's turns, if there were conversations."""
 
 
 class Borders(NamedTuple):

@@ -113,6 +113,7 @@ def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, prog
     size, seconds = sum(record["bytes"] for record in records) - found, time.monotonic() - began
     speed = f"{size / 1e6:.1f} MB in {seconds:.1f} s"
     left_out = "".join(f"; {count:,} {why} left out" for why, count in sorted(corpus.left_out.items()))
+    left_out += "".join(f"; {count:,} {what}" for what, count in corpus.noted.items() if count)
     account = f"{left_out}; {_account(records, target)}"
     progress.keep(f"source {corpus.name}: {sum(tokens.values()):,} tokens, {speed}{account}")
     if share and not tokens["held_out"]:

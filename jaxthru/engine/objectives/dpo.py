@@ -52,6 +52,11 @@ class DPO(Objective):
         """What the base makes of each segment."""
         return self.base and answers_of(self, self.base)
 
+    @property
+    def kept(self) -> "DPO":
+        """The same, with the base's log-probabilities in the batch."""
+        return dataclasses.replace(self, base=None)
+
     def weight(self, batch: Batch) -> jax.Array:
         """Returns one over the pairs of a whole batch."""
         return 1.0 / jnp.maximum(jnp.sum(_pairs_in(batch)).astype(jnp.float32), 1.0)

@@ -41,6 +41,11 @@ class Objective(abc.ABC):
         None if of none."""
         return None
 
+    @property
+    def kept(self) -> "Objective":
+        """The same, with what its reference says in `columns`, for executors that walk the stages once."""
+        return self
+
     @abc.abstractmethod
     def weight(self, batch: Batch) -> jax.Array:
         """Returns one over how many there are in a whole batch of what the loss is a mean over."""

@@ -2,6 +2,8 @@
 
     python scripts/bench/measure/fp8_loss.py [--config FILE] [--set a.b=v ...] [--steps N] [--seeds N]
 
+With `--key lora.base` it is the frozen base of adapters that is kept in the one or the other.
+
 The two runs of a seed start from the same parameters and take the same batches. The beginning of training is
 chaotic: what one pair of runs differs by says little, so that the mean over seeds counts, beside its standard
 error. Without --config it is a Llama of 0.4 B parameters. Prints the means of every 20 steps as they go by,
@@ -113,7 +115,7 @@ def compare(compute: list[dict], fp8: list[dict]) -> dict:
 def measure(arguments) -> dict:
     overrides, results = [*arguments.overrides, f"train.steps={arguments.steps}"], {}
     for matmul in ("compute", "fp8"):
-        config = configuration.load(arguments.config, [*overrides, f"precision.matmul={matmul}"])
+        config = configuration.load(arguments.config, [*overrides, f"{arguments.key}={matmul}"])
         with open_data(config.data) as data:
             built = build_step(config, data)
             evaluation = built.evaluation()

@@ -29,10 +29,10 @@ from jaxthru.build import choices, matmul_choice
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import Build, build_step
 from jaxthru.build.defaults import AUTO, get
+from jaxthru.build.step import needed_flops
 from jaxthru.data.loading.dataset import Data, open_data
 from jaxthru.data.loading.state import DataState
 from jaxthru.engine.step import Batch
-from jaxthru.models import llama
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 
@@ -85,13 +85,13 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
         arguments.steps,
         built.layout.mesh.size,
     )
-    shape, values = built.config.model, timing.values
+    needed, values = needed_flops(built.config), timing.values
     tokens = statistics.fmean(int(step["tokens"]) for step in values)
     span = statistics.fmean(float(step["attention_span"]) for step in values)
     line = timing.line(tokens)
     seconds = statistics.fmean(timing.seconds)
-    rate = llama.train_flops(shape, tokens, span) / seconds
-    causal = llama.train_flops(shape, tokens, tokens * built.config.data.sequence) / seconds
+    rate = needed(tokens, span) / seconds
+    causal = needed(tokens, tokens * built.config.data.sequence) / seconds
     peak = hardware.peak_flops(list(built.layout.mesh.devices.flat))
     line |= {
         "model_tflops": float(f"{rate / 1e12:.4g}"),

@@ -75,7 +75,7 @@ def measure(
 ) -> dict:
     """Returns the line of a peer. loss_of: (tokens, targets, **more) -> mean loss, with -100 for masked
     targets. packed: batches in place of the causal rows that the arguments name, with what `more` is."""
-    where, parameters = device(), list(model.parameters())
+    where, parameters = device(), [each for each in model.parameters() if each.requires_grad]
     optimizer = adamw(parameters)
     if packed is None:
         rows = harness.rows_of(arguments)

@@ -16,7 +16,7 @@ import harness
 from suites.rows import Block, Row, Setup, config_file, rates
 
 from jaxthru import config as configuration
-from jaxthru.models import llama
+from jaxthru.build.step import needed_flops
 from jaxthru.runtime import hardware
 
 NEAR = 0.98
@@ -170,7 +170,7 @@ class Race(Row):
         # What times no step has no rate to be compared.
         steps = Contender.script
         names = {name: precision if self.contender(name).script == steps else None for name in every}
-        needed = functools.partial(llama.train_flops, setup.config(self).model)
+        needed = needed_flops(setup.config(self))
         peak = hardware.data_sheet_flops(comparison.device_kind(done))
         names |= {name: name.removeprefix("gemm_") for name in self.products}
         found = comparison.rows(done, names, needed, peak)

@@ -125,7 +125,7 @@ def test_batches_are_the_same_online_resumed_and_in_any_division_into_processes(
     whole = batches(opened(), cost=(1.0, 1.0))
     held_out = {"total_rows": 8, "rows": 4}
     expected_held_out = opened().held_out_batches(**held_out)
-    for loaders, processes, online in ((1, 4, False), (2, 2, True), (3, 1, True)):
+    for loaders, processes, online in ((1, 4, False), (2, 2, True)):
         data = opened(online, loaders=loaders)
         assert bool(data.workers) == online
         each = ROWS // processes

@@ -4,10 +4,13 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from chatting import CHATML, HELLO, MORE, SPECIALS, TAGGED, folder, mix
 from formats import archive, array_record
 
 from jaxthru.data.sources import documents
+from jaxthru.data.sources.chat.template import ChatTemplate
+from jaxthru.data.store import marked
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import Prepared, open_stores
 from jaxthru.data.store.tokenizer import Tokenizer
@@ -90,6 +93,45 @@ def test_a_store_is_of_its_template(tmp_path):
     assert opened(chats, tmp_path / "store").keys == first.keys  # wherever the template stands
 
 
+def _shifted(by: int):
+    trained = marked._trained
+    return lambda *given: np.roll(trained(*given), by)
+
+
+MUTANTS = {
+    "none": (None, None, None),
+    "mask shifted behind": (marked, "_trained", _shifted(1)),
+    "mask shifted before": (marked, "_trained", _shifted(-1)),
+    "BOS and end added": (marked.MarkedEncoder, "_kind", lambda self, document: self._as_text),
+    "typed tokens are tokens": (marked.MarkedEncoder, "_kind", lambda self, document: self._as_template),
+    "turn's end left out": (ChatTemplate, "_with_its_end", lambda self, span, rendered: span),
+    "question trained on": (ChatTemplate, "_with_its_end", lambda self, span, rendered: (0, span[1])),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mask_or_a_border_that_is_wrong_is_noticed(tmp_path, monkeypatch, name):
+    folder(tmp_path / "model", TAGGED, bos=True)
+    rows = [{"messages": [HELLO[0] | {"content": "a <|im_end|> b"}, *HELLO[1:]]}]
+    where, function, mutant = MUTANTS[name]
+    if where is not None:
+        monkeypatch.setattr(where, function, mutant)
+    prepared = opened(mix(tmp_path, rows), tmp_path / "store")
+    found = prepared.stores["chats"].train
+    ids, trained = found.read(0, found.tokens), found.read_trained(0, found.tokens)
+    control = [SPECIALS[id] for id in ids.tolist() if id < len(SPECIALS)]
+    said = prepared.tokenizer.decode(ids[trained == 1])
+    right = control == ["<|begin|>", "<|endoftext|>", "<|endoftext|>"] and said == "A row.<|endoftext|>"
+    assert right == (name == "none")
+
+
+def test_a_template_without_bos_is_told_of(tmp_path, capsys):
+    folder(tmp_path / "model", TAGGED.removeprefix("{{ bos_token }}"), bos=True)
+    prepared = opened(mix(tmp_path, [{"messages": HELLO}]), tmp_path / "store")
+    assert "writes no <|begin|>, with which texts begin; none is added" in capsys.readouterr().err
+    assert of_store(prepared)[0][0].startswith("[user]Hello?")
+
+
 def test_a_transform_sees_the_conversation_and_equal_ones_are_one(tmp_path, capsys):
     (tmp_path / "own.py").write_text(
         "import json\n"
@@ -122,9 +164,11 @@ def test_pairs_are_two_documents_that_stay_together(tmp_path):
 
 def test_what_is_left_out_is_counted(tmp_path, capsys):
     silent = {"messages": HELLO[:1]}
-    rows = [{"messages": MORE}, silent, {"messages": [{"role": "user", "content": "a"}] * 2}]
+    empty = {"messages": [*MORE[:3], {"role": "assistant", "content": ""}]}
+    rows = [{"messages": MORE}, silent, {"messages": HELLO[:1] * 2}, empty, {"text": ""}]
     opened(mix(tmp_path, rows), tmp_path / "store")
-    assert f"2 {documents.UNTRAINED} left out; 1 records, none damaged" in capsys.readouterr().err
+    left = f"1 empty left out; 2 {documents.UNTRAINED} left out; 1 empty answers; 2 records, none damaged"
+    assert left in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -198,3 +242,17 @@ def test_a_run_keeps_the_template_and_the_end_of_a_turn(tmp_path):
     assert again.chat_template.text == tokenizer.chat_template.text
     assert again.learnt_stop == tokenizer.learnt_stop == (1, 3)
     assert Tokenizer.of(tmp_path / "model").learnt_stop == (1,)  # whose documents were others
+
+
+def test_control_tokens_that_a_template_writes_count_in_the_vocabulary(tmp_path):
+    model = folder(tmp_path / "model", TAGGED + "<|late|>")
+    before = Tokenizer.of(model)
+    made = tokenizers.Tokenizer.from_file(str(before.path))
+    made.add_special_tokens(["<|late|>", "<|later|>"])
+    made.save(str(before.path))
+    plain, talks = Tokenizer.of(model), Tokenizer.of(model, talks=True)
+    assert plain.text_vocabulary == before.text_vocabulary < plain.vocabulary == before.vocabulary + 2
+    assert talks.text_vocabulary == plain.vocabulary - 1  # <|later|> is for something else
+    assert (
+        opened(mix(tmp_path, ROWS[:1]), tmp_path / "store").tokenizer.text_vocabulary == talks.text_vocabulary
+    )

@@ -41,9 +41,12 @@ def from_record(record: Any, place: Place, kind: Records) -> Document | Damage:
             raise Malformed(f"a {type(record).__name__} where a record should be")
         record = {key: value for key, value in record.items() if value is not None}
         found = _pair(record) if kind == "pairs" else _conversation(record)
+        text = json.dumps(found, ensure_ascii=False)
     except Malformed as error:
         return place.damage(str(error))
-    return from_value(json.dumps(found, ensure_ascii=False), place, "")
+    except RecursionError:
+        return place.damage("nested too deeply")
+    return from_value(text, place, "")
 
 
 def from_canonical(text: str, kind: Records) -> dict[str, Any]:

@@ -116,8 +116,31 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """Holds no attribute that Python would take for its own, as `__html__`."""
+
+    def __init__(*given: Any, **attributes: Any):
+        self, *given = given  # as Jinja has it: a template may name one `self`
+        held = dict(*given, **attributes)
+        for name in held:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, held)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.sandbox.SecurityError(f"a namespace has no attribute {name!r}")
+
+
 def _environment() -> jinja2.Environment:
     made = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    made.globals["namespace"] = _Namespace
+    made.globals["dict"] = lambda *given, **values: dict(*given, **values)
+    del made.globals["lipsum"]
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _raise
     return made

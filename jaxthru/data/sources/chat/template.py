@@ -100,6 +100,16 @@ class ChatTemplate:
         inside = any(begin <= answer and end <= stop for begin, stop in rendered.trained)
         require(inside, f"{said}: its {{% generation %}} does not hold what the assistant says: {own}")
 
+    def begins_with(self, bos: str) -> bool:
+        """Says whether a conversation's text begins with this token. Raises InputError."""
+        return self._probed[0].text.startswith(bos)
+
+    @property
+    def control_tokens(self) -> set[str]:
+        """The control tokens that it may write."""
+        written = [self.text, *(text for name, text in self._variables.items() if name in self.text)]
+        return {found for each in written for found in self._control.findall(each)}
+
     @property
     def turn_end(self) -> str | None:
         """The control token that ends the assistant's turn, by which generation stops; None if there is

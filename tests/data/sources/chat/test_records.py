@@ -5,6 +5,8 @@ import re
 
 import pytest
 from chatting import HELLO
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxthru.data.sources.chat.records import from_canonical, from_record
 from jaxthru.data.sources.record import Damage, Document, Place
@@ -144,6 +146,36 @@ def test_what_is_no_conversation_says_why(record, why):
 )
 def test_what_is_no_pair_says_why(record, why):
     assert why in reason(record, "pairs")
+
+
+NAMES = "messages conversations prompt completion chosen rejected text tools role content from value weight"
+KEYED = st.sampled_from(NAMES.split())
+WORDS = st.sampled_from(
+    ["user", "assistant", "human", "gpt", "Hello?", "", "\ud800", '[{"role": "user"}]', "[["]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 2) | st.floats() | WORDS | st.binary(max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYED | st.integers(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(VALUES | st.dictionaries(KEYED, VALUES, max_size=4), st.sampled_from(["conversations", "pairs"]))
+def test_whatever_a_record_holds_it_is_a_conversation_or_damage(record, kind):
+    found = from_record(record, PLACE, kind)
+    if isinstance(found, Document):
+        again = from_canonical(found.text, kind)
+        assert json.dumps(again, ensure_ascii=False) == found.text
+    else:
+        assert found.reason and found[:2] == PLACE
+
+
+def test_what_is_nested_too_deeply_is_damage():
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    assert reason({"messages": HELLO, "tools": [deep]}) == "nested too deeply"
 
 
 @pytest.mark.parametrize(
