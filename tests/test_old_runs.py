@@ -161,8 +161,10 @@ def test_the_quickstart_of_then_is_that_of_now(said):
     assert load(ROOT / "configs" / "quickstart.py").kernels.attention == "xla"
 
 
-OF_THEN = [path for path in sorted((ROOT / "configs").glob("*.py")) if "gemma" not in path.stem]
-"""Configurations of a family that there was."""
+OF_THEN = [
+    path for path in sorted((ROOT / "configs").glob("*.py")) if not re.search("gemma|lora", path.stem)
+]
+"""Configurations of families and classes that there were."""
 
 
 @pytest.mark.parametrize("path", OF_THEN, ids=lambda path: path.stem)
