@@ -19,6 +19,10 @@ from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout
 from jaxthru.train import run
 
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
 FAST = ("lora.rank=2", "optim.learning_rate=1e-2")
 
 
@@ -75,6 +79,7 @@ def test_preferences_begin_with_what_was_tuned_and_go_on_without_its_folder(site
     base = f"model.pretrained={site.path / 'smollm'}"
     tuned = run(site.config(base, "train.steps=3", *FAST), site.path / "tuned")
     folder = export_weights(tuned, site.path / "adapter", adapter=True)
+    (site.path / "smollm" / "chat_template.jinja").write_text(TEMPLATE)
     with (site.path / "pairs.jsonl").open("w") as file:
         for number in range(40):
             prompt = f"what, {chr(97 + number % 26) * (1 + number // 26)}"

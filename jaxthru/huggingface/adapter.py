@@ -52,6 +52,12 @@ BUILT = {
     "exclude_modules": (),
     "use_qalora": (False,),
     "lora_bias": (False,),
+    "alora_invocation_tokens": (),
+    "use_bdlora": (False,),
+    "arrow_config": (),
+    "kasa_config": (),
+    "monteclora_config": (),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base, too
 }
 """Keys of adapter_config.json that change what an adapter does -> the values that are built; what is absent
 or empty is."""
