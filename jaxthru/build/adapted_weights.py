@@ -134,12 +134,12 @@ def merged_weights(
     adapters: read A and B; None are those of `lora.adapter`. run: whose checkpoints have them, and whose base
     it has to be. Raises InputError.
     """
-    weights = base_of(config, run)
+    weights = base_weights(config, run)
     chain = chain_of(config)
     return Merged(weights.array, adapters or adapter_of(config, chain), adapted_paths(chain), config.lora)
 
 
-def base_of(config: RunConfig, run: RunDirectory | None) -> Weights:
+def base_weights(config: RunConfig, run: RunDirectory | None) -> Weights:
     """Returns the published weights that adapters are beside. run: whose base they have to be. Raises
     InputError."""
     require(config.model.pretrained is not None, WITHOUT_BASE)

@@ -183,7 +183,7 @@ def _adapted_block(stage: Stage, config: LoraConfig, compute: jnp.dtype, names: 
     weights = frozen.weights | {LORA: adapters}
     kept = {**stage.kept, LOW_RANK: config.rank * len(chosen)}
     if config.base == "fp8":
-        del kept[FLOAT8]  # what adapters' gradients need of an input is not quantised
+        kept.pop(FLOAT8, None)  # what adapters' gradients need of an input is not quantised
     return dataclasses.replace(
         frozen,
         apply=AdaptedApply(stage, config, tuple(chosen)),
