@@ -9,8 +9,9 @@ from typing import NoReturn
 
 from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
+from jaxthru.build.adapted_weights import published_weights
 from jaxthru.build.checks import check_objective
-from jaxthru.build.compiled import Build, compile_step, fit_here, published_weights
+from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
 from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
@@ -207,7 +208,8 @@ def run(
     begun_with, chosen = recorded(directory)
     config = choices.resolve(config, begun_with, chosen)
     layout, searched = fit_here(config)
-    weights = published_weights(config) if newest is None or config.lora.on else None
+    fresh = newest is None
+    weights = published_weights(config, fresh) if fresh or config.lora.on else None
     log.info("preparing data: mix %s ...", config.data.mix)
     kept = directory.tokenizer if directory else None
     recipes = load_mix(config.data.mix, config.data.tokenizer, kept).recipes
@@ -219,7 +221,7 @@ def run(
     directory = directory or RunDirectory.fresh(name)
     autotuned = directory.autotune if config.train.deterministic else None
     times.note("data")
-    how = {"asked": asked, "fresh": newest is None, "checked": True, "searched": searched}
+    how = {"asked": asked, "fresh": fresh, "checked": True, "searched": searched}
     base = BaseFiles(weights.folder, directory.base) if config.lora.on and weights else None
     built = compile_step(config, layout, data, autotuned, weights, **how)
     times.note("compile")
