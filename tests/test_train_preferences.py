@@ -108,6 +108,10 @@ def test_beside_adapters_the_base_is_asked_in_the_step(folder):
     losses = [row[1] for row in rows(found)]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < 0.69
     assert not found.reference.exists()
+    shutil.copytree(found.path, folder / "adapters_again")
+    shutil.rmtree(folder / "adapters_again" / "checkpoints" / "4")
+    again = run(folder, "adapters_again", "lora.rank=4", "optim.learning_rate=1e-2")
+    assert rows(again) == rows(found)
     offloaded = run(folder, "kept", "lora.rank=4", "optim.learning_rate=1e-2", "offload.level=parameters")
     assert offloaded.reference.exists()
     np.testing.assert_allclose(rows(offloaded), rows(found), rtol=2e-3)

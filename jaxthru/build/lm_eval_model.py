@@ -95,10 +95,6 @@ class JaxthruLM(TemplateLM):
         except Failure as error:
             raise InputError(f"chat template {template.name}: {error}") from error
 
-    def chat_template(self, chat_template: bool | str = False) -> str:
-        """Returns the template, which lm-eval keeps with the scores; "" if it is not used."""
-        return self.model.tokenizer.chat_template.text if chat_template else ""
-
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Returns the ids of a text. add_special_tokens: whether BOS stands first; None is as the tokenizer
         does it."""

@@ -38,7 +38,7 @@ def _data(arguments: argparse.Namespace) -> int:
     require(arguments.samples >= 1, f"--samples {arguments.samples}: must be at least 1")
     with open_data(config.data) as data:
         found = forecast(config, data, arguments.samples)
-    _show(found.table(), found.lines())
+    _show(found.table(), [*found.lines(), *data.account])
     files = [] if arguments.plot is None else [Path(arguments.plot)]
     if arguments.run_dir is not None:
         files.append(RunDirectory(arguments.run_dir).path / "plan_data.svg")

@@ -17,8 +17,8 @@ from jaxthru.runtime.errors import require
 class EvaluateConfig:
     """every: steps between evaluations; 0 evaluates before the first and after the last step alone.
     rows: held-out rows in one evaluation, shared evenly by the sources; 0 is off.
-    prompts: texts that the model continues at each evaluation. The samples are printed, and kept in
-        eval.jsonl.
+    prompts: texts that the model continues at each evaluation; in a run of conversations, what a user says
+        and the model answers. The samples are printed, and kept in eval.jsonl.
     max_tokens: at most so many tokens a sample.
     temperature: of the samples; 0 takes the most probable token each time."""
 

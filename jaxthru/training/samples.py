@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.engine.model import Model
 from jaxthru.generation.generator import Generator, check_context
@@ -29,7 +31,7 @@ class Samples:
         self._stop = (*stop, *tokenizer.learnt_stop)
         self.config, self.tokenizer, self._model, self._longest = config, tokenizer, model, longest
         self._sampling = Sampling(temperature=config.temperature, seed=seed, max_tokens=config.max_tokens)
-        self._prompts = [tokenizer.encode_prompt(prompt) for prompt in config.prompts]
+        self._prompts = [_encoded(tokenizer, prompt) for prompt in config.prompts]
         self._generator: Generator | None = None
         for prompt, ids in zip(config.prompts, self._prompts, strict=True):
             check_context(f"evaluate.prompts: {prompt!r}", len(ids), config.max_tokens, longest)
@@ -46,3 +48,10 @@ class Samples:
         return [
             {"prompt": prompt, "text": text} for prompt, text in zip(self.config.prompts, texts, strict=True)
         ]
+
+
+def _encoded(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
+    """Returns the ids of a prompt: of one who trains on conversations, what a user says."""
+    if tokenizer.talks:
+        return tokenizer.encode_conversation([{"role": "user", "content": prompt}])
+    return tokenizer.encode_prompt(prompt)

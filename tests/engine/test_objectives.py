@@ -95,8 +95,8 @@ def test_trained_positions_alone_give_the_same(settings):
 
 def test_the_loss_is_over_the_trained_tokens_of_the_whole_batch():
     """Not a mean over rows, devices or micro-batches."""
-    terms, _ = whole(tiny.SHAPE.loop, False, "cross_entropy")
-    made, arrays = tiny.make(), sparse(0)
+    terms, _ = whole("unroll", False, "cross_entropy")
+    made, arrays = tiny.make(loop="unroll"), sparse(0)
     hidden_ND = hidden(made.step.model, made.state["params"], made.put(arrays), 8)
     logits = hidden_ND @ made.step.model.lm_head(made.state["params"])[0]
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), arrays["targets"].reshape(-1, 1), axis=1)
@@ -108,7 +108,7 @@ def test_the_loss_is_over_the_trained_tokens_of_the_whole_batch():
 
 def test_no_masked_position_reaches_the_head():
     """What is not finite there does not show, and the loop goes around for what is trained on."""
-    made = tiny.make(masked=True)
+    made = tiny.make(masked=True, loop="unroll")
     arrays = {name: jnp.asarray(array) for name, array in sparse(0).items()}
     objective, params = made.step.objective, made.state["params"]
     hidden_ND = hidden(made.step.model, params, arrays, 8)
@@ -156,9 +156,9 @@ def plain_dpo(model, params, arrays: dict[str, np.ndarray], beta: float) -> jax.
 
 def test_dpo_is_its_definition():
     """Value and gradients, of packed rows against one answer a row."""
-    made = tiny.make(objective="dpo")
+    made = tiny.make(objective="dpo", loop="unroll")
     arrays, params = pairs(0), made.state["params"]
-    terms, found = whole(tiny.SHAPE.loop, False, "dpo")
+    terms, found = whole("unroll", False, "dpo")
     value, wanted = jax.jit(
         jax.value_and_grad(lambda params: plain_dpo(made.step.model, params, arrays, 0.1))
     )(params)
@@ -186,7 +186,7 @@ def answers(made: tiny.Tiny, arrays: dict) -> jax.Array:
 
 def test_the_first_loss_is_ln_2():
     """Before the first update the model is its own reference."""
-    made, arrays = tiny.make(objective="dpo"), pairs(1)
+    made, arrays = tiny.make(objective="dpo", loop="unroll"), pairs(1)
     arrays["reference"] = np.asarray(answers(made, made.put(arrays)))
     terms = jax.jit(made.loss)(made.state["params"], made.put(arrays), made.step.objective.weight(arrays))[1]
     assert float(terms["loss"]) == pytest.approx(math.log(2), abs=1e-6)

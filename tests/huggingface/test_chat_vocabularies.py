@@ -88,7 +88,10 @@ def conversations(seed: int, count: int) -> list[tuple[list[dict], list | None]]
                 tools = TOOLS
                 messages.append({"role": "assistant", "content": say(), "tool_calls": [CALL]})
                 messages.append({"role": "tool", "content": say(), "name": "add"})
-            messages.append({"role": "assistant", "content": say()})
+            thought = {draw.choice(("reasoning_content", "thinking", "reasoning")): "hm"}
+            messages.append(
+                {"role": "assistant", "content": say()} | (thought if draw.random() < 0.2 else {})
+            )
         found.append((messages, tools))
     return found
 

@@ -48,9 +48,7 @@ def conversations():
     return Conversations(np.random.default_rng(0).integers(33, SEQUENCE + 1, 7).repeat(2) // 2, seed=0)
 
 
-@pytest.mark.parametrize(
-    "mesh", [(1, 1, 1), *(pytest.param(each, marks=pytest.mark.slow) for each in SHARDED)]
-)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), *SHARDED], ids=str)
 def test_packed_rows_have_the_gradients_of_one_conversation_a_row(mesh, conversations):
     alone, packed = conversations.batch(SEQUENCE // 2), conversations.batch(SEQUENCE)
     assert (alone["segment_ids"] <= 1).all() and packed["segment_ids"].max() >= 2

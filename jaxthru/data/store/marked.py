@@ -136,20 +136,20 @@ class MarkedEncoder:
 
     @cached_property
     def _both(self) -> tuple[tokenizers.Tokenizer, np.ndarray]:
-        """Knows them by other names alone; and int64, the id that each of its ids stands for: one that is in
-        the model's own vocabulary has another there, for that one it keeps for the old name."""
+        """Knows them by other names alone; and int64, the id that each of its ids stands for. Those that are
+        in the model's own vocabulary it numbers anew, and so added tokens behind them, too."""
         tree: dict[str, Any] = json.loads(self._content)
-        ids = {}
+        names = {}
         for token in tree["added_tokens"]:
+            name = token["content"]
             if token["special"]:
-                ids[OPEN + token["content"] + CLOSE] = token["id"]
-                token["content"] = OPEN + token["content"] + CLOSE
+                token["content"] = OPEN + name + CLOSE
+            names[token["content"]] = name
         tree["post_processor"] = None
         made = _with_whole_offsets(self._make(json.dumps(tree).encode()))
-        known = made.get_vocab(with_added_tokens=True)
-        original = np.arange(max([*known.values(), *ids.values()]) + 1)
-        for name, id in ids.items():
-            original[known[name]] = id
+        original = np.arange(max(made.get_vocab(with_added_tokens=True).values()) + 1)
+        for name, old in names.items():
+            original[made.token_to_id(name)] = self._template.token_to_id(old)
         return made, original
 
     @cached_property

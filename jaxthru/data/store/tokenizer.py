@@ -44,6 +44,7 @@ class Tokenizer:
     """A tokenizer.json, and what each document begins and ends with. See `Tokenizer.of`.
 
     path: of the tokenizer.json. hash: SHA-256 of that file. vocabulary: highest id + 1. dtype: of ids.
+    talks: whether there are conversations among the documents.
     bos: the id that each document begins with, None for none. end_of_text: the id that it ends with.
     borders: these two as they are spelled, bos "" for none.
     identity: what decides which tokens a document becomes: the hash, and bos and end_of_text where they are
@@ -70,7 +71,7 @@ class Tokenizer:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
         self.path, self.hash, self._folder = path, hashlib.sha256(content).hexdigest(), folder
         self._content, self._template = content, template
-        self._talks = talks or (folder and TURN_END in read_object(path.parent / BORDERS))
+        self.talks = talks or (folder and TURN_END in read_object(path.parent / BORDERS))
         self._tokenizer = self._made(content)
         # A document that spells out a special token must not thereby end itself.
         self._tokenizer.encode_special_tokens = True
@@ -119,7 +120,7 @@ class Tokenizer:
     def text_vocabulary(self) -> int:
         """Highest id + 1 of what documents become: of special tokens only BOS and end count, and those that a
         chat template writes, for others may stand for what is no text, beyond the rows that a model has."""
-        written = self.chat_template.control_tokens if self._talks else ()
+        written = self.chat_template.control_tokens if self.talks else ()
         ids = map(self._tokenizer.token_to_id, written)
         return max(self._last_ordinary, self.end_of_text, self.bos or 0, *(each or 0 for each in ids)) + 1
 
@@ -136,7 +137,7 @@ class Tokenizer:
         """`files`, and the one that says what documents begin and end with: what a run directory keeps, from
         which `Tokenizer.of` returns this tokenizer again, whatever a mix has said."""
         borders = {"bos": self.borders.bos or None, "end": self.borders.end}
-        if self._talks:
+        if self.talks:
             borders[TURN_END] = self.chat_template.turn_end
         named = {TEMPLATE: self.chat_template.text.encode()} if self._template else {}
         return self.files | named | {BORDERS: (json.dumps(borders, ensure_ascii=False) + "\n").encode()}
@@ -159,7 +160,7 @@ class Tokenizer:
     def learnt_stop(self) -> tuple[int, ...]:
         """The ids that the documents end with: the end of text, and the end of a turn where there were
         conversations among them."""
-        return self.stop if self._talks else (self.end_of_text,)
+        return self.stop if self.talks else (self.end_of_text,)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns the ids of each text as a document: the BOS token first if there is one, the end-of-text

@@ -137,6 +137,8 @@ def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[lis
         ids, trained = encoded
         if len(ids) > text_store.DOCUMENT_TOKENS:  # also without `online`, which changes no document
             return document.place.damage(f"longer than {text_store.DOCUMENT_TOKENS:,} tokens")
+        if not len(ids):  # what a template writes need not have an end of text
+            return document.place.damage("without a token")
         marked = document.rendered or trained is not None
         targets = Targets.of(len(ids), trained) if marked else None
         if not recipe.online:

@@ -25,6 +25,7 @@ def pieces_of(ends, sequence, packing):
 
 
 @pytest.mark.parametrize("packing", ["split", "best_fit"])
+@settings(deadline=None)
 @given(lengths=lengths, sequence=sequences)
 def test_every_token_once_and_no_piece_crosses_a_document(packing, lengths, sequence):
     ends = np.cumsum(np.array(lengths, np.int64))
@@ -41,6 +42,7 @@ def test_every_token_once_and_no_piece_crosses_a_document(packing, lengths, sequ
     np.testing.assert_array_equal(packed.used, in_row)
 
 
+@settings(deadline=None)
 @given(lengths=lengths, sequence=sequences)
 def test_split_keeps_the_order_and_fills_all_rows_but_the_last(lengths, sequence):
     pieces, packed = pieces_of(np.cumsum(np.array(lengths, np.int64)), sequence, "split")
@@ -50,6 +52,7 @@ def test_split_keeps_the_order_and_fills_all_rows_but_the_last(lengths, sequence
         assert sum(length for at, _, length, _ in pieces if at == row) == sequence
 
 
+@settings(deadline=None)
 @given(lengths=lengths, sequence=sequences)
 def test_best_fit_keeps_whole_what_fits_and_leaves_no_row_that_another_could_take(lengths, sequence):
     ends = np.cumsum(np.array(lengths, np.int64))
@@ -87,6 +90,7 @@ def test_the_work_of_best_fit_grows_with_the_lengths_there_are_and_not_with_the_
     assert len(looks) < 4 * 4096
 
 
+@settings(deadline=None)
 @given(st.lists(lengths, min_size=1, max_size=5), sequences)
 def test_packings_put_together_come_apart_as_views(documents, sequence):
     packings = [pack(np.cumsum(np.array(one, np.int64)), sequence, "best_fit") for one in documents]

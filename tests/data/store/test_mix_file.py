@@ -21,7 +21,7 @@ def test_the_quickstart():
 
 def test_every_recipe_is_complete(tmp_path):
     names = sorted(path.parent.name for path in REPOSITORY.glob("sources/*/source.toml"))
-    assert len(names) == 12
+    assert len(names) == 13
     (tmp_path / "tokenizer.json").touch()  # conversations need one that is there
     tables = [f'[sources.{name}]\nweight = 1\npaths = ["x"]\n' for name in names]
     (tmp_path / "all.toml").write_text("".join(['tokenizer = "tokenizer.json"\n', *tables]))

@@ -176,6 +176,25 @@ def test_a_templates_control_tokens_are_tokens_and_typed_ones_text(tmp_path):
     )
 
 
+def test_typed_tokens_move_no_other_tokens_ids(tmp_path):
+    """Control tokens may be in the model's own vocabulary, and ordinary ones be added behind it."""
+    folder = write(tmp_path / "t")
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    assert tree["model"]["vocab"]["</s>"] == 2
+    last = max(tree["model"]["vocab"].values())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    tree["added_tokens"] += [{"id": last + 1 + at, "content": f"<{at}>"} | flags for at in range(3)]
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    tokenizer = Tokenizer.of(folder)
+    text = "<|begin|><0>the</s><2> row <1><|end|>"
+    plain = document(text, rendered=True)
+    typed = plain._replace(literal=((text.index("</s>"), text.index("</s>") + 4),))
+    (first, _), (second, _) = tokenizer.encode_documents([plain, typed])
+    special = lambda ids: [id for id in ids.tolist() if id < 3 or id > last]  # noqa: E731
+    assert special(first) == [0, last + 1, 2, last + 3, last + 2, 1]
+    assert special(second) == [0, last + 1, last + 3, last + 2, 1] and tokenizer.decode(second) == text
+
+
 def test_a_stream_is_whole_characters_and_all_of_the_text(tmp_path):
     tokenizer = Tokenizer.of(write(tmp_path / "t"))
     text = "the é名🙂 row\ufffd the"

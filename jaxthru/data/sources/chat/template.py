@@ -21,6 +21,7 @@ from jaxthru.runtime.errors import InputError, require
 MARKS = re.compile(f"([{OPEN}{CLOSE}{SAID}{UNSAID}])")
 VERSION = 1
 """Counts the changes to what the same template makes of the same conversation."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
 QUESTION, ANSWER = "Which river?", "The Oder."
 PROBE = ({"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER})
 
@@ -42,7 +43,8 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, name: str, variables: Mapping[str, str], control: re.Pattern):
-        self.text, self.name, self._variables, self._control = text, name, dict(variables), control
+        self.text, self.name, self._control = text, name, control
+        self._variables = {key: value for key, value in variables.items() if key in text}
         self._tagged = re.search(r"\{%[-+]?\s*generation\b", text) is not None
         self._turns = None if self._tagged else turns_of(text)
         try:
@@ -72,10 +74,9 @@ class ChatTemplate:
         prompt: let the text end where the assistant is to begin. day: what `strftime_now` tells. A message of
         weight 0 is not trained on. Raises `Failure`, and InputError where a time limit is passed.
         """
-        plain = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
-        given = {"messages": plain, "tools": tools, "documents": None} | self._variables
-        marked = self._marked(given["messages"]), self._marked(given["tools"])
-        given |= dict(zip(("messages", "tools"), marked, strict=True)) | {"add_generation_prompt": prompt}
+        plain = self._marked([_plain(message) for message in messages])
+        given = {"messages": plain, "tools": self._marked(tools), "documents": None} | self._variables
+        given |= {"add_generation_prompt": prompt}
         text = within_limits(lambda: self._template.render(given, day=day), f"chat template {self.name}")
         if self._turns is not None:
             text = self._turns.pattern.sub(rf"\g<begin>{SAID}\g<said>{UNSAID}", text)
@@ -92,8 +93,8 @@ class ChatTemplate:
         rendered, answer = self._probed
         own = (
             "write {% generation %} before and {% endgeneration %} behind what the assistant says, with the "
+            "end of its turn, into a copy, and name that in the mix: tokenizer.chat_template = FILE"
         )
-        own += "end of its turn, into a copy, and name that in the mix: tokenizer.chat_template = FILE"
         known = self._tagged or self._turns is not None
         require(known, f"{said}: does not say which text is the assistant's, nor is it a known one: {own}")
         end = answer + len(ANSWER)
@@ -107,8 +108,9 @@ class ChatTemplate:
     @property
     def control_tokens(self) -> set[str]:
         """The control tokens that it may write."""
-        written = [self.text, *(text for name, text in self._variables.items() if name in self.text)]
-        return {found for each in written for found in self._control.findall(each)}
+        return {
+            found for each in (self.text, *self._variables.values()) for found in self._control.findall(each)
+        }
 
     @property
     def turn_end(self) -> str | None:
@@ -162,6 +164,14 @@ class ChatTemplate:
         last = next((match for match in self._control.finditer(said) if match.end() == len(said)), None)
         typed = last and (begin + last.start(), begin + last.end()) in rendered.literal
         return span if last and not typed else (begin, found.end())
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message as templates expect it: its reasoning under the names that they read, whatever the
+    record calls it."""
+    plain = {key: value for key, value in message.items() if key != "weight"}
+    thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
+    return plain if thought is None else {"thinking": thought} | plain | {"reasoning_content": thought}
 
 
 def _unmarked(text: str) -> Rendered:
