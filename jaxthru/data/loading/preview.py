@@ -22,8 +22,8 @@ def preview(data: Data, source: str | None = None, *, rows: int = 1) -> rich.tex
     """Returns rows of a source as they are trained on, for a notebook: what is trained on is in colour, and
     between OPEN and CLOSE, so that `print` tells it apart, too.
 
-    source: its name in the mix; None is the first. rows: spread evenly over it. Raises InputError for a source
-    that the mix does not have, and for a damaged store.
+    source: its name in the mix; None is the first. rows: spread evenly over it. Raises InputError for a
+    source that the mix does not have, and for a damaged store.
     """
     name = data.names[0] if source is None else source
     require(name in data.names, f"source {name!r}: the mix has {', '.join(data.names)}")
