@@ -82,7 +82,7 @@ def test_only_public_names_are_used(name):
     assert used and used <= {*dir(jaxthru)}
 
 
-@pytest.mark.parametrize("name", ["published_weights", "fine_tune"])
+@pytest.mark.parametrize("name", ["published_weights", pytest.param("fine_tune", marks=pytest.mark.slow)])
 def test_published_weights_fit_a_free_gpu(name):
     """Qwen3-0.6B with the notebook's settings and what `auto` takes there, and the sentence that says so."""
     settings = settings_of(name)
