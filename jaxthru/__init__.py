@@ -5,6 +5,7 @@ For a notebook, each imported when it is first used:
     load_config   the configuration in a file, with settings changed: load_config(FILE, ["train.steps=100"])
     RunConfig     a configuration, in groups of keys; dataclasses.replace changes them
     open_data     its data, prepared if it is not: token counts, sources, packing
+    preview       rows of that data as text, with what of them is trained on in colour
     batches       the batches that a run of it trains on, as arrays on the devices
     build_step    its compiled training step, with the state and the batches for it
     load          a trained model, of a run or of published weights: text, logits, losses
@@ -30,6 +31,7 @@ _HOME = {
     "load_config": ("jaxthru.config", "load"),
     "RunConfig": ("jaxthru.config", "RunConfig"),
     "open_data": ("jaxthru.data.loading.dataset", "open_data"),
+    "preview": ("jaxthru.data.loading.preview", "preview"),
     "batches": ("jaxthru.build.batches", "batches"),
     "build_step": ("jaxthru.build.compiled", "build_step"),
     "load": ("jaxthru.build.language_model", "load"),

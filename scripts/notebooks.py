@@ -17,7 +17,7 @@ import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
-NAMES = ("quickstart", "profile", "published_weights")
+NAMES = ("quickstart", "profile", "published_weights", "fine_tune")
 """In the order in which a reader wants them."""
 
 

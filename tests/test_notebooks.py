@@ -13,8 +13,8 @@ from jaxthru.build.memory_estimate import Room, estimate
 from jaxthru.build.proposals import candidates
 
 FOLDER = ROOT / "notebooks"
-NAMES = ("quickstart", "profile", "published_weights")
-PICTURES = {"quickstart": 2, "profile": 2, "published_weights": 1}
+NAMES = ("quickstart", "profile", "published_weights", "fine_tune")
+PICTURES = {"quickstart": 2, "profile": 2, "published_weights": 1, "fine_tune": 1}
 GPU_GIB = 15  # of a free GPU of 16 GB
 
 
@@ -35,7 +35,7 @@ def settings_of(name: str) -> list[str]:
     raise AssertionError(f"{name}: has no SETTINGS")
 
 
-def test_there_are_three_and_the_script_knows_them(script):
+def test_there_are_four_and_the_script_knows_them(script):
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == {*NAMES} == {*script("notebooks").NAMES}
 
 
@@ -82,14 +82,15 @@ def test_only_public_names_are_used(name):
     assert used and used <= {*dir(jaxthru)}
 
 
-def test_published_weights_fit_a_free_gpu():
+@pytest.mark.parametrize("name", ["published_weights", pytest.param("fine_tune", marks=pytest.mark.slow)])
+def test_published_weights_fit_a_free_gpu(name):
     """Qwen3-0.6B with the notebook's settings and what `auto` takes there, and the sentence that says so."""
-    settings = settings_of("published_weights")
+    settings = settings_of(name)
     assert "precision.compute=float32" in settings
     room = Room(device=GPU_GIB << 30, host=0)
     plan = next(candidates(jaxthru.load_config("qwen3_0_6b", settings), room)).plan
     assert plan.peak_device <= 0.93 * room.device  # JAX's share of it, and room for what is not in the plan
-    text = "".join("".join(cell["source"]) for cell in read("published_weights")["cells"])
+    text = "".join("".join(cell["source"]) for cell in read(name)["cells"])
     said = re.search(r"Qwen3-0\.6B takes an estimated ([\d.]+) GiB", text)
     assert said and float(said[1]) == pytest.approx(plan.peak_device / 2**30, abs=0.05)
 
@@ -126,4 +127,5 @@ def test_all_run(script, tmp_path, monkeypatch):
         notebooks.execute(notebook, tmp_path)
         outputs = [output for cell in code_of(notebook) for output in cell["outputs"]]
         assert len([each for each in outputs if "image/svg+xml" in each.get("data", {})]) >= PICTURES[name]
+        assert name != "fine_tune" or "the same answers: True" in json.dumps(outputs)
         assert "the same text: False" not in json.dumps(outputs)

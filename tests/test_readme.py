@@ -39,6 +39,14 @@ TINY = SETTINGS | {
     "checkpoint.every": 20,
 }
 """Settings that make any shape one that a CPU trains in seconds."""
+TALK = "data.mix=chats.toml"
+MIXES = {"sft": {"MIX": "chats.toml"}, "dpo": {"MIX": "pairs.toml"}}
+"""What stands for MIX behind these configurations, where others read plain text."""
+TUNED = {key: value for key, value in TINY.items() if not key.startswith("model.")} | {
+    "data.sequence": 128,
+    "precision.compute": "float32",
+}
+"""The same beside a folder of weights, whose shape is its own."""
 
 
 def rows(page: str) -> dict[str, list[str]]:
@@ -139,7 +147,24 @@ def place(tmp_path_factory) -> "Newcomer":
     place = make_workplace(folder)
     (folder / "data" / "mixes").mkdir(parents=True)
     (folder / "data" / "mixes" / "quickstart.toml").write_bytes((folder / "mix.toml").read_bytes())
+    tiny = [sys.executable, ROOT / "scripts" / "tiny_model.py", folder / "tiny"]
+    subprocess.run(tiny, env=place.environment() | {"PYTHONPATH": str(ROOT)}, check=True)
+    write_conversations(folder)
     return Newcomer(place)
+
+
+def write_conversations(folder: Path) -> None:
+    """Writes the mixes chats.toml, of conversations, and pairs.toml, of pairs of answers."""
+    chats, pairs = [], []
+    for number in range(160):
+        asked = {"role": "user", "content": f"What is {number}?"}
+        told = [{"role": "assistant", "content": f"It is {said}."} for said in ("a number", "a river")]
+        chats.append({"messages": [asked, told[0]]})
+        pairs.append({"prompt": [asked], "chosen": told[:1], "rejected": told[1:]})
+    for name, records in (("chats", chats), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+        recipe = f'recipe = "local_{name.replace("chats", "chat")}"\npaths = ["{name}.jsonl"]\nweight = 1.0\n'
+        (folder / f"{name}.toml").write_text(f"held_out = 0.2\n[sources.{name}]\n{recipe}")
 
 
 class Newcomer:
@@ -158,6 +183,7 @@ class Newcomer:
             [sys.executable, "-m", *command],
             cwd=self.place.folder,
             env=environment,
+            input="Who are you?\n",  # for --chat
             capture_output=True,
             text=True,
         )
@@ -170,9 +196,15 @@ class Newcomer:
             directory = f"runs/{len(self.trained) + 1}"
             own = {word.partition("=")[0] for word in options} - {"train.steps"}
             kept = [word for at, word in enumerate(options) if not self._steps(options, at)]
+            settings = TUNED if any("model.pretrained=" in word for word in options) else TINY
             words = [
-                word for key, value in TINY.items() if key not in own for word in ("--set", f"{key}={value}")
+                word
+                for key, value in settings.items()
+                if key not in own
+                for word in ("--set", f"{key}={value}")
             ]
+            if settings is TUNED and "data.mix" not in own:
+                words += ["--set", TALK]
             words += [] if "--run-dir" in kept else ["--run-dir", directory]
             words = ["train", *([] if "--config" in kept else ["--config", NAMES["F"]]), *kept, *words]
             self.type(words, devices=8 if any("mesh." in word for word in kept) else 1)
@@ -194,15 +226,18 @@ class Newcomer:
 @pytest.mark.parametrize("want", DOABLE)
 def test_rows_do_what_they_say(want, place):
     profiled = ["--set", "profile.at=20"]
-    names = NAMES | {"MIX": "mix.toml", "DIR": "runs/kept"}
+    names = NAMES | {"MIX": "mix.toml", "FOLDER": "tiny", "DIR": "runs/kept"}
+    tuned = ["--config", "lora", "--set", "model.pretrained=tiny", "--set", TALK]
     config = [word for code in TABLE[want] if code.startswith("--config") for word in shlex.split(code)]
     for code in TABLE[want]:
         if code.startswith("--"):
-            options = words_of(code, names)
+            options = words_of(code, names | MIXES.get(shlex.split(code)[1], {}))
             place.train(options if "--config" in options else [*config, *options])
         elif is_command(code):
+            of_adapters = re.search(r"--(chat|adapter|merged)\b", code)
+            own = tuned if of_adapters else profiled
             made = {"RUN_DIR": [], "RUN_A": [], "RUN_B": ["--set", "train.seed=1"]}
-            runs = {word: place.train([*profiled, *made[word]]) for word in code.split() if word in made}
+            runs = {word: place.train([*own, *made[word]]) for word in code.split() if word in made}
             words = words_of(code, names | runs)
             compiles = words[:1] == ["plan"] and words[1] in ("memory", "network")
             few = ["--set", "model.layers=2"] if compiles else []

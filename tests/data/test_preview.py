@@ -5,9 +5,11 @@ import pytest
 import rich.console
 from chatting import HELLO, MORE, mix
 
+import jaxthru
 from jaxthru.data.__main__ import main
 from jaxthru.data.loading import preview
 from jaxthru.data.loading.dataset import DataConfig, open_data
+from jaxthru.runtime.errors import InputError
 
 ROWS = [{"messages": MORE}, {"messages": HELLO}, {"text": "the row"}]
 SEQUENCE = 128
@@ -51,6 +53,16 @@ def test_the_preview_counts_what_the_batch_has(data, capsys, tmp_path):
     for part in (said, f"padding: {SEQUENCE - used} tokens", "⟦A row.<|im_end|>", "of 3 documents in 1 rows"):
         assert part in printed
     assert "document 1: tokens 0 to " in printed and "of them trained on, the document ends" in printed
+
+
+def test_a_notebook_gets_rows_with_colours_and_marks(data):
+    text = jaxthru.preview(data, "chats", rows=3)
+    batch = preview.sample(data, 0, 3)
+    assert text.plain == f"{preview.counts(batch, 0)}\n{preview.plain(preview.decoded(data, batch, 0))}"
+    assert "⟦A row.<|im_end|>\n⟧" in {text.plain[span.start : span.end] for span in text.spans}
+    assert {span.style for span in text.spans} == {preview.TRAINED}
+    with pytest.raises(InputError, match=r"source 'chat': the mix has chats"):
+        jaxthru.preview(data, "chat")
 
 
 def test_a_run_begins_with_how_a_row_looks(data, monkeypatch):

@@ -9,13 +9,30 @@ import rich.text
 
 from jaxthru.data.loading.dataset import Data
 from jaxthru.data.store.tokenizer import Tokenizer
-from jaxthru.runtime.errors import shown
+from jaxthru.runtime.errors import require, shown
 
 TRAINED = "bold green"
 SHOWN = 1000
 """Characters of a row that a run shows at its start."""
 OPEN, CLOSE = "⟦", "⟧"
 """Around what is trained on, where no colour can say it."""
+
+
+def preview(data: Data, source: str | None = None, *, rows: int = 1) -> rich.text.Text:
+    """Returns rows of a source as they are trained on, for a notebook: what is trained on is in colour, and
+    between OPEN and CLOSE, so that `print` tells it apart, too.
+
+    source: its name in the mix; None is the first. rows: spread evenly over it. Raises InputError for a
+    source that the mix does not have, and for a damaged store.
+    """
+    name = data.names[0] if source is None else source
+    require(name in data.names, f"source {name!r}: the mix has {', '.join(data.names)}")
+    batch = sample(data, data.names.index(name), rows)
+    parts = [
+        rich.text.Text(f"{counts(batch, row)}\n").append_text(marked(decoded(data, batch, row)))
+        for row in range(len(batch["tokens"]))
+    ]
+    return rich.text.Text("\n").join(parts)
 
 
 def sample(data: Data, number: int, rows: int) -> dict[str, np.ndarray]:
@@ -90,11 +107,17 @@ def print_row(console: rich.console.Console, text: rich.text.Text) -> None:
 
 def plain(text: rich.text.Text) -> str:
     """Returns a decoded row with OPEN and CLOSE around what is trained on."""
-    parts, at = [], 0
+    return marked(text).plain
+
+
+def marked(text: rich.text.Text) -> rich.text.Text:
+    """Returns a decoded row with OPEN and CLOSE around what is trained on, all three in its colour."""
+    found, at = rich.text.Text(), 0
     for span in text.spans:
-        parts += [text.plain[at : span.start], OPEN, text.plain[span.start : span.end], CLOSE]
+        found.append(text.plain[at : span.start])
+        found.append(f"{OPEN}{text.plain[span.start : span.end]}{CLOSE}", span.style)
         at = span.end
-    return "".join([*parts, text.plain[at:]])
+    return found.append(text.plain[at:])
 
 
 def _is_marked(batch: dict[str, np.ndarray], row: int) -> bool:
