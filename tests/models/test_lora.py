@@ -13,6 +13,7 @@ from jaxthru.engine.inline import hidden
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.models import family, llama, lora
 from jaxthru.models.lora import LORA, SCALES, LoraConfig
+from jaxthru.models.remat import LOW_RANK
 from jaxthru.runtime.errors import InputError
 
 RANK = LoraConfig(rank=4)
@@ -237,3 +238,10 @@ def test_a_linear_layer_that_goes_past_ops_is_no_silent_loss(monkeypatch):
     apply = dataclasses.replace(stage.apply, stage=past)
     with pytest.raises(ValueError, match="7 linear layers of a block are multiplied by neither"):
         apply(tiny.layers(made.state["params"])[0], None, made.step.model.context(made.batch(0), 8))
+
+
+def test_what_adapters_make_small_has_the_name_that_policies_keep():
+    made = make()
+    params = made.abstract["params"]
+    forward = lambda params: hidden(made.step.model, params, tiny.batch(0), 8)  # noqa: E731
+    assert f"name[name={LOW_RANK}]" in str(jax.make_jaxpr(forward)(params))
