@@ -9,14 +9,15 @@ from typing import NoReturn
 
 from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
+from jaxthru.build.adapted_weights import published_weights
 from jaxthru.build.checks import check_objective
-from jaxthru.build.compiled import Build, compile_step, fit_here, published_weights
+from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
 from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data, prepare_data
 from jaxthru.data.loading.preview import opening
-from jaxthru.data.loading.state import DataState
+from jaxthru.data.loading.state import DataState, check_sampler
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
@@ -157,6 +158,15 @@ def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> 
             log.info("changed since the run was started: %s%s", line, follows)
 
 
+def keys_of_run(directory: RunDirectory) -> dict[str, str] | None:
+    """Returns the keys of the stores that a run was trained on, None before its first checkpoint. Raises
+    InputError if its batches cannot be continued."""
+    saved = newest_data_state(directory.checkpoints)
+    if saved:
+        check_sampler(saved)
+    return saved.get("keys")
+
+
 def recorded(directory: RunDirectory | None) -> tuple[RunConfig | None, tuple[choices.Choice, ...]]:
     """Returns the configuration that a run was started with, and what was chosen then."""
     if directory is None or not directory.config.exists():
@@ -194,12 +204,13 @@ def run(
             if distributed.is_primary():
                 final_table(directory)
             return directory
+    begun = keys_of_run(directory) if directory else None
     begun_with, chosen = recorded(directory)
     config = choices.resolve(config, begun_with, chosen)
     layout, searched = fit_here(config)
-    weights = published_weights(config) if newest is None or config.lora.on else None
+    fresh = newest is None
+    weights = published_weights(config, fresh) if fresh or config.lora.on else None
     log.info("preparing data: mix %s ...", config.data.mix)
-    begun = newest_data_state(directory.checkpoints).get("keys") if directory else None
     kept = directory.tokenizer if directory else None
     recipes = load_mix(config.data.mix, config.data.tokenizer, kept).recipes
     check_objective(config, {name: recipe.options.unit for name, recipe in recipes.items()})
@@ -210,7 +221,7 @@ def run(
     directory = directory or RunDirectory.fresh(name)
     autotuned = directory.autotune if config.train.deterministic else None
     times.note("data")
-    how = {"asked": asked, "fresh": newest is None, "checked": True, "searched": searched}
+    how = {"asked": asked, "fresh": fresh, "checked": True, "searched": searched}
     base = BaseFiles(weights.folder, directory.base) if config.lora.on and weights else None
     built = compile_step(config, layout, data, autotuned, weights, **how)
     times.note("compile")

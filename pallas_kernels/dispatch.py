@@ -12,6 +12,7 @@ import functools
 import importlib
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -126,15 +127,19 @@ def _specialise_without_torch() -> None:
     of each start on an H200's host. Nothing here is such a tensor. Triton finds those of a program that
     imports PyTorch later by their `data_ptr`.
     """
-    if "torch" in sys.modules:
-        return
-    triton = importlib.import_module("triton._C.libtriton")
-    sys.modules["torch"] = None  # `import torch` then says that there is none
-    try:
-        with contextlib.suppress(AttributeError, TypeError):  # another Triton may do without
-            triton.native_specialize_impl(None, 1, False, True, True)
-    finally:
-        del sys.modules["torch"]
+    with _TORCH_HIDDEN:  # steps and what is compiled beside them are traced on threads
+        if "torch" in sys.modules:
+            return
+        triton = importlib.import_module("triton._C.libtriton")
+        sys.modules["torch"] = None  # `import torch` then says that there is none
+        try:
+            with contextlib.suppress(AttributeError, TypeError):  # another Triton may do without
+                triton.native_specialize_impl(None, 1, False, True, True)
+        finally:
+            del sys.modules["torch"]
+
+
+_TORCH_HIDDEN = threading.Lock()
 
 
 def require_tpu(platform: str) -> None:

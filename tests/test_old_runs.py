@@ -15,6 +15,8 @@ from jaxthru import config as configuration
 from jaxthru import moved
 from jaxthru.config import KernelsConfig, MeshConfig, ModelConfig, RunConfig, load
 from jaxthru.runtime.errors import InputError
+from jaxthru.train import keys_of_run
+from jaxthru.training.run_directory import RunDirectory
 
 OLD = Path(__file__).resolve().parent / "old_runs" / "56c3c12"
 IMPORTS = """from jaxthru.config import RunConfig
@@ -159,8 +161,8 @@ def test_the_quickstart_of_then_is_that_of_now(said):
     assert load(ROOT / "configs" / "quickstart.py").kernels.attention == "xla"
 
 
-OF_THEN = [path for path in sorted((ROOT / "configs").glob("*.py")) if "gemma" not in path.stem]
-"""Configurations of a family that there was."""
+OF_THEN = [path for path in sorted((ROOT / "configs").glob("*.py")) if not re.search("gemma|lora", path.stem)]
+"""Configurations of families and classes that there were."""
 
 
 @pytest.mark.parametrize("path", OF_THEN, ids=lambda path: path.stem)
@@ -237,7 +239,7 @@ def test_an_old_key_and_its_new_one_must_agree(tmp_path):
 
 
 def test_a_run_directory_of_then_is_resumed(tmp_path):
-    """Its checkpoints are those of today."""
+    """Its checkpoints are those of today, but for the version of the mixture sampler."""
     place = make_workplace(tmp_path)
     place.run("run", train__steps=5)
     stored = tmp_path / "run" / "config.json"
@@ -259,3 +261,10 @@ def test_a_run_directory_of_then_is_resumed(tmp_path):
     now = json.loads(stored.read_text())
     assert now["model"]["family"] == "llama" and now["kernels"]["attention"] == "xla"  # as was chosen
     assert "attention" not in now["model"] and "collective_matmul" not in now["mesh"]
+    # It was begun by another mixture sampler, which gave two sources other rows.
+    saved = tmp_path / "run" / "checkpoints" / "10" / "data" / "metadata"
+    tree = json.loads(saved.read_text())
+    assert tree.pop("sampler") == 2
+    saved.write_text(json.dumps(tree))
+    with pytest.raises(InputError, match=r"version 1 of the .* sampler.*continue it with commit 7a9d05a"):
+        keys_of_run(RunDirectory(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""What adapters are trained beside, read from published weights, and the first adapters."""
+"""What a run starts from, read from published weights: the model, or a frozen base and its first adapters."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -37,6 +37,17 @@ Path_ = tuple[str, ...]
 WITHOUT_BASE = (
     "model.pretrained = None: the adapters are beside weights drawn from train.seed, which no folder has"
 )
+
+
+def published_weights(config: RunConfig, fresh: bool = True) -> Weights | None:
+    """Returns the published weights that a run is to start from, every tensor accounted for; None for random
+    ones. fresh: whether it starts from `lora.adapter` too, which then is looked at as well. Raises
+    InputError."""
+    if fresh and config.lora.on:
+        adapter_of(config, chain_of(config))
+    if config.model.pretrained is None:
+        return None
+    return Weights(Path(config.model.pretrained).expanduser(), config.model)
 
 
 def adapted_paths(chain: Chain) -> dict[Path_, WeightInfo]:
@@ -123,12 +134,12 @@ def merged_weights(
     adapters: read A and B; None are those of `lora.adapter`. run: whose checkpoints have them, and whose base
     it has to be. Raises InputError.
     """
-    weights = base_of(config, run)
+    weights = base_weights(config, run)
     chain = chain_of(config)
     return Merged(weights.array, adapters or adapter_of(config, chain), adapted_paths(chain), config.lora)
 
 
-def base_of(config: RunConfig, run: RunDirectory | None) -> Weights:
+def base_weights(config: RunConfig, run: RunDirectory | None) -> Weights:
     """Returns the published weights that adapters are beside. run: whose base they have to be. Raises
     InputError."""
     require(config.model.pretrained is not None, WITHOUT_BASE)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxthru.build import attention_choice, choices, confirmed, matmul_choice, pinned_host
-from jaxthru.build.adapted_weights import reader_of
+from jaxthru.build.adapted_weights import published_weights, reader_of
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import (
     attention_by,
@@ -24,7 +24,7 @@ from jaxthru.build.checks import (
 from jaxthru.build.choices import Choice, Search
 from jaxthru.build.compiled_beside import Beside
 from jaxthru.build.confirmed import Confirmed
-from jaxthru.build.defaults import float8_setting, get
+from jaxthru.build.defaults import float8_setting, get, replaced
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
 from jaxthru.build.step import assemble, update_flops
@@ -92,8 +92,11 @@ class Build:
         return without_base(state, self.step.optimizer.infos) if self.config.lora.on else state
 
     def restored(self, saved: State) -> State:
-        """Returns the state whose saved part this is: a frozen base is read again."""
-        return with_base(saved, self.first_state()) if self.config.lora.on else saved
+        """Returns the state whose saved part this is: a frozen base is read again, and no first adapter."""
+        if not self.config.lora.on:
+            return saved
+        config = replaced(self.config, {"lora.adapter": None})
+        return with_base(saved, dataclasses.replace(self, config=config).first_state())
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""
@@ -163,14 +166,6 @@ def build_step(config: RunConfig, data: Data, devices: list[jax.Device] | None =
     config = choices.resolve(config)
     layout, searched = fit_here(config, devices)
     return compile_step(config, layout, data, weights=published_weights(config), searched=searched)
-
-
-def published_weights(config: RunConfig) -> Weights | None:
-    """Returns the published weights that a run is to start from, every tensor accounted for; None for random
-    ones. Raises InputError."""
-    if config.model.pretrained is None:
-        return None
-    return Weights(Path(config.model.pretrained).expanduser(), config.model)
 
 
 def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> tuple[Layout, Search | None]:

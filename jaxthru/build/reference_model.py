@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxthru.build.compiled import Build, published_weights
+from jaxthru.build.adapted_weights import published_weights
+from jaxthru.build.compiled import Build
 from jaxthru.build.step import base_of
 from jaxthru.data.loading.state import DataState
 from jaxthru.engine.objectives.answers import answers_of

@@ -153,8 +153,10 @@ def names_in_block(model: FamilyConfig) -> dict[tuple[str, ...], str]:
 
 
 def base_of(config: RunConfig, model: Model) -> Model | None:
-    """Returns the model that adapters are trained beside, of the same parameters; None without adapters."""
-    return dataclasses.replace(model, chain=lora.off(model.chain)) if config.lora.on else None
+    """Returns the model that training of adapters begins with, of the same parameters: the one without them.
+    None without adapters, and where they are not nothing at first."""
+    begins = config.lora.on and config.lora.adapter is None
+    return dataclasses.replace(model, chain=lora.off(model.chain)) if begins else None
 
 
 def objective_of(

@@ -52,6 +52,12 @@ BUILT = {
     "exclude_modules": (),
     "use_qalora": (False,),
     "lora_bias": (False,),
+    "alora_invocation_tokens": (),
+    "use_bdlora": (False,),
+    "arrow_config": (),
+    "kasa_config": (),
+    "monteclora_config": (),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base, too
 }
 """Keys of adapter_config.json that change what an adapter does -> the values that are built; what is absent
 or empty is."""
@@ -121,9 +127,7 @@ def taken(config: LoraConfig) -> LoraConfig:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Returns rank, alpha, rslora and targets of an adapter's folder, as `LoraConfig` has them. Raises
     InputError for one that is not built."""
-    path = folder / CONFIG
-    require(path.is_file(), f"lora.adapter = {str(folder)!r}: has no {CONFIG}; give a folder in PEFT's form")
-    raw = read_json(path)
+    path, raw = folder / CONFIG, _settings(folder)
     require("peft_type" in raw, f"{path}: has no peft_type, so it is no adapter of PEFT")
     for name, values in BUILT.items():
         value = raw.get(name)
@@ -142,6 +146,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
     )
     chosen = () if names == ["all-linear"] else tuple(sorted(names))
     return {"rank": rank, "alpha": float(alpha), "rslora": bool(raw.get("use_rslora")), "targets": chosen}
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    require(path.is_file(), f"lora.adapter = {str(folder)!r}: has no {CONFIG}; give a folder in PEFT's form")
+    return read_json(path)
 
 
 class AdapterWeights:
@@ -178,7 +188,7 @@ class AdapterWeights:
 def check_base(folder: Path, base: Path) -> None:
     """Raises InputError for an adapter that says it is of another base, by the last part of its name. base:
     the folder."""
-    said = str(read_json(folder / CONFIG).get("base_model_name_or_path") or "")
+    said = str(_settings(folder).get("base_model_name_or_path") or "")
     own = read_json(base / "config.json").get("_name_or_path")
     names = [Path(str(name)).name for name in (hub_id(base) or base.absolute(), own) if name]
     require(

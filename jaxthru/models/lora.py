@@ -58,6 +58,10 @@ class LoraConfig:
         require(self.rank >= 0, f"lora.rank = {self.rank}: must be at least 0, which is off")
         require(self.alpha > 0, f"lora.alpha = {self.alpha}: must be above 0")
         require(0 <= self.dropout < 1, f"lora.dropout = {self.dropout}: must be at least 0 and below 1")
+        for name in () if self.on or self.adapter else ("rslora", "dropout", "targets", "base"):
+            value = getattr(self, name)
+            said = f"lora.{name} = {value!r}: is of adapters, and lora.rank is 0; choose a rank, as 16"
+            require(value == getattr(LoraConfig, name), said)
 
     @property
     def on(self) -> bool:
@@ -179,7 +183,7 @@ def _adapted_block(stage: Stage, config: LoraConfig, compute: jnp.dtype, names: 
     weights = frozen.weights | {LORA: adapters}
     kept = {**stage.kept, LOW_RANK: config.rank * len(chosen)}
     if config.base == "fp8":
-        del kept[FLOAT8]  # what adapters' gradients need of an input is not quantised
+        kept.pop(FLOAT8, None)  # what adapters' gradients need of an input is not quantised
     return dataclasses.replace(
         frozen,
         apply=AdaptedApply(stage, config, tuple(chosen)),

@@ -108,6 +108,8 @@ def test_what_was_written_is_read_again(config, written):
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern = .*: is not built"),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern = .*: is not built"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]: is not built; must be null"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa.*': is not built; built"),
+        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens = \[5, 6\]: is not built"),
         ({"target_modules": ".*_proj"}, "target_modules = '.*': must be a list of names"),
         ({"r": 0}, "r = 0: must be a whole number from 1"),
     ],

@@ -6,7 +6,10 @@ import importlib.util
 import pkgutil
 import subprocess
 import sys
+import time
+import types
 import typing
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -57,3 +60,19 @@ def test_a_configuration_imports_no_kernels():
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     heavy = ("jax.experimental.pallas", "jax_triton", "triton")
     assert not set(found.stdout.split()) & set(heavy)
+
+
+def test_threads_that_begin_with_triton_together_hide_pytorch_in_turn(monkeypatch):
+    seen = []
+
+    def specialise(*_):
+        time.sleep(0.02)
+        seen.append(sys.modules["torch"])
+
+    fake = types.SimpleNamespace(native_specialize_impl=specialise)
+    monkeypatch.setattr(dispatch.importlib, "import_module", lambda name: fake)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with ThreadPoolExecutor(3) as threads:
+        for each in [threads.submit(dispatch._specialise_without_torch) for _ in range(3)]:
+            each.result()
+    assert seen == [None] * 3 and "torch" not in sys.modules

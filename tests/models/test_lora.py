@@ -217,6 +217,8 @@ def test_a_target_that_matches_nothing_is_one_line_that_names_what_there_is(targ
     ("keys", "message"),
     [
         ({"rank": -1}, "lora.rank = -1: must be at least 0"),
+        ({"base": "fp8"}, "lora.base = 'fp8': is of adapters, and lora.rank is 0; choose a rank"),
+        ({"targets": ("q_proj",)}, "lora.targets = .* lora.rank is 0"),
         ({"rank": 4, "alpha": 0.0}, "lora.alpha = 0.0: must be above 0"),
         ({"rank": 4, "dropout": 1.0}, "lora.dropout = 1.0: must be at least 0 and below 1"),
     ],

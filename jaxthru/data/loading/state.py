@@ -5,10 +5,14 @@ import logging
 from typing import Any
 
 from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.data.mixture.sampler import VERSION
 from jaxthru.data.mixture.schedule import Schedule
 from jaxthru.runtime.errors import require
 
 log = logging.getLogger(__name__)
+
+LAST_COMMITS = {1: "7a9d05a"}
+"""{version of the mixture sampler: the last commit that has it}"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +31,12 @@ class DataState:
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON values."""
         schedule = [[step, mixture.to_tree()] for step, mixture in self.schedule]
-        return {"step": self.step, "schedule": schedule, "keys": dict(self.keys)}
+        return {"step": self.step, "schedule": schedule, "keys": dict(self.keys), "sampler": VERSION}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "DataState":
-        """Returns the state that `to_json` described."""
+        """Returns the state that `to_json` described. Raises InputError as `check_sampler` does."""
+        check_sampler(tree)
         schedule = tuple((int(step), Mixture.from_tree(mixture)) for step, mixture in tree["schedule"])
         return cls(step=int(tree["step"]), schedule=schedule, keys=dict(tree["keys"]))
 
@@ -55,3 +60,24 @@ class DataState:
             schedule = (*kept, (step, mixture))
             log.info("the mix is now %s", mixture.to_tree())
         return DataState(step=step, schedule=schedule, keys=dict(keys))
+
+
+def check_sampler(tree: dict[str, Any]) -> None:
+    """Raises InputError unless a run's next batches are those that it would have had when it was begun.
+
+    tree: of `DataState.to_json`, of any version. The first kept no number; of one source it gave these rows.
+    """
+    version = tree.get("sampler", 1)
+    mixtures = [Mixture.from_tree(mixture) for _, mixture in tree["schedule"]]
+    shares = [pair for mixture in mixtures for pair in mixture.shares.items()]
+    used = {name for name, share in shares if any(weight > 0 for _, weight in share.points)}
+    require(
+        version == VERSION or (version == 1 and len(used) == 1),
+        f"the run was begun by version {version} of the mixture sampler, and version {VERSION} gives other "
+        f"batches: continue it with {_commit_of(version)}, or start a new one",
+    )
+
+
+def _commit_of(version: int) -> str:
+    last = LAST_COMMITS.get(version)
+    return f"commit {last} of jaxthru, the last with version {version}" if last else "a newer jaxthru"

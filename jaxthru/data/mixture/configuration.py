@@ -75,8 +75,9 @@ class Mixture:
         for name, share in self.shares.items():
             lowest = min(weight for _, weight in share.points)
             require(lowest >= 0, f"{where}source {name} has the weight {lowest:g}: must be at least 0")
-        for at in self.points():
-            total = sum(self._weight(share, at) for share in self.shares.values())
+        points = np.array(self.points())
+        totals = sum(self._weights(share, points) for share in self.shares.values())
+        for at, total in zip(points, totals, strict=True):
             when = f" at {self.unit} {at:g}" if self.changes else ""
             require(total > 0, f"{where}the weights of the sources sum to 0{when}")
 
@@ -111,18 +112,23 @@ class Mixture:
 
     def weights(self, step: float, tokens_per_step: int) -> dict[str, float]:
         """Returns {source: weight} after `step` completed updates, not normalised."""
-        at = step * (tokens_per_step if self.unit == "tokens" else 1)
-        return {name: self._weight(share, at) for name, share in self.shares.items()}
+        found = self.weights_over(np.array([float(step)]), tokens_per_step)
+        return {name: float(weight[0]) for name, weight in found.items()}
+
+    def weights_over(self, steps: np.ndarray, tokens_per_step: int) -> dict[str, np.ndarray]:
+        """Returns {source: weights after each of `steps` completed updates}, float64 [steps] both."""
+        at = steps * (tokens_per_step if self.unit == "tokens" else 1)
+        return {name: self._weights(share, at) for name, share in self.shares.items()}
 
     def points(self) -> list[float]:
         """Returns where a weight has a point, in `unit`, rising."""
         return sorted({at for share in self.shares.values() for at, _ in share.points})
 
-    def _weight(self, share: Share, at: float) -> float:
-        where, weights = zip(*share.points, strict=True)
+    def _weights(self, share: Share, at: np.ndarray) -> np.ndarray:
+        where, weights = np.array(share.points).T
         if self.interpolate == "linear":
-            return float(np.interp(at, where, weights))
-        return weights[max(0, int(np.searchsorted(where, at, side="right")) - 1)]
+            return np.interp(at, where, weights)
+        return weights[np.maximum(0, np.searchsorted(where, at, side="right") - 1)]
 
 
 def _share(table: dict[str, Any], key: str) -> Share:

@@ -3,9 +3,11 @@
 An entry of the schedule is followed by its own sources alone, in the order of their names: a mix that is
 reordered, or gets more sources at a resume, leaves all steps before as they were.
 
-It is made of phases of constant weights: one for each stair of the schedule, cut where a capped source runs
-out. Within a phase, weights hold exactly in blocks of rows; the block decides how many rows each source
-gives, a permutation of the block decides where they stand. So every step is found at once.
+What is asked of each source is a line over the rows of the run, straight between the places where weights
+change or a source runs out. Rows are whole, so what is given follows it by rounding, found for any step by
+bisection of the time: first what each source has given at the end, then at the half, and so on down to the
+step. Each time lies between its two neighbours, so that no count falls; and what rounding down has left goes
+to the sources whose next row is due soonest, and whose last was due longest ago.
 """
 
 import bisect
@@ -23,11 +25,17 @@ from jaxthru.data.mixture.schedule import Schedule, stairs
 from jaxthru.data.mixture.shuffle import key_of, permutation
 from jaxthru.runtime.errors import did_you_mean, require
 
-UNIT = 1 << 24
-"""Weights are rounded to multiples of 1/UNIT, so that counts are integers at any distance."""
+VERSION = 2
+"""Of which rows a schedule gives; a checkpoint keeps it. Version 1, which kept none, drew rows in blocks."""
 
-UNLIMITED = 1 << 38
-"""Rows of a source that never runs out; × UNIT it still is an int64."""
+HORIZON = 1 << 44
+"""Rows after which no run goes on; there a float64 still knows 1/512 of a row."""
+
+UNLIMITED = 1 << 48
+"""Rows of a source that never runs out; of thousands of sources the sum is an int64."""
+
+TOLERANCE = 1e-6
+"""Of a row: what the rounding of floats may have added to a sum of whole rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +48,29 @@ class Supply:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Phase:
-    """Steps of constant weights, from `start` until before `stop` (None: for ever).
+class Stage:
+    """Steps from `start` until before `stop` over which the same sources have a weight.
 
-    units: int64 [sources], weights × UNIT. block: rows that a block has. before: int64 [sources], rows given
-    before `start`. tail: int64 [sources], what the last block gives where it is not a whole one.
+    at: float64 [points], rows since `start`, rising from 0. asked: float64 [points, sources], the rows asked
+    of each source since the run began; between points it is a straight line. given: int64 [sources], rows
+    given before `start`. most: int64 [sources], the rows that each can have given at `stop`. leaving: bool
+    [sources], which have no weight in the stage that follows.
     """
 
     start: int
-    stop: int | None
-    units: np.ndarray
-    block: int
-    before: np.ndarray
-    tail: np.ndarray
+    stop: int
+    at: np.ndarray
+    asked: np.ndarray
+    given: np.ndarray
+    most: np.ndarray
+    leaving: np.ndarray
+
+    def asked_at(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns float64 [sources] twice, the rows asked of each since the run began, and the share of the
+        next that is. rows: since `start`."""
+        after = min(max(int(np.searchsorted(self.at, rows)), 1), len(self.at) - 1)
+        share = (self.asked[after] - self.asked[after - 1]) / (self.at[after] - self.at[after - 1])
+        return self.asked[after - 1] + share * (min(rows, self.at[after]) - self.at[after - 1]), share
 
 
 class MixtureSampler:
@@ -74,19 +92,19 @@ class MixtureSampler:
         self.seed, self.rows, self.tokens_per_step = seed, rows, rows * sequence
         self.end: int | None = None
         self.ended_by = ""
-        self._rows_of_block = functools.lru_cache(maxsize=4)(self._mixed_block)
-        self._phases: list[Phase] = []
+        # The neighbours of a step, up to the ends of its stage: what the next step needs of them stays.
+        self._counts = functools.lru_cache(maxsize=128)(self._rounded)
+        self._stages: list[Stage] = []
         self._starts: list[int] = []
         for (start, mixture), until in itertools.zip_longest(schedule, steps[1:]):
-            before = self._taken(start) if self._phases else np.zeros(len(self.names), np.int64)
             self.end = None
-            for phase in self._follow(mixture, start, before):
-                if until is not None and phase.start >= until:
+            for stage in self._follow(mixture, start):
+                if until is not None and stage.start >= until:
                     break
-                self._phases.append(phase)
-                self._starts.append(phase.start)
+                self._stages.append(stage)
+                self._starts.append(stage.start)
             require(
-                bool(self._phases),
+                bool(self._stages),
                 f"source {self.ended_by} is exhausted before one step has its train.rows = {rows}",
             )
 
@@ -99,96 +117,88 @@ class MixtureSampler:
         `number`-th row since the run began, counted from 0.
         """
         at = self._at(step)
-        phase = self._phases[at]
-        begin = (step - phase.start) * self.rows
-        pieces = []
-        for block in range(begin // phase.block, (begin + self.rows - 1) // phase.block + 1):
-            offset = begin - block * phase.block
-            pieces.append(self._rows_of_block(at, block)[:, max(offset, 0) : offset + self.rows])
-        source, number = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+        before = self._given(at, step)
+        counts = self._given(at, step + 1) - before
+        in_order = np.repeat(np.arange(len(counts)), counts)
+        source = in_order[permutation(key_of(self.seed, "step", step), len(in_order))]
+        number = np.empty_like(source)
+        number[np.argsort(source, kind="stable")] = ranges(counts) + before[in_order]
         return self._place[source], number
 
     def taken(self, step: int) -> np.ndarray:
         """Returns int64 [sources], the rows that each has given after `step` updates."""
-        counts = np.empty(len(self.names), np.int64)
-        counts[self._place] = self._taken(step)
-        return counts
+        return self._in_mix(self._given(self._at(step), step))
 
-    def _taken(self, step: int) -> np.ndarray:
-        at = self._at(step)
-        phase = self._phases[at]
-        step = step if phase.stop is None else min(step, phase.stop)
-        block, rest = divmod((step - phase.start) * self.rows, phase.block)
-        counts = phase.before + _balanced(phase.units, block * phase.block)
-        if rest:
-            source = self._rows_of_block(at, block)[0, :rest]
-            counts += np.bincount(source, minlength=len(self.names))
-        return counts
+    def asked(self, step: int) -> np.ndarray:
+        """Returns float64 [sources], the rows that weights and caps ask of each in `step` updates."""
+        return self._in_mix(self._asked(step))
+
+    def _asked(self, step: int) -> np.ndarray:
+        stage = self._stages[self._at(step)]
+        return stage.asked_at((min(step, stage.stop) - stage.start) * self.rows)[0]
+
+    def _in_mix(self, values: np.ndarray) -> np.ndarray:
+        found = np.empty_like(values)
+        found[self._place] = values
+        return found
 
     def _at(self, step: int) -> int:
         return bisect.bisect_right(self._starts, step) - 1
 
-    def _mixed_block(self, at: int, block: int) -> np.ndarray:
-        """Returns int64 [2, rows], of each row of one block of a phase its source, and which row of it."""
-        phase = self._phases[at]
-        start, stop = block * phase.block, (block + 1) * phase.block
-        given = _balanced(phase.units, start)
-        if phase.stop is not None and stop > (phase.stop - phase.start) * self.rows:
-            counts = phase.tail
-        else:
-            counts = _balanced(phase.units, stop) - given
-        key = key_of(self.seed, "block", phase.start, block)
-        narrow = np.uint16 if len(self.names) < 1 << 16 else np.int64  # which sorts faster
-        in_order = np.repeat(np.arange(len(self.names), dtype=narrow), counts)
-        source = in_order[permutation(key, len(in_order))]
-        found = np.empty((2, len(in_order)), np.int64)
-        found[0] = source
-        found[1, np.argsort(source, kind="stable")] = ranges(counts)
-        found[1] += (phase.before + given)[found[0]]
-        return found
+    def _given(self, at: int, step: int) -> np.ndarray:
+        """Returns int64 [sources], the rows given after `step` updates, of which stage `at` has the last."""
+        stage = self._stages[at]
+        return self._counts(at, min(step, stage.stop) - stage.start)
 
-    def _follow(self, mixture: Mixture, start: int, given: np.ndarray) -> Iterator[Phase]:
-        """Yields the phases of a mixture from step `start` on, up to its end if it has one, which it notes.
+    def _rounded(self, at: int, steps: int) -> np.ndarray:
+        """Returns int64 [sources], the rows given after `steps` steps of a stage: between what is given at
+        its two neighbours, the multiples of the next power of two."""
+        stage = self._stages[at]
+        if steps == 0:
+            return stage.given
+        half = steps & -steps
+        last = stage.stop - stage.start
+        if steps == last:
+            return _given_at_stop(stage, self.rows)
+        least, most = self._counts(at, steps - half), self._counts(at, min(steps + half, last))
+        rows = steps * self.rows
+        return _apportioned(*stage.asked_at(rows), int(stage.given.sum()) + rows, least, most)
 
-        given: int64 [sources], rows given before. What a source is owed (int64 [sources], rows × UNIT) goes
-        from phase to phase, so that nothing drifts over many short ones.
-        """
+    def _follow(self, mixture: Mixture, start: int) -> Iterator[Stage]:
+        """Yields the stages of a mixture from step `start` on, and notes where they end the run."""
         mixture.check("the schedule: ")
         limit, stops, scale = self._terms(mixture)
-        # Balanced counts need a block of at least (number of sources)² rows: see `_balanced`.
-        block = 1 << max(10, (len(mixture.shares) ** 2 - 1).bit_length())
-        owed = np.zeros(len(self.names), np.int64)
-        at = start
-        for _, last, weights in stairs(mixture, start, self.tokens_per_step):
-            wanted = np.array([weights.get(name, 0.0) for name in self.names]) / scale
-            while last is None or at < last:
-                left = limit - given
-                over = np.flatnonzero(stops & (left <= 0) & (wanted > 0))
-                units = _units(np.where(left > 0, wanted, 0.0))
-                if len(over) or not units.any():
-                    self._end(at, over[0] if len(over) else int((wanted > 0).argmax()))
-                    return
-                # What is owed to sources that give no more goes to the others.
-                rest = owed[units == 0].sum() / UNIT
-                owed = np.where(units > 0, owed + (units * rest).astype(np.int64), 0)
-                steps = None if last is None else last - at
-                safe = self._safe_steps(units, left, owed, len(mixture.shares))
-                ending = safe < 1
-                if ending.any():
-                    steps = self._closing_steps(units, left, ending, block)
-                    if steps < 1:
-                        self._end(at, int(ending.argmax()))
-                        return
-                elif (safe < UNLIMITED).any():
-                    steps = min(int(safe.min()), steps or UNLIMITED)
-                if steps is not None and (at + steps) * self.rows > UNLIMITED // 2:
-                    steps = None  # further than counts reach, or a run
-                phase, owed = self._phase(at, steps, units, given, owed, left, ending, block)
-                yield phase
-                if steps is None:
-                    return
-                at += steps
-                given = given + _balanced(units, steps * self.rows // phase.block * phase.block) + phase.tail
+        asked, given = np.zeros(len(self.names)), np.zeros(len(self.names), np.int64)
+        if self._stages:  # what is owed is carried over
+            asked, given = self._asked(start), self._given(self._at(start), start)
+        pieces = (
+            (first, last, np.array([weights.get(name, 0.0) for name in self.names]) / scale)
+            for first, last, weights in stairs(mixture, start, self.tokens_per_step)
+        )
+        groups = (list(group) for _, group in itertools.groupby(pieces, lambda it: (it[2] > 0).tobytes()))
+        for group, following in itertools.pairwise(itertools.chain(groups, [None])):
+            weighted, begin, until = group[0][2] > 0, group[0][0], group[-1][1]
+            most = np.where(weighted, np.maximum(limit, given), given)
+            line = _Line(asked, np.where(given < limit, limit, 0), stops & weighted)
+            for _, last, wanted in group:
+                line.follow(wanted, HORIZON if last is None else min((last - begin) * self.rows, HORIZON))
+            farthest = HORIZON // self.rows
+            planned = farthest if until is None else min(until - begin, farthest)
+            # A source that ends the run has given all at the end of a step.
+            stopped = math.ceil((min(line.stopped, HORIZON) - TOLERANCE) / self.rows)
+            steps = min(planned, stopped, int((most - given).sum()) // self.rows)
+            if steps < planned:
+                self.end, self.ended_by = begin + steps, self.names[line.ended_by(weighted)]
+            if steps == 0:
+                return
+            going_on = steps == planned < farthest
+            leaving = following[0][2] == 0 if going_on else np.zeros_like(weighted)
+            course = np.array(line.at), np.array(line.asked)
+            stage = Stage(begin, begin + steps, *course, given, most, leaving)
+            yield stage
+            if not going_on:
+                return
+            asked, given = stage.asked_at(steps * self.rows)[0], _given_at_stop(stage, self.rows)
 
     def _terms(self, mixture: Mixture) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns, of each source, the rows it has in all, whether its end is the run's, and how much of
@@ -218,88 +228,90 @@ class MixtureSampler:
         rows = np.array([supply.rows for supply in self.supplies.values()])
         return limit, stops, np.where(rows > 0, counted, 1.0) / np.maximum(rows, 1)
 
-    def _safe_steps(self, units: np.ndarray, left: np.ndarray, owed: np.ndarray, sources: int) -> np.ndarray:
-        """Returns int64 [sources], for how many steps at least each has rows left."""
-        slack = np.full(len(units), 2)
-        slack[units.argmax()] += sources  # `_balanced` gives it what rounding leaves
-        limited = (units > 0) & (left < UNLIMITED // 2)
-        steps = np.full(len(units), UNLIMITED)
-        owed = np.maximum(owed, 0)  # one that has had too much has its share of whole blocks all the same
-        steps[limited] = ((left - slack) * UNIT - owed)[limited] // (units * self.rows)[limited]
-        return steps
 
-    def _closing_steps(self, units: np.ndarray, left: np.ndarray, ending: np.ndarray, block: int) -> int:
-        """Returns how many steps are to take all that the ending sources have left; 0 if it fills none."""
-        needed = -(-int(left[ending].sum()) // self.rows)
-        natural = int((-(-left[ending] * UNIT // (units[ending] * self.rows))).max())
-        steps = max(needed, min(natural, block // self.rows))
-        return min(steps, int(left[units > 0].sum()) // self.rows)
+class _Line:
+    """What is asked over a stage, as `Stage` has it, while it is being made.
 
-    def _phase(
-        self,
-        start: int,
-        steps: int | None,
-        units: np.ndarray,
-        before: np.ndarray,
-        owed: np.ndarray,
-        left: np.ndarray,
-        ending: np.ndarray,
-        block: int,
-    ) -> tuple[Phase, np.ndarray]:
-        """Returns a phase and what is owed after it."""
-        if steps is None:
-            return Phase(start, None, units, block, before, np.zeros_like(units)), owed
-        total = steps * self.rows
-        # Sources that end have their last rows in one block, which is no whole one.
-        block = max(block, total + 1) if ending.any() else block
-        given = _balanced(units, total // block * block)
-        wanted = owed + units * total - given * UNIT
-        most = np.where(units > 0, left - given, 0)
-        least, others = np.where(ending, most, 0), np.where(ending, 0, units)
-        if least.sum() > total or not others.any():
-            least = np.zeros_like(most)
-        elif ending.any():  # they give all, and the others what is missing or too much, by their weights
-            rest = (wanted - least * UNIT)[ending].sum() / others.sum()
-            wanted = np.where(ending, least * UNIT, wanted + (others * rest).astype(np.int64))
-        tail = _apportioned(wanted, total % block, least, most)
-        return Phase(start, start + steps, units, block, before, tail), wanted - tail * UNIT
-
-    def _end(self, step: int, source: int) -> None:
-        self.end, self.ended_by = step, self.names[source]
-
-
-def _units(weights: np.ndarray) -> np.ndarray:
-    """Returns int64 [sources], the weights as parts of UNIT, or zeros."""
-    total = math.fsum(weights)  # the same whatever sources of no weight stand between
-    if total == 0:
-        return np.zeros(len(weights), np.int64)
-    units = np.round(weights / total * UNIT).astype(np.int64)
-    units[units.argmax()] += UNIT - units.sum()
-    return units
-
-
-def _balanced(units: np.ndarray, total: int) -> np.ndarray:
-    """Returns int64 [sources], how many of the first `total` rows (whole blocks) of a phase each gives.
-
-    Every count is its share to the nearest integer, but for the heaviest source, which takes what rounding
-    leaves. So nothing drifts at any distance, and no count ever falls: in a block of at least (number of
-    sources)² rows the heaviest gains more than the others' rounding can take from it.
+    limit: int64 [sources], the rows that each may be asked for since the run began. stops: bool [sources],
+    whose end is the run's. stopped: rows after which the first of these has run out.
     """
-    counts = (units * total + UNIT // 2) // UNIT
-    counts[units.argmax()] += total - counts.sum()
-    return counts
+
+    def __init__(self, asked: np.ndarray, limit: np.ndarray, stops: np.ndarray):
+        self.at, self.asked = [0.0], [asked]
+        self.stopped = math.inf
+        self._limit, self._stops = limit, stops
+        self._open = asked < limit
+        self._close(~self._open)
+
+    def follow(self, wanted: np.ndarray, until: int) -> None:
+        """Goes on by these weights, float64 [sources], until so many rows. Once no source has any left, no
+        more is asked."""
+        while self.at[-1] < until:
+            weights = np.where(self._open, wanted, 0.0)
+            total = math.fsum(weights)  # the same whatever sources of no weight stand between
+            share, asked = weights / (total or 1.0), self.asked[-1]
+            room = np.full(len(share), math.inf)
+            with np.errstate(over="ignore"):  # a share may be next to nothing
+                np.divide(self._limit - asked, share, out=room, where=share > 0)
+            left = until - self.at[-1]
+            rows = min(float(room.min()), left)
+            reached = room <= rows * (1 + 1e-12)
+            at = float(until) if rows == left else self.at[-1] + rows
+            if at == self.at[-1]:  # so near that it is one point
+                self.at.pop(), self.asked.pop()
+            self.at.append(at)
+            self.asked.append(np.where(reached, self._limit, asked + share * rows))
+            self._close(reached)
+
+    def ended_by(self, weighted: np.ndarray) -> int:
+        """Returns the source that ends the run, if it ends. weighted: bool [sources], what has a weight."""
+        return self._stopper if self.stopped < math.inf else int(weighted.argmax())
+
+    def _close(self, reached: np.ndarray) -> None:
+        self._open &= ~reached
+        if self.stopped == math.inf and (reached & self._stops).any():
+            self.stopped, self._stopper = self.at[-1], int((reached & self._stops).argmax())
 
 
-def _apportioned(wanted: np.ndarray, rows: int, least: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Returns int64 [sources] that sum to `rows`: what is wanted (rows × UNIT), by largest remainders.
+def _given_at_stop(stage: Stage, rows: int) -> np.ndarray:
+    """Returns int64 [sources], the rows given when a stage stops. rows: of one step.
 
-    least, most: int64 [sources], the bounds of each count; together they leave room for `rows`.
+    Those that have no weight afterwards are rounded for themselves: what they are owed for long is in all
+    half a row at most, and so is what the others have had too much.
     """
-    wanted = np.clip(wanted, least * UNIT, most * UNIT)
-    counts = wanted // UNIT
+    total = (stage.stop - stage.start) * rows
+    asked, share = stage.asked_at(total)
+    total += int(stage.given.sum())
+    least, most = stage.given, stage.most
+    given = np.empty_like(least)
+    there = int(least[stage.leaving].sum()), int(most[stage.leaving].sum())
+    here = int(least[~stage.leaving].sum()), int(most[~stage.leaving].sum())
+    part = round(math.fsum(asked[stage.leaving]))
+    part = min(max(part, there[0], total - here[1]), there[1], total - here[0])
+    for which, sum_of in ((stage.leaving, part), (~stage.leaving, total - part)):
+        given[which] = _apportioned(asked[which], share[which], sum_of, least[which], most[which])
+    return given
+
+
+def _apportioned(
+    asked: np.ndarray, share: np.ndarray, rows: int, least: np.ndarray, most: np.ndarray
+) -> np.ndarray:
+    """Returns int64 [sources] that sum to `rows`: what is asked, rounded down or up.
+
+    share: float64 [sources], by how much what is asked grows with each row. least, most: int64 [sources], the
+    bounds of each count; together they leave room for `rows`.
+
+    One rounded down must have its next row by the time that this is due, or it is a whole row behind; one
+    rounded up must not have had it before its last was due. So the soonest due come first. By remainders
+    alone, several frequent sources could be due together where too few rows are left.
+    """
+    counts = np.clip(np.floor(asked).astype(np.int64), least, most)
     while missing := rows - int(counts.sum()):
         sign = 1 if missing > 0 else -1
         able = np.flatnonzero(counts < most if sign > 0 else counts > least)
-        owed = sign * (wanted - counts * UNIT)[able]
+        owed = sign * (asked - counts)[able]
+        if sign > 0:
+            until, since = np.maximum(1 - owed, 1e-9), np.maximum(owed, 1e-9)  # × 1/share: in rows
+            owed = share[able] * (1 / until - 1 / since)
         counts[able[np.argsort(-owed, kind="stable")[: abs(missing)]]] += sign
     return counts

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from jaxthru.data.mixture.configuration import Mixture
 
 Schedule = tuple[tuple[int, Mixture], ...]
@@ -26,8 +28,12 @@ def stairs(
         constant = mixture.interpolate == "staged" or next(ends) == next(ends)
         pieces = 1 if constant else min(steps, STAIRS)
         edges += [first + steps * piece // pieces for piece in range(1, pieces + 1)] if steps else []
-    for first, last in zip(edges, [*edges[1:], None], strict=True):
-        if last is None or last > start:
-            linear = mixture.interpolate == "linear" and last is not None
-            middle = (first + last - 1) / 2 if linear else first
-            yield max(first, start), last, mixture.weights(middle, tokens_per_step)
+    linear = mixture.interpolate == "linear"
+    pieces = [
+        (max(first, start), last, (first + last - 1) / 2 if linear and last is not None else float(first))
+        for first, last in zip(edges, [*edges[1:], None], strict=True)
+        if last is None or last > start
+    ]
+    weights = mixture.weights_over(np.array([middle for *_, middle in pieces]), tokens_per_step)
+    for number, (first, last, _) in enumerate(pieces):
+        yield first, last, {name: float(weight[number]) for name, weight in weights.items()}

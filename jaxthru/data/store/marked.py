@@ -145,6 +145,11 @@ class MarkedEncoder:
             if token["special"]:
                 token["content"] = OPEN + name + CLOSE
             names[token["content"]] = name
+        if isinstance(tree["model"].get("vocab"), list):  # Unigram, which makes any piece that it has of text
+            new = {name: content for content, name in names.items()}
+            tree["model"]["vocab"] = [
+                [new.get(piece, piece), score] for piece, score in tree["model"]["vocab"]
+            ]
         tree["post_processor"] = None
         made = _with_whole_offsets(self._make(json.dumps(tree).encode()))
         original = np.arange(max(made.get_vocab(with_added_tokens=True).values()) + 1)

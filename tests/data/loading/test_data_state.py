@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from jaxthru.data.loading.state import DataState
+from jaxthru.data.loading.state import DataState, check_sampler
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.runtime.errors import InputError
 
@@ -26,6 +26,18 @@ def test_only_changed_weights_enter_the_schedule():
 def test_weights_changed_before_the_first_update_replace_the_first_entry():
     state = DataState(step=0, schedule=((0, Mixture.plain({"a": 1.0})),), keys={"a": "1"})
     assert state.resumed(0, EVEN, {"a": "1", "b": "2"}).schedule == ((0, EVEN),)
+
+
+def test_a_run_of_an_older_sampler_goes_on_only_where_its_batches_would_be_the_same():
+    tree = STATE.to_json()
+    old = {key: value for key, value in tree.items() if key != "sampler"}
+    message = "version 1 of the mixture sampler.* gives other batches: continue it with commit 7a9d05a"
+    with pytest.raises(InputError, match=message):
+        DataState.from_json(old)
+    with pytest.raises(InputError, match=r"version 99 .* continue it with a newer jaxthru"):
+        check_sampler(tree | {"sampler": 99})
+    alone = DataState(step=10, schedule=((0, ONLY_A),), keys={"a": "1", "b": "2"})
+    assert DataState.from_json(alone.to_json() | {"sampler": 1}) == alone
 
 
 def test_a_changed_or_missing_source_is_named():

@@ -76,15 +76,16 @@ def test_pairs_reject_what_was_said_in_the_conversation_before(package, tmp_path
 
 def test_what_is_no_conversation_is_damage(package, tmp_path):
     content = {"a": {"messages": [[{"text": "no sender"}]]}, "b": {}, "c": {"messages": []}, "d": 3}
+    content["number"] = {"messages": [[{"text": 5, "sender": "a"}]]}
     content["long"] = {"messages": [turn("a", "x" * 200), turn("b", "y")]}
     recipe, file = package(content)
     recipe = Recipe.of(
         packages=recipe.packages, suffixes=recipe.suffixes, format="chitchat", max_record_bytes=99
     )
     found = read(recipe, tmp_path)
-    assert len(found) == 5 and all(isinstance(each, Damage) for each in found)
+    assert len(found) == 6 and all(isinstance(each, Damage) for each in found)
     assert found[0] == (str(file), "conversation a", "no messages of utterances with 'text' and 'sender'")
-    assert found[4].reason == "longer than max_record_bytes = 99"
+    assert found[5].reason == "longer than max_record_bytes = 99"
     file.write_text("[1, 2]")
     assert read(recipe, tmp_path)[0].reason == "no JSON object of conversations"
     file.write_text("{")

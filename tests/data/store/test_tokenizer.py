@@ -195,6 +195,18 @@ def test_typed_tokens_move_no_other_tokens_ids(tmp_path):
     assert special(second) == [0, last + 1, last + 3, last + 2, 1] and tokenizer.decode(second) == text
 
 
+def test_typed_tokens_are_text_to_a_unigram_model_too(tmp_path):
+    """Which has control tokens among its pieces, and makes any piece of text."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "a</s>")]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    made.add_special_tokens(["<unk>", "</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.of(tmp_path)
+    typed = document("a</s>a</s>", ["a</s>"], rendered=True)._replace(literal=((1, 5),))
+    ids, trained = tokenizer.encode_documents([typed])[0]
+    assert ids.tolist() == [2, 3, 4, 5, 6, 2, 1] and trained.tolist() == [True] * 5 + [False] * 2
+
+
 def test_a_stream_is_whole_characters_and_all_of_the_text(tmp_path):
     tokenizer = Tokenizer.of(write(tmp_path / "t"))
     text = "the é名🙂 row\ufffd the"

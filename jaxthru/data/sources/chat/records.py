@@ -113,7 +113,7 @@ def _pair(record: Mapping[str, Any]) -> dict[str, Any]:
     for side in ("chosen", "rejected"):
         if side not in record:
             raise Malformed(f"a pair needs 'chosen' and 'rejected', and has no {side!r}{_keys_of(record)}")
-    chosen, rejected, tools = record["chosen"], record["rejected"], _tools(record)
+    chosen, rejected, tools = _said(record["chosen"]), _said(record["rejected"]), _tools(record)
     if "prompt" in record:
         both = [_answered(record["prompt"], answer, name) for name, answer in _named(chosen, rejected)]
     elif isinstance(chosen, str) and isinstance(rejected, str):
@@ -159,6 +159,7 @@ def _common_messages(first: Sequence[dict], second: Sequence[dict]) -> int:
 
 def _answered(prompt: Any, answer: Any, name: str) -> dict[str, Any]:
     """Returns a prompt with its answer, which alone is trained on."""
+    prompt, answer = _said(prompt), _said(answer)
     if isinstance(prompt, str) and isinstance(answer, str):
         return {"prompt": prompt, "completion": answer}
     if isinstance(prompt, str):
@@ -262,6 +263,18 @@ def _from_json(value: Any) -> Any:
         except (ValueError, RecursionError):
             pass
     return value
+
+
+def _said(value: Any) -> Any:
+    """Returns the messages that a JSON text holds; else the value itself: a text may be JSON of its own."""
+    found = _from_json(value)
+    messages = isinstance(found, list) and bool(found)
+    messages = messages and all(isinstance(each, Mapping) and _role(each) in SHAREGPT for each in found)
+    return found if messages else value
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    return str(message.get("role", message.get("from")))
 
 
 def _plain(value: Mapping[str, Any], where: str) -> dict[str, Any]:

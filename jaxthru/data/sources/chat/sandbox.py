@@ -23,7 +23,7 @@ from jaxthru.runtime.errors import InputError, one_line
 SECONDS = 10.0
 """What one conversation may take: a template can loop for ever."""
 LARGEST = 100_000_000
-"""Characters that a template may repeat into one text."""
+"""Characters that a template may write, or repeat into one text."""
 MESSAGE = 200
 """Characters of an exception's message that are told."""
 DAY = datetime.date(2024, 7, 26)
@@ -45,10 +45,13 @@ class Compiled:
         """Returns the text of the values `given`, with SAID and UNSAID around what the assistant says.
         Raises Failure."""
         try:
-            return self._template.render(given, strftime_now=_clock(day))
+            text = self._template.render(given, strftime_now=_clock(day))
         # A template's own errors, and whatever Python raises for what it does with values.
         except Exception as error:
             raise Failure(_said(error)) from error
+        if len(text) > LARGEST:
+            raise Failure(f"a text of more than {LARGEST:,} characters")
+        return text
 
 
 def compiled(text: str) -> Compiled:
@@ -137,13 +140,20 @@ def _check_name(name: Any) -> None:
 
 
 def _environment() -> jinja2.Environment:
-    made = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    keys = {"trim_blocks": True, "lstrip_blocks": True, "optimized": False, "finalize": _at_run_time}
+    made = _Sandbox(**keys, extensions=[Generation, jinja2.ext.loopcontrols])
     made.globals["namespace"] = _Namespace
     made.globals["dict"] = lambda *given, **values: dict(*given, **values)
     del made.globals["lipsum"]
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _raise
     return made
+
+
+@jinja2.pass_context
+def _at_run_time(_: jinja2.runtime.Context, value: Any) -> Any:
+    """Keeps Jinja from working out constants when a template is compiled, outside the time limit."""
+    return value
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

@@ -6,9 +6,10 @@ them this table says which words stand before the assistant's, and which end its
 
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxthru.data.sources.chat.marks import OPEN
+from jaxthru.data.sources.chat.marks import CLOSE, OPEN
 
 
 class Turns(NamedTuple):
@@ -31,6 +32,10 @@ class Turns(NamedTuple):
         return re.compile("|".join([*map(re.escape, self.words), control.pattern]))
 
 
+def _any_of(words: Sequence[str]) -> str:
+    return f"(?:{'|'.join(map(re.escape, words))})"
+
+
 CHATML = Turns(r"<\|im_start\|>assistant\n", r"<\|im_end\|>\n?", ("<|im_start|>", "<|im_end|>"))
 QWEN2_5 = CHATML._replace(begin=r"<\|im_start\|>assistant")
 """Its turns of tool calls alone begin with an empty line, so the first line end is the assistant's."""
@@ -40,11 +45,15 @@ LLAMA3 = Turns(
     ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
 )
 GEMMA = Turns(r"<start_of_turn>model\n", r"<end_of_turn>\n?", ("<start_of_turn>", "<end_of_turn>"))
+MISTRAL_BEFORE = ("<s>", "[/SYSTEM_PROMPT]", "[/INST]", "[/TOOL_RESULTS]")
+MISTRAL_OTHERS = ("[INST]", "[SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]", "[TOOL_RESULTS]")
 MISTRAL = Turns(
-    r"\[/INST\]|\[/TOOL_RESULTS\]",
+    rf"(?:{_any_of(MISTRAL_BEFORE)}|(?<=</s>)(?!{CLOSE}))(?!\s*{_any_of(MISTRAL_OTHERS)})",
     r"</s>",
-    ("[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>"),
+    (*MISTRAL_BEFORE, *MISTRAL_OTHERS, "</s>"),
 )
+"""Nothing says that a turn is the assistant's: it is what begins where another's has ended, and is none
+of the others', of which several may follow one another."""
 
 STOCK = {
     "153280e3ff55": CHATML,  # plain ChatML

@@ -61,7 +61,7 @@ def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
             place = Place(str(file.path), f"conversation {name[:40]}")
             try:
                 messages = _messages(conversation["messages"])
-            except (KeyError, TypeError):
+            except (KeyError, TypeError, AttributeError):
                 yield place.damage("no messages of utterances with 'text' and 'sender'")
                 continue
             record = {"messages": messages}
@@ -88,7 +88,8 @@ def _pair(messages: list[dict[str, str]], other: str) -> tuple[dict[str, Any] | 
 
 
 def _messages(turns: list[list[dict[str, Any]]]) -> list[dict[str, str]]:
-    """Returns a conversation's messages. Raises KeyError, TypeError for what is none."""
+    """Returns a conversation's messages. Raises KeyError, TypeError or AttributeError for
+    what is none."""
     messages: list[dict[str, str]] = []
     first = turns[0][0]["sender"] if turns and turns[0] else None
     for turn in turns:

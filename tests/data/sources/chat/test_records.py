@@ -41,6 +41,8 @@ def reason(record, kind="conversations") -> str:
         {"prompt": "Hello?", "completion": HELLO[1:]},
         {"prompt": HELLO[:1], "completion": "A row."},
         {"prompt": HELLO[:1], "completion": HELLO[1]},
+        {"prompt": json.dumps(HELLO[:1]), "completion": json.dumps(HELLO[1:])},
+        {"prompt": json.dumps([{"from": "human", "value": "Hello?"}]), "completion": "A row."},
     ],
 )
 def test_one_conversation_is_one_text_however_it_was_written_down(record):
@@ -74,6 +76,8 @@ def test_of_a_prompt_and_its_completion_the_completion_is_trained_on():
     found = read({"prompt": prompt, "completion": "Yes."})["messages"]
     assert [message.get("weight") for message in found] == [None, 0, None, None]
     assert read({"text": "plain"}) == {"text": "plain"}
+    own = {"prompt": "As JSON: a, b", "completion": '[{"role": "letter"}]'}  # which holds no messages
+    assert read(own) == own
 
 
 def test_pairs_have_a_prompt_or_begin_alike():
@@ -82,6 +86,9 @@ def test_pairs_have_a_prompt_or_begin_alike():
     assert read({"prompt": "Hello?", "chosen": [good], "rejected": bad}, "pairs") == expected
     assert read({"prompt": HELLO[:1], "chosen": "A row.", "rejected": "No."}, "pairs") == expected
     assert read({"chosen": [HELLO[0], good], "rejected": [HELLO[0], bad]}, "pairs") == expected
+    as_text = {"chosen": json.dumps([HELLO[0], good]), "rejected": json.dumps([HELLO[0], bad])}
+    assert read(as_text, "pairs") == expected  # as tables have nested columns
+    assert read({"prompt": json.dumps(HELLO[:1]), "chosen": "A row.", "rejected": "No."}, "pairs") == expected
     texts = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
     found = read(texts, "pairs")
     assert found["chosen"] == {"prompt": "2 + 2 =", "completion": " 4"}

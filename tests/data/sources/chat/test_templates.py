@@ -8,8 +8,10 @@ import pytest
 from chatting import CHATML, HELLO, MORE, TAGGED, folder
 
 from jaxthru.data.sources.chat import sandbox
+from jaxthru.data.sources.chat.marks import CLOSE, OPEN
 from jaxthru.data.sources.chat.sandbox import Failure
 from jaxthru.data.sources.chat.template import ChatTemplate
+from jaxthru.data.sources.chat.turns import MISTRAL
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.errors import InputError
 
@@ -76,6 +78,25 @@ def test_typed_control_tokens_are_told_apart_and_begin_no_turn():
         made(CHATML).render([user("a\ufdd0b")])
 
 
+def test_of_mistrals_turns_the_assistants_are_what_is_left():
+    """Users, and results of tools, may follow one another; the assistant may begin, or go on."""
+    pattern, begun = MISTRAL.pattern, "<s>[SYSTEM_PROMPT]s[/SYSTEM_PROMPT]"
+    results = "[TOOL_RESULTS]1[/TOOL_RESULTS][TOOL_RESULTS]2[/TOOL_RESULTS]"
+    trained = {
+        "[INST] a[/INST] b</s> [INST]c[/INST] d</s>": [" b</s>", " d</s>"],
+        "[INST]a[/INST][INST]b[/INST]c</s>": ["c</s>"],
+        f"[INST]a[/INST][TOOL_CALLS][]</s>{results}b</s>": ["[TOOL_CALLS][]</s>", "b</s>"],
+        "a</s>b</s>[AVAILABLE_TOOLS][][/AVAILABLE_TOOLS][INST]c[/INST]": ["a</s>", "b</s>"],
+        f"[INST]{OPEN}</s>{CLOSE}a{OPEN}[/INST]{CLOSE}b[/INST]c{OPEN}</s>{CLOSE}d</s>": [
+            f"c{OPEN}</s>{CLOSE}d</s>"
+        ],
+    }
+    for text, said in trained.items():
+        for whole in (text, begun + text):
+            lead = text.startswith("a") and whole == text  # nothing stands before it
+            assert [found["said"] for found in pattern.finditer(whole)] == said[lead:]
+
+
 def test_templates_have_what_they_expect():
     text = (
         "{%- for m in messages %}{% if loop.index > 1 %}{% continue %}{% endif %}"
@@ -120,6 +141,20 @@ def test_a_template_that_loops_for_ever_ends(monkeypatch):
     loops = "{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}"
     with pytest.raises(InputError, match=r"took more than 0\.3 s for one conversation; does it loop"):
         made(loops).render(HELLO)
+
+
+@pytest.mark.parametrize("constant", ["'%99999d' % 1", "'a' | center(99999)"])
+def test_what_a_template_is_worth_is_worked_out_within_the_time_limit(constant, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        "builtins.compile", lambda source, *rest, own=compile: compiled.append(source) or own(source, *rest)
+    )
+    found = made(f"{{{{ {constant} }}}}{{% set b = {constant} %}}")
+    assert len(compiled) == 1 and len(compiled[0]) < 10_000
+    assert len(found.render(HELLO).text) == 99_999
+    monkeypatch.setattr(sandbox, "LARGEST", 99_998)
+    with pytest.raises(Failure, match=r"a text of more than 99,998 characters"):
+        found.render(HELLO)
 
 
 @pytest.mark.parametrize(
