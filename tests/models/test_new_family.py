@@ -25,6 +25,7 @@ from jaxthru.plan import __main__ as plan
 from jaxthru.profile.show import command as profile
 from jaxthru.runtime import aot
 
+SLOW = pytest.mark.slow
 FAMILY, LARGE = "toys.alternating", alternating.Config()
 SMALL = {"words": 512, "width": 64, "ways": 4, "way_size": 16, "hidden": 128}
 STEPS, SAVED, PROFILED = 8, 4, 4
@@ -110,7 +111,7 @@ def test_every_way_of_training_gives_the_same_losses(trained, way):
     check_alike(trained(way), trained("scan"))
 
 
-@pytest.mark.parametrize("way", ["scan", "offloaded"])
+@pytest.mark.parametrize("way", ["scan", pytest.param("offloaded", marks=SLOW)])
 def test_resumed_it_comes_to_the_same_losses_and_weights(place, trained, way):
     rows, again = trained(way), f"{way} again"
     shutil.copytree(place.folder / way, place.folder / again)
@@ -160,7 +161,9 @@ def test_what_is_stored_imports_no_family(place, trained, unknown, capsys):
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("way", [pytest.param("unroll", marks=pytest.mark.slow), "mesh", "offloaded"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("unroll", marks=SLOW), pytest.param("mesh", marks=SLOW), "offloaded"]
+)
 def test_what_does_not_train_stays_as_it_was_drawn(place, way):
     """The whole embedding, and of B values and scales; it has no optimizer state, and all else trains."""
     run, settings = f"frozen {way}", WAYS[way] | {"model__frozen": "true", "checkpoint__every": 1}
