@@ -82,6 +82,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)), 4) if everything and not on_gpu(config) else 0
 
 
+@pytest.fixture(autouse=True)
+def only_what_compiles_long_is_kept():
+    """A command keeps every program that it compiles. Once one has run within this process, all tests after
+    it would write theirs, which costs time and has ended a worker by a fault in the writing of one."""
+    yield
+    if jax := sys.modules.get("jax"):
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)  # JAX's own
+
+
 def importing_from(folder: Path, monkeypatch):
     """Yields a function that imports a module of a folder, as a script there would; forgets them after."""
     monkeypatch.syspath_prepend(folder)
