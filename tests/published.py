@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -100,3 +101,17 @@ def only(patch, count: int) -> None:
     """Lets this process see the first devices alone."""
     devices = jax.devices()[:count]
     patch.setattr(hardware, "devices", lambda: devices)
+
+
+def uncached(model, prompt: str, tokens: int, stop: Iterable[int] = ()) -> str:
+    """Returns what whole passes say follows, one token after the other. All are of one length. stop: what
+    ends it beside the model's own."""
+    ids = model.encode(prompt).tolist()
+    begun, ends = len(ids), {*model.stop, *stop}
+    while len(ids) < begun + tokens:
+        row = [*ids, *[0] * (begun + tokens - len(ids))]
+        following = int(model.logits(row)[len(ids) - 1].argmax())
+        if following in ends:
+            break
+        ids.append(following)
+    return model.tokenizer.decode(ids[begun:], skip_special=True)

@@ -4,7 +4,7 @@ import io
 import shutil
 
 import pytest
-from published import folder_of, make_site
+from published import folder_of, make_site, uncached
 
 import jaxthru
 from jaxthru.build.conversation import Conversation
@@ -39,19 +39,6 @@ def model(folder):
     return jaxthru.load(folder)
 
 
-def greedy(model, prompt: str, tokens: int) -> str:
-    """Returns what whole passes say follows, one token after the other."""
-    ids = model.encode(prompt).tolist()
-    begun, ends = len(ids), {*model.stop, *model.tokenizer.stop}
-    while len(ids) < begun + tokens:
-        row = [*ids, *[0] * (begun + tokens - len(ids))]
-        following = int(model.logits(row)[len(ids) - 1].argmax())
-        if following in ends:
-            break
-        ids.append(following)
-    return model.tokenizer.decode(ids[begun:], skip_special=True)
-
-
 def said(capsys, monkeypatch, words: str, *arguments) -> str:
     monkeypatch.setattr("sys.stdin", io.StringIO(words))
     assert main([*map(str, arguments), "--chat", "--temperature", "0", "--max-tokens", "8"]) == 0
@@ -59,9 +46,9 @@ def said(capsys, monkeypatch, words: str, *arguments) -> str:
 
 
 def test_each_line_is_answered_with_what_was_said_before(folder, model, capsys, monkeypatch):
-    first = greedy(model, "<s>the cat: ", 8)
-    second = greedy(model, f"<s>the cat: {first}<pad>a dog: ", 8)
-    told = greedy(model, "<s>be good the cat: ", 8)
+    first = uncached(model, "<s>the cat: ", 8, model.tokenizer.stop)
+    second = uncached(model, f"<s>the cat: {first}<pad>a dog: ", 8, model.tokenizer.stop)
+    told = uncached(model, "<s>be good the cat: ", 8, model.tokenizer.stop)
     assert any((first, second)) and told != first
     lines = "the cat\n\na dog\n/new\nthe cat\n/exit\nthe cat\n"
     assert said(capsys, monkeypatch, lines, folder) == f"{first}\n{second}\n{first}\n"

@@ -8,7 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from published import change_json, folder_of, make_site, only, save_tokenizer
+from published import change_json, folder_of, make_site, only, save_tokenizer, uncached
 
 import jaxthru
 from jaxthru.generate import main, parse_arguments, prompts_of
@@ -56,19 +56,6 @@ def refused(capsys, *words) -> str:
     assert main([str(word) for word in words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("jaxthru: ")
-
-
-def uncached(model, prompt: str, tokens: int) -> str:
-    """Returns what whole passes say follows, one token after the other. All are of one length."""
-    ids = model.encode(prompt).tolist()
-    begun, ends = len(ids), set(model.stop)
-    while len(ids) < begun + tokens:
-        row = [*ids, *[0] * (begun + tokens - len(ids))]
-        following = int(model.logits(row)[len(ids) - 1].argmax())
-        if following in ends:
-            break
-        ids.append(following)
-    return model.tokenizer.decode(ids[begun:], skip_special=True)
 
 
 def test_a_folders_text_is_that_of_whole_passes(folder, model, capsys):

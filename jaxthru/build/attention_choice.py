@@ -38,8 +38,7 @@ def mean_document(data: Data) -> float | None:
 def shapes_of(config: RunConfig, layout: Layout) -> tuple[int, list[AttentionShape]]:
     """Returns the rows of a micro-batch that a device has, and each kind of attention of the model, of all
     heads."""
-    train = config.train
-    rows = train.rows // train.microbatches
+    rows = config.train.rows_at_once
     ops = Ops(layout, jnp.dtype(config.precision.compute), rms_norm_by=PARTITIONED)
     model = Model(family.chain(config.model), ops, "none", "unroll")
     with dispatch.assumed("cpu"):  # which alters no shape, and no backend has to start

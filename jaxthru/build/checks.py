@@ -93,10 +93,10 @@ def check_sizes(config: RunConfig, layout: Layout) -> None:
     layout: its mesh may be an abstract one."""
     train, shape = config.train, config.model
     sizes = {
-        "train.rows / train.microbatches": ("batch", train.rows // train.microbatches),
+        "train.rows / train.microbatches": ("batch", train.rows_at_once),
         "train.rows / train.microbatches × data.sequence": (
             "tokens",
-            train.rows // train.microbatches * config.data.sequence,
+            train.rows_at_once * config.data.sequence,
         ),
     }
     check_divisible(layout, sizes)

@@ -113,7 +113,7 @@ class Build:
         config = self.config.evaluate
         if config.rows == 0 and not config.prompts:
             return NoEvaluation()
-        rows = self.rows_at_once
+        rows = self.config.train.rows_at_once
         local = self.local_rows(rows)
         batches = self.data.held_out_batches(total_rows=config.rows, rows=rows, local_rows=local)
         if config.rows and not batches:
@@ -134,11 +134,6 @@ class Build:
         meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost, room, unneeded)
         limit, energy = self.config.train.skip_limit, StepEnergy.here()
         return StepTimer(meter, self.data.names, limit, *listeners, energy)
-
-    @property
-    def rows_at_once(self) -> int:
-        """Rows of a batch that is not trained on: those of a micro-batch, for which there is room."""
-        return self.config.train.rows // self.config.train.microbatches
 
     def local_rows(self, rows: int) -> slice:
         """Returns which of so many rows this process builds."""

@@ -38,8 +38,7 @@ class Beside:
             self._first = FirstState(made.step.model, made.step.optimizer, made.abstract)
             self._initial = self._threads.submit(self._first.compile)
         if self._checked and self._check is None:
-            train, sequence = self._config.train, self._config.data.sequence
-            rows = train.rows // train.microbatches
+            rows, sequence = self._config.train.rows_at_once, self._config.data.sequence
             self._check = self._threads.submit(
                 wrong_attention, made.step.model, rows, sequence, self._segments
             )
@@ -63,7 +62,6 @@ class Beside:
 def _compile_evaluation(config: RunConfig, made: Assembled) -> None:
     """Has what evaluation runs compiled, which is kept for the call."""
     objective, where = made.step.objective, made.batch["tokens"].sharding
-    rows = config.train.rows // config.train.microbatches
-    batch = abstract_batch(rows, config.data.sequence, where, objective.columns)
+    batch = abstract_batch(config.train.rows_at_once, config.data.sequence, where, objective.columns)
     weight = jax.ShapeDtypeStruct((), jnp.float32)
     loss_terms(objective).lower(made.abstract["params"], batch, weight).compile()

@@ -34,7 +34,7 @@ class ReferenceModel:
         """directory: where its answers are kept. data_state: where the run begins or goes on. Raises
         InputError if what is kept there cannot be used."""
         self.built, config, data = built, built.config, built.data
-        train, rows = config.train, built.rows_at_once
+        train, rows = config.train, config.train.rows_at_once
         builders = {"train": data.builder, "held_out": data.held_out_builder}
         self._reference = Reference(directory.reference, builders, data.keys)
         planner = data.planner(data_state.schedule, seed=train.seed, rows=train.rows)
@@ -52,7 +52,7 @@ class ReferenceModel:
     def ask(self, params: Any) -> None:
         """Computes what is missing. params: those that training begins with. Raises InputError if others gave
         what is there."""
-        objective, rows = self.built.step.objective, self.built.rows_at_once
+        objective, rows = self.built.step.objective, self.built.config.train.rows_at_once
         base = base_of(self.built.config, objective.model)
         terms = self.built.compiled.terms_of(answers_of(objective, base or objective.model))
         self._reference.complete(self._wanted, params, terms, rows, self._placed)

@@ -69,6 +69,11 @@ class TrainConfig:
             f"train.rows = {self.rows}: must be a multiple of train.microbatches = {self.microbatches}",
         )
 
+    @property
+    def rows_at_once(self) -> int:
+        """The rows of a micro-batch, over all devices: what there is room for at once."""
+        return self.rows // self.microbatches
+
 
 def abstract_batch(
     rows: int,

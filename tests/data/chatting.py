@@ -1,6 +1,7 @@
 """A toy tokenizer with a chat template, and mixes of conversations: `from chatting import folder, mix`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -23,20 +24,26 @@ HELLO = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content":
 MORE = [*HELLO, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "The token, the row."}]
 
 
-def folder(path: Path, template: str | None = CHATML, bos: bool = False) -> Path:
-    """Writes a byte-level tokenizer, its settings and a chat template as a folder of published weights has
-    them. bos: whether documents begin with <|begin|>."""
-    path.mkdir(parents=True, exist_ok=True)
+def byte_level(specials: Sequence[str], vocabulary: int) -> tokenizers.Tokenizer:
+    """Returns a byte-level tokenizer that knows the words of one sentence, and these special tokens."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=list(SPECIALS),
+        special_tokens=list(specials),
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        vocab_size=300,
+        vocab_size=vocabulary,
         show_progress=False,
     )
     made.train_from_iterator(["the store the row the token\n"] * 9, trainer)
+    return made
+
+
+def folder(path: Path, template: str | None = CHATML, bos: bool = False) -> Path:
+    """Writes a byte-level tokenizer, its settings and a chat template as a folder of published weights has
+    them. bos: whether documents begin with <|begin|>."""
+    path.mkdir(parents=True, exist_ok=True)
+    made = byte_level(SPECIALS, 300)
     made.save(str(path / "tokenizer.json"))
     settings = {"bos_token": "<|begin|>", "eos_token": "<|endoftext|>", "add_bos_token": bos}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}

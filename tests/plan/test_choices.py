@@ -227,7 +227,7 @@ def test_a_run_keeps_the_choices_that_its_configuration_still_shows():
 
 def test_the_first_evaluation_finds_its_program_compiled(small, caplog):
     build = built(small)
-    state, rows = build.first_state(), build.rows_at_once
+    state, rows = build.first_state(), build.config.train.rows_at_once
     field = np.ones((rows, tiny.SEQUENCE), np.int32)
     whole = build.layout.sharding(("batch", "sequence"))
     batch = {name: jax.device_put(field.astype(dtype), whole) for name, dtype in BATCH_FIELDS.items()}

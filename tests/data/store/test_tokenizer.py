@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from chatting import byte_level
 
 from jaxthru.data.loading.dataset import DataConfig, open_data, prepare_data
 from jaxthru.data.sources.record import Document, Place
@@ -22,16 +23,7 @@ def write(folder: Path, template: str | None = None, **files: dict) -> Path:
     """Writes a byte-level tokenizer with SPECIALS and these files beside it. template: what it puts around a
     text, as `<|begin|> $A`."""
     folder.mkdir(exist_ok=True)
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=list(SPECIALS),
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        vocab_size=280,
-        show_progress=False,
-    )
-    made.train_from_iterator(["the store the row the token\n"] * 9, trainer)
+    made = byte_level(SPECIALS, 280)
     if template:
         ids = [(name, made.token_to_id(name)) for name in SPECIALS]
         made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=ids)
