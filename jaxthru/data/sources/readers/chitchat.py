@@ -1,7 +1,7 @@
 """The package chitchat-dataset: one JSON file of conversations between two people, a conversation each.
 
 Whoever speaks first is the user, the other one the assistant. What somebody says before the other answers is
-one message, a line for each time that they pressed enter. Source: the package.
+one message, a line for each time that they pressed enter.
 
 Nobody has said which of two answers they prefer. As pairs the answer that was given is the chosen one, and
 the rejected one was given in the conversation before, to something else.
