@@ -29,8 +29,9 @@ from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
 from jaxthru.build.step import assemble, update_flops
 from jaxthru.config import RunConfig
-from jaxthru.data.loading.dataset import Batches, Data
+from jaxthru.data.loading.dataset import Data
 from jaxthru.data.loading.placement import local_rows
+from jaxthru.data.loading.planned_batches import Batches
 from jaxthru.data.loading.state import DataState
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep

@@ -48,9 +48,9 @@ class Reference:
         Raises InputError if what is kept is damaged, or of other documents.
         """
         self.path, self.builders = path, builders
-        packings = {split: builder.packing for split, builder in builders.items()}
-        self.about = {"keys": dict(keys), "packing": {split: _checksum(of) for split, of in packings.items()}}
-        self.values = {split: np.full(len(of.start), np.nan, np.float32) for split, of in packings.items()}
+        packings = {split: builder.checksum() for split, builder in builders.items()}
+        self.about = {"keys": dict(keys), "packing": {split: crc32 for split, (_, crc32) in packings.items()}}
+        self.values = {split: np.full(pieces, np.nan, np.float32) for split, (pieces, _) in packings.items()}
         if from_first(path.is_file):  # a file system may be slow to show it to all, or not be theirs
             self._load()
 
@@ -167,11 +167,3 @@ def _batches(rows: Mapping[str, Rows], size: int) -> Iterator[tuple[str, np.ndar
             source, row = (each[at : at + size] for each in of)
             fill = (0, size - len(row))
             yield split, np.pad(source, fill), np.pad(row, fill, constant_values=EMPTY)
-
-
-def _checksum(packing: Any) -> int:
-    """Returns a checksum of which documents lie in which rows."""
-    crc32 = 0
-    for array in (packing.first, packing.start, packing.length):
-        crc32 = zlib.crc32(np.ascontiguousarray(array, "<i8"), crc32)
-    return crc32

@@ -5,6 +5,7 @@ sources together: so a batch costs as much from 306 sources as from five, and li
 """
 
 import functools
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,13 +22,14 @@ class BatchBuilder:
 
     packing: of all sources, one after the other. splits: of each source, its tokens and their packing; those
     it was made with, but with views of `packing`: whoever takes these can let go of the others.
+    memory: of batches.
     """
 
     def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, Packing]], sequence: int):
         self._streams, packings = zip(*splits, strict=True)
         self._online = np.array([isinstance(stream, OnlineSplit) for stream in self._streams])
         self._marked = np.array([stream.targets is not None for stream in self._streams])
-        self._sequence, self._memory = sequence, BatchMemory()
+        self._sequence, self.memory = sequence, BatchMemory()
         rows = [packing.rows for packing in packings]
         self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
         self.packing = Packing.together(packings)
@@ -43,6 +45,13 @@ class BatchBuilder:
     def columns(self) -> tuple[str, ...]:
         """What batches bring along beside the fields of every batch."""
         return tuple(self._columns)
+
+    def checksum(self) -> tuple[int, int]:
+        """Returns how many pieces all rows have, and a checksum of which of them lie in which rows."""
+        crc32 = 0
+        for array in (self.packing.first, self.packing.start, self.packing.length):
+            crc32 = zlib.crc32(np.ascontiguousarray(array, "<i8"), crc32)
+        return len(self.packing.start), crc32
 
     def pieces(self, source: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns of each piece of these rows, int64 [pieces]: which of the rows it is in, its place among
@@ -64,7 +73,7 @@ class BatchBuilder:
         not reach across rows. A target counts unless its source says that it is not trained on.
         """
         sequence, packing = self._sequence, self.packing
-        batch = self._memory.take(len(row), sequence)
+        batch = self.memory.take(len(row), sequence)
         flat = {name: array.reshape(-1) for name, array in batch.items()}
 
         # Of each row: its pieces, how many, and what they sum to.
