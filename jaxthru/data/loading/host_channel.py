@@ -7,6 +7,7 @@ without a name, handed over as a descriptor. When the processes are gone, nothin
 """
 
 import errno
+import hashlib
 import json
 import mmap
 import os
@@ -39,9 +40,18 @@ PAUSE_SECONDS = 0.01
 """Between two looks whether a server that another process starts is there."""
 
 
-def supported() -> bool:
-    """Says whether this system has what a data server needs: abstract sockets and files without a name."""
-    return sys.platform == "linux"
+NOWHERE = "-"
+BOOT, NAMESPACES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns")
+
+
+def meeting_place() -> str:
+    """Returns a text without spaces that is the same in two processes that can share a data server: of one
+    user, who sees the same files and sockets; NOWHERE where a system has no abstract sockets."""
+    if sys.platform != "linux" or not BOOT.is_file() or not NAMESPACES.is_dir():
+        return NOWHERE
+    parts = [BOOT.read_text().strip(), str(os.getuid())]
+    parts += [str((NAMESPACES / name).readlink()) for name in ("net", "mnt", "user")]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 class SharedBlock(mmap.mmap):
@@ -65,7 +75,7 @@ class SharedBlock(mmap.mmap):
 
 def send(connection: Connection, message: Mapping[str, Any], arrays: Arrays | None = None) -> None:
     """Sends a message, with copies of arrays. Raises OSError if the other end is closed."""
-    arrays = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+    arrays = {name: np.asarray(array, order="C") for name, array in (arrays or {}).items()}
     begins = np.cumsum([0, *(-(-array.nbytes // 64) * 64 for array in arrays.values())]).tolist()
     size, places = begins.pop(), dict(zip(arrays, begins, strict=True))
     block = SharedBlock(size) if size else None

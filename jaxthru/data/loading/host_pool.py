@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxthru.data.loading.dataset import DataConfig
+from jaxthru.data.loading.dataset import Data, DataConfig
 from jaxthru.data.loading.host_channel import Arrays, Message, connect, receive, send
 from jaxthru.data.loading.loader import Cost, Loader
 from jaxthru.data.mixture.configuration import Mixture
@@ -32,6 +32,7 @@ from jaxthru.runtime.errors import InputError, TrainingError, require
 
 TRIES = 5
 """A request that ends the server, or has none that answers, so often is given up."""
+CLOSED = "the data of this run is closed"
 ANY_STEP = 1 << 62
 """Steps of a plan whose end is asked for."""
 
@@ -69,15 +70,17 @@ class Client:
 
     def ask(self, what: str, arrays: Arrays | None = None, /, **about: Any) -> Message:
         """Returns the answer to a request. Raises InputError, and TrainingError where the server fails."""
-        for _ in range(TRIES):
-            connection = None
+        tries = 0
+        while tries < TRIES:
+            # One that was idle may be of a server that died meanwhile, which says nothing about this request.
+            connection, tries = (self._idle.pop(), tries) if self._idle else (None, tries + 1)
             try:
-                connection = self._idle.pop() if self._idle else self._connect()
+                connection = connection or self._connect()
                 answer = self._exchange(connection, what, about, arrays)
             except (EOFError, ConnectionError):  # the server has died
                 if connection:
                     connection.close()
-                require(not self._closed, "the data of this run is closed")
+                require(not self._closed, CLOSED)
                 continue
             except BaseException:
                 if connection:
@@ -102,7 +105,7 @@ class Client:
             self._idle.pop().close()
 
     def _connect(self) -> Connection:
-        require(not self._closed, "the data of this run is closed")
+        require(not self._closed, CLOSED)
         connection = connect(self._name)
         try:
             answer, _ = _checked(self._exchange(connection, "open", self._open, None))
@@ -215,6 +218,10 @@ class HostData(Loader):
         """Returns (source, row) of each row of the held-out batches, int64 [batches, rows] both."""
         _, found = self._client.ask("held_out_rows", total_rows=total_rows, rows=rows)
         return found["source"], found["row"]
+
+
+RunData = Data | HostData
+"""The data of a run, opened here or by the data server of this host."""
 
 
 class HostBatches:

@@ -53,6 +53,9 @@ class Blocks:
         self._at[np.frombuffer(block, np.uint8).ctypes.data] = block
         return block
 
+    def __len__(self) -> int:
+        return len(self._at)
+
     def places(self, batch: Arrays) -> tuple[SharedBlock, dict[str, int]] | None:
         """Returns the block of a batch and where in it each field begins, in bytes; None if some lies
         elsewhere."""
@@ -73,7 +76,7 @@ class Server:
         self._lock = threading.Lock()
         self.plans: dict[str, PlannedBatches] = {}
         self._takers = collections.defaultdict[tuple, set[str]](set)  # trainers that take such rows
-        self._built: dict[tuple, Built] = {}
+        self.built: dict[tuple, Built] = {}
         self._held = collections.defaultdict[str, dict[int, Arrays]](dict)  # of each trainer
         self._numbers = iter(range(sys.maxsize))
 
@@ -111,8 +114,8 @@ class Server:
         """Returns a number and the batch of update `step` + 1, which is held until the trainer gives the
         number back. It is built once for all trainers that take it."""
         with self._lock:
-            mine = (key, local, step) not in self._built
-            built = self._built.setdefault((key, local, step), Built())
+            mine = (key, local, step) not in self.built
+            built = self.built.setdefault((key, local, step), Built())
         if mine:
             try:
                 built.future.set_result(self.plans[key].build(step, slice(*local)))
@@ -128,9 +131,9 @@ class Server:
             built.taken.add(trainer)
             if built.taken >= self._takers[key, local]:
                 self._forget(key, local, step, built)
-            done = [each for each, other in self._built.items() if other.future.done()]
+            done = [each for each, other in self.built.items() if other.future.done()]
             for each in done[: max(len(done) - KEPT * len(self._takers), 0)]:
-                del self._built[each]
+                del self.built[each]
             number = next(self._numbers)
             self._held[trainer][number] = batch
         return number, batch
@@ -156,8 +159,8 @@ class Server:
                     takers.discard(trainer)
 
     def _forget(self, key: str, local: tuple[int, int], step: int, built: "Built") -> None:
-        if self._built.get((key, local, step)) is built:
-            del self._built[key, local, step]
+        if self.built.get((key, local, step)) is built:
+            del self.built[key, local, step]
 
 
 class Built:
