@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxthru.data.loading.batch_builder import Pieces
 from jaxthru.data.loading.dataset import Data, DataConfig
 from jaxthru.data.loading.host_channel import Arrays, Message, connect, receive, send
 from jaxthru.data.loading.loader import Cost, Loader
@@ -281,15 +282,19 @@ class HostBuilder:
         self._client.tell(f"column {name} of {self._split}", "column", {"values": values}, **about)
         self._columns.append(name)
 
-    def checksum(self) -> tuple[int, int]:
-        """Returns how many pieces all rows have, and a checksum of which of them lie in which rows."""
-        message, _ = self._client.ask("checksum", split=self._split)
-        return tuple(message["checksum"])
+    @functools.cached_property
+    def piece_count(self) -> int:
+        """Pieces of all rows."""
+        return self._client.ask("piece_count", split=self._split)[0]["value"]
 
-    def pieces(self, source: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns of each piece of these rows which of them it is in, its place there and its number."""
+    def checksum(self) -> int:
+        """Returns a checksum of which documents lie in which rows. Raises InputError for a damaged file."""
+        return self._client.ask("checksum", split=self._split)[0]["value"]
+
+    def pieces(self, source: np.ndarray, row: np.ndarray) -> Pieces:
+        """Returns the pieces of these rows, row after row. Raises InputError for a damaged file."""
         _, found = self._client.ask("pieces", {"source": source, "row": row}, split=self._split)
-        return found["in_row"], found["segment"], found["piece"]
+        return Pieces(**found)
 
     def build(self, source: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the batch of these rows, read-only arrays of [rows, sequence]."""

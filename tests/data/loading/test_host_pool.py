@@ -20,9 +20,9 @@ from jaxthru.data.loading import host_channel
 from jaxthru.data.loading.batch import check_batch
 from jaxthru.data.loading.batch_memory import BatchMemory
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data, prepare_data
+from jaxthru.data.loading.host_batches import Server
 from jaxthru.data.loading.host_channel import connect, receive, send
 from jaxthru.data.loading.host_pool import Host, HostData
-from jaxthru.data.loading.host_server import Server
 from jaxthru.runtime.errors import InputError, TrainingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs abstract sockets")
@@ -123,12 +123,13 @@ def test_what_an_objective_asks_for_comes_with_the_batches(config, keys, expecte
     """Its answers belong to documents, which are numbered as in the server."""
     with alone(config, keys) as data, HostData(host(), config, keys) as pooled:
         assert pooled.builder.checksum() == data.builder.checksum()
+        assert pooled.builder.piece_count == data.builder.piece_count
         plan = pooled.planner(((0, data.mixture),), seed=3, rows=ROWS, cost=(1.0, 1.0)).plan(2)
         where = plan.source, plan.row
         for one, other in zip(pooled.builder.pieces(*where), data.builder.pieces(*where), strict=True):
             assert np.array_equal(one, other)
         assert same(pooled.builder.build(*where), expected[2])
-        values = np.arange(pooled.builder.checksum()[0], dtype=np.float32)
+        values = np.arange(pooled.builder.piece_count, dtype=np.float32)
         for each in (pooled, data):
             each.builder.add_column("reference", values, data.segments)
         assert pooled.builder.columns == ("reference",)
