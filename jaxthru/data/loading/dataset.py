@@ -45,8 +45,8 @@ class DataConfig:
     balance: orders the rows of each step so that all devices have about the same work.
     linear_cost, attention_cost: seconds, or any unit, for each token of a row and for each token² of its
         documents, as measured; None takes the model's floating-point operations.
-    loaders: processes that make the tokens of the sources that are tokenised online; None is half of the
-        cores that this process may use. They change no batch.
+    loaders: processes of each host that make the tokens of the sources that are tokenised online; None is
+        half of the cores that its training processes may use. They change no batch.
     over_long: what becomes of a conversation longer than a row: `drop` leaves it out, `truncate` cuts off its
         end, `cut` lets it go on in another row, as text does. Each start of a run says how many there are.
     """

@@ -38,6 +38,11 @@ def said(arguments: argparse.Namespace) -> bool:
     return bool(heard and sys.stdin.readline())
 
 
+def which(arguments: argparse.Namespace) -> list[str]:
+    """Returns what a reader of one of several trainers is told besides."""
+    return [f"{name}={getattr(arguments, name)}" for name in ("trainer", "trainers", "host")]
+
+
 def train(arguments: argparse.Namespace) -> None:
     """Is one of the trainers: opens its batches, takes them, and counts when it is told to."""
     warnings.simplefilter("ignore")
@@ -45,8 +50,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     flags.FLAGS.mark_as_parsed()  # Grain's worker processes ask for it
     if arguments.reader == "jaxthru_host":
-        which = f"trainer={arguments.trainer} trainers={arguments.trainers} host={arguments.host}"
-        arguments.words += which.split()
+        arguments.words += which(arguments)
     open_batches = loading.opened(arguments)
     print(json.dumps("ready"), flush=True)
     sys.stdin.readline()
