@@ -88,6 +88,8 @@ class Client:
                     connection.close()
                 raise
             self._idle.append(connection)
+            if self._closed:  # meanwhile
+                self.close()
             return _checked(answer)
         raise TrainingError(f"the data server of this host ended {TRIES} times at one request ({what})")
 
