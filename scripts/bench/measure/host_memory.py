@@ -1,6 +1,6 @@
 """Memory that the data of several training processes of a host takes, at one rate for all; one JSON line.
 
-    python scripts/bench/measure/host_memory.py FOLDER READER [KEY=VALUE ...] [--trainers 8] [--rate 8]
+    python scripts/bench/measure/host_memory.py FOLDER READER [KEY=VALUE ...] [--trainers 8] [--rate 4]
 
 READER is of `data_contenders`, KEYs are its own; `jaxthru_host` is told which trainer it is besides. FOLDER
 is of `data_corpus`, its heavy sources made if missing. A trainer here imports all that a reader needs, JAX
@@ -11,6 +11,7 @@ the whole tree of processes has stopped growing; what the tree has then, and at 
 
 import argparse
 import json
+import math
 import os
 import secrets
 import select
@@ -29,6 +30,8 @@ from measure import loading
 
 CHECKED_SECONDS, GROWN = 8.0, 1.01
 """Memory has stopped growing when it has grown by less in so many seconds, twice in a row."""
+CALM = 2
+"""Batches, one after the other, that a trainer has not waited for: what is read ahead is there."""
 MEMORY = ("private_mb", "proportional_mb")
 
 
@@ -60,16 +63,22 @@ def train(arguments: argparse.Namespace) -> None:
     first = time.perf_counter() - began
     print(json.dumps("first"), flush=True)
     pause = rows * arguments.trainers / arguments.rate
+    ends, calm = time.monotonic() + arguments.settle_seconds, 0
     while not said(arguments):
-        loading.take(batches, pause, pause)
+        (waited, *_), _ = loading.take(batches, pause, pause)
+        calm = calm + 1 if waited < pause / 10 else 0
+        if calm == CALM or time.monotonic() > ends:
+            print(json.dumps("calm"), flush=True)
+            ends = math.inf
     taken, took = loading.take(batches, arguments.seconds, pause)
     found = {"samples_per_second": len(taken) * rows / took, "first_batch_seconds": first}
     found |= {"tokens_per_second": len(taken) * rows * sequence / took}
     print(json.dumps(found | {"batch_seconds_median": statistics.median(taken)}), flush=True)
     while not said(arguments):
         loading.take(batches, pause, pause)
-    for process in loading.processes(os.getpid())[:0:-1]:
-        process.kill()
+    if arguments.reader != "jaxthru_host":  # whose server serves the others still, and ends by itself
+        for process in loading.processes(os.getpid())[:0:-1]:
+            process.kill()
     os._exit(0)
 
 
@@ -80,7 +89,7 @@ class Trainers:
         host = f"jaxthru-bench-{secrets.token_hex(8)}"
         command = [sys.executable, __file__, str(arguments.folder), arguments.reader, *arguments.words]
         command += ["--trainers", str(arguments.trainers), "--rate", str(arguments.rate)]
-        command += ["--seconds", str(arguments.seconds)]
+        command += ["--seconds", str(arguments.seconds), "--settle-seconds", str(arguments.settle_seconds)]
         self.processes = []
         for trainer in range(arguments.trainers):
             whole = [*command, "--trainer", str(trainer), "--host", host]
@@ -128,6 +137,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     without = trainers.memory()
     trainers.tell()
     trainers.hear()
+    trainers.hear()
     trainers.settle(arguments.settle_seconds)
     trainers.tell()
     each = trainers.hear()
@@ -152,9 +162,9 @@ OPTIONS = (
     option("reader"),
     option("words", nargs="*", metavar="KEY=VALUE"),
     option("--trainers", type=int, default=1),
-    option("--rate", type=float, default=8.0, help="rows a second that all take together"),
-    option("--seconds", type=float, default=30.0, help="timed"),
-    option("--settle-seconds", type=float, default=120.0, help="at most"),
+    option("--rate", type=float, default=4.0, help="rows a second that all take together"),
+    option("--seconds", type=float, default=24.0, help="timed"),
+    option("--settle-seconds", type=float, default=90.0, help="at most"),
     option("--tiny", action="store_true", help="a small corpus, a short time: does it run?"),
     option("--trainer", type=int, help="be this one of the trainers"),
     option("--host", default="", help="the name of the trainers' data server"),

@@ -102,8 +102,9 @@ def test_trainers_get_the_batches_of_one_process(config, keys, expected, one_cor
         server = one._client._server
         assert other._client._server == server != os.getpid()
         facts = ("names", "mixture", "keys", "vocabulary", "segments", "rows", "pieces", "tokens", "counted")
-        for name in (*facts, "account", "masked", "units", "threads"):
+        for name in (*facts, "account", "masked", "units"):
             assert getattr(one, name) == getattr(data, name), name
+        assert (one.threads, data.threads) == (2, 4)  # of both trainers together as many
         assert one.tokenizer.identity == data.tokenizer.identity
         schedule, half = ((0, one.mixture),), ROWS // 2
         parts = [
