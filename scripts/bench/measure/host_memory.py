@@ -11,7 +11,6 @@ the whole tree of processes has stopped growing; what the tree has then, and at 
 
 import argparse
 import json
-import math
 import os
 import secrets
 import select
@@ -64,12 +63,12 @@ def train(arguments: argparse.Namespace) -> None:
     print(json.dumps("first"), flush=True)
     pause = rows * arguments.trainers / arguments.rate
     ends, calm = time.monotonic() + arguments.settle_seconds, 0
-    while not said(arguments):
+    while calm < CALM and time.monotonic() < ends:
         (waited, *_), _ = loading.take(batches, pause, pause)
         calm = calm + 1 if waited < pause / 10 else 0
-        if calm == CALM or time.monotonic() > ends:
-            print(json.dumps("calm"), flush=True)
-            ends = math.inf
+    print(json.dumps("calm"), flush=True)
+    while not said(arguments):
+        loading.take(batches, pause, pause)
     taken, took = loading.take(batches, arguments.seconds, pause)
     found = {"samples_per_second": len(taken) * rows / took, "first_batch_seconds": first}
     found |= {"tokens_per_second": len(taken) * rows * sequence / took}
