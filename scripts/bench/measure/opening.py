@@ -6,7 +6,9 @@
 --documents: one source of so many documents in shards as `prepare` writes them, simulated: all shards are
 one real file, whose tokens take no room on disk. --sources: of a mix, each a small store of its own. FOLDER
 is made if missing; the packing is made once, before anything is timed, and what that took is said. Each
-opening is a process of its own that has imported what it needs; the median of --turns counts.
+opening is a process of its own that has imported what it needs; the median of --turns counts. Private memory
+is what no other process has: at the import, once opened, and with the first batch, of which the pages of
+files that are mapped are part; anonymous memory, after --steps batches, is that without them.
 """
 
 import argparse
@@ -35,7 +37,6 @@ MEAN = 960
 """Tokens of a document, on average: as of pages of the web."""
 RECORDS = 24
 """In a source of a mix of many."""
-LIMITS = "seconds", "private_mb", "peak_mb", "open_files", "maps"
 
 
 def one_source(folder: Path) -> tuple[str, str]:
@@ -105,6 +106,12 @@ def config(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"mix": str(folder / "mix.toml"), "store": str(folder / "store")} | how
 
 
+def kilobytes(file: str, name: str) -> int:
+    """Returns a number of this process that the system gives in kB."""
+    lines = Path(f"/proc/self/{file}").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
 def opened(arguments: argparse.Namespace) -> dict[str, Any]:
     """Opens the data in this process, builds a batch, and returns what both cost."""
     import psutil
@@ -118,13 +125,12 @@ def opened(arguments: argparse.Namespace) -> dict[str, Any]:
     planner = data.planner(((0, data.mixture),), seed=0, rows=arguments.rows, cost=(12 * 4096, 1))
     plan = planner.plan(0)
     batch = data.builder.build(plan.source, plan.row)
-    first_cpu, first = time.process_time(), time.perf_counter()
+    first_cpu, first, private = time.process_time(), time.perf_counter(), process.memory_full_info().uss
     assert batch["tokens"].shape == (arguments.rows, arguments.sequence)
     for step in range(1, arguments.steps):
         plan = planner.plan(step)
         data.builder.build(plan.source, plan.row)
     took = time.perf_counter() - first
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     return {
         "open_seconds": opened_at - began,
         "open_cpu_seconds": opened_cpu - cpu,
@@ -133,14 +139,13 @@ def opened(arguments: argparse.Namespace) -> dict[str, Any]:
         "later_batch_ms": 1e3 * took / max(arguments.steps - 1, 1),
         "imported_mb": imported / 1e6,
         "opened_mb": memory / 1e6,
-        "private_mb": process.memory_full_info().uss / 1e6,
-        "peak_resident_mb": int(peak.split()[1]) / 1e3,
+        "private_mb": private / 1e6,
+        "anonymous_mb": kilobytes("smaps_rollup", "Anonymous") / 1e3,
         "open_files": process.num_fds(),
         "memory_maps": len(Path("/proc/self/maps").read_text().splitlines()),
         "documents": sum(packed.documents for _, packed in data.train),
         "rows": sum(packed.rows for _, packed in data.train),
         "tokens": sum(data.tokens.values()),
-        "shards": sum(len(split._counted) for split, _ in data.train) if arguments.documents else None,
     }
 
 
@@ -161,7 +166,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     cpu, began = time.process_time(), time.perf_counter()
     open_data(DataConfig(**config(arguments)), prepare=False, begun=json.loads(made.read_text())).close()
     packing = {"made_seconds": time.perf_counter() - began, "made_cpu_seconds": time.process_time() - cpu}
-    kept = sum(path.stat().st_size for path in (arguments.folder / "store").glob("*/*.columns"))
+    files = (arguments.folder / "store").glob(f"*/*.{arguments.packing}-{arguments.sequence}.columns")
+    kept = sum(path.stat().st_size for path in files)
     turns = []
     for _ in range(arguments.turns):
         told = subprocess.run([sys.executable, *sys.argv, "--one"], stdout=subprocess.PIPE, check=True)
