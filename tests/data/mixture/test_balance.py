@@ -1,9 +1,12 @@
+import heapq
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxthru.data.mixture.balance import balanced, partition, row_costs
+from jaxthru.data.mixture.balance import EVEN, balanced, partition, row_costs
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.mixture.packing import pack
 from jaxthru.data.mixture.planner import Planner
@@ -57,6 +60,54 @@ def test_the_order_is_a_permutation_and_groups_begin_with_their_costliest(costs,
 def test_an_exchange_mends_what_greed_cannot():
     costs = np.array([8, 7, 6, 5, 4, 2])
     assert costs[partition(costs, 2)].sum(axis=1).tolist() == [16, 16]
+
+
+def plainly_partitioned(costs, parts):
+    """Returns what `partition` does, item by item and exchange by exchange, for three items in a part or
+    more."""
+    size = len(costs) // parts
+    lightest, found = [(0, part) for part in range(parts)], [[] for _ in range(parts)]
+    for item in np.argsort(-costs, kind="stable").tolist():
+        total, part = heapq.heappop(lightest)
+        found[part].append(item)
+        if len(found[part]) < size:
+            heapq.heappush(lightest, (total + costs[item], part))
+    for _ in range(4 * parts):
+        sums = costs[np.array(found)].sum(axis=1)
+        worst = int(sums.argmax())
+        if sums[worst] <= EVEN * sums.mean():
+            break
+        tried = []
+        for mine, other, theirs in itertools.product(range(size), range(parts), range(size)):
+            loss = costs[found[worst][mine]] - costs[found[other][theirs]]
+            if other != worst:
+                tried.append((max(sums[worst] - loss, sums[other] + loss), mine, other, theirs))
+        least, mine, other, theirs = min(tried, default=(sums[worst], 0, 0, 0))
+        if least >= sums[worst]:
+            break
+        given = found[worst][mine]
+        found[worst][mine], found[other][theirs] = found[other][theirs], given
+    return [sorted(part, key=lambda item: -costs[item]) for part in found]
+
+
+COSTS = {
+    "few": lambda draw, count: draw.integers(0, 4, count),
+    "many": lambda draw, count: draw.integers(1, 10**6, count),
+    "heavy": lambda draw, count: (2**20 * (1 + draw.pareto(0.7, count))).astype(np.int64).clip(max=2**40),
+    "mostly one": lambda draw, count: np.where(draw.random(count) < 0.1, 10**6, draw.integers(1, 9, count)),
+}
+
+
+@pytest.mark.parametrize("kind", COSTS)
+def test_what_is_done_at_once_is_what_is_done_one_by_one(kind):
+    """Plans are a contract: a resumed run has to find its rows where they were."""
+    draw = np.random.default_rng(0)
+    for parts, size in ((1, 5), (2, 3), (20, 3), (40, 4), (17, 6)):
+        costs = COSTS[kind](draw, parts * size)
+        got = [costs[part].tolist() for part in partition(costs, parts)]
+        wanted = plainly_partitioned(costs, parts)
+        assert got == [costs[part].tolist() for part in wanted]
+        assert sorted(partition(costs, parts).ravel()) == list(range(parts * size))
 
 
 def test_rows_of_micro_batches_are_of_like_rank():
