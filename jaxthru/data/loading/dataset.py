@@ -256,18 +256,14 @@ class Data(contextlib.AbstractContextManager):
         return planner.balanced_by(self.row_costs(cost)) if cost else planner
 
     def _plan(self, schedule: Schedule, seed: int, rows: int) -> Planner:
-        sequence = self.config.sequence
-        # Rows that are split are full, but for a source's last: weights of tokens are weights of rows.
-        split = self.config.packing == "split"
+        # By the tokens that are in rows, however they are packed: a source's last row may be next to empty,
+        # and be its only one.
         supplies = {
-            name: Supply(
-                packed.rows,
-                packed.rows * sequence if split and not self.counted[name] else self.tokens[name],
-                documents,
-            )
+            name: Supply(packed.rows, self.tokens[name], documents)
             for name, (_, packed), documents in zip(self.names, self.train, self._documents, strict=True)
         }
         groups = self.config.groups_of(rows)
+        sequence = self.config.sequence
         return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)
 
     def row_costs(self, cost: Cost) -> np.ndarray:
