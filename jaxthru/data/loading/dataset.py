@@ -18,6 +18,7 @@ from jaxthru.data.loading.packed_split import PackedSplit, describe, pack_split
 from jaxthru.data.loading.planned_batches import Batches, PlannedBatches
 from jaxthru.data.loading.token_workers import TokenWorkers
 from jaxthru.data.mixture.balance import row_costs
+from jaxthru.data.mixture.epochs import repeated
 from jaxthru.data.mixture.packing_whole import OverLong
 from jaxthru.data.mixture.planner import Planner, held_out_plan
 from jaxthru.data.mixture.sampler import Supply
@@ -238,9 +239,13 @@ class Data(contextlib.AbstractContextManager):
 
     def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
         """Returns after which of `steps` updates the run ends: the last, or where an exhausted source ends
-        it, which is logged. Raises InputError.
+        it, which is logged, and so are sources that are read too often. Raises InputError.
         """
         planner = self.planner(schedule, seed=seed, rows=rows)
+        last = steps if planner.end is None else min(steps, planner.end)
+        taken = planner.sampler.taken(last) / np.maximum(planner.available, 1)
+        if often := repeated(dict(zip(self.names, taken.tolist(), strict=True)), "in this run"):
+            log.warning("%s", often)
         if planner.end is None or planner.end >= steps:
             return steps
         said = "source %s is exhausted after step %d of %d: the run ends there"

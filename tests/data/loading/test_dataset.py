@@ -169,7 +169,7 @@ def test_sources_below_a_row_give_their_share_of_the_tokens(tmp_path, packing):
     assert asked * each / (asked * each).sum() == pytest.approx(weights)
     # One row is rounding; of a source of several, one more is where in its last epoch the emptier row comes.
     off = np.abs(given[0] - given[0].sum() * weights)
-    assert (off <= each + [0, 0, sequence, sequence]).all(), off / each
+    assert (off <= np.add(each, (0, 0, sequence, sequence))).all(), off / each
 
 
 def test_each_split_holds_its_own_documents(data, shared):
