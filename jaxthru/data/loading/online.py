@@ -1,5 +1,6 @@
-"""A source that is tokenised during training: a text store whose tokens the token workers make, but for those
-of long chunks, which it has."""
+"""A source that is tokenised during training: a text store whose tokens the token workers make.
+
+The tokens of its longest chunks it has itself."""
 
 from collections.abc import Callable
 
