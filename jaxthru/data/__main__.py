@@ -42,7 +42,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         tokens, held_out = map(sum, splits)
         print(f"{arguments.store}: {len(stores)} stores, {tokens} tokens, {held_out} held out")
     tokens = {name: opened.train.tokens for name, opened in stores.items()}
-    documents = {name: len(opened.train.ends) for name, opened in stores.items()}
+    documents = {name: opened.train.documents for name, opened in stores.items()}
     each = epochs.in_one_pass(mix.mixture, tokens, documents)
     if often := epochs.repeated(each, "while as many tokens are read as there are"):
         print(often, file=sys.stderr)
@@ -156,7 +156,7 @@ def _table(data: Data) -> rich.table.Table:
         shards = opened.manifest["shards"]
         table.add_row(
             *(rich.text.Text(name), shares[name]),
-            *(f"{len(opened.train.ends) + len(opened.held_out.ends):,}", f"{opened.train.tokens:,}"),
+            *(f"{opened.train.documents + opened.held_out.documents:,}", f"{opened.train.tokens:,}"),
             f"{sum(shard['bytes'] for shard in shards) / 1e6:,.2f}",
             *(f"{opened.held_out.tokens:,}", f"{packing.rows:,}"),
             f"{sum(shard['damaged'] for shard in shards):,}",

@@ -41,20 +41,19 @@ class KeptTokens:
     """Those of a split, in all its shards. tokens: how many."""
 
     def __init__(self, path: str, dtype: str, records: Sequence[dict]):
-        """path: of the split's files, without the number of their shard. records: of its shards. Raises
-        InputError for a file that is not there, or of another size."""
-        self._column, self._first, self.tokens = Column(), [], 0
-        for number, record in enumerate(records):
-            self._first.append(self.tokens)
-            if kept := record.get("kept"):
-                self._column.add(f"{path}-{number:05d}.kept", dtype, kept["tokens"], kept["crc32"])
-                self.tokens += kept["tokens"]
+        """path: of the split's files, without the number of their shard. records: of its shards."""
+        kept = [record.get("kept", {"tokens": 0, "crc32": None}) for record in records]
+        counts = np.array([each["tokens"] for each in kept], np.int64)
+        self._first = np.cumsum(counts) - counts
+        self._column = Column(path, "kept", dtype, counts, [each["crc32"] for each in kept])
+        self.tokens = int(counts.sum())
 
     def read(self, shard: int, start: int, stop: int) -> np.ndarray:
         """Returns int32, the tokens of a shard from `start` to before `stop`, which is above it.
 
-        Each block's checksum is compared when it is first read; raises InputError when it differs."""
-        first = self._first[shard]
+        Each block's checksum is compared when it is first read; raises InputError when it differs, and for a
+        file that is not there or of another size."""
+        first = int(self._first[shard])
         return self._column.read(first + start, first + stop).astype(np.int32)
 
     def verify(self) -> None:

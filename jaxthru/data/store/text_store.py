@@ -16,118 +16,29 @@ with its text as the template and a transform have made it. Its `targets` are ke
 A chunk that is long, for it cannot be cut, is kept as the tokens that are made of it anyway to count them.
 """
 
+import itertools
 import json
+import threading
 import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxthru.data.store import token_store as store
-from jaxthru.data.store.flat_file import REMEDY, map_array
-from jaxthru.data.store.kept_tokens import KEEP_TOKENS, KeptTokens, signed_dtype, write_kept
-from jaxthru.data.store.marked import Encoded, Marked, Spans
-from jaxthru.data.store.targets import Targets, read_targets, write_targets
-from jaxthru.data.store.tokenizer import Tokenizer
+from jaxthru.data.store.chunks import FINAL, KEPT, MARKED, Chunk, StoredText
+from jaxthru.data.store.column_file import ENDING, ColumnFile, Writer, keep
+from jaxthru.data.store.flat_file import REMEDY, Maps, map_array
+from jaxthru.data.store.kept_tokens import KeptTokens, signed_dtype, write_kept
+from jaxthru.data.store.targets import write_targets
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError
 
 FRAME_BYTES = 1 << 16
 """Text in a frame: what is decompressed to get at one document, unless that is longer."""
-CHUNK_BYTES = 1 << 12
-"""Text in a chunk of a longer document, to the next line end. Half of that is tokenised for nothing at each
-end of a row."""
 DOCUMENT_TOKENS = 1 << 26
 """Tokens in a document, at most: it may be one chunk, and a token worker has memory for so many."""
 KIND = "text"
-FINAL, MARKED, KEPT = 1, 2, 4
-"""Bits of a chunk: it ends its document; its text is JSON, the values of a `StoredText`; it is kept as
-tokens."""
-
-
-class Chunk(NamedTuple):
-    """text: UTF-8. tokens: how many. final: whether it ends its document, with one token for that end; the
-    next one begins another. targets: what of its document is trained on, of one that is a `StoredText`; None
-    for text. kept: [tokens], in `signed_dtype`, what takes the place of the text of a long one: ~token where
-    it is no target that is trained on."""
-
-    text: bytes
-    tokens: int
-    final: bool
-    targets: Targets | None = None
-    kept: np.ndarray | None = None
-
-    @classmethod
-    def of(
-        cls, text: str, encoded: Encoded, vocabulary: int, final: bool = True, targets: Targets | None = None
-    ) -> "Chunk":
-        """Returns a chunk of these tokens, of so large a vocabulary. They are kept if they are many."""
-        ids, trained = encoded
-        if len(ids) <= KEEP_TOKENS:
-            return cls(text.encode(), len(ids), final, targets)
-        return cls(b"", len(ids), final, targets, signed(ids, trained).astype(signed_dtype(vocabulary)))
-
-
-def signed(ids: np.ndarray, trained: np.ndarray | None) -> np.ndarray:
-    """Returns int32 [tokens], ~token where it is no target that is trained on. trained: bool [tokens], None
-    for all of them."""
-    ids = ids.astype(np.int32)
-    return ids if trained is None else np.where(trained, ids, ~ids)
-
-
-class StoredText(NamedTuple):
-    """The text of a chunk, and, of a document that is one, what `record.Document` says of it."""
-
-    text: str
-    trained: Spans | None = None
-    literal: Spans = ()
-    rendered: bool = False
-
-    @classmethod
-    def of(cls, document: Marked) -> "StoredText":
-        return cls(document.text, document.trained, document.literal, document.rendered)
-
-    @property
-    def marked(self) -> bool:
-        """Whether it is more than text."""
-        return self.rendered or self.trained is not None
-
-    def chunk(self, encoded: Encoded, vocabulary: int, targets: Targets) -> Chunk:
-        """Returns a whole document as a chunk."""
-        return Chunk.of(json.dumps(self, ensure_ascii=False), encoded, vocabulary, targets=targets)
-
-
-def chunks(text: str, ids: np.ndarray, tokenizer: Tokenizer) -> list[Chunk]:
-    """Returns a document in chunks of about CHUNK_BYTES, cut at line ends.
-
-    ids: its tokens. It stays whole where the parts' tokens would not be the whole's, as when a merge of the
-    tokenizer reaches over a line end.
-    """
-    parts = _paragraphs(text)
-    encoded = tokenizer.encode(parts) if len(parts) > 1 else [ids]
-    last = len(parts) - 1
-    encoded = [tokenizer.part(tokens, at == 0, at == last) for at, tokens in enumerate(encoded)]
-    if not np.array_equal(np.concatenate(encoded), ids):
-        parts, encoded = [text], [ids]
-    last = len(parts) - 1
-    pairs = zip(parts, encoded, strict=True)
-    size = tokenizer.vocabulary
-    return [Chunk.of(part, Encoded(made, None), size, at == last) for at, (part, made) in enumerate(pairs)]
-
-
-def _paragraphs(text: str) -> list[str]:
-    """Cuts a text behind line ends, into parts of at least CHUNK_BYTES characters."""
-    parts, begin = [], 0
-    while len(text) - begin > 2 * CHUNK_BYTES:
-        end = text.find("\n", begin + CHUNK_BYTES)
-        # Where whitespace follows, tokenizers may join it to the line end.
-        while end >= 0 and end + 1 < len(text) and text[end + 1].isspace():
-            end = text.find("\n", end + 1)
-        if end < 0 or end + 1 >= len(text):
-            break
-        parts.append(text[begin : end + 1])
-        begin = end + 1
-    return [*parts, text[begin:]]
 
 
 def write_shard(folder: Path, number: int, splits: dict[str, list[Chunk]], record: dict) -> dict:
@@ -179,44 +90,73 @@ def _compress(parts: list[Chunk]) -> tuple[list[bytes], np.ndarray]:
     return frames, index
 
 
-class TextSplit:
-    """One split: chunks, numbered through all its shards, one after the other in one stream of tokens.
+class TextSplit(store.Split):
+    """One split: chunks, numbered through all its shards, one after the other in one stream of tokens. Where
+    they end is kept beside the store, see `column_file.py`."""
 
-    ends: int64 [documents], where each document ends in the stream. chunk_ends: int64 [chunks].
-    targets: what of each document is trained on, None if all documents are in full.
-    """
+    INDEX = "stretches"
 
-    def __init__(self, folder: Path, split: str, manifest: dict):
-        self.folder, self.split = folder, split
-        self._paths, self._text, self._frames, self._index = [], [], [], []
-        for number, shard in enumerate(manifest["shards"]):
-            record, path = shard["splits"][split], f"{folder}/{split}-{number:05d}"
-            counted = (("frames", "<i8", record["frames"] + 1), ("stretches", "<i4", 5 * record["stretches"]))
-            frames, index = (
-                map_array(f"{path}.{name}", dtype, count, record[f"{name}_crc32"])
-                for name, dtype, count in counted
-            )
-            self._paths.append(f"{path}.text")
-            self._text.append(map_array(f"{path}.text", "u1", int(frames[-1])))
-            self._frames.append(frames)
-            self._index.append(index.reshape(-1, 5))
-        counts = [len(index) for index in self._index]
-        self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        whole = np.concatenate([np.zeros((0, 5), np.int32), *self._index])
-        self.chunk_ends = np.cumsum(whole[:, 3], dtype=np.int64)
-        self.ends = self.chunk_ends[whole[:, 4] & FINAL > 0]
-        self.tokens = int(self.ends[-1]) if len(self.ends) else 0
-        self.targets = read_targets(folder, split, manifest, self.ends)
-        records = [shard["splits"][split] for shard in manifest["shards"]]
-        self._kept = KeptTokens(f"{folder}/{split}", signed_dtype(manifest.get("vocabulary", 1)), records)
+    def _open(self, about: dict, records: Sequence[dict]) -> None:
+        counts = (
+            [record[name] for name in ("stretches", "stretches_crc32", "frames", "frames_crc32")]
+            for record in records
+        )
+        self._indexed = np.fromiter(itertools.chain.from_iterable(counts), np.int64).reshape(-1, 4)
+        self._first = np.concatenate([[0], np.cumsum(self._indexed[:, 0])])
+        self._chunk_ends: ColumnFile | None = None
+        self._maps, self._verified, self._lock = Maps(), set(), threading.Lock()
+        self._kept = KeptTokens(self._path, signed_dtype(about.get("vocabulary", 1)), records)
+
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return int(self._first[-1])
+
+    def ends_by_shard(self) -> Iterator[np.ndarray]:
+        """Yields where the documents of each shard end in the stream, int64 [documents]. Raises InputError
+        for a damaged file."""
+        for index, ends in self._indices():
+            yield ends[index[:, 4] & FINAL > 0]
+
+    def _indices(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the index of each shard and where its chunks end in the stream, int64 [chunks]."""
+        before = 0
+        for number, tokens in enumerate(self._counted[:, 1].tolist()):
+            index = self._index(number)
+            yield index, before + np.cumsum(index[:, 3], dtype=np.int64)
+            before += tokens
+
+    def chunks_at(self, position: np.ndarray) -> np.ndarray:
+        """Returns int64 [n], which chunks the tokens at these places of the stream are in. Raises InputError
+        for a damaged file."""
+        ends, found = self._ends(), np.empty(len(position), np.int64)
+        shards = np.searchsorted(np.cumsum(self._counted[:, 1]), position, side="right")
+        for shard in np.unique(shards).tolist():  # in each only its own pages are touched
+            chosen, first = shards == shard, int(self._first[shard])
+            within = ends.read("ends", first, int(self._first[shard + 1]))
+            found[chosen] = first + np.searchsorted(within, position[chosen], side="right")
+        return found
 
     def lengths(self, chunk: np.ndarray) -> np.ndarray:
-        """Returns int64 [n], how many tokens each of these chunks has."""
-        return self.chunk_ends[chunk] - self.starts(chunk)
+        """Returns int64 [n], how many tokens each of these chunks has. Raises InputError if damaged."""
+        return self._ends().at("ends", chunk) - self.starts(chunk)
 
     def starts(self, chunk: np.ndarray) -> np.ndarray:
-        """Returns int64 [n], where in the stream of tokens each of these chunks starts."""
-        return np.where(chunk > 0, self.chunk_ends[chunk - 1], 0)
+        """Returns int64 [n], where in the stream of tokens each of these chunks starts. Raises InputError for
+        a damaged file."""
+        return np.where(chunk > 0, self._ends().at("ends", np.maximum(chunk - 1, 0)), 0)
+
+    def _ends(self) -> ColumnFile:
+        def make(writer: Writer) -> dict:
+            writer.add("ends", "<i8", self.chunks)
+            for _, ends in self._indices():
+                writer.write("ends", ends)
+            return {}
+
+        with self._lock:  # several threads would each make it
+            if self._chunk_ends is None:
+                self._chunk_ends = keep(f"{self._path}.chunk_ends{ENDING}", self.identity, make)
+        return self._chunk_ends
 
     def texts(self, chunk: np.ndarray) -> list[tuple[StoredText, bool, bool]]:
         """Returns the texts of chunks (int64 [n]) that are not kept as tokens, and whether each begins and
@@ -227,8 +167,9 @@ class TextSplit:
         texts, opened = [], {}
         for number in chunk.tolist():
             shard, at = self._place(number)
-            frame, start, size, _, bits = self._index[shard][at].tolist()
-            begins = at == 0 or bool(self._index[shard][at - 1, 4] & FINAL)  # a document lies in one shard
+            index = self._index(shard)
+            frame, start, size, _, bits = index[at].tolist()
+            begins = at == 0 or bool(index[at - 1, 4] & FINAL)  # a document lies in one shard
             if (shard, frame) not in opened:
                 opened[shard, frame] = self._frame(shard, frame)
             text = opened[shard, frame][start : start + size].decode()
@@ -241,21 +182,30 @@ class TextSplit:
         if not self._kept.tokens:
             return np.zeros(len(chunk), bool)
         places = (self._place(number) for number in chunk.tolist())
-        return np.array([bool(self._index[shard][at, 4] & KEPT) for shard, at in places], bool)
+        return np.array([bool(self._index(shard)[at, 4] & KEPT) for shard, at in places], bool)
 
     def read_kept(self, chunk: int, start: int, stop: int) -> np.ndarray:
         """Returns int32, the tokens of a kept chunk from its `start`-th to before `stop`, which is above it;
         ~token where it is no target that is trained on. Raises InputError that names a damaged block."""
         shard, at = self._place(chunk)
-        place = int(self._index[shard][at, 0])
+        place = int(self._index(shard)[at, 0])
         return self._kept.read(shard, place + start, place + stop)
 
     def verify(self) -> None:
-        """Reads everything. Raises InputError that names the first damaged frame or block."""
+        """Reads everything. Raises InputError that names the first damaged frame, block or file."""
+        self._maps.clear()
+        self._verified.clear()
         self._kept.verify()
-        for shard, frames in enumerate(self._frames):
-            for frame in range(len(frames) - 1):
+        for shard, frames in enumerate(self._indexed[:, 2].tolist()):
+            self._index(shard)
+            for frame in range(frames):
                 self._frame(shard, frame)
+        if self.targets:
+            assert self.targets.count >= 0
+
+    def _index(self, shard: int) -> np.ndarray:
+        chunks, crc32, *_ = self._indexed[shard].tolist()
+        return self._mapped("stretches", shard, "<i4", 5 * chunks, crc32).reshape(-1, 5)
 
     def _place(self, chunk: int) -> tuple[int, int]:
         """Returns the shard of a chunk, and its number there."""
@@ -263,12 +213,26 @@ class TextSplit:
         return shard, chunk - int(self._first[shard])
 
     def _frame(self, shard: int, frame: int) -> bytes:
-        first, end = self._frames[shard][frame : frame + 2].tolist()
+        _, _, count, crc32 = self._indexed[shard].tolist()
+        frames = self._mapped("frames", shard, "<i8", count + 1, crc32)
+        first, end = frames[frame : frame + 2].tolist()
+        text = self._mapped("text", shard, "u1", int(frames[-1]))
         try:
-            return zlib.decompress(self._text[shard][first:end])  # zlib compares its own checksum
+            return zlib.decompress(text[first:end])  # zlib compares its own checksum
         except zlib.error as error:
-            where = f"{self._paths[shard]}: frame {frame} (bytes {first} to {end - 1})"
+            where = f"{self._path}-{shard:05d}.text: frame {frame} (bytes {first} to {end - 1})"
             raise InputError(f"{where} is damaged; {REMEDY}") from error
+
+    def _mapped(self, name: str, shard: int, dtype: str, count: int, crc32: int | None = None) -> np.ndarray:
+        """Returns a file of a shard, whose checksum is compared when it is first mapped."""
+        key = name, shard
+        found = self._maps.get(key)
+        if found is None:
+            path = f"{self._path}-{shard:05d}.{name}"
+            found = map_array(path, dtype, count, None if key in self._verified else crc32)
+            self._verified.add(key)
+            self._maps.keep(key, found)
+        return found
 
 
 class TextStore(store.TokenStore):

@@ -15,9 +15,9 @@ from jaxthru.data.sources.documents import held_out
 from jaxthru.data.sources.record import Damage, Document
 from jaxthru.data.store import text_store
 from jaxthru.data.store import token_store as store
+from jaxthru.data.store.chunks import Chunk, StoredText, chunks
 from jaxthru.data.store.marked import Encoded
 from jaxthru.data.store.targets import Targets
-from jaxthru.data.store.text_store import Chunk, StoredText, chunks
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import one_line, require

@@ -17,7 +17,7 @@ from absl import flags
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data
 from jaxthru.data.loading.planned_batches import AHEAD, PlannedBatches
 from jaxthru.data.mixture.configuration import Mixture
-from jaxthru.data.store import text_store, writer
+from jaxthru.data.store import chunks, writer
 from jaxthru.runtime.errors import InputError
 
 SCHEDULE = tuple(
@@ -97,10 +97,10 @@ def test_the_batches_are_those_of_a_token_store(mix, online, opened, packing):
 def test_texts_that_are_kept_as_tokens_change_no_batch(mix, online, opened, packing, monkeypatch):
     """In rows that have some of these and some that a worker makes, and only parts of them."""
     monkeypatch.setattr(writer, "SHARD_BYTES", 5000)
-    monkeypatch.setattr(text_store, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
     expected = batches(opened(mix, packing=packing), cost=(1.0, 1.0))
     for most in (60, 0):
-        monkeypatch.setattr(text_store, "KEEP_TOKENS", most)
+        monkeypatch.setattr(chunks, "KEEP_TOKENS", most)
         shutil.rmtree(opened(online).prepared.stores["books"].folder)
         data = opened(online, packing=packing, loaders=2)
         split, asked = data.prepared.stores["books"].train, []
@@ -109,7 +109,7 @@ def test_texts_that_are_kept_as_tokens_change_no_batch(mix, online, opened, pack
             asked.append(task) or request(*task)
         )
         assert_same(batches(data, cost=(1.0, 1.0)), expected)
-        kept = split.are_kept(np.arange(len(split.chunk_ends)))
+        kept = split.are_kept(np.arange(split.chunks))
         assert kept.any() and kept.all() == (most == 0)
         assert (
             not asked if most == 0 else not split.are_kept(np.concatenate([task[2] for task in asked])).any()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from corpus import sentences
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ from jaxthru.data.loading.token_workers import TokenWorkers, share_out
 from jaxthru.data.loading.worker import Stores, produce
 from jaxthru.data.loading.worker_process import WorkerProcess
 from jaxthru.data.sources.transforms import Transform
-from jaxthru.data.store import text_store
+from jaxthru.data.store import chunks, text_store
 from jaxthru.data.store import token_store as store
 from jaxthru.data.store.tokenizer import Tokenizer, train
 from jaxthru.runtime.errors import InputError
@@ -48,7 +49,7 @@ def write_store(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> list[np
         parts = [
             chunk
             for text, tokens in zip(texts[part], ids[part], strict=True)
-            for chunk in text_store.chunks(text, tokens, tokenizer)
+            for chunk in chunks.chunks(text, tokens, tokenizer)
         ]
         splits = {"train": parts, "held_out": []}
         records.append(text_store.write_shard(folder, len(records), splits, {}))
@@ -83,9 +84,9 @@ def test_a_long_document_is_cut_into_chunks_with_the_same_tokens(source):
     folder, stream, ends = source
     split = text_store.TextStore(folder).train
     assert (split.ends == ends).all() and split.tokens == len(stream)
-    assert len(split.chunk_ends) > len(ends) + 3
-    longest = max(len(stored.text.encode()) for stored, _, _ in split.texts(np.arange(len(split.chunk_ends))))
-    assert longest < 3 * text_store.CHUNK_BYTES
+    assert split.chunks > len(ends) + 3
+    longest = max(len(stored.text.encode()) for stored, _, _ in split.texts(np.arange(split.chunks)))
+    assert longest < 3 * chunks.CHUNK_BYTES
 
 
 @settings(deadline=None, max_examples=25)
@@ -93,12 +94,38 @@ def test_a_long_document_is_cut_into_chunks_with_the_same_tokens(source):
 def test_chunks_say_what_the_document_says(tokenizer, lines):
     text = "\n".join(lines)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_store, "CHUNK_BYTES", 20)
+        patch.setattr(chunks, "CHUNK_BYTES", 20)
         (ids,) = tokenizer.encode([text])
-        parts = text_store.chunks(text, ids, tokenizer)
+        parts = chunks.chunks(text, ids, tokenizer)
     assert b"".join(part.text for part in parts).decode() == text
     assert sum(part.tokens for part in parts) == len(ids)
     assert [part.final for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+GPT4 = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|"""
+    r"""\s*[\r\n]|\s+(?!\S)|\s+"""
+)
+
+
+@pytest.mark.parametrize("pattern", [None, GPT4])
+def test_texts_of_paragraphs_and_indented_lines_are_cut(tokenizer, tmp_path, pattern):
+    """Where either kind of pattern lets them be: before the line ends, or behind them."""
+    if pattern:
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        made = tokenizers.Tokenizer.from_file(str(tokenizer.path))
+        plain = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, plain])
+        made.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    draw = random.Random(2)
+    paragraphs = "\n\n".join(sentences(draw, 3).replace("\n", " ").strip() for _ in range(200))
+    code = "".join(f"def f{n}(x):\n    if x:\n        return {n}\n\n    pass\n\n\n" for n in range(800))
+    for text in (paragraphs, code):
+        (ids,) = tokenizer.encode([text])
+        parts = chunks.chunks(text, ids, tokenizer)
+        assert max(len(part.text) for part in parts) < 3 * chunks.CHUNK_BYTES
+        assert b"".join(part.text for part in parts).decode() == text
 
 
 def test_the_tokens_are_those_of_the_documents(source, tokenizer):
@@ -303,7 +330,7 @@ def test_a_transform_that_has_changed_is_told_with_its_place(
         produce(Stores(), tokenizer, str(tmp_path / "s"), "train", transform, np.array([2, 3]))
 
 
-def test_stores_stay_open_as_far_as_memory_goes(tmp_path, tokenizer, monkeypatch):
+def test_a_worker_opens_a_store_once(tmp_path, tokenizer, monkeypatch):
     opened = []
     monkeypatch.setattr(
         worker_module, "TextStore", lambda path: opened.append(path.name) or text_store.TextStore(path)
@@ -314,15 +341,7 @@ def test_stores_stay_open_as_far_as_memory_goes(tmp_path, tokenizer, monkeypatch
     stores = Stores()
     for name in names * 2:
         stores.split(str(tmp_path / name), "train")
-    assert opened == names  # each once
-    monkeypatch.setattr(worker_module, "OPEN_BYTES", 2 * 4 * 16)
-    for name in ("s0", "s1", "s0", "s2", "s0", "s1"):
-        stores.split(str(tmp_path / name), "train")
     assert opened == names
-    write_store(tmp_path / "large", tokenizer, ["text"] * 40)
-    for name in ("large", "large", "s0", "s1", "s0"):
-        stores.split(str(tmp_path / name), "train")
-    assert opened == [*names, "large", "s0", "s1"]
 
 
 def test_a_damaged_frame_is_named(source, tmp_path, tokenizer):
@@ -336,7 +355,7 @@ def test_a_damaged_frame_is_named(source, tmp_path, tokenizer):
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(InputError, match=rf"train-00001\.{name}: block 0 \(bytes 0 to \d+\) is damaged"):
-            text_store.TextStore(copy)
+            text_store.TextStore(copy).verify()
         path.write_bytes(content)
     path = copy / "train-00001.text"
     content = bytearray(path.read_bytes())

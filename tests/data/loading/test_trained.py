@@ -11,7 +11,7 @@ from marking import mark, spans
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.sources.record import Document, Place
-from jaxthru.data.store import flat_file, text_store, writer
+from jaxthru.data.store import chunks, flat_file, writer
 from jaxthru.runtime.errors import InputError
 
 SEQUENCE, ROWS = 64, 8
@@ -129,7 +129,7 @@ def test_batches_are_the_same_online_resumed_and_in_any_division_into_processes(
     held_out = {"total_rows": 8, "rows": 4}
     expected_held_out = opened().held_out_batches(**held_out)
     for loaders, processes, online, most in ((1, 4, False, 0), (2, 2, True, 10**6), (2, 2, True, 50)):
-        monkeypatch.setattr(text_store, "KEEP_TOKENS", most)
+        monkeypatch.setattr(chunks, "KEEP_TOKENS", most)
         data = opened(online, loaders=loaders, store=str(tmp_path / f"store-{most}"))
         assert bool(data.workers) == online
         kept = {path.name.partition("-")[0] for path in (tmp_path / f"store-{most}").glob("*/*.kept")}
@@ -148,7 +148,7 @@ def test_batches_are_the_same_online_resumed_and_in_any_division_into_processes(
 def test_a_store_of_text_has_no_column_for_it(opened):
     stores = opened().prepared.stores
     columns = {name: {path.suffix for path in opened.folder.iterdir()} for name, opened in stores.items()}
-    assert columns["books"] == {".tokens", ".offsets", ".json"}
+    assert columns["books"] == {".tokens", ".offsets", ".json", ".columns"}
     assert columns["notes"] == columns["books"] | {".trained", ".targets"}
     shard = stores["books"].manifest["shards"][0]["splits"]["train"]
     assert shard.keys() == {"documents", "tokens", "tokens_crc32", "offsets_crc32"}
