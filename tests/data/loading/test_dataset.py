@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +171,18 @@ def test_sources_below_a_row_give_their_share_of_the_tokens(tmp_path, packing):
     # One row is rounding; of a source of several, one more is where in its last epoch the emptier row comes.
     off = np.abs(given[0] - given[0].sum() * weights)
     assert (off <= np.add(each, (0, 0, sequence, sequence))).all(), off / each
+
+
+def test_a_start_names_sources_that_are_read_too_often(data, caplog):
+    asked = {"schedule": ((0, data.mixture),), "seed": 1, "rows": ROWS}
+    for steps, often in (
+        (10, None),
+        (10_000, r"2 sources are .* in this run \(books [\d.,]+, notes [\d.,]+\): "),
+    ):
+        caplog.clear()
+        assert data.last_step(**asked, steps=steps) == steps
+        said = [record.getMessage() for record in caplog.records]
+        assert [bool(re.match(often, line)) for line in said] == [True] if often else not said
 
 
 def test_each_split_holds_its_own_documents(data, shared):
