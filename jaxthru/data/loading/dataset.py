@@ -18,6 +18,7 @@ from jaxthru.data.loading.packed_split import PackedSplit, describe, pack_split
 from jaxthru.data.loading.planned_batches import Batches, PlannedBatches
 from jaxthru.data.loading.token_workers import TokenWorkers
 from jaxthru.data.mixture.balance import row_costs
+from jaxthru.data.mixture.epochs import repeated
 from jaxthru.data.mixture.packing_whole import OverLong
 from jaxthru.data.mixture.planner import Planner, held_out_plan
 from jaxthru.data.mixture.sampler import Supply
@@ -256,9 +257,13 @@ class Data(contextlib.AbstractContextManager):
 
     def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
         """Returns after which of `steps` updates the run ends: the last, or where an exhausted source ends
-        it, which is logged. Raises InputError.
+        it, which is logged, and so are sources that are read too often. Raises InputError.
         """
         planner = self.planner(schedule, seed=seed, rows=rows)
+        last = steps if planner.end is None else min(steps, planner.end)
+        taken = planner.sampler.taken(last) / np.maximum(planner.available, 1)
+        if often := repeated(dict(zip(self.names, taken.tolist(), strict=True)), "in this run"):
+            log.warning("%s", often)
         if planner.end is None or planner.end >= steps:
             return steps
         said = "source %s is exhausted after step %d of %d: the run ends there"
@@ -274,18 +279,14 @@ class Data(contextlib.AbstractContextManager):
         return planner.balanced_by(functools.partial(self.row_costs, cost)) if cost else planner
 
     def _plan(self, schedule: Schedule, seed: int, rows: int) -> Planner:
-        sequence = self.config.sequence
-        # Rows that are split are full, but for a source's last: weights of tokens are weights of rows.
-        split = self.config.packing == "split"
+        # By the tokens that are in rows, however they are packed: a source's last row may be next to empty,
+        # and be its only one.
         supplies = {
-            name: Supply(
-                packed.rows,
-                packed.rows * sequence if split and not self.counted[name] else packed.tokens,
-                packed.documents,
-            )
+            name: Supply(packed.rows, packed.tokens, packed.documents)
             for name, (_, packed) in zip(self.names, self.train, strict=True)
         }
         groups = self.config.groups_of(rows)
+        sequence = self.config.sequence
         return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)
 
     def row_costs(self, cost: Cost, source: np.ndarray, row: np.ndarray) -> np.ndarray:
