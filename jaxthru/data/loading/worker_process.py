@@ -95,7 +95,7 @@ class WorkerProcess:
         program = [sys.executable, "-P", "-m", "jaxthru.data.loading.worker"]
         borders = json.dumps(self.borders)
         paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        with other, _blocked(signal.SIGINT, signal.SIGTERM):
+        with other, blocked(signal.SIGINT, signal.SIGTERM):
             self.process = subprocess.Popen(
                 [*program, str(other.fileno()), str(self._file), str(self.tokenizer), borders],
                 pass_fds=(other.fileno(), self._file),
@@ -146,7 +146,7 @@ class WorkerProcess:
 
 
 @contextlib.contextmanager
-def _blocked(*signals: signal.Signals) -> Iterator[None]:
+def blocked(*signals: signal.Signals) -> Iterator[None]:
     """Keeps signals from this thread, and from processes that it starts until they ask for them.
 
     A terminal's Ctrl-C and Slurm's SIGTERM reach every process of a run, and ask it for a stop in good order,
