@@ -114,7 +114,7 @@ class RayWorkers:
         settings = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": import_paths()} | own
         program = [sys.executable, "-P", "-m", "jaxthru.data.loading.ray_driver", json.dumps(told)]
         try:
-            with (self.folder / "driver.log").open("ab") as output, blocked(signal.SIGINT, signal.SIGTERM):
+            with (self.folder / "driver.log").open("wb") as output, blocked(signal.SIGINT, signal.SIGTERM):
                 self.process = subprocess.Popen(
                     program,
                     pass_fds=(*theirs, self.memory.file),
