@@ -27,6 +27,7 @@ from jaxthru.runtime.errors import InputError, require
 
 log = logging.getLogger("jaxthru")
 
+DRIVER = "jaxthru.data.loading.ray_driver"
 ADDRESS = "RAY_ADDRESS"
 """The variable that names a cluster, as for Ray's own commands: host:port of its head."""
 STARTS = 5
@@ -112,7 +113,7 @@ class RayWorkers:
         # Ray's chatter, and that of its processes, is kept out of the run's output.
         own = {} if self.address else OWN_CLUSTER | {"RAY_TMPDIR": str(self.folder)}
         settings = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": import_paths()} | own
-        program = [sys.executable, "-P", "-m", "jaxthru.data.loading.ray_driver", json.dumps(told)]
+        program = [sys.executable, "-P", "-m", DRIVER, json.dumps(told)]
         try:
             with (self.folder / "driver.log").open("wb") as output, blocked(signal.SIGINT, signal.SIGTERM):
                 self.process = subprocess.Popen(
