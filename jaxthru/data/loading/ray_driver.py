@@ -28,7 +28,7 @@ import numpy as np
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
-from jaxthru.data.loading.ray_workers import address_of
+from jaxthru.data.loading.ray_workers import LOST, address_of
 from jaxthru.data.loading.worker import outlast_signals, wait_for_end
 from jaxthru.data.loading.worker_handle import Ended
 from jaxthru.runtime.errors import InputError
@@ -110,7 +110,7 @@ class Cluster:
                 return
             except (OSError, RuntimeError, ValueError, RayError) as error:
                 if time.monotonic() > deadline:
-                    what = f"the Ray cluster at {address} has not taken this run for {PATIENCE:.0f} s"
+                    what = f"the Ray cluster at {address} has not taken this run for {PATIENCE:g} s"
                     how = f"its head must run, and this machine be a node: ray start --address={address}"
                     raise InputError(f"{what} ({first_line(error)}); {how}") from error
             ray.shutdown()
@@ -130,7 +130,8 @@ class Cluster:
                     seen[place] = time.monotonic()
                 elif time.monotonic() - seen[place] > seconds:
                     what = "this machine's node" if place == node else "the head"
-                    print(f"{what} of the Ray cluster has not answered for {seconds} s", flush=True)
+                    said = f"{what} of the Ray cluster has not answered for {seconds} s"
+                    Path(self.told["folder"], LOST).write_text(said)
                     os.killpg(0, signal.SIGKILL)
 
     async def start(self) -> tuple[ray.actor.ActorHandle, str, str]:
@@ -149,17 +150,15 @@ class Cluster:
             except (RayError, TimeoutError) as error:
                 if getattr(error, "actor_init_failed", False):
                     raise InputError(f"a token worker cannot start: {first_line(error)}") from error
-                if time.monotonic() > deadline:
+                if time.monotonic() >= deadline:
                     raise InputError(self._no_place(error)) from error
             if actor is not None:
                 ray.kill(actor)
             await asyncio.sleep(1)
 
     def _no_place(self, error: Exception) -> str:
-        where = f"the Ray cluster has started no token worker within {PATIENCE:.0f} s ({first_line(error)})"
-        return (
-            f"{where}; data.loaders = {self.workers} wants so many free CPUs, on nodes without accelerators"
-        )
+        said = f"the Ray cluster has not started a token worker within {PATIENCE:g} s ({first_line(error)})"
+        return f"{said}; data.loaders = {self.workers} needs as many free CPUs, on nodes without accelerators"
 
 
 async def answers(host: str, port: int) -> bool:

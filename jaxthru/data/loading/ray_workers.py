@@ -32,6 +32,8 @@ ADDRESS = "RAY_ADDRESS"
 """The variable that names a cluster, as for Ray's own commands: host:port of its head."""
 STARTS = 5
 """A driver that is started so often without an answer from any worker is given up."""
+LOST = "lost"
+"""The file in which a driver says why it ends itself."""
 LOG_BYTES = 4096
 """Of the end of a driver's log, in which its last words are."""
 OWN_CLUSTER = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
@@ -97,7 +99,9 @@ class RayWorkers:
             tries = f"Ray's driver ended {STARTS} times before any token worker had done anything"
             require(self.starts < STARTS, lambda: f"{tries}{self.last_words()}")
             told = "Ray's driver ended with code %s%s: started again, and all token workers with it"
-            log.warning(told, self.process.returncode, self.last_words(" (", ")"))
+            why = self.folder / LOST
+            log.warning(told, self.process.returncode, f" ({why.read_text()})" if why.exists() else "")
+            why.unlink(missing_ok=True)
         self.starts += 1
         pairs = [socket.socketpair() for _ in range(len(self.memory.regions))]
         self._sockets = [Connection(own.detach()) for own, _ in pairs]
@@ -129,8 +133,8 @@ class RayWorkers:
             for _, other in pairs:
                 other.close()
 
-    def last_words(self, before: str = ": ", after: str = "") -> str:
-        """Returns the last line of the driver's log, with what stands around it; or nothing."""
+    def last_words(self) -> str:
+        """Returns `: ...`, the last line of the driver's log, or nothing."""
         try:
             with (self.folder / "driver.log").open("rb") as file:
                 file.seek(max(file.seek(0, os.SEEK_END) - LOG_BYTES, 0))
@@ -138,7 +142,7 @@ class RayWorkers:
         except OSError:
             return ""
         said = [line.strip() for line in lines if line.strip()]
-        return f"{before}{said[-1]}{after}" if said else ""
+        return f": {said[-1]}" if said else ""
 
     def close(self) -> None:
         """Ends the driver, with a cluster that it has started, and the actors."""

@@ -119,10 +119,11 @@ class TokenWorkers(contextlib.AbstractContextManager):
         with self._lock:
             self._fail("the token workers are closed")
             workers, self._workers = self._workers, []
+            runs, self._runs = self._runs, None
         for worker in workers:
             worker.close()
-        if self._runs:
-            self._runs.close()
+        if runs:
+            runs.close()
 
     def __exit__(self, *exception) -> None:
         self.close()
