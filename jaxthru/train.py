@@ -18,7 +18,7 @@ from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import prepare_data
 from jaxthru.data.loading.preview import opening
-from jaxthru.data.loading.state import DataState, check_sampler
+from jaxthru.data.loading.state import DataState, check_packing, check_sampler
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
@@ -129,6 +129,8 @@ def restore_or_start(
     else:
         step, state, saved = restored
         log.info("resumed from step %d", step)
+        whole = data.masked or built.config.data.packing == "best_fit"
+        check_packing(saved, built.config.data.sequence, data.segments, whole=whole)
         data_state = DataState.from_json(saved).resumed(step, data.mixture, data.keys)
         reference = reference_model(built, directory, data_state)
         if reference.missing:  # of steps that the run was not to have before

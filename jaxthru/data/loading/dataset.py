@@ -16,7 +16,7 @@ from jaxthru.data.loading.loader import Cost, Loader
 from jaxthru.data.loading.online import OnlineSplit
 from jaxthru.data.loading.packed_split import PackedSplit, describe, pack_split
 from jaxthru.data.loading.planned_batches import PlannedBatches
-from jaxthru.data.loading.token_workers import TokenWorkers
+from jaxthru.data.loading.token_workers import Backend, TokenWorkers, check_backend
 from jaxthru.data.mixture.balance import row_costs
 from jaxthru.data.mixture.packing_whole import OverLong
 from jaxthru.data.mixture.planner import Planner, held_out_plan
@@ -45,8 +45,10 @@ class DataConfig:
     balance: orders the rows of each step so that all devices have about the same work.
     linear_cost, attention_cost: seconds, or any unit, for each token of a row and for each token² of its
         documents, as measured; None takes the model's floating-point operations.
-    loaders: processes of each host that make the tokens of the sources that are tokenised online; None is
-        half of the cores that its training processes may use. They change no batch.
+    loaders: token workers of each host, which make the tokens of the sources that are tokenised online; None
+        is half of the cores that its training processes may use. They change no batch.
+    workers: what token workers are: `processes` of this machine, or the actors of a Ray cluster, `ray`, which
+        needs `jaxthru[ray]`. RAY_ADDRESS names the cluster; without it each host starts one of its own.
     over_long: what becomes of a conversation longer than a row: `drop` leaves it out, `truncate` cuts off its
         end, `cut` lets it go on in another row, as text does. Each start of a run says how many there are.
     """
@@ -58,6 +60,7 @@ class DataConfig:
     tokenizer: str | None = None
     groups: int | None = None
     loaders: int | None = None
+    workers: Backend = "processes"
     balance: bool = True
     linear_cost: float | None = None
     attention_cost: float | None = None
@@ -98,6 +101,7 @@ def open_data(
     (`RunDirectory.tokenizer`), which may not be there: it is taken where the tokenizer that the configuration
     or the mix names is gone. Raises InputError.
     """
+    check_backend(config.workers)
     mix = load_mix(config.mix, config.tokenizer, kept)
     return Data(config, open_stores(mix, Path(config.store), prepare, begun))
 
@@ -108,6 +112,7 @@ def prepare_data(
     """Makes the token stores and the packings that are missing and returns the keys by which any process
     opens them: `open_data(config, prepare=False, begun=keys)`. begun, kept: as there. Raises InputError.
     """
+    check_backend(config.workers)
     keys = make_stores(load_mix(config.mix, config.tokenizer, kept), Path(config.store), begun)
     open_data(config, prepare=False, begun=keys, kept=kept).close()
     return keys
@@ -140,7 +145,7 @@ class Data(Loader):
         recipes = {name: prepared.mix.recipes[name] for name in online}
         transforms = {name: each.transform for name, each in recipes.items() if each.records == "text"}
         made = self.tokenizer.path, transforms, self.tokenizer.borders
-        self.workers = TokenWorkers(processes, online, *made) if online else None
+        self.workers = TokenWorkers(processes, online, *made, config.workers) if online else None
         if self.workers:
             weakref.finalize(self, self.workers.close)
 
@@ -230,18 +235,14 @@ class Data(Loader):
         return planner.balanced_by(functools.partial(self.row_costs, cost)) if cost else planner
 
     def _plan(self, schedule: Schedule, seed: int, rows: int) -> Planner:
-        sequence = self.config.sequence
-        # Rows that are split are full, but for a source's last: weights of tokens are weights of rows.
-        split = self.config.packing == "split"
+        # By the tokens that are in rows, however they are packed: a source's last row may be next to empty,
+        # and be its only one.
         supplies = {
-            name: Supply(
-                packed.rows,
-                packed.rows * sequence if split and not self.counted[name] else packed.tokens,
-                packed.documents,
-            )
+            name: Supply(packed.rows, packed.tokens, packed.documents)
             for name, (_, packed) in zip(self.names, self.train, strict=True)
         }
         groups = self.config.groups_of(rows)
+        sequence = self.config.sequence
         return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)
 
     def row_costs(self, cost: Cost, source: np.ndarray, row: np.ndarray) -> np.ndarray:

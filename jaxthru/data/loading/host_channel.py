@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxthru.data.loading.worker_process import blocked
+from jaxthru.data.loading.worker_handle import blocked
+from jaxthru.data.loading.worker_process import import_paths
 from jaxthru.runtime.errors import InputError, require
 
 Arrays = Mapping[str, np.ndarray]
@@ -180,15 +181,13 @@ def _start(name: str) -> Connection | None:
         # It ends when nobody is connected any more: so this process is, before it can look.
         connection = _connected(name)
         program = [sys.executable, "-P", "-m", "jaxthru.data.loading.host_server", str(listener.fileno())]
-        # What this process has imported, it is to find: not what the working directory may have first.
-        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         try:
-            with blocked(signal.SIGINT, signal.SIGTERM):  # which ask it for a stop: see `worker_process`
+            with blocked(signal.SIGINT, signal.SIGTERM):  # which ask it for a stop: see `worker_handle`
                 server = subprocess.Popen(
                     program,
                     pass_fds=(listener.fileno(),),
                     stdin=subprocess.DEVNULL,
-                    env=os.environ | {"PYTHONPATH": paths},
+                    env=os.environ | {"PYTHONPATH": import_paths()},
                 )
         except OSError as error:
             raise InputError(f"the data server of this host cannot be started: {error}") from error

@@ -265,6 +265,10 @@ class HostPlanner:
         _, found = self._client.ask("rows_of", key=self._key, step=step)
         return StepPlan(found["source"], found["row"])
 
+    def epochs(self, steps: int) -> np.ndarray:
+        """Returns how often each source is read in so many updates."""
+        return self._client.ask("epochs", key=self._key, steps=steps)[1]["epochs"]
+
 
 class HostBuilder:
     """The server's batch builder of a split. See `BatchBuilder`."""

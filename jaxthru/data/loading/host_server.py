@@ -88,6 +88,9 @@ class Session:
         plan = self.server.plans[key].plan(step)
         send(self.connection, {}, {"source": plan.source, "row": plan.row})
 
+    def answer_epochs(self, arrays: Arrays, key: str, steps: int) -> None:
+        send(self.connection, {}, {"epochs": self.server.plans[key].planner.epochs(steps)})
+
     def answer_held_out_rows(self, arrays: Arrays, total_rows: int, rows: int) -> None:
         source, row = self.data.held_out_rows(total_rows, rows)
         send(self.connection, {}, {"source": source, "row": row})

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxthru.data.loading.planned_batches import Batches
 from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.data.mixture.epochs import repeated
 from jaxthru.data.mixture.planner import StepPlan
 from jaxthru.data.mixture.schedule import Schedule
 
@@ -34,14 +35,18 @@ class Plan(Protocol):
     def plan(self, step: int) -> StepPlan:
         """Returns the rows of update `step` + 1."""
 
+    def epochs(self, steps: int) -> np.ndarray:
+        """Returns how often each source is read in so many updates."""
+
 
 class Loader(contextlib.AbstractContextManager):
     """Batches of planned rows. `Data` builds them of the stores that it has opened, `HostData` has the data
     server of this host build them.
 
-    mixture: of the mix file now. threads: that build ahead.
+    names: of the sources. mixture: of the mix file now. threads: that build ahead.
     """
 
+    names: tuple[str, ...]
     mixture: Mixture
     threads: int
 
@@ -111,9 +116,13 @@ class Loader(contextlib.AbstractContextManager):
 
     def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
         """Returns after which of `steps` updates the run ends: the last, or where an exhausted source ends
-        it, which is logged. Raises InputError.
+        it, which is logged, and so are sources that are read too often. Raises InputError.
         """
         planner = self.planner(schedule, seed=seed, rows=rows)
+        last = steps if planner.end is None else min(steps, planner.end)
+        epochs = zip(self.names, planner.epochs(last).tolist(), strict=True)
+        if often := repeated(dict(epochs), "in this run"):
+            log.warning("%s", often)
         if planner.end is None or planner.end >= steps:
             return steps
         said = "source %s is exhausted after step %d of %d: the run ends there"
