@@ -10,12 +10,13 @@ from typing import NoReturn
 from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
 from jaxthru.build.adapted_weights import published_weights
+from jaxthru.build.batches import open_shared
 from jaxthru.build.checks import check_objective
 from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
 from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
-from jaxthru.data.loading.dataset import open_data, prepare_data
+from jaxthru.data.loading.dataset import prepare_data
 from jaxthru.data.loading.preview import opening
 from jaxthru.data.loading.state import DataState, check_packing, check_sampler
 from jaxthru.data.store.mix_file import load_mix
@@ -217,7 +218,7 @@ def run(
     recipes = load_mix(config.data.mix, config.data.tokenizer, kept).recipes
     check_objective(config, {name: recipe.options.unit for name, recipe in recipes.items()})
     keys = distributed.from_first(lambda: prepare_data(config.data, begun, kept))
-    data = open_data(config.data, prepare=False, begun=keys, kept=kept)
+    data = open_shared(config.data, keys, kept)
     for line in (*data.account, *opening(data)):
         log.info("%s", line)
     directory = directory or RunDirectory.fresh(name)
@@ -234,7 +235,7 @@ def run(
         chosen = choices.still_true(chosen, built.config, built.choices)
         distributed.from_first(lambda: choices.write(directory.choices, chosen))
         directory.write_environment()
-        directory.keep_tokenizer(data.tokenizer.kept)
+        directory.keep_tokenizer(lambda: data.tokenizer.kept)
         if weights:
             directory.keep_base(weights.folder.path)
         if base:

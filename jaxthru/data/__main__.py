@@ -14,10 +14,12 @@ import rich.text
 
 from jaxthru.data.loading import preview
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data
+from jaxthru.data.mixture import epochs
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.mixture.packing_whole import OverLong
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import open_stores
+from jaxthru.data.store.report import FEW, NAMED
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime import command_line
 from jaxthru.runtime.errors import exit_code, require, shown
@@ -31,8 +33,19 @@ def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.data") ->
 
 def _prepare(arguments: argparse.Namespace) -> int:
     mix = load_mix(arguments.mix, arguments.tokenizer)
-    for opened in open_stores(mix, Path(arguments.store)).stores.values():
+    stores = open_stores(mix, Path(arguments.store)).stores
+    largest = sorted(stores.values(), key=lambda opened: -opened.train.tokens)
+    for opened in stores.values() if len(stores) <= FEW else largest[:NAMED]:
         print(f"{opened.folder}: {opened.train.tokens} tokens, {opened.held_out.tokens} held out")
+    if len(stores) > FEW:
+        splits = ([getattr(opened, split).tokens for opened in largest] for split in ("train", "held_out"))
+        tokens, held_out = map(sum, splits)
+        print(f"{arguments.store}: {len(stores)} stores, {tokens} tokens, {held_out} held out")
+    tokens = {name: opened.train.tokens for name, opened in stores.items()}
+    documents = {name: opened.train.documents for name, opened in stores.items()}
+    each = epochs.in_one_pass(mix.mixture, tokens, documents)
+    if often := epochs.repeated(each, "while as many tokens are read as there are"):
+        print(often, file=sys.stderr)
     if arguments.sequence is not None:
         with open_data(_config(arguments)) as data:
             rows = sum(packed.rows for _, packed in data.train)

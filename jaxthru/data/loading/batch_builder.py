@@ -40,6 +40,7 @@ class BatchBuilder:
     """Builds batches of rows of `sequence` tokens.
 
     splits: of each source, its tokens and their packing. piece_count: pieces of all their rows.
+    memory: of batches.
     """
 
     def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, PackedRows]], sequence: int):
@@ -49,7 +50,7 @@ class BatchBuilder:
         self._marked = np.array([stream.targets is not None for stream in self._streams])
         self._in_order = np.array([packed.in_order for packed in self._packed])
         self._all_in_order = bool(self._in_order.all())
-        self._sequence, self._memory = sequence, BatchMemory()
+        self._sequence, self.memory = sequence, BatchMemory()
         *first, self.piece_count = itertools.accumulate((each.pieces for each in self._packed), initial=0)
         self._first_piece = np.array(first)
         self._columns: dict[str, tuple[np.ndarray, int]] = {}
@@ -121,7 +122,7 @@ class BatchBuilder:
         InputError for what cannot be read.
         """
         sequence = self._sequence
-        batch = self._memory.take(len(row), sequence)
+        batch = self.memory.take(len(row), sequence)
         flat = {name: array.reshape(-1) for name, array in batch.items()}
 
         # Of each row: its pieces, how many, and what they sum to.
