@@ -30,7 +30,7 @@ MODULES = {
     "data.constructor": "data.loading.batch_builder",
     "data.corpus": "data.sources.corpus",
     "data.files": "data.sources.files",
-    "data.loader": "data.loading.dataset data.loading.planned_batches",
+    "data.loader": "data.loading.dataset data.loading.loader data.loading.planned_batches",
     "data.loader_process": "data.loading.worker_handle data.loading.worker_process",
     "data.loaders": "data.loading.token_workers",
     "data.memory": "data.loading.batch_memory",

@@ -45,11 +45,10 @@ class DataConfig:
     balance: orders the rows of each step so that all devices have about the same work.
     linear_cost, attention_cost: seconds, or any unit, for each token of a row and for each token² of its
         documents, as measured; None takes the model's floating-point operations.
-    loaders: token workers, which make the tokens of the sources that are tokenised online; None is half of
-        the cores that this process may use. They change no batch.
+    loaders: token workers of each host, which make the tokens of the sources that are tokenised online; None
+        is half of the cores that its training processes may use. They change no batch.
     workers: what token workers are: `processes` of this machine, or the actors of a Ray cluster, `ray`, which
-        needs `jaxthru[ray]`. RAY_ADDRESS names the cluster; without it each training process starts one of
-        its own machine.
+        needs `jaxthru[ray]`. RAY_ADDRESS names the cluster; without it each host starts one of its own.
     over_long: what becomes of a conversation longer than a row: `drop` leaves it out, `truncate` cuts off its
         end, `cut` lets it go on in another row, as text does. Each start of a run says how many there are.
     """

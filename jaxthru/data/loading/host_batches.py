@@ -6,9 +6,10 @@ back, or is gone; then, as in a process that is alone, its memory is used again.
 
 import collections
 import concurrent.futures
+import itertools
 import logging
 import os
-import sys
+import secrets
 import threading
 import weakref
 from pathlib import Path
@@ -23,6 +24,8 @@ from jaxthru.data.loading.planned_batches import PlannedBatches
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.mixture.schedule import Schedule
 from jaxthru.runtime.errors import require
+
+log = logging.getLogger("jaxthru")
 
 KEPT = 16
 """Batches that are kept for trainers that take the same rows and have not asked for them yet."""
@@ -66,7 +69,8 @@ class Server:
         self._takers = collections.defaultdict[tuple, set[str]](set)  # trainers that take such rows
         self.built: dict[tuple, Built] = {}
         self._held = collections.defaultdict[str, dict[int, Arrays]](dict)  # of each trainer
-        self._numbers = iter(range(sys.maxsize))
+        # A number that a trainer has from a server before this one must not be one of this one's.
+        self._numbers = itertools.count(secrets.randbits(60))
 
     def open(
         self, config: dict[str, Any], keys: dict[str, str], kept: str | None, cores: list[int], trainers: int
@@ -165,8 +169,9 @@ def schedule_of(tree: list) -> Schedule:
 
 def _take_cores(cores: list[int]) -> None:
     """Lets this process, and what it starts, run where any of its trainers may: it was started by one."""
-    allowed = os.sched_getaffinity(0)
+    allowed = os.sched_getaffinity(0) | set(cores)
     try:
-        os.sched_setaffinity(0, allowed | set(cores))
-    except OSError:  # a control group allows fewer
-        logging.getLogger("jaxthru").debug("the data server keeps to %d cores", len(allowed))
+        for thread in Path("/proc/self/task").iterdir():  # each has its own
+            os.sched_setaffinity(int(thread.name), allowed)
+    except OSError:  # a thread has ended, or a control group allows fewer
+        log.debug("the data server may not use all of the cores %s", sorted(allowed))

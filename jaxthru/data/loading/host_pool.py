@@ -88,6 +88,8 @@ class Client:
                     connection.close()
                 raise
             self._idle.append(connection)
+            if self._closed:  # meanwhile
+                self.close()
             return _checked(answer)
         raise TrainingError(f"the data server of this host ended {TRIES} times at one request ({what})")
 
@@ -156,9 +158,9 @@ class HostData(Loader):
             raise
         self.names, self.account = tuple(facts["names"]), facts["account"]
         self.keys, self.units, self.masked = facts["keys"], facts["units"], facts["masked"]
-        self.vocabulary, self.segments, self.threads = (
-            facts[name] for name in ("vocabulary", "segments", "threads")
-        )
+        self.vocabulary, self.segments = facts["vocabulary"], facts["segments"]
+        # All trainers together have about as many batches built at once as one that is alone.
+        self.threads = -(-facts["threads"] // host.trainers)
         self.rows, self.pieces, self.tokens = (facts[name] for name in ("rows", "pieces", "tokens"))
         self.counted = {name: each and Packed(**each) for name, each in facts["counted"].items()}
         self.mixture = Mixture.from_tree(facts["mixture"])

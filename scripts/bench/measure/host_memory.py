@@ -1,6 +1,6 @@
 """Memory that the data of several training processes of a host takes, at one rate for all; one JSON line.
 
-    python scripts/bench/measure/host_memory.py FOLDER READER [KEY=VALUE ...] [--trainers 8] [--rate 8]
+    python scripts/bench/measure/host_memory.py FOLDER READER [KEY=VALUE ...] [--trainers 8] [--rate 4]
 
 READER is of `data_contenders`, KEYs are its own; `jaxthru_host` is told which trainer it is besides. FOLDER
 is of `data_corpus`, its heavy sources made if missing. A trainer here imports all that a reader needs, JAX
@@ -29,6 +29,8 @@ from measure import loading
 
 CHECKED_SECONDS, GROWN = 8.0, 1.01
 """Memory has stopped growing when it has grown by less in so many seconds, twice in a row."""
+CALM = 2
+"""Batches, one after the other, that a trainer has not waited for: what is read ahead is there."""
 MEMORY = ("private_mb", "proportional_mb")
 
 
@@ -38,6 +40,11 @@ def said(arguments: argparse.Namespace) -> bool:
     return bool(heard and sys.stdin.readline())
 
 
+def which(arguments: argparse.Namespace) -> list[str]:
+    """Returns what a reader of one of several trainers is told besides."""
+    return [f"{name}={getattr(arguments, name)}" for name in ("trainer", "trainers", "host")]
+
+
 def train(arguments: argparse.Namespace) -> None:
     """Is one of the trainers: opens its batches, takes them, and counts when it is told to."""
     warnings.simplefilter("ignore")
@@ -45,8 +52,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     flags.FLAGS.mark_as_parsed()  # Grain's worker processes ask for it
     if arguments.reader == "jaxthru_host":
-        which = f"trainer={arguments.trainer} trainers={arguments.trainers} host={arguments.host}"
-        arguments.words += which.split()
+        arguments.words += which(arguments)
     open_batches = loading.opened(arguments)
     print(json.dumps("ready"), flush=True)
     sys.stdin.readline()
@@ -56,6 +62,11 @@ def train(arguments: argparse.Namespace) -> None:
     first = time.perf_counter() - began
     print(json.dumps("first"), flush=True)
     pause = rows * arguments.trainers / arguments.rate
+    ends, calm = time.monotonic() + arguments.settle_seconds, 0
+    while calm < CALM and time.monotonic() < ends:
+        (waited, *_), _ = loading.take(batches, pause, pause)
+        calm = calm + 1 if waited < pause / 10 else 0
+    print(json.dumps("calm"), flush=True)
     while not said(arguments):
         loading.take(batches, pause, pause)
     taken, took = loading.take(batches, arguments.seconds, pause)
@@ -64,8 +75,9 @@ def train(arguments: argparse.Namespace) -> None:
     print(json.dumps(found | {"batch_seconds_median": statistics.median(taken)}), flush=True)
     while not said(arguments):
         loading.take(batches, pause, pause)
-    for process in loading.processes(os.getpid())[:0:-1]:
-        process.kill()
+    if arguments.reader != "jaxthru_host":  # whose server serves the others still, and ends by itself
+        for process in loading.processes(os.getpid())[:0:-1]:
+            process.kill()
     os._exit(0)
 
 
@@ -76,7 +88,7 @@ class Trainers:
         host = f"jaxthru-bench-{secrets.token_hex(8)}"
         command = [sys.executable, __file__, str(arguments.folder), arguments.reader, *arguments.words]
         command += ["--trainers", str(arguments.trainers), "--rate", str(arguments.rate)]
-        command += ["--seconds", str(arguments.seconds)]
+        command += ["--seconds", str(arguments.seconds), "--settle-seconds", str(arguments.settle_seconds)]
         self.processes = []
         for trainer in range(arguments.trainers):
             whole = [*command, "--trainer", str(trainer), "--host", host]
@@ -124,6 +136,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     without = trainers.memory()
     trainers.tell()
     trainers.hear()
+    trainers.hear()
     trainers.settle(arguments.settle_seconds)
     trainers.tell()
     each = trainers.hear()
@@ -148,9 +161,9 @@ OPTIONS = (
     option("reader"),
     option("words", nargs="*", metavar="KEY=VALUE"),
     option("--trainers", type=int, default=1),
-    option("--rate", type=float, default=8.0, help="rows a second that all take together"),
-    option("--seconds", type=float, default=30.0, help="timed"),
-    option("--settle-seconds", type=float, default=120.0, help="at most"),
+    option("--rate", type=float, default=4.0, help="rows a second that all take together"),
+    option("--seconds", type=float, default=24.0, help="timed"),
+    option("--settle-seconds", type=float, default=90.0, help="at most"),
     option("--tiny", action="store_true", help="a small corpus, a short time: does it run?"),
     option("--trainer", type=int, help="be this one of the trainers"),
     option("--host", default="", help="the name of the trainers' data server"),

@@ -8,7 +8,7 @@ What is expected, of sources whose records of 32 KiB are tokenised while trainin
   the trainer itself (`-threads`), which then tokenises between its steps, for nothing is built ahead.
 
 So that at 8 trainers the memory is that of two processes against eight. Every contender is asked for the
-same 8 rows a second, all trainers together; `batch s` is how long a trainer waits for one, the median of the
+same 4 rows a second, all trainers together; `batch s` is how long a trainer waits for one, the median of the
 slowest. An iterator for each source with Grain's own 500 records of each takes a GB and more a worker: it
 runs at one trainer alone. Numbers are of the whole tree of processes, less what the same trainers have before
 they open any data; they load no model.

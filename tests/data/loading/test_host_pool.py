@@ -83,8 +83,17 @@ def children(process: int) -> list[int]:
     return [int(word) for thread in threads for word in thread.read_text().split()]
 
 
-def test_trainers_get_the_batches_of_one_process(config, keys, expected):
-    place = host()
+@pytest.fixture
+def one_core():
+    """This process may use one core, as a task of a scheduler may."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield cores
+    os.sched_setaffinity(0, cores)
+
+
+def test_trainers_get_the_batches_of_one_process(config, keys, expected, one_core):
+    place = host()._replace(cores=sorted(one_core))
     with (
         alone(config, keys) as data,
         HostData(place, config, keys) as one,
@@ -93,8 +102,9 @@ def test_trainers_get_the_batches_of_one_process(config, keys, expected):
         server = one._client._server
         assert other._client._server == server != os.getpid()
         facts = ("names", "mixture", "keys", "vocabulary", "segments", "rows", "pieces", "tokens", "counted")
-        for name in (*facts, "account", "masked", "units", "threads"):
+        for name in (*facts, "account", "masked", "units"):
             assert getattr(one, name) == getattr(data, name), name
+        assert (one.threads, data.threads) == (2, 4)  # of both trainers together as many
         assert one.tokenizer.identity == data.tokenizer.identity
         schedule, half = ((0, one.mixture),), ROWS // 2
         parts = [
@@ -110,6 +120,8 @@ def test_trainers_get_the_batches_of_one_process(config, keys, expected):
         for part in parts:
             part.close()
         assert step == STEPS - 1
+        (worker,) = children(server)
+        assert os.sched_getaffinity(server) == os.sched_getaffinity(worker) == one_core
         assert same(one.dataset(**ASKED)[7], expected[7])
         held_out = {"total_rows": 20, "rows": 8, "local_rows": slice(2, 6)}
         pairs = zip(one.held_out_batches(**held_out), data.held_out_batches(**held_out), strict=True)
@@ -263,7 +275,7 @@ def test_rows_that_trainers_share_are_built_once(counted):
 
 
 def test_memory_comes_back_from_trainers_that_release_it_or_leave(counted):
-    server, _ = counted
+    server, plans = counted
     for step in range(20):
         number, batch = server.batch("c", "plan", (4, 8), step + 10)
         assert server.blocks.places(batch)[1]["tokens"] == 0
@@ -277,7 +289,11 @@ def test_memory_comes_back_from_trainers_that_release_it_or_leave(counted):
     for step in range(3):
         server.batch("a", "plan", (4, 8), step + 60)
     assert len(server.blocks) <= 5
-    server.release("b", [1, 2, 10**6])  # numbers of nobody's
+    number, _ = server.batch("b", "plan", (0, 4), 70)
+    other = Server()
+    other.release("b", [number])  # of a server before it
+    other.plans["plan"] = plans
+    assert other.batch("b", "plan", (0, 4), 70)[0] != number
 
 
 def test_a_slow_trainer_holds_up_no_memory(counted):
