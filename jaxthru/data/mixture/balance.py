@@ -8,21 +8,19 @@ import heapq
 
 import numpy as np
 
-from jaxthru.data.mixture.packing import Packing
-
 EVEN = 1.001
 """Parts whose costliest is so near to their mean are not improved further."""
+AT_ONCE = 16
+"""Items put into parts together, at least; fewer go one by one."""
 
 
-def row_costs(packing: Packing, sequence: int, linear: float, attention: float) -> np.ndarray:
-    """Returns int64 [rows], what each row costs: linear × tokens + attention × Σ document length².
+def row_costs(span: np.ndarray, sequence: int, linear: float, attention: float) -> np.ndarray:
+    """Returns int64 [rows], what rows cost: linear × tokens + attention × Σ document length².
 
-    Padding is charged like tokens: a matmul takes the whole row. Costs are integers, of which a row
-    of one document has 2⁴⁰, so that their sums and their order are the same on every machine.
+    span: int64 [rows], the Σ document length² of each. Padding is charged like tokens: a matmul takes the
+    whole row. Costs are integers, of which a row of one document has 2⁴⁰, so that their sums and their order
+    are the same on every machine.
     """
-    if packing.rows == 0:
-        return np.zeros(0, np.int64)
-    span = np.add.reduceat(packing.length**2, packing.first[:-1])
     most = linear * sequence + attention * sequence**2
     return np.round((linear * sequence + attention * span) / most * 2**40).astype(np.int64)
 
@@ -54,34 +52,68 @@ def partition(costs: np.ndarray, parts: int) -> np.ndarray:
         return ranked[:, None]
     if size == 2:  # the costliest with the cheapest, and so on: no other pairs have a cheaper costliest
         return np.stack([ranked[:parts], ranked[parts:][::-1]], axis=1)
+    return _exchanged(costs, _longest_first(costs, ranked, parts))
+
+
+def _longest_first(costs: np.ndarray, ranked: np.ndarray, parts: int) -> np.ndarray:
+    """Returns int64 [parts, size], each item put into the lightest part that is not full, in this order.
+
+    ranked: int64 [items], the costliest first. The lightest parts take one item each at once, up to the first
+    that is no lighter than one of those before it has become.
+    """
+    size, last = len(ranked) // parts, np.iinfo(np.int64).max
     found = np.empty((parts, size), np.int64)
-    lightest = [(0, part, 0) for part in range(parts)]
-    costs_list = costs.tolist()
-    for item in ranked.tolist():
-        total, part, filled = heapq.heappop(lightest)
-        found[part, filled] = item
-        if filled + 1 < size:
-            heapq.heappush(lightest, (total + costs_list[item], part, filled + 1))
-    return _exchanged(costs, found)
+    totals, filled, done = np.zeros(parts, np.int64), np.zeros(parts, np.int64), 0
+    taking = ranked[:parts]  # all are empty
+    while len(taking) >= AT_ONCE:
+        lightest = np.argsort(totals, kind="stable")[: len(taking)]
+        after = totals[lightest] + costs[taking]
+        becomes = np.where(filled[lightest] + 1 < size, after, last)
+        heavier = np.minimum.accumulate(becomes[:-1]) <= totals[lightest[1:]]
+        count = 1 + int(heavier.argmax()) if heavier.any() else len(taking)
+        chosen = lightest[:count]
+        found[chosen, filled[chosen]] = taking[:count]
+        totals[chosen], filled[chosen], done = becomes[:count], filled[chosen] + 1, done + count
+        taking = ranked[done : done + np.count_nonzero(filled < size)] if count >= AT_ONCE else ranked[:0]
+    able = np.flatnonzero(filled < size)
+    heap = list(zip(totals[able].tolist(), able.tolist(), filled[able].tolist(), strict=True))
+    heapq.heapify(heap)
+    for item, cost in zip(ranked[done:].tolist(), costs[ranked[done:]].tolist(), strict=True):
+        total, part, count = heap[0]
+        found[part, count] = item
+        if count + 1 < size:
+            heapq.heapreplace(heap, (total + cost, part, count + 1))
+        else:
+            heapq.heappop(heap)
+    return found
 
 
 def _exchanged(costs: np.ndarray, parts: np.ndarray) -> np.ndarray:
-    parts, sums = parts.copy(), costs[parts].sum(axis=1)
+    parts, cost = parts.copy(), costs[parts]
+    sums = cost.sum(axis=1)
+    beside = sums[:, None] - cost  # of each item, what its part has without it
+    after, other = np.empty_like(cost), np.empty_like(cost)
     for _ in range(4 * len(parts)):
         worst = int(sums.argmax())
-        if sums[worst] <= EVEN * sums.mean():
+        most = best = int(sums[worst])
+        if most <= EVEN * sums.mean():
             break
-        # [size, parts, size]: what the costliest part loses by giving one item for one of another part.
-        loss = costs[parts[worst]][:, None, None] - costs[parts][None]
-        after = np.maximum(sums[worst] - loss, sums[None, :, None] + loss)
-        after[:, worst] = np.iinfo(np.int64).max
-        mine, other, theirs = np.unravel_index(after.argmin(), after.shape)
-        if after[mine, other, theirs] >= sums[worst]:
+        beside[worst] = np.iinfo(np.int64).max // 2  # no exchange with itself
+        for item, given in enumerate(cost[worst].tolist()):
+            # What the costlier of both parts has after it, of each item that may be taken for this one.
+            np.add(cost, most - given, out=after)
+            np.maximum(after, np.add(beside, given, out=other), out=after)
+            place = int(after.argmin())
+            if after.flat[place] < best:
+                best, mine, theirs = int(after.flat[place]), (worst, item), divmod(place, cost.shape[1])
+        if best == most:
             break
-        parts[worst, mine], parts[other, theirs] = parts[other, theirs], parts[worst, mine]
-        sums = costs[parts].sum(axis=1)
-    rank = np.argsort(-costs[parts], axis=1, kind="stable")
-    return np.take_along_axis(parts, rank, axis=1)
+        for array in (parts, cost):
+            array[mine], array[theirs] = array[theirs], array[mine]
+        for part in (worst, theirs[0]):
+            sums[part] = cost[part].sum()
+            beside[part] = sums[part] - cost[part]
+    return np.take_along_axis(parts, np.argsort(-cost, axis=1, kind="stable"), axis=1)
 
 
 def _prime_factors(number: int) -> list[int]:
