@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxthru.data.sources.transforms import Transform, apply, find_transform
-from jaxthru.data.store.text_store import StoredText, TextSplit, TextStore
+from jaxthru.data.store.chunks import StoredText, signed
+from jaxthru.data.store.text_store import TextSplit, TextStore
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.data.store.tokenizer_folder import Borders
 from jaxthru.runtime.errors import InputError
@@ -66,9 +67,7 @@ def produce(
             where = f"{folder}: chunk {chunk} of {split}"
             raise InputError(f"{where}: {error}, and did not when the store was made: {SAME}") from error
     for (_, begins, final), encoded in zip(stored, tokenizer.encode_documents(given), strict=True):
-        ids = encoded.ids.astype(np.int32)
-        ids = ids if encoded.trained is None else np.where(encoded.trained, ids, ~ids)
-        tokens.append(tokenizer.part(ids, begins, final))
+        tokens.append(tokenizer.part(signed(*encoded), begins, final))
     lengths = opened.lengths(chunks).tolist()
     for chunk, ids, length in zip(chunks.tolist(), tokens, lengths, strict=True):
         if len(ids) != length:
