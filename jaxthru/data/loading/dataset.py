@@ -48,7 +48,7 @@ class DataConfig:
     loaders: token workers, which make the tokens of the sources that are tokenised online; None is half of
         the cores that this process may use. They change no batch.
     workers: what token workers are: `processes`, or actors of a Ray cluster, `ray` (`jaxthru[ray]`), which
-        RAY_ADDRESS names; without it each training process starts one of its own machine.
+        RAY_ADDRESS names; without it a run starts one on each of its machines.
     over_long: what becomes of a conversation longer than a row: `drop` leaves it out, `truncate` cuts off its
         end, `cut` lets it go on in another row, as text does. Each start of a run says how many there are.
     """
