@@ -31,7 +31,7 @@ MODULES = {
     "data.corpus": "data.sources.corpus",
     "data.files": "data.sources.files",
     "data.loader": "data.loading.dataset data.loading.planned_batches",
-    "data.loader_process": "data.loading.worker_process",
+    "data.loader_process": "data.loading.worker_handle data.loading.worker_process",
     "data.loaders": "data.loading.token_workers",
     "data.memory": "data.loading.batch_memory",
     "data.mix": "data.sources.readers data.sources.recipes data.store.mix_file",

@@ -130,13 +130,7 @@ def wait_for_a_save(process, checkpoints) -> bool:
     return False
 
 
-@pytest.mark.slow
-def test_killed_thrice(place, whole):
-    kill_at_random(place, "thrice", 3, apart=8)
-    assert place.losses("thrice") == place.losses("whole")
-
-
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_killed_twenty_times(place, whole):
     settings = {"train__steps": 200, "checkpoint__every": 2, "model__loop": "unroll"}
     place.run("long_whole", **settings)

@@ -54,7 +54,7 @@ def open_stores(
         name: (TextStore if recipe.online else store.TokenStore)(_folder(folder, mix, name, keys[name]))
         for name, recipe in mix.recipes.items()
     }
-    tokenizer = _kept_tokenizer(mix, folder, {opened.about["tokenizer"] for opened in stores.values()})
+    tokenizer = kept_tokenizer(mix, folder, {opened.about["tokenizer"] for opened in stores.values()})
     require(tokenizer is not None, _unprepared(mix, folder, "tokenizer"))
     for name, opened in stores.items():
         wanted = mix.recipes[name].transform.name
@@ -87,7 +87,7 @@ def make_stores(mix: MixFile, folder: Path, begun: Mapping[str, str] | None = No
     with Progress() as progress:
         manifests = (store.read_manifest(_folder(folder, mix, *item)) for item in kept.items())
         made = {manifest["tokenizer"] for manifest in manifests}
-        tokenizer = _kept_tokenizer(mix, folder, made)
+        tokenizer = kept_tokenizer(mix, folder, made)
         other = bool(made) and mix.tokenizer.path is not None
         require(tokenizer is not None or not other, lambda: _other(mix))
         if tokenizer is None:  # then their stores are of no use
@@ -173,7 +173,7 @@ def _is_whole(target: Path) -> bool:
     return (target / "manifest.json").is_file()
 
 
-def _kept_tokenizer(mix: MixFile, folder: Path, made: set[str]) -> Tokenizer | None:
+def kept_tokenizer(mix: MixFile, folder: Path, made: set[str]) -> Tokenizer | None:
     """Returns the one tokenizer that stores were made with, if it is still there. made: its identity, as each
     of them says."""
     spec = mix.tokenizer

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from jaxthru.data.loading import token_workers as workers_module
 from jaxthru.data.loading import worker as worker_module
-from jaxthru.data.loading import worker_process
+from jaxthru.data.loading import worker_handle
 from jaxthru.data.loading.online import OnlineSplit
 from jaxthru.data.loading.token_workers import TokenWorkers, share_out
 from jaxthru.data.loading.worker import Stores, produce
@@ -287,7 +287,7 @@ def test_workers_that_are_started_end_though_others_cannot_be_started(source, to
     deadline = time.monotonic() + 10
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 def test_the_transform_of_the_mix_runs_in_the_worker(tmp_path, tokenizer):
@@ -448,7 +448,7 @@ def test_no_task_is_larger_than_the_memory_for_one(lengths):
         parts = workers_module._cut(np.array(lengths))
     assert [length for part in parts for length in lengths[part]] == lengths
     assert all(sum(lengths[part]) < 50 + max(lengths[part]) for part in parts if any(lengths[part]))
-    assert worker_process.REGION_TOKENS == text_store.DOCUMENT_TOKENS + worker_process.TASK_TOKENS
+    assert worker_handle.REGION_TOKENS == text_store.DOCUMENT_TOKENS + worker_handle.TASK_TOKENS
 
 
 # Which worker serves which source
