@@ -139,7 +139,11 @@ def test_killed_twenty_times(place, whole):
     assert place.losses("long") == place.losses("long_whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=["SIGTERM", "SIGINT"],
+)
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(place, whole, number):
     name = f"stopped{number}"
     process = place.start(name, checkpoint__every=0)

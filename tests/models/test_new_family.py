@@ -106,7 +106,7 @@ def test_its_losses_and_counts_are_in_the_record(trained):
         assert row["active"] == int(row["active"]) and 0.4 < row["active"] / units < 0.6
 
 
-@pytest.mark.parametrize("way", ["unroll", "mesh", "offloaded"])
+@pytest.mark.parametrize("way", [pytest.param("unroll", marks=SLOW), "mesh", "offloaded"])
 def test_every_way_of_training_gives_the_same_losses(trained, way):
     check_alike(trained(way), trained("scan"))
 
