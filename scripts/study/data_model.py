@@ -1,9 +1,9 @@
 """The data plane of a run as a simulation: trainers ask for batches, token workers make them, cores are few.
 
 A discrete-event model in SimPy. A step begins when all trainers have their batch, as the gradients' sum has
-it; each then takes the next and, that there may be `ahead` of them, has another one fetched. A fetch plans the
-step, asks token workers for the tokens of its rows, and builds the batch. Whoever asks and wherever the
-workers are is a `Way`; what each thing takes is measured (`Services`), CPU seconds all.
+it; each then takes the next and, that there may be `ahead` of them, has another one fetched. A fetch plans
+the step, asks token workers for the tokens of its rows, and builds the batch. Who asks, and where the workers
+are, is a `Way`; what each thing takes is measured (`Services`), CPU seconds all.
 """
 
 import bisect
@@ -81,8 +81,8 @@ class Setup:
     sources: with log-normal weights. period: seconds that a step computes. cores: of a host, for its data;
     quantum: seconds after which one that waits for a core gets it. workers: in a pool, or of all hosts where
     they are anywhere. threads: fetches of an asker under way at once; ahead: batches that it keeps ready.
-    planned: rows of a step that are planned, where they are more than these trainers'. slow: so many times the
-    seconds does the first worker take. killed: the time at which it is.
+    planned: rows of a step that are planned, where they are more than these trainers'. slow: so many times
+    the seconds does the first worker take. killed: the time at which it is.
     row_bytes: of a row on its way from workers that are anywhere; 4 for each token without. network: bytes a
     second of such a worker, a sixteenth of 25 Gbit/s."""
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[up]) for up in (0, 2)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 from data_model import WAYS, Services, Setup, Way, simulate
@@ -128,8 +129,8 @@ def needed(found: Row, setup: Setup, way: Way, gpus: int) -> float:
 
 
 def row(found: Row, gpus: int, way: Way, share: int = 1, fault: str = "", **more: Any) -> Row:
-    """Returns what a run of so many GPUs takes. share: GPUs that take the same rows, and as many rows, so that
-    a step has one row for each GPU in any case."""
+    """Returns what a run of so many GPUs takes. share: GPUs that take the same rows, and as many rows, so
+    that a step has one row for each GPU in any case."""
     trainers = gpus if way.anywhere else min(gpus, SAMPLE)
     setup = Setup(trainers, share=share, rows=share, planned=gpus, steps=STEPS, ahead=AHEAD, **more)
     cores = needed(found, setup, way, gpus)
@@ -168,8 +169,8 @@ def row(found: Row, gpus: int, way: Way, share: int = 1, fault: str = "", **more
 
 
 HEAD = (
-    "| GPUs | way | fetch p50 | p99 | waits for data | cores for tokens | connections of a worker | of a host "
-    "| files of a host | data memory of a host | planner, of a step |"
+    "| GPUs | way | fetch p50 | p99 | waits for data | cores for tokens | connections of a worker "
+    "| of a host | files of a host | data memory of a host | planner, of a step |"
 )
 
 

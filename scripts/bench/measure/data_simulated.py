@@ -98,7 +98,7 @@ def run(folder: Path, steps: int, period: float) -> data_model.Found:
 def simulated(
     asked: list[list[list]], folder: Path, each: Calibrated, steps: int, period: float, plan: float
 ):
-    """Returns what the simulation says. asked: the tasks of each part of each step; plan: CPU seconds."""
+    """Returns what the simulation says. asked: the tasks of each part of each step."""
     with data_services.opened(folder) as data:
         splits = dict(zip(data.names, (split.text for split, _ in data.train), strict=True))
     tokens = [
@@ -106,7 +106,7 @@ def simulated(
         for parts in asked
     ]
     services = data_model.Services(
-        token=each.token, task=each.task, ask=each.ask, row=each.row, fetch=each.fetch, plan={0: plan}
+        token=each.token, task=each.task, ask=each.ask, row=each.row, fetch=each.fetch
     )
     setup = data_model.Setup(
         trainers=TRAINERS, per_host=TRAINERS, rows=ROWS, sequence=data_services.SEQUENCE, period=period,
@@ -156,7 +156,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         took, (all_after, own_after) = time.monotonic() - clock, busy()
         others = max(all_after - all_before - (own_after - own_before), 0.0) / took
         each = mean([before, calibrated(folder, counted)])
-        model = simulated(asked, folder, each, steps, arguments.period, 0.0)
+        model = simulated(asked, folder, each, steps, arguments.period)
     found: dict[str, Any] = {"period": arguments.period, "steps": steps, "others": round(others, 3)}
     found["services"] = dataclasses.asdict(each)
     errors = {}

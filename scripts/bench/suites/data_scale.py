@@ -1,7 +1,7 @@
 """The data plane at scale: what its parts take, and how near the simulation of docs/data-scale.md comes.
 
-What is expected, on two cores: a step of 10,240 rows is planned in some 10 ms, for each row costs about half a
-microsecond to choose, to place and to balance, which is 0.2% of a step of 5 s. Four processes with a token
+What is expected, on two cores: a step of 10,240 rows is planned in some 10 ms, for each row costs about half
+a microsecond to choose, to place and to balance, which is 0.2% of a step of 5 s. Four processes with a token
 worker each wait for two cores, so that a fetch takes as long as all of them have work before it.
 """
 
