@@ -95,9 +95,7 @@ def run(folder: Path, steps: int, period: float) -> data_model.Found:
     return data_model.Found(np.array(fetches), np.zeros(1), seconds, rows, 0.0)
 
 
-def simulated(
-    asked: list[list[list]], folder: Path, each: Calibrated, steps: int, period: float, plan: float
-):
+def simulated(asked: list[list[list]], folder: Path, each: Calibrated, steps: int, period: float):
     """Returns what the simulation says. asked: the tasks of each part of each step."""
     with data_services.opened(folder) as data:
         splits = dict(zip(data.names, (split.text for split, _ in data.train), strict=True))
