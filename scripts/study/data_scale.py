@@ -112,7 +112,7 @@ def study(small: bool) -> Row:
     faults = [
         row(found, most, way, fault=name, **how)
         for way in one
-        for name, how in (("none", {}), ("slow", {"slow": 10.0}), ("killed", {"killed": 12.0}))
+        for name, how in (("none", {}), ("slow", {"slow": 10.0}), ("killed", {"killed": 10.02}))
     ]
     held = {name: {key: value for key, value in measured(name).items()} for name in ("paced", "saturated")}
     plans = found["plans"]
@@ -150,6 +150,7 @@ def row(found: Row, gpus: int, way: Way, share: int = 1, fault: str = "", **more
     batch = setup.rows * setup.sequence * 4 * len(BATCH_FIELDS) * (setup.ahead + 1)
     memory = openers * setup.sources * held["source_bytes"] + batch * on_host / (share if way.host else 1)
     memory += 0 if way.anywhere else held["worker_bytes"] * on_host
+    memory += held["process_bytes"] if way.host else 0  # the pool's own
     return {
         "gpus": gpus,
         "way": way.name,
