@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -89,6 +90,16 @@ def only_what_compiles_long_is_kept():
     yield
     if jax := sys.modules.get("jax"):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)  # JAX's own
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was():
+    """A command has what is logged printed, and nothing else hear of it: only until its test is over."""
+    log = logging.getLogger("jaxthru")
+    before = log.handlers, log.propagate, log.level
+    yield
+    log.handlers, log.propagate = before[:2]
+    log.setLevel(before[2])
 
 
 def importing_from(folder: Path, monkeypatch):

@@ -44,9 +44,8 @@ def test_a_mix_of_which_nothing_fits_is_refused_before_work(settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_learns_answers_and_goes_on_to_the_bit(settings, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxthru"), "propagate", True)
-    caplog.set_level(logging.INFO)
+def test_a_run_learns_answers_and_goes_on_to_the_bit(settings, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "jaxthru")
     config = lambda steps: jaxthru.load_config("sft", [*settings, f"train.steps={steps}"])  # noqa: E731
     whole = run(config(30), tmp_path / "whole")
     [line] = [text for text in caplog.messages if text.startswith("source talks: ")]

@@ -27,9 +27,9 @@ def mean_document(data: Data) -> float | None:
     """Returns the mean tokens of a piece of a document in the rows to train on, as the mix weighs its sources
     at its start; None where there are none. A row's end cuts documents, and attention sees the pieces."""
     weights, tokens, pieces = data.mixture.weights(0, 1), 0.0, 0.0
-    for name, (_, packing) in zip(data.names, data.train, strict=True):
-        if len(packing.length):
-            mean = float(packing.length.mean())
+    for name, (_, packed) in zip(data.names, data.train, strict=True):
+        if packed.pieces:
+            mean = packed.tokens / packed.pieces
             pieces += weights[name] / (mean if data.mixture.count == "tokens" else 1)
             tokens += weights[name] * (1 if data.mixture.count == "tokens" else mean)
     return tokens / pieces if pieces else None

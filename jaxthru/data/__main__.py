@@ -143,7 +143,7 @@ def _table(data: Data) -> rich.table.Table:
         shards = opened.manifest["shards"]
         table.add_row(
             *(rich.text.Text(name), shares[name]),
-            *(f"{len(opened.train.ends) + len(opened.held_out.ends):,}", f"{opened.train.tokens:,}"),
+            *(f"{opened.train.documents + opened.held_out.documents:,}", f"{opened.train.tokens:,}"),
             f"{sum(shard['bytes'] for shard in shards) / 1e6:,.2f}",
             *(f"{opened.held_out.tokens:,}", f"{packing.rows:,}"),
             f"{sum(shard['damaged'] for shard in shards):,}",

@@ -91,21 +91,20 @@ def forecast(config: RunConfig, data: Data, samples: int = 300) -> Forecast:
     plain, ours = data.planner(**keys), data.planner(**keys, cost=cost)
     steps = train.steps if plain.end is None else min(train.steps, plain.end)
     at = np.unique(np.linspace(0, steps, 201).astype(np.int64))
-    used, rows = data.builder.packing.used, plain.available
-    available = np.array([part.sum() for part in np.split(used, np.cumsum(rows)[:-1])])
-    each = available / np.maximum(rows, 1)
+    available = np.array(list(data.tokens.values()))
+    each = available / np.maximum(plain.available, 1)
     tokens = np.array([plain.sampler.taken(int(step)) for step in at]) * each
 
     sampled = np.unique(np.linspace(0, steps - 1, min(samples, steps)).astype(np.int64))
-    costs = data.row_costs(cost)
     blocks = microbatch_blocks(train.rows, plain.groups, train.microbatches)
     groups, microbatches = {}, {}
     for order, planner in (("unbalanced", plain), ("balanced", ours)):
         plans = [planner.plan(int(step)) for step in sampled]
-        costly = np.array([planner.of_rows(plan, costs) for plan in plans], float)
+        costly = np.array([data.row_costs(cost, plan.source, plan.row) for plan in plans], float)
         groups[order] = _waited_for(costly.reshape(len(sampled), plain.groups, 1, -1))
         microbatches[order] = _waited_for(costly.reshape(len(sampled), blocks, train.microbatches, -1))
-    filled = sum(int(ours.of_rows(plan, used).sum()) for plan in plans)  # the same rows in either order
+    pieces = (data.builder.pieces(plan.source, plan.row) for plan in plans)  # the same in either order
+    filled = sum(int(each.length.sum()) for each in pieces)
     return Forecast(
         names=data.names,
         steps=steps,

@@ -6,7 +6,9 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxthru.runtime.errors import InputError
 
@@ -23,15 +25,29 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
     Raises InputError when the disk is full or may not be written.
     """
+    with written_atomically(path) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def written_atomically(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
+    """Yields a file to write to that gets its name, and so takes the place of an old one, once the block is
+    left without an error; makes its folder.
+
+    sync: wait for the disk; a file that checks itself when it is read can do without. Raises InputError when
+    the disk is full or may not be written.
+    """
     partial = path.with_name(f"{path.name}.{writer_id()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
+        with partial.open("w+b") as stream:
+            yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            if sync:
+                os.fsync(stream.fileno())
         partial.replace(path)
-        sync_folder(path.parent)
+        if sync:
+            sync_folder(path.parent)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     finally:

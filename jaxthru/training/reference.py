@@ -48,9 +48,10 @@ class Reference:
         Raises InputError if what is kept is damaged, or of other documents.
         """
         self.path, self.builders = path, builders
-        packings = {split: builder.packing for split, builder in builders.items()}
-        self.about = {"keys": dict(keys), "packing": {split: _checksum(of) for split, of in packings.items()}}
-        self.values = {split: np.full(len(of.start), np.nan, np.float32) for split, of in packings.items()}
+        packing = {split: builder.checksum() for split, builder in builders.items()}
+        self.about = {"keys": dict(keys), "packing": packing}
+        counts = {split: builder.piece_count for split, builder in builders.items()}
+        self.values = {split: np.full(count, np.nan, np.float32) for split, count in counts.items()}
         if from_first(path.is_file):  # a file system may be slow to show it to all, or not be theirs
             self._load()
 
@@ -59,7 +60,7 @@ class Reference:
         found = {}
         for split, (source, row) in wanted.items():
             source, row = np.unique(np.stack([source, row])[:, row != EMPTY], axis=1)
-            in_row, _, piece = self.builders[split].pieces(source, row)
+            in_row, _, piece, *_ = self.builders[split].pieces(source, row)
             unknown = np.zeros(len(row), bool)
             unknown[in_row[np.isnan(self.values[split][piece])]] = True
             found[split] = source[unknown], row[unknown]
@@ -112,7 +113,7 @@ class Reference:
 
     def _take(self, split: str, source: np.ndarray, row: np.ndarray, answers: jax.Array) -> int:
         """Notes the answers of a batch, [rows, segments], and returns of how many rows they are."""
-        in_row, segment, piece = self.builders[split].pieces(source, row)
+        in_row, segment, piece, *_ = self.builders[split].pieces(source, row)
         found = np.asarray(answers)[in_row, segment]
         self.values[split][piece] = np.where(np.isfinite(found), found, np.nan)
         return int(np.count_nonzero(row != EMPTY))
@@ -167,11 +168,3 @@ def _batches(rows: Mapping[str, Rows], size: int) -> Iterator[tuple[str, np.ndar
             source, row = (each[at : at + size] for each in of)
             fill = (0, size - len(row))
             yield split, np.pad(source, fill), np.pad(row, fill, constant_values=EMPTY)
-
-
-def _checksum(packing: Any) -> int:
-    """Returns a checksum of which documents lie in which rows."""
-    crc32 = 0
-    for array in (packing.first, packing.start, packing.length):
-        crc32 = zlib.crc32(np.ascontiguousarray(array, "<i8"), crc32)
-    return crc32

@@ -8,6 +8,7 @@ import tiny
 from batches import ROWS, SEQUENCE, VOCABULARY
 
 from jaxthru.data.loading.batch_builder import BatchBuilder
+from jaxthru.data.mixture.packed_rows import PackedRows
 from jaxthru.data.mixture.packing_whole import pack_whole
 from jaxthru.data.mixture.planner import EMPTY
 from jaxthru.data.store.targets import SplitTargets, Targets
@@ -23,8 +24,7 @@ class Conversations:
         shares = np.repeat(draw.choice([0.1, 0.5, 1.0], len(lengths)), lengths)
         self.trained = draw.random(self.ends[-1]) < shares
         targets = [Targets.of(len(mask), mask) for mask in np.split(self.trained, self.ends[:-1])]
-        first = np.array([each.first for each in targets])
-        self.targets = SplitTargets(sum(each.count for each in targets), first)
+        self.targets = SplitTargets(lambda: [np.array(targets)])
 
     def read(self, start, stop):
         return self.tokens[start:stop]
@@ -37,7 +37,8 @@ class Conversations:
         multiple of ROWS."""
         packing, _ = pack_whole(self.ends, self.targets.first, sequence, "drop")
         rows = np.append(np.arange(packing.rows), np.full(-packing.rows % ROWS, EMPTY))
-        return BatchBuilder([(self, packing)], SEQUENCE).build(np.zeros_like(rows), rows)
+        builder = BatchBuilder([(self, PackedRows.of(packing, SEQUENCE))], SEQUENCE)
+        return builder.build(np.zeros_like(rows), rows)
 
 
 SHARDED = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((1, 2, 2), (2, 2, 2))]

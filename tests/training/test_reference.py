@@ -9,6 +9,7 @@ import pytest
 
 from jaxthru.data.loading.batch import check_batch
 from jaxthru.data.loading.batch_builder import BatchBuilder
+from jaxthru.data.mixture.packed_rows import PackedRows
 from jaxthru.data.mixture.packing import Packing
 from jaxthru.data.mixture.planner import EMPTY
 from jaxthru.runtime.errors import InputError
@@ -30,11 +31,12 @@ class Tokens:
         return None
 
 
-def packing(counts: list[int]) -> Packing:
+def packing(counts: list[int]) -> PackedRows:
     """Rows of so many documents of 3 tokens each."""
     pieces = sum(counts)
     first = np.concatenate([[0], np.cumsum(counts)])
-    return Packing(first, 3 * np.arange(pieces), np.full(pieces, 3), np.ones(pieces, bool))
+    made = Packing(first, 3 * np.arange(pieces), np.full(pieces, 3), np.ones(pieces, bool))
+    return PackedRows.of(made, 16)
 
 
 @pytest.fixture
@@ -65,8 +67,8 @@ class Model:
         def answer(params, batch, one):
             split, source, row = batch
             values = np.full((ROWS, SEGMENTS), np.nan, np.float32)
-            in_row, segment, piece = builders[split].pieces(source, row)
-            values[in_row, segment] = -1.0 - builders[split].packing.start[piece] - 100 * source[in_row]
+            pieces = builders[split].pieces(source, row)
+            values[pieces.in_row, pieces.segment] = -1.0 - pieces.start - 100 * source[pieces.in_row]
             return {"answers": jnp.asarray(values)}
 
         return answer

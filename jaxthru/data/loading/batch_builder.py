@@ -5,33 +5,49 @@ sources together: so a batch costs as much from 306 sources as from five, and li
 """
 
 import functools
+import itertools
+import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxthru.data.loading.batch_memory import BatchMemory
 from jaxthru.data.loading.online import OnlineSplit
-from jaxthru.data.mixture.packing import Packing, ranges
+from jaxthru.data.mixture.packed_rows import PackedRows
+from jaxthru.data.mixture.packing import ranges
 from jaxthru.data.mixture.planner import EMPTY
 from jaxthru.data.store.token_store import Split
+
+
+class Pieces(NamedTuple):
+    """The pieces of some rows, int64 [pieces] but for `last`. in_row: which of the rows each is in. segment:
+    its place among that row's pieces, from 0. number: among the pieces of all rows of all sources. start,
+    length, last: see `Packing`."""
+
+    in_row: np.ndarray
+    segment: np.ndarray
+    number: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    last: np.ndarray
 
 
 class BatchBuilder:
     """Builds batches of rows of `sequence` tokens.
 
-    packing: of all sources, one after the other. splits: of each source, its tokens and their packing; those
-    it was made with, but with views of `packing`: whoever takes these can let go of the others.
+    splits: of each source, its tokens and their packing. piece_count: pieces of all their rows.
     """
 
-    def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, Packing]], sequence: int):
-        self._streams, packings = zip(*splits, strict=True)
+    def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, PackedRows]], sequence: int):
+        self.splits = list(splits)
+        self._streams, self._packed = zip(*splits, strict=True)
         self._online = np.array([isinstance(stream, OnlineSplit) for stream in self._streams])
         self._marked = np.array([stream.targets is not None for stream in self._streams])
+        self._in_order = np.array([packed.in_order for packed in self._packed])
         self._sequence, self._memory = sequence, BatchMemory()
-        rows = [packing.rows for packing in packings]
-        self._first_row = np.cumsum([0, *rows[:-1]])  # of each source, in the packing of all
-        self.packing = Packing.together(packings)
-        self.splits = list(zip(self._streams, self.packing.apart(rows), strict=True))
+        *first, self.piece_count = itertools.accumulate((each.pieces for each in self._packed), initial=0)
+        self._first_piece = np.array(first)
         self._columns: dict[str, tuple[np.ndarray, int]] = {}
 
     def add_column(self, name: str, values: np.ndarray, width: int) -> None:
@@ -44,33 +60,68 @@ class BatchBuilder:
         """What batches bring along beside the fields of every batch."""
         return tuple(self._columns)
 
-    def pieces(self, source: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns of each piece of these rows, int64 [pieces]: which of the rows it is in, its place among
-        that row's pieces, from 0, and its number in `packing`. source, row: as of `build`."""
-        chosen = np.where(row == EMPTY, 0, self._first_row[source] + row)
-        count = np.where(row == EMPTY, 0, self.packing.first[chosen + 1] - self.packing.first[chosen])
-        segment = ranges(count)
-        return (
-            np.repeat(np.arange(len(row)), count),
-            segment,
-            np.repeat(self.packing.first[chosen], count) + segment,
-        )
+    def spans(self, source: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """Returns int64 [rows], the Σ length² of the pieces of these rows. source, row: as of `build`, but
+        none is EMPTY. Raises InputError for a damaged file."""
+        found = np.empty(len(row), np.int64)
+        order = np.argsort(source, kind="stable")
+        names, begins = np.unique(source[order], return_index=True)
+        for name, chosen in zip(names.tolist(), np.split(order, begins[1:]), strict=True):
+            found[chosen] = self._packed[name].spans(row[chosen])
+        return found
+
+    def pieces(self, source: np.ndarray, row: np.ndarray) -> Pieces:
+        """Returns the pieces of these rows, row after row. source, row: as of `build`. Raises InputError for
+        a damaged file."""
+        count, first, more = (np.zeros(len(row), np.int64) for _ in range(3))
+        lengths, starts = [np.zeros(0, np.uint16)], [np.zeros(0, np.int64)]
+        for at, (name, number) in enumerate(zip(source.tolist(), row.tolist(), strict=True)):
+            if number != EMPTY:
+                packed = self._packed[name]
+                first[at], end, more[at] = begin, end, _ = packed.borders(number)
+                count[at] = end - begin
+                lengths.append(packed.lengths(begin, end))
+                if not packed.in_order:
+                    starts.append(packed.starts(begin, end))
+        length = np.concatenate(lengths).astype(np.int64)
+        in_row, segment = np.repeat(np.arange(len(row)), count), ranges(count)
+        ends = np.cumsum(length)
+        behind = np.cumsum(count)  # the last piece of each row, and one
+        before = np.concatenate([[0], ends])[behind - count]  # tokens of the rows before
+        start = ends - length + (row * self._sequence - before)[in_row]
+        start[~self._in_order[source][in_row]] = np.concatenate(starts)
+        last = np.ones(len(length), bool)
+        last[behind[more > 0] - 1] = False
+        number = (self._first_piece[source] + first)[in_row] + segment
+        return Pieces(in_row, segment, number, start, length, last)
+
+    def checksum(self) -> int:
+        """Returns a checksum of which documents lie in which rows. Reads the whole packing; raises InputError
+        for a damaged file."""
+        crc32 = 0
+        for base, packed in zip(self._first_piece.tolist(), self._packed, strict=True):
+            crc32 = zlib.crc32((packed.packing().first[:-1] + base).astype("<i8"), crc32)
+        crc32 = zlib.crc32(np.array([self.piece_count], "<i8"), crc32)
+        for name in ("start", "length"):
+            for packed in self._packed:
+                crc32 = zlib.crc32(getattr(packed.packing(), name).astype("<i8"), crc32)
+        return crc32
 
     def build(self, source: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the batch (see `batch.py`), arrays of [rows, sequence].
 
         source, row: int64 [rows], which row of which source; row EMPTY is padding alone. A document that
         goes on in another row has its next token there as target; its positions restart, for attention does
-        not reach across rows. A target counts unless its source says that it is not trained on.
+        not reach across rows. A target counts unless its source says that it is not trained on. Raises
+        InputError for what cannot be read.
         """
-        sequence, packing = self._sequence, self.packing
+        sequence = self._sequence
         batch = self._memory.take(len(row), sequence)
         flat = {name: array.reshape(-1) for name, array in batch.items()}
 
         # Of each row: its pieces, how many, and what they sum to.
-        in_row, segment, piece = self.pieces(source, row)
+        in_row, segment, piece, start, length, last = self.pieces(source, row)
         per_row = np.bincount(in_row, minlength=len(row))
-        start, length, last = packing.start[piece], packing.length[piece], packing.last[piece]
         used = np.bincount(in_row, length, len(row)).astype(np.int64)
         ends = np.cumsum(length)
         begin = ends - length + (in_row * sequence - (np.cumsum(used) - used)[in_row])  # in the flat arrays

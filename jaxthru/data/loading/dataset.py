@@ -115,10 +115,12 @@ def open_data(
 def prepare_data(
     config: DataConfig, begun: Mapping[str, str] | None = None, kept: Path | None = None
 ) -> dict[str, str]:
-    """Makes the token stores that are missing and returns the keys by which any process opens them:
-    `open_data(config, prepare=False, begun=keys)`. begun, kept: as there. Raises InputError.
+    """Makes the token stores and the packings that are missing and returns the keys by which any process
+    opens them: `open_data(config, prepare=False, begun=keys)`. begun, kept: as there. Raises InputError.
     """
-    return make_stores(load_mix(config.mix, config.tokenizer, kept), Path(config.store), begun)
+    keys = make_stores(load_mix(config.mix, config.tokenizer, kept), Path(config.store), begun)
+    open_data(config, prepare=False, begun=keys, kept=kept).close()
+    return keys
 
 
 class Data(contextlib.AbstractContextManager):
@@ -151,29 +153,45 @@ class Data(contextlib.AbstractContextManager):
         if self.workers:
             weakref.finalize(self, self.workers.close)
 
-        self.units = {name: opened.manifest.get("unit", 1) for name, opened in prepared.stores.items()}
+        self.units = {name: opened.about.get("unit", 1) for name, opened in prepared.stores.items()}
         units = list(self.units.values())
 
-        def opened_splits(split: str) -> list[PackedSplit]:
-            splits = {name: getattr(opened, split) for name, opened in prepared.stores.items()}
-            splits |= {name: OnlineSplit(name, splits[name], self.workers) for name in online}
+        def packed_splits(split: str) -> list[PackedSplit]:
+            splits = (getattr(opened, split) for opened in prepared.stores.values())
             how = config.sequence, config.packing, config.over_long
-            return [pack_split(item, *how, unit) for item, unit in zip(splits.values(), units, strict=True)]
+            return [pack_split(item, *how, unit) for item, unit in zip(splits, units, strict=True)]
 
-        train, held_out = opened_splits("train"), opened_splits("held_out")
+        def builder(splits: list[PackedSplit]) -> BatchBuilder:
+            streams = [
+                OnlineSplit(name, packed.split, self.workers) if name in online else packed.split
+                for name, packed in zip(self.names, splits, strict=True)
+            ]
+            rows = (packed.rows for packed in splits)
+            return BatchBuilder(list(zip(streams, rows, strict=True)), config.sequence)
+
+        train, held_out = packed_splits("train"), packed_splits("held_out")
+        self._tell_unkept([packed for packed in (*train, *held_out) if not packed.kept])
         packed_whole = (each for each in zip(self.names, train, units, strict=True) if each[1].counted)
-        self.account = [describe(*each, config.sequence) for each in packed_whole]
+        self.account = [describe(*each) for each in packed_whole]
         self.counted = {name: packed.counted for name, packed in zip(self.names, train, strict=True)}
-        self._documents = [packed.documents for packed in train]
-        self.builder = BatchBuilder([packed[:2] for packed in train], config.sequence)
-        self.held_out_builder = BatchBuilder([packed[:2] for packed in held_out], config.sequence)
+        self.builder, self.held_out_builder = builder(train), builder(held_out)
         self.train, self.held_out = self.builder.splits, self.held_out_builder.splits
-        self.masked = any(split.targets is not None for split, _ in self.train)
-        self.tokens = {
-            name: int(packing.length.sum()) for name, (_, packing) in zip(self.names, self.train, strict=True)
-        }
-        most = max(packing.max_segments for _, packing in (*self.train, *self.held_out))
+        self.masked = any(packed.split.targets is not None for packed in train)
+        self.tokens = {name: packed.rows.tokens for name, packed in zip(self.names, train, strict=True)}
+        most = max(packed.rows.max_segments for packed in (*train, *held_out))
         self.segments = -(-(most + 1) // 8) * 8
+
+    def _tell_unkept(self, splits: list[PackedSplit]) -> None:
+        """Says in one line that packings have to be made at each start, if some are."""
+        if splits:
+            said = (
+                "%d of %d packings cannot be kept beside their stores, as %s cannot be written: each process "
+            )
+            said += "makes them at each start; where it can be, `%s` keeps them"
+            config = self.config
+            how = f"--sequence {config.sequence} --packing {config.packing} --over-long {config.over_long}"
+            command = f"python -m jaxthru.data prepare {config.mix} --store {config.store} {how}"
+            log.warning(said, len(splits), 2 * len(self.names), splits[0].split.folder, command)
 
     def __repr__(self) -> str:
         sources = ", ".join(f"{name} {tokens:,}" for name, tokens in self.tokens.items())
@@ -253,7 +271,7 @@ class Data(contextlib.AbstractContextManager):
         if self._planned is None or self._planned[0] != asked:
             self._planned = asked, self._plan(*asked)
         planner = self._planned[1]
-        return planner.balanced_by(self.row_costs(cost)) if cost else planner
+        return planner.balanced_by(functools.partial(self.row_costs, cost)) if cost else planner
 
     def _plan(self, schedule: Schedule, seed: int, rows: int) -> Planner:
         sequence = self.config.sequence
@@ -262,17 +280,18 @@ class Data(contextlib.AbstractContextManager):
         supplies = {
             name: Supply(
                 packed.rows,
-                packed.rows * sequence if split and not self.counted[name] else self.tokens[name],
-                documents,
+                packed.rows * sequence if split and not self.counted[name] else packed.tokens,
+                packed.documents,
             )
-            for name, (_, packed), documents in zip(self.names, self.train, self._documents, strict=True)
+            for name, (_, packed) in zip(self.names, self.train, strict=True)
         }
         groups = self.config.groups_of(rows)
         return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)
 
-    def row_costs(self, cost: Cost) -> np.ndarray:
-        """Returns int64, what each row of all sources costs to train on, source after source, in one unit."""
-        return row_costs(self.builder.packing, self.config.sequence, *cost)
+    def row_costs(self, cost: Cost, source: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """Returns int64 [rows], what rows cost to train on, in one unit. source, row: int64 [rows], which row
+        of which source."""
+        return row_costs(self.builder.spans(source, row), self.config.sequence, *cost)
 
     def held_out_batches(
         self, *, total_rows: int, rows: int, local_rows: slice | None = None

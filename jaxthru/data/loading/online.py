@@ -14,7 +14,7 @@ class OnlineSplit:
 
     def __init__(self, source: str, text: TextSplit, workers: TokenWorkers):
         self.source, self.text, self.workers = source, text, workers
-        self.ends, self.tokens, self.targets = text.ends, text.tokens, text.targets
+        self.tokens, self.targets = text.tokens, text.targets
 
     def begin(self, start: np.ndarray, length: np.ndarray) -> Callable[[], list[np.ndarray]]:
         """Asks for runs of the stream and returns a function that waits for their tokens, an array each.
@@ -23,10 +23,7 @@ class OnlineSplit:
 
         start, length: int64 [runs], none empty. The function raises InputError for what cannot be read.
         """
-        first, last = (
-            np.searchsorted(self.text.chunk_ends, position, side="right")
-            for position in (start, start + length - 1)
-        )
+        first, last = map(self.text.chunks_at, (start, start + length - 1))
         # Runs may share a chunk, and a long one has several: each chunk is asked for once.
         chunks = np.unique(np.repeat(first, last - first + 1) + ranges(last - first + 1))
         tokens = self.workers.request(self.source, self.text, chunks)

@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-from collections import OrderedDict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -30,32 +29,20 @@ from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.data.store.tokenizer_folder import Borders
 from jaxthru.runtime.errors import InputError
 
-OPEN_BYTES = 1 << 30
-"""Memory for opened stores, of which the one used longest ago is closed. At 16 bytes a document it holds 67
-million, which is much, for to open a store again is to read its whole index. Open files need no bound: the
-process that a worker works for has all stores open, under the same limit."""
 SAME = "a transform must give the same result for the same text"
 
 
 class Stores:
-    """The stores that this worker has opened."""
+    """The stores that this worker has opened, each of which holds little: what counts documents is mapped."""
 
     def __init__(self):
-        self._opened: OrderedDict[str, TextStore] = OrderedDict()
+        self._opened: dict[str, TextStore] = {}
 
     def split(self, folder: str, split: str) -> TextSplit:
         """Returns a split of a store."""
         if folder not in self._opened:
             self._opened[folder] = TextStore(Path(folder))
-            while len(self._opened) > 1 and sum(map(_size, self._opened.values())) > OPEN_BYTES:
-                self._opened.popitem(last=False)
-        self._opened.move_to_end(folder)
         return getattr(self._opened[folder], split)
-
-
-def _size(store: TextStore) -> int:
-    """Returns the bytes that an opened store takes, without what is mapped and so shared."""
-    return sum(split.ends.nbytes + split.chunk_ends.nbytes for split in (store.train, store.held_out))
 
 
 def produce(

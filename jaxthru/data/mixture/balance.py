@@ -8,23 +8,19 @@ import heapq
 
 import numpy as np
 
-from jaxthru.data.mixture.packing import Packing
-
 EVEN = 1.001
 """Parts whose costliest is so near to their mean are not improved further."""
 AT_ONCE = 16
 """Items put into parts together, at least; fewer go one by one."""
 
 
-def row_costs(packing: Packing, sequence: int, linear: float, attention: float) -> np.ndarray:
-    """Returns int64 [rows], what each row costs: linear × tokens + attention × Σ document length².
+def row_costs(span: np.ndarray, sequence: int, linear: float, attention: float) -> np.ndarray:
+    """Returns int64 [rows], what rows cost: linear × tokens + attention × Σ document length².
 
-    Padding is charged like tokens: a matmul takes the whole row. Costs are integers, of which a row
-    of one document has 2⁴⁰, so that their sums and their order are the same on every machine.
+    span: int64 [rows], the Σ document length² of each. Padding is charged like tokens: a matmul takes the
+    whole row. Costs are integers, of which a row of one document has 2⁴⁰, so that their sums and their order
+    are the same on every machine.
     """
-    if packing.rows == 0:
-        return np.zeros(0, np.int64)
-    span = np.add.reduceat(packing.length**2, packing.first[:-1])
     most = linear * sequence + attention * sequence**2
     return np.round((linear * sequence + attention * span) / most * 2**40).astype(np.int64)
 

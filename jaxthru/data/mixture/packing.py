@@ -2,15 +2,10 @@
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
-
-
-def most_segments(sequence: int) -> int:
-    """Returns how many pieces `best_fit` puts into a row: attention kernels size tables by what occurs."""
-    return max(64, sequence // 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +35,6 @@ class Packing:
         columns = ([getattr(item, name) for item in packings] for name in ("start", "length", "last"))
         return cls(np.concatenate([*first, before[-1:]]), *(np.concatenate(column) for column in columns))
 
-    def apart(self, rows: Sequence[int]) -> list["Packing"]:
-        """Returns packings of so many rows each, one after the other: what `together` would make this one of.
-        Their pieces are views of this one's."""
-        packings = []
-        for count, end in zip(rows, np.cumsum(rows).tolist(), strict=True):
-            first = self.first[end - count : end + 1]
-            pieces = slice(first[0], first[-1])
-            packings.append(
-                Packing(first - first[0], self.start[pieces], self.length[pieces], self.last[pieces])
-            )
-        return packings
-
     def laid(self, row: np.ndarray) -> "Packing":
         """Returns these pieces in rows, in their order. row: int64 [pieces], the row of each."""
         order = np.argsort(row, kind="stable")
@@ -68,6 +51,11 @@ class Packing:
         return np.diff(np.concatenate([[0], np.cumsum(self.length, dtype=np.int64)])[self.first])
 
     @property
+    def spans(self) -> np.ndarray:
+        """int64 [rows], the Σ length² of each row, in tokens²: what attention costs in it."""
+        return np.add.reduceat(self.length**2, self.first[:-1]) if self.rows else np.zeros(0, np.int64)
+
+    @property
     def max_segments(self) -> int:
         """The most segments of any row."""
         return int(np.diff(self.first).max(initial=0))
@@ -78,33 +66,58 @@ def pack(ends: np.ndarray, sequence: int, packing: Literal["split", "best_fit"])
 
     ends: int64 [documents], where each document ends in the stream; none is empty.
     split: the stream is cut every `sequence` tokens, so that all rows but the last are full.
-    best_fit: a document stays whole, but for one longer than a row, which is cut from its start; a row
-        holds at most `most_segments` pieces and may end with padding.
+    best_fit: a document stays whole, but for one longer than a row, which is cut from its start; a row may
+        end with padding.
     """
     if packing == "split":
-        tokens = int(ends[-1]) if len(ends) else 0
-        rows = -(-tokens // sequence)
-        pieces = _cut(ends, np.arange(rows) * sequence)
-        first = np.searchsorted(pieces.start, np.arange(rows + 1) * sequence)
-        return dataclasses.replace(pieces, first=first)
+        return Packing.together(list(split_rows([ends], sequence)))
     starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
     long = np.flatnonzero(ends - starts > sequence)
     cuts = [np.arange(starts[item], ends[item], sequence)[1:] for item in long]
-    pieces = _cut(ends, np.concatenate([np.zeros(0, np.int64), *cuts]))
-    return pieces.laid(best_fit(pieces.length, sequence, most_segments(sequence)))
+    pieces = _cut(ends, np.concatenate([np.zeros(1, np.int64), *cuts]))
+    return pieces.laid(best_fit(pieces.length, sequence))
+
+
+def split_rows(ends: Iterable[np.ndarray], sequence: int) -> Iterator[Packing]:
+    """Yields the rows of a stream that is cut every `sequence` tokens, some at a time: memory holds no more.
+
+    ends: int64 [some documents] each, where they end in the stream; one after the other.
+    """
+    begin, waiting = 0, np.zeros(0, np.int64)  # the first row not yet there, and documents that end behind it
+    for part in ends:
+        waiting = np.concatenate([waiting, part])
+        reached = int(waiting[-1]) // sequence * sequence if len(waiting) else begin
+        if reached > begin:
+            done = int(np.searchsorted(waiting, reached, side="right"))
+            yield _rows_of(waiting[:done], begin, reached, sequence)
+            begin, waiting = reached, waiting[done:]
+    # The last row, which need not be full, or none.
+    yield _rows_of(waiting, begin, int(waiting[-1]) if len(waiting) else begin, sequence)
+
+
+def _rows_of(ends: np.ndarray, begin: int, stop: int, sequence: int) -> Packing:
+    """Returns the rows from `begin`, where one begins, to `stop`. ends: of the documents that end there."""
+    rows = np.arange(begin, stop, sequence)
+    pieces = _cut(ends, np.append(rows, stop))
+    return dataclasses.replace(
+        pieces, first=np.append(np.searchsorted(pieces.start, rows), len(pieces.start))
+    )
 
 
 def _cut(ends: np.ndarray, cuts: np.ndarray) -> Packing:
-    """Returns the documents cut at the positions `cuts`, in the order of the stream, as one row."""
-    borders = np.unique(np.concatenate([[0], ends, cuts]))
+    """Returns the documents cut at the positions `cuts`, of which the first is the start of them all, in the
+    order of the stream, as one row."""
+    borders = np.union1d(ends, cuts)
     start, end = borders[:-1], borders[1:]
-    return Packing(np.array([0, len(start)]), start, end - start, ends[np.searchsorted(ends, end)] == end)
+    last = np.zeros(len(end), bool)
+    last[np.searchsorted(end, ends)] = True
+    return Packing(np.array([0, len(start)]), start, end - start, last)
 
 
-def best_fit(lengths: np.ndarray, sequence: int, most: int) -> np.ndarray:
+def best_fit(lengths: np.ndarray, sequence: int) -> np.ndarray:
     """Returns the row of each piece by best fit decreasing: each goes where it leaves the least room.
 
-    lengths: int64 [pieces], none above `sequence`. most: pieces in a row.
+    lengths: int64 [pieces], none above `sequence`.
 
     Pieces of equal length are placed together: best fit fills one row with as many as it takes before it
     turns to the next row of the same room. So the work grows with the number of distinct lengths (at most
@@ -113,37 +126,37 @@ def best_fit(lengths: np.ndarray, sequence: int, most: int) -> np.ndarray:
     rows = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     distinct, counts = np.unique(lengths, return_counts=True)
-    room: dict[int, list[tuple[int, np.ndarray]]] = {}  # room left -> [(pieces in the row, rows)]
+    room: dict[int, list[np.ndarray]] = {}  # room left -> rows
     sizes: list[int] = []  # the keys of `room`, sorted
     opened = done = 0
 
-    def leave(left: int, pieces: int, chosen: np.ndarray) -> None:
-        if left and pieces < most and len(chosen):
+    def leave(left: int, chosen: np.ndarray) -> None:
+        if left and len(chosen):
             if left not in room:
                 bisect.insort(sizes, left)
-            room.setdefault(left, []).append((pieces, chosen))
+            room.setdefault(left, []).append(chosen)
 
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
             at = bisect.bisect_left(sizes, length)
             if at < len(sizes):
                 left = sizes[at]
-                pieces, chosen = room[left].pop()
+                chosen = room[left].pop()
                 if not room[left]:
                     del room[left], sizes[at]
             else:
-                left, pieces = sequence, 0
-                needed = -(-count // min(sequence // length, most))
+                left = sequence
+                needed = -(-count // (sequence // length))
                 chosen = np.arange(opened, opened + needed)
                 opened += needed
-            each = min(left // length, most - pieces)
+            each = left // length
             placed = min(count, each * len(chosen))
             rows[order[done : done + placed]] = chosen[np.arange(placed) // each]
             full, rest = divmod(placed, each)
-            leave(left - each * length, pieces + each, chosen[:full])
+            leave(left - each * length, chosen[:full])
             if rest:
-                leave(left - rest * length, pieces + rest, chosen[full : full + 1])
-            leave(left, pieces, chosen[full + bool(rest) :])
+                leave(left - rest * length, chosen[full : full + 1])
+            leave(left, chosen[full + bool(rest) :])
             count, done = count - placed, done + placed
     return rows
 

@@ -8,11 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxthru.data.mixture.packing import Packing, best_fit, most_segments, ranges
-
-FULL = 0.95
-"""Rows so full hold no more than `most_segments` pieces each, for attention's workspace grows with the most
-of any row. Where short documents leave them emptier, twice as many are let in."""
+from jaxthru.data.mixture.packing import Packing, best_fit, ranges
 
 OverLong = Literal["drop", "truncate", "cut"]
 
@@ -64,16 +60,7 @@ def pack_whole(
     begin = np.repeat(start, pieces) + ranges(pieces) * sequence
     end = np.repeat(start + length, pieces)
     size = np.minimum(end - begin, sequence)
-    row = _rows(size.reshape(-1, unit).sum(axis=1), sequence, unit)
+    row = best_fit(size.reshape(-1, unit).sum(axis=1), sequence)
     packing = Packing(np.array([0, len(begin)]), begin, size, begin + size == end)
     counts = (int(np.count_nonzero(each)) for each in (too_long, truncated, untrained))
     return packing.laid(np.repeat(row, unit)), Packed(len(lengths), *counts)
-
-
-def _rows(lengths: np.ndarray, sequence: int, unit: int) -> np.ndarray:
-    """Returns int64 [units], the row of each unit of documents."""
-    most = most_segments(sequence) // unit
-    row = best_fit(lengths, sequence, most)
-    if lengths.sum() < FULL * sequence * (row.max(initial=-1) + 1):
-        row = best_fit(lengths, sequence, 2 * most)
-    return row

@@ -8,6 +8,7 @@ says which of its rows that is; the balance says where in the batch the row stan
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,6 +22,10 @@ EMPTY = -1
 """The row that is padding alone."""
 TOGETHER = 8
 """Steps whose rows are looked up together, which costs little more than one step's."""
+
+
+Cost = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""(source, row), int64 [n] each -> int64 [n], what these rows cost, in one unit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,28 +60,33 @@ class Planner:
         self.sampler = MixtureSampler(supplies, schedule, seed=seed, rows=rows, sequence=sequence)
         self.end, self.ended_by = self.sampler.end, self.sampler.ended_by
         self.available = np.array([supply.rows for supply in supplies.values()], np.int64)
-        self._first = np.cumsum(self.available) - self.available
         self.rows, self.groups = rows, groups
         # By name: a source keeps its order when the mix names others before it.
         self._keys = np.array([key_of(seed, "rows", name) for name in supplies], np.uint64)
-        self._costs: np.ndarray | None = None
+        self._costs_of_block: Callable[[int], np.ndarray] | None = None
         self._plans_of_block = functools.lru_cache(maxsize=4)(self._unordered)
 
-    def balanced_by(self, costs: np.ndarray) -> "Planner":
+    def balanced_by(self, cost: Cost) -> "Planner":
         """Returns the same plan with the rows of each step in an order in which groups cost alike.
 
-        costs: int64, what each row of all sources costs, source after source."""
+        cost: (source, row), int64 [n] each -> int64 [n], what these rows cost."""
         planner = copy.copy(self)
-        planner._costs = costs
+
+        def costs(block: int) -> np.ndarray:
+            plans = self._plans_of_block(block)
+            together = (np.concatenate([getattr(plan, name) for plan in plans]) for name in ("source", "row"))
+            return cost(*together).reshape(-1, self.rows)
+
+        planner._costs_of_block = functools.lru_cache(maxsize=4)(costs)
         return planner
 
     def plan(self, step: int) -> StepPlan:
         """Returns the plan of update `step` + 1, for `step` completed updates."""
         block, at = divmod(step, TOGETHER)
         plan = self._plans_of_block(block)[at]
-        if self._costs is None:
+        if self._costs_of_block is None:
             return plan
-        order = balanced(self.of_rows(plan, self._costs), self.groups)
+        order = balanced(self._costs_of_block(block)[at], self.groups)
         return StepPlan(plan.source[order], plan.row[order])
 
     def _unordered(self, block: int) -> list[StepPlan]:
@@ -88,10 +98,6 @@ class Planner:
         row = places(index, self.available[source], self._keys[source], epoch)
         by_step = (array.reshape(-1, self.rows) for array in (source, row))
         return [StepPlan(*pair) for pair in zip(*by_step, strict=True)]
-
-    def of_rows(self, plan: StepPlan, values: np.ndarray) -> np.ndarray:
-        """Returns the values of a plan's rows. values: of each row of all sources, source after source."""
-        return values[self._first[plan.source] + plan.row]
 
 
 def held_out_plan(available: np.ndarray, total: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

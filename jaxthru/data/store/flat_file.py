@@ -1,10 +1,16 @@
-"""Flat files: arrays on disk, memory-mapped, and columns of them with a checksum for each MiB."""
+"""Flat files: arrays on disk, memory-mapped when they are first read, with a checksum for each block."""
 
+import array
 import bisect
+import collections
 import errno
 import mmap
 import os
+import resource
+import weakref
 import zlib
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,20 +19,41 @@ from jaxthru.runtime.errors import InputError, require
 BLOCK = 1 << 20
 """Bytes under one checksum."""
 REMEDY = "remove its folder and prepare again"
+MOST_MAPS = 16_384
+"""Memory maps of a process, at most: each keeps a file open, and Linux as it comes allows 65,530. A store of
+terabytes has more files."""
 
 
-def map_array(path: str, dtype: str, count: int, crc32: int | None = None) -> np.ndarray:
-    """Maps a flat array of known length. Raises InputError when the file is missing or of another size, or
-    has another checksum than `crc32`."""
-    expected = count * np.dtype(dtype).itemsize
+class Maps(dict):
+    """Memory maps by key, of one owner. Those that were made first in the process, whoever owns them, are
+    let go of once there are many; who still reads one has it until then."""
+
+    __slots__ = ("__weakref__",)
+    _made: ClassVar = collections.deque()
+
+    def keep(self, key: Hashable, mapped: Any) -> Any:
+        """Returns what is mapped, which is kept for now."""
+        self[key] = mapped
+        self._made.append((weakref.ref(self), key))
+        most = min(MOST_MAPS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        while len(self._made) > most:
+            owner, oldest = self._made.popleft()
+            if (maps := owner()) is not None:
+                maps.pop(oldest, None)
+        return mapped
+
+
+def map_file(path: str, size: int | None = None) -> mmap.mmap | bytes:
+    """Maps a file of known size, to read. Raises InputError when it is missing or of another size."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            size = os.fstat(file).st_size
-            require(size == expected, lambda: f"{path}: {size} bytes, expected {expected}; {REMEDY}")
-            if count == 0:  # a memory map cannot be empty
-                return np.zeros(0, dtype)
-            mapped = np.frombuffer(mmap.mmap(file, 0, access=mmap.ACCESS_READ), dtype)
+            found = os.fstat(file).st_size
+            require(
+                size is None or found == size, lambda: f"{path}: {found} bytes, expected {size}; {REMEDY}"
+            )
+            # A memory map cannot be empty.
+            return mmap.mmap(file, 0, access=mmap.ACCESS_READ) if found else b""
         finally:
             os.close(file)
     except FileNotFoundError as error:
@@ -35,6 +62,12 @@ def map_array(path: str, dtype: str, count: int, crc32: int | None = None) -> np
         hints = {errno.EMFILE: "open files, `ulimit -n`", errno.ENOMEM: "memory maps, vm.max_map_count"}
         hint = f"; raise the limit of {hints[error.errno]}" if error.errno in hints else ""
         raise InputError(f"{path}: cannot be opened ({error.strerror}){hint}") from error
+
+
+def map_array(path: str, dtype: str, count: int, crc32: int | None = None) -> np.ndarray:
+    """Maps a flat array of known length. Raises InputError when the file is missing or of another size, or
+    has another checksum than `crc32`."""
+    mapped = np.frombuffer(map_file(path, count * np.dtype(dtype).itemsize), dtype)
     damaged = crc32 is not None and crc32 != zlib.crc32(mapped)
     require(not damaged, lambda: f"{path}: block 0 (bytes 0 to {mapped.nbytes - 1}) is damaged; {REMEDY}")
     return mapped
@@ -46,55 +79,75 @@ def checksums(content: bytes) -> list[int]:
 
 
 class Column:
-    """A column of all shards of a split, a value for each token, numbered through them."""
+    """A column of all shards of a split, a value for each token, numbered through them. No file is opened
+    before it is read."""
 
-    def __init__(self):
-        self._shards: list[np.ndarray] = []
-        self._paths: list[str] = []
-        self._checksums: list[list[int]] = []
-        self._unverified: list[bytearray] = []
-        self._starts = [0]
-
-    def add(self, path: str, dtype: str, count: int, checksums: list[int] | None) -> None:
-        """Adds the file of the next shard. checksums: of its blocks; None where the shard has no such file,
-        and each value is 1. Raises InputError for a file that is not there, or of another size."""
-        there = checksums is not None
-        self._shards.append(
-            map_array(path, dtype, count) if there else np.broadcast_to(np.ones(1, dtype), count)
-        )
-        self._paths.append(path)
-        self._checksums.append(checksums or [])
-        self._unverified.append(bytearray(b"\1" * len(checksums or ())))
-        self._starts.append(self._starts[-1] + count)
+    def __init__(
+        self,
+        path: str,
+        ending: str,
+        dtype: str,
+        counts: np.ndarray,
+        checksums: Sequence[Sequence[int] | None],
+    ):
+        """path, ending: around the number of the shard, as its file is called. counts: int64 [shards], the
+        values of each. checksums: of its blocks; None where the shard has no such file, and each value is 1.
+        """
+        self._path, self._ending, self._dtype = path, ending, np.dtype(dtype)
+        self._starts = array.array("q", [0, *np.cumsum(counts).tolist()])
+        self._there = bytearray(each is not None for each in checksums)
+        blocks = [0 if each is None else len(each) for each in checksums]
+        self._blocks = array.array("q", [0, *np.cumsum(blocks, dtype=np.int64).tolist()])
+        known = [np.asarray(each, np.uint32) for each in checksums if each is not None]
+        self._checksums = np.concatenate([np.zeros(0, np.uint32), *known])
+        self._unverified = bytearray(b"\1" * len(self._checksums))
+        self._maps = Maps()
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the values from `start` to before `stop`, which is above it: a view of the memory map where
-        one shard holds them all. Each block is verified when it is first read; raises InputError."""
-        parts = []
-        while start < stop:
-            number = bisect.bisect_right(self._starts, start) - 1
-            shard, origin = self._shards[number], self._starts[number]
-            first, last = start - origin, min(stop, self._starts[number + 1]) - origin - 1
-            size = BLOCK // shard.itemsize
-            while (block := self._unverified[number].find(1, first // size, last // size + 1)) >= 0:
-                self._verify_block(number, block)
-            parts.append(shard[first : last + 1])
-            start = origin + last + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        one shard holds them all. Each block is verified when it is first read. Raises InputError for damage,
+        and for a file that is not there or of another size."""
+        number = bisect.bisect_right(self._starts, start) - 1
+        origin, end = self._starts[number], self._starts[number + 1]
+        if stop > end:
+            return np.concatenate([self.read(start, end), self.read(end, stop)])
+        shard = self._maps.get(number)
+        if shard is None:
+            shard = self._open(number)
+        first, last, size = start - origin, stop - origin, BLOCK // shard.itemsize
+        base = self._blocks[number]
+        blocks = base + first // size, min(base + (last - 1) // size, self._blocks[number + 1] - 1) + 1
+        while (block := self._unverified.find(1, *blocks)) >= 0:
+            self._verify_block(number, block - base)
+        return shard[first:last]
 
     def verify(self) -> None:
         """Compares every block with its checksum; raises InputError that names the first that differs."""
-        for number, checksums in enumerate(self._checksums):
-            for block in range(len(checksums)):
+        for number in range(len(self._there)):
+            self._open(number)
+            for block in range(self._blocks[number + 1] - self._blocks[number]):
                 self._verify_block(number, block)
 
+    def _open(self, number: int) -> np.ndarray:
+        count = self._starts[number + 1] - self._starts[number]
+        if not self._there[number]:
+            return self._maps.setdefault(number, np.broadcast_to(np.ones(1, self._dtype), count))
+        return self._maps.keep(number, map_array(self._name(number), self._dtype, count))
+
+    def _name(self, number: int) -> str:
+        return f"{self._path}-{number:05d}.{self._ending}"
+
     def _verify_block(self, number: int, block: int) -> None:
-        shard = self._shards[number]
+        shard, at = self._maps.get(number), self._blocks[number] + block
+        shard = self._open(number) if shard is None else shard
         size = BLOCK // shard.itemsize
         crc32 = zlib.crc32(shard[block * size : (block + 1) * size])
         end = min((block + 1) * BLOCK, shard.nbytes)
         require(
-            crc32 == self._checksums[number][block],
-            f"{self._paths[number]}: block {block} (bytes {block * BLOCK} to {end - 1}) is damaged; {REMEDY}",
+            crc32 == self._checksums[at],
+            lambda: (
+                f"{self._name(number)}: block {block} (bytes {block * BLOCK} to {end - 1}) is damaged; "
+                f"{REMEDY}"
+            ),
         )
-        self._unverified[number][block] = 0
+        self._unverified[at] = 0

@@ -52,11 +52,11 @@ def open_stores(
         name: (TextStore if recipe.online else store.TokenStore)(_folder(folder, mix, name, keys[name]))
         for name, recipe in mix.recipes.items()
     }
-    tokenizer = _kept_tokenizer(mix, folder, {opened.manifest["tokenizer"] for opened in stores.values()})
+    tokenizer = _kept_tokenizer(mix, folder, {opened.about["tokenizer"] for opened in stores.values()})
     require(tokenizer is not None, _unprepared(mix, folder, "tokenizer"))
     for name, opened in stores.items():
         wanted = mix.recipes[name].transform.name
-        made = opened.manifest.get("transform", wanted)  # older stores of tokens do not say
+        made = opened.about.get("transform", wanted)  # older stores of tokens do not say
         if made != wanted:
             was = f"was made with transform = {made!r}, the mix has {wanted!r}"
             begun = "a run that began with the former needs it in the mix; else"

@@ -4,7 +4,7 @@ A row decides by these alone which documents it takes, and so needs neither toke
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +12,9 @@ import numpy as np
 
 from jaxthru.data.store.flat_file import map_array
 from jaxthru.runtime.atomic import write_atomically
+
+NONE = -1
+"""In place of the checksum of a shard's column: it has none, as its documents are trained on in full."""
 
 
 class Targets(NamedTuple):
@@ -30,11 +33,22 @@ class Targets(NamedTuple):
         return cls(len(places), int(places[0]) if len(places) else tokens)
 
 
-class SplitTargets(NamedTuple):
-    """count: targets that are trained on in all. first: int32 [documents], see `Targets`."""
+class SplitTargets:
+    """The targets of a split, read anew each time that they are asked for."""
 
-    count: int
-    first: np.ndarray
+    def __init__(self, parts: Callable[[], Iterable[np.ndarray]]):
+        """parts: of each shard, int32 [documents, 2], see `Targets`."""
+        self._parts = parts
+
+    @property
+    def count(self) -> int:
+        """Targets that are trained on in all. Raises InputError for a damaged column."""
+        return sum(int(part[:, 0].sum(dtype=np.int64)) for part in self._parts())
+
+    @property
+    def first(self) -> np.ndarray:
+        """int32 [documents], see `Targets`. Raises InputError for a damaged column."""
+        return np.concatenate([np.zeros(0, np.int32), *(part[:, 1] for part in self._parts())])
 
 
 def write_targets(path: str, lengths: Sequence[int], targets: Sequence[Targets | None]) -> dict:
@@ -49,20 +63,26 @@ def write_targets(path: str, lengths: Sequence[int], targets: Sequence[Targets |
     return {"targets_crc32": zlib.crc32(content)}
 
 
-def read_targets(folder: Path, split: str, manifest: dict, ends: np.ndarray) -> SplitTargets | None:
+def split_targets(
+    path: str, documents: np.ndarray, crc32: np.ndarray, ends: Callable[[], Iterable[np.ndarray]]
+) -> SplitTargets | None:
     """Returns the targets of a split, None if no document of it says what is trained on.
 
-    ends: int64 [documents], where each ends. Raises InputError for a damaged column."""
-    records = [shard["splits"][split] for shard in manifest["shards"]]
-    if not any("targets_crc32" in record for record in records):
+    path: of its files, without the number of their shard. documents, crc32: int64 [shards], how many each
+    has, and the checksum of its column, or NONE. ends: of each shard's documents, int64 [documents].
+    """
+    if (crc32 == NONE).all():
         return None
-    lengths = np.diff(ends, prepend=0)
-    targets = np.stack([lengths - 1, np.ones_like(lengths)], axis=1).astype(np.int32)
-    begin = 0
-    for number, record in enumerate(records):
-        end = begin + record["documents"]
-        if "targets_crc32" in record:
-            path, crc32 = f"{folder}/{split}-{number:05d}.targets", record["targets_crc32"]
-            targets[begin:end] = map_array(path, "<i4", 2 * record["documents"], crc32).reshape(-1, 2)
-        begin = end
-    return SplitTargets(int(targets[:, 0].sum(dtype=np.int64)), targets[:, 1])
+
+    def parts() -> Iterator[np.ndarray]:
+        before = 0
+        shards = zip(documents.tolist(), crc32.tolist(), ends(), strict=True)
+        for number, (count, known, part) in enumerate(shards):
+            if known != NONE:
+                yield map_array(f"{path}-{number:05d}.targets", "<i4", 2 * count, known).reshape(-1, 2)
+            else:  # of text, which is trained on in full
+                lengths = np.diff(part, prepend=before)
+                yield np.stack([lengths - 1, np.ones_like(lengths)], axis=1).astype(np.int32)
+            before = int(part[-1]) if count else before
+
+    return SplitTargets(parts)

@@ -13,17 +13,21 @@ from either. A document that a chat template wrote, or that says what of it is t
 with its text as the template and a transform have made it. Its `targets` are kept as in a token store.
 """
 
+import itertools
 import json
+import threading
 import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxthru.data.store import token_store as store
-from jaxthru.data.store.flat_file import REMEDY, map_array
+from jaxthru.data.store.column_file import ENDING, ColumnFile, Writer, keep
+from jaxthru.data.store.flat_file import REMEDY, Maps, map_array
 from jaxthru.data.store.marked import Marked, Spans
-from jaxthru.data.store.targets import Targets, read_targets, write_targets
+from jaxthru.data.store.targets import Targets, write_targets
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError
@@ -152,42 +156,72 @@ def _compress(parts: list[Chunk]) -> tuple[list[bytes], np.ndarray]:
     return frames, index
 
 
-class TextSplit:
-    """One split: chunks, numbered through all its shards, one after the other in one stream of tokens.
+class TextSplit(store.Split):
+    """One split: chunks, numbered through all its shards, one after the other in one stream of tokens. Where
+    they end is kept beside the store, see `column_file.py`."""
 
-    ends: int64 [documents], where each document ends in the stream. chunk_ends: int64 [chunks].
-    targets: what of each document is trained on, None if all documents are in full.
-    """
+    INDEX = "stretches"
 
-    def __init__(self, folder: Path, split: str, manifest: dict):
-        self.folder, self.split = folder, split
-        self._paths, self._text, self._frames, self._index = [], [], [], []
-        for number, shard in enumerate(manifest["shards"]):
-            record, path = shard["splits"][split], f"{folder}/{split}-{number:05d}"
-            counted = (("frames", "<i8", record["frames"] + 1), ("stretches", "<i4", 5 * record["stretches"]))
-            frames, index = (
-                map_array(f"{path}.{name}", dtype, count, record[f"{name}_crc32"])
-                for name, dtype, count in counted
-            )
-            self._paths.append(f"{path}.text")
-            self._text.append(map_array(f"{path}.text", "u1", int(frames[-1])))
-            self._frames.append(frames)
-            self._index.append(index.reshape(-1, 5))
-        counts = [len(index) for index in self._index]
-        self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        whole = np.concatenate([np.zeros((0, 5), np.int32), *self._index])
-        self.chunk_ends = np.cumsum(whole[:, 3], dtype=np.int64)
-        self.ends = self.chunk_ends[whole[:, 4] & FINAL > 0]
-        self.tokens = int(self.ends[-1]) if len(self.ends) else 0
-        self.targets = read_targets(folder, split, manifest, self.ends)
+    def _open(self, about: dict, records: Sequence[dict]) -> None:
+        counts = (
+            [record[name] for name in ("stretches", "stretches_crc32", "frames", "frames_crc32")]
+            for record in records
+        )
+        self._indexed = np.fromiter(itertools.chain.from_iterable(counts), np.int64).reshape(-1, 4)
+        self._first = np.concatenate([[0], np.cumsum(self._indexed[:, 0])])
+        self._chunk_ends: ColumnFile | None = None
+        self._maps, self._verified, self._lock = Maps(), set(), threading.Lock()
+
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return int(self._first[-1])
+
+    def ends_by_shard(self) -> Iterator[np.ndarray]:
+        """Yields where the documents of each shard end in the stream, int64 [documents]. Raises InputError
+        for a damaged file."""
+        for index, ends in self._indices():
+            yield ends[index[:, 4] & FINAL > 0]
+
+    def _indices(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the index of each shard and where its chunks end in the stream, int64 [chunks]."""
+        before = 0
+        for number, tokens in enumerate(self._counted[:, 1].tolist()):
+            index = self._index(number)
+            yield index, before + np.cumsum(index[:, 3], dtype=np.int64)
+            before += tokens
+
+    def chunks_at(self, position: np.ndarray) -> np.ndarray:
+        """Returns int64 [n], which chunks the tokens at these places of the stream are in. Raises InputError
+        for a damaged file."""
+        ends, found = self._ends(), np.empty(len(position), np.int64)
+        shards = np.searchsorted(np.cumsum(self._counted[:, 1]), position, side="right")
+        for shard in np.unique(shards).tolist():  # in each only its own pages are touched
+            chosen, first = shards == shard, int(self._first[shard])
+            within = ends.read("ends", first, int(self._first[shard + 1]))
+            found[chosen] = first + np.searchsorted(within, position[chosen], side="right")
+        return found
 
     def lengths(self, chunk: np.ndarray) -> np.ndarray:
-        """Returns int64 [n], how many tokens each of these chunks has."""
-        return self.chunk_ends[chunk] - self.starts(chunk)
+        """Returns int64 [n], how many tokens each of these chunks has. Raises InputError if damaged."""
+        return self._ends().at("ends", chunk) - self.starts(chunk)
 
     def starts(self, chunk: np.ndarray) -> np.ndarray:
-        """Returns int64 [n], where in the stream of tokens each of these chunks starts."""
-        return np.where(chunk > 0, self.chunk_ends[chunk - 1], 0)
+        """Returns int64 [n], where in the stream of tokens each of these chunks starts. Raises InputError for
+        a damaged file."""
+        return np.where(chunk > 0, self._ends().at("ends", np.maximum(chunk - 1, 0)), 0)
+
+    def _ends(self) -> ColumnFile:
+        def make(writer: Writer) -> dict:
+            writer.add("ends", "<i8", self.chunks)
+            for _, ends in self._indices():
+                writer.write("ends", ends)
+            return {}
+
+        with self._lock:  # several threads would each make it
+            if self._chunk_ends is None:
+                self._chunk_ends = keep(f"{self._path}.chunk_ends{ENDING}", self.identity, make)
+        return self._chunk_ends
 
     def texts(self, chunk: np.ndarray) -> list[tuple[StoredText, bool, bool]]:
         """Returns the texts of chunks (int64 [n]), and whether each begins and ends its document.
@@ -197,9 +231,9 @@ class TextSplit:
         texts, opened = [], {}
         for number in chunk.tolist():
             shard = int(np.searchsorted(self._first, number, side="right")) - 1
-            at = number - int(self._first[shard])
-            frame, start, size, _, bits = self._index[shard][at].tolist()
-            begins = at == 0 or bool(self._index[shard][at - 1, 4] & FINAL)  # a document lies in one shard
+            index, at = self._index(shard), number - int(self._first[shard])
+            frame, start, size, _, bits = index[at].tolist()
+            begins = at == 0 or bool(index[at - 1, 4] & FINAL)  # a document lies in one shard
             if (shard, frame) not in opened:
                 opened[shard, frame] = self._frame(shard, frame)
             text = opened[shard, frame][start : start + size].decode()
@@ -208,18 +242,41 @@ class TextSplit:
         return texts
 
     def verify(self) -> None:
-        """Reads every frame. Raises InputError that names the first damaged one."""
-        for shard, frames in enumerate(self._frames):
-            for frame in range(len(frames) - 1):
+        """Reads everything. Raises InputError that names the first damaged frame or file."""
+        self._maps.clear()
+        self._verified.clear()
+        for shard, frames in enumerate(self._indexed[:, 2].tolist()):
+            self._index(shard)
+            for frame in range(frames):
                 self._frame(shard, frame)
+        if self.targets:
+            assert self.targets.count >= 0
+
+    def _index(self, shard: int) -> np.ndarray:
+        chunks, crc32, *_ = self._indexed[shard].tolist()
+        return self._mapped("stretches", shard, "<i4", 5 * chunks, crc32).reshape(-1, 5)
 
     def _frame(self, shard: int, frame: int) -> bytes:
-        first, end = self._frames[shard][frame : frame + 2].tolist()
+        _, _, count, crc32 = self._indexed[shard].tolist()
+        frames = self._mapped("frames", shard, "<i8", count + 1, crc32)
+        first, end = frames[frame : frame + 2].tolist()
+        text = self._mapped("text", shard, "u1", int(frames[-1]))
         try:
-            return zlib.decompress(self._text[shard][first:end])  # zlib compares its own checksum
+            return zlib.decompress(text[first:end])  # zlib compares its own checksum
         except zlib.error as error:
-            where = f"{self._paths[shard]}: frame {frame} (bytes {first} to {end - 1})"
+            where = f"{self._path}-{shard:05d}.text: frame {frame} (bytes {first} to {end - 1})"
             raise InputError(f"{where} is damaged; {REMEDY}") from error
+
+    def _mapped(self, name: str, shard: int, dtype: str, count: int, crc32: int | None = None) -> np.ndarray:
+        """Returns a file of a shard, whose checksum is compared when it is first mapped."""
+        key = name, shard
+        found = self._maps.get(key)
+        if found is None:
+            path = f"{self._path}-{shard:05d}.{name}"
+            found = map_array(path, dtype, count, None if key in self._verified else crc32)
+            self._verified.add(key)
+            self._maps.keep(key, found)
+        return found
 
 
 class TextStore(store.TokenStore):

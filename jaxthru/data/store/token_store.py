@@ -18,16 +18,20 @@ write the same bytes: whichever is last changes nothing.
 """
 
 import contextlib
+import hashlib
+import itertools
 import json
 import resource
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxthru.data.store.column_file import verify_columns
 from jaxthru.data.store.flat_file import Column, checksums, map_array
-from jaxthru.data.store.targets import Targets, read_targets, write_targets
+from jaxthru.data.store.targets import NONE, Targets, split_targets, write_targets
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
@@ -91,11 +95,12 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     write_atomically(folder / "manifest.json", json.dumps({"version": VERSION, **manifest}).encode())
 
 
-def read_manifest(folder: Path) -> dict:
-    """Returns the manifest of a store. Raises InputError if there is none that this version reads."""
+def read_manifest(folder: Path, each: Callable[[dict], Any] | None = None) -> dict:
+    """Returns the manifest of a store. each: what becomes of every object in it, the inner ones first. Raises
+    InputError if there is none that this version reads."""
     try:
-        with open(f"{folder}/manifest.json", "rb") as file:  # noqa: PTH123 (see `Split`)
-            manifest = json.loads(file.read())
+        with open(f"{folder}/manifest.json", encoding="utf-8") as file:  # noqa: PTH123 (see `Split`)
+            manifest = json.loads(file.read(), object_hook=each)
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: not a token store ({error})") from error
     version = manifest.get("version")
@@ -104,29 +109,54 @@ def read_manifest(folder: Path) -> dict:
 
 
 class Split:
-    """One split of a store: a stream of tokens, numbered through all its shards.
+    """One split of a store: a stream of tokens, numbered through all its shards. Opened, it holds what its
+    shards count and their checksums; what there is of each document is read when it is asked for.
 
-    ends: int64 [documents], where each document ends in the stream; it starts where the last one ended.
-    targets: what of each document is trained on, None if all documents are in full.
+    tokens, documents: how many. targets: what of each document is trained on, None if all documents are in
+    full. identity: says which documents these are.
     """
 
-    def __init__(self, folder: Path, split: str, manifest: dict):
-        self._tokens, self._trained = Column(), Column()
-        self.masked = any("trained_crc32" in shard["splits"][split] for shard in manifest["shards"])
-        starts, ends = [0], [np.zeros(0, np.int64)]
-        for number, shard in enumerate(manifest["shards"]):
-            # Paths as text: of thousands of sources most of the time would go into pathlib.
-            record, path = shard["splits"][split], f"{folder}/{split}-{number:05d}"
-            count, crc32 = record["documents"] + 1, record["offsets_crc32"]
-            offsets = map_array(f"{path}.offsets", "<i8", count, crc32)
-            self._tokens.add(f"{path}.tokens", manifest["dtype"], record["tokens"], record["tokens_crc32"])
-            if self.masked:
-                self._trained.add(f"{path}.trained", "u1", record["tokens"], record.get("trained_crc32"))
-            ends.append(offsets[1:] + starts[-1])
-            starts.append(starts[-1] + record["tokens"])
-        self.ends = np.concatenate(ends)
-        self.tokens: int = starts[-1]
-        self.targets = read_targets(folder, split, manifest, self.ends)
+    INDEX = "offsets"
+    """The file of a shard that says where its documents end."""
+
+    def __init__(self, folder: Path, split: str, about: dict, records: Sequence[dict]):
+        """about: the manifest of the store. records: of the split's shards, see `write_shard`."""
+        self.folder, self.split = folder, split
+        # Paths as text: of thousands of sources most of the time would go into pathlib.
+        self._path = f"{folder}/{split}"
+        counts = (self._counts(record) for record in records)
+        self._counted = np.fromiter(itertools.chain.from_iterable(counts), np.int64).reshape(-1, 4)
+        self.documents, self.tokens = self._counted[:, :2].sum(axis=0).tolist()
+        self.identity = hashlib.blake2b(self._counted.tobytes(), digest_size=16).hexdigest()
+        self.targets = split_targets(self._path, *self._counted[:, [0, 3]].T, self.ends_by_shard)
+        self._open(about, records)
+
+    def _counts(self, record: dict) -> tuple[int, int, int, int]:
+        crc32 = record[f"{self.INDEX}_crc32"], record.get("targets_crc32", NONE)
+        return record["documents"], record["tokens"], *crc32
+
+    def _open(self, about: dict, records: Sequence[dict]) -> None:
+        tokens = self._counted[:, 1]
+        known = [record["tokens_crc32"] for record in records]
+        self._tokens = Column(self._path, "tokens", about["dtype"], tokens, known)
+        known = [record.get("trained_crc32") for record in records]
+        self.masked = any(each is not None for each in known)
+        self._trained = Column(self._path, "trained", "u1", tokens, known) if self.masked else None
+
+    def ends_by_shard(self) -> Iterator[np.ndarray]:
+        """Yields where the documents of each shard end in the stream, int64 [documents]. Raises InputError
+        for a damaged file."""
+        before = 0
+        for number, (documents, tokens, crc32, _) in enumerate(self._counted.tolist()):
+            offsets = map_array(f"{self._path}-{number:05d}.offsets", "<i8", documents + 1, crc32)
+            yield offsets[1:] + before
+            before += tokens
+
+    @property
+    def ends(self) -> np.ndarray:
+        """int64 [documents], where each document ends in the stream; it starts where the last one ended. Read
+        anew each time. Raises InputError for a damaged file."""
+        return np.concatenate([np.zeros(0, np.int64), *self.ends_by_shard()])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens from `start` to before `stop`, which is above it: a view of the memory map where
@@ -142,26 +172,49 @@ class Split:
         return self._trained.read(start, stop) if self.masked else None
 
     def verify(self) -> None:
-        """Compares every block with its checksum; raises InputError that names the first that differs."""
-        for column in (self._tokens, self._trained):
-            column.verify()
+        """Compares everything with its checksum; raises InputError that names the first that differs."""
+        self._tokens.verify()
+        if self.masked:
+            self._trained.verify()
+        for _ in self.ends_by_shard():
+            pass
+        if self.targets:
+            assert self.targets.count >= 0
 
 
 class TokenStore:
-    """An opened store. manifest: what was written. train, held_out: its splits."""
+    """An opened store. about: its manifest, but for its shards. train, held_out: its splits."""
 
     KIND, SPLIT = None, Split
 
     def __init__(self, folder: Path):
-        self.manifest = read_manifest(folder)
-        require(self.manifest.get("kind") == self.KIND, f"{folder}: not a {self.KIND or 'token'} store")
-        self.folder = folder
-        self.train, self.held_out = (self.SPLIT(folder, split, self.manifest) for split in SPLITS)
+        self.folder, self.about = folder, read_manifest(folder, _compact)
+        require(self.about.get("kind") == self.KIND, f"{folder}: not a {self.KIND or 'token'} store")
+        shards = self.about.pop("shards")
+        self.train, self.held_out = (
+            self.SPLIT(folder, split, self.about, [shard[split] for shard in shards]) for split in SPLITS
+        )
+
+    @property
+    def manifest(self) -> dict:
+        """What was written, read anew: of each shard, too. Raises InputError."""
+        return read_manifest(self.folder)
 
     def verify(self) -> None:
-        """Reads everything. Raises InputError that names the first damaged block."""
+        """Reads everything, and what is kept beside it. Raises InputError that names what is damaged."""
         for split in (self.train, self.held_out):
             split.verify()
+        verify_columns(self.folder)
+
+
+def _compact(record: dict) -> Any:
+    """Returns an object of a manifest in the memory that it needs: of a shard its splits alone."""
+    if "splits" in record:
+        return record["splits"]
+    for name in ("tokens_crc32", "trained_crc32"):
+        if name in record:
+            record[name] = np.array(record[name], np.uint32)
+    return record
 
 
 def let_files_open() -> None:

@@ -72,7 +72,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     cost = (12.0 * arguments.embed, 1.0)
 
     def priced(packing: Packing) -> tuple[np.ndarray, np.ndarray]:
-        costs = row_costs(packing, sequence, *cost)
+        costs = row_costs(packing.spans, sequence, *cost)
         padding = sequence - packing.used
         unit = 2**40 / (cost[0] * sequence + cost[1] * sequence**2)
         return costs, costs - padding * cost[0] * unit
@@ -96,7 +96,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         return np.array(plans), round(1e3 * statistics.median(np.diff(clock)), 3)
 
     plain, plain_ms = planned(planner)
-    balanced, balanced_ms = planned(planner.balanced_by(costs))
+    balanced, balanced_ms = planned(planner.balanced_by(lambda source, row: costs[row]))
     devices = costs[balanced].reshape(len(balanced), min(DEVICES, groups), -1).sum(axis=2)
     return {
         "lengths": arguments.lengths,

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from jaxthru.data.loading.batch import BATCH_FIELDS, check_batch
 from jaxthru.data.loading.batch_builder import BatchBuilder
+from jaxthru.data.mixture.packed_rows import PackedRows
 from jaxthru.data.mixture.packing import pack
 from jaxthru.data.mixture.planner import EMPTY
 
@@ -29,7 +30,7 @@ class Stream:
 def test_a_batch_says_what_its_documents_say(lengths, sequence, packing, seed):
     """Compares with one token at a time, in plain Python."""
     ends = [np.cumsum(np.array(item, np.int64)) for item in lengths]
-    splits = [(Stream(), pack(item, sequence, packing)) for item in ends]
+    splits = [(Stream(), PackedRows.of(pack(item, sequence, packing), sequence)) for item in ends]
     pairs = [(number, row) for number, (_, packed) in enumerate(splits) for row in range(packed.rows)]
     pairs.append((0, EMPTY))
     np.random.default_rng(seed).shuffle(pairs)
@@ -60,7 +61,7 @@ def test_a_batch_says_what_its_documents_say(lengths, sequence, packing, seed):
 
 @pytest.mark.parametrize("packing", ["split", "best_fit"])
 def test_only_padding(packing):
-    splits = [(Stream(), pack(np.array([5]), 4, packing))]
+    splits = [(Stream(), PackedRows.of(pack(np.array([5]), 4, packing), 4))]
     batch = BatchBuilder(splits, 4).build(np.zeros(3, np.int64), np.full(3, EMPTY))
     check_batch(batch, 3, 4)
     assert not any(array.any() for array in batch.values())

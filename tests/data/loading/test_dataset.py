@@ -189,14 +189,6 @@ def test_local_rows_are_one_range():
         local_rows(Elsewhere((0, 2), (4, 6)), 8, SEQUENCE)
 
 
-def test_each_piece_is_kept_once(data):
-    joined = data.builder.packing
-    for _, packing in data.train:
-        for name in ("start", "length", "last"):
-            assert np.shares_memory(getattr(packing, name), getattr(joined, name))
-    assert sum(len(packing.start) for _, packing in data.train) == len(joined.start)
-
-
 def test_canonical_groups():
     assert [canonical_groups(rows) for rows in (1, 8, 64, 96, 128, 134)] == [1, 8, 64, 48, 64, 2]
 

@@ -142,7 +142,7 @@ def test_batches_are_the_same_online_resumed_and_in_any_division_into_processes(
 def test_a_store_of_text_has_no_column_for_it(opened):
     stores = opened().prepared.stores
     columns = {name: {path.suffix for path in opened.folder.iterdir()} for name, opened in stores.items()}
-    assert columns["books"] == {".tokens", ".offsets", ".json"}
+    assert columns["books"] == {".tokens", ".offsets", ".json", ".columns"}
     assert columns["notes"] == columns["books"] | {".trained", ".targets"}
     shard = stores["books"].manifest["shards"][0]["splits"]["train"]
     assert shard.keys() == {"documents", "tokens", "tokens_crc32", "offsets_crc32"}

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxthru.data.mixture import packing as module
-from jaxthru.data.mixture.packing import Packing, most_segments, pack
+from jaxthru.data.mixture.packed_rows import PackedRows
+from jaxthru.data.mixture.packing import Packing, pack, split_rows
 
 lengths = st.lists(st.integers(1, 40), max_size=60)
 sequences = st.integers(2, 24)
@@ -65,10 +66,11 @@ def test_best_fit_keeps_whole_what_fits_and_leaves_no_row_that_another_could_tak
     assert (filled <= sequence / 2).sum() <= 1  # two rows that are half empty would have been one
 
 
-def test_best_fit_caps_the_segments_of_a_row():
-    _, packed = pieces_of(np.arange(1, 1001), 512, "best_fit")
-    assert packed.max_segments == most_segments(512) == 64
-    assert packed.rows == -(-1000 // 64)
+def test_rows_of_tiny_documents_are_full():
+    """Of 10 tokens each: as many as fit, and no row but the last with room for another."""
+    _, packed = pieces_of(10 * np.arange(1, 100_001), 1024, "best_fit")
+    assert packed.max_segments == 102 and packed.rows == -(-100_000 // 102)
+    assert (packed.used[:-1] == 1020).all()
 
 
 @settings(deadline=None)
@@ -90,12 +92,29 @@ def test_the_work_of_best_fit_grows_with_the_lengths_there_are_and_not_with_the_
     assert len(looks) < 4 * 4096
 
 
+def same(found, expected):
+    for name in ("first", "start", "length", "last"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
 @settings(deadline=None)
 @given(st.lists(lengths, min_size=1, max_size=5), sequences)
-def test_packings_put_together_come_apart_as_views(documents, sequence):
-    packings = [pack(np.cumsum(np.array(one, np.int64)), sequence, "best_fit") for one in documents]
-    joined = Packing.together(packings)
-    for packing, part in zip(packings, joined.apart([packing.rows for packing in packings]), strict=True):
-        for name in ("first", "start", "length", "last"):
-            np.testing.assert_array_equal(getattr(part, name), getattr(packing, name))
-        assert all(getattr(part, name).base is getattr(joined, name) for name in ("start", "length", "last"))
+def test_a_stream_is_split_alike_in_whatever_parts_it_comes(documents, sequence):
+    ends = np.cumsum(np.array([length for part in documents for length in part], np.int64))
+    parts = np.split(ends, np.cumsum([len(part) for part in documents])[:-1])
+    same(Packing.together(list(split_rows(parts, sequence))), pack(ends, sequence, "split"))
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+@settings(deadline=None)
+@given(lengths=lengths, sequence=sequences)
+def test_packed_rows_say_what_the_packing_says(packing, lengths, sequence):
+    packed = pack(np.cumsum(np.array(lengths, np.int64)), sequence, packing)
+    rows = PackedRows.of(packed, sequence)
+    same(rows.packing(), packed)
+    assert (rows.rows, rows.pieces, rows.tokens) == (packed.rows, len(packed.length), packed.length.sum())
+    assert rows.documents == len(lengths) and rows.max_segments == packed.max_segments
+    for row in range(packed.rows):
+        first, end, more = rows.borders(row)
+        assert (first, end) == tuple(packed.first[row : row + 2]) and more != packed.last[end - 1]
+        assert rows.spans(np.array([row])) == (packed.length[first:end] ** 2).sum()

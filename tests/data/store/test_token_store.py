@@ -15,6 +15,7 @@ import tokenizers
 from corpus import sides, write_corpus
 
 from jaxthru.data.loading.batch_builder import BatchBuilder
+from jaxthru.data.mixture.packed_rows import PackedRows
 from jaxthru.data.mixture.packing import pack
 from jaxthru.data.store import flat_file, prepare, text_store, writer
 from jaxthru.data.store import token_store as store
@@ -87,8 +88,10 @@ def test_damage_is_named(mix, tmp_path):
     with pytest.raises(InputError, match="block 0 "):  # and when it is first read
         damaged.train.read(100, 101)
     tokens.write_bytes(content[:-2])
-    with pytest.raises(InputError, match=r"train-00000\.tokens: \d+ bytes, expected"):
-        store.TokenStore(opened.folder)
+    short = store.TokenStore(opened.folder)
+    for read in (short.verify, lambda: short.train.read(100, 101)):
+        with pytest.raises(InputError, match=r"train-00000\.tokens: \d+ bytes, expected"):
+            read()
     (opened.folder / "manifest.json").unlink()
     with pytest.raises(InputError, match="not a token store"):
         store.TokenStore(opened.folder)
@@ -158,7 +161,8 @@ def test_rows_beyond_what_32_bits_hold(vast, packing):
     packed = pack(split.ends, sequence, packing)
     assert packed.length.sum() == split.tokens
     row = np.searchsorted(packed.first, np.flatnonzero(packed.start + packed.length == split.tokens), "right")
-    batch = BatchBuilder([(split, packed)], sequence).build(np.zeros(1, np.int64), row - 1)
+    packed_rows = PackedRows.of(packed, sequence)
+    batch = BatchBuilder([(split, packed_rows)], sequence).build(np.zeros(1, np.int64), row - 1)
     tokens, segment = batch["tokens"][0], batch["segment_ids"][0]
     segments = [tokens[segment == number].tolist() for number in range(1, segment.max() + 1)]
     assert all(document.tolist() in segments for document in last[1:])
@@ -332,27 +336,28 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(mix, tmp_path, 
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
 
 
-def test_a_store_of_many_shards_opens(tmp_path):
-    """More than the usual limit lets open; past the last limit, one line."""
+def test_a_store_of_more_shards_than_files_may_be_open_is_read(tmp_path):
+    """What was mapped first is let go of. One line where not even a file more may be open."""
     splits = {"train": [store.Entry(np.arange(3))], "held_out": []}
     records = [store.write_shard(tmp_path, number, splits, {}) for number in range(60)]
     store.write_manifest(tmp_path, {"dtype": "int64", "shards": records})
     program = f"""if True:
-        import pathlib, resource
+        import os, pathlib, resource
         from jaxthru.data.store import token_store as store
-        resource.setrlimit(resource.RLIMIT_NOFILE, (50, 80))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 80))
+        opened = store.TokenStore(pathlib.Path({str(tmp_path)!r}))
         for _ in range(2):
-            try:
-                store.TokenStore(pathlib.Path({str(tmp_path)!r}))
-            except store.InputError as error:
-                print(error)
-            else:
-                print("open")
-            store.let_files_open()
+            print(sum(int(opened.train.read(at, at + 1)[0]) for at in range(opened.train.tokens)))
+        print(len(os.listdir("/proc/self/fd")) < 40)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4, 80))
+        try:
+            opened.train.read(0, 1)
+        except store.InputError as error:
+            print(error)
     """
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    first, second = told.stdout.splitlines()
-    assert first.endswith(
+    *sums, bounded, refused = told.stdout.splitlines()
+    assert sums == ["180", "180"] and bounded == "True"
+    assert refused.endswith(
         "cannot be opened (Too many open files); raise the limit of open files, `ulimit -n`"
     )
-    assert second == "open"
