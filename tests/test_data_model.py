@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
@@ -107,7 +106,8 @@ def test_a_killed_worker_delays_its_tasks_and_loses_none(model):
     setup = model.Setup(8, per_host=8, sequence=100_000, period=1.0, workers=2, steps=12)
     known = dataclasses.replace(services(model), restart=0.5)
     calm, killed = (
-        model.simulate(dataclasses.replace(setup, killed=at), model.WAYS["host"], known) for at in (None, 0.15)
+        model.simulate(dataclasses.replace(setup, killed=at), model.WAYS["host"], known)
+        for at in (None, 0.15)
     )
     assert len(killed.fetches) == len(calm.fetches) and killed.busy == pytest.approx(calm.busy)
     assert killed.waits[0] > calm.waits[0]

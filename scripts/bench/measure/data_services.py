@@ -34,6 +34,7 @@ import data_corpus
 import harness
 import numpy as np
 
+from jaxthru.data.loading.batch_builder import BatchBuilder
 from jaxthru.data.loading.dataset import Data, open_data
 from jaxthru.data.loading.worker import Stores, produce
 from jaxthru.data.mixture.balance import row_costs
@@ -93,25 +94,37 @@ def cpu(call: Callable[[], Any], clock: Callable[[], float] = time.thread_time) 
     return clock() - began
 
 
-def planner(rows: int, groups: int, sources: int, sequence: int = 8192) -> tuple[Planner, Planner]:
-    """Returns the plan of a mix of log-normal weights, and the same balanced: documents of log-normal
-    length, packed by best fit."""
-    draw = np.random.default_rng(0)
+def planner(data: Data, rows: int, groups: int, sources: int) -> tuple[Planner, Planner]:
+    """Returns the plan of a mix of log-normal weights over so many sources, those of `data` again and again,
+    and the same balanced. Of each row the documents' lengths are read as they are in a run; what rows cost is
+    that of documents of log-normal length in rows of 8,192 tokens, packed by best fit."""
+    draw, sequence = np.random.default_rng(0), 8192
     documents = np.clip(draw.lognormal(6, 2, 400_000), 1, sequence).astype(np.int64)
-    costs = row_costs(pack(np.cumsum(documents), sequence, "best_fit"), sequence, *COST)
+    costs = row_costs(pack(np.cumsum(documents), sequence, "best_fit").spans, sequence, *COST)
+    splits = [data.train[number % len(data.train)] for number in range(sources)]
+    builder = BatchBuilder(splits, data.config.sequence)
+    available = np.array([packed.rows for _, packed in splits])
+    first, drawn = np.cumsum(available) - available, draw.choice(costs, available.sum())
     names = [f"s{number}" for number in range(sources)]
     weights = dict(zip(names, draw.lognormal(0.0, 1.5, sources).tolist(), strict=True))
-    each = 2000  # rows of a source, gone through as often as it takes
-    supplies = dict.fromkeys(names, Supply(each, each * sequence, each * 8))
+    supplies = {
+        name: Supply(count, count * sequence, count)
+        for name, count in zip(names, available.tolist(), strict=True)
+    }
+
+    def cost(source: np.ndarray, row: np.ndarray) -> np.ndarray:
+        row_costs(builder.spans(source, row), sequence, *COST)
+        return drawn[first[source] + row]
+
     asked = {"seed": 0, "rows": rows, "groups": groups, "sequence": sequence}
     plain = Planner(supplies, ((0, Mixture.plain(weights)),), **asked)
-    return plain, plain.balanced_by(draw.choice(costs, each * sources))
+    return plain, plain.balanced_by(cost)
 
 
-def planned(rows: int, groups: int, sources: int, steps: int) -> dict[str, float]:
+def planned(data: Data, rows: int, groups: int, sources: int, steps: int) -> dict[str, float]:
     """Returns the mean CPU seconds of a step: plain, balanced, and with what token workers are told; and the
     slowest balanced one, in which a block of steps is looked up."""
-    plain, balanced = planner(rows, groups, sources)
+    plain, balanced = planner(data, rows, groups, sources)
     first = cpu(lambda: plain.plan(0))
     steps = range(8, 8 + steps)  # whole blocks of those that are looked up together
     plains = [cpu(functools.partial(plain.plan, step)) for step in steps]
@@ -124,21 +137,21 @@ def planned(rows: int, groups: int, sources: int, steps: int) -> dict[str, float
     return {key: round(value, 6) for key, value in found.items()}
 
 
-def plans(tiny: bool) -> dict[str, dict]:
+def plans(data: Data, tiny: bool) -> dict[str, dict]:
     """Returns {what is planned: its seconds, and its share of STEP}."""
     found = {}
     for sources in (100,) if tiny else (100, 1000):
         for name, (rows, groups) in itertools.islice(PLANS.items(), 1 if tiny else None):
-            told = planned(rows, groups, sources, 8)
+            told = planned(data, rows, groups, sources, 8)
             about = {"rows": rows, "groups": groups, "sources": sources}
             found[f"{name}, {sources:,} sources"] = about | told | {"share": told["step"] / STEP}
     return found
 
 
-def by_rows(tiny: bool) -> dict[int, float]:
+def by_rows(data: Data, tiny: bool) -> dict[int, float]:
     """Returns {rows of a step: CPU seconds to plan it}, of 306 sources, a group for each row up to 1,024."""
     rows = (8, 64) if tiny else (8, 64, 512, 1024, 2048, 4096, 10_240, 40_960)
-    return {number: planned(number, min(number, 1024), 306, 8)["step"] for number in rows}
+    return {number: planned(data, number, min(number, 1024), 306, 8)["step"] for number in rows}
 
 
 def tasks(data: Data, rows: int, steps: int, of: int = 1) -> list[list[list[tuple[str, np.ndarray]]]]:
@@ -354,9 +367,11 @@ def held(folder: Path) -> dict[str, float]:
 
     before, files_before, began = process.memory_full_info().uss, files(), time.process_time()
     with opened(folder, loaders=1) as data:
+        for number, (split, _) in enumerate(data.train):  # what a source has is opened when it is first read
+            data.builder.pieces(np.array([number]), np.array([0]))
+            split.text.lengths(np.array([0]))
         seconds, after = time.process_time() - began, process.memory_full_info().uss
-        sources = len(data.names)
-        opened_files = files() - files_before
+        sources, opened_files = len(data.names), files() - files_before
         plan = data.planner(((0, data.mixture),), seed=0, rows=8)
         start = time.perf_counter()
         for step in range(4):
@@ -378,18 +393,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns all of it."""
     harness.need("psutil", "zstandard")
     tiny = arguments.tiny
+    # First, for they fork: later there are threads.
+    found: dict[str, Any] = {"handed": handing(200 if tiny else 5000), "tcp": over_tcp(tiny)}
     with tempfile.TemporaryDirectory() as folder:
         where = corpus(Path(folder) if tiny else CORPUS, tiny)
         found = {
             "held": held(where),
             "calibrated": dataclasses.asdict(calibrate(where, 8, 4 if tiny else 24)),
         }
-    planned_ = plans(tiny)
-    found |= {"plans": planned_, "plan": by_rows(tiny), "tcp": over_tcp(tiny)}
-    found["handed"] = handing(200 if tiny else 5000)
-    one = [plan for plan in planned_.values() if plan["rows"] == GPUS]
+        with opened(where, loaders=1) as data:
+            found |= {"plans": plans(data, tiny), "plan": by_rows(data, tiny)}
+    one = [plan for plan in found["plans"].values() if plan["rows"] == GPUS]
     found["planner_share"] = max(plan["share"] for plan in one)
-    found["planner_share_of_4_rows"] = max(plan["share"] for plan in planned_.values())
+    found["planner_share_of_4_rows"] = max(plan["share"] for plan in found["plans"].values())
     found["rows"], found["sequence"] = 8, SEQUENCE
     return found | about()
 
