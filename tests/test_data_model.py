@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib.util
+import json
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -122,3 +124,46 @@ def test_tasks_hold_the_rows_that_were_drawn(model):
     assert sum(tokens) == 1000 * 8192 and tokens[1] == 0
     assert tokens[2] / tokens[0] == pytest.approx(3, rel=0.2)
     assert max(count for _, count in tasks) <= model.TASK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def study(model):
+    folder = ROOT / "scripts" / "study"
+    spec = importlib.util.spec_from_file_location("data_scale", folder / "data_scale.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_small_study_has_its_tables_and_pictures(study, tmp_path):
+    study.main(["--small", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "data_scale.json").read_text())
+    by_way = {(row["gpus"], row["way"]): row for row in found["rows"]}
+    assert by_way[64, "direct"]["connections_worker"] == 64
+    assert by_way[64, "fan-out"]["connections_worker"] == 8 and by_way[64, "host"]["connections_worker"] == 0
+    assert by_way[64, "process"]["files_host"] == pytest.approx(8 * by_way[64, "host"]["files_host"])
+    shared = {row["way"]: row for row in found["shared"]}
+    assert shared["direct"]["cores"] == pytest.approx(8 * shared["fan-out"]["cores"])
+    assert {path.name for path in tmp_path.glob("*.svg")} == set(study.pictures(found))
+    for path in tmp_path.glob("*.svg"):
+        assert xml.etree.ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+def test_the_page_has_what_the_record_says(study):
+    found, page = json.loads(study.KEPT.read_text()), study.PAGE.read_text()
+    for name, table in study.tables(found).items():
+        assert f"<!-- {name}: by scripts/study/data_scale.py -->\n{table}\n<!-- end of {name} -->" in page
+    for picture in study.pictures(found):
+        assert f"(images/{picture})" in page and (ROOT / "docs" / "images" / picture).is_file()
+
+
+def test_a_row_of_the_suite_says_how_far_apart_both_are(bench, tmp_path):
+    """The bar is of the farthest of p50, p99 and rate, the median over rounds."""
+    row = bench("suites.data_scale").ROWS["paced"]
+    done = [
+        {"contender": "paced", "round": turn, "gpu": None, "line": {"benchmark": "b", "error": error}}
+        for turn, error in enumerate((0.1, 0.3, 0.14), 1)
+    ]
+    found = row.found(bench("suites.rows").Setup(None, tmp_path), done)
+    assert found["error"] == 0.14 and row.bars[0].met(found)
+    assert not row.bars[0].met(row.found(bench("suites.rows").Setup(None, tmp_path), done[1:2]))

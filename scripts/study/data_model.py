@@ -81,6 +81,7 @@ class Setup:
     sources: with log-normal weights. period: seconds that a step computes. cores: of a host, for its data;
     quantum: seconds after which one that waits for a core gets it. workers: in a pool, or of all hosts where
     they are anywhere. threads: fetches of an asker under way at once; ahead: batches that it keeps ready.
+    apart: a trainer does not wait for the others, and begins its steps a period apart from the start on.
     planned: rows of a step that are planned, where they are more than these trainers'. slow: so many times
     the seconds does the first worker take. killed: the time at which it is.
     row_bytes: of a row on its way from workers that are anywhere; 4 for each token without. network: bytes a
@@ -99,6 +100,7 @@ class Setup:
     workers: int = 8
     threads: int = 4
     ahead: int = 8
+    apart: bool = False
     planned: int | None = None
     slow: float = 1.0
     killed: float | None = None
@@ -301,8 +303,12 @@ class Run:
             if self.way.host and self.services.handed:
                 yield self.environment.timeout(self.services.handed)
             self.ready[step] = max(self.ready[step], self.environment.now)
-            yield self.barrier.wait()
-            yield self.environment.timeout(self.setup.period)
+            if self.setup.apart:
+                due = (step + 1) * self.setup.period - self.environment.now
+                yield self.environment.timeout(max(due, 0.0))
+            else:
+                yield self.barrier.wait()
+                yield self.environment.timeout(self.setup.period)
         self.end = self.environment.now
 
     def found(self, warm: int) -> Found:

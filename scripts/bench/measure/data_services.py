@@ -46,6 +46,8 @@ from jaxthru.data.sources.transforms import Transform
 
 CORPUS = harness.ROOT / "build" / "bench_data_scale"
 SOURCES, SEQUENCE = 32, 4096
+DOCUMENT = 1 << 12
+"""Characters of a document, about those of a web page."""
 STEP = 5.0
 """Seconds of a step, of which planning may take a hundredth."""
 GPUS = 10_240
@@ -69,10 +71,10 @@ def corpus(folder: Path, tiny: bool) -> Path:
 
 
 def make(folder: Path, tiny: bool) -> None:
-    sources, records = (4, 8) if tiny else (SOURCES, 24)
+    sources, records = (4, 40) if tiny else (SOURCES, 192)
     texts = list(itertools.islice(data_corpus.library(6e6 if tiny else 4e7), 400 if tiny else None))
     data_corpus.tokenizer.train(iter(texts[:200]), data_corpus.VOCABULARY, folder / "tokenizer.json")
-    pieces = itertools.cycle(data_corpus.chunks(texts, data_corpus.HEAVY_BYTES // (8 if tiny else 1)))
+    pieces = itertools.cycle(data_corpus.chunks(texts, DOCUMENT))
     data_corpus.write(folder / "online", (list(itertools.islice(pieces, records)) for _ in range(sources)))
     weights = np.random.default_rng(0).lognormal(0.0, 1.0, sources).round(3).tolist()
     named = {
@@ -189,7 +191,8 @@ def tasks(data: Data, rows: int, steps: int, of: int = 1) -> list[list[list[tupl
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
-    """CPU seconds; as `Services` of the simulation has them, of batches of `rows` rows."""
+    """CPU seconds; as `Services` of the simulation has them. scatter: those of each batch's tokens over what
+    these say of it."""
 
     token: float
     task: float
@@ -197,9 +200,10 @@ class Calibrated:
     row: float
     fetch: float
     extra: float
+    scatter: tuple[float, ...] = ()
 
 
-def worker_seconds(folder: Path, rows: int, steps: int) -> list[tuple[float, float, int]]:
+def worker_seconds(folder: Path, rows: int, steps: int, pause: float) -> list[tuple[float, float, int]]:
     """Returns (CPU seconds, tokens, tasks) of each batch's tokens, as a token worker makes them."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as a token worker has it
     found = []
@@ -208,6 +212,7 @@ def worker_seconds(folder: Path, rows: int, steps: int) -> list[tuple[float, flo
         stores = Stores()
         for (asked,) in tasks(data, rows, steps):
             seconds = tokens = 0
+            time.sleep(pause)
             for source, chunks in asked:
                 text = splits[source].text
                 given = stores, data.tokenizer, str(text.folder), "train", Transform(), chunks
@@ -218,13 +223,14 @@ def worker_seconds(folder: Path, rows: int, steps: int) -> list[tuple[float, flo
     return found
 
 
-def asker_seconds(folder: Path, rows: int, steps: int) -> dict[str, float]:
+def asker_seconds(folder: Path, rows: int, steps: int, pause: float) -> dict[str, float]:
     """Returns the CPU seconds of a whole fetch but for the token worker's, and of building a row of it; and
     how many tasks a fetch had."""
     with opened(folder, loaders=1) as data:
         plan = data.planner(((0, data.mixture),), seed=0, rows=rows)
 
         def fetch(step: int) -> None:  # as an element of the data set is had, without Grain, which loads JAX
+            time.sleep(pause)
             planned = plan.plan(step)
             for ahead in range(AHEAD):
                 plan.sampler.sources(step + 8 * ahead)
@@ -239,14 +245,15 @@ def asker_seconds(folder: Path, rows: int, steps: int) -> dict[str, float]:
     return {"whole": whole, "tasks": statistics.fmean(counts)}
 
 
-def calibrate(folder: Path, rows: int, steps: int) -> Calibrated:
-    """Returns what tokens, tasks and fetches take: of the token worker by least squares over batches."""
-    made = np.array(worker_seconds(folder, rows, steps))
+def calibrate(folder: Path, rows: int, steps: int, pause: float = 0.0) -> Calibrated:
+    """Returns what tokens, tasks and fetches take: of the token worker by least squares over batches. pause:
+    seconds between two, in which other programs fill the caches."""
+    made = np.array(worker_seconds(folder, rows, steps, pause))
     # The seconds of a task are few beside those of its tokens: they must not come out below none.
     token, task = np.linalg.lstsq(made[2:, 1:], made[2:, 0], rcond=None)[0]
     if task < 0:
         token, task = made[2:, 0].sum() / made[2:, 1].sum(), 0.0
-    few, many = (asker_seconds(folder, count, steps) for count in (max(rows // 4, 1), rows))
+    few, many = (asker_seconds(folder, count, steps, pause) for count in (max(rows // 4, 1), rows))
     row = (many["whole"] - few["whole"]) / (rows - max(rows // 4, 1))
     row = max(row, 0.0)
     return Calibrated(
@@ -256,6 +263,7 @@ def calibrate(folder: Path, rows: int, steps: int) -> Calibrated:
         row=row,
         fetch=max(many["whole"] - rows * row, 0.0),
         extra=float(made[:, 1].mean()) / (rows * SEQUENCE),
+        scatter=tuple((made[2:, 0] / (made[2:, 1:] @ [token, task])).round(4).tolist()),
     )
 
 

@@ -12,6 +12,7 @@ other programs take does not count. `others` says how many cores these took mean
 
 import argparse
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -32,9 +33,10 @@ from measure import data_services
 from measure.data_services import Calibrated
 
 TRAINERS, ROWS = 4, 8
-WARM = 6
-QUANTUM = 0.003
-"""Seconds after which Linux lets another have the core, by default, on few cores."""
+WARM = 20
+QUANTUM = {os.SCHED_RR: 0.1}
+"""Seconds after which Linux lets another have the core, by the policy; the usual one's is USUAL."""
+USUAL = 0.003
 SPAWN = multiprocessing.get_context("spawn")  # what these processes import is to be theirs
 
 
@@ -65,14 +67,24 @@ def train(number: int, folder: Path, steps: int, period: float, barrier, told) -
         dataset = Timed(data.dataset(seed=0, rows=TRAINERS * ROWS, steps=steps, local_rows=mine))
         batches: Iterator = iter(grain.MapDataset.source(dataset).to_iter_dataset(data.read_options))
         barrier.wait()
-        began = []
-        for _ in range(steps):
+        started = time.monotonic()
+        began, used = [], []
+        for step in range(steps):
+            if step in (WARM, steps - 1):
+                used.append(cpu_seconds())
             began.append(time.monotonic())
             next(batches)
-            barrier.wait()
-            time.sleep(period)
+            time.sleep(max(started + (step + 1) * period - time.monotonic(), 0.0))
         ended = time.monotonic()
-        told.send((dataset.taken, began, ended))
+        told.send((dataset.taken, began, ended, [late - early for early, late in zip(*used, strict=True)]))
+
+
+def cpu_seconds() -> list[float]:
+    """Returns the CPU seconds of this process and of its token worker so far, and those of the machine."""
+    import psutil
+
+    (worker,) = psutil.Process().children()
+    return [time.process_time(), sum(worker.cpu_times()[:2]), busy()[0]]
 
 
 def run(folder: Path, steps: int, period: float) -> data_model.Found:
@@ -89,8 +101,8 @@ def run(folder: Path, steps: int, period: float) -> data_model.Found:
     for process in processes:
         process.join()
     first = WARM + data_model.Setup(TRAINERS).ahead
-    fetches = [had - begun for taken, _, _ in told for step, begun, had in taken if step >= first]
-    seconds = max(ended for *_, ended in told) - min(began[WARM] for _, began, _ in told)
+    fetches = [had - begun for taken, *_ in told for step, begun, had in taken if step >= first]
+    seconds = max(ended for _, _, ended, _ in told) - min(began[WARM] for _, began, *_ in told)
     rows = (steps - WARM) * TRAINERS * ROWS
     return data_model.Found(np.array(fetches), np.zeros(1), seconds, rows, 0.0)
 
@@ -99,8 +111,13 @@ def simulated(asked: list[list[list]], folder: Path, each: Calibrated, steps: in
     """Returns what the simulation says. asked: the tasks of each part of each step."""
     with data_services.opened(folder) as data:
         splits = dict(zip(data.names, (split.text for split, _ in data.train), strict=True))
+    # A token worker goes from one task to the next without giving its core away: those of a fetch are one.
+    beside = each.task / each.token
     tokens = [
-        [[(0, float(splits[source].lengths(chunks).sum())) for source, chunks in part] for part in parts]
+        [
+            sum(float(splits[source].lengths(chunks).sum()) + beside for source, chunks in part) - beside
+            for part in parts
+        ]
         for parts in asked
     ]
     services = data_model.Services(
@@ -108,25 +125,26 @@ def simulated(asked: list[list[list]], folder: Path, each: Calibrated, steps: in
     )
     setup = data_model.Setup(
         trainers=TRAINERS, per_host=TRAINERS, rows=ROWS, sequence=data_services.SEQUENCE, period=period,
-        steps=steps, cores=os.cpu_count(), quantum=QUANTUM, workers=1,
+        steps=steps, cores=os.cpu_count(), quantum=QUANTUM.get(os.sched_getscheduler(0), USUAL), apart=True, workers=1,
     )  # fmt: skip
 
-    def draw(_: np.random.Generator, group: int, step: int) -> list[data_model.Task]:
-        return tokens[step][group]
+    def draw(random: np.random.Generator, group: int, step: int) -> list[data_model.Task]:
+        return [(0, tokens[step][group] * random.choice(each.scatter))]
 
     return data_model.simulate(setup, data_model.WAYS["process"], services, draw=draw, warm=WARM)
 
 
-def calibrated(folder: Path, steps: int) -> Calibrated:
-    """Returns what a process takes while all cores are at work, the mean of one on each."""
-    with SPAWN.Pool(os.cpu_count()) as pool:
-        given = [(folder, ROWS, steps)] * os.cpu_count()
-        return mean(pool.starmap(data_services.calibrate, given, chunksize=1))
+def calibrated(folder: Path, steps: int, pause: float) -> Calibrated:
+    """Returns what a process takes while as many as train are at work, the mean of them: with more processes
+    than cores each finds the caches full of another's."""
+    barrier = SPAWN.Barrier(TRAINERS)
+    with SPAWN.Pool(TRAINERS, barrier.wait) as pool:
+        return mean(pool.starmap(data_services.calibrate, [(folder, ROWS, steps, pause)] * TRAINERS, 1))
 
 
 def mean(found: list[Calibrated]) -> Calibrated:
-    each = [dataclasses.astuple(one) for one in found]
-    return Calibrated(*(statistics.fmean(values) for values in zip(*each, strict=True)))
+    *each, scatter = zip(*(dataclasses.astuple(one) for one in found), strict=True)
+    return Calibrated(*map(statistics.fmean, each), scatter=tuple(itertools.chain(*scatter)))
 
 
 def busy() -> tuple[float, float]:
@@ -141,22 +159,23 @@ def busy() -> tuple[float, float]:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns both, and how far they are apart."""
     harness.need("psutil", "zstandard", "simpy")
-    steps = 16 if arguments.tiny else arguments.steps
+    steps = WARM + 16 if arguments.tiny else arguments.steps
     with tempfile.TemporaryDirectory() as temporary:
         tiny = Path(temporary) if arguments.tiny else None
         folder = data_services.corpus(tiny or data_services.CORPUS, arguments.tiny)
         with data_services.opened(folder, loaders=1) as data:
             asked = data_services.tasks(data, ROWS, steps, TRAINERS)
         counted = 3 if arguments.tiny else 16
-        before = calibrated(folder, counted)
+        before = calibrated(folder, counted, arguments.period)
         clock, (all_before, own_before) = time.monotonic(), busy()
         real = run(folder, steps, arguments.period)
         took, (all_after, own_after) = time.monotonic() - clock, busy()
         others = max(all_after - all_before - (own_after - own_before), 0.0) / took
-        each = mean([before, calibrated(folder, counted)])
+        each = mean([before, calibrated(folder, counted, arguments.period)])
         model = simulated(asked, folder, each, steps, arguments.period)
     found: dict[str, Any] = {"period": arguments.period, "steps": steps, "others": round(others, 3)}
     found["services"] = dataclasses.asdict(each)
+    found["scheduler"] = "real time" if os.sched_getscheduler(0) == os.SCHED_RR else "usual"
     errors = {}
     for name, value in real.told().items():
         if name != "wait_share":

@@ -31,7 +31,7 @@ ROWS = {
     "paced": Measured(
         "four processes that take batches at a pace",
         bars=(ERROR,), rounds=3, seconds=90, columns=COLUMNS,
-        contenders={"paced": "data_simulated.py --period 0.2 --steps 120"}),
+        contenders={"paced": "data_simulated.py --period 0.25 --steps 120"}),
     "saturated": Measured(
         "four processes that take batches as fast as they come",
         bars=(ERROR,), rounds=3, seconds=90, columns=COLUMNS,
