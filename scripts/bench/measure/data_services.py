@@ -405,7 +405,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"handed": handing(200 if tiny else 5000), "tcp": over_tcp(tiny)}
     with tempfile.TemporaryDirectory() as folder:
         where = corpus(Path(folder) if tiny else CORPUS, tiny)
-        found = {
+        found |= {
             "held": held(where),
             "calibrated": dataclasses.asdict(calibrate(where, 8, 4 if tiny else 24)),
         }
