@@ -10,14 +10,15 @@ from typing import NoReturn
 from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
 from jaxthru.build.adapted_weights import published_weights
+from jaxthru.build.batches import open_shared
 from jaxthru.build.checks import check_objective
 from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
 from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
-from jaxthru.data.loading.dataset import open_data, prepare_data
+from jaxthru.data.loading.dataset import prepare_data
 from jaxthru.data.loading.preview import opening
-from jaxthru.data.loading.state import DataState, check_sampler
+from jaxthru.data.loading.state import DataState, check_packing, check_sampler
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
@@ -128,6 +129,8 @@ def restore_or_start(
     else:
         step, state, saved = restored
         log.info("resumed from step %d", step)
+        whole = data.masked or built.config.data.packing == "best_fit"
+        check_packing(saved, built.config.data.sequence, data.segments, whole=whole)
         data_state = DataState.from_json(saved).resumed(step, data.mixture, data.keys)
         reference = reference_model(built, directory, data_state)
         if reference.missing:  # of steps that the run was not to have before
@@ -215,7 +218,7 @@ def run(
     recipes = load_mix(config.data.mix, config.data.tokenizer, kept).recipes
     check_objective(config, {name: recipe.options.unit for name, recipe in recipes.items()})
     keys = distributed.from_first(lambda: prepare_data(config.data, begun, kept))
-    data = open_data(config.data, prepare=False, begun=keys, kept=kept)
+    data = open_shared(config.data, keys, kept)
     for line in (*data.account, *opening(data)):
         log.info("%s", line)
     directory = directory or RunDirectory.fresh(name)
@@ -232,7 +235,7 @@ def run(
         chosen = choices.still_true(chosen, built.config, built.choices)
         distributed.from_first(lambda: choices.write(directory.choices, chosen))
         directory.write_environment()
-        directory.keep_tokenizer(data.tokenizer.kept)
+        directory.keep_tokenizer(lambda: data.tokenizer.kept)
         if weights:
             directory.keep_base(weights.folder.path)
         if base:

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import itertools
 import logging
 import os
 import shutil
@@ -65,6 +66,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """What compiles for a device that is not here takes long, whatever is installed."""
     if item.get_closest_marker("compiles_for"):
         item.add_marker("slow")
+
+
+@pytest.hookimpl(trylast=True)  # when only the tests asked for are left
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files go to workers in this order: what takes minutes is not begun last, when the others have ended."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+
+    def first(tests: list[pytest.Item]) -> tuple[float, int]:
+        marks = itertools.chain.from_iterable(test.iter_markers("slow") for test in tests)
+        return -sum(mark.kwargs.get("minutes", 0) for mark in marks), -len(tests)
+
+    items[:] = itertools.chain.from_iterable(sorted(files.values(), key=first))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -10,11 +10,10 @@ import types
 from pathlib import Path
 
 import pytest
+from runs import ROOT, make_workplace
 
 from jaxthru.profile.collect import clocks
 from jaxthru.runtime import nvml
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def block(contender: str, turn: int, rate: float, **more) -> dict:
@@ -470,9 +469,15 @@ def test_both_starts_are_given_one_cache(bench, monkeypatch, tmp_path, capsys):
     assert (line["steps_counted"], line["host_gap"], line["data_wait"]) == (2, 0.2, 0)
 
 
+def small_data(folder: Path) -> tuple[str, str]:
+    """Returns the settings of data that is prepared in no time."""
+    make_workplace(folder)
+    return f"data.mix={folder / 'mix.toml'}", f"data.store={folder / 'store'}"
+
+
 @pytest.mark.slow
 def test_two_starts_are_timed(tmp_path):
-    settings = ("model.layers=1", "evaluate.rows=0", f"data.store={tmp_path / 'store'}")
+    settings = ("model.layers=1", "evaluate.rows=0", *small_data(tmp_path))
     overrides = [word for text in settings for word in ("--set", text)]
     command = [
         sys.executable,
@@ -507,7 +512,7 @@ def test_a_turns_steps_count_once_warm(bench):
 
 @pytest.mark.slow
 def test_kept_memory_is_measured_in_turns(tmp_path):
-    settings = ("model.layers=1", f"data.store={tmp_path / 'store'}")
+    settings = ("model.layers=1", *small_data(tmp_path))
     overrides = [word for text in settings for word in ("--set", text)]
     command = [sys.executable, str(ROOT / "scripts" / "bench" / "measure" / "kept_memory.py"), *overrides]
     command += ["--config", str(ROOT / "configs" / "quickstart.py"), "--turns", "1", "--steps", "10"]

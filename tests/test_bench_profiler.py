@@ -337,7 +337,7 @@ def test_a_planted_run_is_compared_once_the_clean_one_is_there(bench, setup, mon
     assert opened == [("sync", "profiler_clean", "profiler_host_sync", 1500.0, None)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 def test_rows_run_on_a_cpu(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     script = str(ROOT / "scripts" / "bench" / "suite.py")

@@ -93,7 +93,7 @@ def test_a_configuration_is_named_after_its_file(monkeypatch):
     monkeypatch.setattr(RunDirectory, "fresh", fresh)
     monkeypatch.setattr(train, "prepare_data", lambda config, begun, kept: {})
     opened = types.SimpleNamespace(account=())
-    monkeypatch.setattr(train, "open_data", lambda config, prepare, begun, kept: opened)
+    monkeypatch.setattr(train, "open_shared", lambda config, keys, kept: opened)
     monkeypatch.setattr(train, "opening", lambda data: ())
     for given, name in ((config, None), (config, "own"), (dataclasses.replace(config), None)):
         with pytest.raises(InputError, match="enough"):

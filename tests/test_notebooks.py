@@ -114,7 +114,7 @@ def test_what_the_script_writes_names_no_folder(script, tmp_path):
     nbformat.validate(notebook)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=4)
 def test_all_run(script, tmp_path, monkeypatch):
     """From top to bottom in one folder, where the second finds the first's corpus prepared."""
     monkeypatch.delenv("XLA_FLAGS")  # whose programs are slow, and have eight devices

@@ -1,17 +1,21 @@
 """python -m jaxthru.plan data, and the forecast that it prints."""
 
+import dataclasses
+import io
+import json
 import random
 import xml.etree.ElementTree
 
 import numpy as np
 import pytest
+import rich.console
 from runs import ROOT
 
 from jaxthru.build.batches import row_cost
 from jaxthru.config import load
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.plan.__main__ import main
-from jaxthru.plan.data import forecast
+from jaxthru.plan.data import Source, forecast
 
 MIX = """
 [tokenizer]
@@ -65,7 +69,19 @@ def test_the_forecast_is_what_the_batches_hold(place):
         tokens += np.bincount(batch["source"][batch["segment_ids"] > 0], minlength=2)
     assert found.tokens[-1] == pytest.approx(tokens, rel=0.05)
     assert found.padding == pytest.approx(1 - tokens.sum() / (60 * 16 * 256))
-    assert found.available.tolist() == list(data.tokens.values())
+    assert [source.available for source in found.sources] == list(data.tokens.values())
+    given = tokens / tokens.sum()
+    assert [source.share for source in found.sources] == pytest.approx(given, abs=0.01)
+    # By the weights 1 to 3 against 1; the second has all it has given in two epochs, and gives no more.
+    step = np.arange(60)
+    weight = np.interp(step, [0, 50], [1, 3])
+    assert found.sources[0].asked == pytest.approx((weight / (weight + 1)).mean(), abs=0.005)
+    assert found.sources[0].asked + found.sources[1].asked == pytest.approx(1)
+    assert found.sources[1].share < found.sources[1].asked and found.sources[1].epochs <= 2.05
+    for source, (_, packed) in zip(found.sources, data.train, strict=True):
+        last = packed.packing().last
+        assert source.cuts == (~last).sum() and source.documents == last.sum()
+        assert source.padding == pytest.approx(1 - packed.packing().length.sum() / (packed.rows * 256))
     linear, attention = row_cost(config)
     worst = []
     for batch in batches:
@@ -144,3 +160,48 @@ def test_one_line_where_micro_batches_do_not_matter(place):
     assert sum("Load imbalance" in line for line in found.lines()) == 1
     found = forecast(configured(place), open_data(configured(place).data), 2)
     assert sum("Load imbalance" in line for line in found.lines()) == 2
+
+
+def test_rows_that_are_groups_have_nothing_to_balance(place):
+    config = configured(place, "data.groups=16", "train.microbatches=1")
+    found = forecast(config, open_data(config.data), 20)
+    assert (found.groups["balanced"] == found.groups["unbalanced"]).all()
+    [groups, devices] = [line for line in found.lines() if line.startswith("Load imbalance")]
+    assert "balanced or not: each of data.groups = 16 is one row, which no order makes cheaper" in groups
+    assert devices.startswith("Load imbalance over 8 devices, 20 steps: ")
+    assert found.devices["balanced"].mean() < found.devices["unbalanced"].mean()
+
+
+def test_all_of_it_as_json(place, capsys):
+    assert main([*command(place), "--samples", "5", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert [source["name"] for source in tree["sources"]] == ["long", "short"]
+    assert sum(source["share"] for source in tree["sources"]) == pytest.approx(1)
+    found = forecast(configured(place), open_data(configured(place).data), 5)
+    assert tree["sources"] == [dataclasses.asdict(source) for source in found.sources]
+    assert tree["steps"] == 60 and tree["padding"] == found.padding and tree["ended_by"] is None
+    balanced = tree["imbalance"]["groups"]["balanced"]
+    assert balanced == {"mean": found.groups["balanced"].mean(), "worst": found.groups["balanced"].max()}
+
+
+def test_of_thousands_of_sources_those_that_matter_are_shown(place):
+    """The largest, those of the most epochs and padding, those that fall short; and the others as one."""
+    some = forecast(configured(place), open_data(configured(place).data), 2)
+    plain = Source("", 0.0003, 0.0003, 0.0003, 0.0003, 1e6, 0.5, 2_000_000, 500, 2000, 0.0, 1500)
+    sources = [dataclasses.replace(plain, name=f"s{number}") for number in range(3000)]
+    sources[2000] = dataclasses.replace(plain, name="worn", epochs=500.0, tokens=10.0, available=1)
+    sources[1] = dataclasses.replace(plain, name="empty", padding=0.9)
+    sources[2999] = dataclasses.replace(plain, name="short", asked=0.01)
+    sources[7] = dataclasses.replace(plain, name="large", tokens=1e9)
+    found = dataclasses.replace(some, sources=tuple(sources))
+    console = rich.console.Console(file=io.StringIO(), width=200)
+    console.print(found.table())
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) < 40
+    for name in ("worn", "empty", "short", "large"):
+        assert sum(name in line.split() for line in lines) == 1
+    shown = len(lines) - 5  # the head, and empty lines
+    [others] = [line for line in lines if "others" in line]
+    assert int(others.split()[0].replace(",", "")) == pytest.approx(3000 - shown, abs=2)
+    [line] = [line for line in found.lines() if "read more than 4 times" in line]
+    assert line.startswith("1 source is read more than 4 times in this run (worn 500): ")

@@ -130,13 +130,7 @@ def wait_for_a_save(process, checkpoints) -> bool:
     return False
 
 
-@pytest.mark.slow
-def test_killed_thrice(place, whole):
-    kill_at_random(place, "thrice", 3, apart=8)
-    assert place.losses("thrice") == place.losses("whole")
-
-
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_killed_twenty_times(place, whole):
     settings = {"train__steps": 200, "checkpoint__every": 2, "model__loop": "unroll"}
     place.run("long_whole", **settings)
@@ -145,7 +139,11 @@ def test_killed_twenty_times(place, whole):
     assert place.losses("long") == place.losses("long_whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=["SIGTERM", "SIGINT"],
+)
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(place, whole, number):
     name = f"stopped{number}"
     process = place.start(name, checkpoint__every=0)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxthru.build.checks import attention_by
 from jaxthru.config import RunConfig
-from jaxthru.data.loading.dataset import Data
+from jaxthru.data.loading.host_pool import RunData
 from jaxthru.engine.model import AttentionShape, Model
 from jaxthru.models import family
 from jaxthru.models.ops import Ops
@@ -23,13 +23,13 @@ from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 from pallas_kernels.rms_norm import PARTITIONED
 
 
-def mean_document(data: Data) -> float | None:
+def mean_document(data: RunData) -> float | None:
     """Returns the mean tokens of a piece of a document in the rows to train on, as the mix weighs its sources
     at its start; None where there are none. A row's end cuts documents, and attention sees the pieces."""
     weights, tokens, pieces = data.mixture.weights(0, 1), 0.0, 0.0
-    for name, (_, packed) in zip(data.names, data.train, strict=True):
-        if packed.pieces:
-            mean = packed.tokens / packed.pieces
+    for name in data.names:
+        if data.pieces[name]:
+            mean = data.tokens[name] / data.pieces[name]
             pieces += weights[name] / (mean if data.mixture.count == "tokens" else 1)
             tokens += weights[name] * (1 if data.mixture.count == "tokens" else mean)
     return tokens / pieces if pieces else None
@@ -52,7 +52,7 @@ def capability_of(layout: Layout) -> tuple[int, int] | None:
     return nvidia_compute_capability() if on_gpu else None
 
 
-def of_run(config: RunConfig, layout: Layout, data: Data) -> tuple[RunConfig, str]:
+def of_run(config: RunConfig, layout: Layout, data: RunData) -> tuple[RunConfig, str]:
     """Returns `by_table` of the data and of the devices of a layout."""
     capability = capability_of(layout)
     if capability is None or not _open(config, data.segments):

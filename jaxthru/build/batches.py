@@ -3,7 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import logging
+import operator
+import os
+import secrets
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,7 +17,9 @@ from jaxthru.build.checks import validate
 from jaxthru.build.step import needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.batch import check_batch
-from jaxthru.data.loading.dataset import Data, open_data, prepare_data
+from jaxthru.data.loading.dataset import DataConfig, open_data, prepare_data
+from jaxthru.data.loading.host_channel import NOWHERE, meeting_place
+from jaxthru.data.loading.host_pool import Host, HostData, RunData
 from jaxthru.data.loading.placement import local_rows, to_global
 from jaxthru.data.loading.planned_batches import Batches
 from jaxthru.data.loading.state import DataState
@@ -20,6 +27,8 @@ from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import Batch
 from jaxthru.runtime import distributed, hardware, xla
 from jaxthru.runtime.sharding import Layout
+
+log = logging.getLogger("jaxthru")
 
 
 def row_cost(config: RunConfig) -> tuple[float, float] | None:
@@ -50,7 +59,7 @@ def place(
     return to_global(batch, layout.sharding(("batch", "sequence")), rows)
 
 
-def train_batches(config: RunConfig, data: Data, layout: Layout, data_state: DataState) -> Batches:
+def train_batches(config: RunConfig, data: RunData, layout: Layout, data_state: DataState) -> Batches:
     """Returns the batches of the updates after `data_state.step`, on the devices; close it."""
     train, sequence = config.train, config.data.sequence
     how = {"sequence": sequence, "layout": layout, "columns": data.builder.columns}
@@ -66,11 +75,44 @@ def train_batches(config: RunConfig, data: Data, layout: Layout, data_state: Dat
     )
 
 
+def open_shared(config: DataConfig, keys: Mapping[str, str], kept: Path | None = None) -> RunData:
+    """Returns the opened data of a run. Processes that share a host have one data server open it for all; one
+    alone opens it itself. All processes must call it.
+
+    keys: of `prepare_data`. kept: where a run that goes on keeps its tokenizer. Raises InputError.
+    """
+    hosts = sharing_host()
+    if hosts is None:
+        return open_data(config, prepare=False, begun=keys, kept=kept)
+    host, first = hosts
+    if first:
+        log.info("data: one pool for %d training processes of this host", host.trainers)
+    return HostData(host, config, keys, kept)
+
+
+def sharing_host() -> tuple[Host, bool] | None:
+    """Returns the training processes that share this one's host, and whether this is the first of them; None
+    if it has none beside it. All processes must call it."""
+    if not jax.distributed.is_initialized():
+        return None
+    # A new name each time, which nobody can guess: a server of before may be about to end.
+    name = distributed.from_first(lambda: f"jaxthru-data-{secrets.token_hex(16)}")
+    identity, process = meeting_place(), jax.process_index()
+    cores = sum(1 << core for core in os.sched_getaffinity(0)) if identity != NOWHERE else 0
+    found = [text.split() for text in distributed.gather_text(f"{identity} {cores:x}")]
+    beside = [number for number, (other, *_) in enumerate(found) if other == identity]
+    if identity == NOWHERE or len(beside) == 1:
+        return None
+    cores = functools.reduce(operator.or_, (int(found[number][1], 16) for number in beside))
+    usable = [core for core in range(cores.bit_length()) if cores >> core & 1]
+    return Host(f"{name}-{identity[:16]}", len(beside), usable), process == beside[0]
+
+
 class RunBatches(contextlib.AbstractContextManager):
     """An iterator over batches that closes them and their data: at its end, by `close`, or as a context
     manager."""
 
-    def __init__(self, config: RunConfig, data: Data, batches: Batches):
+    def __init__(self, config: RunConfig, data: RunData, batches: Batches):
         self.config, self.data = config, data
         self._batches = batches
 
@@ -123,7 +165,7 @@ def batches(config: RunConfig) -> RunBatches:
     layout = validate(dataclasses.replace(config, offload=OffloadConfig()))  # no state is made
     keys = distributed.from_first(lambda: prepare_data(config.data))
     with contextlib.ExitStack() as opened:
-        data = opened.enter_context(open_data(config.data, prepare=False, begun=keys))
+        data = opened.enter_context(open_shared(config.data, keys))
         made = train_batches(config, data, layout, DataState.first(data.mixture, data.keys))
         opened.pop_all()  # whoever gets the batches closes it
     return RunBatches(config, data, made)

@@ -29,8 +29,9 @@ from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
 from jaxthru.build.step import assemble, update_flops
 from jaxthru.config import RunConfig
-from jaxthru.data.loading.dataset import Batches, Data
+from jaxthru.data.loading.host_pool import RunData
 from jaxthru.data.loading.placement import local_rows
+from jaxthru.data.loading.planned_batches import Batches
 from jaxthru.data.loading.state import DataState
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import CompiledStep
@@ -65,7 +66,7 @@ class Build:
     """
 
     config: RunConfig
-    data: Data
+    data: RunData
     layout: Layout
     step: Step
     abstract: State
@@ -153,7 +154,7 @@ def announce(parameters: int, layout: Layout, settings: str) -> None:
     )
 
 
-def build_step(config: RunConfig, data: Data, devices: list[jax.Device] | None = None) -> Build:
+def build_step(config: RunConfig, data: RunData, devices: list[jax.Device] | None = None) -> Build:
     """Returns the compiled step for a configuration, on all devices or these. Raises InputError if
     configuration, data and devices do not fit each other, or nothing that is `auto` fits the devices."""
     xla.configure(config.kernels.writes_to_peers)
@@ -183,7 +184,7 @@ def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> tupl
 def compile_step(
     config: RunConfig,
     layout: Layout,
-    data: Data,
+    data: RunData,
     autotuned: Path | None = None,
     weights: Weights | None = None,
     *,
@@ -272,7 +273,7 @@ def _compiler_options(config: RunConfig, layout: Layout, autotuned: Path | None)
 
 
 def _settled(
-    config: RunConfig, asked: RunConfig, layout: Layout, data: Data
+    config: RunConfig, asked: RunConfig, layout: Layout, data: RunData
 ) -> tuple[RunConfig, dict[str, str]]:
     """Returns a configuration with what is chosen without a compile, and the reasons by key."""
     reasons = {}
@@ -288,7 +289,7 @@ def _settled(
     return config, reasons
 
 
-def samples_of(config: RunConfig, model: Model, data: Data) -> Samples | None:
+def samples_of(config: RunConfig, model: Model, data: RunData) -> Samples | None:
     """Returns what makes samples of `evaluate.prompts`, None without them. Raises InputError for a prompt
     that is too long, or parameters in host memory that have no room beside a step."""
     if not config.evaluate.prompts:

@@ -14,10 +14,12 @@ import rich.text
 
 from jaxthru.data.loading import preview
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data
+from jaxthru.data.mixture import epochs
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.mixture.packing_whole import OverLong
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import open_stores
+from jaxthru.data.store.report import FEW, NAMED
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime import command_line
 from jaxthru.runtime.errors import exit_code, require, shown
@@ -31,16 +33,34 @@ def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.data") ->
 
 def _prepare(arguments: argparse.Namespace) -> int:
     mix = load_mix(arguments.mix, arguments.tokenizer)
-    for opened in open_stores(mix, Path(arguments.store)).stores.values():
+    stores = open_stores(mix, Path(arguments.store)).stores
+    largest = sorted(stores.values(), key=lambda opened: -opened.train.tokens)
+    for opened in stores.values() if len(stores) <= FEW else largest[:NAMED]:
         print(f"{opened.folder}: {opened.train.tokens} tokens, {opened.held_out.tokens} held out")
+    if len(stores) > FEW:
+        splits = ([getattr(opened, split).tokens for opened in largest] for split in ("train", "held_out"))
+        tokens, held_out = map(sum, splits)
+        print(f"{arguments.store}: {len(stores)} stores, {tokens} tokens, {held_out} held out")
+    tokens = {name: opened.train.tokens for name, opened in stores.items()}
+    documents = {name: opened.train.documents for name, opened in stores.items()}
+    each = epochs.in_one_pass(mix.mixture, tokens, documents)
+    if often := epochs.repeated(each, "while as many tokens are read as there are"):
+        print(often, file=sys.stderr)
+    if arguments.sequence is not None:
+        with open_data(_config(arguments)) as data:
+            rows = sum(packed.rows for _, packed in data.train)
+            print(f"{arguments.store}: {rows} rows of {arguments.sequence} tokens ({arguments.packing})")
     return 0
+
+
+def _config(arguments: argparse.Namespace) -> DataConfig:
+    names = ("mix", "sequence", "packing", "over_long", "store", "tokenizer")
+    return DataConfig(**{name: getattr(arguments, name) for name in names})
 
 
 def _look(arguments: argparse.Namespace, show: Callable[[Data, int], None]) -> int:
     require(arguments.rows >= 0, f"--rows {arguments.rows}: must not be negative")
-    names = ("mix", "sequence", "packing", "over_long", "store", "tokenizer")
-    config = DataConfig(**{name: getattr(arguments, name) for name in names})
-    with open_data(config) as data:
+    with open_data(_config(arguments)) as data:
         show(data, arguments.rows)
     return 0
 
@@ -61,11 +81,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         command.add_argument("--tokenizer", metavar="PATH", help=tokenizer)
         return command
 
-    add(
+    prepare = add(
         "prepare",
         _prepare,
         "make the token stores that are missing",
-        "Makes the token stores that are missing.",
+        "Makes the token stores that are missing, and with --sequence the packing of their rows.",
     )
     inspect = add(
         "inspect",
@@ -79,15 +99,18 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "rows as they are trained on, with what is trained on in colour",
         "Prepares a mix, and shows rows as they are trained on: documents, what of them counts, padding.",
     )
+    prepare.add_argument("--sequence", type=int, help="tokens in a row; without it no packing is made")
     for command in (inspect, looked):
         option = command.add_argument
         option(
             "--sequence", type=int, default=DataConfig.sequence, help="tokens in a row; default: %(default)s"
         )
+        option("--rows", type=int, default=1, help="sample rows of each source; default: %(default)s")
+    for command in (prepare, inspect, looked):
+        option = command.add_argument
         option("--packing", choices=("split", "best_fit"), default=DataConfig.packing)
         longer = "what becomes of a conversation longer than a row; default: %(default)s"
         option("--over-long", choices=get_args(OverLong), default=DataConfig.over_long, help=longer)
-        option("--rows", type=int, default=1, help="sample rows of each source; default: %(default)s")
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,12 +39,17 @@ def _data(arguments: argparse.Namespace) -> int:
     require(arguments.samples >= 1, f"--samples {arguments.samples}: must be at least 1")
     with open_data(config.data) as data:
         found = forecast(config, data, arguments.samples)
-    _show(found.table(), [*found.lines(), *data.account])
     files = [] if arguments.plot is None else [Path(arguments.plot)]
     if arguments.run_dir is not None:
         files.append(RunDirectory(arguments.run_dir).path / "plan_data.svg")
     for path in files:
         found.picture().save(path)
+    if arguments.json:
+        print(
+            json.dumps({**found.to_tree(), "account": data.account, "plots": [str(path) for path in files]})
+        )
+        return 0
+    _show(found.table(), [*found.lines(), *data.account])
     how = "--plot FILE draws the shares and the imbalance, --run-dir DIR draws them into a run directory"
     _show(None, [f"plot: {path}" for path in files] or [how])
     return 0
@@ -170,8 +176,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "data",
         _data,
         "quickstart",
-        "tokens and epochs of each source, padding, balance",
-        "Says what a run will read: tokens and epochs of each source, padding, balance.",
+        "shares, tokens, epochs, padding and cuts of each source, balance",
+        "Says what a run will read: shares, tokens, epochs, padding and cuts of each source,\nbalance.",
     )
     room = add(
         "memory",
@@ -199,6 +205,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     room.add_argument("--best", action="store_true", help="all that `auto` may stand for, the fastest first")
     room.add_argument("--segments", type=int, help="most documents in a row; default: what the corpus has")
     data.add_argument("--samples", type=int, default=300, help="steps to plan in full, default %(default)s")
+    data.add_argument("--json", action="store_true", help="all of it, of all sources, as one JSON object")
     data.add_argument("--plot", metavar="FILE", help="draw shares and load imbalance there, as SVG")
     data.add_argument("--run-dir", metavar="DIR", help="draw them into this run directory, as plan_data.svg")
     limits_command.add(commands, prog)

@@ -53,6 +53,11 @@ class Progress(contextlib.AbstractContextManager):
             self._last = time.monotonic()
             self.wait(line)
 
+    def total(self, total: int) -> None:
+        """Corrects how much the task is in all."""
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+
     def finish(self, done: int, line: str) -> None:
         """Ends a task whose total was an estimate. line: what a notebook shows of it then."""
         self._rest = line

@@ -31,7 +31,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +151,14 @@ class RunDirectory:
         """Writes environment.json: with what, on what and by which command the run was last started."""
         from_first(lambda: write_atomically(self.environment, json.dumps(environment(), indent=2) + "\n"))
 
-    def keep_tokenizer(self, files: Mapping[str, bytes]) -> None:
+    def keep_tokenizer(self, files: Callable[[], Mapping[str, bytes]]) -> None:
         """Writes the tokenizer's files, so that whoever is given the run can read what it reads and writes.
 
-        files: {name: content}, `Tokenizer.kept`. What a run has kept already stays as it is: the keys of its
-        data see to it that it goes on with the same tokenizer. Raises InputError if it cannot be written.
+        files: returns {name: content}, `Tokenizer.kept`; process 0 alone calls it. What a run has kept stays
+        as it is: the keys of its data see to it that it goes on with the same tokenizer. Raises
+        InputError if it cannot be written.
         """
-        from_first(lambda: _keep(self.tokenizer, files, "tokenizer.json"))
+        from_first(lambda: _keep(self.tokenizer, files(), "tokenizer.json"))
 
     def keep_base(self, folder: Path) -> None:
         """Copies, byte for byte, what a folder of published weights says about them: those of BASE_FILES that

@@ -5,6 +5,7 @@ Each reader opens what lies in a folder of `data_corpus` and yields batches for 
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import slow_transform
 import zstandard
 
 from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.loading.host_pool import Host, HostData
 from jaxthru.data.store.token_store import TokenStore
 from jaxthru.data.store.tokenizer import Tokenizer
 
@@ -34,6 +36,25 @@ def jaxthru(folder: Path, mix: str, rows: int = ROWS, sequence: int = SEQUENCE, 
     """Planned, packed, balanced rows with segment ids, positions and loss mask."""
     data = open_data(corpus.config(folder, mix, sequence, **settings), prepare=False)
     with data.train_batches(((0, data.mixture),), seed=0, rows=rows, steps=FOREVER, cost=COST) as batches:
+        yield from batches
+
+
+def jaxthru_host(
+    folder: Path, rows: int, sequence: int, trainer: int, trainers: int, host: str, **settings
+) -> Batches:
+    """The rows of one of several training processes, which have one data server; one alone has none."""
+    config = corpus.config(folder, "heavy_online", sequence, **settings)
+    keys = json.loads((folder / corpus.KEYS).read_text())
+    cores = sorted(os.sched_getaffinity(0))
+    alone = trainers == 1
+    data = (
+        open_data(config, prepare=False, begun=keys)
+        if alone
+        else HostData(Host(host, trainers, cores), config, keys)
+    )
+    asked = {"seed": 0, "rows": rows * trainers, "steps": FOREVER, "cost": COST}
+    local = slice(trainer * rows, (trainer + 1) * rows)
+    with data, data.train_batches(((0, data.mixture),), **asked, local_rows=local) as batches:
         yield from batches
 
 
@@ -167,18 +188,21 @@ class Cut(grain.experimental.FlatMapTransform):
         return [{"tokens": tokens[at : at + SEQUENCE]} for at in range(0, len(tokens), SEQUENCE)]
 
 
-def grain_heavy(folder: Path, workers: int, mixed_first: bool = False, short: bool = False) -> Batches:
+def grain_heavy(
+    folder: Path, workers: int, mixed_first: bool = False, short: bool = False, rows: int = HEAVY_ROWS
+) -> Batches:
     """An iterator for each source, with its threads and buffer, mixed in each worker, as MaxText has it.
 
-    mixed_first: one iterator in each worker. short: with SHORT.
+    workers: 0 for the threads of this process alone. mixed_first: one iterator in each worker. short: with
+    SHORT.
     """
     sources, reading = recorded(folder / "heavy"), SHORT if short else None
     if mixed_first:
         mixed = grain.MapDataset.mix(sources).to_iter_dataset(reading)
     else:
         mixed = grain.IterDataset.mix([source.to_iter_dataset(reading) for source in sources])
-    rows = packed(mixed.map(Tokenize(folder)), HEAVY_ROWS, HEAVY_SEQUENCE)
-    return iter(rows.mp_prefetch(processes(workers)))
+    batches = packed(mixed.map(Tokenize(folder)), rows, HEAVY_SEQUENCE)
+    return iter(batches.mp_prefetch(processes(workers)) if workers else batches)
 
 
 def as_page(record: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -204,7 +228,6 @@ def grain_pages(folder: Path, workers: int = 0, slow_alone: bool = False) -> Bat
     return iter(rows.mp_prefetch(processes(workers)) if workers else rows)
 
 
-READERS: dict[str, Callable[..., Batches]] = {
-    reader.__name__: reader
-    for reader in (jaxthru, grain_default, grain_concat_split, grain_first_fit, grain_heavy, grain_pages)
-}
+OWN = jaxthru, jaxthru_host
+GRAIN = grain_default, grain_concat_split, grain_first_fit, grain_heavy, grain_pages
+READERS: dict[str, Callable[..., Batches]] = {reader.__name__: reader for reader in (*OWN, *GRAIN)}

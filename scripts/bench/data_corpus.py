@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import slow_transform
 
-from jaxthru.data.loading.dataset import DataConfig, open_data
+from jaxthru.data.loading.dataset import DataConfig, open_data, prepare_data
 from jaxthru.data.store import tokenizer
 
 NO_PROGRAMS = ("test", "tests", "idle_test", "site-packages", "lib2to3")
@@ -40,6 +40,9 @@ PAGES = 4000
 VOCABULARY = 8192
 HEAVY_RECORDS = 60
 """In each heavy source. Readers repeat them: what is measured is the reading, not the text."""
+
+KEYS = "keys.json"
+"""{source: key of its store}, by which any process opens them."""
 
 
 def make(folder: Path, quick: bool) -> None:
@@ -61,10 +64,7 @@ def make_all(folder: Path, quick: bool) -> None:
     tokenizer.train(iter(texts[: len(texts) // 8]), VOCABULARY, folder / "tokenizer.json")
     by_size = sorted(texts, key=len, reverse=True)  # so that each source has a long one
     write(folder / "documents", (by_size[number :: SOURCES[-1]] for number in range(SOURCES[-1])))
-    records = itertools.cycle(chunks(texts, HEAVY_BYTES // 8 if quick else HEAVY_BYTES))
-    sources = 3 if quick else HEAVY_SOURCES
-    heavy = (list(itertools.islice(records, 2 if quick else HEAVY_RECORDS)) for _ in range(sources))
-    write(folder / "heavy", heavy)
+    sources = write_heavy(folder, texts, quick, HEAVY_RECORDS)
     write(folder / "pages", pages(texts, folder / "tokenizer.json", PAGES // 20 if quick else PAGES))
     write_mixes(folder, sources)
     long = (*(f"documents_{number}" for number in SOURCES), "heavy", "heavy_online")
@@ -72,6 +72,29 @@ def make_all(folder: Path, quick: bool) -> None:
         print(f"preparing {name}", file=sys.stderr, flush=True)
         with contextlib.redirect_stderr(io.StringIO()):  # hundreds of sources, each with its line
             open_data(config(folder, name, sequence))
+
+
+def write_heavy(folder: Path, texts: list[str], quick: bool, records: int) -> int:
+    """Writes the heavy sources, of so many records each; returns how many sources there are."""
+    pieces = itertools.cycle(chunks(texts, HEAVY_BYTES // 8 if quick else HEAVY_BYTES))
+    sources = 3 if quick else HEAVY_SOURCES
+    heavy = (list(itertools.islice(pieces, 2 if quick else records)) for _ in range(sources))
+    write(folder / "heavy", heavy)
+    return sources
+
+
+def make_heavy(folder: Path, quick: bool, sequence: int) -> None:
+    """Makes the heavy sources alone, with the keys of their stores in KEYS. sequence: of the rows."""
+
+    def make(folder: Path) -> None:
+        texts = chunks(library(1_500_000), 2000) if quick else list(library(40_000_000))
+        tokenizer.train(iter(texts[: len(texts) // 8]), VOCABULARY, folder / "tokenizer.json")
+        write_heavy_mixes(folder, write_heavy(folder, texts, quick, HEAVY_RECORDS // 3))
+        with contextlib.redirect_stderr(io.StringIO()):
+            keys = prepare_data(config(folder, "heavy_online", sequence))
+        (folder / KEYS).write_text(json.dumps(keys))
+
+    once(folder, make)
 
 
 def config(folder: Path, mix: str, sequence: int, **settings) -> DataConfig:
@@ -156,11 +179,16 @@ def write_mixes(folder: Path, heavy_sources: int) -> None:
         files = [range(source, SOURCES[-1], number) for source in range(number)]
         sources = {f"d{number}_{at}": paths("documents", part) for at, part in enumerate(files)}
         write_mix(folder, f"documents_{number}", sources)
-    heavy = {f"h{number}": paths("heavy", [number]) for number in range(heavy_sources)}
-    write_mix(folder, "heavy", heavy)
-    write_mix(folder, "heavy_online", {name: keys | {"online": True} for name, keys in heavy.items()})
+    write_heavy_mixes(folder, heavy_sources)
     fast, slow = paths("pages", [0]), paths("pages", [1])
     write_mix(folder, "pages", {"fast": {**fast, "weight": 9}, "slow": slow | slowed(folder)})
+
+
+def write_heavy_mixes(folder: Path, sources: int) -> None:
+    """Writes the mixes of the heavy sources."""
+    heavy = {f"h{number}": paths("heavy", [number]) for number in range(sources)}
+    write_mix(folder, "heavy", heavy)
+    write_mix(folder, "heavy_online", {name: keys | {"online": True} for name, keys in heavy.items()})
 
 
 def slowed(folder: Path) -> dict[str, Any]:

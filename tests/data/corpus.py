@@ -40,6 +40,18 @@ def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> None:
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def write_small_sources(mix: Path, count: int) -> None:
+    """Adds sources s0, s1, ... to a mix, of six to nine records each, beside it in small-<number>.jsonl."""
+    tables = []
+    for number in range(count):
+        draw = random.Random(number)
+        records = (json.dumps({"text": sentences(draw, 2)}) + "\n" for _ in range(draw.randint(6, 9)))
+        (mix.parent / f"small-{number}.jsonl").write_text("".join(records))
+        paths = f'recipe = "local_jsonl"\npaths = ["small-{number}.jsonl"]\nweight = 1\n'
+        tables.append(f"[sources.s{number}]\n{paths}")
+    mix.write_text(mix.read_text().replace("*.jsonl", "records.jsonl") + "".join(tables))
+
+
 def sides(folder: Path, share: float = 0.2) -> dict[str, dict[str, list[str]]]:
     """Returns {source: {split: texts}} of such a corpus by docs/data.md's rule, and by no code of jaxthru's:
     the hash of the text decides."""

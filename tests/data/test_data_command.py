@@ -25,6 +25,17 @@ def test_prepare_packs_nothing(shared, monkeypatch):
     assert main(["prepare", mix, "--store", store]) == 0
 
 
+def test_prepare_names_a_source_that_comes_round_often(mix, capsys):
+    (mix.parent / "tiny.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    text = mix.read_text().replace("*.jsonl", "records.jsonl").replace("held_out = 0.2", "held_out = 0")
+    mix.write_text(text + '[sources.tiny]\nrecipe = "local_jsonl"\npaths = ["tiny.jsonl"]\nweight = 0.1\n')
+    assert main(["prepare", str(mix), "--store", str(mix.parent / "store")]) == 0
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "read more than" in line]
+    assert line.startswith(
+        "1 source is read more than 4 times while as many tokens are read as there are (tiny "
+    )
+
+
 def test_inspect_shows_the_schedule(shared, capsys):
     mix, store = shared
     changed = mix.with_name("changed.toml")

@@ -7,6 +7,7 @@ without them these tests are skipped.
 import functools
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,25 +98,24 @@ def conversations(seed: int, count: int) -> list[tuple[list[dict], list | None]]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Returns the folder of a family's tokenizer, made once."""
-    return functools.cache(
-        lambda family: vocabularies.folder_of(tmp_path_factory.mktemp(family), family, None)
-    )
+def opened(tmp_path_factory):
+    """Returns a tokenizer with a template by its name, and transformers' own of the same files. To open one
+    of a large vocabulary takes seconds."""
 
+    @functools.cache
+    def of_family(family: str) -> tuple[Path, transformers.PreTrainedTokenizerFast]:
+        made = vocabularies.folder_of(tmp_path_factory.mktemp(family), family, None)
+        file = str(made / "tokenizer.json")
+        names = vocabularies.NAMES[family]
+        return made, transformers.PreTrainedTokenizerFast(tokenizer_file=file, **names)
 
-@pytest.fixture
-def opened(folders):
-    """Returns a tokenizer with a template by its name, and transformers' own of the same files."""
-
+    @functools.cache
     def both(name: str) -> tuple[Tokenizer, transformers.PreTrainedTokenizerFast]:
         family = FAMILIES[name]
         if family == "gemma" and (lacking := vocabularies.missing(vocabularies.GEMMA)):
             pytest.skip(f"needs {', '.join(lacking)}")
-        made = folders(family)
+        made, theirs = of_family(family)
         (made / "chat_template.jinja").write_bytes(vocabularies.templates()[name].encode())
-        file = str(made / "tokenizer.json")
-        theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=file, **vocabularies.NAMES[family])
         return Tokenizer.of(made), theirs
 
     return both

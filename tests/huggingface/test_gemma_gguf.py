@@ -18,7 +18,7 @@ import jaxthru
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 absent = gemma_gguf.missing()
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(minutes=1),
     pytest.mark.skipif(
         bool(absent), reason=f"needs {', '.join(absent)}: see tests/huggingface/gemma_gguf.py"
     ),

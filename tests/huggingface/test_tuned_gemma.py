@@ -19,7 +19,7 @@ import jaxthru
 absent = gemma_gguf.missing()
 absent += [] if importlib.util.find_spec("chitchat_dataset") else ["chitchat_dataset"]
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(minutes=5),
     pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}: see this file"),
 ]
 TEMPLATE = """\

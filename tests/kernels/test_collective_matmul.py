@@ -111,6 +111,7 @@ def test_half_precision(shape, t, name):
 
 @slow_but_for(
     "qkv-4-ring_bidirectional",
+    slow=(f"{shape}-{max(DEVICES)}-ring_bidirectional" for shape in GPU | UNTUNED),
     shape=GPU | UNTUNED,
     t=named(*DEVICES),
     name=named("ring", "ring_bidirectional"),

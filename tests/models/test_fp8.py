@@ -331,7 +331,7 @@ def test_a_step_that_is_not_finite_is_skipped():
     np.testing.assert_array_equal(tiny.layers(state["params"])["mlp"]["down"], before)
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_small_model_learns_as_well(compute):
     float8 = np.mean(tiny.make(float8=True, compute=compute).losses(40)[-10:])
     plain = np.mean(tiny.make().losses(40)[-10:])

@@ -260,9 +260,7 @@ def test_published_shapes_have_their_published_sizes(name):
 def first_loss(path) -> tuple[float, float]:
     """Returns (first loss of a configuration with one layer, ln(vocabulary))."""
     shape = dataclasses.replace(configuration.load(path).model, layers=1, loop="scan")
-    while (
-        family.module_of(shape).parameters(shape) > 2e9
-    ):  # 70B: half as wide, so that it fits a test machine's memory
+    while family.module_of(shape).parameters(shape) > 5e8:  # narrower, for what is drawn takes the time
         halves = {name: getattr(shape, name) // 2 for name in ("embed", "heads", "kv_heads", "mlp")}
         shape = dataclasses.replace(shape, **halves)
     bound = bind(

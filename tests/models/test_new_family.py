@@ -106,7 +106,7 @@ def test_its_losses_and_counts_are_in_the_record(trained):
         assert row["active"] == int(row["active"]) and 0.4 < row["active"] / units < 0.6
 
 
-@pytest.mark.parametrize("way", ["unroll", "mesh", "offloaded"])
+@pytest.mark.parametrize("way", [pytest.param("unroll", marks=SLOW), "mesh", "offloaded"])
 def test_every_way_of_training_gives_the_same_losses(trained, way):
     check_alike(trained(way), trained("scan"))
 
@@ -184,7 +184,7 @@ def test_what_does_not_train_stays_as_it_was_drawn(place, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["unroll", "mesh", "offloaded"])
+@pytest.mark.parametrize("way", ["mesh", "offloaded"])
 def test_the_large_shape_trains_alike_in_every_way(place, way):
     assert 4 * parameters(LARGE) >= 200e6
     large = {f"model__{name}": getattr(LARGE, name) for name in SMALL}

@@ -123,9 +123,12 @@ def packing(lengths: list[int], sequence: int):
 def corpus(count: str, weights: tuple[float, float], *lengths: list[int]):
     names = ("long", "short", "empty")
     mixture = dataclasses.replace(Mixture.plain(dict(zip(names, (*weights, 0.0), strict=True))), count=count)
-    train = [(None, packing(each, 64)) for each in (*lengths, [])]
+    packed = [packing(each, 64) for each in (*lengths, [])]
+    tokens = {name: int(of.length.sum()) for name, of in zip(names, packed, strict=True)}
+    pieces = {name: len(of.length) for name, of in zip(names, packed, strict=True)}
     of_plain_text = {"units": {}, "masked": False}
-    return types.SimpleNamespace(names=names, mixture=mixture, train=train, **of_plain_text)
+    counted = {"tokens": tokens, "pieces": pieces}
+    return types.SimpleNamespace(names=names, mixture=mixture, **counted, **of_plain_text)
 
 
 def test_the_mean_is_of_pieces_as_the_mix_weighs_its_sources():

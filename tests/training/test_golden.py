@@ -19,17 +19,24 @@ or a state to 7, a difference in float32's last bit sometimes becomes one of tho
 
 FAST = (
     "scan",
-    "tied, unroll, 2 micro-batches",
     "z-loss, 2 micro-batches",
     "muon",
     "state int8",
     "mesh (2,2,2)",
-    "offload gradients, exact",
     "offload parameters, previous",
 )
+SLOW = (
+    *("tied, unroll, 2 micro-batches", "qk_norm", "rope scaling", "previous clipping", "wsd, no clipping"),
+    *("remat full", "muon, unroll, qk_norm", "state bfloat16", "state split_master_int8"),
+    *("state stochastic_rounding", "fp8, unroll, 2 micro-batches", "bf16", "mesh (2,2,2), muon"),
+    *("mesh (1,8,1), fp8", "offload gradients, exact", "activations inputs"),
+    "offload parameters, names, half, tied, 2 micro-batches",
+)
+"""Of the others, which `python scripts/golden.py compare` runs, tests elsewhere say that they equal one of
+these: other loops, micro-batches, meshes, levels of offload and what is recomputed."""
 
 
-@slow_but_for(*FAST, case=named(*CASES))
+@slow_but_for(*FAST, slow=SLOW, case=named(*CASES))
 def test_numbers_are_those_recorded(case):
     tolerances = TOLERANCES[precision(words_of(case))]
     with np.load(KEPT) as file:

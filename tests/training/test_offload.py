@@ -93,15 +93,14 @@ def live_bytes(kind: str) -> int:
     return sum(leaf.nbytes for leaf in jax.live_arrays() if leaf.sharding.memory_kind == kind)
 
 
-FORMS = {
-    "exact": [OffloadConfig("optimizer"), OffloadConfig("parameters", 0.4)],
-    "previous": [OffloadConfig("gradients", 0.75), OffloadConfig("parameters", activations="names")],
-}
-
-
 @pytest.mark.parametrize(
     ("clip_rule", "config"),
-    [(rule, config) for rule, configs in FORMS.items() for config in configs],
+    [
+        pytest.param("exact", OffloadConfig("optimizer"), marks=pytest.mark.slow),
+        ("exact", OffloadConfig("parameters", 0.4)),
+        ("previous", OffloadConfig("gradients", 0.75)),
+        pytest.param("previous", OffloadConfig("parameters", activations="names"), marks=pytest.mark.slow),
+    ],
     ids=lambda value: value if isinstance(value, str) else f"{value.level}-{value.fraction}",
 )
 def test_a_step_leaves_the_state_where_it_was_and_nothing_beside_it(clip_rule, config):

@@ -267,13 +267,13 @@ def test_a_run_keeps_its_tokenizer_once(tmp_path, monkeypatch):
         write_atomically(path, content)
 
     monkeypatch.setattr("jaxthru.training.run_directory.write_atomically", noted)
-    run.keep_tokenizer(files)
+    run.keep_tokenizer(lambda: files)
     assert {path.name: path.read_bytes() for path in run.tokenizer.iterdir()} == files
     assert written[-1] == "tokenizer.json"  # a kill before it leaves what the next start writes again
-    run.keep_tokenizer({"tokenizer.json": b"other"})
+    run.keep_tokenizer(lambda: {"tokenizer.json": b"other"})
     assert len(written) == 3 and not run.holds_run()
     (run.tokenizer / "tokenizer.json").unlink()
-    run.keep_tokenizer(files)
+    run.keep_tokenizer(lambda: files)
     assert {path.name: path.read_bytes() for path in run.tokenizer.iterdir()} == files
 
 

@@ -130,7 +130,12 @@ def test_steps_of_micro_batches_learn_as_whole_ones(made):
 
 @pytest.mark.parametrize(
     "shape",
-    [{"loop": "scan"}, {"loop": "unroll"}, {"tied_embeddings": True}, {"float8": True}],
+    [
+        {"loop": "scan"},
+        {"loop": "unroll"},
+        pytest.param({"tied_embeddings": True}, marks=pytest.mark.slow),
+        {"float8": True},
+    ],
     ids=str,
 )
 def test_layers_gradients_stay_in_the_compute_dtype(shape, request):

@@ -14,10 +14,13 @@ import numpy as np
 
 from jaxthru.data.loading.batch_memory import BatchMemory
 from jaxthru.data.loading.online import OnlineSplit
-from jaxthru.data.mixture.packed_rows import PackedRows
+from jaxthru.data.mixture.packed_rows import PackedRows, length_type
 from jaxthru.data.mixture.packing import ranges
 from jaxthru.data.mixture.planner import EMPTY
 from jaxthru.data.store.token_store import Split
+
+NOTHING = (0, 0, 0, b"", b"")
+"""The pieces of a row that is EMPTY, as `PackedRows.row` has them."""
 
 
 class Pieces(NamedTuple):
@@ -37,6 +40,7 @@ class BatchBuilder:
     """Builds batches of rows of `sequence` tokens.
 
     splits: of each source, its tokens and their packing. piece_count: pieces of all their rows.
+    memory: of batches.
     """
 
     def __init__(self, splits: Sequence[tuple[Split | OnlineSplit, PackedRows]], sequence: int):
@@ -45,7 +49,8 @@ class BatchBuilder:
         self._online = np.array([isinstance(stream, OnlineSplit) for stream in self._streams])
         self._marked = np.array([stream.targets is not None for stream in self._streams])
         self._in_order = np.array([packed.in_order for packed in self._packed])
-        self._sequence, self._memory = sequence, BatchMemory()
+        self._all_in_order = bool(self._in_order.all())
+        self._sequence, self.memory = sequence, BatchMemory()
         *first, self.piece_count = itertools.accumulate((each.pieces for each in self._packed), initial=0)
         self._first_piece = np.array(first)
         self._columns: dict[str, tuple[np.ndarray, int]] = {}
@@ -63,35 +68,36 @@ class BatchBuilder:
     def spans(self, source: np.ndarray, row: np.ndarray) -> np.ndarray:
         """Returns int64 [rows], the Σ length² of the pieces of these rows. source, row: as of `build`, but
         none is EMPTY. Raises InputError for a damaged file."""
+        packed = self._packed
+        if len(row) < 16 * len(packed):  # else a call for each source pays
+            pairs = zip(source.tolist(), row.tolist(), strict=True)
+            return np.array([packed[name].span(number) for name, number in pairs], np.int64)
         found = np.empty(len(row), np.int64)
         order = np.argsort(source, kind="stable")
-        names, begins = np.unique(source[order], return_index=True)
-        for name, chosen in zip(names.tolist(), np.split(order, begins[1:]), strict=True):
-            found[chosen] = self._packed[name].spans(row[chosen])
+        borders = np.searchsorted(source[order], np.arange(len(packed) + 1)).tolist()
+        for name, (begin, end) in enumerate(itertools.pairwise(borders)):
+            chosen = order[begin:end]
+            found[chosen] = packed[name].spans(row[chosen]) if begin < end else 0
         return found
 
     def pieces(self, source: np.ndarray, row: np.ndarray) -> Pieces:
         """Returns the pieces of these rows, row after row. source, row: as of `build`. Raises InputError for
         a damaged file."""
-        count, first, more = (np.zeros(len(row), np.int64) for _ in range(3))
-        lengths, starts = [np.zeros(0, np.uint16)], [np.zeros(0, np.int64)]
-        for at, (name, number) in enumerate(zip(source.tolist(), row.tolist(), strict=True)):
-            if number != EMPTY:
-                packed = self._packed[name]
-                first[at], end, more[at] = begin, end, _ = packed.borders(number)
-                count[at] = end - begin
-                lengths.append(packed.lengths(begin, end))
-                if not packed.in_order:
-                    starts.append(packed.starts(begin, end))
-        length = np.concatenate(lengths).astype(np.int64)
+        packed, pairs = self._packed, zip(source.tolist(), row.tolist(), strict=True)
+        rows = [NOTHING if number == EMPTY else packed[name].row(number) for name, number in pairs]
+        first, end, more, lengths, starts = zip(*rows, strict=True) if rows else ((),) * 5
+        first = np.array(first, np.int64)
+        count = np.array(end, np.int64) - first
+        length = np.frombuffer(b"".join(lengths), length_type(self._sequence)).astype(np.int64)
         in_row, segment = np.repeat(np.arange(len(row)), count), ranges(count)
         ends = np.cumsum(length)
         behind = np.cumsum(count)  # the last piece of each row, and one
         before = np.concatenate([[0], ends])[behind - count]  # tokens of the rows before
         start = ends - length + (row * self._sequence - before)[in_row]
-        start[~self._in_order[source][in_row]] = np.concatenate(starts)
+        if not self._all_in_order:
+            start[~self._in_order[source][in_row]] = np.frombuffer(b"".join(starts), np.int64)
         last = np.ones(len(length), bool)
-        last[behind[more > 0] - 1] = False
+        last[behind[np.array(more, bool)] - 1] = False
         number = (self._first_piece[source] + first)[in_row] + segment
         return Pieces(in_row, segment, number, start, length, last)
 
@@ -116,7 +122,7 @@ class BatchBuilder:
         InputError for what cannot be read.
         """
         sequence = self._sequence
-        batch = self._memory.take(len(row), sequence)
+        batch = self.memory.take(len(row), sequence)
         flat = {name: array.reshape(-1) for name, array in batch.items()}
 
         # Of each row: its pieces, how many, and what they sum to.

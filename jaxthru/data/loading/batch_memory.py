@@ -7,6 +7,7 @@ their pages anew takes as long as to fill them, and batches were built a third s
 import collections
 import mmap
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,11 +17,18 @@ MOST = 16
 """Batches of a size whose memory is kept; more than the queues hold are some that were kept for long."""
 
 
+def private(size: int) -> mmap.mmap:
+    """Returns a block of so many bytes that is this process's own."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class BatchMemory:
     """Hands out batches whose memory comes back once no array, view or transfer refers to it any more."""
 
-    def __init__(self):
-        self._free = collections.defaultdict(lambda: collections.deque[mmap.mmap](maxlen=MOST))
+    def __init__(self, allocate: Callable[[int], mmap.mmap] = private, most: int = MOST):
+        """allocate: returns a new block of so many bytes. most: blocks of a size that are kept."""
+        self._allocate = allocate
+        self._free = collections.defaultdict(lambda: collections.deque[mmap.mmap](maxlen=most))
 
     def take(self, rows: int, sequence: int) -> dict[str, np.ndarray]:
         """Returns the fields of a batch (see `batch.py`), [rows, sequence], whatever is in their memory."""
@@ -29,7 +37,7 @@ class BatchMemory:
         try:
             block = free.pop()
         except IndexError:
-            block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            block = self._allocate(size)
         # Whatever is made of this array refers to it, because what lies beneath it is no array but a buffer:
         # so it lives as long as the block is in use.
         whole = np.frombuffer(block, np.int32)

@@ -1,22 +1,22 @@
 """The dataset of a run and its dataloader: `DataConfig`, and the way from a mix to batches on the devices."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from jaxthru.data.loading.batch_builder import BatchBuilder
+from jaxthru.data.loading.loader import Cost, Loader
 from jaxthru.data.loading.online import OnlineSplit
 from jaxthru.data.loading.packed_split import PackedSplit, describe, pack_split
-from jaxthru.data.loading.planned_batches import Batches, PlannedBatches
-from jaxthru.data.loading.token_workers import TokenWorkers
+from jaxthru.data.loading.planned_batches import PlannedBatches
+from jaxthru.data.loading.token_workers import Backend, TokenWorkers, check_backend
 from jaxthru.data.mixture.balance import row_costs
 from jaxthru.data.mixture.packing_whole import OverLong
 from jaxthru.data.mixture.planner import Planner, held_out_plan
@@ -27,9 +27,6 @@ from jaxthru.data.store.prepare import Prepared, make_stores, open_stores
 from jaxthru.data.store.text_store import TextStore
 from jaxthru.runtime.cores import usable_cores
 from jaxthru.runtime.errors import require
-
-if TYPE_CHECKING:
-    import grain
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +45,11 @@ class DataConfig:
     balance: orders the rows of each step so that all devices have about the same work.
     linear_cost, attention_cost: seconds, or any unit, for each token of a row and for each token² of its
         documents, as measured; None takes the model's floating-point operations.
-    loaders: processes that make the tokens of the sources that are tokenised online; None is half of the
-        cores that this process may use. They change no batch.
+    loaders: token workers, which make the tokens of the sources that are tokenised online; None is half of
+        the cores that this process may use. They change no batch.
+    workers: what token workers are: `processes` of this machine, or the actors of a Ray cluster, `ray`, which
+        needs `jaxthru[ray]`. RAY_ADDRESS names the cluster; without it each training process starts one of
+        its own machine.
     over_long: what becomes of a conversation longer than a row: `drop` leaves it out, `truncate` cuts off its
         end, `cut` lets it go on in another row, as text does. Each start of a run says how many there are.
     """
@@ -61,6 +61,7 @@ class DataConfig:
     tokenizer: str | None = None
     groups: int | None = None
     loaders: int | None = None
+    workers: Backend = "processes"
     balance: bool = True
     linear_cost: float | None = None
     attention_cost: float | None = None
@@ -85,13 +86,6 @@ class DataConfig:
         return self.groups or canonical_groups(rows)
 
 
-Cost = tuple[float, float]
-"""What a row costs: (for each token, for each token² of its documents), in any unit."""
-
-Place = Callable[[dict[str, np.ndarray]], Mapping[str, Any]]
-"""Puts this process's part of a batch on the devices."""
-
-
 def open_data(
     config: DataConfig,
     *,
@@ -108,6 +102,7 @@ def open_data(
     (`RunDirectory.tokenizer`), which may not be there: it is taken where the tokenizer that the configuration
     or the mix names is gone. Raises InputError.
     """
+    check_backend(config.workers)
     mix = load_mix(config.mix, config.tokenizer, kept)
     return Data(config, open_stores(mix, Path(config.store), prepare, begun))
 
@@ -118,18 +113,20 @@ def prepare_data(
     """Makes the token stores and the packings that are missing and returns the keys by which any process
     opens them: `open_data(config, prepare=False, begun=keys)`. begun, kept: as there. Raises InputError.
     """
+    check_backend(config.workers)
     keys = make_stores(load_mix(config.mix, config.tokenizer, kept), Path(config.store), begun)
     open_data(config, prepare=False, begun=keys, kept=kept).close()
     return keys
 
 
-class Data(contextlib.AbstractContextManager):
+class Data(Loader):
     """Opened token stores and their packing. Close it, or use it as a context manager: else a token worker
     that hangs keeps threads that wait for it, and these keep the process.
 
     names: sources in mix order, which `batch["source"]` numbers. mixture: of the mix file now.
     keys: {source: key of its store}, for the checkpoint. tokenizer: what the stores were made with, see
     `Tokenizer`. vocabulary: its highest token id + 1.
+    rows: {source: rows to train on}. pieces: {source: documents, or parts of such, in these rows}.
     segments: no row has more, a padding tail counted as one; a multiple of 8. tokens: {source: tokens in the
     rows to train on}. counted: {source: what became of its conversations, None for one of text}. account:
     that in words, a line for each such source. masked: whether some of them say what is trained on.
@@ -149,7 +146,7 @@ class Data(contextlib.AbstractContextManager):
         recipes = {name: prepared.mix.recipes[name] for name in online}
         transforms = {name: each.transform for name, each in recipes.items() if each.records == "text"}
         made = self.tokenizer.path, transforms, self.tokenizer.borders
-        self.workers = TokenWorkers(processes, online, *made) if online else None
+        self.workers = TokenWorkers(processes, online, *made, config.workers) if online else None
         if self.workers:
             weakref.finalize(self, self.workers.close)
 
@@ -178,6 +175,8 @@ class Data(contextlib.AbstractContextManager):
         self.train, self.held_out = self.builder.splits, self.held_out_builder.splits
         self.masked = any(packed.split.targets is not None for packed in train)
         self.tokens = {name: packed.rows.tokens for name, packed in zip(self.names, train, strict=True)}
+        self.rows = {name: packed.rows.rows for name, packed in zip(self.names, train, strict=True)}
+        self.pieces = {name: packed.rows.pieces for name, packed in zip(self.names, train, strict=True)}
         most = max(packed.rows.max_segments for packed in (*train, *held_out))
         self.segments = -(-(most + 1) // 8) * 8
 
@@ -198,9 +197,6 @@ class Data(contextlib.AbstractContextManager):
         rows = f"rows of {self.config.sequence} ({self.config.packing})"
         return f"<data of mix {self.config.mix}: tokens {sources}; {rows}; vocabulary {self.vocabulary:,}>"
 
-    def __exit__(self, *exception) -> None:
-        self.close()
-
     def close(self) -> None:
         """Ends the token workers; batches being built fail."""
         if self.workers:
@@ -211,59 +207,25 @@ class Data(contextlib.AbstractContextManager):
         kept = self.prepared.mix.tokenizer.kept
         return functools.partial(open_data, self.config, prepare=False, begun=self.keys, kept=kept), ()
 
-    def dataset(
+    def planned(
         self,
-        schedule: Schedule | None = None,
+        schedule: Schedule,
         *,
         seed: int,
         rows: int,
         steps: int,
         local_rows: slice | None = None,
         cost: Cost | None = None,
-    ) -> "grain.MapDataset[dict[str, np.ndarray]]":
-        """Returns the batches of the updates 1 to `steps`, or to where a source that is gone through ends the
-        run: element i, which any index gives at once, is that of update i + 1.
-
-        schedule: by default what the mix file says. rows: of the whole batch. local_rows: those to build; all
-        by default. cost: what the rows of a step are balanced by; they stay as they come without it.
-        Iterate with `to_iter_dataset(data.read_options)`: Grain's default would hold 500 batches in memory.
-        Raises InputError.
-        """
-        import grain  # here, for it loads JAX, which commands that only look at the data can do without
-
+    ) -> PlannedBatches:
+        """Returns the batches of a run, see `dataset`. Raises InputError."""
         asked = {"seed": seed, "rows": rows, "steps": steps, "local_rows": local_rows, "cost": cost}
-        return grain.MapDataset.source(PlannedBatches(self, schedule or ((0, self.mixture),), **asked))
+        return PlannedBatches(self, schedule, **asked)
 
     @property
-    def read_options(self) -> "grain.ReadOptions":
-        """How many threads build batches ahead, and how far."""
-        import grain
-
-        # Threads that wait for token workers cost nothing, and keep them busy; those that build a batch
-        # would take turns at the interpreter's lock.
-        threads = 4 if self.workers else 1
-        return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 4))
-
-    def train_batches(
-        self, schedule: Schedule, *, start: int = 0, place: Place | None = None, **asked: Any
-    ) -> Batches:
-        """Returns an iterator over `dataset(schedule, **asked)` from element `start` on, built ahead.
-
-        place: what puts a batch on the devices, so that it lies there before its step. Raises InputError.
-        """
-        dataset = self.dataset(schedule, **asked)
-        return Batches(dataset.map(place) if place else dataset, self.read_options, start)
-
-    def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
-        """Returns after which of `steps` updates the run ends: the last, or where an exhausted source ends
-        it, which is logged. Raises InputError.
-        """
-        planner = self.planner(schedule, seed=seed, rows=rows)
-        if planner.end is None or planner.end >= steps:
-            return steps
-        said = "source %s is exhausted after step %d of %d: the run ends there"
-        log.warning(said, planner.ended_by, planner.end, steps)
-        return planner.end
+    def threads(self) -> int:
+        """How many build batches ahead: those that wait for token workers cost nothing, and keep them busy;
+        those that build a batch would take turns at the interpreter's lock."""
+        return 4 if self.workers else 1
 
     def planner(self, schedule: Schedule, *, seed: int, rows: int, cost: Cost | None = None) -> Planner:
         """Returns the plan of all steps of `rows` rows, balanced if rows have a cost. Raises InputError."""
@@ -274,18 +236,14 @@ class Data(contextlib.AbstractContextManager):
         return planner.balanced_by(functools.partial(self.row_costs, cost)) if cost else planner
 
     def _plan(self, schedule: Schedule, seed: int, rows: int) -> Planner:
-        sequence = self.config.sequence
-        # Rows that are split are full, but for a source's last: weights of tokens are weights of rows.
-        split = self.config.packing == "split"
+        # By the tokens that are in rows, however they are packed: a source's last row may be next to empty,
+        # and be its only one.
         supplies = {
-            name: Supply(
-                packed.rows,
-                packed.rows * sequence if split and not self.counted[name] else packed.tokens,
-                packed.documents,
-            )
+            name: Supply(packed.rows, packed.tokens, packed.documents)
             for name, (_, packed) in zip(self.names, self.train, strict=True)
         }
         groups = self.config.groups_of(rows)
+        sequence = self.config.sequence
         return Planner(supplies, schedule, seed=seed, rows=rows, groups=groups, sequence=sequence)
 
     def row_costs(self, cost: Cost, source: np.ndarray, row: np.ndarray) -> np.ndarray:

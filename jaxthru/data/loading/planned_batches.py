@@ -13,11 +13,14 @@ from jaxthru.runtime.errors import require
 if TYPE_CHECKING:
     import grain
 
-    from jaxthru.data.loading.dataset import Cost, Data
+    from jaxthru.data.loading.dataset import Data
+    from jaxthru.data.loading.loader import Cost
 
 AHEAD = (0, 8, 16)
 """Steps from now whose sources say where token workers will be needed."""
 
+PLANS = 16
+"""Steps whose plan is kept."""
 
 ONE_PROCESS = (
     "a dataset with online sources cannot be iterated in several processes (mp_prefetch): each would start "
@@ -29,6 +32,7 @@ class PlannedBatches:
     """A Grain RandomAccessDataSource: element i is the batch of update i + 1, numpy arrays.
 
     Grain's cost is per element; with whole batches as elements, gathered from memory maps, it vanishes.
+    planner: of the run. plan: its steps, the last few of which are kept.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class PlannedBatches:
         asked = {"seed": seed, "rows": rows, "steps": steps, "local_rows": local_rows, "cost": cost}
         self._made = functools.partial(PlannedBatches, data, schedule, **asked)
         self._data, self._local_rows = data, local_rows or slice(0, rows)
-        self._planner = data.planner(schedule, seed=seed, rows=rows, cost=cost)
-        self._steps = steps if self._planner.end is None else min(steps, self._planner.end)
+        self.planner = data.planner(schedule, seed=seed, rows=rows, cost=cost)
+        # Trainers that share a host ask for the rows of one step one after the other.
+        self.plan = functools.lru_cache(maxsize=PLANS)(self.planner.plan)
+        self._steps = steps if self.planner.end is None else min(steps, self.planner.end)
 
     def __reduce__(self):
         # A process of Grain's opens the stores itself, and plans the same.
@@ -59,18 +65,22 @@ class PlannedBatches:
         return self._steps
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        plan = self._planner.plan(step)
-        if self._data.workers:
-            self._expect(step)
-        return self._data.builder.build(plan.source[self._local_rows], plan.row[self._local_rows])
+        return self.build(step, self._local_rows)
 
-    def _expect(self, step: int) -> None:
+    def build(self, step: int, local_rows: slice) -> dict[str, np.ndarray]:
+        """Returns these rows of the batch of update `step` + 1."""
+        plan = self.plan(step)
+        if self._data.workers:
+            self._expect(step, local_rows)
+        return self._data.builder.build(plan.source[local_rows], plan.row[local_rows])
+
+    def _expect(self, step: int, local_rows: slice) -> None:
         """Tells the token workers what the coming steps want of each source."""
         coming = (min(step + ahead, len(self) - 1) for ahead in AHEAD)
         # Which of a step's rows are built here is decided by a plan; its sources are known without one.
-        sources = np.concatenate([self._planner.sampler.sources(step) for step in coming])
-        start, stop, _ = self._local_rows.indices(self._planner.rows)
-        tokens = self._data.config.sequence * (stop - start) / self._planner.rows
+        sources = np.concatenate([self.planner.sampler.sources(step) for step in coming])
+        start, stop, _ = local_rows.indices(self.planner.rows)
+        tokens = self._data.config.sequence * (stop - start) / self.planner.rows
         counts = np.bincount(sources, minlength=len(self._data.names)) * tokens
         self._data.workers.expect(dict(zip(self._data.names, counts.tolist(), strict=True)))
 

@@ -40,7 +40,7 @@ def sample(data: Data, number: int, rows: int) -> dict[str, np.ndarray]:
 
     number: of the source, as `batch["source"]` numbers them. Raises InputError for a damaged store.
     """
-    have = data.train[number][1].rows
+    have = data.rows[data.names[number]]
     chosen = np.arange(min(rows, have)) * have // max(min(rows, have), 1)
     return data.builder.build(np.full(len(chosen), number), chosen)
 

@@ -13,6 +13,9 @@ log = logging.getLogger(__name__)
 
 LAST_COMMITS = {1: "7a9d05a"}
 """{version of the mixture sampler: the last commit that has it}"""
+PACKING, LAST_CAPPED = 2, "fd64fb7"
+"""Version of what places whole documents in rows, and the last commit that has the first, which put at most
+max(64, data.sequence / 128) into one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,8 @@ class DataState:
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON values."""
         schedule = [[step, mixture.to_tree()] for step, mixture in self.schedule]
-        return {"step": self.step, "schedule": schedule, "keys": dict(self.keys), "sampler": VERSION}
+        versions = {"sampler": VERSION, "packing": PACKING}
+        return {"step": self.step, "schedule": schedule, "keys": dict(self.keys), **versions}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "DataState":
@@ -75,6 +79,20 @@ def check_sampler(tree: dict[str, Any]) -> None:
         version == VERSION or (version == 1 and len(used) == 1),
         f"the run was begun by version {version} of the mixture sampler, and version {VERSION} gives other "
         f"batches: continue it with {_commit_of(version)}, or start a new one",
+    )
+
+
+def check_packing(tree: dict[str, Any], sequence: int, segments: int, *, whole: bool) -> None:
+    """Raises InputError unless rows hold the documents that they held when the run was begun.
+
+    tree: of `DataState.to_json`, of any version. sequence: tokens in a row. segments: `Data.segments`. whole:
+    whether documents lie whole in rows, of `best_fit` or as they say what of them is trained on.
+    """
+    most = max(64, sequence // 128)
+    require(
+        "packing" in tree or not whole or segments <= most,
+        f"the run was begun with at most {most} documents in a row, of which there may be more now, and its "
+        f"rows would be others: continue it with commit {LAST_CAPPED} of jaxthru, or start a new one",
     )
 
 

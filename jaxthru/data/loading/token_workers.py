@@ -14,10 +14,22 @@ import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
-from jaxthru.data.loading.worker_process import DEPTH, REGION_TOKENS, TASK_TOKENS, Task, WorkerProcess
+from jaxthru.data.loading import ray_workers
+from jaxthru.data.loading.ray_workers import RayWorkers
+from jaxthru.data.loading.worker_handle import (
+    DEPTH,
+    REGION_TOKENS,
+    TASK_TOKENS,
+    Answer,
+    Ended,
+    Task,
+    WorkerHandle,
+)
+from jaxthru.data.loading.worker_process import WorkerProcesses
 from jaxthru.data.sources.transforms import Transform
 from jaxthru.data.store.text_store import TextSplit
 from jaxthru.data.store.tokenizer_folder import UNSAID, Borders
@@ -27,15 +39,27 @@ log = logging.getLogger("jaxthru")
 
 TRIES = 3
 """A task that ends its worker so often is given up."""
+LOST = 10
+"""And one that was lost with its machine so often: chance does not do that, but a task that ends it may."""
 FIRST_GUESS = 1e-6
 """Seconds a token takes, until it is measured."""
+
+Backend = Literal["processes", "ray"]
+"""What runs token workers: processes of this machine, or the actors of a Ray cluster."""
+
+
+def check_backend(backend: Backend) -> None:
+    """Raises InputError, which names what is missing, if token workers cannot be run so."""
+    if backend == "ray":
+        ray_workers.check()
 
 
 class TokenWorkers(contextlib.AbstractContextManager):
     """A pool of `processes` token workers for these sources. Close it, or use it as a context manager.
 
     tokenizer: the path of its tokenizer.json. transforms: of the sources that have one, as the mix says.
-    borders: what the tokenizer's documents begin and end with.
+    borders: what the tokenizer's documents begin and end with. backend: what runs the workers; the tokens are
+    the same.
     """
 
     def __init__(
@@ -45,6 +69,7 @@ class TokenWorkers(contextlib.AbstractContextManager):
         tokenizer: Path,
         transforms: Mapping[str, Transform] = MappingProxyType({}),
         borders: Borders = UNSAID,
+        backend: Backend = "processes",
     ):
         require(processes >= 1, f"data.loaders = {processes}: must be at least 1")
         self.sources, self.tokenizer, self.transforms = sources, tokenizer, transforms
@@ -57,6 +82,7 @@ class TokenWorkers(contextlib.AbstractContextManager):
         self._ended = ""  # why nothing can be asked for any more
         self._coming = dict.fromkeys(sources, 1.0)
         self._processes, self._workers = processes, []  # started when they are first needed
+        self.backend, self._runs = backend, None
         self.serves = share_out(self._coming, processes)
 
     def request(self, source: str, split: TextSplit, chunks: np.ndarray) -> "Tokens":
@@ -93,16 +119,24 @@ class TokenWorkers(contextlib.AbstractContextManager):
         with self._lock:
             self._fail("the token workers are closed")
             workers, self._workers = self._workers, []
+            runs, self._runs = self._runs, None
         for worker in workers:
             worker.close()
+        if runs:
+            runs.close()
 
     def __exit__(self, *exception) -> None:
         self.close()
 
     def _start(self) -> None:
+        number = 0
         try:
+            if self.backend == "ray":
+                self._runs = RayWorkers(self._processes, self.tokenizer, self.borders)
+            else:
+                self._runs = WorkerProcesses(self.tokenizer, self.borders)
             for number in range(self._processes):
-                self._workers.append(WorkerProcess(number, self.tokenizer, self.borders, self._hear))
+                self._workers.append(self._runs.worker(number, self._hear))
         except (OSError, RuntimeError) as error:  # no process, memory, file or thread is to be had
             self._fail(f"token worker {number} of {self._processes} cannot be started: {error}")
 
@@ -120,14 +154,15 @@ class TokenWorkers(contextlib.AbstractContextManager):
             while worker.free and self._take(worker, self.serves[worker.number]):
                 pass
 
-    def _take(self, worker: WorkerProcess, sources: Iterable[str]) -> bool:
+    def _take(self, worker: WorkerHandle, sources: Iterable[str]) -> bool:
         """Gives a worker the oldest task of these sources, and returns whether there was one."""
         able = [self._waiting[source] for source in sources if self._waiting[source]]
         if able:
             worker.give(min(able, key=lambda tasks: tasks[0].number).popleft())
         return bool(able)
 
-    def _done(self, worker: WorkerProcess, number: int, seconds: float, error: str | None) -> None:
+    def _done(self, worker: WorkerHandle, answer: Answer) -> None:
+        number, seconds, error = answer
         with self._lock:
             if self._ended:
                 return
@@ -157,45 +192,49 @@ class TokenWorkers(contextlib.AbstractContextManager):
             for tasks in self._waiting.values():
                 tasks.clear()
 
-    def _died(self, worker: WorkerProcess) -> None:
+    def _died(self, worker: WorkerHandle, ended: Ended) -> None:
         """Starts a worker anew and has its tasks done again, the oldest first."""
         with self._lock:
             if self._ended:
                 return
-            code = worker.wait()
             tasks = [task for task, _ in worker.in_flight.values()]
             self.restarts += 1
-            worker.deaths += 1
-            ended = f"ended with code {code}"
+            worker.deaths += ended.blamed
+            if ended.final:
+                self._fail(ended.why)
+                return
             if worker.deaths >= TRIES:
-                message = f"a token worker {ended} {TRIES} times without doing anything"
+                message = f"a token worker {ended.why} {TRIES} times without doing anything"
                 if tasks:  # it takes them in this order
                     message += f"; it had to begin with source {tasks[0].source}: {tasks[0]}"
                 self._fail(message)
                 return
             told = "token worker %d %s: started again, %d tasks repeated"
-            log.warning(told, worker.number, ended, len(tasks))
+            log.log(
+                logging.DEBUG if ended.told else logging.WARNING, told, worker.number, ended.why, len(tasks)
+            )
             worker.in_flight.clear()
             if tasks:
-                tasks[0].tries += 1
+                tasks[0].tries += ended.blamed
+                tasks[0].lost += not ended.blamed
             for task in sorted(tasks, key=lambda task: task.number, reverse=True):
-                if task.tries < TRIES:
+                if task.tries < TRIES and task.lost < LOST:
                     self._waiting[task.source].appendleft(task)
                     continue
-                message = f"source {task.source}: a token worker {ended} {TRIES} times at {task}"
+                times = TRIES if task.tries >= TRIES else LOST
+                message = f"source {task.source}: a token worker {ended.why} {times} times at {task}"
                 task.future.set_exception(InputError(message))
             worker.start()  # last, for it may fail: then everything that waits does
             self._dispatch()
 
-    def _hear(self, worker: WorkerProcess) -> None:
+    def _hear(self, worker: WorkerHandle) -> None:
         """Hears of a worker, in a thread of its own, until nothing can be asked for any more."""
         try:
             while not self._ended:
-                answer = worker.receive()
-                if answer is None:
-                    self._died(worker)
-                else:
-                    self._done(worker, *answer)
+                said = worker.receive()
+                (self._died if isinstance(said, Ended) else self._done)(worker, said)
+        except InputError as error:
+            self._fail(str(error))
         except Exception as error:  # whatever it is: if this thread just ended, others would wait for ever
             self._fail(f"token worker {worker.number} cannot go on: {type(error).__name__}: {error}")
 

@@ -18,13 +18,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
 from jaxthru.data.sources.transforms import Transform, apply, find_transform
-from jaxthru.data.store.text_store import StoredText, TextSplit, TextStore
+from jaxthru.data.store.chunks import StoredText, signed
+from jaxthru.data.store.text_store import TextSplit, TextStore
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.data.store.tokenizer_folder import Borders
 from jaxthru.runtime.errors import InputError
@@ -65,9 +67,7 @@ def produce(
             where = f"{folder}: chunk {chunk} of {split}"
             raise InputError(f"{where}: {error}, and did not when the store was made: {SAME}") from error
     for (_, begins, final), encoded in zip(stored, tokenizer.encode_documents(given), strict=True):
-        ids = encoded.ids.astype(np.int32)
-        ids = ids if encoded.trained is None else np.where(encoded.trained, ids, ~ids)
-        tokens.append(tokenizer.part(ids, begins, final))
+        tokens.append(tokenizer.part(signed(*encoded), begins, final))
     lengths = opened.lengths(chunks).tolist()
     for chunk, ids, length in zip(chunks.tolist(), tokens, lengths, strict=True):
         if len(ids) != length:
@@ -77,16 +77,43 @@ def produce(
     return np.concatenate(tokens)
 
 
-def end_with(socket: Connection) -> None:
-    """Ends this process when the other end of the socket closes, even if a text or a transform hangs it."""
+class TokenMaker:
+    """Does tasks: what a token worker is, wherever it runs. tokenizer: the path of its tokenizer.json.
+    borders: the values of a `Borders`. Raises InputError for a tokenizer that cannot be opened."""
+
+    def __init__(self, tokenizer: str, borders: Sequence):
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
+        self._stores, self._tokenizer = Stores(), Tokenizer(Path(tokenizer), Borders(*borders))
+
+    def make(
+        self, folder: str, split: str, transform: Sequence[str], chunks: np.ndarray
+    ) -> tuple[float, np.ndarray, str | None]:
+        """Returns (the seconds that it took, the tokens of the chunks as `produce` does, what went wrong)."""
+        began = time.perf_counter()
+        try:
+            tokens = produce(self._stores, self._tokenizer, folder, split, Transform(*transform), chunks)
+            return time.perf_counter() - began, tokens, None
+        except Exception as failure:  # whatever it is, the process that asked is to hear of it
+            known = isinstance(failure, InputError)
+            error = str(failure) if known else f"{folder}: {type(failure).__name__}: {failure}"
+            return time.perf_counter() - began, np.zeros(0, np.int32), error
+
+
+def wait_for_end(socket: Connection) -> None:
+    """Waits until the other end of the socket closes."""
     poll = select.poll()
     poll.register(socket.fileno(), 0)  # which leaves the hang-up
     poll.poll()
+
+
+def end_with(socket: Connection) -> None:
+    """Ends this process when the other end of the socket closes, even if a text or a transform hangs it."""
+    wait_for_end(socket)
     os._exit(0)
 
 
 def outlast_signals() -> None:
-    """Lets this process pass over what asks the whole run for a stop (see `worker_process.py`), but not what
+    """Lets this process pass over what asks the whole run for a stop (`worker_handle.blocked`), but not what
     it starts itself: a transform may have processes of its own, and end them so."""
     asked = signal.SIGINT, signal.SIGTERM
     for number in asked:
@@ -101,24 +128,18 @@ def main(argv: list[str]) -> int:
     socket, memory = Connection(int(argv[0])), mmap.mmap(int(argv[1]), 0)
     threading.Thread(target=end_with, args=(socket,), daemon=True).start()
     os.close(int(argv[1]))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
-    stores, tokenizer = Stores(), Tokenizer(Path(argv[2]), Borders(*json.loads(argv[3])))
+    maker = TokenMaker(argv[2], json.loads(argv[3]))
     place = np.frombuffer(memory, np.int32)
     while True:
         try:
             task, folder, split, transform, count, first = json.loads(socket.recv_bytes())
         except (EOFError, OSError):  # an OSError, where answers were left unread
             return 0
-        began, error = time.perf_counter(), None
+        chunks = place[first : first + 2 * count].view(np.int64).copy()  # the tokens take their place
+        seconds, tokens, error = maker.make(folder, split, transform, chunks)
+        place[first : first + len(tokens)] = tokens
         try:
-            chunks = place[first : first + 2 * count].view(np.int64).copy()  # the tokens take their place
-            tokens = produce(stores, tokenizer, folder, split, Transform(*transform), chunks)
-            place[first : first + len(tokens)] = tokens
-        except Exception as failure:  # whatever it is, the process that asked is to hear of it
-            known = isinstance(failure, InputError)
-            error = str(failure) if known else f"{folder}: {type(failure).__name__}: {failure}"
-        try:
-            socket.send_bytes(json.dumps([task, time.perf_counter() - began, error]).encode())
+            socket.send_bytes(json.dumps([task, seconds, error]).encode())
         except OSError:
             return 0
 

@@ -17,41 +17,39 @@ import numpy as np
 
 from jaxthru.data.mixture.packing import Packing
 
+ROWS_TOGETHER = 1 << 13
+"""Rows of which it is asked at once whether their spans were verified."""
+
 
 class Columns(Protocol):
     """What reads columns by name, and what was noted with them: a `ColumnFile`, or `InMemory`."""
 
     facts: dict[str, Any]
+    unverified: int
 
-    def count(self, name: str) -> int: ...
+    def views(self) -> dict[str, memoryview]: ...
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray: ...
-
-    def at(self, name: str, index: np.ndarray) -> np.ndarray: ...
+    def verify_range(self, name: str, start: int, stop: int) -> None: ...
 
 
 class InMemory:
     """Columns in memory, which are written as those of a file are."""
 
+    unverified = 0
+
     def __init__(self):
         self.facts: dict[str, Any] = {}
-        self._parts: dict[str, list[np.ndarray]] = {}
+        self._columns: dict[str, np.ndarray] = {}
 
     def add(self, name: str, dtype: str, most: int) -> None:
-        self._parts[name] = [np.zeros(0, dtype)]
+        self._columns[name] = np.zeros(0, dtype)
 
     def write(self, name: str, values: np.ndarray) -> None:
-        parts = self._parts[name]
-        parts[:] = [np.concatenate([*parts, np.asarray(values, parts[0].dtype)])]
+        column = self._columns[name]
+        self._columns[name] = np.concatenate([column, np.asarray(values, column.dtype)])
 
-    def count(self, name: str) -> int:
-        return len(self._parts[name][0])
-
-    def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self._parts[name][0][start:stop]
-
-    def at(self, name: str, index: np.ndarray) -> np.ndarray:
-        return self._parts[name][0][index]
+    def views(self) -> dict[str, memoryview]:
+        return {name: memoryview(column) for name, column in self._columns.items()}
 
 
 def write_rows(
@@ -66,7 +64,7 @@ def write_rows(
     columns.add("span", "<u4" if sequence < 2**16 else "<i8", rows)
     if not in_order:
         columns.add("start", "<i8", pieces)
-    columns.add("length", "<u2" if sequence < 2**16 else "<u4", pieces)
+    columns.add("length", length_type(sequence), pieces)
     facts = dict.fromkeys(("rows", "pieces", "documents", "tokens", "max_segments"), 0)
     for part in parts:
         if not part.rows:
@@ -85,6 +83,11 @@ def write_rows(
     columns.write("first", np.array([2 * facts["pieces"]]))
     assert facts["rows"] == rows
     return facts
+
+
+def length_type(sequence: int) -> str:
+    """Returns the dtype of the lengths of pieces in rows of so many tokens."""
+    return "<u2" if sequence < 2**16 else "<u4"
 
 
 class PackedRows:
@@ -108,30 +111,54 @@ class PackedRows:
         columns.facts = write_rows(columns, *given, in_order=False)
         return cls(columns, sequence, in_order=False)
 
-    def borders(self, row: int) -> tuple[int, int, bool]:
-        """Returns of a row its first piece, the piece behind its last, and whether its last document goes on
-        in another row. Raises InputError for a damaged file."""
-        first, end = self._columns.read("first", row, row + 2).tolist()
-        return first >> 1, end >> 1, bool(first & 1)
+    def row(self, row: int) -> tuple[int, int, int, memoryview, memoryview]:
+        """Returns of a row its first piece, the piece behind its last, whether its last document goes on in
+        another row, and of each piece its length and where it begins in the stream; nothing for the latter of
+        rows in order. Raises InputError for a damaged file."""
+        columns = self._columns
+        if columns.unverified:
+            self._verify(row)
+        views = columns.views()
+        first = views["first"]
+        begin, end = first[row], first[row + 1] >> 1
+        more, begin = begin & 1, begin >> 1
+        return (
+            begin,
+            end,
+            more,
+            views["length"][begin:end],
+            b"" if self.in_order else views["start"][begin:end],
+        )
 
-    def lengths(self, first: int, end: int) -> np.ndarray:
-        """Returns the lengths of pieces. Raises InputError for a damaged file."""
-        return self._columns.read("length", first, end)
-
-    def starts(self, first: int, end: int) -> np.ndarray:
-        """Returns where pieces of a packing that is not in order begin in the stream, int64. Raises
-        InputError for a damaged file."""
-        return self._columns.read("start", first, end)
+    def span(self, row: int) -> int:
+        """Returns the Σ length² of a row, in tokens². Raises InputError for a damaged file."""
+        if self._columns.unverified:
+            self._columns.verify_range("span", row, row + 1)
+        return self._columns.views()["span"][row]
 
     def spans(self, row: np.ndarray) -> np.ndarray:
-        """Returns int64 [n], the Σ length² of these rows. Raises InputError for a damaged file."""
-        return self._columns.at("span", row).astype(np.int64)
+        """Returns int64 [n], `span` of each of these rows, for many. Raises InputError for a damaged file."""
+        columns, view = self._columns, self._columns.views()["span"]
+        if columns.unverified:
+            for block in np.unique(row // ROWS_TOGETHER).tolist():
+                begin = block * ROWS_TOGETHER
+                columns.verify_range("span", begin, min(begin + ROWS_TOGETHER, self.rows))
+        return np.asarray(view)[row].astype(np.int64)
+
+    def _verify(self, row: int) -> None:
+        self._columns.verify_range("first", row, row + 2)
+        begin, end = (each >> 1 for each in self._columns.views()["first"][row : row + 2].tolist())
+        for name in ("length",) if self.in_order else ("length", "start"):
+            self._columns.verify_range(name, begin, end)
 
     def packing(self) -> Packing:
         """Returns the whole of it, in memory. Raises InputError for a damaged file."""
-        first = self._columns.read("first", 0, self.rows + 1)
-        length = self.lengths(0, self.pieces).astype(np.int64)
+        views = self._columns.views()
+        if self._columns.unverified:
+            for name in ("first", "length") if self.in_order else ("first", "length", "start"):
+                self._columns.verify_range(name, 0, len(views[name]))
+        first, length = np.asarray(views["first"]), np.asarray(views["length"]).astype(np.int64)
         last = np.ones(self.pieces, bool)
         last[(first[1:] >> 1)[first[:-1] & 1 > 0] - 1] = False
-        start = np.cumsum(length) - length if self.in_order else self.starts(0, self.pieces)
+        start = np.cumsum(length) - length if self.in_order else np.asarray(views["start"])
         return Packing(first >> 1, start, length, last)

@@ -106,12 +106,14 @@ def _rows_of(ends: np.ndarray, begin: int, stop: int, sequence: int) -> Packing:
 
 def _cut(ends: np.ndarray, cuts: np.ndarray) -> Packing:
     """Returns the documents cut at the positions `cuts`, of which the first is the start of them all, in the
-    order of the stream, as one row."""
-    borders = np.union1d(ends, cuts)
-    start, end = borders[:-1], borders[1:]
-    last = np.zeros(len(end), bool)
-    last[np.searchsorted(end, ends)] = True
-    return Packing(np.array([0, len(start)]), start, end - start, last)
+    order of the stream, as one row. Both are sorted."""
+    begin, cuts = cuts[:1], cuts[1:]
+    at = np.searchsorted(ends, cuts)
+    within = np.append(ends, -1)[at] != cuts
+    end = np.insert(ends, at[within], cuts[within])
+    last = np.insert(np.ones(len(ends), bool), at[within], False)
+    start = np.append(begin, end)[:-1]
+    return Packing(np.array([0, len(end)]), start, end - start, last)
 
 
 def best_fit(lengths: np.ndarray, sequence: int) -> np.ndarray:

@@ -80,6 +80,10 @@ class Planner:
         planner._costs_of_block = functools.lru_cache(maxsize=4)(costs)
         return planner
 
+    def epochs(self, steps: int) -> np.ndarray:
+        """Returns float64 [sources], how often each is read in so many updates."""
+        return self.sampler.taken(steps) / np.maximum(self.available, 1)
+
     def plan(self, step: int) -> StepPlan:
         """Returns the plan of update `step` + 1, for `step` completed updates."""
         block, at = divmod(step, TOGETHER)

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sysconfig
+from collections.abc import Set
 from pathlib import Path
 
 from jaxthru.data.sources.recipes import Recipe
@@ -58,7 +59,7 @@ class HashCache:
             self.changed = False
 
 
-def collect(source: str, recipe: Recipe, cache: HashCache, exclude: frozenset[str]) -> list[File]:
+def collect(source: str, recipe: Recipe, cache: HashCache, exclude: Set[str]) -> list[File]:
     """Returns the files of a source, each content once, ordered by content hash.
 
     The order depends on the contents alone: a corpus that moves to another folder or machine stays the same.

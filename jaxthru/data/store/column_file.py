@@ -40,6 +40,9 @@ HEADER = 2048
 SMALL = 1 << 20
 """Bytes of a file that need not reach the disk at once, nor a file where none can be kept."""
 
+REMEDY = "delete it: it is made anew"
+VIEWS, CHECKSUMS = "views", "checksums"
+
 Make = Callable[["Writer"], Mapping[str, Any]]
 """Writes the columns and returns the facts, as JSON values."""
 
@@ -109,32 +112,31 @@ class ColumnFile:
             name: bytearray(b"\1" * -(-size // BLOCK))
             for name, size in zip(self._columns, sizes, strict=True)
         }
+        self.unverified = sum(map(len, self._unverified.values()))
 
     def count(self, name: str) -> int:
         """Returns how many values a column has."""
         return self._columns[name][1]
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Returns the values from `start` to before `stop`, a view of the memory map. Each block is verified
-        when it is first read; raises InputError for damage."""
-        column = self.column(name)
-        size = column.itemsize
-        unverified = self._unverified[name]
+    def views(self) -> dict[str, memoryview]:
+        """Returns the columns as they are mapped; before a value is used it is verified, while `unverified`
+        blocks are left."""
+        return self._maps.get(VIEWS) or self._map()
+
+    def verify_range(self, name: str, start: int, stop: int) -> None:
+        """Compares the blocks of these values with their checksums, if that was not done before. Raises
+        InputError that names the first that differs."""
+        size, unverified = np.dtype(self._columns[name][0]).itemsize, self._unverified[name]
         while (block := unverified.find(1, start * size // BLOCK, -(-stop * size // BLOCK))) >= 0:
             self._verify_block(name, block)
-        return column[start:stop]
+            unverified[block] = 0
+            self.unverified -= 1
 
-    def at(self, name: str, index: np.ndarray) -> np.ndarray:
-        """Returns the values at these places, int64 [n]. Raises InputError as `read` does."""
-        column, unverified = self.column(name), np.frombuffer(self._unverified[name], np.uint8)
-        blocks = index * column.itemsize // BLOCK
-        for block in np.unique(blocks[unverified[blocks] > 0]).tolist():
-            self._verify_block(name, block)
-        return column[index]
-
-    def column(self, name: str) -> np.ndarray:
-        """Returns a column, unverified."""
-        return (self._maps.get(0) or self._map())[name]
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Returns the values from `start` to before `stop`, verified, a view of the memory map. Raises
+        InputError for damage."""
+        self.verify_range(name, start, stop)
+        return np.asarray(self.views()[name])[start:stop]
 
     def verify(self) -> None:
         """Compares every block with its checksum; raises InputError that names the first that differs."""
@@ -142,34 +144,33 @@ class ColumnFile:
             for block in range(len(unverified)):
                 self._verify_block(name, block)
 
-    def _map(self) -> dict[str, np.ndarray]:
+    def _map(self) -> dict[str, memoryview]:
         content = self._content
         if content is None:
             try:
                 with open(self.path, "rb") as file:  # noqa: PTH123 (paths are text, see `Split`)
                     content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
-                raise InputError(f"{self.path}: cannot be read ({error}); {_remedy(self.path)}") from error
+                raise InputError(f"{self.path}: cannot be read ({error}); {REMEDY}") from error
         place, count, crc32 = self._table
         whole = len(content) >= place + 4 * count and zlib.crc32(content[place : place + 4 * count]) == crc32
-        require(whole, f"{self.path}: is damaged or cut short; {_remedy(self.path)}")
-        arrays = {
-            name: np.frombuffer(content, dtype, count, place)
-            for name, (dtype, count, place, _) in self._columns.items()
+        require(whole, f"{self.path}: is damaged or cut short; {REMEDY}")
+        columns = self._columns | {CHECKSUMS: ["<u4", count, place, 0]}
+        views = {
+            name: memoryview(np.frombuffer(content, dtype, count, place))
+            for name, (dtype, count, place, _) in columns.items()
         }
-        arrays[""] = np.frombuffer(content, "<u4", count, place)
         if self._content is None:
-            return self._maps.keep(0, arrays)
-        return self._maps.setdefault(0, arrays)
+            return self._maps.keep(VIEWS, views)
+        return self._maps.setdefault(VIEWS, views)
 
     def _verify_block(self, name: str, block: int) -> None:
-        arrays = self._maps.get(0) or self._map()
-        part = arrays[name].view(np.uint8)[block * BLOCK : (block + 1) * BLOCK]
+        views = self.views()
+        part = views[name].cast("B")[block * BLOCK : (block + 1) * BLOCK]
         require(
-            zlib.crc32(part) == arrays[""][self._columns[name][3] + block],
-            lambda: f"{self.path}: block {block} of its {name} is damaged; {_remedy(self.path)}",
+            zlib.crc32(part) == views[CHECKSUMS][self._columns[name][3] + block],
+            lambda: f"{self.path}: block {block} of its {name} is damaged; {REMEDY}",
         )
-        self._unverified[name][block] = 0
 
 
 def keep(path: str, of: str, make: Make) -> ColumnFile:
@@ -197,7 +198,7 @@ def verify_columns(folder: Path) -> None:
     """Verifies all column files in a folder. Raises InputError that names the first damaged one."""
     for path in sorted(folder.glob(f"*{ENDING}")):
         header = _header(str(path), None)
-        require(header is not None, f"{path}: is damaged or cut short; {_remedy(path)}")
+        require(header is not None, f"{path}: is damaged or cut short; {REMEDY}")
         ColumnFile(str(path), header).verify()
 
 
@@ -247,7 +248,3 @@ def _parsed(content: bytes) -> dict | None:
     length, crc32 = np.frombuffer(content, "<u4", 2, len(MAGIC)).tolist()
     text = content[begin : begin + length]
     return json.loads(text) if len(text) == length and zlib.crc32(text) == crc32 else None
-
-
-def _remedy(path: str | Path) -> str:
-    return "delete it: it is made anew"

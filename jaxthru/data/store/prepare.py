@@ -15,7 +15,9 @@ from jaxthru.data.store import token_store as store
 from jaxthru.data.store import writer
 from jaxthru.data.store.flat_file import REMEDY
 from jaxthru.data.store.mix_file import MixFile
+from jaxthru.data.store.parallel_writer import write_stores
 from jaxthru.data.store.progress import Progress
+from jaxthru.data.store.report import listed
 from jaxthru.data.store.text_store import TextStore
 from jaxthru.data.store.tokenizer import Tokenizer, train
 from jaxthru.data.store.tokenizer_folder import CONTROL, UNSAID, tokenizer_file
@@ -52,7 +54,7 @@ def open_stores(
         name: (TextStore if recipe.online else store.TokenStore)(_folder(folder, mix, name, keys[name]))
         for name, recipe in mix.recipes.items()
     }
-    tokenizer = _kept_tokenizer(mix, folder, {opened.about["tokenizer"] for opened in stores.values()})
+    tokenizer = kept_tokenizer(mix, folder, {opened.about["tokenizer"] for opened in stores.values()})
     require(tokenizer is not None, _unprepared(mix, folder, "tokenizer"))
     for name, opened in stores.items():
         wanted = mix.recipes[name].transform.name
@@ -85,7 +87,7 @@ def make_stores(mix: MixFile, folder: Path, begun: Mapping[str, str] | None = No
     with Progress() as progress:
         manifests = (store.read_manifest(_folder(folder, mix, *item)) for item in kept.items())
         made = {manifest["tokenizer"] for manifest in manifests}
-        tokenizer = _kept_tokenizer(mix, folder, made)
+        tokenizer = kept_tokenizer(mix, folder, made)
         other = bool(made) and mix.tokenizer.path is not None
         require(tokenizer is not None or not other, lambda: _other(mix))
         if tokenizer is None:  # then their stores are of no use
@@ -93,19 +95,19 @@ def make_stores(mix: MixFile, folder: Path, begun: Mapping[str, str] | None = No
                 require(name in corpora, f"source {name}: no files found, nor the tokenizer of its store")
             kept, tokenizer = {}, _tokenizer(mix, folder, corpora, progress)
         keys = _keys(mix, corpora, tokenizer)
-        for corpus in corpora.values():
-            if corpus.recipe.records != "text":
-                _tell_of_bos(tokenizer, progress)
-                corpus.render = renderer(tokenizer.chat_template, corpus.recipe.records, corpus.noted)
-        changed = ", ".join(name for name, key in kept.items() if keys.get(name) != key)
+        conversations = [corpus for corpus in corpora.values() if corpus.recipe.records != "text"]
+        if conversations:
+            _tell_of_bos(tokenizer, progress)
+        for corpus in conversations:
+            corpus.render = renderer(tokenizer.chat_template, corpus.recipe.records, corpus.noted)
+        changed = [name for name, key in kept.items() if keys.get(name) != key]
         if changed:
-            progress.keep(f"changed since the run was started: {changed}; it goes on with the text as it was")
+            was = f"changed since the run was started: {listed(changed)}"
+            progress.keep(f"{was}; it goes on with the text as it was")
         keys = {name: kept.get(name) or keys[name] for name in mix.recipes}
-        for name in mix.recipes:
-            corpus = corpora.pop(name, None)  # a small one keeps its text, here to be let go
-            target = _folder(folder, mix, name, keys[name])
-            if not _is_whole(target):
-                writer.write(corpus, target, tokenizer, mix.held_out, progress)
+        targets = {name: _folder(folder, mix, name, key) for name, key in keys.items()}
+        missing = {name: target for name, target in targets.items() if not _is_whole(target)}
+        write_stores(corpora, missing, tokenizer, mix.held_out, progress)
     return keys
 
 
@@ -147,7 +149,8 @@ def _unprepared(mix: MixFile, folder: Path, what: str) -> str:
 
 def _corpora(mix: MixFile, cache: HashCache, kept: Mapping[str, str]) -> dict[str, Corpus]:
     """Returns the corpora of the sources, but for those whose files are gone and whose stores are kept."""
-    corpora, taken = {}, dict.fromkeys((recipe.format for recipe in mix.recipes.values()), frozenset())
+    corpora: dict[str, Corpus] = {}
+    taken: dict[str, set[str]] = {recipe.format: set() for recipe in mix.recipes.values()}
     for name, recipe in mix.recipes.items():
         try:
             files = collect(name, recipe, cache, taken[recipe.format])
@@ -155,7 +158,7 @@ def _corpora(mix: MixFile, cache: HashCache, kept: Mapping[str, str]) -> dict[st
             if name not in kept:
                 raise
             continue
-        taken[recipe.format] |= {file.digest for file in files}
+        taken[recipe.format].update(file.digest for file in files)
         corpora[name] = Corpus(name, recipe, files)
     return corpora
 
@@ -170,7 +173,7 @@ def _is_whole(target: Path) -> bool:
     return (target / "manifest.json").is_file()
 
 
-def _kept_tokenizer(mix: MixFile, folder: Path, made: set[str]) -> Tokenizer | None:
+def kept_tokenizer(mix: MixFile, folder: Path, made: set[str]) -> Tokenizer | None:
     """Returns the one tokenizer that stores were made with, if it is still there. made: its identity, as each
     of them says."""
     spec = mix.tokenizer

@@ -1,4 +1,4 @@
-"""Progress of a preparation, in bytes of text: one stage for the tokenizer, and one for each source."""
+"""Progress of a preparation, in bytes of text: one stage for the tokenizer, and one for the stores."""
 
 import time
 
@@ -28,11 +28,17 @@ class Progress(progress.Progress):
         self.start(total, text=name)
         self.advance(0, now=True)
 
-    def advance(self, size: int, now: bool = False) -> None:
-        """Counts `size` bytes of the stage as done."""
+    def advance(self, size: int, name: str | None = None, now: bool = False) -> None:
+        """Counts `size` bytes of the stage as done. name: of what they are, if not of all the stage."""
         self._done += size
         done = f"{self._done / 1e6:.1f} of about {self._total / 1e6:.1f} MB"
-        self.show(self._done, self._name, f"preparing data: {self._name}: {done} {self._seconds()}", now)
+        name = name or self._name
+        self.show(self._done, name, f"preparing data: {name}: {done} {self._seconds()}", now)
+
+    def correct(self, size: int) -> None:
+        """Adds what a part of the stage, now done, had more than was thought; less, if below 0."""
+        self._total += size
+        self.total(self._total)
 
     def end(self) -> None:
         """Ends the stage."""

@@ -4,13 +4,16 @@ A folder is laid out as a token store's, but for its data files. Of each shard k
 
     <split>-<k>.text       zlib streams ("frames"), one after the other
     <split>-<k>.frames     int64 [frames + 1], where each frame starts, and the end
-    <split>-<k>.stretches  int32 [chunks, 5]: frame, first byte within it, bytes, tokens, FINAL and MARKED
+    <split>-<k>.stretches  int32 [chunks, 5]: frame, first byte within it, bytes, tokens, and the bits FINAL,
+                           MARKED and KEPT; of a KEPT one: its place in .kept, 0, 0, tokens, bits
+    <split>-<k>.kept       the tokens of the longest chunks, see `kept_tokens.py`
 
 A chunk is a document, or a part of a long one whose tokens are the same when it is tokenised alone: so a
 row from the middle of a book costs a page or two more and not the book. How many tokens each chunk becomes
 is known, so that rows are planned and packed as those of a token store are, and a run gets the same batches
 from either. A document that a chat template wrote, or that says what of it is trained on, is one chunk: JSON,
 with its text as the template and a transform have made it. Its `targets` are kept as in a token store.
+A chunk that is long, for it cannot be cut, is kept as the tokens that are made of it anyway to count them.
 """
 
 import itertools
@@ -19,96 +22,23 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxthru.data.store import token_store as store
+from jaxthru.data.store.chunks import FINAL, KEPT, MARKED, Chunk, StoredText
 from jaxthru.data.store.column_file import ENDING, ColumnFile, Writer, keep
 from jaxthru.data.store.flat_file import REMEDY, Maps, map_array
-from jaxthru.data.store.marked import Marked, Spans
-from jaxthru.data.store.targets import Targets, write_targets
-from jaxthru.data.store.tokenizer import Tokenizer
+from jaxthru.data.store.kept_tokens import KeptTokens, signed_dtype, write_kept
+from jaxthru.data.store.targets import write_targets
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError
 
 FRAME_BYTES = 1 << 16
 """Text in a frame: what is decompressed to get at one document, unless that is longer."""
-CHUNK_BYTES = 1 << 12
-"""Text in a chunk of a longer document, to the next line end. Half of that is tokenised for nothing at each
-end of a row."""
-LONG_BYTES = 1 << 16
-"""A longer chunk is worth a word: each row from it has tens of milliseconds of a token worker's work."""
 DOCUMENT_TOKENS = 1 << 26
 """Tokens in a document, at most: it may be one chunk, and a token worker has memory for so many."""
 KIND = "text"
-FINAL, MARKED = 1, 2
-"""Bits of a chunk: it ends its document; its text is JSON, the values of a `StoredText`."""
-
-
-class Chunk(NamedTuple):
-    """text: UTF-8. tokens: how many. final: whether it ends its document, with one token for that end; the
-    next one begins another. targets: what of its document is trained on, of one that is a `StoredText`; None
-    for text."""
-
-    text: bytes
-    tokens: int
-    final: bool
-    targets: Targets | None = None
-
-
-class StoredText(NamedTuple):
-    """The text of a chunk, and, of a document that is one, what `record.Document` says of it."""
-
-    text: str
-    trained: Spans | None = None
-    literal: Spans = ()
-    rendered: bool = False
-
-    @classmethod
-    def of(cls, document: Marked) -> "StoredText":
-        return cls(document.text, document.trained, document.literal, document.rendered)
-
-    @property
-    def marked(self) -> bool:
-        """Whether it is more than text."""
-        return self.rendered or self.trained is not None
-
-    def chunk(self, tokens: int, targets: Targets) -> Chunk:
-        """Returns a whole document as a chunk of so many tokens."""
-        return Chunk(json.dumps(self, ensure_ascii=False).encode(), tokens, True, targets)
-
-
-def chunks(text: str, ids: np.ndarray, tokenizer: Tokenizer) -> list[Chunk]:
-    """Returns a document in chunks of about CHUNK_BYTES, cut at line ends.
-
-    ids: its tokens. It stays whole where the parts' tokens would not be the whole's, as when a merge of the
-    tokenizer reaches over a line end.
-    """
-    parts = _paragraphs(text)
-    encoded = tokenizer.encode(parts) if len(parts) > 1 else [ids]
-    last = len(parts) - 1
-    encoded = [tokenizer.part(tokens, at == 0, at == last) for at, tokens in enumerate(encoded)]
-    if not np.array_equal(np.concatenate(encoded), ids):
-        parts, encoded = [text], [ids]
-    last = len(parts) - 1
-    pairs = zip(parts, encoded, strict=True)
-    return [Chunk(part.encode(), len(tokens), at == last) for at, (part, tokens) in enumerate(pairs)]
-
-
-def _paragraphs(text: str) -> list[str]:
-    """Cuts a text behind line ends, into parts of at least CHUNK_BYTES characters."""
-    parts, begin = [], 0
-    while len(text) - begin > 2 * CHUNK_BYTES:
-        end = text.find("\n", begin + CHUNK_BYTES)
-        # Where whitespace follows, tokenizers may join it to the line end.
-        while end >= 0 and end + 1 < len(text) and text[end + 1].isspace():
-            end = text.find("\n", end + 1)
-        if end < 0 or end + 1 >= len(text):
-            break
-        parts.append(text[begin : end + 1])
-        begin = end + 1
-    return [*parts, text[begin:]]
 
 
 def write_shard(folder: Path, number: int, splits: dict[str, list[Chunk]], record: dict) -> dict:
@@ -128,12 +58,12 @@ def write_shard(folder: Path, number: int, splits: dict[str, list[Chunk]], recor
         record["splits"][split] = {
             "documents": len(ends),
             "stretches": len(parts),
-            "longest": int(index[:, 2].max(initial=0)),
             "tokens": int(index[:, 3].sum(dtype=np.int64)),
             "frames": len(frames),
             "frames_crc32": zlib.crc32(starts.tobytes()),
             "stretches_crc32": zlib.crc32(index.tobytes()),
             **write_targets(path, lengths.tolist(), [parts[at].targets for at in ends.tolist()]),
+            **write_kept(path, [part.kept for part in parts if part.kept is not None]),
         }
     write_atomically(folder / f"shard-{number:05d}.json", json.dumps(record).encode())
     return record
@@ -141,10 +71,14 @@ def write_shard(folder: Path, number: int, splits: dict[str, list[Chunk]], recor
 
 def _compress(parts: list[Chunk]) -> tuple[list[bytes], np.ndarray]:
     """Returns the frames, and the index of the chunks."""
-    frames, waiting, size = [], [], 0
+    frames, waiting, size, place = [], [], 0, 0
     index = np.zeros((len(parts), 5), "<i4")
-    for number, (text, tokens, final, targets) in enumerate(parts):
+    for number, (text, tokens, final, targets, kept) in enumerate(parts):
         bits = FINAL * final + MARKED * (targets is not None)
+        if kept is not None:
+            index[number] = place, 0, 0, tokens, bits + KEPT
+            place += tokens
+            continue
         index[number] = len(frames), size, len(text), tokens, bits
         waiting.append(text)
         size += len(text)
@@ -171,6 +105,7 @@ class TextSplit(store.Split):
         self._first = np.concatenate([[0], np.cumsum(self._indexed[:, 0])])
         self._chunk_ends: ColumnFile | None = None
         self._maps, self._verified, self._lock = Maps(), set(), threading.Lock()
+        self._kept = KeptTokens(self._path, signed_dtype(about.get("vocabulary", 1)), records)
 
     @property
     def chunks(self) -> int:
@@ -204,12 +139,19 @@ class TextSplit(store.Split):
 
     def lengths(self, chunk: np.ndarray) -> np.ndarray:
         """Returns int64 [n], how many tokens each of these chunks has. Raises InputError if damaged."""
-        return self._ends().at("ends", chunk) - self.starts(chunk)
+        return self._ends_of(chunk) - self.starts(chunk)
 
     def starts(self, chunk: np.ndarray) -> np.ndarray:
         """Returns int64 [n], where in the stream of tokens each of these chunks starts. Raises InputError for
         a damaged file."""
-        return np.where(chunk > 0, self._ends().at("ends", np.maximum(chunk - 1, 0)), 0)
+        return np.where(chunk > 0, self._ends_of(np.maximum(chunk - 1, 0)), 0)
+
+    def _ends_of(self, chunk: np.ndarray) -> np.ndarray:
+        ends = self._ends()
+        if ends.unverified:
+            for number in chunk.tolist():
+                ends.verify_range("ends", number, number + 1)
+        return np.asarray(ends.views()["ends"])[chunk]
 
     def _ends(self) -> ColumnFile:
         def make(writer: Writer) -> dict:
@@ -224,14 +166,15 @@ class TextSplit(store.Split):
         return self._chunk_ends
 
     def texts(self, chunk: np.ndarray) -> list[tuple[StoredText, bool, bool]]:
-        """Returns the texts of chunks (int64 [n]), and whether each begins and ends its document.
+        """Returns the texts of chunks (int64 [n]) that are not kept as tokens, and whether each begins and
+        ends its document.
 
         Raises InputError that names a damaged frame.
         """
         texts, opened = [], {}
         for number in chunk.tolist():
-            shard = int(np.searchsorted(self._first, number, side="right")) - 1
-            index, at = self._index(shard), number - int(self._first[shard])
+            shard, at = self._place(number)
+            index = self._index(shard)
             frame, start, size, _, bits = index[at].tolist()
             begins = at == 0 or bool(index[at - 1, 4] & FINAL)  # a document lies in one shard
             if (shard, frame) not in opened:
@@ -241,10 +184,25 @@ class TextSplit(store.Split):
             texts.append((stored, begins, bool(bits & FINAL)))
         return texts
 
+    def are_kept(self, chunk: np.ndarray) -> np.ndarray:
+        """Returns bool [n], which of these chunks are kept as tokens."""
+        if not self._kept.tokens:
+            return np.zeros(len(chunk), bool)
+        places = (self._place(number) for number in chunk.tolist())
+        return np.array([bool(self._index(shard)[at, 4] & KEPT) for shard, at in places], bool)
+
+    def read_kept(self, chunk: int, start: int, stop: int) -> np.ndarray:
+        """Returns int32, the tokens of a kept chunk from its `start`-th to before `stop`, which is above it;
+        ~token where it is no target that is trained on. Raises InputError that names a damaged block."""
+        shard, at = self._place(chunk)
+        place = int(self._index(shard)[at, 0])
+        return self._kept.read(shard, place + start, place + stop)
+
     def verify(self) -> None:
-        """Reads everything. Raises InputError that names the first damaged frame or file."""
+        """Reads everything. Raises InputError that names the first damaged frame, block or file."""
         self._maps.clear()
         self._verified.clear()
+        self._kept.verify()
         for shard, frames in enumerate(self._indexed[:, 2].tolist()):
             self._index(shard)
             for frame in range(frames):
@@ -255,6 +213,11 @@ class TextSplit(store.Split):
     def _index(self, shard: int) -> np.ndarray:
         chunks, crc32, *_ = self._indexed[shard].tolist()
         return self._mapped("stretches", shard, "<i4", 5 * chunks, crc32).reshape(-1, 5)
+
+    def _place(self, chunk: int) -> tuple[int, int]:
+        """Returns the shard of a chunk, and its number there."""
+        shard = int(np.searchsorted(self._first, chunk, side="right")) - 1
+        return shard, chunk - int(self._first[shard])
 
     def _frame(self, shard: int, frame: int) -> bytes:
         _, _, count, crc32 = self._indexed[shard].tolist()

@@ -1,15 +1,13 @@
-"""Writes the store of one source: reads, tokenises on all cores, and keeps account of what is damaged.
+"""Writes the store of one source, in batches and shards, and keeps account of what is damaged.
 
-One thread reads, a few tokenise (the tokenizers library leaves Python's lock and has threads of its own), and
-what they return is taken in the order of reading: the store's bytes do not depend on their number.
+Which thread does what, `parallel_writer.py` decides: no byte of a store depends on it.
 """
 
 import dataclasses
 import itertools
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxthru.data.sources.corpus import Corpus
@@ -17,13 +15,11 @@ from jaxthru.data.sources.documents import held_out
 from jaxthru.data.sources.record import Damage, Document
 from jaxthru.data.store import text_store
 from jaxthru.data.store import token_store as store
+from jaxthru.data.store.chunks import Chunk, StoredText, chunks
 from jaxthru.data.store.marked import Encoded
-from jaxthru.data.store.progress import Progress
 from jaxthru.data.store.targets import Targets
-from jaxthru.data.store.text_store import Chunk, StoredText, chunks
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.cores import usable_cores
 from jaxthru.runtime.errors import one_line, require
 
 SHARD_BYTES = 64_000_000
@@ -32,18 +28,19 @@ SHARD_DAMAGE = 100_000
 """Records that could not be read in one shard, whose list memory holds."""
 BATCH_BYTES = 1_000_000
 """Text handed to the tokenizer at once. A long document keeps one thread busy, and later batches the rest."""
-THREADS = min(usable_cores(), 16)
 DAMAGE_SHOWN = 20
 """Damaged records of one shard that its record names; its list names all."""
 
 
 @dataclasses.dataclass
 class Batch:
-    """Some items in the order of reading. size: bytes of text. last: whether they end a shard."""
+    """Some items in the order of reading. size: bytes of text. last: whether they end a shard. final: and the
+    source."""
 
     items: list[Document | Damage] = dataclasses.field(default_factory=list)
     size: int = 0
     last: bool = False
+    final: bool = False
 
 
 @dataclasses.dataclass
@@ -56,77 +53,124 @@ class Shard:
     size: int = 0
 
 
-def write(corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float, progress: Progress) -> None:
-    """Writes the store of one source, from the first shard that is not whole. Raises InputError.
+@dataclasses.dataclass
+class Written:
+    """What became of a source.
 
-    share: of the documents that is held out.
+    share: of the documents that is held out. tokens: of each split. read, damaged: how many records there
+    were, and how many of these are left out. size: bytes of text, `found` of which a preparation before this
+    one has written.
+    left_out, noted: see `Corpus`. kept: chunks that are kept as tokens, and their bytes. account: of the
+    records, in words.
     """
-    began = time.monotonic()
-    target.mkdir(parents=True, exist_ok=True)
-    progress.begin(corpus.name, corpus.size)
-    records = store.finished_shards(target)
-    found = sum(record["bytes"] for record in records)
-    progress.advance(found)
-    _check_damage(corpus, records, target, final=False)
-    items = itertools.islice(corpus.items(), sum(record["read"] for record in records), None)
-    encode = _encoder(corpus, tokenizer)
-    shard = Shard()
-    for batch, encoded in _ahead(encode, _batches(items, corpus.recipe.options.unit)):
+
+    name: str
+    share: float
+    tokens: dict[str, int]
+    read: int
+    damaged: int
+    size: int
+    found: int
+    seconds: float
+    left_out: Counter
+    noted: Counter
+    kept: tuple[int, int]
+    account: str
+
+
+class StoreWriter:
+    """Writes the store of one source, from the first shard that is not whole.
+
+    share: of the documents that is held out. found: bytes of text in the shards that are there. Its methods
+    raise InputError, as soon as too much is damaged. `encode` may be called by several threads.
+    """
+
+    def __init__(self, corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float):
+        self._began = time.monotonic()
+        self.corpus, self._target, self._tokenizer, self._share = corpus, target, tokenizer, share
+        target.mkdir(parents=True, exist_ok=True)
+        self._records = store.finished_shards(target)
+        self.found = sum(record["bytes"] for record in self._records)
+        _check_damage(corpus, self._records, target, final=False)
+        self.encode = _encoder(corpus, tokenizer)
+        self._shard = Shard()
+
+    def batches(self) -> Iterator[Batch]:
+        """Yields what is not yet written; the last batch is `final`. One thread reads: what a mix has
+        transform text need not bear two."""
+        written = sum(record["read"] for record in self._records)
+        items = itertools.islice(self.corpus.items(), written, None)
+        return _batches(items, self.corpus.recipe.options.unit)
+
+    def take(self, batch: Batch, encoded: list[list | Damage]) -> None:
+        """Takes the next batch and what `encode` has made of it; writes the shard that it ends."""
+        shard, records = self._shard, self._records
         for item, parts in zip(batch.items, encoded, strict=True):
             if isinstance(parts, Damage):
                 shard.damaged.append(parts)
                 continue
-            shard.splits["held_out" if held_out(item.origin, share) else "train"] += parts
+            shard.splits["held_out" if held_out(item.origin, self._share) else "train"] += parts
             shard.documents += 1
         shard.size += batch.size
-        progress.advance(batch.size)
         if not batch.last:
-            continue
+            return
         if shard.documents or shard.damaged or not records:  # else the last one ended where the source does
-            records.append(_write_shard(corpus, target, len(records), shard))
-        _check_damage(corpus, records, target, final=False)
-        shard = Shard()
-    _check_damage(corpus, records, target, final=True)
-    tokens = {split: sum(record["splits"][split]["tokens"] for record in records) for split in store.SPLITS}
-    all_held = ": all is held out; give it more documents, or the mix held_out = 0"
-    require(
-        tokens["train"] > 0,
-        f"source {corpus.name}: no text to train on in {len(corpus.files)} files"
-        f"{all_held if tokens['held_out'] else ''}",
-    )
-    manifest = {
-        "source": corpus.name,
-        "description": corpus.recipe.description,
-        "tokenizer": tokenizer.identity,
-        "vocabulary": tokenizer.vocabulary,
-        "dtype": tokenizer.dtype.str,
-        "transform": corpus.recipe.transform.name,
-        "held_out": share,
-        "shards": records,
-    }
-    if corpus.recipe.options.unit > 1:
-        manifest["unit"] = corpus.recipe.options.unit
-    if corpus.recipe.online:
-        manifest["kind"] = text_store.KIND
-    store.write_manifest(target, manifest)
-    progress.end()
-    size, seconds = sum(record["bytes"] for record in records) - found, time.monotonic() - began
-    speed = f"{size / 1e6:.1f} MB in {seconds:.1f} s"
-    left_out = "".join(f"; {count:,} {why} left out" for why, count in sorted(corpus.left_out.items()))
-    left_out += "".join(f"; {count:,} {what}" for what, count in corpus.noted.items() if count)
-    account = f"{left_out}; {_account(records, target)}"
-    progress.keep(f"source {corpus.name}: {sum(tokens.values()):,} tokens, {speed}{account}")
-    if share and not tokens["held_out"]:
-        progress.keep(f"source {corpus.name}: too few documents, none is held out for evaluation")
-    splits = (split for record in records for split in record["splits"].values())
-    longest = max((split.get("longest", 0) for split in splits), default=0)
-    if longest > text_store.LONG_BYTES:  # of a token store nothing has this key
-        why = "a document with a transform" if corpus.recipe.transform else "text without line ends to cut at"
-        why = why if corpus.recipe.records == "text" else "a conversation"
-        progress.keep(
-            f"source {corpus.name}: each row from {why} makes the tokens of all of it, up to "
-            f"{longest / 1e6:.1f} MB; without `online` they are made once"
+            records.append(_write_shard(self.corpus, self._target, len(records), shard))
+        _check_damage(self.corpus, records, self._target, final=False)
+        self._shard = Shard()
+
+    def write_only(self, batch: Batch) -> Written:
+        """Writes a source that is one batch."""
+        self.take(batch, self.encode(batch))
+        return self.finish()
+
+    def finish(self) -> Written:
+        """Makes the store one that opens, once all is taken."""
+        corpus, records, target = self.corpus, self._records, self._target
+        _check_damage(corpus, records, target, final=True)
+        tokens = {
+            split: sum(record["splits"][split]["tokens"] for record in records) for split in store.SPLITS
+        }
+        all_held = ": all is held out; give it more documents, or the mix held_out = 0"
+        require(
+            tokens["train"] > 0,
+            f"source {corpus.name}: no text to train on in {len(corpus.files)} files"
+            f"{all_held if tokens['held_out'] else ''}",
         )
+        store.write_manifest(target, self._manifest())
+        damaged, total = _counts(records)
+        return Written(
+            name=corpus.name,
+            share=self._share,
+            tokens=tokens,
+            read=total,
+            damaged=damaged,
+            size=sum(record["bytes"] for record in records),
+            found=self.found,
+            seconds=time.monotonic() - self._began,
+            left_out=corpus.left_out,
+            noted=corpus.noted,
+            kept=_kept(records),
+            account=_account(records, target),
+        )
+
+    def _manifest(self) -> dict:
+        recipe = self.corpus.recipe
+        manifest = {
+            "source": self.corpus.name,
+            "description": recipe.description,
+            "tokenizer": self._tokenizer.identity,
+            "vocabulary": self._tokenizer.vocabulary,
+            "dtype": self._tokenizer.dtype.str,
+            "transform": recipe.transform.name,
+            "held_out": self._share,
+            "shards": self._records,
+        }
+        if recipe.options.unit > 1:
+            manifest["unit"] = recipe.options.unit
+        if recipe.online:
+            manifest["kind"] = text_store.KIND
+        return manifest
 
 
 def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[list | Damage]]:
@@ -144,10 +188,10 @@ def _encoder(corpus: Corpus, tokenizer: Tokenizer) -> Callable[[Batch], list[lis
         if not recipe.online:
             return [store.Entry(ids, targets, trained)]
         if marked:
-            return [StoredText.of(document).chunk(len(ids), targets)]
+            return [StoredText.of(document).chunk(encoded, tokenizer.vocabulary, targets)]
         # A transform may look at the whole text. What it has made of conversations is kept instead.
         if recipe.transform and recipe.records == "text":
-            return [Chunk(document.read.encode(), len(ids), True)]
+            return [Chunk.of(document.read, encoded, tokenizer.vocabulary)]
         return chunks(document.text, ids, tokenizer)
 
     def encode(batch: Batch) -> list[list | Damage]:
@@ -171,23 +215,6 @@ def _damaged_together(
             yield document.place.damage(damage.reason) if damage else each
 
 
-def _ahead(function: Callable[[Batch], list], batches: Iterable[Batch]) -> Iterator[tuple[Batch, list]]:
-    """Yields each batch with what the function makes of it, in their order; threads work a little ahead."""
-    running: deque = deque()
-    pool = ThreadPoolExecutor(THREADS)
-    try:
-        for batch in batches:
-            running.append((batch, pool.submit(function, batch)))
-            if len(running) > THREADS:
-                done, result = running.popleft()
-                yield done, result.result()
-        while running:
-            done, result = running.popleft()
-            yield done, result.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def _batches(items: Iterable[Document | Damage], unit: int) -> Iterator[Batch]:
     """Cuts the items into batches, and these into shards; the very last one ends a shard and may be empty.
 
@@ -209,7 +236,7 @@ def _batches(items: Iterable[Document | Damage], unit: int) -> Iterator[Batch]:
         if batch.last or batch.size >= BATCH_BYTES:
             yield batch
             batch = Batch()
-    batch.last = True
+    batch.last = batch.final = True
     yield batch
 
 
@@ -251,6 +278,12 @@ def _account(records: list[dict], target: Path) -> str:
 
 def _counts(records: list[dict]) -> tuple[int, int]:
     return sum(record["damaged"] for record in records), sum(record["read"] for record in records)
+
+
+def _kept(records: list[dict]) -> tuple[int, int]:
+    of_each = (split.get("kept") for record in records for split in record["splits"].values())
+    kept = [each for each in of_each if each]
+    return sum(each["chunks"] for each in kept), sum(each["bytes"] for each in kept)
 
 
 def describe(damage: Damage | list[str]) -> str:

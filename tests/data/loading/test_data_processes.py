@@ -11,22 +11,26 @@ PROGRAM = """
 import pathlib, sys, zlib
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxthru.data.loading.dataset import DataConfig, open_data, prepare_data
+from jaxthru.build import batches
+from jaxthru.data.loading.dataset import DataConfig, prepare_data
 from jaxthru.data.loading.placement import local_rows, to_global
 from jaxthru.runtime import distributed
 
 distributed.initialize()
 number = jax.process_index()
-mix, store, packing = sys.argv[1:]
+mix, store, packing, hosts = sys.argv[1:]
+here, processes = number % int(hosts), jax.process_count() // int(hosts)
+batches.meeting_place = lambda: f"host-{here}"
 if number:  # a host that has the stores and not their text
     mix = str(pathlib.Path(mix).parent / "bare" / "small.toml")
 config = DataConfig(mix=mix, sequence=32, store=store, packing=packing, loaders=1 + number % 2)
 keys = distributed.from_first(lambda: prepare_data(config))
-data = open_data(config, prepare=False, begun=keys)
+data = batches.open_shared(config, keys)
+print(type(data).__name__, processes)
 sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
 mine = local_rows(sharding, 8, 32)
 asked = dict(schedule=((0, data.mixture),), seed=3, rows=8, steps=5, cost=(1.0, 1.0))
-with data.train_batches(**asked, local_rows=mine) as made:
+with data, data.train_batches(**asked, local_rows=mine) as made:
     for step, part in enumerate(made):
         assert part["tokens"].shape == (8 // jax.process_count(), 32)
         for name, array in to_global(part, sharding, 8).items():
@@ -55,15 +59,16 @@ def expected(mix, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "packing", "online"),
+    ("count", "hosts", "packing", "online"),
     [
-        (2, "best_fit", True),
-        (4, "split", False),
-        pytest.param(4, "best_fit", True, marks=pytest.mark.slow),
+        (2, 1, "best_fit", True),
+        (4, 2, "split", False),
+        pytest.param(4, 4, "best_fit", True, marks=pytest.mark.slow),
+        pytest.param(4, 2, "best_fit", True, marks=pytest.mark.slow),
     ],
 )
-def test_processes_build_one_batch(mix, tmp_path, expected, count, packing, online):
-    """Of token workers some have one, some two."""
+def test_processes_build_one_batch(mix, tmp_path, expected, count, hosts, packing, online):
+    """Of token workers some have one, some two. Processes of one host share a data server."""
     script, rows = tmp_path / "program.py", expected(packing)
     script.write_text(PROGRAM)
     if online:
@@ -71,8 +76,10 @@ def test_processes_build_one_batch(mix, tmp_path, expected, count, packing, onli
     bare = tmp_path / "bare" / mix.name
     bare.parent.mkdir()
     bare.write_text(mix.read_text())
-    arguments = str(mix), str(tmp_path / "store"), packing
+    arguments = str(mix), str(tmp_path / "store"), packing, str(hosts)
     printed = finish(start_processes(script, *arguments, count=count, devices=4 // count))
+    opened = "HostData" if hosts < count else "Data"
+    assert all(f"{opened} {count // hosts}" in text.splitlines() for text in printed)
     found = [[line for line in text.splitlines() if line.startswith("row ")] for text in printed]
     assert all(len(lines) == 5 * 6 * 8 // count for lines in found)  # steps, arrays, rows
     assert set().union(*found) == rows

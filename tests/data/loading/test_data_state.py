@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from jaxthru.data.loading.state import DataState, check_sampler
+from jaxthru.data.loading.state import DataState, check_packing, check_sampler
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.runtime.errors import InputError
 
@@ -38,6 +38,19 @@ def test_a_run_of_an_older_sampler_goes_on_only_where_its_batches_would_be_the_s
         check_sampler(tree | {"sampler": 99})
     alone = DataState(step=10, schedule=((0, ONLY_A),), keys={"a": "1", "b": "2"})
     assert DataState.from_json(alone.to_json() | {"sampler": 1}) == alone
+
+
+def test_a_run_of_rows_with_fewer_documents_goes_on_only_where_they_would_be_the_same():
+    tree = STATE.to_json()
+    old = {key: value for key, value in tree.items() if key != "packing"}
+    check_packing(tree, 1024, 4096, whole=True)
+    check_packing(old, 1024, 4096, whole=False)
+    check_packing(old, 1024, 64, whole=True)
+    check_packing(old, 16_384, 128, whole=True)
+    with pytest.raises(
+        InputError, match=r"begun with at most 64 documents in a row.*commit fd64fb7 of jaxthru"
+    ):
+        check_packing(old, 1024, 72, whole=True)
 
 
 def test_a_changed_or_missing_source_is_named():

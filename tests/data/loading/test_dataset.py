@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,16 +135,54 @@ def test_held_out_rows_are_spread_over_each_source(data):
 
 @pytest.mark.parametrize("count", ["tokens", "documents"])
 def test_weights_are_shares_of_what_is_counted(data, shared, count):
-    """Of two equal weights, over enough steps; a row that is split is full, so that tokens are rows."""
+    """Of two equal weights, over enough steps."""
     tree = {"count": count, "sources": {name: {"weight": 1} for name in data.names}}
     planner = data.planner(((0, Mixture.from_tree(tree)),), seed=0, rows=ROWS)
     each = []  # of a row, on average
     for (_, packing), texts in zip(data.train, sides(shared[0].parent).values(), strict=True):
         tokens = sum(len(ids) for ids in data.prepared.tokenizer.encode(texts["train"]))
-        tokens = packing.rows * SEQUENCE if data.config.packing == "split" else tokens
         each.append((tokens if count == "tokens" else len(texts["train"])) / packing.rows)
     given = planner.sampler.taken(10_000) * each
     assert given[0] / given[1] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+def test_sources_below_a_row_give_their_share_of_the_tokens(tmp_path, packing):
+    """Their rows are padding for the most part, and so are as many more: counted in the batches."""
+    sequence, rows, steps = 1024, 16, 300
+    letters = {"tiny": (129, 1), "small": (333, 2), "ragged": (2600, 2), "large": (400_000, 95)}
+    text = "held_out = 0\n[tokenizer]\nvocabulary = 258\n"  # a token a letter, but for the few merges
+    for name, (count, weight) in letters.items():
+        draw = np.random.default_rng(count)
+        (tmp_path / f"{name}.txt").write_text("".join(map(chr, draw.integers(97, 123, count - 1))))
+        text += f'[sources.{name}]\nrecipe = "local_text"\npaths = ["{name}.txt"]\nweight = {weight}\n'
+    (tmp_path / "mix.toml").write_text(text)
+    config = DataConfig(str(tmp_path / "mix.toml"), sequence, packing, str(tmp_path / "store"))
+    with open_data(config) as data:
+        given = np.zeros((2, len(letters)))  # tokens, and rows
+        for batch in batches(data, rows=rows, steps=steps):
+            given[0] += np.bincount(batch["source"][batch["segment_ids"] > 0], minlength=len(letters))
+            given[1] += np.bincount(batch["source"][:, 0], minlength=len(letters))
+        asked = data.planner(((0, data.mixture),), seed=1, rows=rows).sampler.asked(steps)
+        each = np.array(list(data.tokens.values())) / [packed.rows for _, packed in data.train]
+    weights = np.array([weight for _, weight in letters.values()]) / 100
+    assert np.abs(given[1] - asked).max() <= 1
+    assert asked * each / (asked * each).sum() == pytest.approx(weights)
+    # One row is rounding; of a source of several, one more is where in its last epoch the emptier row comes.
+    off = np.abs(given[0] - given[0].sum() * weights)
+    assert (off <= np.add(each, (0, 0, sequence, sequence))).all(), off / each
+
+
+def test_a_start_names_sources_that_are_read_too_often(data, caplog):
+    asked = {"schedule": ((0, data.mixture),), "seed": 1, "rows": ROWS}
+    for steps, often in (
+        (10, None),
+        (10_000, r"2 sources are .* in this run \(books [\d.,]+, notes [\d.,]+\): "),
+    ):
+        caplog.clear()
+        assert data.last_step(**asked, steps=steps) == steps
+        said = [record.getMessage() for record in caplog.records]
+        assert [bool(re.match(often, line)) for line in said] == [True] if often else not said
 
 
 def test_each_split_holds_its_own_documents(data, shared):

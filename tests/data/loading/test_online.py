@@ -17,6 +17,7 @@ from absl import flags
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data
 from jaxthru.data.loading.planned_batches import AHEAD, PlannedBatches
 from jaxthru.data.mixture.configuration import Mixture
+from jaxthru.data.store import chunks, writer
 from jaxthru.runtime.errors import InputError
 
 SCHEDULE = tuple(
@@ -90,6 +91,42 @@ def test_the_batches_are_those_of_a_token_store(mix, online, opened, packing):
         ]
         assert_same(whole, expected[loaders:])
         assert_same(data.held_out_batches(**held_out), plain.held_out_batches(**held_out))
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+def test_texts_that_are_kept_as_tokens_change_no_batch(mix, online, opened, packing, monkeypatch):
+    """In rows that have some of these and some that a worker makes, and only parts of them."""
+    monkeypatch.setattr(writer, "SHARD_BYTES", 5000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
+    expected = batches(opened(mix, packing=packing), cost=(1.0, 1.0))
+    for most in (60, 0):
+        monkeypatch.setattr(chunks, "KEEP_TOKENS", most)
+        shutil.rmtree(opened(online).prepared.stores["books"].folder)
+        data = opened(online, packing=packing, loaders=2)
+        split, asked = data.prepared.stores["books"].train, []
+        request = data.workers.request
+        data.workers.request = lambda *task, request=request, asked=asked: (
+            asked.append(task) or request(*task)
+        )
+        assert_same(batches(data, cost=(1.0, 1.0)), expected)
+        kept = split.are_kept(np.arange(split.chunks))
+        assert kept.any() and kept.all() == (most == 0)
+        assert (
+            not asked if most == 0 else not split.are_kept(np.concatenate([task[2] for task in asked])).any()
+        )
+        data.prepared.stores["books"].verify()
+
+
+def test_a_long_text_without_line_ends_is_tokenised_once(mix, opened):
+    """Workers are not asked for it, whatever its weight."""
+    one = mix.with_name("one.toml")
+    (mix.parent / "line.txt").write_text("to be or not to be " * 20_000)
+    keys = 'recipe = "local_text"\npaths = ["line.txt"]\nonline = true\nweight = 9\n'
+    one.write_text(mix.read_text().replace("held_out = 0.2", "held_out = 0") + f"[sources.line]\n{keys}")
+    data = opened(one, loaders=1)
+    with data.train_batches(((0, data.mixture),), seed=0, rows=8, steps=12) as made:
+        assert sum((batch["source"][:, 0] == 2).sum() for batch in made) >= 12 * 8 * 0.6
+    assert not data.workers._workers
 
 
 def test_a_store_of_text_has_the_key_of_the_tokens(mix, online, opened):

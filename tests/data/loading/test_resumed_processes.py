@@ -118,7 +118,7 @@ def test_killed_and_resumed_by_other_processes_the_batches_are_the_same(tmp_path
         processes = runs.start("killed", "online.toml", count, loaders)
         runs.place.wait_for_step(processes[0], "killed", until)
         makers = token_workers(tmp_path)
-        assert len(makers) == count * loaders
+        assert len(makers) == loaders  # of all processes, which share this host
         assert not any(map(in_shared_memory, [*makers, *(Path(f"/proc/{p.pid}") for p in processes)]))
         for process in processes:
             os.kill(process.pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ from marking import mark, spans
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.sources.record import Document, Place
-from jaxthru.data.store import flat_file, writer
+from jaxthru.data.store import chunks, flat_file, writer
 from jaxthru.runtime.errors import InputError
 
 SEQUENCE, ROWS = 64, 8
@@ -121,13 +121,19 @@ def test_text_beside_conversations_is_packed_as_ever(opened, mix, monkeypatch):
     assert_same(*(batches(data, {"books": 1.0}) for data in (marked, plain)))
 
 
-def test_batches_are_the_same_online_resumed_and_in_any_division_into_processes(opened):
+def test_batches_are_the_same_online_resumed_and_in_any_division_into_processes(
+    opened, tmp_path, monkeypatch
+):
+    """Also where some texts are kept as tokens, with what of them is trained on."""
     whole = batches(opened(), cost=(1.0, 1.0))
     held_out = {"total_rows": 8, "rows": 4}
     expected_held_out = opened().held_out_batches(**held_out)
-    for loaders, processes, online in ((1, 4, False), (2, 2, True)):
-        data = opened(online, loaders=loaders)
+    for loaders, processes, online, most in ((1, 4, False, 0), (2, 2, True, 10**6), (2, 2, True, 50)):
+        monkeypatch.setattr(chunks, "KEEP_TOKENS", most)
+        data = opened(online, loaders=loaders, store=str(tmp_path / f"store-{most}"))
         assert bool(data.workers) == online
+        kept = {path.name.partition("-")[0] for path in (tmp_path / f"store-{most}").glob("*/*.kept")}
+        assert kept == ({"train", "held_out"} if most == 50 else set())
         each = ROWS // processes
         slices = [slice(at, at + each) for at in range(0, ROWS, each)]
         parts = [batches(data, cost=(1.0, 1.0), start=loaders, local_rows=local) for local in slices]

@@ -115,6 +115,7 @@ def test_packed_rows_say_what_the_packing_says(packing, lengths, sequence):
     assert (rows.rows, rows.pieces, rows.tokens) == (packed.rows, len(packed.length), packed.length.sum())
     assert rows.documents == len(lengths) and rows.max_segments == packed.max_segments
     for row in range(packed.rows):
-        first, end, more = rows.borders(row)
+        first, end, more, length, _ = rows.row(row)
+        assert length.tolist() == packed.length[first:end].tolist()
         assert (first, end) == tuple(packed.first[row : row + 2]) and more != packed.last[end - 1]
-        assert rows.spans(np.array([row])) == (packed.length[first:end] ** 2).sum()
+        assert rows.span(row) == (packed.length[first:end] ** 2).sum()

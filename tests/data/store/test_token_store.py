@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from corpus import sides, write_corpus
+from corpus import sides, write_corpus, write_small_sources
 
 from jaxthru.data.loading.batch_builder import BatchBuilder
 from jaxthru.data.mixture.packed_rows import PackedRows
@@ -200,9 +200,10 @@ def start(mix: Path, folder: Path) -> subprocess.Popen:
 
 @pytest.fixture
 def large(mix):
-    """More text, so that a preparation takes long enough to be killed within."""
+    """More text, so that a preparation takes long enough to be killed within, and small sources."""
     shutil.rmtree(mix.parent / "text")
     write_corpus(mix.parent, documents=1500)
+    write_small_sources(mix, 40)
     return mix
 
 

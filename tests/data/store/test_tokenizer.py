@@ -274,7 +274,7 @@ def _rows(config: DataConfig, **more) -> list[dict]:
 
 @pytest.mark.parametrize("online", [False, True])
 def test_documents_of_rows_have_both_borders(mix, tmp_path, online, monkeypatch):
-    monkeypatch.setattr("jaxthru.data.store.text_store.CHUNK_BYTES", 64)  # many documents of several chunks
+    monkeypatch.setattr("jaxthru.data.store.chunks.CHUNK_BYTES", 64)  # many documents of several chunks
     folder = write(tmp_path / "t", "<|begin|> $A")
     if online:
         mix.write_text(mix.read_text().replace("weight", "online = true\nweight"))

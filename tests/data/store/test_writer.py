@@ -1,5 +1,6 @@
 """A store's bytes depend on its text alone; its account of damage is exact."""
 
+import gc
 import json
 import sys
 import weakref
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxthru.data.store import writer
+from jaxthru.data.store import parallel_writer, writer
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import open_stores
 from jaxthru.runtime.errors import InputError
@@ -23,7 +24,8 @@ def test_the_bytes_do_not_depend_on_threads_or_batches(mix, tmp_path, monkeypatc
     monkeypatch.setattr(writer, "SHARD_BYTES", 8000)
     expected = None
     for threads, batch in ((1, 10**6), (2, 700), (7, 1)):
-        monkeypatch.setattr(writer, "THREADS", threads)
+        monkeypatch.setattr(parallel_writer, "THREADS", threads)
+        monkeypatch.setattr(parallel_writer, "SMALL", threads)
         monkeypatch.setattr(writer, "BATCH_BYTES", batch)
         open_stores(load_mix(str(mix)), tmp_path / f"{threads}")
         found = contents(tmp_path / f"{threads}")
@@ -224,24 +226,35 @@ def test_a_text_that_its_transform_makes_empty_is_left_out(mix, tmp_path, monkey
 
 def test_the_text_of_a_small_source_is_let_go_once_it_is_written(mix, tmp_path, monkeypatch):
     mix.write_text(mix.read_text().replace("weight", "cap_bytes = 20_000\nweight"))
-    corpora, write = [], writer.write
+    corpora = []
 
-    def watched(corpus, *arguments):
-        assert [reference() for reference in corpora] == [None] * len(corpora)
-        corpora.append(weakref.ref(corpus))
-        write(corpus, *arguments)
+    class Watched(writer.StoreWriter):
+        def __init__(self, corpus, *arguments):
+            gc.collect()
+            assert [reference() for reference in corpora] == [None] * len(corpora)
+            corpora.append(weakref.ref(corpus))
+            super().__init__(corpus, *arguments)
 
-    monkeypatch.setattr(writer, "write", watched)
+    monkeypatch.setattr(parallel_writer, "StoreWriter", Watched)
+    monkeypatch.setattr(writer, "BATCH_BYTES", 1000)  # else all small ones are written at once
     open_stores(load_mix(str(mix)), tmp_path / "store")
     assert len(corpora) == 2
 
 
-def test_a_document_that_cannot_be_cut_is_told(mix, tmp_path, capsys):
+def test_a_long_text_that_cannot_be_cut_is_kept_as_tokens(mix, tmp_path, capsys):
     mix.write_text(mix.read_text() + "online = true\n")
-    open_stores(load_mix(str(mix)), tmp_path / "store")
-    assert "makes the tokens of all of it" not in capsys.readouterr().err
+    opened = open_stores(load_mix(str(mix)), tmp_path / "store").stores["notes"]
+    assert "kept as tokens" not in capsys.readouterr().err
+    assert not [*opened.folder.glob("*.kept")]
     with (tmp_path / "records.jsonl").open("a") as stream:
         stream.write(json.dumps({"text": "word " * 60_000}) + "\n")
-    open_stores(load_mix(str(mix)), tmp_path / "store")
-    told = capsys.readouterr().err
-    assert "source notes: each row from text without line ends" in told and "up to 0.3 MB" in told
+    opened = open_stores(load_mix(str(mix)), tmp_path / "store").stores["notes"]
+    [kept] = opened.folder.glob("*.kept")
+    size = f"; 1 long text kept as tokens, {kept.stat().st_size / 1e6:.1f} MB; 61 records, none damaged"
+    assert size in capsys.readouterr().err
+    opened.verify()
+    content = bytearray(kept.read_bytes())
+    content[1000] ^= 1
+    kept.write_bytes(content)
+    with pytest.raises(InputError, match=r"\.kept: block 0 .* is damaged; remove its folder"):
+        open_stores(load_mix(str(mix)), tmp_path / "store").stores["notes"].verify()

@@ -190,6 +190,7 @@ def test_two_processes_have_one_ledger(place, tmp_path):
     assert found.seconds("unclassified") == 0 and found.memory is not None
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_with_the_last_step_profiled(place):
     as_tests = dataclasses.replace(place, xla_flags=os.environ["XLA_FLAGS"])  # no time is compared here
     as_tests.run("short", **PROFILED | {"profile__at": 4, "profile__steps": 3, "train__steps": 6})
