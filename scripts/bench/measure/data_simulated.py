@@ -4,10 +4,11 @@
     python scripts/bench/measure/data_simulated.py [--period 0.2] [--steps 150] [--tiny]
 
 Each process opens the stores of a mix whose sources are all online, has a token worker of its own, and takes
-its part of each batch as training does; a step begins when all have theirs, and then sleeps for --period
-seconds, which stand for a device's. The simulation is given the machine's cores, the same plan of the same
-steps, and what was measured right before and after of one process on each core: CPU seconds, so that what
-other programs take does not count. `others` says how many cores these took meanwhile.
+its part of each batch as training does, every --period seconds, which stand for a device's step, or as fast
+as they come. The simulation is given the machine's cores, the same plan of the same steps, and what was
+measured right before and after of as many processes at once: CPU seconds. Where other programs share the
+machine, run it under `chrt -r 1`, so that these do not decide when it has a core; what they do to its caches
+stays. `others` says how many cores they took meanwhile.
 """
 
 import argparse
@@ -68,23 +69,13 @@ def train(number: int, folder: Path, steps: int, period: float, barrier, told) -
         batches: Iterator = iter(grain.MapDataset.source(dataset).to_iter_dataset(data.read_options))
         barrier.wait()
         started = time.monotonic()
-        began, used = [], []
+        began = []
         for step in range(steps):
-            if step in (WARM, steps - 1):
-                used.append(cpu_seconds())
             began.append(time.monotonic())
             next(batches)
             time.sleep(max(started + (step + 1) * period - time.monotonic(), 0.0))
         ended = time.monotonic()
-        told.send((dataset.taken, began, ended, [late - early for early, late in zip(*used, strict=True)]))
-
-
-def cpu_seconds() -> list[float]:
-    """Returns the CPU seconds of this process and of its token worker so far, and those of the machine."""
-    import psutil
-
-    (worker,) = psutil.Process().children()
-    return [time.process_time(), sum(worker.cpu_times()[:2]), busy()[0]]
+        told.send((dataset.taken, began, ended))
 
 
 def run(folder: Path, steps: int, period: float) -> data_model.Found:
@@ -101,8 +92,8 @@ def run(folder: Path, steps: int, period: float) -> data_model.Found:
     for process in processes:
         process.join()
     first = WARM + data_model.Setup(TRAINERS).ahead
-    fetches = [had - begun for taken, *_ in told for step, begun, had in taken if step >= first]
-    seconds = max(ended for _, _, ended, _ in told) - min(began[WARM] for _, began, *_ in told)
+    fetches = [had - begun for taken, _, _ in told for step, begun, had in taken if step >= first]
+    seconds = max(ended for *_, ended in told) - min(began[WARM] for _, began, _ in told)
     rows = (steps - WARM) * TRAINERS * ROWS
     return data_model.Found(np.array(fetches), np.zeros(1), seconds, rows, 0.0)
 
@@ -123,9 +114,10 @@ def simulated(asked: list[list[list]], folder: Path, each: Calibrated, steps: in
     services = data_model.Services(
         token=each.token, task=each.task, ask=each.ask, row=each.row, fetch=each.fetch
     )
+    quantum = QUANTUM.get(os.sched_getscheduler(0), USUAL)
     setup = data_model.Setup(
         trainers=TRAINERS, per_host=TRAINERS, rows=ROWS, sequence=data_services.SEQUENCE, period=period,
-        steps=steps, cores=os.cpu_count(), quantum=QUANTUM.get(os.sched_getscheduler(0), USUAL), apart=True, workers=1,
+        steps=steps, cores=os.cpu_count(), quantum=quantum, apart=True, workers=1,
     )  # fmt: skip
 
     def draw(random: np.random.Generator, group: int, step: int) -> list[data_model.Task]:

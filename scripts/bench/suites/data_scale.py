@@ -40,5 +40,6 @@ ROWS = {
 # fmt: on
 NOTES = """\
 The simulation itself, to 10,240 GPUs, is `python scripts/study/data_scale.py`. Rows `paced` and `saturated`
-are medians over rounds, each of which measures what its parts take right before and after it.
+are medians over rounds, each of which measures what its parts take right before and after it. On a machine
+that others use too, run them under `chrt -r 1`: then the simulation's cores are all theirs.
 """
