@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator
 import numpy as np
 import simpy
 
-from jaxthru.data.loading.token_workers import share_out
 from jaxthru.data.loading.worker_process import TASK_TOKENS
 
 Process = Generator[simpy.Event, object, object]
@@ -131,6 +130,7 @@ class Found:
         return {
             "fetch_p50": self.quantile(0.5),
             "fetch_p99": self.quantile(0.99),
+            "fetch_max": float(self.fetches.max()),
             "wait_share": float(self.waits.sum() / self.seconds),
             "rows_per_second": self.rows / self.seconds,
         }
@@ -257,14 +257,12 @@ class Run:
         self.barrier = Barrier(environment, setup.trainers)
         cores = [Cores(environment, setup.cores, setup.quantum) for _ in range(self.hosts)]
         self.workers: list[Worker] = []
-        self.serving = [[0]] * setup.sources
+        ends = np.cumsum(weights / weights.sum()) * setup.workers
+        # Sources end to end, cut into equal parts, one a worker: as `share_out` has it.
+        self.serving = list(itertools.pairwise([0.0, *ends.tolist()]))
         if way.anywhere:
             self.queues = [simpy.Store(environment) for _ in range(setup.workers)]
             self.workers += [self.worker(queue, None, not at) for at, queue in enumerate(self.queues)]
-            demand = {str(source): float(weight) for source, weight in enumerate(weights)}
-            shares = share_out(demand, setup.workers)
-            served = [[at for at, names in enumerate(shares) if name in set(names)] for name in demand]
-            self.serving = served
         if setup.killed is not None:
             environment.process(self.kill())
         for host, of_host in enumerate(itertools.batched(range(setup.trainers), setup.per_host)):
@@ -345,8 +343,10 @@ class Pool:
         """Sends a task to a worker that serves its source, and returns the event of its answer."""
         run, (source, tokens) = self.run, task
         services, setup = run.services, run.setup
-        serving = run.serving[source]
-        at = serving[0] if len(serving) == 1 else serving[int(run.random.integers(len(serving)))]
+        at = 0
+        if run.way.anywhere:
+            begin, end = run.serving[source]
+            at = min(int(begin + run.random.random() * (end - begin)), setup.workers - 1)
         seconds = services.task + services.token * tokens
         if run.way.anywhere:
             each = setup.row_bytes or 4.0 * setup.sequence
