@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 import numpy as np
 import simpy
 
-from jaxthru.data.loading.worker_process import TASK_TOKENS
+from jaxthru.data.loading.worker_handle import TASK_TOKENS
 
 Process = Generator[simpy.Event, object, object]
 Task = tuple[int, float]

@@ -135,7 +135,9 @@ def row(found: Row, gpus: int, way: Way, share: int = 1, fault: str = "", **more
     setup = Setup(trainers, share=share, rows=share, planned=gpus, steps=STEPS, ahead=AHEAD, **more)
     cores = needed(found, setup, way, gpus)
     # Those that serve all are as many as a way needs that asks for nothing twice: the other's is told below.
-    workers = max(math.ceil(needed(found, setup, WAYS["fan-out"], gpus) / LOAD), 1) if way.anywhere else 1
+    sending = (setup.row_bytes or 0.0) * gpus / setup.network / setup.period
+    least = needed(found, setup, WAYS["fan-out"], gpus) + sending
+    workers = max(math.ceil(least / LOAD), 1) if way.anywhere else 1
     workers = workers if way.anywhere else setup.per_host if way.host else 1
     setup = dataclasses.replace(setup, workers=workers)
     hosts = -(-gpus // setup.per_host)
@@ -201,9 +203,11 @@ def seconds(value: float) -> str:
 
 def tables(found: Row) -> dict[str, str]:
     """Returns {name: a table of the page}."""
-    faults = ["| way | fault | fetch p50 | p99 | longest wait of a step |", "|---|---|--:|--:|--:|"]
+    faults = ["| way | fault | fetch p50 | p99 | longest | longest wait of a step |"]
+    faults.append("|---|---|--:|--:|--:|--:|")
     for each in found["faults"]:
-        cells = each["way"], each["fault"], *(seconds(each[key]) for key in ("fetch_p50", "fetch_p99"))
+        told = (seconds(each[key]) for key in ("fetch_p50", "fetch_p99", "fetch_max"))
+        cells = each["way"], each["fault"], *told
         faults.append(f"| {' | '.join(cells)} | {seconds(each['worst_wait'])} |")
     images = ["| GPUs | way | fetch p50 | p99 | waits for data |", "|--:|---|--:|--:|--:|"]
     for each in found["images"]:

@@ -170,7 +170,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     found["scheduler"] = "real time" if os.sched_getscheduler(0) == os.SCHED_RR else "usual"
     errors = {}
     for name, value in real.told().items():
-        if name != "wait_share":
+        if name not in ("wait_share", "fetch_max"):
             other = model.told()[name]
             found |= {f"{name}_real": round(value, 5), f"{name}_simulated": round(other, 5)}
             errors[name] = found[f"{name}_error"] = round(abs(other / value - 1), 4)
