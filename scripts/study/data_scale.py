@@ -40,6 +40,8 @@ LOAD = 0.4
 STEPS, AHEAD, WARM = 10, 4, 4
 IMAGE = 4e6
 """Bytes of a row that is no text: some pictures."""
+KILLED = 20.04
+"""Seconds from the start on: in a step that counts, while the worker is at work."""
 Row = dict[str, Any]
 
 
@@ -112,7 +114,7 @@ def study(small: bool) -> Row:
     faults = [
         row(found, most, way, fault=name, **how)
         for way in one
-        for name, how in (("none", {}), ("slow", {"slow": 10.0}), ("killed", {"killed": 10.02}))
+        for name, how in (("none", {}), ("slow", {"slow": 10.0}), ("killed", {"killed": KILLED}))
     ]
     held = {name: {key: value for key, value in measured(name).items()} for name in ("paced", "saturated")}
     plans = found["plans"]
