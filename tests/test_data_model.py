@@ -155,15 +155,3 @@ def test_the_page_has_what_the_record_says(study):
         assert f"<!-- {name}: by scripts/study/data_scale.py -->\n{table}\n<!-- end of {name} -->" in page
     for picture in study.pictures(found):
         assert f"(images/{picture})" in page and (ROOT / "docs" / "images" / picture).is_file()
-
-
-def test_a_row_of_the_suite_says_how_far_apart_both_are(bench, tmp_path):
-    """The bar is of the farthest of p50, p99 and rate, the median over rounds."""
-    row = bench("suites.data_scale").ROWS["paced"]
-    done = [
-        {"contender": "paced", "round": turn, "gpu": None, "line": {"benchmark": "b", "error": error}}
-        for turn, error in enumerate((0.1, 0.3, 0.14), 1)
-    ]
-    found = row.found(bench("suites.rows").Setup(None, tmp_path), done)
-    assert found["error"] == 0.14 and row.bars[0].met(found)
-    assert not row.bars[0].met(row.found(bench("suites.rows").Setup(None, tmp_path), done[1:2]))
