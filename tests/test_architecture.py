@@ -103,7 +103,7 @@ def test_a_configuration_loads_without_the_profiler():
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_flax_and_pallas_stay_in_their_rooms(path):
+def test_flax_pallas_and_ray_stay_in_their_rooms(path):
     own = package_of(module_name(path))
     modules = imported_modules(path)
     if own != "models":
@@ -111,6 +111,8 @@ def test_flax_and_pallas_stay_in_their_rooms(path):
     if own != "pallas_kernels":
         kernels = [m for m in modules if m.startswith(("jax.experimental.pallas", "jax_triton", "triton"))]
         assert not kernels, f"{path}: only pallas_kernels/*/ imports Pallas or jax_triton"
+    if path.stem != "ray_driver":
+        assert "ray" not in {m.split(".")[0] for m in modules}, f"{path}: Ray ends a process that uses it"
 
 
 DATA = ("mixture", "sources", "store", "loading")

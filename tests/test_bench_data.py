@@ -171,3 +171,15 @@ def test_jaxthru_is_a_contender_that_runs(bench, tmp_path):
     batches = contenders.jaxthru(tmp_path, "some", rows=4, sequence=128)
     assert next(batches)["tokens"].shape == (4, 128)
     batches.close()
+
+
+def test_a_simulated_run_is_as_near_as_its_farthest_number(bench, tmp_path):
+    """Of p50, p99 and rate, in the median over rounds."""
+    row, setup = bench("suites.data_scale").ROWS["paced"], bench("suites.rows").Setup(None, tmp_path)
+    done = [
+        {"contender": "paced", "round": turn, "gpu": None, "line": {"benchmark": "b", "error": error}}
+        for turn, error in enumerate((0.1, 0.3, 0.14), 1)
+    ]
+    found = row.found(setup, done)
+    assert found["error"] == 0.14 and row.bars[0].met(found)
+    assert not row.bars[0].met(row.found(setup, done[1:2]))

@@ -6,7 +6,6 @@ Everything is computed from the plan of the steps themselves; no text is read an
 import dataclasses
 
 import numpy as np
-import rich.box
 import rich.console
 import rich.table
 import rich.text
@@ -76,21 +75,22 @@ class Forecast:
 
     def table(self) -> rich.table.Table:
         """Returns the sources, of many those that matter and the others together."""
-        table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+        table = rich.table.Table(box=None, padding=(0, 1, 0, 0))
         table.add_column("source", no_wrap=True)
         tenths = ("first\ntenth", "last\ntenth") if self.changes else ()
-        shown = ("asked", "share", *tenths, "tokens\nin the run", "epochs", "tokens\nthere are")
-        for column in (*shown, "padding", "cuts"):
+        shown = ("asked", "share", *tenths, "tokens\nin run", "epochs", "tokens\nthere")
+        for column in (*shown, "pad-\nding", "cuts"):
             table.add_column(column, justify="right")
         chosen = self.sources if len(self.sources) <= FEW else self._noteworthy()
         others = [source for source in self.sources if source not in set(chosen)]
+        digits = max(3, len(str(len(self.sources))) + 1)  # two of those of a mean share
         for source in (*chosen, *([_together(others)] if others else [])):
             shares = (source.asked, source.share, *((source.first, source.last) if self.changes else ()))
             table.add_row(
                 rich.text.Text(source.name),
-                *(f"{share:.3f}" for share in shares),
-                *(f"{source.tokens:,.0f}", f"{source.epochs:,.2f}", f"{source.available:,}"),
-                *(f"{source.padding:.1%}", f"{source.cuts:,}"),
+                *(f"{share:.{digits}f}" for share in shares),
+                *(_short(source.tokens), f"{source.epochs:,.2f}", _short(source.available)),
+                *(f"{source.padding:.1%}", _short(source.cuts)),
             )
         return table
 
@@ -268,6 +268,14 @@ def _together(sources: list[Source]) -> Source:
     total["epochs"] = total["tokens"] / max(total["available"], 1)
     total["padding"] = sum(source.padding * source.rows for source in sources) / max(total["rows"], 1)
     return Source(name=f"{len(sources):,} others", **total)
+
+
+def _short(count: float) -> str:
+    """Returns a count in three digits; `--json` has all of it."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * unit:
+            return f"{count / unit:.3g}{name}"
+    return f"{count:.0f}"
 
 
 def _orders(ratios: dict[str, np.ndarray]) -> str:

@@ -37,22 +37,34 @@ def written_atomically(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
     sync: wait for the disk; a file that checks itself when it is read can do without. Raises InputError when
     the disk is full or may not be written.
     """
-    partial = path.with_name(f"{path.name}.{writer_id()}.partial")
+    partial, named = path.with_name(f"{path.name}.{writer_id()}.partial"), False
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w+b") as stream:
+        with _begun(partial) as stream:
             yield stream
             stream.flush()
             if sync:
                 os.fsync(stream.fileno())
         partial.replace(path)
+        named = True
         if sync:
             sync_folder(path.parent)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     finally:
-        with contextlib.suppress(OSError):  # a read-only file system refuses that even of what is not there
-            partial.unlink(missing_ok=True)
+        if not named:
+            with contextlib.suppress(
+                OSError
+            ):  # a read-only file system refuses that even of what is not there
+                partial.unlink(missing_ok=True)
+
+
+def _begun(partial: Path) -> BinaryIO:
+    """Returns a new file; its folder is there but for the first."""
+    try:
+        return partial.open("w+b")
+    except FileNotFoundError:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        return partial.open("w+b")
 
 
 def remove_partials(folder: Path) -> None:

@@ -8,7 +8,7 @@ import tiny
 from batches import ROWS, SEQUENCE, VOCABULARY
 
 from jaxthru.data.loading.batch_builder import BatchBuilder
-from jaxthru.data.mixture.packed_rows import PackedRows
+from jaxthru.data.loading.packed_rows import PackedRows
 from jaxthru.data.mixture.packing_whole import pack_whole
 from jaxthru.data.mixture.planner import EMPTY
 from jaxthru.data.store.targets import SplitTargets, Targets

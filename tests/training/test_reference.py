@@ -9,7 +9,7 @@ import pytest
 
 from jaxthru.data.loading.batch import check_batch
 from jaxthru.data.loading.batch_builder import BatchBuilder
-from jaxthru.data.mixture.packed_rows import PackedRows
+from jaxthru.data.loading.packed_rows import PackedRows
 from jaxthru.data.mixture.packing import Packing
 from jaxthru.data.mixture.planner import EMPTY
 from jaxthru.runtime.errors import InputError

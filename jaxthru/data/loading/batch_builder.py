@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxthru.data.loading.batch_memory import BatchMemory
 from jaxthru.data.loading.online import OnlineSplit
-from jaxthru.data.mixture.packed_rows import PackedRows, length_type
+from jaxthru.data.loading.packed_rows import PackedRows, length_type
 from jaxthru.data.mixture.packing import ranges
 from jaxthru.data.mixture.planner import EMPTY
 from jaxthru.data.store.token_store import Split

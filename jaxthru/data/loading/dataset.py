@@ -47,8 +47,8 @@ class DataConfig:
         documents, as measured; None takes the model's floating-point operations.
     loaders: token workers of each host, which make the tokens of the sources that are tokenised online; None
         is half of the cores that its training processes may use. They change no batch.
-    workers: what token workers are: `processes` of this machine, or the actors of a Ray cluster, `ray`, which
-        needs `jaxthru[ray]`. RAY_ADDRESS names the cluster; without it each host starts one of its own.
+    workers: what token workers are: `processes`, or actors of a Ray cluster, `ray` (`jaxthru[ray]`), which
+        RAY_ADDRESS names; without it a run starts one on each of its machines.
     over_long: what becomes of a conversation longer than a row: `drop` leaves it out, `truncate` cuts off its
         end, `cut` lets it go on in another row, as text does. Each start of a run says how many there are.
     """
@@ -71,7 +71,6 @@ class DataConfig:
         for name in ("groups", "loaders"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"data.{name} = {value}: must be at least 1")
-
         costs = self.linear_cost, self.attention_cost
         require(
             costs == (None, None)
@@ -148,7 +147,6 @@ class Data(Loader):
         self.workers = TokenWorkers(processes, online, *made, config.workers) if online else None
         if self.workers:
             weakref.finalize(self, self.workers.close)
-
         self.units = {name: opened.about.get("unit", 1) for name, opened in prepared.stores.items()}
         units = list(self.units.values())
 

@@ -6,7 +6,7 @@ for what is in it.
 
 from typing import NamedTuple
 
-from jaxthru.data.mixture.packed_rows import PackedRows, write_rows
+from jaxthru.data.loading.packed_rows import PackedRows, write_rows
 from jaxthru.data.mixture.packing import pack, split_rows
 from jaxthru.data.mixture.packing_whole import OverLong, Packed, pack_whole
 from jaxthru.data.store.column_file import ENDING, ColumnFile, Writer, keep

@@ -12,6 +12,7 @@ All nodes see the same files. The driver and a cluster that it has started end w
 """
 
 import asyncio
+import contextlib
 import json
 import mmap
 import os
@@ -147,13 +148,15 @@ class Cluster:
                 if wrong:
                     raise InputError(wrong)
                 return actor, node, name
-            except (RayError, TimeoutError) as error:
+            except InputError:
+                raise
+            except Exception as error:  # of Ray, or of a head that is gone
                 if getattr(error, "actor_init_failed", False):
                     raise InputError(f"a token worker cannot start: {first_line(error)}") from error
                 if time.monotonic() >= deadline:
                     raise InputError(self._no_place(error)) from error
             if actor is not None:
-                ray.kill(actor)
+                end(actor)
             await asyncio.sleep(1)
 
     def _no_place(self, error: Exception) -> str:
@@ -239,11 +242,20 @@ async def ended(started: asyncio.Task, failure: Exception) -> Ended:
     if not isinstance(failure, RayError) or started.exception():
         return Ended(f"was lost: {first_line(failure)}", blamed=False)
     actor, node, name = started.result()
-    ray.kill(actor)  # one that is only out of reach is not to hold a core
-    nodes = await asyncio.to_thread(ray.nodes)
+    end(actor)
+    try:
+        nodes = await asyncio.to_thread(ray.nodes)
+    except Exception:  # the head is gone: what died has not died alone
+        nodes = []
     alive = any(each["NodeID"] == node and each["Alive"] for each in nodes)
     blamed = alive and isinstance(failure, ActorDiedError)
     return Ended(f"on node {name} ended ({first_line(failure)})", blamed=blamed)
+
+
+def end(actor: ray.actor.ActorHandle) -> None:
+    """Ends an actor: one that is only out of reach is not to hold a core."""
+    with contextlib.suppress(Exception):  # as when the head is gone
+        ray.kill(actor)
 
 
 def first_line(error: Exception) -> str:

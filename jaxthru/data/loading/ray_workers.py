@@ -36,8 +36,9 @@ LOST = "lost"
 """The file in which a driver says why it ends itself."""
 LOG_BYTES = 4096
 """Of the end of a driver's log, in which its last words are."""
-OWN_CLUSTER = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
-"""Ray's settings for a cluster of this machine: its head does not come back, so that it is not waited for."""
+OWN_CLUSTER = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5", "RAY_memory_monitor_refresh_ms": "0"}
+"""Ray's settings for a cluster of this machine. Its head does not come back, so it is not waited for; and
+an actor is not ended because the process that trains, beside it, has filled the host's memory."""
 
 
 def check() -> None:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxthru.data.store.flat_file import Maps
+from jaxthru.data.store.flat_file import VERIFIED, Maps
 from jaxthru.runtime.atomic import written_atomically
 from jaxthru.runtime.errors import InputError, require
 
@@ -129,8 +129,9 @@ class ColumnFile:
         size, unverified = np.dtype(self._columns[name][0]).itemsize, self._unverified[name]
         while (block := unverified.find(1, start * size // BLOCK, -(-stop * size // BLOCK))) >= 0:
             self._verify_block(name, block)
-            unverified[block] = 0
-            self.unverified -= 1
+            with VERIFIED:
+                self.unverified -= unverified[block]
+                unverified[block] = 0
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Returns the values from `start` to before `stop`, verified, a view of the memory map. Raises

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import resource
+import threading
 import weakref
 import zlib
 from collections.abc import Hashable, Sequence
@@ -22,6 +23,10 @@ REMEDY = "remove its folder and prepare again"
 MOST_MAPS = 16_384
 """Memory maps of a process, at most: each keeps a file open, and Linux as it comes allows 65,530. A store of
 terabytes has more files."""
+
+
+VERIFIED = threading.Lock()
+"""Held while a block is noted as verified: what is left to verify must not be counted as less than it is."""
 
 
 class Maps(dict):
@@ -101,6 +106,7 @@ class Column:
         known = [np.asarray(each, np.uint32) for each in checksums if each is not None]
         self._checksums = np.concatenate([np.zeros(0, np.uint32), *known])
         self._unverified = bytearray(b"\1" * len(self._checksums))
+        self._left = len(self._unverified)
         self._maps = Maps()
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -114,12 +120,12 @@ class Column:
         shard = self._maps.get(number)
         if shard is None:
             shard = self._open(number)
-        first, last, size = start - origin, stop - origin, BLOCK // shard.itemsize
-        base = self._blocks[number]
-        blocks = base + first // size, min(base + (last - 1) // size, self._blocks[number + 1] - 1) + 1
-        while (block := self._unverified.find(1, *blocks)) >= 0:
-            self._verify_block(number, block - base)
-        return shard[first:last]
+        if self._left:
+            size, base = BLOCK // shard.itemsize, self._blocks[number]
+            last = min(base + (stop - origin - 1) // size, self._blocks[number + 1] - 1)
+            while (block := self._unverified.find(1, base + (start - origin) // size, last + 1)) >= 0:
+                self._verify_block(number, block - base)
+        return shard[start - origin : stop - origin]
 
     def verify(self) -> None:
         """Compares every block with its checksum; raises InputError that names the first that differs."""
@@ -150,4 +156,6 @@ class Column:
                 f"{REMEDY}"
             ),
         )
-        self._unverified[at] = 0
+        with VERIFIED:
+            self._left -= self._unverified[at]
+            self._unverified[at] = 0

@@ -188,8 +188,11 @@ class TextSplit(store.Split):
         """Returns bool [n], which of these chunks are kept as tokens."""
         if not self._kept.tokens:
             return np.zeros(len(chunk), bool)
-        places = (self._place(number) for number in chunk.tolist())
-        return np.array([bool(self._index(shard)[at, 4] & KEPT) for shard, at in places], bool)
+        shards, found = np.searchsorted(self._first, chunk, side="right") - 1, np.empty(len(chunk), bool)
+        for shard in np.unique(shards).tolist():
+            chosen = shards == shard
+            found[chosen] = self._index(shard)[chunk[chosen] - self._first[shard], 4] & KEPT > 0
+        return found
 
     def read_kept(self, chunk: int, start: int, stop: int) -> np.ndarray:
         """Returns int32, the tokens of a kept chunk from its `start`-th to before `stop`, which is above it;

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 import numpy as np
+from measure.loading import processor
 
 from jaxthru.data.loading.dataset import DataConfig, open_data, prepare_data
 from jaxthru.data.store import flat_file, token_store
@@ -174,8 +175,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         turns.append(json.loads(told.stdout))
     numbers = {name: values for name, values in turns[0].items() if isinstance(values, int | float)}
     found = {name: statistics.median(turn[name] for turn in turns) for name in numbers}
-    versions = harness.versions("jaxthru", "numpy")
-    about = {"sequence": arguments.sequence, "packing": arguments.packing, "turns": arguments.turns}
+    versions, device = harness.versions("jaxthru", "numpy"), {"kind": processor(), "count": os.cpu_count()}
+    about = {
+        "device": device,
+        "sequence": arguments.sequence,
+        "packing": arguments.packing,
+        "turns": arguments.turns,
+    }
     about |= {"cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg(), "versions": versions}
     return about | found | packing | {"kept_bytes": kept, "commit": harness.commit()}
 

@@ -30,6 +30,7 @@ import psutil
 
 from jaxthru.data.loading.token_workers import TokenWorkers
 from jaxthru.data.store import text_store, token_store
+from jaxthru.data.store.chunks import Chunk
 from jaxthru.data.store.tokenizer import Tokenizer, train
 
 AT_ONCE, CHUNKS = 16, 64
@@ -46,7 +47,7 @@ def corpus(folder: Path, documents: int = 2000) -> tuple[Path, list[np.ndarray]]
     train(iter(texts[:100]), 400, folder / "tokenizer.json")
     tokenizer = Tokenizer(folder / "tokenizer.json")
     ids = tokenizer.encode(texts)
-    parts = [text_store.Chunk(text.encode(), len(each), True) for text, each in zip(texts, ids, strict=True)]
+    parts = [Chunk(text.encode(), len(each), True) for text, each in zip(texts, ids, strict=True)]
     record = text_store.write_shard(folder / "pages", 0, {"train": parts, "held_out": []}, {})
     token_store.write_manifest(folder / "pages", {"kind": text_store.KIND, "shards": [record]})
     return tokenizer.path, [each.astype(np.int32) for each in ids]

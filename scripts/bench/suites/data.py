@@ -40,6 +40,16 @@ COLUMNS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Opening(Measured):
+    """A row of stores that are opened."""
+
+    columns: dict = dataclasses.field(default_factory=lambda: OPENING)
+
+    def given(self, setup):
+        return {"folder": [str(CORPUS / ("opening_quick" if setup.tiny else "opening"))]}
+
+
+@dataclasses.dataclass(frozen=True)
 class Loading(Measured):
     """A row of loaders, each of a reader and its keys. words: of all."""
 
@@ -87,6 +97,17 @@ HEAVY = {
 }
 OWN = "rows=8 sequence=8192"
 SAME = (SAMPLES, "tokens_per_second")
+OPENING = {
+    "open s": ("open_seconds", ".2f"),
+    "CPU s": ("open_cpu_seconds", ".2f"),
+    "first batch s": ("first_batch_seconds", ".2f"),
+    "imported MB": ("imported_mb", ".0f"),
+    "opened MB": ("opened_mb", ".0f"),
+    "first batch MB": ("private_mb", ".0f"),
+    "files": ("open_files", ".0f"),
+    "made, CPU s": ("made_cpu_seconds", ".0f"),
+    "made, bytes": ("kept_bytes", ",.0f"),
+}
 PEERS = ("mosaicml", "webdataset", "hugging_face", "torchdata")
 LENGTHS = ("lognormal(6, 2)", "200 × (1 + pareto(1))")
 SEQUENCES = (4096, 8192, 32_768, 131_072)
@@ -118,6 +139,17 @@ ROWS = {
         "rows that are stored beforehand, in each one's own format",
         contenders={"jaxthru": "jaxthru mix=documents_5"} | {name: name for name in PEERS},
         ratios=tuple(Ratio("jaxthru", name) for name in PEERS)),
+    "documents": Opening(
+        "a store of 10^9 documents is opened",
+        bars=(Bar("open_seconds", 5, "{:g} s", most=True),
+              Bar("private_mb", 200, "{:g} MB", most=True)),
+        contenders={"split": "opening.py {folder}/documents --documents 1e9"}, seconds=400),
+    "sources": Opening(
+        "a mix of 3,000 sources is opened",
+        bars=(Bar("first_batch_seconds", 3, "{:g} s", most=True),
+              Bar("private_mb", 300, "{:g} MB", most=True)),
+        contenders={packing: f"opening.py {{folder}}/sources --sources 3000 --sequence 1024 {how}"
+                    for packing, how in (("split", ""), ("best_fit", "--packing best_fit"))}),
     "balance": Measured(
         "how evenly a step's work is spread over 32 groups of 4 rows",
         contenders={f"{lengths}, {sequence}": f"balance.py --lengths '{lengths}' --sequence {sequence}"

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from jaxthru.data.loading.batch import BATCH_FIELDS, check_batch
 from jaxthru.data.loading.batch_builder import BatchBuilder
-from jaxthru.data.mixture.packed_rows import PackedRows
+from jaxthru.data.loading.packed_rows import PackedRows
 from jaxthru.data.mixture.packing import pack
 from jaxthru.data.mixture.planner import EMPTY
 

@@ -31,6 +31,7 @@ from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.sources.transforms import Transform
 from jaxthru.data.store import text_store
 from jaxthru.data.store import token_store as store
+from jaxthru.data.store.chunks import Chunk
 from jaxthru.data.store.tokenizer import Tokenizer, train
 from jaxthru.runtime.errors import InputError
 
@@ -71,7 +72,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 def write_store(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     ids = [each.astype(np.int32) for each in tokenizer.encode(texts)]
-    parts = [text_store.Chunk(text.encode(), len(each), True) for text, each in zip(texts, ids, strict=True)]
+    parts = [Chunk(text.encode(), len(each), True) for text, each in zip(texts, ids, strict=True)]
     record = text_store.write_shard(folder, 0, {"train": parts, "held_out": []}, {})
     store.write_manifest(folder, {"kind": text_store.KIND, "shards": [record]})
     return ids

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxthru.data.loading.packed_rows import PackedRows
 from jaxthru.data.mixture import packing as module
-from jaxthru.data.mixture.packed_rows import PackedRows
 from jaxthru.data.mixture.packing import Packing, pack, split_rows
 
 lengths = st.lists(st.integers(1, 40), max_size=60)

@@ -15,7 +15,7 @@ import tokenizers
 from corpus import sides, write_corpus, write_small_sources
 
 from jaxthru.data.loading.batch_builder import BatchBuilder
-from jaxthru.data.mixture.packed_rows import PackedRows
+from jaxthru.data.loading.packed_rows import PackedRows
 from jaxthru.data.mixture.packing import pack
 from jaxthru.data.store import flat_file, prepare, text_store, writer
 from jaxthru.data.store import token_store as store

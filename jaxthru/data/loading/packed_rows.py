@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxthru.data.mixture.packing import Packing
+from jaxthru.data.store.flat_file import Maps
 
 ROWS_TOGETHER = 1 << 13
 """Rows of which it is asked at once whether their spans were verified."""
@@ -98,6 +99,7 @@ class PackedRows:
     def __init__(self, columns: Columns, sequence: int, *, in_order: bool):
         """columns: see `write_rows`, whose facts are among theirs."""
         self._columns, self.sequence, self.in_order = columns, sequence, in_order
+        self._views, self._verified = Maps(), not columns.unverified
         numbers = ("rows", "pieces", "documents", "tokens", "max_segments")
         self.rows, self.pieces, self.documents, self.tokens, self.max_segments = (
             int(columns.facts[name]) for name in numbers
@@ -115,26 +117,18 @@ class PackedRows:
         """Returns of a row its first piece, the piece behind its last, whether its last document goes on in
         another row, and of each piece its length and where it begins in the stream; nothing for the latter of
         rows in order. Raises InputError for a damaged file."""
-        columns = self._columns
-        if columns.unverified:
+        if not self._verified:
             self._verify(row)
-        views = columns.views()
-        first = views["first"]
+        first, length, start, _ = self._views.get(0) or self._view()
         begin, end = first[row], first[row + 1] >> 1
         more, begin = begin & 1, begin >> 1
-        return (
-            begin,
-            end,
-            more,
-            views["length"][begin:end],
-            b"" if self.in_order else views["start"][begin:end],
-        )
+        return begin, end, more, length[begin:end], start[begin:end]
 
     def span(self, row: int) -> int:
         """Returns the Σ length² of a row, in tokens². Raises InputError for a damaged file."""
-        if self._columns.unverified:
+        if not self._verified:
             self._columns.verify_range("span", row, row + 1)
-        return self._columns.views()["span"][row]
+        return (self._views.get(0) or self._view())[3][row]
 
     def spans(self, row: np.ndarray) -> np.ndarray:
         """Returns int64 [n], `span` of each of these rows, for many. Raises InputError for a damaged file."""
@@ -145,11 +139,20 @@ class PackedRows:
                 columns.verify_range("span", begin, min(begin + ROWS_TOGETHER, self.rows))
         return np.asarray(view)[row].astype(np.int64)
 
+    def _view(self) -> tuple:
+        """Returns the columns first, length, start and span, which are kept at hand: of many sources much of
+        the time would go into finding them."""
+        views = self._columns.views()
+        start = b"" if self.in_order else views["start"]
+        return self._views.keep(0, (views["first"], views["length"], start, views["span"]))
+
     def _verify(self, row: int) -> None:
-        self._columns.verify_range("first", row, row + 2)
-        begin, end = (each >> 1 for each in self._columns.views()["first"][row : row + 2].tolist())
+        columns = self._columns
+        columns.verify_range("first", row, row + 2)
+        begin, end = (each >> 1 for each in columns.views()["first"][row : row + 2].tolist())
         for name in ("length",) if self.in_order else ("length", "start"):
-            self._columns.verify_range(name, begin, end)
+            columns.verify_range(name, begin, end)
+        self._verified = not columns.unverified
 
     def packing(self) -> Packing:
         """Returns the whole of it, in memory. Raises InputError for a damaged file."""
