@@ -294,6 +294,7 @@ def test_a_run_whose_text_has_changed_goes_on_with_the_stores_it_began_with(plac
     assert place.losses("edited") == place.losses("whole")
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(place, whole):
     process = place.start("damaged", checkpoint__keep=3)
     place.wait_for_step(process, "damaged", 22)

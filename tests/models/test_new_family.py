@@ -106,7 +106,9 @@ def test_its_losses_and_counts_are_in_the_record(trained):
         assert row["active"] == int(row["active"]) and 0.4 < row["active"] / units < 0.6
 
 
-@pytest.mark.parametrize("way", [pytest.param("unroll", marks=SLOW), "mesh", "offloaded"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("unroll", marks=SLOW), pytest.param("mesh", marks=SLOW), "offloaded"]
+)
 def test_every_way_of_training_gives_the_same_losses(trained, way):
     check_alike(trained(way), trained("scan"))
 
@@ -161,9 +163,8 @@ def test_what_is_stored_imports_no_family(place, trained, unknown, capsys):
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param("unroll", marks=SLOW), pytest.param("mesh", marks=SLOW), "offloaded"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["unroll", "mesh", "offloaded"])
 def test_what_does_not_train_stays_as_it_was_drawn(place, way):
     """The whole embedding, and of B values and scales; it has no optimizer state, and all else trains."""
     run, settings = f"frozen {way}", WAYS[way] | {"model__frozen": "true", "checkpoint__every": 1}

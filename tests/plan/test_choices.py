@@ -146,6 +146,7 @@ def test_what_does_not_fit_as_compiled_makes_room_for_the_next(small, monkeypatc
     assert "too much" in caplog.text
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_as_compiled_the_run_is_refused(small, monkeypatch):
     monkeypatch.setattr(confirmed.Sizes, "of", staticmethod(lambda stats: confirmed.Sizes(0, 0, 2 * GIB)))
     with pytest.raises(InputError, match="nothing fits"):

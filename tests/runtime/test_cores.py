@@ -12,9 +12,9 @@ from jaxthru.runtime.cores import usable_cores
 PROGRAM = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from jaxthru.data.store import writer
+from jaxthru.data.store import parallel_writer
 from jaxthru.runtime.cores import usable_cores
-print(usable_cores(), writer.THREADS)
+print(usable_cores(), parallel_writer.THREADS)
 """
 
 

@@ -60,7 +60,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@slow_but_for(*(name for name in MODELS if "fp8" not in name), model=named(*MODELS))
 def test_models_and_micro_batches(model, request, monkeypatch):
     if "fp8" in model:  # a difference in the last bit may become one of a sixteenth
         request.getfixturevalue("bit_exact")

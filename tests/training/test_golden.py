@@ -22,13 +22,12 @@ FAST = (
     "z-loss, 2 micro-batches",
     "muon",
     "state int8",
-    "mesh (2,2,2)",
     "offload parameters, previous",
 )
 SLOW = (
     *("tied, unroll, 2 micro-batches", "qk_norm", "rope scaling", "previous clipping", "wsd, no clipping"),
     *("remat full", "muon, unroll, qk_norm", "state bfloat16", "state split_master_int8"),
-    *("state stochastic_rounding", "fp8, unroll, 2 micro-batches", "bf16", "mesh (2,2,2), muon"),
+    *("state stochastic_rounding", "fp8, unroll, 2 micro-batches", "bf16", "mesh (2,2,2)"),
     *("mesh (1,8,1), fp8", "offload gradients, exact", "activations inputs"),
     "offload parameters, names, half, tied, 2 micro-batches",
 )

@@ -161,7 +161,7 @@ def test_no_more_than_a_few_parts_are_ever_on_the_device():
     assert updates[-1] <= max(updates[:-1])
 
 
-@pytest.mark.parametrize("level", ["none", "parameters"])
+@pytest.mark.parametrize("level", [pytest.param("none", marks=pytest.mark.slow), "parameters"])
 def test_the_first_state_is_the_whole_ones(level, bit_exact):
     whole = make()
     step = whole.step

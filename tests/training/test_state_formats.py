@@ -39,7 +39,9 @@ def test_slots_are_sharded_as_their_parameters(mesh, config):
     np.testing.assert_allclose(losses, wanted, atol=1e-2, rtol=0)
 
 
-@pytest.mark.parametrize(("saved", "read"), [("scan", "unroll"), ("unroll", "scan")])
+@pytest.mark.parametrize(
+    ("saved", "read"), [pytest.param("scan", "unroll", marks=pytest.mark.slow), ("unroll", "scan")]
+)
 def test_int8_state_resumes_in_either_form(tmp_path, saved, read):
     made, other = (tiny.make(optim=optim("split_master_int8"), loop=loop) for loop in (saved, read))
     state = made.fresh()

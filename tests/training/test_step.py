@@ -134,7 +134,7 @@ def test_steps_of_micro_batches_learn_as_whole_ones(made):
         {"loop": "scan"},
         {"loop": "unroll"},
         pytest.param({"tied_embeddings": True}, marks=pytest.mark.slow),
-        {"float8": True},
+        pytest.param({"float8": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
