@@ -86,7 +86,10 @@ def finished_shards(folder: Path) -> list[dict]:
     """Returns the records of the shards that are whole, up to the first that is not."""
     records = []
     while (path := folder / f"shard-{len(records):05d}.json").is_file():
-        records.append(json.loads(path.read_bytes()))
+        try:
+            records.append(json.loads(path.read_bytes()))
+        except ValueError:  # damaged: that shard is made again
+            break
     return records
 
 
