@@ -127,7 +127,7 @@ def test_where_the_store_cannot_be_written_one_line_says_so(config, tmp_path, mo
 
 def test_prepare_makes_the_packing_it_is_asked_for(config, tmp_path, capsys):
     command = ["prepare", config.mix, "--store", config.store]
-    assert main([*command, "--sequence", "1"]) == 2 and not Path(config.store).exists()
+    assert main([*command, "--sequence", "1"]) == 2 and not (tmp_path / "store").exists()
     assert main(command) == 0 and not columns(tmp_path)
     assert main([*command, "--sequence", "64", "--packing", "best_fit"]) == 0
     rows = sum(packed.rows for _, packed in open_data(config).train)
