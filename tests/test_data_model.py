@@ -149,6 +149,12 @@ def test_a_small_study_has_its_tables_and_pictures(study, tmp_path):
         assert xml.etree.ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
+def test_without_a_record_it_says_what_makes_it(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "RECORDS", tmp_path)
+    with pytest.raises(SystemExit, match=r"no data_scale_services\.json, which `.* --rows services` makes"):
+        study.main(["--small"])
+
+
 def test_the_page_has_what_the_record_says(study):
     found, page = json.loads(study.KEPT.read_text()), study.PAGE.read_text()
     for name, table in study.tables(found).items():
