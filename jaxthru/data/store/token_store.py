@@ -161,6 +161,10 @@ class Split:
         anew each time. Raises InputError for a damaged file."""
         return np.concatenate([np.zeros(0, np.int64), *self.ends_by_shard()])
 
+    def keep_index(self) -> None:
+        """Makes what is kept beside the store to find tokens by, if there is such and it is missing. Raises
+        InputError for a damaged file."""
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens from `start` to before `stop`, which is above it: a view of the memory map where
         one shard holds them all.
