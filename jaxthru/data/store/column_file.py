@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxthru.data.store.flat_file import VERIFIED, Maps
+from jaxthru.data.store.flat_file import VERIFIED, Maps, map_file
 from jaxthru.runtime.atomic import written_atomically
 from jaxthru.runtime.errors import InputError, require
 
@@ -148,11 +148,7 @@ class ColumnFile:
     def _map(self) -> dict[str, memoryview]:
         content = self._content
         if content is None:
-            try:
-                with open(self.path, "rb") as file:  # noqa: PTH123 (paths are text, see `Split`)
-                    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise InputError(f"{self.path}: cannot be read ({error}); {REMEDY}") from error
+            content = map_file(self.path, remedy="the next start makes it")
         place, count, crc32 = self._table
         whole = len(content) >= place + 4 * count and zlib.crc32(content[place : place + 4 * count]) == crc32
         require(whole, f"{self.path}: is damaged or cut short; {REMEDY}")

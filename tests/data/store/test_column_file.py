@@ -133,6 +133,21 @@ def test_one_that_another_replaces_at_once_is_made_for_this_process_alone(path, 
     check(found)
 
 
+def test_a_limit_of_files_is_not_taken_for_damage(path, monkeypatch):
+    found = keep(str(path), "one", Made())
+
+    def refused(*arguments, **options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("mmap.mmap", refused)
+    with pytest.raises(InputError, match=r"cannot be opened .* raise the limit of open files, `ulimit -n`$"):
+        found.views()
+    monkeypatch.undo()
+    path.unlink()
+    with pytest.raises(InputError, match=r"no such file; the next start makes it$"):
+        found.views()
+
+
 def test_what_is_wrong_with_the_store_is_not_taken_for_a_full_disk(path):
     def make(writer):
         raise InputError("train-00000.offsets: block 0 is damaged")
