@@ -40,7 +40,8 @@ class Maps(dict):
         """Returns what is mapped, which is kept for now."""
         self[key] = mapped
         self._made.append((weakref.ref(self), key))
-        most = min(MOST_MAPS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = MOST_MAPS if files == resource.RLIM_INFINITY else min(MOST_MAPS, files // 2)
         while len(self._made) > most:
             owner, oldest = self._made.popleft()
             if (maps := owner()) is not None:
