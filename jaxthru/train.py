@@ -129,8 +129,9 @@ def restore_or_start(
     else:
         step, state, saved = restored
         log.info("resumed from step %d", step)
-        whole = data.masked or built.config.data.packing == "best_fit"
-        check_packing(saved, built.config.data.sequence, data.segments, whole=whole)
+        best_fit = built.config.data.packing == "best_fit"
+        kinds = {"whole": best_fit or data.masked, "cut": not best_fit and None in data.counted.values()}
+        check_packing(saved, built.config.data.sequence, data.segments, **kinds)
         data_state = DataState.from_json(saved).resumed(step, data.mixture, data.keys)
         reference = reference_model(built, directory, data_state)
         if reference.missing:  # of steps that the run was not to have before

@@ -135,6 +135,14 @@ def study(model):
     return module
 
 
+def test_trainers_of_a_host_need_not_share_evenly(model):
+    """Of eight, three and three and two take the same rows: all go step by step, and none waits."""
+    services = model.Services(token=1e-6, row=1e-4, fetch=1e-3)
+    for way in model.WAYS.values():
+        found = model.simulate(model.Setup(16, share=3, steps=8, ahead=2, workers=4), way, services, warm=2)
+        assert found.waits.max() == 0 and found.seconds == pytest.approx(6 * 5.0)
+
+
 def test_a_small_study_has_its_tables_and_pictures(study, tmp_path):
     study.main(["--small", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "data_scale.json").read_text())
@@ -147,6 +155,12 @@ def test_a_small_study_has_its_tables_and_pictures(study, tmp_path):
     assert {path.name for path in tmp_path.glob("*.svg")} == set(study.pictures(found))
     for path in tmp_path.glob("*.svg"):
         assert xml.etree.ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+def test_without_a_record_it_says_what_makes_it(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "RECORDS", tmp_path)
+    with pytest.raises(SystemExit, match=r"no data_scale_services\.json, which `.* --rows services` makes"):
+        study.main(["--small"])
 
 
 def test_the_page_has_what_the_record_says(study):

@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.data") ->
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    config = None if arguments.sequence is None else _config(arguments)  # what is wrong with it is told first
     mix = load_mix(arguments.mix, arguments.tokenizer)
     stores = open_stores(mix, Path(arguments.store)).stores
     largest = sorted(stores.values(), key=lambda opened: -opened.train.tokens)
@@ -46,8 +47,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
     each = epochs.in_one_pass(mix.mixture, tokens, documents)
     if often := epochs.repeated(each, "while as many tokens are read as there are"):
         print(often, file=sys.stderr)
-    if arguments.sequence is not None:
-        with open_data(_config(arguments)) as data:
+    if config is not None:
+        with open_data(config) as data:
             rows = sum(packed.rows for _, packed in data.train)
             print(f"{arguments.store}: {rows} rows of {arguments.sequence} tokens ({arguments.packing})")
     return 0

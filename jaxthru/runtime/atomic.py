@@ -69,11 +69,12 @@ def _begun(partial: Path) -> BinaryIO:
 
 def remove_partials(folder: Path) -> None:
     """Removes the unfinished files that killed writers of `write_atomically` have left in a folder and in the
-    folders in it."""
+    folders in it, where that may be written."""
     for path in (*folder.glob("*.partial"), *folder.glob("*/*.partial")):
         writer = PARTIAL.search(path.name)
         if writer and abandoned(path, writer[1], writer[2]):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # they are in nobody's way
+                path.unlink(missing_ok=True)
 
 
 def writer_id() -> str:

@@ -267,14 +267,11 @@ class Run:
             environment.process(self.kill())
         for host, of_host in enumerate(itertools.batched(range(setup.trainers), setup.per_host)):
             pool = self.pool(cores[host]) if way.host else None
-            for _ in itertools.batched(of_host, setup.share):
+            for neighbours in itertools.batched(of_host, setup.share):
                 group = None
-                for _ in range(min(setup.share, len(of_host))):
-                    group = (
-                        group
-                        if way.host and group
-                        else Group(self, cores[host], pool or self.pool(cores[host]))
-                    )
+                for _ in neighbours:
+                    if group is None or not way.host:
+                        group = Group(self, cores[host], pool or self.pool(cores[host]))
                     environment.process(self.trainer(group))
 
     def pool(self, cores: Cores) -> "Pool":

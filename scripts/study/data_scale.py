@@ -105,6 +105,9 @@ def services(found: Row, connections: int) -> Services:
 def study(small: bool) -> Row:
     """Returns all rows."""
     found = measured("services")
+    if not found:
+        command = "python scripts/bench/suite.py data_scale --rows services"
+        raise SystemExit(f"{RECORDS}: has no data_scale_services.json, which `{command}` makes")
     gpus, most = (GPUS[:2], 64) if small else (GPUS, GPUS[-1])
     rows = [row(found, number, way) for number in gpus for way in WAYS.values()]
     shared = [row(found, most, way, share=8) for way in WAYS.values()]
@@ -116,9 +119,9 @@ def study(small: bool) -> Row:
         for way in one
         for name, how in (("none", {}), ("slow", {"slow": 10.0}), ("killed", {"killed": KILLED}))
     ]
-    held = {name: {key: value for key, value in measured(name).items()} for name in ("paced", "saturated")}
-    plans = found["plans"]
-    return {"rows": rows, "shared": shared, "images": images, "faults": faults, "held": held, "plans": plans}
+    held = {name: measured(name) for name in ("paced", "saturated")}
+    kinds = {"rows": rows, "shared": shared, "images": images, "faults": faults, "held": held}
+    return {**kinds, "plans": found["plans"]}
 
 
 def needed(found: Row, setup: Setup, way: Way, gpus: int) -> float:

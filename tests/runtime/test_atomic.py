@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -28,6 +29,13 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path, monkeypa
     for path in (running, elsewhere, *others):
         path.write_text("not yet whole")
     assert len(list(tmp_path.rglob("*.partial"))) == 6
+
+    def refused(path, missing_ok):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        remove_partials(tmp_path)
     remove_partials(tmp_path)
     assert set(tmp_path.rglob("*.partial")) == {running, elsewhere} | others
     monkeypatch.setattr(atomic, "STALE_SECONDS", -1)

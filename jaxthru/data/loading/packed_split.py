@@ -39,6 +39,7 @@ def pack_split(split: Split, sequence: int, packing: str, over_long: OverLong, u
     path = f"{split.folder}/{split.split}.{packing}-{sequence}{ENDING}"
 
     def make(writer: Writer) -> dict:
+        split.keep_index()  # now that all of it is read: a later start may not be able to write
         if packing == "split":
             parts, rows = split_rows(split.ends_by_shard(), sequence), -(-split.tokens // sequence)
             return write_rows(writer, parts, sequence, rows, split.documents + rows, in_order=True)

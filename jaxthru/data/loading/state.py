@@ -13,9 +13,10 @@ log = logging.getLogger(__name__)
 
 LAST_COMMITS = {1: "7a9d05a"}
 """{version of the mixture sampler: the last commit that has it}"""
-PACKING, LAST_CAPPED = 2, "fd64fb7"
-"""Version of what places whole documents in rows, and the last commit that has the first, which put at most
-max(64, data.sequence / 128) into one."""
+PACKING, LAST_FIRST_PACKING = 2, "fd64fb7"
+"""Version of what is in rows and counts of them, and the last commit that has the first, which put at most
+max(64, data.sequence / 128) whole documents into one and, of text that is cut, took each source's last row
+for full."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,28 +73,41 @@ def check_sampler(tree: dict[str, Any]) -> None:
     tree: of `DataState.to_json`, of any version. The first kept no number; of one source it gave these rows.
     """
     version = tree.get("sampler", 1)
-    mixtures = [Mixture.from_tree(mixture) for _, mixture in tree["schedule"]]
-    shares = [pair for mixture in mixtures for pair in mixture.shares.items()]
-    used = {name for name, share in shares if any(weight > 0 for _, weight in share.points)}
     require(
-        version == VERSION or (version == 1 and len(used) == 1),
+        version == VERSION or (version == 1 and _sources(tree) == 1),
         f"the run was begun by version {version} of the mixture sampler, and version {VERSION} gives other "
         f"batches: continue it with {_commit_of(version)}, or start a new one",
     )
 
 
-def check_packing(tree: dict[str, Any], sequence: int, segments: int, *, whole: bool) -> None:
-    """Raises InputError unless rows hold the documents that they held when the run was begun.
+def check_packing(tree: dict[str, Any], sequence: int, segments: int, *, whole: bool, cut: bool) -> None:
+    """Raises InputError unless rows hold the documents that they held when the run was begun, and are as many
+    of each source.
 
     tree: of `DataState.to_json`, of any version. sequence: tokens in a row. segments: `Data.segments`. whole:
-    whether documents lie whole in rows, of `best_fit` or as they say what of them is trained on.
+    whether documents lie whole in rows, of `best_fit` or as they say what of them is trained on. cut: whether
+    there is text whose rows are cut anywhere.
     """
-    most = max(64, sequence // 128)
+    if "packing" in tree:
+        return
+    most, instead = max(64, sequence // 128), f"continue it with commit {LAST_FIRST_PACKING} of jaxthru"
     require(
-        "packing" in tree or not whole or segments <= most,
+        not whole or segments <= most,
         f"the run was begun with at most {most} documents in a row, of which there may be more now, and its "
-        f"rows would be others: continue it with commit {LAST_CAPPED} of jaxthru, or start a new one",
+        f"rows would be others: {instead}, or start a new one",
     )
+    require(
+        not cut or _sources(tree) == 1,
+        "the run was begun with the last row of each source counted as full, and shares are of the tokens in "
+        f"rows now, so that its batches would be others: {instead}, or start a new one",
+    )
+
+
+def _sources(tree: dict[str, Any]) -> int:
+    """Returns how many sources a run has rows of."""
+    mixtures = [Mixture.from_tree(mixture) for _, mixture in tree["schedule"]]
+    shares = [pair for mixture in mixtures for pair in mixture.shares.items()]
+    return len({name for name, share in shares if any(weight > 0 for _, weight in share.points)})
 
 
 def _commit_of(version: int) -> str:

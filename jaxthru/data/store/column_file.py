@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxthru.data.store.flat_file import VERIFIED, Maps
+from jaxthru.data.store.flat_file import VERIFIED, Maps, map_file
 from jaxthru.runtime.atomic import written_atomically
 from jaxthru.runtime.errors import InputError, require
 
@@ -148,11 +148,7 @@ class ColumnFile:
     def _map(self) -> dict[str, memoryview]:
         content = self._content
         if content is None:
-            try:
-                with open(self.path, "rb") as file:  # noqa: PTH123 (paths are text, see `Split`)
-                    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise InputError(f"{self.path}: cannot be read ({error}); {REMEDY}") from error
+            content = map_file(self.path, remedy="the next start makes it")
         place, count, crc32 = self._table
         whole = len(content) >= place + 4 * count and zlib.crc32(content[place : place + 4 * count]) == crc32
         require(whole, f"{self.path}: is damaged or cut short; {REMEDY}")
@@ -192,7 +188,9 @@ def keep(path: str, of: str, make: Make) -> ColumnFile:
         if not isinstance(error.__cause__, OSError):
             raise  # of what it is made from
         return _unkept(path, of, make)
-    return ColumnFile(path, _header(path, of))
+    # Unless somebody has taken it away again, or put one of something else in its place.
+    header = _header(path, of)
+    return ColumnFile(path, header) if header else _unkept(path, of, make)
 
 
 def verify_columns(folder: Path) -> None:
@@ -228,14 +226,10 @@ def _header(path: str, of: str | None) -> dict | None:
     """Returns the header of a file, None if it has none that is whole, or is of something else. of: None is
     anything."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 (paths are text, see `Split`)
+            header, size = _parsed(file.read(HEADER)), os.fstat(file.fileno()).st_size
+    except OSError:  # none, or what is no file
         return None
-    try:
-        header = _parsed(os.read(file, HEADER))
-        size = os.fstat(file).st_size
-    finally:
-        os.close(file)
     if header is None or header["version"] != VERSION or of not in (None, header["of"]):
         return None
     place, count, _ = header["checksums"]

@@ -40,7 +40,8 @@ class Maps(dict):
         """Returns what is mapped, which is kept for now."""
         self[key] = mapped
         self._made.append((weakref.ref(self), key))
-        most = min(MOST_MAPS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = MOST_MAPS if files == resource.RLIM_INFINITY else min(MOST_MAPS, files // 2)
         while len(self._made) > most:
             owner, oldest = self._made.popleft()
             if (maps := owner()) is not None:
@@ -48,21 +49,22 @@ class Maps(dict):
         return mapped
 
 
-def map_file(path: str, size: int | None = None) -> mmap.mmap | bytes:
-    """Maps a file of known size, to read. Raises InputError when it is missing or of another size."""
+def map_file(path: str, size: int | None = None, remedy: str = REMEDY) -> mmap.mmap | bytes:
+    """Maps a file, to read. size: that it must have. remedy: against what is wrong with it. Raises InputError
+    when it is missing or of another size."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = os.fstat(file).st_size
             require(
-                size is None or found == size, lambda: f"{path}: {found} bytes, expected {size}; {REMEDY}"
+                size is None or found == size, lambda: f"{path}: {found} bytes, expected {size}; {remedy}"
             )
             # A memory map cannot be empty.
             return mmap.mmap(file, 0, access=mmap.ACCESS_READ) if found else b""
         finally:
             os.close(file)
     except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file; {REMEDY}") from error
+        raise InputError(f"{path}: no such file; {remedy}") from error
     except OSError as error:
         hints = {errno.EMFILE: "open files, `ulimit -n`", errno.ENOMEM: "memory maps, vm.max_map_count"}
         hint = f"; raise the limit of {hints[error.errno]}" if error.errno in hints else ""

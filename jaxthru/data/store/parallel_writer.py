@@ -18,6 +18,7 @@ from jaxthru.data.store.report import Report
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.data.store.writer import Batch, StoreWriter, Written
 from jaxthru.runtime.cores import usable_cores
+from jaxthru.runtime.errors import InputError
 
 THREADS = min(usable_cores(), 16)
 """Batches of a large source that are tokenised at once."""
@@ -55,9 +56,13 @@ def write_stores(
             settle(written)
 
     def write(name: str, target: Path) -> None:
-        writer = StoreWriter(corpora.pop(name), target, tokenizer, share)
-        batches = writer.batches()
-        first = next(batches)
+        try:
+            writer = StoreWriter(corpora.pop(name), target, tokenizer, share)
+            batches = writer.batches()
+            first = next(batches)
+        except InputError:
+            settle_small(0)  # what is wrong with one before it is told first
+            raise
         if first.final:
             waiting.append(pool.submit(writer.write_only, first))
             settle_small(2 * SMALL)

@@ -153,6 +153,9 @@ class TextSplit(store.Split):
                 ends.verify_range("ends", number, number + 1)
         return np.asarray(ends.views()["ends"])[chunk]
 
+    def keep_index(self) -> None:
+        self._ends()
+
     def _ends(self) -> ColumnFile:
         def make(writer: Writer) -> dict:
             writer.add("ends", "<i8", self.chunks)

@@ -86,7 +86,10 @@ def finished_shards(folder: Path) -> list[dict]:
     """Returns the records of the shards that are whole, up to the first that is not."""
     records = []
     while (path := folder / f"shard-{len(records):05d}.json").is_file():
-        records.append(json.loads(path.read_bytes()))
+        try:
+            records.append(json.loads(path.read_bytes()))
+        except ValueError:  # damaged: that shard is made again
+            break
     return records
 
 
@@ -157,6 +160,10 @@ class Split:
         """int64 [documents], where each document ends in the stream; it starts where the last one ended. Read
         anew each time. Raises InputError for a damaged file."""
         return np.concatenate([np.zeros(0, np.int64), *self.ends_by_shard()])
+
+    def keep_index(self) -> None:
+        """Makes what is kept beside the store to find tokens by, if there is such and it is missing. Raises
+        InputError for a damaged file."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens from `start` to before `stop`, which is above it: a view of the memory map where

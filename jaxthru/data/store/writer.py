@@ -88,7 +88,6 @@ class StoreWriter:
     def __init__(self, corpus: Corpus, target: Path, tokenizer: Tokenizer, share: float):
         self._began = time.monotonic()
         self.corpus, self._target, self._tokenizer, self._share = corpus, target, tokenizer, share
-        target.mkdir(parents=True, exist_ok=True)
         self._records = store.finished_shards(target)
         self.found = sum(record["bytes"] for record in self._records)
         _check_damage(corpus, self._records, target, final=False)

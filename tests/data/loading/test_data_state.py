@@ -43,14 +43,24 @@ def test_a_run_of_an_older_sampler_goes_on_only_where_its_batches_would_be_the_s
 def test_a_run_of_rows_with_fewer_documents_goes_on_only_where_they_would_be_the_same():
     tree = STATE.to_json()
     old = {key: value for key, value in tree.items() if key != "packing"}
-    check_packing(tree, 1024, 4096, whole=True)
-    check_packing(old, 1024, 4096, whole=False)
-    check_packing(old, 1024, 64, whole=True)
-    check_packing(old, 16_384, 128, whole=True)
+    check_packing(tree, 1024, 4096, whole=True, cut=False)
+    check_packing(old, 1024, 64, whole=True, cut=False)
+    check_packing(old, 16_384, 128, whole=True, cut=False)
     with pytest.raises(
         InputError, match=r"begun with at most 64 documents in a row.*commit fd64fb7 of jaxthru"
     ):
-        check_packing(old, 1024, 72, whole=True)
+        check_packing(old, 1024, 72, whole=True, cut=False)
+
+
+def test_a_run_of_cut_rows_with_other_shares_goes_on_only_from_one_source():
+    tree = STATE.to_json()
+    old = {key: value for key, value in tree.items() if key != "packing"}
+    check_packing(tree, 1024, 4096, whole=False, cut=True)
+    with pytest.raises(InputError, match=r"last row of each source counted as full.*commit fd64fb7 of jax"):
+        check_packing(old, 1024, 64, whole=False, cut=True)
+    alone = DataState(step=10, schedule=((0, ONLY_A),), keys={"a": "1", "b": "2"})
+    alone = {key: value for key, value in alone.to_json().items() if key != "packing"}
+    check_packing(alone, 1024, 4096, whole=False, cut=True)
 
 
 def test_a_changed_or_missing_source_is_named():

@@ -50,7 +50,8 @@ def test_opening_reads_nothing_of_documents_or_rows(mix, tmp_path, monkeypatch, 
     config = DataConfig(str(mix), SEQUENCE, packing, str(tmp_path / "store"), loaders=1)
     keys = prepare_data(config)
     made = columns(tmp_path)
-    assert made.keys() == names(f"{packing}-64")
+    indices = ["chunk_ends"] if online else []  # of its texts
+    assert made.keys() == names(f"{packing}-64", *indices)
     mapped = []
     for module in (token_store, text_store):
         map_array = lambda *arguments: mapped.append(arguments[0]) or flat_file.map_array(*arguments)  # noqa: E731
@@ -59,7 +60,7 @@ def test_opening_reads_nothing_of_documents_or_rows(mix, tmp_path, monkeypatch, 
         assert not mapped and not any(packed._columns._maps for _, packed in (*data.train, *data.held_out))
         found = batches(data)
         assert all(packed._columns._maps for _, packed in (*data.train, *data.held_out))
-    assert made.items() <= columns(tmp_path).items()  # of online sources, where their chunks end is kept, too
+    assert made.items() == columns(tmp_path).items()
     with open_data(config, prepare=False, begun=keys) as data:
         assert_same(batches(data), found)
 
@@ -127,6 +128,7 @@ def test_where_the_store_cannot_be_written_one_line_says_so(config, tmp_path, mo
 
 def test_prepare_makes_the_packing_it_is_asked_for(config, tmp_path, capsys):
     command = ["prepare", config.mix, "--store", config.store]
+    assert main([*command, "--sequence", "1"]) == 2 and not (tmp_path / "store").exists()
     assert main(command) == 0 and not columns(tmp_path)
     assert main([*command, "--sequence", "64", "--packing", "best_fit"]) == 0
     rows = sum(packed.rows for _, packed in open_data(config).train)

@@ -110,6 +110,44 @@ def test_where_nothing_can_be_written_it_is_made_for_this_process_alone(path, mo
     check(found)
 
 
+def test_what_is_no_file_is_left_where_it_is(path):
+    (path / "within").mkdir(parents=True)
+    found = keep(str(path), "one", Made())
+    assert found.path is None and [*path.iterdir()] == [path / "within"]
+    check(found)
+
+
+def test_one_that_another_replaces_at_once_is_made_for_this_process_alone(path, monkeypatch):
+    """As two versions do that make a file of the same name."""
+    write = module.written_atomically
+
+    @contextlib.contextmanager
+    def replaced(target, sync):
+        with write(target, sync) as stream:
+            yield stream
+        target.unlink()
+
+    monkeypatch.setattr(module, "written_atomically", replaced)
+    found = keep(str(path), "one", Made())
+    assert found.path is None
+    check(found)
+
+
+def test_a_limit_of_files_is_not_taken_for_damage(path, monkeypatch):
+    found = keep(str(path), "one", Made())
+
+    def refused(*arguments, **options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("mmap.mmap", refused)
+    with pytest.raises(InputError, match=r"cannot be opened .* raise the limit of open files, `ulimit -n`$"):
+        found.views()
+    monkeypatch.undo()
+    path.unlink()
+    with pytest.raises(InputError, match=r"no such file; the next start makes it$"):
+        found.views()
+
+
 def test_what_is_wrong_with_the_store_is_not_taken_for_a_full_disk(path):
     def make(writer):
         raise InputError("train-00000.offsets: block 0 is damaged")

@@ -10,6 +10,7 @@ import pytest
 from corpus import write_small_sources
 
 from jaxthru.data.__main__ import main
+from jaxthru.data.sources.corpus import Corpus
 from jaxthru.data.store import parallel_writer, report, writer
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import make_stores
@@ -93,6 +94,32 @@ def test_one_that_cannot_be_prepared_is_named_and_the_others_stay(many, tmp_path
     assert made == {path: path.stat().st_mtime_ns for path in made}
     prepare(many, tmp_path / "clean")
     assert contents(tmp_path / "clean").items() <= contents(tmp_path / "store").items()
+
+
+def test_of_two_that_cannot_be_prepared_the_first_is_named(many, tmp_path, monkeypatch):
+    """Though what is wrong with the other is found while its text is read, and so earlier."""
+    name_tokenizer(many)
+    (tmp_path / "small-7.jsonl").write_text('{"text": ""}\n')
+    items, write_only, found = Corpus.items, writer.StoreWriter.write_only, threading.Event()
+
+    def read(corpus):
+        if corpus.name == "s9":
+            found.set()
+            raise InputError("source s9: is not read")
+        return items(corpus)
+
+    def waits(of, batch):
+        assert of.corpus.name != "s7" or found.wait(60)
+        return write_only(of, batch)
+
+    monkeypatch.setattr(Corpus, "items", read)
+    monkeypatch.setattr(writer.StoreWriter, "write_only", waits)
+    with pytest.raises(InputError, match="source s7: no text to train on in 1 files"):
+        prepare(many, tmp_path / "store")
+    assert len(list((tmp_path / "store").glob("*/manifest.json"))) >= 9
+    (tmp_path / "small-7.jsonl").write_text('{"text": "a row"}\n{"text": "the row"}\n')
+    with pytest.raises(InputError, match="source s9: is not read"):
+        prepare(many, tmp_path / "store")
 
 
 def name_tokenizer(mix: Path) -> None:

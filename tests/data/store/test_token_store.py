@@ -337,6 +337,22 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(mix, tmp_path, 
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
 
 
+def test_what_a_preparation_left_damaged_is_made_again_and_a_file_in_the_way_is_one_line(mix, tmp_path):
+    folder = tmp_path / "store"
+    keys = open_stores(load_mix(str(mix)), folder).keys
+    expected, notes = files(folder), folder / f"notes-{keys['notes']}"
+    (notes / "manifest.json").unlink()
+    (notes / "shard-00000.json").write_bytes(b"{")
+    open_stores(load_mix(str(mix)), folder)
+    assert files(folder) == expected
+    shutil.rmtree(notes)
+    notes.write_text("no folder")
+    with pytest.raises(
+        InputError, match=rf"{notes}/train-00000\.tokens: cannot be written \(Not a directory\)"
+    ):
+        open_stores(load_mix(str(mix)), folder)
+
+
 def test_a_store_of_more_shards_than_files_may_be_open_is_read(tmp_path):
     """What was mapped first is let go of. One line where not even a file more may be open."""
     splits = {"train": [store.Entry(np.arange(3))], "held_out": []}
