@@ -6,6 +6,7 @@ any more, however they ended. A message is JSON, which runs nothing, and may hav
 without a name, handed over as a descriptor. When the processes are gone, nothing is left behind.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -138,6 +139,15 @@ def connect(name: str) -> Connection:
     while (connection := _connected(name) or _start(name)) is None:
         time.sleep(PAUSE_SECONDS)  # another process is about to listen
     return connection
+
+
+def hang_up(connection: Connection) -> None:
+    """Ends a connection at both ends, also for a thread that waits at it, and still has to close it."""
+    with (
+        contextlib.suppress(OSError),  # the other end was first
+        socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end,
+    ):
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def check_user(connection: Connection) -> None:

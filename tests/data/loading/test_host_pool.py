@@ -22,7 +22,8 @@ from jaxthru.data.loading.batch_memory import BatchMemory
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data, prepare_data
 from jaxthru.data.loading.host_batches import Server
 from jaxthru.data.loading.host_channel import connect, receive, send
-from jaxthru.data.loading.host_pool import Host, HostData
+from jaxthru.data.loading.host_client import Host
+from jaxthru.data.loading.host_pool import HostData
 from jaxthru.runtime.errors import InputError, TrainingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs abstract sockets")
