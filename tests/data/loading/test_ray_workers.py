@@ -87,7 +87,10 @@ def driven_by(program: str, tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_driver_that_dies_loses_nothing(tmp_path, tokenizer, monkeypatch, caplog):
-    driven_by(FAKE_DRIVER, tmp_path, monkeypatch)
+    begun = tmp_path / "begun"  # what a cluster of this machine is to a driver that is killed
+    beside = "import subprocess\nbeside = subprocess.Popen(['sleep', '600']).pid\n"
+    beside += f"print(beside, file=open({str(begun)!r}, 'a'))\n"
+    driven_by(beside + FAKE_DRIVER, tmp_path, monkeypatch)
     texts = [f"document {number}" for number in range(50)]
     ids = write_store(tmp_path / "s", tokenizer, texts)
     split = text_store.TextStore(tmp_path / "s").train
@@ -103,6 +106,8 @@ def test_a_driver_that_dies_loses_nothing(tmp_path, tokenizer, monkeypatch, capl
         assert folder.is_dir() and workers.restarts == 6  # two drivers with three workers each
         assert not any(worker.deaths for worker in workers._workers)  # which is not laid to their charge
     assert last.returncode == -signal.SIGKILL and not folder.exists()
+    left = begun.read_text().split()
+    assert len(left) == 3 and gone(left)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == ["Ray's driver ended with code -9: started again, and all token workers with it"] * 2
 
@@ -363,7 +368,7 @@ def descendants(kind: str = "") -> list[int]:
     return found
 
 
-def gone(pids: list[int], seconds: float = 20) -> bool:
+def gone(pids: list[int] | list[str], seconds: float = 20) -> bool:
     deadline = time.monotonic() + seconds
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
