@@ -40,8 +40,7 @@ BACKLOG = 4096
 """Processes, or threads of such, that may wait to be heard at once: the system's own limit is the same."""
 PAUSE_SECONDS = 0.01
 """Between two looks whether a server that another process starts is there."""
-
-
+STDERR = 2
 NOWHERE = "-"
 BOOT, NAMESPACES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns")
 
@@ -57,9 +56,11 @@ def meeting_place() -> str:
 
 
 class SharedBlock(mmap.mmap):
-    """Memory that other processes can be given: a file without a name. file: its descriptor."""
+    """Memory that other processes can be given: a file without a name. file: its descriptor. left: whether
+    one of them has it for good."""
 
     file: int
+    left: bool = False
 
     def __new__(cls, size: int) -> "SharedBlock":
         """size: in bytes, not 0."""
@@ -197,6 +198,7 @@ def _start(name: str) -> Connection | None:
                     program,
                     pass_fds=(listener.fileno(),),
                     stdin=subprocess.DEVNULL,
+                    stdout=STDERR,  # who reads what this process says is not to wait for the server's end
                     env=os.environ | {"PYTHONPATH": import_paths()},
                 )
         except OSError as error:

@@ -23,6 +23,7 @@ from jaxthru.data.mixture.planner import StepPlan
 from jaxthru.data.mixture.schedule import Schedule
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import kept_tokenizer
+from jaxthru.data.store.token_store import let_files_open
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.errors import InputError, require
 
@@ -38,6 +39,7 @@ class HostData(Loader):
     def __init__(self, host: Host, config: DataConfig, keys: Mapping[str, str], kept: Path | None = None):
         """config, kept: as `open_data` takes them. keys: of `prepare_data`. Raises InputError."""
         self.config, self._kept = config, kept
+        let_files_open()  # each batch that is kept, as those to evaluate with, is one
         self._client = Client(host, config, keys, kept)
         try:
             facts, _ = self._client.ask("facts")

@@ -102,6 +102,8 @@ def test_trainers_get_the_batches_of_one_process(config, keys, expected, one_cor
     ):
         server = one._client._server
         assert other._client._server == server != os.getpid()
+        files = Path(f"/proc/{server}/fd")  # whoever reads what a trainer prints sees its end
+        assert (files / "1").readlink() == (files / "2").readlink()
         facts = ("names", "mixture", "keys", "vocabulary", "segments", "rows", "pieces", "tokens", "counted")
         for name in (*facts, "account", "masked", "units"):
             assert getattr(one, name) == getattr(data, name), name
@@ -129,6 +131,10 @@ def test_trainers_get_the_batches_of_one_process(config, keys, expected, one_cor
         assert all(same(*pair) for pair in pairs)
         ends = {"seed": 3, "rows": ROWS, "steps": STEPS}
         assert one.last_step(schedule, **ends) == data.last_step(schedule, **ends)
+        found, still = one.dataset(**ASKED)[7], other.dataset(**ASKED)
+        one.close()
+        assert all(same(still[step], expected[step]) for step in range(STEPS))
+        assert same(found, expected[7])  # nothing has been written over it
     assert ended(server)
 
 
@@ -242,7 +248,7 @@ class Counted:
 def counted():
     """A server without stores, two trainers of the same rows and one of others; and what it builds."""
     server = Server()
-    plans = server.plans["plan"] = Counted(BatchMemory(server.blocks.allocate, 4))
+    plans = server.plans["plan"] = Counted(server.blocks.memory(4))
     for trainer, local in (("a", (0, 4)), ("b", (0, 4)), ("c", (4, 8))):
         server.joined(trainer)
         server.takes(trainer, "plan", local)
@@ -295,6 +301,16 @@ def test_memory_comes_back_from_trainers_that_release_it_or_leave(counted):
     other.release("b", [number])  # of a server before it
     other.plans["plan"] = plans
     assert other.batch("b", "plan", (0, 4), 70)[0] != number
+
+
+def test_what_a_trainer_that_leaves_may_look_at_is_not_written_again(counted):
+    server, _ = counted
+    _, batch = server.batch("c", "plan", (4, 8), 20)
+    block, _ = server.blocks.places(batch)
+    del batch
+    server.left("c")
+    _, batch = server.batch("a", "plan", (0, 4), 21)
+    assert server.blocks.places(batch)[0] is not block
 
 
 def test_a_slow_trainer_holds_up_no_memory(counted):
