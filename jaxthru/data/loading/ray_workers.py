@@ -35,6 +35,9 @@ STARTS = 5
 """A driver that is started so often without an answer from any worker is given up."""
 LOST = "lost"
 """The file in which a driver says why it ends itself."""
+FOLDER_LENGTH = 14
+"""Characters of the folder of temporary files that leave room below it for the names of Ray's sockets: their
+paths may have 103. Many a scheduler's TMPDIR is longer."""
 LOG_BYTES = 4096
 """Of the end of a driver's log, in which its last words are."""
 OWN_CLUSTER = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5", "RAY_memory_monitor_refresh_ms": "0"}
@@ -74,7 +77,8 @@ class RayWorkers:
         self.tokenizer, self.borders = str(Path(tokenizer).absolute()), borders
         self.memory = TokenMemory(workers)
         # Ray keeps its sockets and logs there, and where a cluster of this machine is found.
-        self.folder = Path(tempfile.mkdtemp(prefix="jaxthru-ray-"))
+        short = len(tempfile.gettempdir()) <= FOLDER_LENGTH
+        self.folder = Path(tempfile.mkdtemp(prefix="jaxthru-ray-", dir=None if short else "/tmp"))
         self.starts = 0  # since a worker last answered
         self.process: subprocess.Popen | None = None
         self._sockets: list[Connection] = []
