@@ -24,6 +24,7 @@ from jaxthru.data.loading.host_batches import Server
 from jaxthru.data.loading.host_channel import connect, receive, send
 from jaxthru.data.loading.host_client import Host
 from jaxthru.data.loading.host_pool import HostData
+from jaxthru.data.mixture.planner import Planner
 from jaxthru.runtime.errors import InputError, TrainingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs abstract sockets")
@@ -226,6 +227,25 @@ def test_data_of_a_host_has_no_copies(config, keys):
         with pytest.raises(InputError, match="mp_prefetch"):
             pickle.dumps(data.planned(((0, data.mixture),), **ASKED))
         assert "books" in repr(data)
+
+
+def test_a_step_is_planned_once_for_all_trainers(config, keys, monkeypatch):
+    plan, planned = Planner.plan, []
+
+    def counted(self, step):
+        planned.append(step)
+        time.sleep(0.05)  # others come meanwhile
+        return plan(self, step)
+
+    monkeypatch.setattr(Planner, "plan", counted)
+    with alone(config, keys) as data:
+        batches = data.planned(((0, data.mixture),), **ASKED)
+        threads = [threading.Thread(target=batches.plan, args=(3,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert planned == [3]
 
 
 class Counted:
