@@ -98,15 +98,6 @@ class HostData(Loader):
         asked = {"seed": seed, "rows": rows, "steps": ANY_STEP, "cost": cost}
         return HostPlanner(self._client, _plan_of(schedule, asked))
 
-    def held_out_batches(
-        self, *, total_rows: int, rows: int, local_rows: slice | None = None
-    ) -> list[dict[str, np.ndarray]]:
-        """Returns the same held-out rows each time, in batches of `rows`: see `Data.held_out_batches`."""
-        source, row = self.held_out_rows(total_rows, rows)
-        local = local_rows or slice(0, rows)
-        build = self.held_out_builder.build
-        return [build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
-
     def held_out_rows(self, total_rows: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (source, row) of each row of the held-out batches, int64 [batches, rows] both."""
         _, found = self._client.ask("held_out_rows", total_rows=total_rows, rows=rows)
