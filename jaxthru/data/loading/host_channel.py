@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import mmap
 import os
 import signal
@@ -31,6 +32,8 @@ import numpy as np
 from jaxthru.data.loading.worker_handle import blocked
 from jaxthru.data.loading.worker_process import import_paths
 from jaxthru.runtime.errors import InputError, require
+
+log = logging.getLogger("jaxthru")
 
 Arrays = Mapping[str, np.ndarray]
 Message = tuple[dict[str, Any], dict[str, np.ndarray]]
@@ -204,5 +207,11 @@ def _start(name: str) -> Connection | None:
         except OSError as error:
             raise InputError(f"the data server of this host cannot be started: {error}") from error
     # It may outlive this process, or end before it: then it is to be no zombie.
-    threading.Thread(target=server.wait, daemon=True).start()
+    threading.Thread(target=_see_end, args=(server,), daemon=True).start()
     return connection
+
+
+def _see_end(server: subprocess.Popen) -> None:
+    if code := server.wait():
+        told = "the data server of this host ended with code %d: another is started, and asked again"
+        log.warning(told, code)

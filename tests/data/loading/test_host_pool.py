@@ -159,7 +159,7 @@ def test_what_an_objective_asks_for_comes_with_the_batches(config, keys, expecte
         assert same(found[2], data.builder.build(*where))
 
 
-def test_a_server_that_dies_is_started_anew(config, keys, expected):
+def test_a_server_that_dies_is_started_anew(config, keys, expected, caplog):
     place = host()
     with HostData(place, config, keys) as one, HostData(place, config, keys) as other:
         first = one._client._server
@@ -188,6 +188,8 @@ def test_a_server_that_dies_is_started_anew(config, keys, expected):
         assert all(same(each, expected[0]) for each in kept)  # memory outlives who has written it
         (worker,) = children(second)
     assert ended(second) and ended(worker)
+    said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert said == ["the data server of this host ended with code -9: another is started, and asked again"]
 
 
 def test_what_is_wrong_is_said_in_one_line_to_each(config, keys, tmp_path):
