@@ -170,7 +170,8 @@ NAMES = {
 GONE = {
     *("data.corpus.DECISIVE", "data.corpus.READERS", "data.corpus.TRANSFORMS", "data.readers.READERS"),
     *("optim.optimizer.Linear", "models.bind.bind"),
-    *("data.packing.most_segments", "data.source_loader.OPEN_BYTES"),
+    *("data.packing.most_segments", "data.source_loader.OPEN_BYTES", "data.text_store.LONG_BYTES"),
+    *("data.writer.THREADS", "data.writer.write"),
     *("data.timeline.Phase", "data.timeline.UNIT"),
     *("models.bind.is_axes", "models.bind.is_matrix", "models.bind.Part", "models.bind.Substituted"),
     *("models.bind.Summing", "models.bind.wide_stand_in", "models.bind.widened"),

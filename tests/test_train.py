@@ -68,6 +68,7 @@ def test_the_second_start_of_a_configuration_compiles_nothing(place):
     assert compiled(place.run("warm", "--verbose", **settings)) == 0
 
 
+@pytest.mark.slow
 def test_no_program_is_kept_in_a_run_directory_or_run_from_one(place, whole):
     """Programs are kept in the user's own cache; a run directory may be handed on."""
     settings = {"train__deterministic": "true", "checkpoint__every": 20}
@@ -158,6 +159,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(place, whole, n
     assert place.losses(name) == place.losses("whole")
 
 
+@pytest.mark.slow
 def test_a_second_signal_exits_at_once(place, whole):
     """Whatever is not saved then is lost: after the first signal alone the run would save and end with 0."""
     process = place.start("twice")
@@ -242,6 +244,7 @@ def test_a_longer_run_goes_on_from_the_old_end(place, whole):
     assert len(place.metrics("longer")) == 44
 
 
+@pytest.mark.slow
 def test_changed_weights_change_only_later_steps(place, whole):
     process = place.start("reweighed")
     place.wait_for_step(process, "reweighed", 12)
@@ -275,6 +278,7 @@ def test_a_run_ends_where_a_source_is_to_end_it(place, whole):
     assert len(place.losses("ending")) == 40
 
 
+@pytest.mark.slow
 def test_a_run_whose_text_has_changed_goes_on_with_the_stores_it_began_with(place, whole):
     process = place.start("edited")
     place.wait_for_step(process, "edited", 12)
