@@ -50,6 +50,9 @@ class Session:
                     raise
                 except Exception as error:  # whatever it is, the trainer is to hear of it
                     said = f"the data server of this host: {type(error).__name__}: {error}"
+                    # Where it was, as a process that is alone would show; a lack of something says all.
+                    if not isinstance(error, OSError | MemoryError):
+                        log.error("%s", said, exc_info=True)
                     send(self.connection, {"error": said, "input": False})
         except (EOFError, OSError):
             return
