@@ -19,7 +19,8 @@ from jaxthru.config import RunConfig
 from jaxthru.data.loading.batch import check_batch
 from jaxthru.data.loading.dataset import DataConfig, open_data, prepare_data
 from jaxthru.data.loading.host_channel import NOWHERE, meeting_place
-from jaxthru.data.loading.host_pool import Host, HostData, RunData
+from jaxthru.data.loading.host_client import Host
+from jaxthru.data.loading.host_pool import HostData, RunData
 from jaxthru.data.loading.placement import local_rows, to_global
 from jaxthru.data.loading.planned_batches import Batches
 from jaxthru.data.loading.state import DataState

@@ -16,7 +16,8 @@ import slow_transform
 import zstandard
 
 from jaxthru.data.loading.dataset import open_data
-from jaxthru.data.loading.host_pool import Host, HostData
+from jaxthru.data.loading.host_client import Host
+from jaxthru.data.loading.host_pool import HostData
 from jaxthru.data.store.token_store import TokenStore
 from jaxthru.data.store.tokenizer import Tokenizer
 

@@ -25,9 +25,15 @@ def private(size: int) -> mmap.mmap:
 class BatchMemory:
     """Hands out batches whose memory comes back once no array, view or transfer refers to it any more."""
 
-    def __init__(self, allocate: Callable[[int], mmap.mmap] = private, most: int = MOST):
-        """allocate: returns a new block of so many bytes. most: blocks of a size that are kept."""
-        self._allocate = allocate
+    def __init__(
+        self,
+        allocate: Callable[[int], mmap.mmap] = private,
+        most: int = MOST,
+        usable: Callable[[mmap.mmap], bool] = lambda block: True,
+    ):
+        """allocate: returns a new block of so many bytes. most: blocks of a size that are kept. usable: says
+        whether a block that comes back may be written again."""
+        self._allocate, self._usable = allocate, usable
         self._free = collections.defaultdict(lambda: collections.deque[mmap.mmap](maxlen=most))
 
     def take(self, rows: int, sequence: int) -> dict[str, np.ndarray]:
@@ -41,7 +47,11 @@ class BatchMemory:
         # Whatever is made of this array refers to it, because what lies beneath it is no array but a buffer:
         # so it lives as long as the block is in use.
         whole = np.frombuffer(block, np.int32)
-        weakref.finalize(whole, free.append, block).atexit = False
+        weakref.finalize(whole, self._take_back, free, block).atexit = False
         parts = whole.reshape(len(BATCH_FIELDS), rows, sequence)
         fields = zip(BATCH_FIELDS.items(), parts, strict=True)
         return {name: part.view(dtype) for (name, dtype), part in fields}
+
+    def _take_back(self, free: collections.deque[mmap.mmap], block: mmap.mmap) -> None:
+        if self._usable(block):
+            free.append(block)

@@ -248,19 +248,6 @@ class Data(Loader):
         of which source."""
         return row_costs(self.builder.spans(source, row), self.config.sequence, *cost)
 
-    def held_out_batches(
-        self, *, total_rows: int, rows: int, local_rows: slice | None = None
-    ) -> list[dict[str, np.ndarray]]:
-        """Returns the same held-out rows each time, in batches of `rows`.
-
-        total_rows: spread evenly over the sources, and evenly over each source; fewer when there are fewer.
-        The last batch is filled up with rows of padding.
-        """
-        source, row = self.held_out_rows(total_rows, rows)
-        local = local_rows or slice(0, rows)
-        build = self.held_out_builder.build
-        return [build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
-
     def held_out_rows(self, total_rows: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (source, row) of each row of the held-out batches, int64 [batches, rows] both."""
         available = np.array([packing.rows for _, packing in self.held_out], np.int64)

@@ -1,7 +1,8 @@
 """What a data server has for all of its trainers: the data, the plans, and batches that are built once.
 
 A batch lies in memory that trainers map as it is. It is held for each of them until that one gives its number
-back, or is gone; then, as in a process that is alone, its memory is used again.
+back; then, as in a process that is alone, its memory is used again. What a trainer has not given back when it
+leaves is not: there may be arrays that outlive its connections.
 """
 
 import collections
@@ -34,12 +35,21 @@ SAME = ("sequence", "packing", "over_long", "groups")
 
 
 class Blocks:
-    """The memory of batches. It finds the block that a batch lies in."""
+    """The blocks of memory that batches lie in."""
 
     def __init__(self):
         self._at = weakref.WeakValueDictionary[int, SharedBlock]()
 
-    def allocate(self, size: int) -> SharedBlock:
+    def memory(self, most: int) -> BatchMemory:
+        """Returns memory for batches, of which `most` blocks of a size are kept."""
+        return BatchMemory(self._allocate, most, lambda block: not block.left)
+
+    def leave(self, batch: Arrays) -> None:
+        """Has nothing written any more where a batch lies."""
+        if placed := self.places(batch):
+            placed[0].left = True
+
+    def _allocate(self, size: int) -> SharedBlock:
         block = SharedBlock(size)
         self._at[np.frombuffer(block, np.uint8).ctypes.data] = block
         return block
@@ -82,7 +92,7 @@ class Server:
                 _take_cores(cores)
                 how = {"prepare": False, "begun": keys, "kept": Path(kept) if kept else None}
                 self.data = open_data(DataConfig(**config), **how)
-                self.data.builder.memory = BatchMemory(self.blocks.allocate, trainers * MOST)
+                self.data.builder.memory = self.blocks.memory(trainers * MOST)
             for name in SAME:
                 here = getattr(self.data.config, name)
                 said = f"data.{name} = {config[name]}: another process of this run on this host has {here}"
@@ -146,7 +156,8 @@ class Server:
             self.connections[trainer] -= 1
             if self.connections[trainer] <= 0:
                 del self.connections[trainer]
-                self._held.pop(trainer, None)
+                for batch in self._held.pop(trainer, {}).values():
+                    self.blocks.leave(batch)
                 for takers in self._takers.values():
                     takers.discard(trainer)
 

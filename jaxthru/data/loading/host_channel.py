@@ -6,9 +6,11 @@ any more, however they ended. A message is JSON, which runs nothing, and may hav
 without a name, handed over as a descriptor. When the processes are gone, nothing is left behind.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
+import logging
 import mmap
 import os
 import signal
@@ -31,6 +33,8 @@ from jaxthru.data.loading.worker_handle import blocked
 from jaxthru.data.loading.worker_process import import_paths
 from jaxthru.runtime.errors import InputError, require
 
+log = logging.getLogger("jaxthru")
+
 Arrays = Mapping[str, np.ndarray]
 Message = tuple[dict[str, Any], dict[str, np.ndarray]]
 """What is said, JSON values, and the arrays that come with it."""
@@ -39,8 +43,7 @@ BACKLOG = 4096
 """Processes, or threads of such, that may wait to be heard at once: the system's own limit is the same."""
 PAUSE_SECONDS = 0.01
 """Between two looks whether a server that another process starts is there."""
-
-
+STDERR = 2
 NOWHERE = "-"
 BOOT, NAMESPACES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns")
 
@@ -56,9 +59,11 @@ def meeting_place() -> str:
 
 
 class SharedBlock(mmap.mmap):
-    """Memory that other processes can be given: a file without a name. file: its descriptor."""
+    """Memory that other processes can be given: a file without a name. file: its descriptor. left: whether
+    one of them has it for good."""
 
     file: int
+    left: bool = False
 
     def __new__(cls, size: int) -> "SharedBlock":
         """size: in bytes, not 0."""
@@ -140,6 +145,15 @@ def connect(name: str) -> Connection:
     return connection
 
 
+def hang_up(connection: Connection) -> None:
+    """Ends a connection at both ends, also for a thread that waits at it, and still has to close it."""
+    with (
+        contextlib.suppress(OSError),  # the other end was first
+        socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end,
+    ):
+        end.shutdown(socket.SHUT_RDWR)
+
+
 def check_user(connection: Connection) -> None:
     """Raises InputError unless the other end is of this process's own user: abstract sockets have no owner
     that would keep others away."""
@@ -187,10 +201,17 @@ def _start(name: str) -> Connection | None:
                     program,
                     pass_fds=(listener.fileno(),),
                     stdin=subprocess.DEVNULL,
+                    stdout=STDERR,  # who reads what this process says is not to wait for the server's end
                     env=os.environ | {"PYTHONPATH": import_paths()},
                 )
         except OSError as error:
             raise InputError(f"the data server of this host cannot be started: {error}") from error
     # It may outlive this process, or end before it: then it is to be no zombie.
-    threading.Thread(target=server.wait, daemon=True).start()
+    threading.Thread(target=_see_end, args=(server,), daemon=True).start()
     return connection
+
+
+def _see_end(server: subprocess.Popen) -> None:
+    if code := server.wait():
+        told = "the data server of this host ended with code %d: another is started, and asked again"
+        log.warning(told, code)

@@ -4,23 +4,18 @@ What a trainer holds of the data is names and counts. Its batches are views of m
 written; see `host_server`.
 """
 
-import collections
-import dataclasses
 import functools
 import hashlib
 import json
-import threading
-import uuid
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxthru.data.loading.batch_builder import Pieces
 from jaxthru.data.loading.dataset import Data, DataConfig
-from jaxthru.data.loading.host_channel import Arrays, Message, connect, receive, send
+from jaxthru.data.loading.host_client import Client, Host
 from jaxthru.data.loading.loader import Cost, Loader
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.mixture.packing_whole import Packed
@@ -28,118 +23,12 @@ from jaxthru.data.mixture.planner import StepPlan
 from jaxthru.data.mixture.schedule import Schedule
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import kept_tokenizer
+from jaxthru.data.store.token_store import let_files_open
 from jaxthru.data.store.tokenizer import Tokenizer
-from jaxthru.runtime.errors import InputError, TrainingError, require
+from jaxthru.runtime.errors import InputError, require
 
-TRIES = 5
-"""A request that ends the server, or has none that answers, so often is given up."""
-CLOSED = "the data of this run is closed"
 ANY_STEP = 1 << 62
 """Steps of a plan whose end is asked for."""
-
-
-class Host(NamedTuple):
-    """What the trainers of a host have agreed on. name: of their server. trainers: how many they are. cores:
-    that they may use, all of them together."""
-
-    name: str
-    trainers: int
-    cores: Sequence[int]
-
-
-class Client:
-    """Asks the data server, from any thread, and starts it anew where it has died. Close it.
-
-    A request is a function of what is asked and of nothing before, so it is asked again of the next server;
-    what a server has to know first, as a run's plan, is told to each.
-    """
-
-    def __init__(self, host: Host, config: DataConfig, keys: Mapping[str, str], kept: Path | None):
-        self._name, self._closed, self._server = host.name, False, None
-        self._open = {
-            "config": dataclasses.asdict(config),
-            "keys": dict(keys),
-            "kept": str(kept) if kept else None,
-            "cores": list(host.cores),
-            "trainers": host.trainers,
-            "trainer": uuid.uuid4().hex,
-        }
-        self._idle = collections.deque[Connection]()
-        self._released = collections.deque[int]()  # a garbage collection may add to it, at any time
-        self._told: dict[str, tuple[dict, Arrays]] = {}
-        self._telling = threading.Lock()
-
-    def ask(self, what: str, arrays: Arrays | None = None, /, **about: Any) -> Message:
-        """Returns the answer to a request. Raises InputError, and TrainingError where the server fails."""
-        tries = 0
-        while tries < TRIES:
-            # One that was idle may be of a server that died meanwhile, which says nothing about this request.
-            connection, tries = (self._idle.pop(), tries) if self._idle else (None, tries + 1)
-            try:
-                connection = connection or self._connect()
-                answer = self._exchange(connection, what, about, arrays)
-            except (EOFError, ConnectionError):  # the server has died
-                if connection:
-                    connection.close()
-                require(not self._closed, CLOSED)
-                continue
-            except BaseException:
-                if connection:
-                    connection.close()
-                raise
-            self._idle.append(connection)
-            if self._closed:  # meanwhile
-                self.close()
-            return _checked(answer)
-        raise TrainingError(f"the data server of this host ended {TRIES} times at one request ({what})")
-
-    def tell(self, topic: str, what: str, arrays: Arrays | None = None, /, **about: Any) -> dict[str, Any]:
-        """Has this server, and each that takes its place, know something. topic: what was
-        said of it before is replaced. Returns the answer."""
-        with self._telling:
-            self._told[topic] = {"ask": what} | about, arrays or {}
-        message, _ = self.ask(what, arrays, **about)
-        return message
-
-    def close(self) -> None:
-        """Ends the connections. The server ends with the last trainer."""
-        self._closed = True
-        while self._idle:
-            self._idle.pop().close()
-
-    def _connect(self) -> Connection:
-        require(not self._closed, CLOSED)
-        connection = connect(self._name)
-        try:
-            answer, _ = _checked(self._exchange(connection, "open", self._open, None))
-            with self._telling:
-                if answer["server"] != self._server:
-                    for message, arrays in self._told.values():
-                        what = {key: value for key, value in message.items() if key != "ask"}
-                        _checked(self._exchange(connection, message["ask"], what, arrays))
-                    self._server = answer["server"]
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _exchange(self, connection: Connection, what: str, about: dict, arrays: Arrays | None) -> Message:
-        released = []
-        while self._released:
-            released.append(self._released.popleft())
-        send(connection, {"ask": what, "released": released} | about, arrays)
-        return receive(connection, self._release)
-
-    def _release(self, message: dict[str, Any]) -> None:
-        if "number" in message:
-            self._released.append(message["number"])
-
-
-def _checked(answer: Message) -> Message:
-    message, _ = answer
-    if "error" in message:
-        raise (InputError if message["input"] else TrainingError)(message["error"])
-    return answer
 
 
 class HostData(Loader):
@@ -150,6 +39,7 @@ class HostData(Loader):
     def __init__(self, host: Host, config: DataConfig, keys: Mapping[str, str], kept: Path | None = None):
         """config, kept: as `open_data` takes them. keys: of `prepare_data`. Raises InputError."""
         self.config, self._kept = config, kept
+        let_files_open()  # each batch that is kept, as those to evaluate with, is one
         self._client = Client(host, config, keys, kept)
         try:
             facts, _ = self._client.ask("facts")
@@ -207,15 +97,6 @@ class HostData(Loader):
         """Returns the plan of all steps of `rows` rows, balanced if rows have a cost. Raises InputError."""
         asked = {"seed": seed, "rows": rows, "steps": ANY_STEP, "cost": cost}
         return HostPlanner(self._client, _plan_of(schedule, asked))
-
-    def held_out_batches(
-        self, *, total_rows: int, rows: int, local_rows: slice | None = None
-    ) -> list[dict[str, np.ndarray]]:
-        """Returns the same held-out rows each time, in batches of `rows`: see `Data.held_out_batches`."""
-        source, row = self.held_out_rows(total_rows, rows)
-        local = local_rows or slice(0, rows)
-        build = self.held_out_builder.build
-        return [build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
 
     def held_out_rows(self, total_rows: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (source, row) of each row of the held-out batches, int64 [batches, rows] both."""

@@ -22,10 +22,12 @@ from typing import Any
 from jaxthru.data.loading.batch_builder import BatchBuilder
 from jaxthru.data.loading.dataset import Data
 from jaxthru.data.loading.host_batches import Server
-from jaxthru.data.loading.host_channel import Arrays, check_user, receive, send, send_block
+from jaxthru.data.loading.host_channel import Arrays, check_user, hang_up, receive, send, send_block
 from jaxthru.data.loading.worker import outlast_signals
 from jaxthru.runtime.command_line import log_to_stderr
 from jaxthru.runtime.errors import InputError
+
+log = logging.getLogger("jaxthru")
 
 
 class Session:
@@ -44,15 +46,17 @@ class Session:
                     getattr(self, f"answer_{message.pop('ask')}")(arrays=arrays, **message)
                 except InputError as error:
                     send(self.connection, {"error": str(error), "input": True})
-                except (BrokenPipeError, ConnectionError):
+                except ConnectionError:
                     raise
                 except Exception as error:  # whatever it is, the trainer is to hear of it
                     said = f"the data server of this host: {type(error).__name__}: {error}"
+                    # Where it was, as a process that is alone would show; a lack of something says all.
+                    if not isinstance(error, OSError | MemoryError):
+                        log.error("%s", said, exc_info=True)
                     send(self.connection, {"error": said, "input": False})
         except (EOFError, OSError):
             return
         finally:
-            self.connection.close()
             if self.trainer:
                 self.server.left(self.trainer)
 
@@ -134,32 +138,39 @@ def facts(data: Data) -> dict[str, Any]:
     return told | {"mixture": data.mixture.to_tree(), "counted": counted, "identity": data.tokenizer.identity}
 
 
+def serve(server: Server, connection: Connection) -> None:
+    """Answers at a connection until it ends."""
+    try:
+        check_user(connection)
+        Session(server, connection).serve()
+    except InputError:
+        log.debug("another user's process has asked the data server")
+    finally:
+        hang_up(connection)
+        connection.close()
+
+
 def main(argv: list[str]) -> int:
     """Answers whoever connects, until nobody is connected any more."""
     outlast_signals()
     log_to_stderr(logging.INFO)
-    server, sessions = Server(), 0
-    wake, woken = socket.socketpair()
-
-    def serve(connection: Connection) -> None:
-        try:
-            check_user(connection)
-            Session(server, connection).serve()
-        except InputError:
-            connection.close()
-        finally:
-            woken.send(b"-")
-
+    server, ends = Server(), dict[int, socket.socket]()
+    waiting = select.poll()
     with socket.socket(fileno=int(argv[0])) as listener:
+        waiting.register(listener, select.POLLIN)
         while True:
-            ready, _, _ = select.select([listener, wake], [], [])
-            if listener in ready:
-                connection = Connection(listener.accept()[0].detach())
-                sessions += 1
-                threading.Thread(target=serve, args=(connection,), daemon=True).start()
-                continue
-            sessions -= len(wake.recv(1))
-            if not sessions:
+            for file, _ in waiting.poll():
+                if file == listener.fileno():
+                    end, _ = listener.accept()
+                    ends[end.fileno()] = end
+                    # Its hang-up alone, which a thread that waits for a batch, maybe for ever, does not see.
+                    waiting.register(end, 0)
+                    connection = Connection(os.dup(end.fileno()))
+                    threading.Thread(target=serve, args=(server, connection), daemon=True).start()
+                else:
+                    waiting.unregister(file)
+                    ends.pop(file).close()
+            if not ends:
                 return 0
 
 

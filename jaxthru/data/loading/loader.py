@@ -39,16 +39,25 @@ class Plan(Protocol):
         """Returns how often each source is read in so many updates."""
 
 
+class Builder(Protocol):
+    """What a loader asks of a batch builder: see `BatchBuilder`."""
+
+    def build(self, source: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the batch of these rows."""
+
+
 class Loader(contextlib.AbstractContextManager):
     """Batches of planned rows. `Data` builds them of the stores that it has opened, `HostData` has the data
     server of this host build them.
 
-    names: of the sources. mixture: of the mix file now. threads: that build ahead.
+    names: of the sources. mixture: of the mix file now. threads: that build ahead. held_out_builder: of the
+    rows that are not trained on.
     """
 
     names: tuple[str, ...]
     mixture: Mixture
     threads: int
+    held_out_builder: Builder
 
     @abc.abstractmethod
     def planned(
@@ -66,6 +75,10 @@ class Loader(contextlib.AbstractContextManager):
     @abc.abstractmethod
     def planner(self, schedule: Schedule, *, seed: int, rows: int, cost: Cost | None = None) -> Plan:
         """Returns the plan of all steps of `rows` rows, balanced if rows have a cost. Raises InputError."""
+
+    @abc.abstractmethod
+    def held_out_rows(self, total_rows: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (source, row) of each row of the held-out batches, int64 [batches, rows] both."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -113,6 +126,19 @@ class Loader(contextlib.AbstractContextManager):
         """
         dataset = self.dataset(schedule, **asked)
         return Batches(dataset.map(place) if place else dataset, self.read_options, start)
+
+    def held_out_batches(
+        self, *, total_rows: int, rows: int, local_rows: slice | None = None
+    ) -> list[dict[str, np.ndarray]]:
+        """Returns the same held-out rows each time, in batches of `rows`.
+
+        total_rows: spread evenly over the sources, and evenly over each source; fewer when there are fewer.
+        The last batch is filled up with rows of padding.
+        """
+        source, row = self.held_out_rows(total_rows, rows)
+        local = local_rows or slice(0, rows)
+        build = self.held_out_builder.build
+        return [build(*pair) for pair in zip(source[:, local], row[:, local], strict=True)]
 
     def last_step(self, schedule: Schedule, *, seed: int, rows: int, steps: int) -> int:
         """Returns after which of `steps` updates the run ends: the last, or where an exhausted source ends

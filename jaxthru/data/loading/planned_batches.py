@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxthru.data.mixture.planner import StepPlan
 from jaxthru.data.mixture.schedule import Schedule
 from jaxthru.runtime.errors import require
 
@@ -32,7 +34,7 @@ class PlannedBatches:
     """A Grain RandomAccessDataSource: element i is the batch of update i + 1, numpy arrays.
 
     Grain's cost is per element; with whole batches as elements, gathered from memory maps, it vanishes.
-    planner: of the run. plan: its steps, the last few of which are kept.
+    planner: of the run.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class PlannedBatches:
         self._made = functools.partial(PlannedBatches, data, schedule, **asked)
         self._data, self._local_rows = data, local_rows or slice(0, rows)
         self.planner = data.planner(schedule, seed=seed, rows=rows, cost=cost)
-        # Trainers that share a host ask for the rows of one step one after the other.
-        self.plan = functools.lru_cache(maxsize=PLANS)(self.planner.plan)
+        self._kept_plan = functools.lru_cache(maxsize=PLANS)(self.planner.plan)
+        self._planning = threading.Lock()
         self._steps = steps if self.planner.end is None else min(steps, self.planner.end)
 
     def __reduce__(self):
@@ -66,6 +68,12 @@ class PlannedBatches:
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         return self.build(step, self._local_rows)
+
+    def plan(self, step: int) -> StepPlan:
+        """Returns the rows of update `step` + 1. Trainers that share a host ask for one step all at once: it
+        is planned by the first."""
+        with self._planning:
+            return self._kept_plan(step)
 
     def build(self, step: int, local_rows: slice) -> dict[str, np.ndarray]:
         """Returns these rows of the batch of update `step` + 1."""

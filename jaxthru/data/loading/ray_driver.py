@@ -37,7 +37,8 @@ from jaxthru.runtime.errors import InputError
 PATIENCE = float(os.environ.get("JAXTHRU_RAY_PATIENCE") or 120)
 """Seconds in which a cluster has to come back, and an actor to find a free core and to start."""
 LOOK_AGAIN = 30
-"""Seconds after which an actor that has not started is asked for anew: the nodes may have changed."""
+"""Seconds after which an actor that has not started is asked for anew, then twice as many, and so on: the
+nodes may have changed, or it takes its time, as where they read what it imports from a network."""
 NODE_GONE, HEAD_GONE = 2, 60
 """Seconds without this machine's node, or the head, after which the cluster is lost. Actors work without the
 head, and one that keeps its state elsewhere may be replaced; that of a cluster of this machine is not."""
@@ -137,14 +138,14 @@ class Cluster:
 
     async def start(self) -> tuple[ray.actor.ActorHandle, str, str]:
         """Returns an actor that has started, the id of its node and its name. Raises InputError."""
-        deadline = time.monotonic() + PATIENCE
+        deadline, look = time.monotonic() + PATIENCE, LOOK_AGAIN
         while True:
             actor = None
             try:
                 asked = self._actor.options(**await asyncio.to_thread(placement))
                 actor = asked.remote(sys.path, str(Path.cwd()))
                 opened = actor.open.remote(self.told["tokenizer"], self.told["borders"])
-                node, name, wrong = await asyncio.wait_for(opened, min(LOOK_AGAIN, PATIENCE))
+                node, name, wrong = await asyncio.wait_for(opened, min(look, deadline - time.monotonic()))
                 if wrong:
                     raise InputError(wrong)
                 return actor, node, name
@@ -157,6 +158,7 @@ class Cluster:
                     raise InputError(self._no_place(error)) from error
             if actor is not None:
                 end(actor)
+            look *= 2
             await asyncio.sleep(1)
 
     def _no_place(self, error: Exception) -> str:
@@ -261,7 +263,7 @@ def end(actor: ray.actor.ActorHandle) -> None:
 def first_line(error: Exception) -> str:
     """Returns what an error says in a sentence. Ray's errors tell the class and number of an actor first."""
     if isinstance(error, TimeoutError) and not str(error):
-        return "no node has had a free CPU"
+        return "no node has had a free CPU in time"
     if isinstance(error, ActorUnavailableError):
         return "it cannot be reached"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

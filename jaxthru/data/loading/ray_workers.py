@@ -5,6 +5,7 @@ trains uses none: the driver, as Ray calls what asks for actors, is a process of
 is started again when it ends. Without RAY_ADDRESS it brings a cluster of this machine with it.
 """
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -21,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from jaxthru.data.loading.worker_handle import Answer, Ended, TokenMemory, WorkerHandle, blocked
-from jaxthru.data.loading.worker_process import import_paths, wait_for
+from jaxthru.data.loading.worker_process import import_paths
 from jaxthru.data.store.tokenizer_folder import Borders
 from jaxthru.runtime.errors import InputError, require
 
@@ -34,6 +35,9 @@ STARTS = 5
 """A driver that is started so often without an answer from any worker is given up."""
 LOST = "lost"
 """The file in which a driver says why it ends itself."""
+FOLDER_LENGTH = 14
+"""Characters of the folder of temporary files that leave room below it for the names of Ray's sockets: their
+paths may have 103. Many a scheduler's TMPDIR is longer."""
 LOG_BYTES = 4096
 """Of the end of a driver's log, in which its last words are."""
 OWN_CLUSTER = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5", "RAY_memory_monitor_refresh_ms": "0"}
@@ -73,7 +77,8 @@ class RayWorkers:
         self.tokenizer, self.borders = str(Path(tokenizer).absolute()), borders
         self.memory = TokenMemory(workers)
         # Ray keeps its sockets and logs there, and where a cluster of this machine is found.
-        self.folder = Path(tempfile.mkdtemp(prefix="jaxthru-ray-"))
+        short = len(tempfile.gettempdir()) <= FOLDER_LENGTH
+        self.folder = Path(tempfile.mkdtemp(prefix="jaxthru-ray-", dir=None if short else "/tmp"))
         self.starts = 0  # since a worker last answered
         self.process: subprocess.Popen | None = None
         self._sockets: list[Connection] = []
@@ -91,7 +96,7 @@ class RayWorkers:
         RuntimeError, and InputError when it has ended too often."""
         with self._lock:
             require(not self._closed, "the token workers are closed")
-            if self.process is None or self.process.poll() is not None:
+            if self.process is None or self.process.returncode is not None:
                 self._start()
             return self.process, self._sockets[number]
 
@@ -134,6 +139,11 @@ class RayWorkers:
             for _, other in pairs:
                 other.close()
 
+    def end(self, process: subprocess.Popen) -> int:
+        """Ends a driver that closes its sockets, and what it has left, and returns its exit code."""
+        with self._lock:
+            return end_session(process)
+
     def last_words(self) -> str:
         """Returns `: ...`, the last line of the driver's log, or nothing."""
         try:
@@ -173,7 +183,7 @@ class RayWorker(WorkerHandle):
         try:
             number, *said = json.loads(self._socket.recv_bytes())
         except (EOFError, OSError):
-            code = wait_for(self._process)
+            code = self.driver.end(self._process)
             why = f"was lost with Ray's driver, which ended with code {code}"
             return Ended(why, blamed=False, told=True)
         if number is None:
@@ -185,8 +195,13 @@ class RayWorker(WorkerHandle):
         """It ends with the driver."""
 
 
-def end_session(process: subprocess.Popen) -> None:
-    """Ends a process that leads a session, with those of its process group, and waits for it."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def end_session(process: subprocess.Popen) -> int:
+    """Ends a process that leads a session, or what it has left, and returns its exit code.
+
+    A cluster of this machine has processes that outlive a killed driver for a minute. They are of its process
+    group, whose number is nobody else's until the driver is waited for: that is done here alone.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(OSError):  # a system may refuse where nothing is left
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()

@@ -19,7 +19,8 @@ import pytest
 from corpus import MIX, write_corpus
 
 from jaxthru.data.loading.dataset import DataConfig, open_data, prepare_data
-from jaxthru.data.loading.host_pool import Host, HostData
+from jaxthru.data.loading.host_client import Host
+from jaxthru.data.loading.host_pool import HostData
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,7 +31,8 @@ ROWS, SEQUENCE = 8, 32
 PROGRAM = """
 import concurrent.futures, json, sys, time, zlib
 from jaxthru.data.loading.dataset import DataConfig
-from jaxthru.data.loading.host_pool import Host, HostData
+from jaxthru.data.loading.host_client import Host
+from jaxthru.data.loading.host_pool import HostData
 
 about = json.loads(sys.argv[1])
 asked = {"seed": 3, "rows": 8, "steps": about["steps"], "cost": (1.0, 1.0)}
@@ -171,6 +173,53 @@ def test_all_trainers_are_killed_at_once_and_nothing_is_left(prepared):
     deadline = time.monotonic() + 20
     while of_module(SERVER, trainers.place.name) or of_module(WORKER, trainers.place.name):
         assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+HANG = """
+import concurrent.futures, contextlib, json, pathlib, sys, time
+from jaxthru.data.loading.dataset import DataConfig
+from jaxthru.data.loading.host_client import Host
+from jaxthru.data.loading.host_pool import HostData
+
+about = json.loads(sys.argv[1])
+with HostData(Host(**about["host"]), DataConfig(**about["config"]), about["keys"]) as data:
+    found = data.planned(((0, data.mixture),), seed=3, rows=8, steps=100)
+    pathlib.Path(about["stuck"]).touch()
+    threads = concurrent.futures.ThreadPoolExecutor(2)  # which the interpreter waits for at its end
+    waiting = [threads.submit(found.__getitem__, step) for step in range(2)]
+    time.sleep(about["seconds"])
+for each in waiting:
+    with contextlib.suppress(ValueError):
+        each.result()
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_transform_that_hangs_keeps_neither_trainer_nor_server(tmp_path, killed):
+    write_corpus(tmp_path)
+    stuck, mix = tmp_path / "stuck", tmp_path / "small.toml"
+    wait = f"import pathlib, time\ndef hang(text):\n    while pathlib.Path({str(stuck)!r}).exists():\n"
+    (tmp_path / "hanging.py").write_text(f"{wait}        time.sleep(1)\n    return text\n")
+    mix.write_text(MIX.replace("weight =", 'transform = "hanging:hang"\nonline = true\nweight ='))
+    config = DataConfig(str(mix), SEQUENCE, store=str(tmp_path / "store"), loaders=1)
+    place = host(2)
+    about = {"host": place._asdict(), "config": dataclasses.asdict(config), "keys": prepare_data(config)}
+    about |= {"stuck": str(stuck), "seconds": 600 if killed else 1}
+    command = [sys.executable, "-c", HANG, json.dumps(about)]
+    environment = os.environ | {"KILLS": place.name}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        deadline = time.monotonic() + 30
+        while not (stuck.exists() and of_module(WORKER, place.name)):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        if killed:
+            time.sleep(0.5)
+            process.kill()
+        assert process.communicate(timeout=30)[0] == ("" if killed else "ended\n")
+    while left := of_module(SERVER, place.name) + of_module(WORKER, place.name):
+        assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
 

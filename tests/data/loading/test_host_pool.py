@@ -22,7 +22,9 @@ from jaxthru.data.loading.batch_memory import BatchMemory
 from jaxthru.data.loading.dataset import Data, DataConfig, open_data, prepare_data
 from jaxthru.data.loading.host_batches import Server
 from jaxthru.data.loading.host_channel import connect, receive, send
-from jaxthru.data.loading.host_pool import Host, HostData
+from jaxthru.data.loading.host_client import Host
+from jaxthru.data.loading.host_pool import HostData
+from jaxthru.data.mixture.planner import Planner
 from jaxthru.runtime.errors import InputError, TrainingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs abstract sockets")
@@ -101,6 +103,8 @@ def test_trainers_get_the_batches_of_one_process(config, keys, expected, one_cor
     ):
         server = one._client._server
         assert other._client._server == server != os.getpid()
+        files = Path(f"/proc/{server}/fd")  # whoever reads what a trainer prints sees its end
+        assert (files / "1").readlink() == (files / "2").readlink()
         facts = ("names", "mixture", "keys", "vocabulary", "segments", "rows", "pieces", "tokens", "counted")
         for name in (*facts, "account", "masked", "units"):
             assert getattr(one, name) == getattr(data, name), name
@@ -128,6 +132,10 @@ def test_trainers_get_the_batches_of_one_process(config, keys, expected, one_cor
         assert all(same(*pair) for pair in pairs)
         ends = {"seed": 3, "rows": ROWS, "steps": STEPS}
         assert one.last_step(schedule, **ends) == data.last_step(schedule, **ends)
+        found, still = one.dataset(**ASKED)[7], other.dataset(**ASKED)
+        one.close()
+        assert all(same(still[step], expected[step]) for step in range(STEPS))
+        assert same(found, expected[7])  # nothing has been written over it
     assert ended(server)
 
 
@@ -151,7 +159,7 @@ def test_what_an_objective_asks_for_comes_with_the_batches(config, keys, expecte
         assert same(found[2], data.builder.build(*where))
 
 
-def test_a_server_that_dies_is_started_anew(config, keys, expected):
+def test_a_server_that_dies_is_started_anew(config, keys, expected, caplog):
     place = host()
     with HostData(place, config, keys) as one, HostData(place, config, keys) as other:
         first = one._client._server
@@ -180,6 +188,8 @@ def test_a_server_that_dies_is_started_anew(config, keys, expected):
         assert all(same(each, expected[0]) for each in kept)  # memory outlives who has written it
         (worker,) = children(second)
     assert ended(second) and ended(worker)
+    said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert said == ["the data server of this host ended with code -9: another is started, and asked again"]
 
 
 def test_what_is_wrong_is_said_in_one_line_to_each(config, keys, tmp_path):
@@ -221,6 +231,25 @@ def test_data_of_a_host_has_no_copies(config, keys):
         assert "books" in repr(data)
 
 
+def test_a_step_is_planned_once_for_all_trainers(config, keys, monkeypatch):
+    plan, planned = Planner.plan, []
+
+    def counted(self, step):
+        planned.append(step)
+        time.sleep(0.05)  # others come meanwhile
+        return plan(self, step)
+
+    monkeypatch.setattr(Planner, "plan", counted)
+    with alone(config, keys) as data:
+        batches = data.planned(((0, data.mixture),), **ASKED)
+        threads = [threading.Thread(target=batches.plan, args=(3,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert planned == [3]
+
+
 class Counted:
     """Plans whose batches are counted."""
 
@@ -241,7 +270,7 @@ class Counted:
 def counted():
     """A server without stores, two trainers of the same rows and one of others; and what it builds."""
     server = Server()
-    plans = server.plans["plan"] = Counted(BatchMemory(server.blocks.allocate, 4))
+    plans = server.plans["plan"] = Counted(server.blocks.memory(4))
     for trainer, local in (("a", (0, 4)), ("b", (0, 4)), ("c", (4, 8))):
         server.joined(trainer)
         server.takes(trainer, "plan", local)
@@ -294,6 +323,16 @@ def test_memory_comes_back_from_trainers_that_release_it_or_leave(counted):
     other.release("b", [number])  # of a server before it
     other.plans["plan"] = plans
     assert other.batch("b", "plan", (0, 4), 70)[0] != number
+
+
+def test_what_a_trainer_that_leaves_may_look_at_is_not_written_again(counted):
+    server, _ = counted
+    _, batch = server.batch("c", "plan", (4, 8), 20)
+    block, _ = server.blocks.places(batch)
+    del batch
+    server.left("c")
+    _, batch = server.batch("a", "plan", (0, 4), 21)
+    assert server.blocks.places(batch)[0] is not block
 
 
 def test_a_slow_trainer_holds_up_no_memory(counted):

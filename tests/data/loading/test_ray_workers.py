@@ -25,6 +25,7 @@ from corpus import sentences
 from jaxthru.data.loading import ray_workers
 from jaxthru.data.loading import token_workers as workers_module
 from jaxthru.data.loading.dataset import DataConfig, open_data
+from jaxthru.data.loading.ray_workers import RayWorkers
 from jaxthru.data.loading.token_workers import TokenWorkers
 from jaxthru.data.loading.worker_handle import Ended
 from jaxthru.data.mixture.configuration import Mixture
@@ -33,6 +34,7 @@ from jaxthru.data.store import text_store
 from jaxthru.data.store import token_store as store
 from jaxthru.data.store.chunks import Chunk
 from jaxthru.data.store.tokenizer import Tokenizer, train
+from jaxthru.data.store.tokenizer_folder import UNSAID
 from jaxthru.runtime.errors import InputError
 
 FAKE_DRIVER = """
@@ -87,7 +89,10 @@ def driven_by(program: str, tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_driver_that_dies_loses_nothing(tmp_path, tokenizer, monkeypatch, caplog):
-    driven_by(FAKE_DRIVER, tmp_path, monkeypatch)
+    begun = tmp_path / "begun"  # what a cluster of this machine is to a driver that is killed
+    beside = "import subprocess\nbeside = subprocess.Popen(['sleep', '600']).pid\n"
+    beside += f"print(beside, file=open({str(begun)!r}, 'a'))\n"
+    driven_by(beside + FAKE_DRIVER, tmp_path, monkeypatch)
     texts = [f"document {number}" for number in range(50)]
     ids = write_store(tmp_path / "s", tokenizer, texts)
     split = text_store.TextStore(tmp_path / "s").train
@@ -103,8 +108,19 @@ def test_a_driver_that_dies_loses_nothing(tmp_path, tokenizer, monkeypatch, capl
         assert folder.is_dir() and workers.restarts == 6  # two drivers with three workers each
         assert not any(worker.deaths for worker in workers._workers)  # which is not laid to their charge
     assert last.returncode == -signal.SIGKILL and not folder.exists()
+    left = begun.read_text().split()
+    assert len(left) == 3 and gone(left)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == ["Ray's driver ended with code -9: started again, and all token workers with it"] * 2
+
+
+def test_rays_sockets_have_room_for_their_names(tmp_path, tokenizer, monkeypatch):
+    for temporary, found in ((tmp_path, Path("/tmp")), (Path("/tmp"), Path("/tmp"))):
+        monkeypatch.setattr(ray_workers.tempfile, "tempdir", str(temporary))
+        driver = RayWorkers(1, tokenizer.path, UNSAID)
+        assert driver.folder.parent == found and driver.folder.is_dir()
+        driver.close()
+        assert not driver.folder.exists()
 
 
 def test_a_driver_that_cannot_start_is_an_error_not_a_loop(tmp_path, tokenizer, monkeypatch):
@@ -346,7 +362,7 @@ def test_a_lack_of_cores_is_an_error_not_a_wait(driver, monkeypatch):
     sys.modules["ray"].nodes = list
     monkeypatch.setattr(driver, "PATIENCE", 0.02)
     cluster = driver.Cluster({"sockets": [1, 2, 3], "tokenizer": "", "borders": []})
-    told = r"not started a token worker within 0.02 s \(no node has had a free CPU\); data.loaders = 3 needs"
+    told = r"not started a token worker within 0.02 s \(no node has .* in time\); data.loaders = 3 needs"
     with pytest.raises(InputError, match=told):
         asyncio.run(cluster.start())
 
@@ -363,7 +379,7 @@ def descendants(kind: str = "") -> list[int]:
     return found
 
 
-def gone(pids: list[int], seconds: float = 20) -> bool:
+def gone(pids: list[int] | list[str], seconds: float = 20) -> bool:
     deadline = time.monotonic() + seconds
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
