@@ -238,6 +238,7 @@ def test_an_old_key_and_its_new_one_must_agree(tmp_path):
         load(quickstart, ["model.attention=none"])
 
 
+@pytest.mark.slow
 def test_a_run_directory_of_then_is_resumed(tmp_path):
     """Its checkpoints are those of today, but for the version of the mixture sampler."""
     place = make_workplace(tmp_path)

@@ -323,6 +323,7 @@ def test_a_trace_is_taken_and_where_so_told_nothing_saved(place, whole):
     assert (taken / "ledger.json").is_file() and (taken / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_saves_its_state_before_it_reports(place, whole):
     """Whoever stops it may not wait for the report."""
     process = place.start("stopped_traced", profile__at=3, profile__steps=30, checkpoint__every=0)
@@ -449,6 +450,7 @@ def test_two_jobs_do_not_train_in_one_directory(place, whole, capsys):
         kill(process)
 
 
+@pytest.mark.slow
 def test_one_document_and_nothing_held_out(place, tmp_path):
     (tmp_path / "only.txt").write_text("To be, or not to be. " * 200)
     (tmp_path / "mix.toml").write_text(

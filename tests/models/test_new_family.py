@@ -113,7 +113,8 @@ def test_every_way_of_training_gives_the_same_losses(trained, way):
     check_alike(trained(way), trained("scan"))
 
 
-@pytest.mark.parametrize("way", ["scan", pytest.param("offloaded", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["scan", "offloaded"])
 def test_resumed_it_comes_to_the_same_losses_and_weights(place, trained, way):
     rows, again = trained(way), f"{way} again"
     shutil.copytree(place.folder / way, place.folder / again)

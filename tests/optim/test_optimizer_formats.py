@@ -88,7 +88,7 @@ def test_keys_differ_by_seed_part_and_update():
     assert len(keys) == 3 * 6 * 6
 
 
-@slow_but_for("split_master_int8", state=named(*(name for name in FORMATS if name != "float32")))
+@slow_but_for(state=named(*(name for name in FORMATS if name != "float32")))
 def test_a_thousand_steps_end_where_float32_does(state):
     exact = small.final_loss(learning_rate=RATE)
     assert exact < 3.0, "the model learns too little to tell formats apart; it starts at 4.4"

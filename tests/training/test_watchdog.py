@@ -70,6 +70,7 @@ def test_without_timers_faulthandler_ends_it():
     assert ran.stderr.startswith("Timeout (0:00:0") and "line 16 in <module>" in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_call_that_keeps_the_lock_may_take_its_time_in_a_pause():
     """So much that an end that was not put off for it would have come."""
     then = "with watchdog.paused(): " + KEEPING_THE_LOCK.format(seconds=7)
