@@ -241,7 +241,10 @@ def test_memory_is_flat(prepared):
             if step in (1000, 1999):
                 tree = [server, *of_children(server), os.getpid()]
                 sizes.append({process: private(process) for process in tree})
-        assert all(after - sizes[0][process] < 1024 for process, after in sizes[1].items()), sizes
+        # This process has run other tests, and two readings of it differ; of what it maps for a batch, 1,000
+        # pages would be 4 MB.
+        bounds = {process: 1024 for process in sizes[0]} | {os.getpid(): 3072}
+        assert all(after - sizes[0][process] < bounds[process] for process, after in sizes[1].items()), sizes
         files = len(list(Path(f"/proc/{server}/fd").iterdir()))
         assert files < 64
 

@@ -461,6 +461,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, tokenizer):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # Ray's cluster forks where JAX has threads
 def test_actors_of_a_named_cluster_leave_the_cores_beside_gpus_alone(tmp_path, tokenizer, monkeypatch):
     """One that dies with its node is had on another, and a text that ends its actor is named."""
     pytest.importorskip("ray")
