@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 from data_model import WAYS, Services, Setup, Way, simulate
+from marked_page import fill
 
 from jaxthru.data.loading.batch import BATCH_FIELDS
 from jaxthru.runtime.atomic import write_atomically
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         record = KEPT if arguments.write else out / KEPT.name
         write_atomically(record, json.dumps(found, indent=1) + "\n")
     if arguments.write:
-        write_atomically(PAGE, filled(PAGE.read_text(), text))
+        fill(PAGE, text, Path(__file__).name)
     print("\n\n".join(f"## {name}\n\n{table}" for name, table in text.items()))
 
 
@@ -261,18 +262,6 @@ def pictures(found: Row) -> dict[str, Picture]:
         Panel("cores of a host that plan, by GPUs", lines(rows, "planner_cores_host"), "xy"),
     )
     return {"data_scale_fetch.svg": Picture(fetches), "data_scale_host.svg": Picture(host)}
-
-
-def filled(page: str, text: dict[str, str]) -> str:
-    """Returns the page with the tables between their marks."""
-    for name, part in text.items():
-        begin, end = f"<!-- {name}: by scripts/study/data_scale.py -->", f"<!-- end of {name} -->"
-        before, _, rest = page.partition(begin)
-        _, mark, after = rest.partition(end)
-        if not mark:
-            raise SystemExit(f"{PAGE}: lacks the marks of {name}")
-        page = f"{before}{begin}\n{part}\n{end}{after}"
-    return page
 
 
 if __name__ == "__main__":

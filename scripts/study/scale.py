@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
+from marked_page import fill
 
 from jaxthru import config as configuration
 from jaxthru.plan import cost, limits, network, network_advice, network_compile, network_published
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         record = ROOT / "scripts" / "study" / "results" if arguments.write else out
         write_atomically(record / "scale.json", json.dumps(found, indent=1) + "\n")
     if arguments.write:
-        write_atomically(PAGE, filled(PAGE.read_text(), text))
+        fill(PAGE, text, Path(__file__).name)
     print("\n\n".join(f"## {name}\n\n{table}" for name, table in text.items()))
 
 
@@ -330,18 +331,6 @@ def bill_table(found: dict[str, Any]) -> str:
             f"{dollars} |"
         )
     return "\n".join(table)
-
-
-def filled(page: str, text: dict[str, str]) -> str:
-    """Returns the page with the tables between their marks."""
-    for name, table in text.items():
-        begin, end = f"<!-- {name}: by scripts/study/scale.py -->", f"<!-- end of {name} -->"
-        before, _, rest = page.partition(begin)
-        _, mark, after = rest.partition(end)
-        if not mark:
-            raise SystemExit(f"{PAGE}: lacks the marks of {name}")
-        page = f"{before}{begin}\n{table}\n{end}{after}"
-    return page
 
 
 if __name__ == "__main__":
