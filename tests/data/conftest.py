@@ -1,9 +1,12 @@
 """Mixes over a small corpus."""
 
+import random
 from pathlib import Path
 
 import pytest
-from corpus import MIX, write_corpus
+from corpus import MIX, sentences, write_corpus
+
+from jaxthru.data.store.tokenizer import Tokenizer, train
 
 
 @pytest.fixture
@@ -22,6 +25,15 @@ def shared(tmp_path_factory) -> tuple[Path, Path]:
     write_corpus(folder)
     (folder / "small.toml").write_text(MIX)
     return folder / "small.toml", folder / "store"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """Of 300 tokens, trained on such a corpus."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    draw = random.Random(0)
+    train((sentences(draw, 20) for _ in range(20)), 300, path)
+    return Tokenizer(path)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import importlib
 import os
-import random
 import re
 import signal
 import socket
@@ -20,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from corpus import sentences
 
 from jaxthru.data.loading import ray_workers
 from jaxthru.data.loading import token_workers as workers_module
@@ -33,7 +31,7 @@ from jaxthru.data.sources.transforms import Transform
 from jaxthru.data.store import text_store
 from jaxthru.data.store import token_store as store
 from jaxthru.data.store.chunks import Chunk
-from jaxthru.data.store.tokenizer import Tokenizer, train
+from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.data.store.tokenizer_folder import UNSAID
 from jaxthru.runtime.errors import InputError
 
@@ -62,14 +60,6 @@ while True:
             time.sleep(0.02)
             key.data.send_bytes(json.dumps([task, seconds, error]).encode())
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    draw = random.Random(0)
-    train((sentences(draw, 20) for _ in range(20)), 300, path)
-    return Tokenizer(path)
 
 
 def write_store(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:

@@ -29,16 +29,8 @@ from jaxthru.data.loading.worker_process import WorkerProcess
 from jaxthru.data.sources.transforms import Transform
 from jaxthru.data.store import chunks, text_store
 from jaxthru.data.store import token_store as store
-from jaxthru.data.store.tokenizer import Tokenizer, train
+from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime.errors import InputError
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    draw = random.Random(0)
-    train((sentences(draw, 20) for _ in range(20)), 300, path)
-    return Tokenizer(path)
 
 
 def write_store(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
