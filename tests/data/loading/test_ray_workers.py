@@ -360,13 +360,19 @@ def test_a_lack_of_cores_is_an_error_not_a_wait(driver, monkeypatch):
 # With Ray
 
 
-def descendants(kind: str = "") -> list[int]:
-    """Returns the processes that this one has started, of one kind."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            found += [process.pid] * (kind in " ".join(process.cmdline()))
-    return found
+@pytest.fixture
+def descendants():
+    """What returns the processes of one kind that a test has started; others may have left some."""
+    before = set(psutil.Process().children(recursive=True))
+
+    def started(kind: str = "") -> list[int]:
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                found += [process.pid] * (process not in before and kind in " ".join(process.cmdline()))
+        return found
+
+    return started
 
 
 def gone(pids: list[int] | list[str], seconds: float = 20) -> bool:
@@ -377,7 +383,7 @@ def gone(pids: list[int] | list[str], seconds: float = 20) -> bool:
 
 
 @pytest.mark.slow
-def test_batches_are_those_of_processes_whatever_dies(mix, tmp_path, monkeypatch):
+def test_batches_are_those_of_processes_whatever_dies(mix, tmp_path, monkeypatch, descendants):
     """For one, two and four that train, of which each has its rows."""
     pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -430,7 +436,7 @@ workers.request("hanging", text_store.TextStore(folder / "s").train, np.array([0
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, tokenizer):
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, tokenizer, descendants):
     """Not even of an actor that hangs."""
     pytest.importorskip("ray")
     write_store(tmp_path / "s", tokenizer, ["one", "two"])
