@@ -10,13 +10,12 @@ from typing import NoReturn
 from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
 from jaxthru.build.adapted_weights import published_weights
-from jaxthru.build.batches import open_shared
+from jaxthru.build.batches import open_shared, prepared
 from jaxthru.build.checks import check_objective
 from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
 from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
-from jaxthru.data.loading.dataset import prepare_data
 from jaxthru.data.loading.preview import opening
 from jaxthru.data.loading.state import DataState, check_packing, check_sampler
 from jaxthru.data.store.mix_file import load_mix
@@ -218,7 +217,7 @@ def run(
     kept = directory.tokenizer if directory else None
     recipes = load_mix(config.data.mix, config.data.tokenizer, kept).recipes
     check_objective(config, {name: recipe.options.unit for name, recipe in recipes.items()})
-    keys = distributed.from_first(lambda: prepare_data(config.data, begun, kept))
+    keys = prepared(config.data, begun, kept)
     data = open_shared(config.data, keys, kept)
     for line in (*data.account, *opening(data)):
         log.info("%s", line)

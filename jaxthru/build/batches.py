@@ -76,6 +76,15 @@ def train_batches(config: RunConfig, data: RunData, layout: Layout, data_state: 
     )
 
 
+def prepared(
+    config: DataConfig, begun: Mapping[str, str] | None = None, kept: Path | None = None
+) -> dict[str, str]:
+    """Returns what `prepare_data` does; the first process makes what is missing, for all. All processes must
+    call it."""
+    packings = jax.process_count() > 1  # one alone makes them as it opens the data
+    return distributed.from_first(lambda: prepare_data(config, begun, kept, packings=packings))
+
+
 def open_shared(config: DataConfig, keys: Mapping[str, str], kept: Path | None = None) -> RunData:
     """Returns the opened data of a run. Processes that share a host have one data server open it for all; one
     alone opens it itself. All processes must call it.
@@ -164,7 +173,7 @@ def batches(config: RunConfig) -> RunBatches:
     distributed.initialize()
     hardware.devices()  # or it says why there are none
     layout = validate(dataclasses.replace(config, offload=OffloadConfig()))  # no state is made
-    keys = distributed.from_first(lambda: prepare_data(config.data))
+    keys = prepared(config.data)
     with contextlib.ExitStack() as opened:
         data = opened.enter_context(open_shared(config.data, keys))
         made = train_batches(config, data, layout, DataState.first(data.mixture, data.keys))

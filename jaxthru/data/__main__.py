@@ -19,10 +19,10 @@ from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.mixture.packing_whole import OverLong
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.data.store.prepare import open_stores
-from jaxthru.data.store.report import FEW, NAMED
+from jaxthru.data.store.report import FEW
 from jaxthru.data.store.tokenizer import Tokenizer
 from jaxthru.runtime import command_line
-from jaxthru.runtime.errors import exit_code, require, shown
+from jaxthru.runtime.errors import NAMED, exit_code, require, shown
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.data") -> int:

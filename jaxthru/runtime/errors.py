@@ -5,7 +5,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 INTERRUPTED = 130  # the exit code that shells give a process ended by SIGINT
@@ -47,6 +47,16 @@ def shown(text: str) -> str:
     """Returns a text whose control characters are escaped, but for tabs and line ends: a terminal would obey
     those that somebody's data holds."""
     return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
+
+
+NAMED = 8
+"""Of many, those that a line names."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns names as one part of a line, of many the first ones."""
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def did_you_mean(name: str, valid: list[str] | tuple[str, ...], prefix: str = "") -> str:

@@ -106,14 +106,21 @@ def open_data(
 
 
 def prepare_data(
-    config: DataConfig, begun: Mapping[str, str] | None = None, kept: Path | None = None
+    config: DataConfig,
+    begun: Mapping[str, str] | None = None,
+    kept: Path | None = None,
+    *,
+    packings: bool = True,
 ) -> dict[str, str]:
-    """Makes the token stores and the packings that are missing and returns the keys by which any process
-    opens them: `open_data(config, prepare=False, begun=keys)`. begun, kept: as there. Raises InputError.
+    """Makes the token stores that are missing and returns the keys by which any process opens them:
+    `open_data(config, prepare=False, begun=keys)`. begun, kept: as there. packings: make those that are
+    missing too, for which everything is opened once; otherwise whoever opens the stores does. Raises
+    InputError.
     """
     check_backend(config.workers)
     keys = make_stores(load_mix(config.mix, config.tokenizer, kept), Path(config.store), begun)
-    open_data(config, prepare=False, begun=keys, kept=kept).close()
+    if packings:
+        open_data(config, prepare=False, begun=keys, kept=kept).close()
     return keys
 
 

@@ -4,12 +4,11 @@ import math
 from collections.abc import Mapping
 
 from jaxthru.data.mixture.configuration import Mixture, Share
+from jaxthru.runtime.errors import listed
 
 ALIKE = 4.0
 """Epochs up to which a repeated text teaches about as much as a new one; after some 40 it teaches nothing
 (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models", arXiv:2305.16264)."""
-NAMED = 8
-"""Sources that are named of many."""
 WHY = (
     f"up to {ALIKE:g} times a text teaches about as much as a new one, after 40 nothing more "
     "(arXiv:2305.16264); a lower weight or max_epochs leaves the steps to others"
@@ -45,7 +44,6 @@ def repeated(epochs: Mapping[str, float], when: str) -> str | None:
     often = sorted((item for item in epochs.items() if item[1] > ALIKE), key=lambda item: -item[1])
     if not often:
         return None
-    named = ", ".join(f"{name} {each:,.{1 if each < 100 else 0}f}" for name, each in often[:NAMED])
-    more = f" and {len(often) - NAMED:,} more" if len(often) > NAMED else ""
+    named = listed([f"{name} {each:,.{1 if each < 100 else 0}f}" for name, each in often])
     what = "source is" if len(often) == 1 else "sources are"
-    return f"{len(often):,} {what} read more than {ALIKE:g} times {when} ({named}{more}): {WHY}"
+    return f"{len(often):,} {what} read more than {ALIKE:g} times {when} ({named}): {WHY}"

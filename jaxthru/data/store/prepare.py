@@ -17,12 +17,11 @@ from jaxthru.data.store.flat_file import REMEDY
 from jaxthru.data.store.mix_file import MixFile
 from jaxthru.data.store.parallel_writer import write_stores
 from jaxthru.data.store.progress import Progress
-from jaxthru.data.store.report import listed
 from jaxthru.data.store.text_store import TextStore
 from jaxthru.data.store.tokenizer import Tokenizer, train
 from jaxthru.data.store.tokenizer_folder import CONTROL, UNSAID, tokenizer_file
 from jaxthru.runtime.atomic import remove_partials
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError, listed, require
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from jaxthru.data.store.progress import Progress
 from jaxthru.data.store.writer import Written
+from jaxthru.runtime.errors import NAMED, listed
 
 FEW = 24
 """Sources that are told one by one: as many lines as a terminal shows at once."""
-NAMED = 8
-"""Of many sources, those of one kind that are named."""
 
 
 class Report:
@@ -72,8 +71,3 @@ def _aside(sources: Sequence[Written]) -> str:
             f"; {chunks:,} long {'texts' if chunks > 1 else 'text'} kept as tokens, {size / 1e6:.1f} MB"
         )
     return "".join(parts)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Returns names in one line, of many the first ones."""
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
