@@ -17,6 +17,7 @@ import pytest
 from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.attention import attention, find_segments
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
+from pallas_kernels.grouped_matmul.triton_tiles import choose
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.rms_norm import rms_norm_residual, rms_norm_rotary
 from pallas_kernels.routing import combine, dispatch, route, sort_assignments
@@ -203,6 +204,7 @@ CASES = NORMS | {
     "attention": of_attention(),
     "attention 256 wide, windowed": of_attention(256, 100),
 }
+EXPERTS = ("grouped_matmul", "routing", "routing in groups", "weighted_swiglu", "weighted_swiglu wide")
 
 
 @pytest.mark.parametrize(
@@ -219,8 +221,11 @@ CASES = NORMS | {
 )
 def test_kernels_compile(case, target, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # and not the user's own, which may have it
+    capability = tuple(divmod(TARGETS[target][1], 10)) if target in SHARED else None
+    monkeypatch.setattr(
+        "pallas_kernels.grouped_matmul.triton.tile_of", lambda problem: choose(problem, None, capability)
+    )
     if target in SHARED:  # the tiles of attention depend on it
-        capability = tuple(divmod(TARGETS[target][1], 10))
         monkeypatch.setattr("pallas_kernels.attention.triton.nvidia_compute_capability", lambda: capability)
     else:  # whose warps are of 64 threads
         monkeypatch.setattr("pallas_kernels.linear_cross_entropy.triton.on_nvidia", lambda: False)
@@ -240,6 +245,24 @@ def resources(ptx: str, target: str, folder: Path) -> tuple[int, int]:
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     (registers,) = re.findall(r"Used (\d+) registers", said)
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_kernels_do_not_spill(case, target, monkeypatch, tmp_path):
+    """Products are of matrix units, whose operands are loaded ahead."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    capability = tuple(divmod(TARGETS[target][1], 10))
+    monkeypatch.setattr(
+        "pallas_kernels.grouped_matmul.triton.tile_of", lambda problem: choose(problem, None, capability)
+    )
+    for kernel, arrays, constants in calls(case.split()[0], *CASES[case], monkeypatch):
+        text = compile_for(target, kernel, arrays, constants, aligned=True)
+        registers, spilled = resources(text, target, tmp_path)
+        print(f"{case} {target} {kernel.__name__}: {registers} registers, {spilled} bytes spilled")
+        assert not spilled
+        if "grouped" in kernel.__name__:
+            assert "cp.async" in text and ("wgmma" if target == "sm_90" else "mma.sync") in text
 
 
 @pytest.mark.parametrize("target", SHARED)
