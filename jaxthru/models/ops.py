@@ -188,21 +188,22 @@ class Ops:
         """Returns a shard of a matrix, within a shard_map, gathered along `embed`."""
         dim = axes.index("embed")
         over = self.layout.spec(axes)[dim]
-        shard = self.replicated(shard, over)
+        shard = self.replicated(shard, axes)
         if over is None:
             return shard
         if self.copies:
             return copies.all_gather(shard, over, dim)
         return jax.lax.all_gather(shard, over, axis=dim, tiled=True)
 
-    def replicas(self, over: str | None) -> tuple[str, ...]:
-        """Returns the axes that rows are split over but parameters are not; `over`: along which these are."""
-        return tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
+    def replicas(self, axes: Axes) -> tuple[str, ...]:
+        """Returns the mesh axes that rows are split over but a parameter of these logical axes is not."""
+        own = jax.tree.leaves(tuple(self.layout.spec(axes)))
+        return tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis not in own)
 
-    def replicated(self, shard: jax.Array, over: str | None) -> jax.Array:
-        """Returns a shard, within a shard_map, marked as a copy that each device of `replicas` has: its
-        gradient then is reduced to the stored shards before it is summed over them."""
-        replicas = self.replicas(over)
+    def replicated(self, shard: jax.Array, axes: Axes) -> jax.Array:
+        """Returns a shard of such a parameter, within a shard_map, marked as a copy that each device of
+        `replicas` has: its gradient then is reduced to the stored shards before it is summed over them."""
+        replicas = self.replicas(axes)
         return jax.lax.pcast(shard, replicas, to="varying") if replicas else shard
 
     def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments, window: int | None = None) -> jax.Array:
