@@ -96,6 +96,7 @@ def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = 
         linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
         rms_norm_by=norm or config.kernels.named("rms_norm"),
         copies=config.mesh.copies,
+        expert_chunks=config.mesh.expert_chunks,
         keep_parameters=config.remat.keep_parameters,
     )
     return Model(chain_of(config), ops, config.remat.policy, config.model.loop)
