@@ -201,7 +201,7 @@ def combine(
       dispatch.Unsupported: the named implementation refuses.
     """
     N, K = order.inverse_NK.shape
-    if y_RD.ndim != 2 or len(y_RD) != N * K or tokens != N:
+    if y_RD.ndim != 2 or len(y_RD) != len(order.order_R) or tokens != N:
         raise ValueError(
             f"combine: the order is of {N} tokens with {K} experts each, got y {y_RD.shape} and {tokens} "
             "tokens"

@@ -174,10 +174,8 @@ def test_a_token_that_goes_nowhere_has_no_output_and_no_gradient():
         y_ND, routing = layer(ops, x_ND, given["logits"], gate_up, down, valid_N)
         return jnp.sum(y_ND * given["cotangent"]), (y_ND, routing)
 
-    with jax.debug_nans(False):
-        (_, (y_ND, routing)), gradients = jax.jit(
-            jax.value_and_grad(run, (0, 1, 2), has_aux=True)
-        )(x_ND, given["gate_up"], given["down"])
+    both = jax.jit(jax.value_and_grad(run, (0, 1, 2), has_aux=True))
+    (_, (y_ND, routing)), gradients = both(x_ND, given["gate_up"], given["down"])
     assert np.all(np.asarray(y_ND)[~np.asarray(valid_N)] == 0) and np.isfinite(y_ND).all()
     assert int(routing.counts_E.sum()) == int(valid_N.sum()) * K
     assert all(np.isfinite(gradient).all() for gradient in gradients)
