@@ -97,7 +97,7 @@ def check_groups(train: TrainConfig, groups: int, shards: int) -> None:
     require(
         train.microbatches == 1 or blocks % shards == 0,
         f"data.groups = {groups}: with train.rows = {train.rows} and train.microbatches = "
-        f"{train.microbatches} it must be a multiple of mesh.data × mesh.fsdp = {shards}",
+        f"{train.microbatches} it must be a multiple of mesh.data × mesh.fsdp × mesh.expert = {shards}",
     )
 
 

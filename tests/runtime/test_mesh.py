@@ -57,7 +57,7 @@ def test_meshes(config, devices, shape):
 @pytest.mark.parametrize(
     ("config", "devices", "message"),
     [
-        (MeshConfig(1, 4, 1), 8, "mesh.data=1, fsdp=4, tensor=1: needs 4 devices, found 8"),
+        (MeshConfig(1, 4, 1), 8, "mesh.data=1, fsdp=4, expert=1, tensor=1: needs 4 devices, found 8"),
         (MeshConfig(3, -1, 1), 8, "needs a multiple of 3 devices, found 8"),
     ],
 )
