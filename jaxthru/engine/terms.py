@@ -1,7 +1,6 @@
 """What a step records: losses and metrics of stages, combined over micro-batches and stages."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -33,17 +33,17 @@ class Config(llama.Config):
     """A decoder of llama's attention and, in each layer, a mixture of experts.
 
     mlp: inner width of the SwiGLU of dense layers, see dense_first.
-    qk_norm_together: with qk_norm, all heads of a token are normed as one, as OLMoE has it, not each by itself.
+    qk_norm_together: with qk_norm, a token's heads are normed as one, as OLMoE has it, not each by itself.
     experts: in each layer. top_k: that each token goes to. expert_mlp: inner width of each, a SwiGLU.
     shared_mlp: inner width of a SwiGLU that every token goes through beside its experts; 0 is none.
     shared_gate: its output is multiplied by a sigmoid of its input, one number a token.
     score: of the router's logits: `softmax` over all experts, `sigmoid` of each, or `softmax_of_chosen`, over
         those that were chosen, as Mixtral has it.
     normalise: a token's weights are divided by their sum. routed_scale: then multiplied by this.
-    expert_groups: experts lie in so many groups. top_groups: a token's are of so many of them, those whose two
-        best have the largest sum.
-    bias_rate: balances experts without a loss, by a bias in the choice that moves by so much a step; 0 is off.
-        DeepSeek-V3 has 0.001.
+    expert_groups: experts lie in so many groups. top_groups: a token's are of so many of them, whose two best
+        have the largest sum.
+    bias_rate: balances experts without a loss, by a bias in the choice that moves by so much a step; 0 is
+        off. DeepSeek-V3 has 0.001.
     aux_loss: weight of a loss that balances experts within each row; 0 is off. Summed over layers.
     router_z_loss: weight of a loss that keeps the router's logits small; 0 is off. Summed over layers.
     dense_first: so many first layers have a SwiGLU of width `mlp` and no experts.
@@ -217,8 +217,8 @@ def matmul_flops(config: Config) -> dict[str, int]:
 
 
 def feed_forward_parameters(config: Config, of_each_token: bool) -> int:
-    """Returns the matmul parameters of all feed-forward layers and routers. of_each_token: those alone that one
-    token is multiplied with."""
+    """Returns the matmul parameters of all feed-forward layers and routers. of_each_token: those alone that
+    one token is multiplied with."""
     each = 3 * config.embed * config.expert_mlp
     count = config.top_k if of_each_token else config.experts
     shared = 3 * config.embed * config.shared_mlp + config.embed * config.shared_gate

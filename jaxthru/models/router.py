@@ -29,8 +29,8 @@ TOKENS = "expert_tokens"
 class Router(nnx.Module):
     """Scores all experts for each token by a linear layer, and chooses some of them.
 
-    The bias, where there is one (`bias_rate`), takes part in the choice alone; it has no gradient, and is moved
-    by `BiasUpdate`.
+    The bias, where there is one (`bias_rate`), takes part in the choice alone; it has no gradient, and is
+    moved by `BiasUpdate`.
     """
 
     def __init__(self, config: Any, rngs: nnx.Rngs):
@@ -49,8 +49,8 @@ class Router(nnx.Module):
 
     @jax.named_scope(scopes.ROUTER)
     def __call__(self, x_ND: jax.Array, context: Context) -> tuple[Routing, Extras]:
-        """Returns the routing, of tokens that are sharded as between blocks, and what is minimised and counted
-        of it."""
+        """Returns the routing, of tokens that are sharded as between blocks, and what is minimised and
+        counted of it."""
         ops, valid_BT = context.ops, context.valid
         valid_N = ops.constrain(valid_BT.reshape(-1), "tokens")
         logits_NE = ops.constrain(_logits(x_ND, self.weight[...]), "tokens", None)
@@ -72,9 +72,9 @@ def _logits(x_ND: jax.Array, weight_DE: jax.Array) -> jax.Array:
 
 
 def balance_loss(routing: Routing, valid_BT: jax.Array) -> jax.Array:
-    """Returns how unequally experts are used, 1 where all are used alike: of each row, E × Σ over experts of the
-    share of its assignments × the mean of its tokens' scores, each token's divided by their sum; then the mean
-    over rows.
+    """Returns how unequally experts are used, 1 where all are used alike: of each row, E × Σ over experts of
+    the share of its assignments × the mean of its tokens' scores, each token's divided by their sum; then the
+    mean over rows.
 
     By row, and of a row's valid tokens, it is the same for any number of micro-batches and on any mesh.
     Source: Fedus et al. 2021 (arXiv:2101.03961), by sequence as DeepSeek-V3 (arXiv:2412.19437).
@@ -137,9 +137,9 @@ def _replaced(tree: Tree, path: tuple[str, ...], change: Any) -> Tree:
 
 
 def load(counts_LE: jax.Array) -> dict[str, jax.Array]:
-    """Returns what the record has of the tokens of each expert, of each layer [L]: `expert_load_max`, those of
-    the busiest expert over the mean, 1 where all are alike; and `expert_entropy`, of the distribution of tokens
-    over experts, over its largest, log E: 1 where all are alike, 0 where one expert has them all."""
+    """Returns what the record has of the tokens of each expert, of each layer [L]: `expert_load_max`, those
+    of the busiest expert over the mean, 1 where all are alike; and `expert_entropy`, of the tokens'
+    distribution over experts, as a share of log E: 1 where all are alike, 0 where one expert has them all."""
     counts_LE = counts_LE.astype(jnp.float32)
     total_L1 = jnp.maximum(jnp.sum(counts_LE, axis=-1, keepdims=True), 1.0)
     share_LE = counts_LE / total_L1
