@@ -54,8 +54,7 @@ def test_tokens_that_do_not_divide_over_tensor_are_refused():
     with pytest.raises(InputError) as refused:
         validate(config, jax.devices()[:2])
     assert str(refused.value) == (
-        "train.rows / train.microbatches × data.sequence = 765: must be a multiple of "
-        "mesh.tensor = 2"
+        "train.rows / train.microbatches × data.sequence = 765: must be a multiple of mesh.tensor = 2"
     )
     even = configuration.load("configs/quickstart.py", [*settings, "data.sequence=256"])
     validate(even, jax.devices()[:2])
