@@ -23,6 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxthru.models.ops import Ops
+from jaxthru.models.remat import EXPERT_HIDDEN, ROUTING
+from jaxthru.models.scopes import COMBINE, DISPATCH, EXPERTS
 from jaxthru.runtime.sharding import Axes
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.routing import (
@@ -39,11 +41,7 @@ from pallas_kernels.weighted_swiglu import weighted_swiglu
 AT_ONCE = 2
 """Parts of a layer's tokens that are under way at once: one is multiplied, the other moves."""
 
-DISPATCH, EXPERTS, COMBINE = "dispatch", "experts", "combine"
-"""Name scopes: tokens brought to their experts, multiplied, and added up."""
 
-HIDDEN, ROUTING = "moe_hidden", "routing"
-"""Names for rematerialisation: of the first product, and of what says where each token goes."""
 
 
 def routed(ops: Ops, logits_NE: jax.Array, valid_N: jax.Array, bias_E: jax.Array | None, **how) -> Routing:
@@ -140,7 +138,7 @@ def _multiplied(ops: Ops, x_ND, ids_NK, weights_NK, gate_up, down) -> jax.Array:
     multiply = functools.partial(grouped_matmul, sizes_E=order.sizes_E, implementation=ops.grouped_matmul_by)
     with jax.named_scope(EXPERTS):
         gate_up_R2M = multiply(x_RD, gate_up.reshape(own, -1, 2 * width)).reshape(-1, 2, width)
-        gate_up_R2M = checkpoint_name(gate_up_R2M, HIDDEN)
+        gate_up_R2M = checkpoint_name(gate_up_R2M, EXPERT_HIDDEN)
         hidden_RM = weighted_swiglu(gate_up_R2M, weights_R, implementation=ops.weighted_swiglu_by)
         y_RD = multiply(hidden_RM, down)
     with jax.named_scope(COMBINE):

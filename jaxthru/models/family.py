@@ -19,7 +19,7 @@ from jaxthru.runtime import plain
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 from jaxthru.runtime.weights import WeightInfo
 
-SHIPPED = ("llama", "gemma")
+SHIPPED = ("llama", "gemma", "moe")
 """The families of jaxthru, modules of this package; the first is the default."""
 
 

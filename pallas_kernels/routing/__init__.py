@@ -87,7 +87,8 @@ def route(
 
     The experts with the largest score + bias are chosen, of equal ones those of the lowest id; weights are
     scores without the bias. Differentiable in the logits, by the weights and the scores, with the choice
-    held. Tokens with logits that are not finite get experts, too, which ones is not said.
+    held. Tokens with logits that are not finite get experts, too, which ones is not said. The ids are named
+    "routing" by `jax.ad_checkpoint.checkpoint_name`: a policy that saves them chooses no expert twice.
 
     Args:
       logits_NE: [N, E] float32.
@@ -142,9 +143,7 @@ def sort_assignments(
       dispatch.Unsupported: the named implementation refuses.
     """
     if ids_NK.ndim != 2 or ids_NK.dtype != jnp.int32:
-        raise ValueError(
-            f"sort_assignments: ids are int32 [N, K], got {ids_NK.dtype}{list(ids_NK.shape)}"
-        )
+        raise ValueError(f"sort_assignments: ids are int32 [N, K], got {ids_NK.dtype}{list(ids_NK.shape)}")
     return Order(*_run("sort_assignments", implementation, platform, ids_NK, experts=experts))
 
 

@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.routing.rule import Rule
 
@@ -16,7 +17,7 @@ BLOCK = 128  # assignments that are ranked against each other
 
 def route(logits_NE, valid_N, bias_E, *, rule: Rule):
     """Returns (ids, weights, counts, scores); see `route` of the package."""
-    ids_NK = choose(logits_NE, valid_N, bias_E, rule)
+    ids_NK = checkpoint_name(choose(logits_NE, valid_N, bias_E, rule), "routing")
     weights_NK, scores_NE = weigh(logits_NE, valid_N, ids_NK, rule)
     return ids_NK, weights_NK, count(ids_NK.reshape(-1), rule.experts), scores_NE
 
@@ -75,8 +76,10 @@ def sort_assignments(ids_NK, *, experts: int):
     rank_PB = jnp.sum(alike_PBB, axis=2, dtype=jnp.int32)
     inverse_R = (jnp.take_along_axis(first_PX, ids_PB, axis=1, mode="clip") + rank_PB).reshape(-1)[:R]
     # Each place once: nothing is added up, in whatever order they are written.
-    order_R = jnp.zeros_like(inverse_R).at[inverse_R].set(
-        jnp.arange(R, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds"
+    order_R = (
+        jnp.zeros_like(inverse_R)
+        .at[inverse_R]
+        .set(jnp.arange(R, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds")
     )
     return order_R, inverse_R.reshape(ids_NK.shape), sizes_X[:experts]
 
