@@ -110,7 +110,7 @@ def check_sizes(config: RunConfig, layout: Layout) -> None:
         "choose 1, and give the devices to mesh.fsdp",
     )
     for axis, size in dims:
-        check_divisible(layout, {shape.key(axis): (axis, size)})
+        check_divisible(layout, {shape.key(axis, size): (axis, size)})
     check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
 
 

@@ -153,8 +153,7 @@ class DispatchedStep:
         called = dict(zip(first, of_layers, strict=True))
         called |= {EMBEDDING: scopes.UPDATE_EMBEDDING, HEAD: scopes.UPDATE_HEAD}
         only = [functools.partial(trained, each) for each in self.trains]
-        index = jax.ShapeDtypeStruct((), np.int32, sharding=scalar)
-        known = counters, squares, of_head["loss"], index
+        known = counters, squares, of_head["loss"], jax.ShapeDtypeStruct((), np.int32, sharding=scalar)
         of = {at: layers[kind][1] for kind, at in enumerate(first)} | {EMBEDDING: terms, HEAD: of_head}
         for at in (EMBEDDING, HEAD, *first):
             self.update[at], _ = compile_(

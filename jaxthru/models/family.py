@@ -48,15 +48,17 @@ class FamilyConfig:
         """The most tokens that a row may have, `max_sequence` where a family has it; None is no bound."""
         return getattr(self, "max_sequence", None)
 
-    def key(self, axis: str) -> str:
+    def key(self, axis: str, size: int | None = None) -> str:
         """Returns the key that sets the size of a logical axis, by its name, as `vocabulary` does of `vocab`;
-        without one, the axis within the model."""
-        return f"model.{self.field(axis) or axis}"
+        without one, the axis within the model. size: of several keys, that which has this value."""
+        return f"model.{self.field(axis, size) or axis}"
 
-    def field(self, axis: str) -> str | None:
-        """Returns the field that sets the size of a logical axis, None without one."""
+    def field(self, axis: str, size: int | None = None) -> str | None:
+        """Returns the field that sets the size of a logical axis, None without one. size: see `key`."""
         names = [field.name for field in dataclasses.fields(self)]
-        return axis if axis in names else next((name for name in names if name.startswith(axis)), None)
+        named = [name for name in names if name == axis or name.startswith(axis) or name.endswith(f"_{axis}")]
+        named.sort(key=lambda name: (name != axis, not name.startswith(axis)))
+        return next((name for name in named if size in (None, getattr(self, name))), next(iter(named), None))
 
 
 def module_of(config: FamilyConfig) -> ModuleType:

@@ -1,5 +1,4 @@
-"""Mixtures of experts: llama's decoder with many feed-forward layers in the place of one, of which each token
-takes a few.
+"""Mixtures of experts: a decoder whose layers have many feed-forward networks, a few of them for each token.
 
 Covers Mixtral (arXiv:2401.04088), OLMoE (arXiv:2409.02060: `qk_norm_together`), Qwen3-MoE (arXiv:2505.09388)
 and, of DeepSeek-V3 (arXiv:2412.19437), all but its attention. No token is dropped, whatever the router does.
