@@ -1,5 +1,4 @@
-"""The mapping of names: which published tensor is which weight, or part of one, and what turns one into the
-other."""
+"""The mapping of names: which published tensor is which weight, and what turns one into the other."""
 
 import dataclasses
 import functools

@@ -42,8 +42,6 @@ AT_ONCE = 2
 """Parts of a layer's tokens that are under way at once: one is multiplied, the other moves."""
 
 
-
-
 def routed(ops: Ops, logits_NE: jax.Array, valid_N: jax.Array, bias_E: jax.Array | None, **how) -> Routing:
     """Returns `pallas_kernels.routing.route` of tokens that are sharded as between blocks; `counts_E` are
     those of all tokens, the same on each device. how: as that takes it."""
