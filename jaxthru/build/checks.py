@@ -106,7 +106,7 @@ def check_sizes(config: RunConfig, layout: Layout) -> None:
         require(named, f"model.family = {shape.family!r}: no weight has the logical axis {axis!r}")
     require(
         layout.size("experts") == 1 or any(axis == "experts" for axis, _ in dims),
-        f"mesh.expert = {layout.size('experts')}: a model of family {shape.family!r} has no experts to split; "
+        f"mesh.expert = {layout.size('experts')}: model.family = {shape.family!r} has no experts to split; "
         "choose 1, and give the devices to mesh.fsdp",
     )
     for axis, size in dims:

@@ -1,9 +1,10 @@
 """The experts of a mixture, whose tokens find them on any mesh: dropless, with no collective of unknown size.
 
-On one device: assignments are sorted by expert, their tokens gathered, multiplied group by group, and added up
-token by token. Where experts are split (mesh axis `expert`), a device gathers the tokens of all that share them,
-with the experts that were chosen for these, does the same with its own experts alone, and its sums are scattered
-back. Along `tensor`, which splits every expert's width, the same gather and scatter serve.
+On one device: assignments are sorted by expert, their tokens gathered, multiplied group by group, and added
+up token by token. Where experts are split (mesh axis `expert`), a device gathers the tokens of all that
+share them, with the experts that were chosen for these, does the same with its own experts alone, and its
+sums are scattered back. Along `tensor`, which splits every expert's width, the same gather and scatter
+serve.
 
 A device may be asked for all that it gathered, or for nothing: there are rows for the former, and what is not
 filled is not multiplied. No token is dropped, whatever the router does.
@@ -41,11 +42,9 @@ AT_ONCE = 2
 """Parts of a layer's tokens that are under way at once: one is multiplied, the other moves."""
 
 
-
-
 def routed(ops: Ops, logits_NE: jax.Array, valid_N: jax.Array, bias_E: jax.Array | None, **how) -> Routing:
-    """Returns `pallas_kernels.routing.route` of tokens that are sharded as between blocks; `counts_E` are those
-    of all tokens, the same on each device. how: as that takes it."""
+    """Returns `pallas_kernels.routing.route` of tokens that are sharded as between blocks; `counts_E` are
+    those of all tokens, the same on each device. how: as that takes it."""
     local = functools.partial(route, **how, implementation=ops.routing_by)
     if ops.layout.mesh.size == 1:
         return local(logits_NE, valid_N, bias_E)
@@ -64,13 +63,14 @@ def routed(ops: Ops, logits_NE: jax.Array, valid_N: jax.Array, bias_E: jax.Array
 def experts(ops: Ops, x_ND: jax.Array, routing: Routing, gate_up: Any, down: Any) -> jax.Array:
     """Returns what each token's experts make of it, [N, D] in the compute dtype, sharded over tokens.
 
-    y = Σ_k down(silu(gate(x)) · up(x) · weight_k): the router's weight stands before the down map, so that its
-    gradient needs no expert's output.
+    y = Σ_k down(silu(gate(x)) · up(x) · weight_k): the router's weight stands before the down map, so that
+    its gradient needs no expert's output.
 
     Args:
       x_ND: sharded over tokens. routing: of the same tokens, sharded alike, see `routed`; of a token that is
         routed nowhere the result is 0.
-      gate_up, down: weights [E, D, 2, M] and [E, M, D] with their WeightInfo. Their gradients are reduced to the
+      gate_up, down: weights [E, D, 2, M] and [E, M, D] with their WeightInfo. Their gradients are reduced to
+      the
         stored shards as those of all other matrices are.
     """
     axes = gate_up.info.axes, down.info.axes
@@ -133,9 +133,7 @@ def _multiplied(ops: Ops, x_ND, ids_NK, weights_NK, gate_up, down) -> jax.Array:
         order = jax.tree.map(lambda leaf: checkpoint_name(leaf, ROUTING), order)
         x_RD = dispatch(x_ND, order, ids_NK.shape[1], implementation=ops.routing_by)
         weights_R = dispatch_weights(weights_NK, order)
-    multiply = functools.partial(
-        grouped_matmul, sizes_E=order.sizes_E, implementation=ops.grouped_matmul_by
-    )
+    multiply = functools.partial(grouped_matmul, sizes_E=order.sizes_E, implementation=ops.grouped_matmul_by)
     with jax.named_scope(EXPERTS):
         gate_up_R2M = multiply(x_RD, gate_up.reshape(own, -1, 2 * width)).reshape(-1, 2, width)
         gate_up_R2M = checkpoint_name(gate_up_R2M, EXPERT_HIDDEN)
@@ -147,8 +145,8 @@ def _multiplied(ops: Ops, x_ND, ids_NK, weights_NK, gate_up, down) -> jax.Array:
 
 def _shortened(order: Order) -> Order:
     """Returns an order without the rows that can never be filled: a token's experts are different ones, so of
-    its assignments no more than there are experts here are for them. One row more stays, which all assignments
-    that have none point to."""
+    its assignments no more than there are experts here are for them. One row more stays, which all
+    assignments that have none point to."""
     tokens, top_k = order.inverse_NK.shape
     rows = tokens * rows_for_each(top_k, len(order.sizes_E)) + 1
     if rows >= len(order.order_R):
@@ -158,7 +156,8 @@ def _shortened(order: Order) -> Order:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _for_each(matrix: jax.Array, parts: int) -> tuple[jax.Array, ...]:
-    """Returns a matrix for each of several parts, whose gradients are added up in float32 and rounded once."""
+    """Returns a matrix for each of several parts, whose gradients are added up in float32 and rounded
+    once."""
     return (matrix,) * parts
 
 

@@ -105,8 +105,8 @@ SUMS = (("data",), ("expert",), ("data", "expert"))
 `expert` are tokens."""
 
 COMPILED_AT = 32
-"""Devices that a step is compiled for at most, unless `expert` and `tensor` ask for more: enough to show which
-axes each collective lies along, and few enough that any model's arrays divide."""
+"""Devices that a step is compiled for at most, unless `expert` and `tensor` ask for more: enough to show
+which axes each collective lies along, and few enough that any model's arrays divide."""
 
 
 def compiled_shape(shape: dict[str, int], most: int = COMPILED_AT) -> dict[str, int]:

@@ -15,8 +15,8 @@ from jaxthru.runtime.errors import require
 AXES = ("data", "fsdp", "expert", "tensor")
 
 MOST_EXPERT = 8
-"""Devices along `expert` at most. Each gathers the tokens of all of them, which for eight experts a token moves
-no more bytes than an all-to-all up to eight devices, and from there on ever more."""
+"""Devices along `expert` at most. Each gathers the tokens of all of them, which for eight experts a token
+moves no more bytes than an all-to-all up to eight devices, and from there on ever more."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,8 @@ LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "experts": ("expert",),
 }
 """A mesh axis serves one dim of an array. Where two ask for it, the one higher in this table gets it: an
-activation's `batch` takes `fsdp` and `expert`, so that only in parameters `embed` and `experts` are sharded over
-them. Parameters without `experts` are whole along `expert`, as they are along `data`.
+activation's `batch` takes `fsdp` and `expert`, so that only in parameters `embed` and `experts` are sharded
+over them. Parameters without `experts` are whole along `expert`, as they are along `data`.
 
 `tokens` is rows × positions in one dim: between a model's blocks `tensor` splits the tokens of each shard of
 `batch`, in order (sequence parallelism), so that gathering them over `tensor` is all that it takes to have

@@ -1,7 +1,7 @@
 """The device side of grouped_matmul/triton.py. Importing it needs Triton.
 
-Letters: R rows, E groups, I columns of the rows, O of the results, P tiles of rows; BR, BI and BO the sizes of
-a block. Offsets of rows and of matrices are int64: there may be more than 2**31 entries.
+Letters: R rows, E groups, I columns of the rows, O of the results, P tiles of rows; BR, BI and BO the sizes
+of a block. Offsets of rows and of matrices are int64: there may be more than 2**31 entries.
 
 Rows of other groups, or of none, are never loaded: of a block that has fewer rows the last one is loaded
 again, or zeros where rows are summed. What is not a number in them reaches nothing.

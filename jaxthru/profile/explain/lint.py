@@ -97,8 +97,8 @@ def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
 
 def collectives(work: Work, made: Accounted) -> Found:
     """Collectives that the mesh does not explain: FSDP gathers parameters and scatters gradients, tensor
-    and expert parallelism also gather activations and scatter their sums, data parallelism only sums gradients;
-    and what stages exchange."""
+    and expert parallelism also gather activations and scatter their sums, data parallelism only sums
+    gradients; and what stages exchange."""
     kind, why = work.collective, None
     if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:
         return None
