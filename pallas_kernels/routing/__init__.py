@@ -91,7 +91,8 @@ def route(
 
     The experts with the largest score + bias are chosen, of equal ones those of the lowest id; weights are
     scores without the bias. Differentiable in the logits, by the weights and the scores, with the choice
-    held. Tokens with logits that are not finite get experts, too, which ones is not said.
+    held. Tokens with logits that are not finite get experts, too, which ones is not said. The ids are named
+    "routing" by `jax.ad_checkpoint.checkpoint_name`: a policy that saves them chooses no expert twice.
 
     Args:
       logits_NE: [N, E] float32.
@@ -203,7 +204,7 @@ def combine(
       dispatch.Unsupported: the named implementation refuses.
     """
     N, K = order.inverse_NK.shape
-    if y_RD.ndim != 2 or len(y_RD) != N * K or tokens != N:
+    if y_RD.ndim != 2 or len(y_RD) != len(order.order_R) or tokens != N:
         raise ValueError(
             f"combine: the order is of {N} tokens with {K} experts each, got y {y_RD.shape} and {tokens} "
             "tokens"
