@@ -1,4 +1,4 @@
-"""The persistent matmul for Hopper: a ring of shared memory between a thread block's producer and its consumers.
+"""The persistent matmul for Hopper: shared memory as a ring between a thread block's producer and consumers.
 
 One thread block (CTA) runs on each SM and takes tiles of the result in turn. Two of its warpgroups multiply:
 the consumers. The third loads their operands by TMA: the producer, which runs ahead of them by as many steps
@@ -32,10 +32,10 @@ def order(number, tiles_M, tiles_N: int, tiles: RingTiles, shares: Literal["a", 
     or their columns of b.
     """
     group, rank = lax.div(number, i32(tiles.cluster)), lax.rem(number, i32(tiles.cluster))
-    along = "ba".index(shares)  # the dim of a cluster
-    counts = tiles_M // (1 if along else tiles.cluster), tiles_N // (tiles.cluster if along else 1)
+    along_m, along_n = (1, tiles.cluster) if shares == "a" else (tiles.cluster, 1)
+    counts = tiles_M if along_m == 1 else tiles_M // along_m, tiles_N // along_n
     m, n = plgpu.planar_snake(group, counts, "MN".index(tiles.minor), tiles.width)
-    return (m, n * tiles.cluster + rank) if along else (m * tiles.cluster + rank, n)
+    return (m, n * along_n + rank) if shares == "a" else (m * along_m + rank, n)
 
 
 def cta_of(tiles: RingTiles):

@@ -1,7 +1,10 @@
 """How a matmul kernel for Hopper cuts its result into tiles, and what shared memory these take."""
 
 import dataclasses
+import functools
 from typing import Literal
+
+import jax
 
 from pallas_kernels.dispatch import Unsupported
 
@@ -14,6 +17,13 @@ PRODUCT_FLOPS = 700e12  # of a large bf16 matmul on an H200 or H100, in a second
 
 # The share of the best tile's rate that smaller ones reach; a guess, for shapes in no table.
 RATES = {(128, 256): 1.0, (256, 128): 0.98, (128, 192): 0.95, (128, 128): 0.85, (128, 64): 0.55}
+
+
+@functools.cache
+def hopper_device() -> tuple[str, int]:
+    """Returns the GPU's kind and its number of SMs, those of an H200 where there is none."""
+    device = jax.local_devices()[0]
+    return (device.device_kind, device.core_count) if device.platform == "gpu" else ("NVIDIA H200", SMS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The two kernels for Hopper: a persistent matmul that sends or receives while it multiplies.
 
 Shapes, all of one shard: t shards on the mesh axis, M rows, A = t·M rows of all shards, K contracted, N
-columns. `hopper_ring` has what multiplies: a thread block (CTA) on each SM, with two consumers and a producer,
-here one warp. On some SMs one more warp copies to the peers, in pieces through shared memory: a sender. Nothing
-else leaves the GPU, and there are just as many senders as fill NVLink: what more of them have under way stands
-in the way of the loads of all SMs.
+columns. `hopper_ring` has what multiplies: a thread block (CTA) on each SM, with two consumers and a
+producer, here one warp. On some SMs one more warp copies to the peers, in pieces through shared memory: a
+sender. Nothing else leaves the GPU, and there are just as many senders as fill NVLink: what more of them have
+under way stands in the way of the loads of all SMs.
 
 `gather_matmul`: senders copy this shard's rows to the `gathered` buffer of each peer, while the others
 multiply: first this shard's own rows, then those of the next shard, and so on. A producer waits for the row

@@ -36,6 +36,7 @@ def automatic(platform: str | None = None) -> tuple[str, ...]:
 OPERATION = Operation(
     __name__,
     {
+        "mosaic_gpu": Implementation(takes=("platform", "named")),
         "ragged": Implementation(takes=("platform",)),
         "xla": Implementation(),
         "reference": Implementation(),

@@ -142,9 +142,7 @@ def sort_assignments(
       dispatch.Unsupported: the named implementation refuses.
     """
     if ids_NK.ndim != 2 or ids_NK.dtype != jnp.int32:
-        raise ValueError(
-            f"sort_assignments: ids are int32 [N, K], got {ids_NK.dtype}{list(ids_NK.shape)}"
-        )
+        raise ValueError(f"sort_assignments: ids are int32 [N, K], got {ids_NK.dtype}{list(ids_NK.shape)}")
     return Order(*_run("sort_assignments", implementation, platform, ids_NK, experts=experts))
 
 

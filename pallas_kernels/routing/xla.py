@@ -75,8 +75,10 @@ def sort_assignments(ids_NK, *, experts: int):
     rank_PB = jnp.sum(alike_PBB, axis=2, dtype=jnp.int32)
     inverse_R = (jnp.take_along_axis(first_PX, ids_PB, axis=1, mode="clip") + rank_PB).reshape(-1)[:R]
     # Each place once: nothing is added up, in whatever order they are written.
-    order_R = jnp.zeros_like(inverse_R).at[inverse_R].set(
-        jnp.arange(R, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds"
+    order_R = (
+        jnp.zeros_like(inverse_R)
+        .at[inverse_R]
+        .set(jnp.arange(R, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds")
     )
     return order_R, inverse_R.reshape(ids_NK.shape), sizes_X[:experts]
 
