@@ -61,15 +61,15 @@ def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: boo
         count = count_ref[0]
 
         def look_up(index):
-            """Returns the tile's first column, the group, its block's first row, and the group's first row
-            and the one behind its last."""
+            """Returns the tile's column block and group, its first row, and the group's first row and the
+            one behind its last."""
             m, n = order(index, count, columns, tiles, shares="a")
             m = jnp.maximum(jnp.minimum(m, last), 0)  # of a number behind the last tile's, anything
-            return n * tiles.n, *(table_ref[m, field] for field in range(4))
+            return n, *(table_ref[m, field] for field in range(4))
 
         def produce(tile, base):
-            column, group, first, _, _ = tile
-            rows, of_n = pl.ds(first, tiles.m), pl.ds(column, tiles.n)
+            n, group, first, _, _ = tile
+            rows, of_n = pl.ds(pl.multiple_of(first, ROWS), tiles.m), pl.ds(n * tiles.n, tiles.n)
 
             def windows(step):
                 contracted = pl.ds(step * STEP, STEP)
@@ -79,14 +79,14 @@ def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: boo
             ring.load_each(steps, base, windows)
 
         def consume(tile, base):
-            column, _, first, begins, end = tile
+            n, _, first, begins, end = tile
             row = first + ring.first_row
 
             def multiply():
                 acc = ring.multiply(steps, base)
                 for number, (r, c) in enumerate(tiles.pieces):
                     piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + PIECE].astype(dtype))
-                    to_ref = y_ref.at[:, pl.ds(column + c, PIECE)]
+                    to_ref = y_ref.at[:, pl.ds(n * tiles.n + c, PIECE)]
                     _store_rows(piece_ref, to_ref, row + r, begins, end)
 
             some = (row < end) & (row + tiles.m_of_consumer > begins)
@@ -166,7 +166,7 @@ def grouped_outer(x_RI, y_RO, sizes_E, into, tiles: Tiles, ctas: int, *, dtype):
             _, at_m, at_n = place(tile[0])
 
             def windows(step):
-                rows = pl.ds(row_of(tile, step), STEP)
+                rows = pl.ds(pl.multiple_of(row_of(tile, step), ROWS), STEP)
                 return x_ref.at[rows, pl.ds(at_m, tiles.m)], y_ref.at[rows, pl.ds(at_n, tiles.n)]
 
             ring.load_each(steps_of(tile), base, windows)
