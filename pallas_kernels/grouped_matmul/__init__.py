@@ -7,7 +7,7 @@ anything, and nothing reads them in an operand, be they NaN.
 An implementation is a module of this folder with two functions, which know nothing of differentiation:
 
     grouped_matmul(x_RI, w, sizes_E, *, transposed) -> y_RO of x's dtype; w is [E, O, I] where `transposed`
-    grouped_outer(x_RI, y_RO, sizes_E, into, *, dtype) -> [E, I, O] of `dtype`, added to `into` if there is one
+    grouped_outer(x_RI, y_RO, sizes_E, into, *, dtype) -> [E, I, O] of `dtype`, added to `into` if given
 
 One that cannot run here raises `dispatch.Unsupported` while it is traced, and the next one is tried. The
 gradient of the rows is the first function with the matrices turned, that of the matrices the second.
@@ -18,7 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Operation, resolve_platform
+from pallas_kernels.dispatch import Implementation, Operation, on_nvidia, resolve_platform, triton_before_xla
 from pallas_kernels.varying import vary_alike
 
 __all__ = ["OPERATION", "automatic", "grouped_matmul", "grouped_outer"]
@@ -27,16 +27,20 @@ DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 
 def automatic(platform: str | None = None) -> tuple[str, ...]:
-    """Returns the implementations that are tried where none is named, the first first."""
+    """Returns the implementations that are tried where none is named, the first first.
+
+    That for Hopper leaves what is not known to be fastest with it to the others.
+    """
     if resolve_platform(platform) == "tpu":
         return ("ragged", "xla")
-    return ("xla",)
+    return ("mosaic_gpu", *triton_before_xla(platform)) if on_nvidia(platform) else ("xla",)
 
 
 OPERATION = Operation(
     __name__,
     {
         "mosaic_gpu": Implementation(takes=("platform", "named")),
+        "triton": Implementation(takes=("platform",)),
         "ragged": Implementation(takes=("platform",)),
         "xla": Implementation(),
         "reference": Implementation(),

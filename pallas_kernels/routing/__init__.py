@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Implementation, Operation, triton_before_xla
 from pallas_kernels.routing.rule import SCORES, Rule
 from pallas_kernels.varying import vary_alike
 
@@ -41,8 +41,12 @@ __all__ = [
 
 OPERATION = Operation(
     __name__,
-    {"xla": Implementation(), "reference": Implementation()},
-    lambda platform: ("xla",),
+    {
+        "triton": Implementation(takes=("platform",)),
+        "xla": Implementation(),
+        "reference": Implementation(),
+    },
+    triton_before_xla,
 )
 
 PARTITIONED = "xla"

@@ -9,15 +9,19 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Implementation, Operation, triton_before_xla
 from pallas_kernels.varying import vary_alike
 
 __all__ = ["OPERATION", "PARTITIONED", "weighted_swiglu"]
 
 OPERATION = Operation(
     __name__,
-    {"xla": Implementation(), "reference": Implementation()},
-    lambda platform: ("xla",),
+    {
+        "triton": Implementation(takes=("platform",)),
+        "xla": Implementation(),
+        "reference": Implementation(),
+    },
+    triton_before_xla,
 )
 
 PARTITIONED = "xla"
