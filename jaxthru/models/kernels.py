@@ -7,8 +7,11 @@ from pallas_kernels.adamw_8bit import OPERATION as ADAMW_8BIT
 from pallas_kernels.attention import OPERATION as ATTENTION
 from pallas_kernels.collective_matmul import OPERATION as COLLECTIVE_MATMUL
 from pallas_kernels.collective_matmul import WRITES_TO_PEERS
+from pallas_kernels.grouped_matmul import OPERATION as GROUPED_MATMUL
 from pallas_kernels.linear_cross_entropy import OPERATION as LINEAR_CROSS_ENTROPY
 from pallas_kernels.rms_norm import OPERATION as RMS_NORM
+from pallas_kernels.routing import OPERATION as ROUTING
+from pallas_kernels.weighted_swiglu import OPERATION as WEIGHTED_SWIGLU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,9 @@ class KernelsConfig:
     `reference`, which alone the partitioner can split.
     rms_norm: norms between the blocks and of queries and keys, these with their rotation. `triton` is for
     one device.
+    grouped_matmul: of the experts' tokens with their matrices, and the gradients of these.
+    routing: the choice of experts, the sort of tokens by expert, and the way there and back.
+    weighted_swiglu: the experts' activation, with the router's weight.
     """
 
     attention: Literal["auto", *ATTENTION.names] = "auto"
@@ -32,6 +38,9 @@ class KernelsConfig:
     collective_matmul: Literal["auto", "fused", "none", *COLLECTIVE_MATMUL.names] = "auto"
     adamw_8bit: Literal["auto", *ADAMW_8BIT.names] = "auto"
     rms_norm: Literal["auto", *RMS_NORM.names] = "auto"
+    grouped_matmul: Literal["auto", *GROUPED_MATMUL.names] = "auto"
+    routing: Literal["auto", *ROUTING.names] = "auto"
+    weighted_swiglu: Literal["auto", *WEIGHTED_SWIGLU.names] = "auto"
 
     @property
     def writes_to_peers(self) -> bool:

@@ -20,9 +20,13 @@ from pallas_kernels.adamw_8bit.shapes import GPU as MOMENTS
 from pallas_kernels.attention import attention, find_segments
 from pallas_kernels.attention.shapes import GPU
 from pallas_kernels.collective_matmul import shapes as collective_shapes
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
+from pallas_kernels.grouped_matmul.shapes import GPU as GROUPED
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.shapes import GPU as LINEAR_CROSS_ENTROPY
 from pallas_kernels.rms_norm import rms_norm_residual, rms_norm_rotary
+from pallas_kernels.routing import combine, dispatch, dispatch_weights, route, sort_assignments
+from pallas_kernels.weighted_swiglu import weighted_swiglu
 
 FORBIDDEN = ("multimem", "symmetric_memory_parameters")
 
@@ -61,7 +65,10 @@ def test_attention(name, implementation, devices):
     assert not [word for word in FORBIDDEN if word in text]
 
 
-TRITON = ("attention", "linear_cross_entropy", "adamw_8bit", "rms_norm")
+TRITON = (
+    *("attention", "linear_cross_entropy", "adamw_8bit", "rms_norm"),
+    *("grouped_matmul", "routing", "weighted_swiglu"),
+)
 
 
 @pytest.mark.parametrize("operation", TRITON)
@@ -153,6 +160,30 @@ def test_collective_matmul(implementation, shape, axes):
     assert not [word for word in FORBIDDEN if word in text]
 
 
+def lower_grouped_matmul(shape, implementation: str) -> str:
+    """Returns the lowered product and its gradients, and the sums of a matrix's gradient into a buffer."""
+    x, y = (jax.ShapeDtypeStruct((shape.rows, n), jnp.bfloat16) for n in (shape.columns, shape.results))
+    w = jax.ShapeDtypeStruct((shape.groups, shape.columns, shape.results), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
+    into = jax.ShapeDtypeStruct(w.shape, jnp.float32)
+    how = {"implementation": implementation, "platform": "gpu"}
+
+    def both(x, w, y, sizes, into):
+        value, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **how), x, w)
+        return value, pull(y), grouped_outer(x, y, sizes, into, **how)
+
+    traced = jax.jit(both).trace(x, w, y, sizes, into)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPED if name.startswith("qwen3_30b")])
+def test_grouped_matmul(name):
+    """What is not Triton's. test_grouped_matmul_hopper has thread blocks that share what they load."""
+    text = lower_grouped_matmul(GROUPED[name], "mosaic_gpu")
+    assert text.count("@mosaic_gpu_v2") == 4
+    assert not [word for word in FORBIDDEN if word in text]
+
+
 @pytest.mark.parametrize("platform", ["rocm", "tpu"])
 @pytest.mark.parametrize("implementation", COLLECTIVES)
 @pytest.mark.parametrize(
@@ -199,7 +230,28 @@ def test_portable_forms_lower_for(platform):
         both = *rms_norm_residual(x, scale, **how), rms_norm_rotary(x, scale, angle, angle, **how)
         return sum(jnp.sum(each.astype(jnp.float32)) for each in both)
 
+    experts = GROUPED["qwen3_30b_up"]
+    x, w, logits = (
+        jax.ShapeDtypeStruct(dims, dtype)
+        for dims, dtype in (
+            ((experts.rows // 8, experts.columns), jnp.bfloat16),
+            ((experts.groups, experts.columns, experts.results), jnp.bfloat16),
+            ((experts.rows // 8, experts.groups), jnp.float32),
+        )
+    )
+
+    def mixture(x, w, logits):
+        how = {"implementation": "xla"}
+        valid = jnp.ones(len(x), bool)
+        routed = route(logits, valid, top_k=8, score="softmax", normalise=True, **how)
+        order = sort_assignments(routed.ids_NK, len(w), **how)
+        rows = grouped_matmul(dispatch(x, order, 8, **how), w, order.sizes_E, **how)
+        rows = rows.reshape(len(rows), 2, -1)
+        rows = weighted_swiglu(rows, dispatch_weights(routed.weights_NK, order), **how)
+        return jnp.sum(combine(rows, order, len(x), **how).astype(jnp.float32))
+
     for function, arguments in (
+        (jax.grad(mixture, (0, 1, 2)), (x, w, logits)),
         (jax.grad(attend, (0, 1, 2)), (q, k, k, ids)),
         (jax.grad(lambda *a: linear_cross_entropy(*a, implementation="xla")[0], (0, 1)), loss_arguments),
         (adamw, (moments,)),

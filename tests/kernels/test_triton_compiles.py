@@ -16,8 +16,12 @@ import pytest
 
 from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.attention import attention, find_segments
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
+from pallas_kernels.grouped_matmul.triton_tiles import choose
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.rms_norm import rms_norm_residual, rms_norm_rotary
+from pallas_kernels.routing import combine, dispatch, route, sort_assignments
+from pallas_kernels.weighted_swiglu import weighted_swiglu
 
 pytestmark = pytest.mark.compiles_for("triton")
 
@@ -149,6 +153,38 @@ def of_rms_norm_rotary(head_dim: int):
     return function, (x, struct(head_dim, dtype=f32), angle, angle, x)
 
 
+def of_grouped_matmul(I: int, O: int, dtype=bf16):  # noqa: E741
+    """Forward and backward, and a sum into a float32 buffer."""
+    R, E, how = 4096, 8, {"implementation": "triton", "platform": "gpu"}
+
+    def function(x, w, sizes, dy, into):
+        pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **how), x, w)[1]
+        return pullback(dy), grouped_outer(x, dy, sizes, into, **how)
+
+    shapes = struct(R, I, dtype=dtype), struct(E, I, O, dtype=dtype), struct(E, dtype=i32)
+    return function, (*shapes, struct(R, O, dtype=dtype), struct(E, I, O, dtype=f32))
+
+
+def of_routing(N: int, E: int, K: int, D: int, **rule):
+    how = {"implementation": "triton", "platform": "gpu"}
+
+    def function(logits, valid, bias, x):
+        made = route(logits, valid, bias, top_k=K, normalise=True, **rule, **how)
+        order = sort_assignments(made.ids_NK, E, **how)
+        return combine(dispatch(x, order, K, **how), order, N, **how)
+
+    valid = struct(N, dtype=jnp.bool_)
+    return function, (struct(N, E, dtype=f32), valid, struct(E, dtype=f32), struct(N, D))
+
+
+def of_weighted_swiglu(M: int):
+    def function(gate_up, weights, dy):
+        how = {"implementation": "triton", "platform": "gpu"}
+        return jax.vjp(lambda *a: weighted_swiglu(*a, **how), gate_up, weights)[1](dy)
+
+    return function, (struct(4096, 2, M), struct(4096, dtype=f32), struct(4096, M))
+
+
 NORMS = {f"rms_norm {D}": of_rms_norm(D) for D in (1024, 2048, 2560, 4096, 8192)}
 NORMS |= {f"rms_norm heads {C}": of_rms_norm_rotary(C) for C in (64, 96, 128, 256)}
 CASES = NORMS | {
@@ -157,9 +193,18 @@ CASES = NORMS | {
     "adamw_8bit whole": of_adamw("whole"),
     "adamw_8bit rounded": of_adamw("rounded"),
     "linear_cross_entropy": of_linear_cross_entropy(),
+    "grouped_matmul": of_grouped_matmul(2048, 1536),
+    "grouped_matmul off the tile": of_grouped_matmul(200, 136),
+    "grouped_matmul float32": of_grouped_matmul(256, 512, f32),
+    "routing": of_routing(512, 128, 8, 2048, score="softmax"),
+    "routing in groups": of_routing(512, 256, 8, 7168, score="sigmoid", groups=8, top_groups=4),
+    "routing of chosen": of_routing(512, 60, 3, 200, score="softmax_of_chosen"),
+    "weighted_swiglu": of_weighted_swiglu(768),
+    "weighted_swiglu wide": of_weighted_swiglu(14_336),
     "attention": of_attention(),
     "attention 256 wide, windowed": of_attention(256, 100),
 }
+EXPERTS = ("grouped_matmul", "routing", "routing in groups", "weighted_swiglu", "weighted_swiglu wide")
 
 
 @pytest.mark.parametrize(
@@ -176,8 +221,11 @@ CASES = NORMS | {
 )
 def test_kernels_compile(case, target, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # and not the user's own, which may have it
+    capability = tuple(divmod(TARGETS[target][1], 10)) if target in SHARED else None
+    monkeypatch.setattr(
+        "pallas_kernels.grouped_matmul.triton.tile_of", lambda problem: choose(problem, None, capability)
+    )
     if target in SHARED:  # the tiles of attention depend on it
-        capability = tuple(divmod(TARGETS[target][1], 10))
         monkeypatch.setattr("pallas_kernels.attention.triton.nvidia_compute_capability", lambda: capability)
     else:  # whose warps are of 64 threads
         monkeypatch.setattr("pallas_kernels.linear_cross_entropy.triton.on_nvidia", lambda: False)
@@ -197,6 +245,24 @@ def resources(ptx: str, target: str, folder: Path) -> tuple[int, int]:
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     (registers,) = re.findall(r"Used (\d+) registers", said)
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_kernels_do_not_spill(case, target, monkeypatch, tmp_path):
+    """Products are of matrix units, whose operands are loaded ahead."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    capability = tuple(divmod(TARGETS[target][1], 10))
+    monkeypatch.setattr(
+        "pallas_kernels.grouped_matmul.triton.tile_of", lambda problem: choose(problem, None, capability)
+    )
+    for kernel, arrays, constants in calls(case.split()[0], *CASES[case], monkeypatch):
+        text = compile_for(target, kernel, arrays, constants, aligned=True)
+        registers, spilled = resources(text, target, tmp_path)
+        print(f"{case} {target} {kernel.__name__}: {registers} registers, {spilled} bytes spilled")
+        assert not spilled
+        if "grouped" in kernel.__name__:
+            assert "cp.async" in text and ("wgmma" if target == "sm_90" else "mma.sync") in text
 
 
 @pytest.mark.parametrize("target", SHARED)

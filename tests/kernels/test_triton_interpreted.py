@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ATTENTION, LOSSES = "triton_interpreted.py", "triton_interpreted_losses.py"
+EXPERTS = "triton_interpreted_experts.py"
 
 pytestmark = pytest.mark.compiles_for("triton")
 
@@ -18,15 +19,16 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize(("script", "cases"), [(ATTENTION, 37), (LOSSES, 25)])
+@pytest.mark.parametrize(("script", "cases"), [(ATTENTION, 37), (LOSSES, 25), (EXPERTS, 25)])
 def test_kernels_agree_with_the_reference(script, cases):
     done = run(script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok ") >= cases
 
 
-@pytest.mark.parametrize("wrong", ["-1", "1", "unmasked", "residual"])
+@pytest.mark.parametrize("wrong", ["-1", "1", "unmasked", "residual", "end", "lost"])
 def test_a_wrong_kernel_is_seen(wrong):
-    """A window off by one, a mask that is left out, a residual stream whose gradient is lost."""
-    done = run(ATTENTION, wrong)
+    """A window off by one, a mask that is left out, a residual stream whose gradient is lost; a group's last
+    row, and what its sum has beyond whole blocks."""
+    done = run(EXPERTS if wrong in ("end", "lost") else ATTENTION, wrong)
     assert done.returncode == 1 and "relative error above" in done.stderr, done.stdout + done.stderr

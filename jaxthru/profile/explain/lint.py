@@ -97,11 +97,14 @@ def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
 
 def collectives(work: Work, made: Accounted) -> Found:
     """Collectives that the mesh does not explain: FSDP gathers parameters and scatters gradients, tensor
-    parallelism also sums activations, data parallelism only sums gradients; and what stages exchange."""
+    and expert parallelism also gather activations and scatter their sums, data parallelism only sums
+    gradients; and what stages exchange."""
     kind, why = work.collective, None
     if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:
         return None
     split = {axis: made.config["mesh"].get(axis, 1) != 1 for axis in AXES}
+    tokens_move = split["expert"] or split["tensor"]
+    shards = split["fsdp"] or tokens_move
     meant = (
         any(split[axis] for axis in LOGICAL_AXIS_RULES[over])
         for scope, over in (EXCHANGES | made.ledger.model.exchanges).items()
@@ -109,9 +112,9 @@ def collectives(work: Work, made: Accounted) -> Found:
     )
     if kind in ("all-to-all", "ragged-all-to-all") and not any(meant):
         why = "no axis of the mesh needs it: an array is laid out in two ways"
-    elif kind in ("all-gather", "reduce-scatter") and not (split["fsdp"] or split["tensor"]):
-        why = "nothing is split over fsdp or tensor"
-    elif kind == "all-gather" and not split["tensor"] and _of_tokens(work.instruction, made.config):
+    elif kind in ("all-gather", "reduce-scatter") and not shards:
+        why = "nothing is split over fsdp, expert or tensor"
+    elif kind == "all-gather" and not tokens_move and _of_tokens(work.instruction, made.config):
         why = "it gathers activations, which fsdp leaves where they are"
     return why and (float(work.bytes * work.runs), f"{kind} of {_shown(work.instruction)}: {why}")
 

@@ -1,0 +1,192 @@
+"""The device side of routing/triton.py. Importing it needs Triton.
+
+Letters: N tokens, E experts, K of each token, X = E + 1 with what is no expert's, R = N·K assignments, P
+blocks of B assignments, D width; BN, BE, BK, BX, BP and BD the sizes of a block. Loads are masked where there
+is nothing. Offsets of rows are int64.
+"""
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def route(
+    logits,
+    valid,
+    bias,
+    tokens,
+    ids,
+    weights,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    OF_CHOSEN: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BN: tl.constexpr,
+    BE: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """One block of tokens. Grid: tokens / BN, rounded up.
+
+    logits [N, E]; valid [N] int8; bias [E]; ids, weights [N, K]. SIGMOID, or a softmax; OF_CHOSEN:
+    the choice is among logits, and weights are the softmax of those chosen.
+    """
+    token_N = tl.program_id(0) * BN + tl.arange(0, BN)
+    valid_N = tl.load(valid + token_N, mask=token_N < tokens, other=0) != 0
+    expert_E = tl.arange(0, BE)
+    exists_NE = (token_N < tokens)[:, None] & (expert_E < E)[None, :]
+    at_NE = token_N.to(tl.int64)[:, None] * E + expert_E[None, :]
+    logit_NE = tl.load(logits + at_NE, mask=exists_NE & valid_N[:, None], other=0.0)
+    if SIGMOID:
+        score_NE = tl.sigmoid(logit_NE)
+    else:
+        inside_NE = tl.where((expert_E < E)[None, :], logit_NE, LOWEST)
+        power_NE = tl.exp(inside_NE - tl.max(inside_NE, axis=1)[:, None])
+        score_NE = power_NE / tl.sum(power_NE, axis=1)[:, None]
+    of_what_NE = logit_NE if OF_CHOSEN else score_NE
+    choice_NE = of_what_NE + tl.load(bias + expert_E, mask=expert_E < E, other=0.0)[None, :]
+    choice_NE = tl.where((expert_E < E)[None, :], choice_NE, LOWEST)
+    if TOP_GROUPS < GROUPS:
+        choice_NE = limit(choice_NE, expert_E, E // GROUPS, GROUPS, TOP_GROUPS, BN, BE)
+
+    place_K = tl.arange(0, BK)
+    id_NK = tl.zeros((BN, BK), tl.int32)
+    weight_NK = tl.full((BN, BK), LOWEST, tl.float32)
+    for k in tl.static_range(K):
+        # What is not a number may be found anywhere: an id stays one of an expert.
+        id_N = tl.minimum(tl.argmax(choice_NE, axis=1, tie_break_left=True), E - 1)
+        is_NE = expert_E[None, :] == id_N[:, None]
+        weight_N = tl.sum(tl.where(is_NE, of_what_NE, 0.0), axis=1)
+        choice_NE = tl.where(is_NE, LOWEST, choice_NE)
+        id_NK = tl.where((place_K == k)[None, :], id_N[:, None], id_NK)
+        weight_NK = tl.where((place_K == k)[None, :], weight_N[:, None], weight_NK)
+    exists_K = (place_K < K)[None, :]
+    if OF_CHOSEN:
+        weight_NK = tl.exp(weight_NK - tl.max(weight_NK, axis=1)[:, None])
+        weight_NK = weight_NK / tl.sum(weight_NK, axis=1)[:, None]
+    if NORMALISE:
+        weight_NK = weight_NK / tl.sum(tl.where(exists_K, weight_NK, 0.0), axis=1)[:, None]
+    at_NK = token_N.to(tl.int64)[:, None] * K + place_K[None, :]
+    exists_NK = (token_N < tokens)[:, None] & exists_K
+    tl.store(ids + at_NK, tl.where(valid_N[:, None], id_NK, E), mask=exists_NK)
+    tl.store(weights + at_NK, tl.where(valid_N[:, None], weight_NK * SCALE, 0.0), mask=exists_NK)
+
+
+@triton.jit
+def limit(
+    choice_NE,
+    expert_E,
+    OF_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BN: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """Returns the choice with -inf in all groups but those whose best two have the largest sums.
+
+    sums_NE: of its group's best two, at each expert, so that a group is found by its first expert.
+    """
+    sums_NE = tl.full((BN, BE), LOWEST, tl.float32)
+    for group in tl.static_range(GROUPS):
+        own_NE = (expert_E // OF_GROUP == group)[None, :]
+        of_group_NE = tl.where(own_NE, choice_NE, LOWEST)
+        best_N = tl.max(of_group_NE, axis=1)
+        id_N = tl.argmax(of_group_NE, axis=1, tie_break_left=True)
+        second_N = tl.max(tl.where(expert_E[None, :] == id_N[:, None], LOWEST, of_group_NE), axis=1)
+        sums_NE = tl.where(own_NE, (best_N + second_N)[:, None], sums_NE)
+    among_NE = tl.zeros((BN, BE), tl.int1)
+    for _ in tl.static_range(TOP_GROUPS):
+        group_N = tl.argmax(sums_NE, axis=1, tie_break_left=True) // OF_GROUP
+        is_NE = (expert_E // OF_GROUP)[None, :] == group_N[:, None]
+        among_NE = among_NE | is_NE
+        sums_NE = tl.where(is_NE, LOWEST, sums_NE)
+    return tl.where(among_NE, choice_NE, LOWEST)
+
+
+@triton.jit
+def count_blocks(
+    ids, assignments, counts, P: tl.constexpr, X: tl.constexpr, B: tl.constexpr, BX: tl.constexpr
+):  # fmt: skip
+    """How many of one block's assignments go to each expert. Grid: (P,). ids [R]; counts [X, P]."""
+    at_B = tl.program_id(0) * B + tl.arange(0, B)
+    id_B = tl.load(ids + at_B, mask=at_B < assignments, other=X)
+    expert_X = tl.arange(0, BX)
+    count_X = tl.sum((id_B[:, None] == expert_X[None, :]).to(tl.int32), axis=0)
+    tl.store(counts + expert_X * P + tl.program_id(0), count_X, mask=expert_X < X)
+
+
+@triton.jit
+def sum_blocks(counts, before, sizes, P: tl.constexpr, BP: tl.constexpr):
+    """Of one expert, the assignments in all blocks before each. Grid: (X,). counts, before [X, P]; sizes
+    [X]."""
+    at = tl.program_id(0) * P
+    so_far = tl.zeros((), tl.int32)
+    for first in range(0, P, BP):
+        block_P = first + tl.arange(0, BP)
+        count_P = tl.load(counts + at + block_P, mask=block_P < P, other=0)
+        tl.store(before + at + block_P, so_far + tl.cumsum(count_P, axis=0) - count_P, mask=block_P < P)
+        so_far += tl.sum(count_P, axis=0)
+    tl.store(sizes + tl.program_id(0), so_far)
+
+
+@triton.jit
+def place(ids, before, begins, assignments, order, inverse, P: tl.constexpr, B: tl.constexpr):
+    """Where each of one block's assignments goes. Grid: (P,).
+
+    ids, order, inverse [R]; before [X, P]; begins [X]: each expert's first row. Each place is written once.
+    """
+    within_B = tl.arange(0, B)
+    at_B = tl.program_id(0) * B + within_B
+    exists_B = at_B < assignments
+    id_B = tl.load(ids + at_B, mask=exists_B, other=0)
+    # The same ids along the other dim.
+    other_B = tl.load(ids + at_B, mask=exists_B, other=-1)
+    earlier_BB = (other_B[None, :] == id_B[:, None]) & (within_B[None, :] < within_B[:, None])
+    row_B = tl.sum(earlier_BB.to(tl.int32), axis=1)
+    row_B += tl.load(begins + id_B, mask=exists_B, other=0)
+    row_B += tl.load(before + id_B * P + tl.program_id(0), mask=exists_B, other=0)
+    tl.store(inverse + at_B, row_B, mask=exists_B)
+    tl.store(order + row_B, at_B, mask=exists_B)
+
+
+@triton.jit
+def dispatch(
+    x, order, sized, rows, y, K: tl.constexpr, D: tl.constexpr, B: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """The tokens of one block of rows, one part of their width. Grid: (rows / B, D / BD), each rounded up.
+
+    x [N, D]; order [rows]; sized [1]: rows that have an expert; y [rows, D], where others are not written.
+    """
+    row_B = tl.program_id(0) * B + tl.arange(0, B)
+    column_D = tl.program_id(1) * BD + tl.arange(0, BD)
+    has_B = row_B < tl.load(sized)
+    token_B = tl.load(order + row_B, mask=has_B, other=0) // K
+    has_BD = has_B[:, None] & (column_D < D)[None, :]
+    x_BD = tl.load(x + token_B.to(tl.int64)[:, None] * D + column_D[None, :], mask=has_BD, other=0.0)
+    tl.store(y + row_B.to(tl.int64)[:, None] * D + column_D[None, :], x_BD, mask=has_BD)
+
+
+@triton.jit
+def combine(
+    y, inverse, sized, tokens, x, K: tl.constexpr, D: tl.constexpr, B: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """The sums of one block of tokens' rows, one part of their width. Grid: (tokens / B, D / BD), each
+    rounded up. y [R, D]; inverse [tokens, K]; sized [1]: rows that have an expert, others are not read;
+    x [tokens, D]."""
+    token_B = tl.program_id(0) * B + tl.arange(0, B)
+    column_D = tl.program_id(1) * BD + tl.arange(0, BD)
+    exists_B = token_B < tokens
+    sized_1 = tl.load(sized)
+    sum_BD = tl.zeros((B, BD), tl.float32)
+    for k in tl.static_range(K):
+        row_B = tl.load(inverse + token_B * K + k, mask=exists_B, other=0)
+        has_BD = (exists_B & (row_B < sized_1))[:, None] & (column_D < D)[None, :]
+        at_BD = row_B.to(tl.int64)[:, None] * D + column_D[None, :]
+        sum_BD += tl.load(y + at_BD, mask=has_BD, other=0.0).to(tl.float32)
+    to_BD = token_B.to(tl.int64)[:, None] * D + column_D[None, :]
+    tl.store(x + to_BD, sum_BD.to(x.dtype.element_ty), mask=exists_B[:, None] & (column_D < D)[None, :])
