@@ -98,7 +98,7 @@ class RunConfig:
 CHANGEABLE = (
     *("train.steps", "optim.schedule_steps", "train.microbatches", "model.loop", "data.loaders"),
     *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile.", "cost."),
-    *("data.workers", "data.tokenizer"),  # a path: the keys of the stores see that it is the same tokenizer
+    *("train.stopped_exit_code", "data.workers", "data.tokenizer"),  # a path to the same tokenizer
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""
 

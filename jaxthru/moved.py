@@ -141,6 +141,8 @@ NAMES = {
     "profile.paint.paint": "profile.account.timeline.assign_owners",
     "profile.paint.Painted": "profile.account.timeline.Interval",
     "profile.publish.show": "profile.show.publish.present",
+    "runtime.distributed.STDERR": "runtime.stop_signal.STDERR",
+    "runtime.distributed.StopSignal": "runtime.stop_signal.StopSignal",
     "runtime.sharding.RULES": "runtime.sharding.LOGICAL_AXIS_RULES",
     "runtime.xla.limit_pinned": "runtime.pinned.limit",
     "runtime.xla.PINNED_DEFAULT": "runtime.pinned.DEFAULT",
@@ -164,6 +166,7 @@ NAMES = {
     "training.seal.sealed_names": "training.checksums.covered_names",
     "training.seal.UNSEALED": "training.checksums.LEFT_OUT",
     "training.seal.write_seal": "training.checksums.write_checksums",
+    "training.watchdog.EXIT_CODE": "runtime.exit_codes.HUNG",
 }
 """A name that has left a module which is still there, or has another name now -> where it is."""
 

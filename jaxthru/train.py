@@ -7,6 +7,11 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from jaxthru.runtime import termination
+
+if __name__ == "__main__":  # before what takes seconds to import
+    termination.handle()
+
 from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
 from jaxthru.build.adapted_weights import published_weights
@@ -24,9 +29,10 @@ from jaxthru.engine.step import State
 from jaxthru.optim.schedule_change import Plan, schedule_change
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
-from jaxthru.runtime import allocator, command_line, distributed, xla
+from jaxthru.runtime import allocator, command_line, distributed, exit_codes, xla
 from jaxthru.runtime.errors import exit_code, leave, require
 from jaxthru.runtime.garbage import heap_frozen
+from jaxthru.runtime.stop_signal import StopSignal
 from jaxthru.training.base_files import BaseFiles
 from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
@@ -42,8 +48,9 @@ log = logging.getLogger("jaxthru")
 
 def train(
     built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float, times: StartTimes
-) -> State:
-    """Runs the loop from the newest checkpoint, or from the start; returns the last state."""
+) -> int:
+    """Runs the loop from the newest checkpoint, or from the start; returns the exit code: 0, or that of a
+    stop."""
     config, data, train = built.config, built.data, built.config.train
     state, data_state = restore_or_start(built, directory, checkpointer)
     times.note("state")
@@ -57,7 +64,7 @@ def train(
         built.batches(data_state) as batches,
         open_progress(steps, start) as progress,
         Watchdog() as watchdog,
-        distributed.StopSignal() as stop,
+        StopSignal() as stop,
     ):
         timer = built.step_timer(int(state["skipped"]), started, record, progress, watchdog)
         model = facts_of(config)
@@ -112,7 +119,7 @@ def train(
         with watchdog.paused():
             checkpointer.wait()
             profile.finish()  # once nothing can be lost any more
-    return state
+    return exit_codes.FINISHED if step >= steps else stop.exit_code
 
 
 def restore_or_start(
@@ -190,6 +197,17 @@ def run(
     file which `load_config` read, else `run`. resume: as on the command line.
     Raises InputError or TrainingError, with a message of one line.
     """
+    return start_or_resume(config, directory, name=name, resume=resume)[0]
+
+
+def start_or_resume(
+    config: RunConfig,
+    directory: RunDirectory | Path | str | None = None,
+    *,
+    name: str | None = None,
+    resume: str = "auto",
+) -> tuple[RunDirectory, int]:
+    """Does what `run` does; returns the run directory and the exit code: whether it has finished."""
     started, times = time.monotonic(), StartTimes()
     name = name or config.name
     if isinstance(directory, Path | str):
@@ -206,7 +224,7 @@ def run(
             log.info("%s is complete", directory.path)
             if distributed.is_primary():
                 final_table(directory)
-            return directory
+            return directory, exit_codes.FINISHED
     begun = keys_of_run(directory) if directory else None
     begun_with, chosen = recorded(directory)
     config = choices.resolve(config, begun_with, chosen)
@@ -240,11 +258,11 @@ def run(
             directory.keep_base(weights.folder.path)
         if base:
             base.settle()
-        train(built, directory, checkpointer, started, times)
+        code = train(built, directory, checkpointer, started, times)
     log.debug("compiled %d programs, %d from the cache", *xla.compilations())
     if distributed.is_primary():
         final_table(directory)
-    return directory
+    return directory, code
 
 
 PROG = "python -m jaxthru.train"
@@ -265,11 +283,12 @@ def parse_arguments(argv: list[str] | None = None, prog: str = PROG) -> argparse
 
 
 def main(argv: list[str] | None = None, prog: str = PROG) -> int:
-    """Runs the command; returns its exit code: 2 for bad input, 1 for training that cannot go on."""
+    """Runs the command; returns its exit code, one of `runtime.exit_codes`."""
 
-    def command() -> None:
+    def command() -> int:
         config = configuration.from_arguments(arguments)
-        run(config, arguments.run_dir, resume=arguments.resume)
+        termination.set_exit_code(config.train.stopped_exit_code)
+        return start_or_resume(config, arguments.run_dir, resume=arguments.resume)[1]
 
     arguments = parse_arguments(argv, prog)
     command_line.log_to_stderr(logging.DEBUG if arguments.verbose else logging.INFO)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxthru import config as configuration
-from jaxthru.runtime.errors import INTERRUPTED, LONGEST, exit_code
+from jaxthru.runtime.errors import LONGEST, exit_code
+from jaxthru.runtime.exit_codes import INTERRUPTED
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "configs" / "quickstart.py"
 

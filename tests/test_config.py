@@ -138,6 +138,11 @@ def test_keys_that_fit_only_together():
     [
         ("train.step=3", "unknown key train.step = '3'; did you mean 'train.steps'"),
         ("trian.steps=3", "unknown key trian.steps = '3'; did you mean 'train.steps'"),
+        (
+            "train.stopped_exit_code=0",
+            "train.stopped_exit_code = 0: must be from 1 to 255, and none of 0, 1, 2, ",
+        ),
+        ("train.stopped_exit_code=160", "70, 130, 160, which have other meanings"),
         ("trian=3", "unknown key trian = '3'; did you mean 'train'"),
         ("learning_rate=1e-3", "unknown key learning_rate = '1e-3'; did you mean 'optim.learning_rate'?"),
         ("learing_rate=1e-3", "unknown key learing_rate = '1e-3'; did you mean 'optim.learning_rate'?"),

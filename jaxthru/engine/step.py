@@ -21,6 +21,7 @@ from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.terms import Terms, shown
 from jaxthru.optim.formats import rounding_key
 from jaxthru.optim.optimizer import Optimizer
+from jaxthru.runtime import exit_codes
 from jaxthru.runtime.errors import require
 
 Tree = Any
@@ -41,6 +42,8 @@ class TrainConfig:
     preference optimisation on a mix of pairs. dpo_beta: how strongly that keeps to the model it began with.
     deterministic: bit-exact repeats on a GPU too, at some cost in speed; each start compiles the step anew.
     skip_limit: this many updates in a row skipped for a non-finite loss or gradient stop the run.
+    stopped_exit_code: of a run that SIGTERM has stopped, and that is to be started again; 0 is of one that
+    has finished. Ctrl-C has always 130.
     """
 
     steps: int = 1000
@@ -52,6 +55,7 @@ class TrainConfig:
     dpo_beta: float = 0.1
     deterministic: bool = False
     skip_limit: int = 10
+    stopped_exit_code: int = exit_codes.STOPPED
 
     def __post_init__(self):
         for name in ("steps", "rows", "microbatches", "skip_limit"):
@@ -59,6 +63,12 @@ class TrainConfig:
             require(value >= 1, f"train.{name} = {value}: must be at least 1")
         require(self.steps < 2**31, f"train.steps = {self.steps}: must be below 2**31")
         require(0 <= self.seed < 2**63, f"train.seed = {self.seed}: must be at least 0, below 2**63")
+        code, taken = self.stopped_exit_code, exit_codes.FIXED
+        require(
+            1 <= code <= 255 and code not in taken,
+            f"train.stopped_exit_code = {code}: must be from 1 to 255, and none of "
+            f"{', '.join(map(str, taken))}, which have other meanings",
+        )
         require(self.z_loss >= 0, f"train.z_loss = {self.z_loss}: must be at least 0")
         require(self.dpo_beta > 0, f"train.dpo_beta = {self.dpo_beta}: must be above 0")
         require(

@@ -1,10 +1,8 @@
-"""Several processes that train together: starting them, agreeing, and stopping at the same step."""
+"""Several processes that train together: starting them, and agreeing."""
 
 import itertools
 import json
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +12,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxthru.runtime import hardware
-from jaxthru.runtime.errors import INTERRUPTED, InputError, require
+from jaxthru.runtime.errors import InputError, require
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-STDERR = 2
 
 POLL_SECONDS = 2.0
 """The longest pause between two looks for what process 0 has to say."""
@@ -35,7 +32,7 @@ def initialize() -> None:
     """
     if jax.distributed.is_initialized():
         return
-    # A stop is agreed on by StopSignal; JAX's own service would take SIGTERM away from it.
+    # A stop is agreed on by `stop_signal`; JAX's own service would take SIGTERM away from it.
     jax.config.update("jax_enable_preemption_service", False)
     given = [name for name in VARIABLES if os.environ.get(name)]
     if given:
@@ -101,7 +98,7 @@ def from_first(call: Callable[[], Any]) -> Any:
     """
     if not jax.distributed.is_initialized():
         return call()
-    store, key = _key_value_store(), f"jaxthru/from_first/{next(_asked)}"
+    store, key = key_value_store(), f"jaxthru/from_first/{next(_asked)}"
     if is_primary():
         try:
             value = call()
@@ -113,80 +110,12 @@ def from_first(call: Callable[[], Any]) -> Any:
         store.key_value_set(key, answer)
         return value
     pause = 0.05
-    while (answer := _try_get(key)) is None:
+    while (answer := try_get(key)) is None:
         time.sleep(pause)
         pause = min(2 * pause, POLL_SECONDS)  # a thousand processes may be asking
     answer = json.loads(answer)
     require("error" not in answer, answer.get("error", ""))
     return answer["value"]
-
-
-class StopSignal:
-    """Turns SIGTERM and SIGINT into a stop after a whole step, the same step in all processes.
-
-    A context manager around the training loop, which asks `should_stop(step)` before it dispatches `step`.
-    A second signal exits at once. Outside the main thread no handler can be installed; there the loop runs
-    on until `request()`.
-    """
-
-    # Why nobody has passed the published step. The loop reads the result of step n - 1 after it dispatched
-    # step n, and that result needs all processes, as it is a mean over all. A process that asks about step s
-    # has dispatched s - 1; the others can have read the result of s - 1, but not that of s; so they have
-    # asked about s + 1 at most, and will read the store once more before they dispatch s + 2. Publishing
-    # s + 2 would do; one more step is for a loop that reads later than ours.
-    AHEAD = 3
-
-    _made = 0  # the same in all processes, because they make their StopSignals in the same order
-
-    def __init__(self):
-        StopSignal._made += 1
-        self._key = f"jaxthru/stop_at/{StopSignal._made}"
-        self._asked = threading.Event()
-        self._stop_at: int | None = None
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> "StopSignal":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before.clear()
-
-    def request(self) -> None:
-        """Asks for a stop, as the first signal does."""
-        self._asked.set()
-
-    def should_stop(self, step: int) -> bool:
-        """Says whether to stop instead of dispatching `step`. Every process must ask before each step."""
-        if jax.process_count() == 1:
-            return self._asked.is_set()
-        if self._stop_at is None:
-            self._stop_at = self._agree(step)
-        return self._stop_at is not None and step >= self._stop_at
-
-    def _agree(self, step: int) -> int | None:
-        """Returns the step to stop at that the first process to ask for a stop has published, if any has."""
-        store = _key_value_store()
-        if self._asked.is_set():
-            try:
-                store.key_value_set(self._key, str(step + self.AHEAD))
-            except jax.errors.JaxRuntimeError as error:
-                if "ALREADY_EXISTS" not in str(error):  # another process was first; its step counts
-                    raise
-        published = _try_get(self._key)
-        return None if published is None else int(published)
-
-    def _handle(self, number: int, frame) -> None:
-        # os.write, because a handler may interrupt a print that holds the stream's lock.
-        if self._asked.is_set():
-            os._exit(INTERRUPTED)
-        self._asked.set()
-        name = signal.Signals(number).name
-        os.write(STDERR, f"\n{name}: stopping after this step; again to exit at once\n".encode())
 
 
 class Notices:
@@ -202,16 +131,16 @@ class Notices:
     def publish(self, text: str) -> None:
         """Takes the place of what this process published before."""
         key = f"{self._folder}{jax.process_index()}"
-        _key_value_store().key_value_set(key, f"={text}", allow_overwrite=True)
+        key_value_store().key_value_set(key, f"={text}", allow_overwrite=True)
 
     def others(self) -> dict[int, str]:
         """Returns what each other process published last, by process."""
-        found = _key_value_store().key_value_dir_get(self._folder)
+        found = key_value_store().key_value_dir_get(self._folder)
         texts = {int(key.rpartition("/")[2]): text.removeprefix("=") for key, text in found}
         return {process: text for process, text in texts.items() if process != jax.process_index()}
 
 
-def _key_value_store():
+def key_value_store():
     """Returns the client of the job's coordinator: jax.distributed has no public name for its key-value store
     (JAX 0.11.2)."""
     from jax._src import distributed
@@ -219,10 +148,10 @@ def _key_value_store():
     return distributed.global_state.client
 
 
-def _try_get(key: str) -> str | None:
+def try_get(key: str) -> str | None:
     """Returns what a process has published under this key, if any has."""
     try:
-        return _key_value_store().key_value_try_get(key)
+        return key_value_store().key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:
         if "NOT_FOUND" not in str(error):
             raise

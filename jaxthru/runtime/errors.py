@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-INTERRUPTED = 130  # the exit code that shells give a process ended by SIGINT
+from jaxthru.runtime import termination
+from jaxthru.runtime.exit_codes import BAD_INPUT, CANNOT_GO_ON, INTERRUPTED
 
 
 class InputError(ValueError):
@@ -80,21 +81,25 @@ OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: .*?\b(out of memory\b[^\n]*)", 
 
 
 def exit_code(command: Callable[[], int | None], interrupted: str = "interrupted") -> int:
-    """Runs a command; returns its exit code, 0 unless it says another. What ends it is said in one line: 2
-    is for bad input, 1 for training that cannot go on and for a lack of memory, threads or room on the disk,
-    130 for Ctrl-C."""
+    """Runs a command; returns its exit code, one of `runtime.exit_codes`: 0 unless the command says another.
+    What ends it is said in one line: bad input, training that cannot go on, a lack of memory, threads or room
+    on the disk, Ctrl-C, and SIGTERM, which is handled meanwhile."""
     try:
-        return command() or 0
+        with termination.handled():
+            return command() or 0
     except InputError as error:
-        return _said(error, 2)
+        return _said(error, BAD_INPUT)
     except TrainingError as error:
-        return _said(error, 1)
+        return _said(error, CANNOT_GO_ON)
     except (MemoryError, OSError, RuntimeError) as error:
         if not (lack := lacking(error)):
             raise
-        return _said(lack, 1)
+        return _said(lack, CANNOT_GO_ON)
     except KeyboardInterrupt:
         return _said(interrupted, INTERRUPTED)
+    except termination.Terminated:
+        termination.said()
+        return _said(termination.SAID, termination.exit_code())
 
 
 def lacking(error: Exception) -> str | None:
@@ -119,7 +124,7 @@ def leave(code: int, hung: bool = False) -> NoReturn:
     wait, so that the interpreter's end would."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    if code == 1 or hung:
+    if code == CANNOT_GO_ON or hung:
         import jax
 
         if hung and jax.distributed.is_initialized():

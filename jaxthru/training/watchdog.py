@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from jaxthru.runtime.exit_codes import HUNG
 from jaxthru.runtime.posix_timer import PosixTimer
 
-EXIT_CODE = 70
 STDERR = 2
 
 
@@ -100,11 +100,11 @@ class Watchdog:
         usual = "none has yet" if median is None else f"the median is {median:.3g} s"
         line = (
             f"watchdog: no step has finished for {waited:.0f} s ({usual}, the limit {limit:.3g} s); "
-            f"the stacks of all threads follow; exit code {EXIT_CODE}\n"
+            f"the stacks of all threads follow; exit code {HUNG}\n"
         )
         os.write(STDERR, line.encode())  # whatever hangs may hold sys.stderr's lock
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
-        os._exit(EXIT_CODE)
+        os._exit(HUNG)
 
 
 class Backstop:
@@ -122,7 +122,7 @@ class Backstop:
         self._line = ctypes.create_string_buffer(250)
         try:
             self._say = PosixTimer("warnx", ctypes.addressof(self._line))
-            self._end = PosixTimer("_exit", EXIT_CODE)
+            self._end = PosixTimer("_exit", HUNG)
         except OSError:
             self._say = self._end = None
         # A forked child would wait at its end for faulthandler's thread, which it does not have.
@@ -139,7 +139,7 @@ class Backstop:
         if self._say and self._end:
             self._line.value = (
                 f"watchdog: no Python has run for {seconds:.0f} s: a call into C keeps the interpreter's "
-                f"lock; the stacks of all threads follow; exit code {EXIT_CODE}"
+                f"lock; the stacks of all threads follow; exit code {HUNG}"
             ).encode()
             self._say.set(seconds)
             self._end.set(seconds + self.END)

@@ -11,11 +11,13 @@ import pytest
 from processes import finish, start_processes
 
 from jaxthru.runtime import distributed
-from jaxthru.runtime.distributed import StopSignal, from_first, gather_text, initialize, is_primary
+from jaxthru.runtime.distributed import from_first, gather_text, initialize, is_primary
 from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.stop_signal import StopSignal
 
 AT, OF, ME = distributed.VARIABLES
 SCHEDULERS = (*distributed.SLURM, "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 TASK = dict.fromkeys(distributed.SLURM, "8")
 
 
@@ -89,7 +91,9 @@ def test_a_signal_stops_a_lone_process_after_the_step(capfd):
         with StopSignal() as stop:
             assert not stop.should_stop(1)
             os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # at once: the same one, handed on
             assert stop.should_stop(2)
+            assert (stop.number, stop.exit_code) == (number, CODES[number])
         assert "stopping after this step; again to exit at once" in capfd.readouterr().err
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     with StopSignal() as stop:
@@ -100,7 +104,8 @@ def test_a_signal_stops_a_lone_process_after_the_step(capfd):
 
 HANG = """
 import time
-from jaxthru.runtime.distributed import StopSignal
+from jaxthru.runtime.stop_signal import StopSignal
+StopSignal.SAME_SECONDS = 0
 with StopSignal():
     print("ready", flush=True)
     time.sleep(60)
@@ -116,14 +121,15 @@ def test_a_second_signal_exits_at_once(number):
     assert b"stopping" in process.stderr.readline() + process.stderr.readline()
     process.send_signal(number)
     process.communicate(timeout=20)
-    assert process.returncode == 130
+    assert process.returncode == CODES[number]
 
 
 LOOP = """
 import sys, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxthru.runtime.distributed import StopSignal, gather_text, initialize
+from jaxthru.runtime.distributed import gather_text, initialize
+from jaxthru.runtime.stop_signal import StopSignal
 
 initialize()
 mesh = Mesh(np.asarray(jax.devices()), ("data",))
@@ -143,7 +149,7 @@ def loop(requested):
             if step == requested:
                 stop.request()
             if stop.should_stop(step):
-                return step
+                return step, stop.exit_code
             total, x = step_function(x, np.float32(step))
             if previous is not None:
                 assert float(previous) == 8 + step - 1
@@ -154,9 +160,9 @@ def loop(requested):
             assert step < 3000
 
 stopped = loop(None)
-again = loop(5 if jax.process_index() == 1 else None)  # another run of this job
-assert again < 20, again
-print("stopped before step", stopped, again, flush=True)
+again, code = loop(5 if jax.process_index() == 1 else None)  # another run of this job
+assert again < 20 and code == 143, (again, code)
+print("stopped before step", *stopped, again, flush=True)
 jax.distributed.shutdown()
 """
 
@@ -182,7 +188,7 @@ def test_all_processes_stop_at_the_same_step(tmp_path, receivers, number):
         raise
     outputs = finish(processes)
     stops = [output.splitlines()[-1] for output in outputs]
-    assert stops[0].startswith("stopped before step")
+    assert stops[0].startswith("stopped before step") and int(stops[0].split()[-2]) == CODES[number]
     assert stops[0] == stops[1]
     told = ["stopping after this step" in output for output in outputs]
     assert told == [index in receivers for index in range(2)]

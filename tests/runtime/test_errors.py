@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from jaxthru.runtime import errors, hardware
+from jaxthru.runtime import errors, hardware, termination
 from jaxthru.runtime.errors import InputError, TrainingError, exit_code
 
 
@@ -43,8 +43,19 @@ def raises(error: BaseException):
             "offload.level make a step take less, and `python -m jaxthru.plan memory` says how much",
         ),
         (KeyboardInterrupt(), 130, "stopped"),
+        (termination.Terminated(), 143, termination.SAID),
     ],
-    ids=["input", "long", "training", "disk", "host memory", "threads", "device memory", "interrupt"],
+    ids=[
+        "input",
+        "long",
+        "training",
+        "disk",
+        "host memory",
+        "threads",
+        "device memory",
+        "interrupt",
+        "terminated",
+    ],
 )
 def test_exit_codes(error, code, said, capsys):
     assert exit_code(raises(error), "stopped") == code

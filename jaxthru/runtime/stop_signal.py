@@ -1,0 +1,101 @@
+"""Stopping a run in good order: SIGTERM and SIGINT end it after a whole step, the same in all processes."""
+
+import os
+import signal
+import threading
+import time
+
+import jax
+
+from jaxthru.runtime import exit_codes, termination
+from jaxthru.runtime.distributed import key_value_store, try_get
+
+STDERR = 2
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a stop after a whole step, the same step in all processes.
+
+    A context manager around the training loop, which asks `should_stop(step)` before it dispatches `step`.
+    A second signal exits at once. Outside the main thread no handler can be installed; there the loop runs
+    on until `request()`. number: the signal that stops the run, in all processes; None before.
+    """
+
+    # Why nobody has passed the published step. The loop reads the result of step n - 1 after it dispatched
+    # step n, and that result needs all processes, as it is a mean over all. A process that asks about step s
+    # has dispatched s - 1; the others can have read the result of s - 1, but not that of s; so they have
+    # asked about s + 1 at most, and will read the store once more before they dispatch s + 2. Publishing
+    # s + 2 would do; one more step is for a loop that reads later than ours.
+    AHEAD = 3
+
+    SAME_SECONDS = 1.0
+    """A signal that comes again within it is the same: Slurm's srun, a launcher and a terminal each hand on
+    what has reached the whole group of processes already."""
+
+    _made = 0  # the same in all processes, because they make their StopSignals in the same order
+
+    def __init__(self):
+        StopSignal._made += 1
+        self._key = f"jaxthru/stop_at/{StopSignal._made}"
+        self._asked: signal.Signals | None = None
+        self._asked_at = 0.0
+        self._stop_at: int | None = None
+        self.number: signal.Signals | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def request(self) -> None:
+        """Asks for a stop, as SIGTERM does."""
+        self._asked = signal.SIGTERM
+
+    def should_stop(self, step: int) -> bool:
+        """Says whether to stop instead of dispatching `step`. Every process must ask before each step."""
+        if jax.process_count() == 1:
+            self.number = self._asked
+            return self._asked is not None
+        if self._stop_at is None:
+            self._agree(step)
+        return self._stop_at is not None and step >= self._stop_at
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that this has stopped."""
+        return _exit_code(self.number)
+
+    def _agree(self, step: int) -> None:
+        """Takes over the step to stop at that the first process to ask for a stop has published, if any has,
+        and the signal that it had."""
+        if self._asked is not None:
+            try:
+                said = f"{step + self.AHEAD} {int(self._asked)}"
+                key_value_store().key_value_set(self._key, said)
+            except jax.errors.JaxRuntimeError as error:
+                if "ALREADY_EXISTS" not in str(error):  # another process was first; its step counts
+                    raise
+        if published := try_get(self._key):
+            at, number = published.split()
+            self._stop_at, self.number = int(at), signal.Signals(int(number))
+
+    def _handle(self, number: int, frame) -> None:
+        # os.write, because a handler may interrupt a print that holds the stream's lock.
+        if self._asked is not None:
+            if number == self._asked and time.monotonic() - self._asked_at < self.SAME_SECONDS:
+                return
+            os._exit(_exit_code(number))
+        self._asked, self._asked_at = signal.Signals(number), time.monotonic()
+        name = signal.Signals(number).name
+        os.write(STDERR, f"\n{name}: stopping after this step; again to exit at once\n".encode())
+
+
+def _exit_code(number: int | None) -> int:
+    return exit_codes.INTERRUPTED if number == signal.SIGINT else termination.exit_code()
