@@ -21,10 +21,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxthru.runtime.atomic import write_atomically
+from jaxthru.runtime.distributed import is_primary
 from jaxthru.training.rows import Row, every
+from jaxthru.training.start import StartTimes
 
 FILE, PICTURE = "goodput.jsonl", "goodput.svg"
+LEAST = 1e-3
+"""Seconds of what is an event."""
 
 PRODUCTIVE = "productive"
 INITIALIZATION = "tpu_initialization"
@@ -59,6 +65,13 @@ PARTS = {"python": INITIALIZATION, "data": PREPARATION, "compile": STARTUP}
 """A part of a start, as `StartTimes` notes it -> its category; `state` is one of two."""
 
 
+def open_goodput(folder: Path, step: int, times: StartTimes) -> "GoodputLog":
+    """Returns the log of this start of a run, which goes on from a step. Its rows behind that are there
+    still."""
+    sizes = {"processes": jax.process_count(), "devices": jax.device_count()}
+    return GoodputLog(folder, step, times.parts, times.began, writes=is_primary(), **sizes)
+
+
 class GoodputLog(contextlib.AbstractContextManager):
     """Writes the events of one start. A context manager around the loop; only process 0's writes."""
 
@@ -91,7 +104,7 @@ class GoodputLog(contextlib.AbstractContextManager):
 
     def ready(self) -> None:
         """Says that the loop begins."""
-        self._write(PREPARATION, seconds=time.monotonic() - self._ready)
+        self._spent(PREPARATION, self._ready)
 
     @contextlib.contextmanager
     def spending(self, category: str) -> Iterator[None]:
@@ -100,7 +113,11 @@ class GoodputLog(contextlib.AbstractContextManager):
         try:
             yield
         finally:
-            self._write(category, seconds=time.monotonic() - began)
+            self._spent(category, began)
+
+    def _spent(self, category: str, began: float) -> None:
+        if (seconds := time.monotonic() - began) >= LEAST:
+            self._write(category, seconds=seconds)
 
     def __exit__(self, kind, error, trace) -> None:
         self._write("stop", reason="ended" if kind is None else kind.__name__)
@@ -287,3 +304,11 @@ def owners(starts: list[Start]) -> Callable[[int], int]:
         steps.append(start.step)
         indices.append(index)
     return lambda step: indices[max(0, bisect.bisect_left(steps, step) - 1)]
+
+
+def hours(seconds: float) -> str:
+    """Returns a time in the unit that suits it."""
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from jaxthru.training.goodput import CATEGORIES, OTHER, PRODUCTIVE, RECOVERY, WASTED, Account
+from jaxthru.training.goodput import CATEGORIES, OTHER, PRODUCTIVE, RECOVERY, WASTED, Account, hours
 
 COLOURS = dict.fromkeys(CATEGORIES, "#777777")
 COLOURS |= zip(
@@ -71,11 +71,3 @@ def _bar(y: float, name: str, seconds: dict[str, float], whole: float) -> list[s
         f'<text x="{x + 5:.1f}" y="{y + 13}">{seconds.get(PRODUCTIVE, 0.0) / (total or 1.0):.0%}</text>'
     )
     return parts
-
-
-def hours(seconds: float) -> str:
-    """Returns a time in the unit that suits it."""
-    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
