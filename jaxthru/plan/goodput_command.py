@@ -97,7 +97,7 @@ def rows(rates: Rates, now: int | None) -> list[dict[str, Any]]:
     tried = {max(1, round(best * factor)) for factor in (0.25, 0.5, 1, 2, 4)} | ({now} if now else set())
     found = []
     for every in sorted(tried):
-        what = {best: "best", now: "this run's"}.get(every, "")
+        what = {best: "best", now: "now"}.get(every, "")
         one = {"every": every, "what": what, "seconds": every * rates.step, "goodput": rates.kept(every)}
         found.append(one | rates.losses(every))
     return found
