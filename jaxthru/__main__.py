@@ -10,6 +10,7 @@ from jaxthru.runtime.errors import InputError, did_you_mean, exit_code
 
 COMMANDS = {
     "train": ("jaxthru.train", "start", "train a model, or continue a run"),
+    "supervise": ("jaxthru.supervise", "main", "train, and start again after what a restart can mend"),
     "generate": ("jaxthru.generate", "main", "text from a run's checkpoint, or from published weights"),
     "export": ("jaxthru.export", "main", "a run's weights as a Hugging Face folder"),
     "evaluate": ("jaxthru.evaluate", "main", "a model's scores on the tasks of lm-eval, or on your own"),

@@ -36,6 +36,7 @@ from jaxthru.runtime.stop_signal import StopSignal
 from jaxthru.training.base_files import BaseFiles
 from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
 from jaxthru.training.display import final_table, open_progress
+from jaxthru.training.goodput import EVALUATION, PROFILE, SAVE, open_goodput
 from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.sinks.tracker import check_trackers, left_behind
@@ -56,9 +57,11 @@ def train(
     times.note("state")
     start = data_state.step
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
+    goodput = open_goodput(directory.path, start, times)
     directory.cut(start)
     evaluation = built.evaluation()
     with (
+        goodput,
         heap_frozen(),
         open_record(config.metrics, directory, start, times, Stalls()) as record,
         built.batches(data_state) as batches,
@@ -72,18 +75,19 @@ def train(
         profile = open_profile(config.profile, directory.profile, *step_of, present, model, progress.wait)
 
         def evaluate(step: int) -> None:
-            with timer.between_steps(), profile.span("evaluate"):
+            with timer.between_steps(), profile.span("evaluate"), goodput.spending(EVALUATION):
                 row = evaluation(step, state["params"])
                 record.evaluation(row)
                 for sample in row.get("samples", ()):
                     progress.sample(sample["prompt"], sample["text"])
 
         def save(step: int) -> None:
-            with timer.saving(), profile.span("checkpoint"):
+            with timer.saving(), profile.span("checkpoint"), goodput.spending(SAVE):
                 checkpointer.save(
                     step, built.saved_part(state), dataclasses.replace(data_state, step=step).to_json()
                 )
 
+        goodput.ready()
         if start == 0 and evaluation.due(0, last=False):
             evaluate(0)
         timer.restart_clock()
@@ -94,7 +98,7 @@ def train(
             with timer.waiting(), profile.span("data_wait"):
                 batch = next(batches)
             if profile.begins(step):
-                with timer.between_steps():
+                with timer.between_steps(), goodput.spending(PROFILE):
                     profile.begin()
             timer.dispatching()
             with profile.span("dispatch", step):
@@ -117,8 +121,10 @@ def train(
             save(step)
             log.info("stopped after step %d; the state is saved", step)
         with watchdog.paused():
-            checkpointer.wait()
-            profile.finish()  # once nothing can be lost any more
+            with goodput.spending(SAVE):
+                checkpointer.wait()
+            with goodput.spending(PROFILE):
+                profile.finish()  # once nothing can be lost any more
     return exit_codes.FINISHED if step >= steps else stop.exit_code
 
 

@@ -40,6 +40,7 @@ LEVEL = {
     "export": 13,
     "evaluate": 13,
     "compare": 13,
+    "supervise": 13,
     "__main__": 14,
 }
 """Room -> its place in the order, from left to right; "profile" is the command, beside its rooms."""

@@ -19,7 +19,7 @@ from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib, layout_of
 from jaxthru.build.proposals import Candidate, candidates, propose
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data
-from jaxthru.plan import cost_command, limits_command, memory, network_command
+from jaxthru.plan import cost_command, goodput_command, limits_command, memory, network_command
 from jaxthru.plan.data import forecast
 from jaxthru.runtime import aot, command_line, xla
 from jaxthru.runtime.errors import InputError, exit_code, require
@@ -210,6 +210,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     data.add_argument("--run-dir", metavar="DIR", help="draw them into this run directory, as plan_data.svg")
     limits_command.add(commands, prog)
     cost_command.add(commands, prog)
+    goodput_command.add(commands, prog)
     return parser
 
 

@@ -20,7 +20,7 @@ from jaxthru.models.family import SHIPPED
 from jaxthru.runtime.distributed import is_primary
 from jaxthru.runtime.notebook import in_notebook
 from jaxthru.runtime.progress import Progress
-from jaxthru.training import cost
+from jaxthru.training import cost, goodput
 from jaxthru.training.checkpoint import saved_steps
 from jaxthru.training.run_directory import RunDirectory
 
@@ -165,7 +165,21 @@ def summary(run: RunDirectory) -> list[tuple[str, str]]:
             found.append(("skipped updates", str(rows[-1]["skipped_updates"])))
         if partly := sum(row["partly_updated"] or False for row in rows):
             found.append(("of these in part made", f"{partly} (optim.clip_rule = previous, docs/offload.md)"))
+    found += kept(run)
     return [*found, ("run directory", str(run.path))]
+
+
+def kept(run: RunDirectory) -> list[tuple[str, str]]:
+    """Returns the lines of the share of the run's hours that trained, over all of its starts, and of what
+    took most of the others; none of a run that has no account of them."""
+    try:
+        found = goodput.account(run.path)
+    except ValueError:
+        return []
+    starts = f", {len(found.starts)} starts" if found.failures else ""
+    lines = [("goodput", f"{found.goodput:.1%} of {goodput.hours(found.wall)}{starts}")]
+    rest = [(share, name) for name, share in found.shares(0.01) if name != goodput.PRODUCTIVE]
+    return lines + [(f"  {goodput.CATEGORIES[name]}", f"{share:.1%}") for share, name in sorted(rest)[:-6:-1]]
 
 
 def spent(of: cost.Total) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ def read(path: Path, until: float = math.inf) -> list[tuple[bytes, Row]]:
             )
             kept.append((line, row))
     return kept
+
+
+def every(path: Path) -> Iterator[Row]:
+    """Yields the rows that a file holds, whatever stands between them; none if it cannot be read."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return
+    for line in lines:
+        if (row := _row(line)) is not None:
+            yield row
 
 
 def _row(line: bytes) -> Row | None:

@@ -5,6 +5,8 @@ choices.json         what was asked to be `auto`: key, asked, chosen, reason, de
 environment.json     versions, devices, flags
 metrics.jsonl        one object a step, with METRICS_FIELDS and what the model adds; unknown values are null
 eval.jsonl           one object an evaluation, with EVAL_FIELDS
+goodput.jsonl        one object an event: what the hours of all starts went to, see training/goodput.py
+goodput.svg          a picture of it
 tensorboard/         event files
 trackers.json        by which id each experiment tracker continues the run
 checkpoints/<step>/  Orbax; <step> counts completed updates
@@ -16,6 +18,7 @@ profile/<step>/      traces and what was read from them
 plan_data.svg        what `plan data --run-dir` drew
 autotune/            what XLA chose for a GPU by timing, as text, with train.deterministic
 damaged/<step>/      checkpoints found broken
+failures.json        how often each step has failed, for a scheduler's script
 .lock                held while a job trains here
 
 Nothing in it is code, and nothing in it is run: whoever is given one may look at it and resume it.

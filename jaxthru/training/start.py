@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+from jaxthru.runtime.notebook import in_notebook
 from jaxthru.training.metrics import Row
 
 log = logging.getLogger("jaxthru")
@@ -12,19 +13,20 @@ log = logging.getLogger("jaxthru")
 
 class StartTimes:
     """Notes how long each part of a start took, and says it in one line once the first step has ended. A sink
-    of the record."""
+    of the record. began: time.monotonic() of the start. parts: the seconds of each so far."""
 
     def __init__(self):
-        self._last = self._began = time.monotonic()
-        self._parts: dict[str, float] = {}
+        self._last = self.began = time.monotonic()
+        self.parts: dict[str, float] = {}
         self._ended = False
-        if (age := process_seconds()) is not None:
-            self._parts["python"], self._began = age, self._began - age
+        # A notebook may have been open for days.
+        if not in_notebook() and (age := process_seconds()) is not None:
+            self.parts["python"], self.began = age, self.began - age
 
     def note(self, part: str) -> None:
         """Books the time since the last note."""
         now = time.monotonic()
-        self._parts[part], self._last = now - self._last, now
+        self.parts[part], self._last = now - self._last, now
 
     def step(self, row: Row) -> None:
         """Takes the row of a step: the first one ends the start."""
@@ -32,8 +34,8 @@ class StartTimes:
             return
         self._ended = True
         self.note("first step")
-        parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self._parts.items())
-        log.info("start: %s; %.0f s in all", parts, self._last - self._began)
+        parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self.parts.items())
+        log.info("start: %s; %.0f s in all", parts, self._last - self.began)
 
     def evaluation(self, row: Row) -> None:
         """Takes the row of an evaluation."""

@@ -1,7 +1,5 @@
 """A run killed, and resumed by another number of processes, trains on the batches of an undisturbed one."""
 
-import collections
-import json
 import os
 import signal
 import sys
@@ -10,41 +8,8 @@ from pathlib import Path
 
 import pytest
 from processes import finish, start_processes
+from recorded_train import RECORDED, recorded_rows
 from runs import inode, make_workplace, resumed_from
-
-PROGRAM = """
-import json, sys, zlib
-import jax, numpy as np
-from jaxthru import train
-
-class Recorded:
-    # A run writes down what its devices are given, row by row.
-    def __init__(self, made, step):
-        self.made, self.step = made, step
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.made.close()
-
-    def __next__(self):
-        placed, rows = next(self.made), {}
-        self.step += 1
-        for _, array in sorted(placed.items()):
-            for shard in array.addressable_shards:
-                for row, content in enumerate(np.asarray(shard.data), shard.index[0].start or 0):
-                    rows[row] = zlib.crc32(content.tobytes(), rows.get(row, 0))
-        with open(f"{records}-{jax.process_index()}", "a", buffering=1) as file:
-            print(json.dumps([self.step, rows]), file=file)
-        return placed
-
-batches = train.Build.batches
-train.Build.batches = lambda built, data_state: Recorded(batches(built, data_state), data_state.step)
-records = sys.argv.pop(1)
-if __name__ == "__main__":
-    sys.exit(train.main())
-"""
 
 MIX = """
 held_out = 0.2
@@ -65,7 +30,6 @@ class Runs:
 
     def __init__(self, folder: Path):
         self.folder, self.place = folder, make_workplace(folder)
-        (folder / "program.py").write_text(PROGRAM)
         (folder / "plain.toml").write_text(MIX)
         (folder / "online.toml").write_text(MIX.replace("weight =", "online = true\nweight ="))
 
@@ -75,16 +39,11 @@ class Runs:
         arguments = self.place.command(name, **settings)[3:]
         self.place._inode_before[name] = inode(self.folder / name / "metrics.jsonl")
         records = str(self.folder / f"records-{name}-{count}")
-        return start_processes(self.folder / "program.py", records, *arguments, count=count)
+        return start_processes(RECORDED, records, *arguments, count=count)
 
     def rows(self, name: str, count: int) -> dict[int, dict[str, int]]:
         """Returns {step: {row: checksum}}, of the rows that devices were given before the end."""
-        found = collections.defaultdict(dict)
-        for process in range(count):
-            lines = (self.folder / f"records-{name}-{count}-{process}").read_text().split("\n")
-            for step, rows in map(json.loads, lines[:-1]):
-                found[step] |= rows
-        return dict(found)
+        return recorded_rows(self.folder / f"records-{name}-{count}")
 
 
 def token_workers(folder: Path) -> list[Path]:

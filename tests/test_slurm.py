@@ -1,0 +1,53 @@
+"""Under a real Slurm of two nodes a run goes on by itself, and ends as if nothing had happened."""
+
+import sys
+
+import pytest
+from runs import ROOT, make_workplace
+from slurm import Cluster, missing
+from test_supervise import SETTINGS, Supervised
+
+from jaxthru.training.supervisor import steps_done
+
+STEPS = 300
+SLURM_SH = ROOT / "scripts/launch/slurm.sh"
+
+
+@pytest.mark.slow(minutes=4)
+@pytest.mark.skipif(bool(missing()), reason=f"two nodes of Slurm: {missing()}")
+def test_preempted_stopped_and_robbed_of_a_node_it_ends_as_if_it_was_not(tmp_path):
+    """A job of higher priority takes its nodes; it is told to stop, as at its time limit; a node dies."""
+    place = make_workplace(tmp_path)
+    whole = Supervised(place, "whole", "--processes", "2", train__steps=STEPS)
+    assert whole.finish() == []
+    (tmp_path / "slurm").mkdir()
+    with Cluster(tmp_path / "slurm") as cluster:
+        log, path = tmp_path / "job.log", tmp_path / "run"
+        words = place.command("run", **SETTINGS, train__steps=STEPS)[3:]
+        options = ["--nodes=2", f"--output={log}", f"--chdir={ROOT}"]
+        variables = place.environment() | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+        job = cluster.submit(*options, str(SLURM_SH), *words, **variables)
+
+        def goes_on(starts: int, steps: int) -> None:
+            """Returns once the job runs for so many times, and has got so many steps further."""
+            cluster.until(lambda: cluster.job(job)["Restarts"] == str(starts), 120, job)
+            cluster.until(
+                lambda: log.exists() and log.read_text().count("resumed from step") >= starts, 240, job
+            )
+            begun = steps_done(path)
+            cluster.until(lambda: steps_done(path) >= begun + steps, 120, job)
+
+        goes_on(0, 4)
+        other = cluster.submit(
+            "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 1", "--output=/dev/null"
+        )
+        cluster.until(lambda: cluster.job(other)["JobState"] == "COMPLETED", 120)
+        goes_on(1, 2)
+        cluster.asked("scancel", "--signal=TERM", job)  # as --signal=TERM@300 does
+        goes_on(2, 2)
+        cluster.kill("n1")
+        cluster.until(lambda: cluster.job(job)["Restarts"] == "3", 120)
+        cluster.revive("n1")
+        cluster.until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 300, job)
+        assert cluster.job(job)["ExitCode"] == "0:0" and cluster.job(job)["Restarts"] == "3"
+    assert place.losses("run") == place.losses("whole")
