@@ -20,6 +20,7 @@ from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.walk import cotangents, linearised_block
 from jaxthru.models import family, llama, moe
 from jaxthru.models.layers import SwiGLU
+from jaxthru.models.lora import LoraConfig
 from jaxthru.models.ops import Ops
 from jaxthru.models.router import BiasUpdate, below_mean, load
 from jaxthru.models.stage import module_stage
@@ -404,6 +405,19 @@ def test_experts_are_chosen_once(small):
     x_ND = jax.ShapeDtypeStruct((tiny.ROWS * tiny.SEQUENCE, D), jnp.float32)
     found = primitives(jax.make_jaxpr(backward)(stage.shapes, x_ND, x_ND).jaxpr)
     assert found.count("argmax") == K, "each of a token's experts is looked for once"
+
+
+@pytest.mark.slow
+def test_adapters_leave_routers_and_experts_as_they_are(small, monkeypatch):
+    """They are beside attention and the shared expert; no bias of a frozen base moves."""
+    monkeypatch.setattr(tiny, "SHAPE", dataclasses.replace(tiny.SHAPE, shared_mlp=8))
+    made = tiny.make.__wrapped__(loop="scan", adapters=LoraConfig(rank=2))
+    before = jax.tree.map(np.array, to_disk(made.fresh()))["params"]["layers"]["1"]
+    state, metrics = made.compiled(made.fresh(), made.batch(0))
+    after = to_disk(state)["params"]["layers"]["1"]
+    jax.tree.map(np.testing.assert_array_equal, before["mlp"], after["mlp"])
+    assert {*after["lora"]["mlp"]} == {"shared"} and np.isfinite(metrics["loss"])
+    assert np.any(after["lora"]["attention"]["query"]["b"])
 
 
 def test_a_packed_row_is_its_documents_alone():
