@@ -13,7 +13,7 @@ from jaxthru.data.loading.dataset import DataConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import TrainConfig
 from jaxthru.huggingface import adapter, pretrained
-from jaxthru.models import family, gemma  # noqa: F401 - for configuration files
+from jaxthru.models import family, gemma, moe  # noqa: F401 - for configuration files
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.kernels import KernelsConfig
 from jaxthru.models.layers import PrecisionConfig

@@ -209,8 +209,8 @@ def test_rooms_are_not_crowded():
 
 
 FAMILY_NEUTRAL = ("plan", "profile", "training", "engine", "build", "generation", "huggingface")
-NEUTRAL_WORDS = {"embed", "heads", "kv_heads", "head_dim", "mlp"}
-"""Keys that are also names of logical axes and scopes: attributes and whole strings."""
+NEUTRAL_WORDS = {"embed", "heads", "kv_heads", "head_dim", "mlp", "weighted_swiglu"}
+"""Keys that are also names of logical axes and scopes, and an operation: attributes and whole strings."""
 PROSE = {"embed", "heads", "mlp", "vocabulary"}
 """Keys that are also words of the field: within a string they are keys behind `model.` alone."""
 OF_ALL = {field.name for field in dataclasses.fields(family.FamilyConfig)}

@@ -350,7 +350,7 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
         ({"mesh__tensor": 2}, "model.kv_heads = 1: must be a multiple of mesh.tensor = 2"),
         (
             {"train__rows": 4},
-            "train.rows / train.microbatches = 4: must be a multiple of mesh.data × mesh.fsdp",
+            "train.rows / train.microbatches = 4: must be a multiple of mesh.fsdp = 8",
         ),
         ({"model__embed": 36}, "model.embed = 36: must be a multiple of mesh.fsdp = 8"),
         ({"model__vocabulary": 200}, "model.vocabulary = 200: smaller than the tokenizer's 300"),

@@ -104,8 +104,13 @@ def check_sizes(config: RunConfig, layout: Layout) -> None:
     for axis in ("embed", "vocab"):
         named = any(axis == other for other, _ in dims)
         require(named, f"model.family = {shape.family!r}: no weight has the logical axis {axis!r}")
+    require(
+        layout.size("experts") == 1 or any(axis == "experts" for axis, _ in dims),
+        f"mesh.expert = {layout.size('experts')}: model.family = {shape.family!r} has no experts to split; "
+        "choose 1, and give the devices to mesh.fsdp",
+    )
     for axis, size in dims:
-        check_divisible(layout, {shape.key(axis): (axis, size)})
+        check_divisible(layout, {shape.key(axis, size): (axis, size)})
     check_groups(train, config.data.groups_of(train.rows), layout.size("batch"))
 
 

@@ -37,7 +37,10 @@ GATHERED_TOKENS = 5
 attention's and the feed-forward's matmuls, the gradients of their outputs, and one on its way."""
 
 
-LOWERED_ON_A_GPU = "linear_cross_entropy", "adamw_8bit"
+LOWERED_ON_A_GPU = (
+    *("linear_cross_entropy", "adamw_8bit"),
+    *("grouped_matmul", "routing", "weighted_swiglu"),
+)
 """Operations whose Triton kernels have no stand-in; without their GPU they cannot be lowered."""
 
 

@@ -1,6 +1,7 @@
 """The host memory that a configuration pins: how much, and that it is there before the first step."""
 
 import dataclasses
+import math
 
 import jax
 
@@ -22,17 +23,17 @@ def limit(config: RunConfig) -> None:
 
 def needed(config: RunConfig) -> int:
     """Returns the bytes that this process will keep in pinned host memory, by arithmetic. 0 where that is not
-    known before devices are: with level auto, several processes, or -1 along `data` or `tensor`.
+    known before devices are: with level auto, several processes, or -1 along another axis than `fsdp`.
 
     There is a copy of the state for each replica. Else state and activations are split, and the devices of a
     replica together hold the same, however many they are.
     """
-    offload, mesh = config.offload, config.mesh
-    if offload.level == "auto" or -1 in (mesh.data, mesh.tensor) or jax.distributed.is_initialized():
+    mesh, level = config.mesh, config.offload.level
+    beside = mesh.data, mesh.expert, mesh.tensor
+    if level == "auto" or -1 in beside or jax.distributed.is_initialized():
         return 0
-    mesh = dataclasses.replace(mesh, fsdp=1)
-    config = dataclasses.replace(config, mesh=mesh)
-    return estimate(config, devices=mesh.data * mesh.tensor)[0].peak_host
+    config = dataclasses.replace(config, mesh=dataclasses.replace(mesh, fsdp=1))
+    return estimate(config, devices=math.prod(beside))[0].peak_host
 
 
 def saved_at_once(config: RunConfig) -> int:

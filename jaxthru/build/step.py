@@ -95,7 +95,11 @@ def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = 
         collective_matmul_by=config.kernels.collective_matmul,
         linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
         rms_norm_by=norm or config.kernels.named("rms_norm"),
+        grouped_matmul_by=config.kernels.named("grouped_matmul"),
+        routing_by=config.kernels.named("routing"),
+        weighted_swiglu_by=config.kernels.named("weighted_swiglu"),
         copies=config.mesh.copies,
+        expert_chunks=config.mesh.expert_chunks,
         keep_parameters=config.remat.keep_parameters,
     )
     return Model(chain_of(config), ops, config.remat.policy, config.model.loop)

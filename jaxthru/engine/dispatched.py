@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxthru.engine.advance import updated
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, split_stages
 from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.offload import (
@@ -33,9 +34,9 @@ from jaxthru.engine.offload import (
     trained,
     with_untrained,
 )
-from jaxthru.engine.programs import Programs, by_rows, with_shardings
+from jaxthru.engine.programs import Programs, by_rows, evaluated, with_shardings
 from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
-from jaxthru.engine.terms import Terms
+from jaxthru.engine.terms import Terms, counted
 from jaxthru.models import scopes
 from jaxthru.models.stage import distinct
 from jaxthru.runtime.sharding import shardings
@@ -81,9 +82,8 @@ class DispatchedStep:
         of_kind = [kinds.index(stage) for stage in self.chain.layers]
         self.kinds = {LAYERS + layer: kind for layer, kind in enumerate(of_kind)}
         first = [LAYERS + of_kind.index(kind) for kind in range(len(kinds))]
-        self.trains = [
-            jax.tree.map(lambda info: info.trains, tree) for tree in split_stages(step.model.weights)
-        ]
+        self.stages = [self.chain.embedding, self.chain.head, *self.chain.layers]
+        self.trains = list(map(updated, self.stages, split_stages(step.model.weights)))
         weights = with_shardings(weights, self.homes.weights_used)
         slots = with_shardings(slots, self.homes.slots_used)
         self._compile(compile_, programs, kinds, first, weights, slots, counters_of(abstract), batch)
@@ -153,15 +153,17 @@ class DispatchedStep:
         called = dict(zip(first, of_layers, strict=True))
         called |= {EMBEDDING: scopes.UPDATE_EMBEDDING, HEAD: scopes.UPDATE_HEAD}
         only = [functools.partial(trained, each) for each in self.trains]
-        index = jax.ShapeDtypeStruct((), np.int32, sharding=scalar)
+        known = counters, squares, of_head["loss"], jax.ShapeDtypeStruct((), np.int32, sharding=scalar)
+        of = {at: layers[kind][1] for kind, at in enumerate(first)} | {EMBEDDING: terms, HEAD: of_head}
         for at in (EMBEDDING, HEAD, *first):
             self.update[at], _ = compile_(
                 called[at],
                 programs.update,
-                (only[at](weights[at]), slots[at], gradients[at], counters, squares, of_head["loss"], index),
+                (only[at](weights[at]), slots[at], gradients[at], *known, counted(self.stages[at], of[at])),
                 donate=(0, 1),
                 out_shardings=(only[at](used[at]), self.homes.slots_used[at]),
                 infos=only[at](infos[at]),
+                stage=self.stages[at],
             )
         self.update |= {at: self.update[first[kind]] for at, kind in self.kinds.items()}
         terms = [terms, *(layers[kind][1] for kind in self.kinds.values()), of_head]
@@ -197,13 +199,13 @@ class DispatchedStep:
         x_MND, of_embedding = self.embed(embedding, batch_MRT, context)
         table = embedding if self.tied else None
         del embedding
-        inputs, kept, terms = [], [], [of_embedding]
+        inputs, kept, terms = [], [], {EMBEDDING: of_embedding}
         for index in layers:
             kind = self.kinds[index]
             y_MND, needed, more, there = self.forward[kind](next(trees), x_MND, context)
             inputs.append(self._move(x_MND, self.inputs_home, donate=True))
             kept.append((self._move(needed, self.kept_home[kind], donate=True), self.kept_used[kind]))
-            terms.append(more)
+            terms[index] = more
             x_MND = y_MND
             del needed, y_MND
             pace(there)
@@ -216,7 +218,7 @@ class DispatchedStep:
         used_at_once = iter(()) if self.held else coming
         slot = next(used_at_once, None)
         sums, dx_MND, gradients, d_table, of_head = self.head(head, table, x_MND, batch_MRT, weight, context)
-        terms.append(sums)
+        terms[HEAD] = sums
         squares = of_head
         del x_MND, table, trees
         held: dict[int, Tree] = {}
@@ -227,7 +229,7 @@ class DispatchedStep:
                 held[index] = self._move(gradients, self.homes.gradients[index], donate=True)
                 self.stores(held[index])
             else:
-                known = counters, squares, sums["loss"]
+                known = counters, squares, sums["loss"], terms
                 self._renew(index, tree, slot, gradients, known, weights, slots)
             pace(squares)
 
@@ -248,12 +250,12 @@ class DispatchedStep:
         done(EMBEDDING, tree, slot, gradients)
         del tree, slot, gradients, dx_MND
 
-        following, metrics = self.finish(counters, batch, terms, of_head, squares)
+        following, metrics = self.finish(counters, batch, [*terms.values()], of_head, squares)
         state = state_of(weights, slots, following, state["params"])
         if self.held:
             gradients = ((held.pop(index), self.homes.weights_used[index]) for index in self.order)
             gradients = self._fetched(gradients, donate=True)
-            state["pending"] = Pending((counters, squares, sums["loss"]), coming, gradients)
+            state["pending"] = Pending((counters, squares, sums["loss"], terms), coming, gradients)
         return state, metrics
 
     def settled(self, state: State) -> State:
@@ -280,9 +282,11 @@ class DispatchedStep:
         self, index: int, tree: Tree, slot: Tree, gradients: Tree, known: tuple, weights: list, slots: list
     ) -> Tree:
         """Updates a stage, of which all is on the device, and starts to store what has changed. Returns its
-        weights on the device. known: the last arguments of `Programs.update` but the index."""
+        weights on the device. known: see `Pending`."""
         only = functools.partial(trained, self.trains[index])
-        new, slot = self.update[index](only(tree), slot, gradients, *known, self.indices[index])
+        (*known, terms), number = known, self.indices[index]
+        mine = counted(self.stages[index], terms[index])
+        new, slot = self.update[index](only(tree), slot, gradients, *known, number, mine)
         free_host((only(weights[index]), slots[index]))
         stored = self._move(new, only(self.homes.weights[index]))
         weights[index] = with_untrained(stored, weights[index])
@@ -303,18 +307,10 @@ class DispatchedStep:
     def terms_of(self, objective: Objective) -> Callable[[Tree, Batch, jax.Array], Terms]:
         """Returns (params, batch, weight) -> the terms of an objective, of a batch of one micro-batch, those
         of the head alone. Compiled at its first use, for the shape of its batch, which all batches share."""
-        programs = Programs(dataclasses.replace(self.step, objective=objective))
-        return functools.partial(self._terms, programs.evaluation())
+        programs = Programs(dataclasses.replace(self.step, objective=objective)).evaluation()
 
-    def _terms(self, evaluation: tuple, params: Tree, batch: Batch, weight: jax.Array) -> Terms:
-        embed, blocks, head = evaluation
-        trees = self._fetched_weights(split_stages(params), self.order)
-        embedding = next(trees)
-        x_ND, context, _ = embed(embedding, batch)
-        table = embedding if self.tied else None
-        del embedding
-        pace = Pace()
-        for kind in self.kinds.values():
-            x_ND, _, there = blocks[kind](next(trees), x_ND, context)
-            pace(there)
-        return head(next(trees), table, x_ND, batch, weight, context)
+        def terms(params: Tree, batch: Batch, weight: jax.Array) -> Terms:
+            trees = self._fetched_weights(split_stages(params), self.order)
+            return evaluated(programs, self.kinds.values(), trees, batch, weight, self.tied)
+
+        return terms

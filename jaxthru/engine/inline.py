@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
-from jaxthru.engine import walk
+from jaxthru.engine import advance, walk
 from jaxthru.engine.gradients import added, linearise, squares
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, Model, join_stages, split_stages, unrolled
 from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
-from jaxthru.engine.terms import Terms, merged, none_yet, over_first
+from jaxthru.engine.terms import Terms, merged, none_yet, over_repetitions, with_micro_batch
 from jaxthru.models import scopes
 from jaxthru.models.stage import Context, Group
 from jaxthru.runtime import xla
@@ -49,16 +49,15 @@ class InlineStep:
                 gradients = stored_order(gradients)
             norm = jnp.sqrt(squares(gradients))
             known = {"counters": counters, "norm": norm, "loss": terms["loss"]}
+            infos, advances = split_stages(step.model.weights), advance.by_stage(step.model, terms)
             columns = (
                 split_stages(gradients),
                 split_stages(state["params"]),
                 slots_by_stage(state),
             )
             updated = [
-                step.update(index, *stage, infos=infos, **known)
-                for index, (*stage, infos) in enumerate(
-                    zip(*columns, split_stages(step.model.weights), strict=True)
-                )
+                step.update(index, *stage, infos=infos[index], advance=advances[index], **known)
+                for index, stage in enumerate(zip(*columns, strict=True))
             ]
         following, metrics = step.finish(counters, batch, terms, norm)
         return state_of(*map(list, zip(*updated, strict=True)), following, state["params"]), metrics
@@ -82,7 +81,7 @@ class InlineStep:
         def add(total: tuple, each: tuple) -> tuple:
             (terms, sums), (piece, draw) = total, each
             more, sums = micro_batch(step.objective, params, piece, weight, share, sums, draw)
-            return (merged(model.chain, terms, more), sums), None
+            return (with_micro_batch(model.chain, terms, more), sums), None
 
         begun = none_yet(model.chain, shapes), jax.tree.map(zeros, model.weights, params)
         return jax.lax.scan(add, begun, (pieces, draws))[0]
@@ -202,7 +201,7 @@ def _scanned(
             book(first + at, of_block)
         return dx_ND
 
-    return x_ND, over_first(model.chain, terms), backward
+    return x_ND, over_repetitions(model.chain, terms), backward
 
 
 def forward(model: Model, params: Tree, batch: Batch, context: Context) -> tuple[jax.Array, list, Terms]:
@@ -228,7 +227,7 @@ def forward(model: Model, params: Tree, batch: Batch, context: Context) -> tuple
         else:
             x_ND, (more, of_layers) = jax.lax.scan(one, x_ND, trees, length=group.repetitions)
             losses += [jnp.sum(each) for each in more]
-            terms = merged(chain, terms, over_first(chain, of_layers))
+            terms = merged(chain, terms, over_repetitions(chain, of_layers))
     return x_ND, losses, terms
 
 

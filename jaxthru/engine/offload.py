@@ -215,11 +215,11 @@ class Pending(NamedTuple):
     """An update whose gradients have got their norm, and whose stages wait for the next forward pass to come
     by: what then moves to and from the host does so beside the layers' compute.
 
-    known: the last arguments of `Programs.update` but the index. slots, gradients: on their way, in the order
-    of the forward pass.
+    known: counters, the sum of squares and the loss, as `Programs.update` takes them, and the terms of each
+    stage, by its index. slots, gradients: on their way, in the order of the forward pass.
     """
 
-    known: tuple[State, jax.Array, jax.Array]
+    known: tuple[State, jax.Array, jax.Array, dict[int, Tree]]
     slots: Fetched
     gradients: Fetched
 

@@ -5,18 +5,19 @@ Shapes: M micro-batches, R rows of one, T tokens, N = R·T, D embed.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jaxthru.engine import walk
+from jaxthru.engine import advance, walk
 from jaxthru.engine.gradients import gradient_dtype, linearise, squares
 from jaxthru.engine.model import Batch, Model
+from jaxthru.engine.offload import Pace
 from jaxthru.engine.step import State, Step
-from jaxthru.engine.terms import Terms, merged, over_first
+from jaxthru.engine.terms import Terms, merged, over_micro_batches
 from jaxthru.models.stage import Context, Stage, distinct
 from jaxthru.runtime import xla
 from jaxthru.runtime.first_run import FirstAlone
@@ -59,7 +60,7 @@ class Programs:
             return x_ND, terms
 
         x_MND, terms = jax.lax.map(one, (batch_MRT["tokens"], context))
-        return x_MND, over_first(self.model.chain, terms)
+        return x_MND, over_micro_batches(self.model.chain, terms)
 
     def forward(
         self, params: Tree, x_MND: jax.Array, context: Context, *, stage: Stage
@@ -72,7 +73,7 @@ class Programs:
             return link.result[0], link.kept, link.aux
 
         y_MND, kept, terms = jax.lax.map(one, (x_MND, context))
-        return y_MND, kept, over_first(self.model.chain, terms), y_MND[0, 0, 0]
+        return y_MND, kept, over_micro_batches(self.model.chain, terms), y_MND[0, 0, 0]
 
     def backward(
         self,
@@ -120,7 +121,7 @@ class Programs:
             return gradients, (terms, dx_ND)
 
         gradients, (terms, dx_MND) = _accumulated(one, (x_MND, batch_MRT, context))
-        d_head, terms = gradients["head"], over_first(self.model.chain, terms)
+        d_head, terms = gradients["head"], over_micro_batches(self.model.chain, terms)
         return terms, dx_MND, d_head, gradients.get("embedding"), squares(d_head)
 
     def embed_backward(
@@ -155,12 +156,15 @@ class Programs:
         so_far: jax.Array,
         loss: jax.Array,
         index: jax.Array,
+        terms: Terms,
         *,
         infos: Tree,
+        stage: Stage,
     ) -> tuple[Tree, Tree]:
         """Returns the next weights and slots of one stage. so_far: the sum of squares of the gradients that
-        are known. index: of the stage."""
+        are known. index: of the stage. terms: what it counted by layer."""
         known = {"infos": infos, "counters": counters, "norm": jnp.sqrt(so_far), "loss": loss}
+        known["advance"] = advance.of_layer(stage, terms)
         return self.step.update(index, gradients, weights, slots, **known)
 
     def finish(
@@ -204,6 +208,27 @@ class Programs:
         """Returns the terms of one micro-batch. table: as of `head`."""
         params = walk.head_params(self.model, table, params)
         return walk.head(self.step.objective, batch, weight, context)(params, x_ND)[1]
+
+
+def evaluated(
+    programs: tuple,
+    kinds: Iterable[int],
+    trees: Iterator[Tree],
+    batch: Batch,
+    weight: jax.Array,
+    tied: bool,
+) -> Terms:
+    """Returns the terms of the head. programs: of `evaluation`. kinds: of the layers. trees: the weights of
+    all stages in the order of the forward pass, which are let go as they are used."""
+    embed, blocks, head = programs
+    embedding, pace = next(trees), Pace()
+    x_ND, context, _ = embed(embedding, batch)
+    table = embedding if tied else None
+    del embedding
+    for kind in kinds:
+        x_ND, _, there = blocks[kind](next(trees), x_ND, context)
+        pace(there)
+    return head(next(trees), table, x_ND, batch, weight, context)
 
 
 def compiler_with(options: dict[str, Any]) -> Callable:

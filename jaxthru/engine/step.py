@@ -6,7 +6,7 @@ Written once; every executor (inline.py, dispatched.py) calls it with gradients 
 import dataclasses
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -15,9 +15,10 @@ import numpy as np
 import optax
 
 from jaxthru.data.loading.batch import BATCH_FIELDS
+from jaxthru.engine import advance as advancing
 from jaxthru.engine.model import Batch, Model, join_stages, split_stages
 from jaxthru.engine.objectives.objective import Objective
-from jaxthru.engine.terms import Terms
+from jaxthru.engine.terms import Terms, shown
 from jaxthru.optim.formats import rounding_key
 from jaxthru.optim.optimizer import Optimizer
 from jaxthru.runtime.errors import require
@@ -96,7 +97,7 @@ def check_groups(train: TrainConfig, groups: int, shards: int) -> None:
     require(
         train.microbatches == 1 or blocks % shards == 0,
         f"data.groups = {groups}: with train.rows = {train.rows} and train.microbatches = "
-        f"{train.microbatches} it must be a multiple of mesh.data × mesh.fsdp = {shards}",
+        f"{train.microbatches} it must be a multiple of mesh.data × mesh.fsdp × mesh.expert = {shards}",
     )
 
 
@@ -150,26 +151,29 @@ class Step:
         counters: State,
         norm: jax.Array,
         loss: jax.Array,
+        advance: Callable[[Tree], Tree] | None = None,
     ) -> tuple[Tree, dict[str, Tree]]:
         """Returns the next weights and slots of one stage, so that stages updated one at a time, in any
         order, come out the same to the bit. A loss or norm that is not finite leaves them as they are.
 
         index: of the stage, see `model.split_stages`. infos: a WeightInfo for each of its weights. counters:
-        see `counters_of`. norm: of the gradients, all or those known so far.
+        see `counters_of`. norm: of the gradients, all or those known so far. advance: of `engine.advance`.
         """
         count, optimizer = counters["count"], self.optimizer
         clip_scale, usable = optimizer.clipping(norm, counters["grad_norm"])
-        return optimizer.update(
+        used = jnp.isfinite(loss) & jnp.isfinite(norm) & usable
+        weights, slots = optimizer.update(
             gradients,
             weights,
             slots,
             count=count,
             learning_rate=self.schedule(count),
             clip_scale=clip_scale,
-            finite=jnp.isfinite(loss) & jnp.isfinite(norm) & usable,
+            finite=used,
             infos=infos,
             key=rounding_key(self.seed, count, index),
         )
+        return weights if advance is None else advancing.where(used, advance, weights), slots
 
     def finish(self, counters: State, batch: Batch, terms: Terms, norm: jax.Array) -> tuple[State, Terms]:
         """Returns the next counters and this update's metrics. norm: of all gradients."""
@@ -184,7 +188,7 @@ class Step:
             "skipped_in_a_row": (counters["skipped_in_a_row"] + 1) * missed,
         }
         metrics = {
-            **terms,
+            **shown(self.model.chain, terms),
             "grad_norm": norm,
             "learning_rate": self.schedule(counters["count"]),
             "skipped": following["skipped"],

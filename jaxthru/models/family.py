@@ -6,8 +6,9 @@ and `train_flops(config, tokens, attention_span)`, the floating-point operations
 
 import dataclasses
 import importlib
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from jaxthru.runtime import plain
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 from jaxthru.runtime.weights import WeightInfo
 
-SHIPPED = ("llama", "gemma")
+SHIPPED = ("llama", "gemma", "moe")
 """The families of jaxthru, modules of this package; the first is the default."""
 
 
@@ -47,15 +48,17 @@ class FamilyConfig:
         """The most tokens that a row may have, `max_sequence` where a family has it; None is no bound."""
         return getattr(self, "max_sequence", None)
 
-    def key(self, axis: str) -> str:
+    def key(self, axis: str, size: int | None = None) -> str:
         """Returns the key that sets the size of a logical axis, by its name, as `vocabulary` does of `vocab`;
-        without one, the axis within the model."""
-        return f"model.{self.field(axis) or axis}"
+        without one, the axis within the model. size: of several keys, that which has this value."""
+        return f"model.{self.field(axis, size) or axis}"
 
-    def field(self, axis: str) -> str | None:
-        """Returns the field that sets the size of a logical axis, None without one."""
+    def field(self, axis: str, size: int | None = None) -> str | None:
+        """Returns the field that sets the size of a logical axis, None without one. size: see `key`."""
         names = [field.name for field in dataclasses.fields(self)]
-        return axis if axis in names else next((name for name in names if name.startswith(axis)), None)
+        named = [name for name in names if name == axis or name.startswith(axis) or name.endswith(f"_{axis}")]
+        named.sort(key=lambda name: (name != axis, not name.startswith(axis)))
+        return next((name for name in named if size in (None, getattr(self, name))), next(iter(named), None))
 
 
 def module_of(config: FamilyConfig) -> ModuleType:
@@ -83,9 +86,12 @@ def published(config: FamilyConfig) -> Published:
     return module_of(config).PUBLISHED
 
 
-def published_weights(config: FamilyConfig) -> list[tuple[Tensor, WeightInfo, tuple[int, ...]]]:
+def published_weights(
+    config: FamilyConfig, table: Callable[[Any], Iterable[Tensor]] | None = None
+) -> list[tuple[Tensor, WeightInfo, tuple[int, ...]]]:
     """Returns each published tensor of a configuration in the order of its table, what its weight is, and the
-    weight's shape. Raises InputError without a table, ValueError for one that has not each weight once."""
+    weight's shape. table: in place of the family's own. Raises InputError without one, ValueError for one
+    that has not each weight once."""
     model, known = chain(config), []
 
     def weights(stage: Any) -> dict[tuple[str, ...], tuple[WeightInfo, tuple[int, ...]]]:
@@ -100,14 +106,17 @@ def published_weights(config: FamilyConfig) -> list[tuple[Tensor, WeightInfo, tu
     stages = {("embedding",): model.embedding, ("head",): model.head}
     stages |= {("layers", str(layer)): stage for layer, stage in enumerate(model.layers)}
     rest = {(*at, *path): about for at, stage in stages.items() for path, about in weights(stage).items()}
-    rows, names = [], set()
-    for tensor in published(config).tensors(config):
-        if tensor.path not in rest or tensor.name in names:
+    rows, names, parts = [], set(), set()
+    left = {path: math.prod(shape) for path, (_, shape) in rest.items()}
+    for tensor in (table or published(config).tensors)(config):
+        if tensor.path not in rest or tensor.name in names or (tensor.path, tensor.part) in parts:
             raise ValueError(f"{tensor}: its path has no weight, or it or its name comes twice")
-        rows.append((tensor, *rest.pop(tensor.path)))
+        rows.append((tensor, *rest[tensor.path]))
         names.add(tensor.name)
-    if rest:
-        raise ValueError(f"no published tensor for the weights {[*rest][:3]}")
+        parts.add((tensor.path, tensor.part))
+        left[tensor.path] -= math.prod(tensor.own(*rest[tensor.path])[1])
+    if lacking := [path for path, size in left.items() if size]:
+        raise ValueError(f"no published tensor, or too many, for the weights {lacking[:3]}")
     return rows
 
 

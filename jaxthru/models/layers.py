@@ -95,7 +95,7 @@ class Attention(nnx.Module):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions, within documents only.
 
     biases: query, key and value have biases. window: see `Context.attend`. norm_offset: of the norms of
-    queries and keys, see RMSNorm.
+    queries and keys, see RMSNorm. heads_together: these norms are over all heads at once, as OLMoE has them.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class Attention(nnx.Module):
         biases: bool = False,
         window: int | None = None,
         norm_offset: float = 0.0,
+        heads_together: bool = False,
     ):
         d, h, k, c = config.embed, config.heads, config.kv_heads, config.head_dim
         self.query = linear(rngs, ("embed", "heads", "head_dim"), (d, h, c), d**-0.5)
@@ -118,9 +119,11 @@ class Attention(nnx.Module):
             self.key_bias = bias(("kv_heads", "head_dim"), (k, c))
             self.value_bias = bias(("kv_heads", "head_dim"), (k, c))
         if config.qk_norm:
-            self.query_norm = RMSNorm(c, config.norm_epsilon, norm_offset)
-            self.key_norm = RMSNorm(c, config.norm_epsilon, norm_offset)
+            widths = (h * c, k * c) if heads_together else (c, c)
+            self.query_norm = RMSNorm(widths[0], config.norm_epsilon, norm_offset)
+            self.key_norm = RMSNorm(widths[1], config.norm_epsilon, norm_offset)
         self.qk_norm, self.biases, self.window = config.qk_norm, biases, window
+        self.heads_together = heads_together
 
     def __call__(
         self, x_ND: jax.Array, context: Context, rotary: tuple[Rotary, Rotary] | None = None
@@ -134,8 +137,14 @@ class Attention(nnx.Module):
             biases = self.query_bias, self.key_bias, self.value_bias
             pairs = zip(projected, biases, strict=True)
             projected = [y + each[...].astype(y.dtype)[None] for y, each in pairs]
+        if self.qk_norm and self.heads_together:
+            norms = (self.query_norm, self.key_norm)
+            projected[:2] = [
+                norm(y.reshape(len(y), -1), context).reshape(y.shape)
+                for norm, y in zip(norms, projected[:2], strict=True)
+            ]
         q_BTHC, k_BTKC, v_BTKC = (y.reshape(-1, length, *y.shape[1:]) for y in projected)
-        if self.qk_norm:
+        if self.qk_norm and not self.heads_together:
             q_BTHC = self.query_norm.rotated(q_BTHC, of_query, context)
             k_BTKC = self.key_norm.rotated(k_BTKC, of_key, context)
         else:

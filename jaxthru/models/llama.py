@@ -93,16 +93,25 @@ class Embedding(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
 
+    feed_forward = SwiGLU
+
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.embed, config.norm_epsilon)
-        self.attention = Attention(config, rngs, biases=config.qkv_bias, window=config.window)
+        self.attention = self.make_attention(config, rngs)
         self.mlp_norm = RMSNorm(config.embed, config.norm_epsilon)
-        self.mlp = SwiGLU(config, rngs)
+        self.mlp = self.feed_forward(config, rngs)
 
-    def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
+    def make_attention(self, config: Config, rngs: nnx.Rngs) -> Attention:
+        return Attention(config, rngs, biases=config.qkv_bias, window=config.window)
+
+    def attended(self, x_ND: jax.Array, context: Context) -> jax.Array:
+        """Returns the residual stream behind attention."""
         with jax.named_scope(scopes.ATTENTION):
             x_ND, y_ND = self.attention_norm.branch(x_ND, context)
-            x_ND = x_ND + self.attention(y_ND, context)
+            return x_ND + self.attention(y_ND, context)
+
+    def __call__(self, x_ND: jax.Array, context: Context) -> jax.Array:
+        x_ND = self.attended(x_ND, context)
         with jax.named_scope(scopes.MLP):
             x_ND, y_ND = self.mlp_norm.branch(x_ND, context)
             return x_ND + self.mlp(y_ND, context)

@@ -22,8 +22,8 @@ def look_up(ops: Any, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     vocab_axis, embed_axis = stored = ops.layout.spec(axes)
 
     def local(table_VD, tokens_BT):
-        if ops.replicas(embed_axis):  # over which gradients are summed in the compute dtype
-            table_VD = ops.replicated(table_VD.astype(ops.compute), embed_axis)
+        if ops.replicas(axes):  # over which gradients are summed in the compute dtype
+            table_VD = ops.replicated(table_VD.astype(ops.compute), axes)
         table_VD = table_VD.astype(jnp.float32)
         tokens_N = tokens_BT.reshape(-1)
         if embed_axis is not None:

@@ -162,7 +162,7 @@ def _frozen_stage(stage: Stage, compute: jnp.dtype, base: str) -> Stage:
     weights = jax.tree.map(_frozen, stage.weights)
     if base != "compute":
         weights[SCALES] = _tree({path: _scale_info(info, base) for path, info, _ in targets_of(stage)})
-    return dataclasses.replace(stage, init=init, weights=weights)
+    return dataclasses.replace(stage, init=init, weights=weights, advance=None)
 
 
 def _scale_info(info: WeightInfo, base: str) -> WeightInfo:

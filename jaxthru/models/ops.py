@@ -40,10 +40,11 @@ class Ops:
     """compute: the dtype of activations and matmul operands. attention_by: an implementation of
     `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8. collective_matmul_by: an
     implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`.
-    linear_cross_entropy_by, rms_norm_by: an implementation, None takes the first that can run, see
-    `norm_by`. copies: gather parameters over `fsdp`, and scatter their gradients, by `runtime.copies`.
-    keep_parameters: have them kept for the backward pass, see `RematConfig`. adapters: `lora.Adapters` of the
-    block that is being applied."""
+    linear_cross_entropy_by, rms_norm_by, grouped_matmul_by, routing_by, weighted_swiglu_by: an
+    implementation, None takes the first that can run, see `norm_by`. expert_chunks: see `MeshConfig`.
+    copies: gather parameters over `fsdp`, and scatter their gradients, by `runtime.copies`. keep_parameters:
+    have them kept for the backward pass, see `RematConfig`. adapters: `lora.Adapters` of the block that is
+    being applied."""
 
     layout: Layout
     compute: jnp.dtype
@@ -52,6 +53,10 @@ class Ops:
     collective_matmul_by: str = "auto"
     linear_cross_entropy_by: str | None = None
     rms_norm_by: str | None = None
+    grouped_matmul_by: str | None = None
+    routing_by: str | None = None
+    weighted_swiglu_by: str | None = None
+    expert_chunks: int = 1
     copies: bool = False
     keep_parameters: bool = False
     adapters: Any = None
@@ -91,9 +96,10 @@ class Ops:
             return (layout.constrain(gradient, axes).astype(stored),)
 
         gathered.defvjp(lambda parameter: (gathered(parameter), None), backward)
-        return self._kept(gathered(parameter))
+        return self.kept(gathered(parameter))
 
-    def _kept(self, parameter: jax.Array) -> jax.Array:
+    def kept(self, parameter: jax.Array) -> jax.Array:
+        """Returns a parameter as matmuls take it, by the name that keeps it, if it is to be kept."""
         return checkpoint_name(parameter, PARAMETERS) if self.keep_parameters else parameter
 
     def column_parallel(self, x_ND: jax.Array, *weights) -> list[jax.Array]:
@@ -174,7 +180,7 @@ class Ops:
         }
 
         def local(x_NI, matrices):
-            matrices = tuple(self._kept(self._whole(*pair)) for pair in zip(matrices, axes, strict=True))
+            matrices = tuple(self.kept(self._whole(*pair)) for pair in zip(matrices, axes, strict=True))
             if self.collective:
                 return product(x_NI, matrices, **how)
             return tuple(x_NI @ matrix for matrix in matrices)
@@ -185,24 +191,27 @@ class Ops:
         return sharded(x_NI, tuple(quantised.plain(matrix, self.compute) for matrix in matrices))
 
     def _whole(self, shard: jax.Array, axes: Axes) -> jax.Array:
-        """Returns a shard of a matrix, within a shard_map, gathered along `embed`."""
+        return self.gathered(self.replicated(shard, axes), axes)
+
+    def gathered(self, shard: jax.Array, axes: Axes) -> jax.Array:
+        """Returns a shard of a parameter of these axes, within a shard_map, gathered along `embed`."""
         dim = axes.index("embed")
         over = self.layout.spec(axes)[dim]
-        shard = self.replicated(shard, over)
         if over is None:
             return shard
         if self.copies:
             return copies.all_gather(shard, over, dim)
         return jax.lax.all_gather(shard, over, axis=dim, tiled=True)
 
-    def replicas(self, over: str | None) -> tuple[str, ...]:
-        """Returns the axes that rows are split over but parameters are not; `over`: along which these are."""
-        return tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis != over)
+    def replicas(self, axes: Axes) -> tuple[str, ...]:
+        """Returns the mesh axes that rows are split over but a parameter of these logical axes is not."""
+        own = jax.tree.leaves(tuple(self.layout.spec(axes)))
+        return tuple(axis for axis in jax.tree.leaves(self.layout.spec(("batch",))[0]) if axis not in own)
 
-    def replicated(self, shard: jax.Array, over: str | None) -> jax.Array:
-        """Returns a shard, within a shard_map, marked as a copy that each device of `replicas` has: its
-        gradient then is reduced to the stored shards before it is summed over them."""
-        replicas = self.replicas(over)
+    def replicated(self, shard: jax.Array, axes: Axes) -> jax.Array:
+        """Returns a shard of such a parameter, within a shard_map, marked as a copy that each device of
+        `replicas` has: its gradient then is reduced to the stored shards before it is summed over them."""
+        replicas = self.replicas(axes)
         return jax.lax.pcast(shard, replicas, to="varying") if replicas else shard
 
     def attention(self, q_BTHC, k_BTKC, v_BTKC, segments: Segments, window: int | None = None) -> jax.Array:

@@ -24,18 +24,29 @@ class Tensor:
     state's `params`, one entry a layer: ("layers", "3", "attention", "query"). transposed: it is
     published as [*out, *in] and here is [*in, *out]. Dims of a side are published as one: [D, H, C] is
     [H·C, D].
+    Dims of a stack stay before them, the last ones with the outputs: [E, D, 2, M] is [E, 2·M, D].
+    part: (dim, place) of the weight, where this tensor is only what lies at these places, as one of many
+    experts.
     """
 
     name: str
     path: tuple[str, ...]
     transposed: bool = False
+    part: tuple[tuple[int, int], ...] = ()
+
+    def own(self, info: WeightInfo, shape: tuple[int, ...]) -> tuple[WeightInfo, tuple[int, ...]]:
+        """Returns what of a weight this tensor is: the same without the dims in which it has one place."""
+        taken = [dim for dim, _ in self.part]
+        return info.without(taken), tuple(size for dim, size in enumerate(shape) if dim not in taken)
 
     def shape(self, info: WeightInfo, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the published shape. info, shape: of the weight."""
+        info, shape = self.own(info, shape)
+        if not self.transposed:
+            return tuple(shape) if info.inputs else (math.prod(shape),)
         inputs = math.prod(shape[dim] for dim in info.inputs)
-        if self.transposed:
-            return math.prod(shape) // inputs, inputs
-        return tuple(shape) if info.inputs else (math.prod(shape),)
+        stack = tuple(shape[dim] for dim in info.stack[:1])
+        return *stack, math.prod(shape) // (inputs * math.prod(stack)), inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +56,7 @@ class Published:
     keys of config.json that it decides, `model_type` and `architectures` among them. tensors: a Config -> all
     tensors, each once, in the order in which they are written. ignored: patterns (`re.fullmatch`) of names
     that may stand in a file and hold nothing that is trained. refused: model types near to these that are not
-    built -> why.
+    built -> why. others: further tables, of the same weights in other tensors, by which folders are read too.
     """
 
     model_types: tuple[str, ...]
@@ -54,6 +65,7 @@ class Published:
     tensors: Callable[[Any], Iterable[Tensor]]
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    others: tuple[Callable[[Any], Iterable[Tensor]], ...] = ()
 
 
 def value_of(raw: Mapping[str, Any], name: str, kind: type, default: Any, prefix: str = "") -> Any:

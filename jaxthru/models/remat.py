@@ -8,12 +8,15 @@ import jax
 
 PARAMETERS, STATISTICS = "parameters", "attention_statistics"
 FLOAT8, REST, LOW_RANK = "float8", "rest", "low_rank"
-_ATTENTION = ("query", "key", "value", "attention", STATISTICS, "attention_out", LOW_RANK)
+ROUTING, EXPERT_HIDDEN = "routing", "moe_hidden"
+"""Of a mixture of experts: which tokens go where, which no policy computes again, or another choice might
+come out; and what gate and up give of each assignment of a token to an expert."""
+_ATTENTION = ("query", "key", "value", "attention", STATISTICS, "attention_out", LOW_RANK, ROUTING)
 KEPT = {
-    "full": (),
+    "full": (ROUTING,),
     "attention": _ATTENTION,
     "gate": (*_ATTENTION, "gate"),
-    "projections": (*_ATTENTION, "gate", "up", FLOAT8),
+    "projections": (*_ATTENTION, "gate", "up", EXPERT_HIDDEN, FLOAT8),
 }
 """Policy -> the names (`jax.ad_checkpoint.checkpoint_name`) whose values are kept. So are PARAMETERS, a name
 that `Ops` gives where they are to be."""
@@ -44,11 +47,11 @@ def remat(function: Callable, policy: str) -> Callable:
 def kept_bytes(kept: Mapping[str, int], policy: str, item: int, float8: bool = False) -> int:
     """Returns the bytes per token that a policy keeps of a stage beside its input.
 
-    kept: of the Stage. item: bytes of a number in the compute dtype; statistics are float32. float8: whether
-    matmuls are made in float8, whose inputs are then kept in that, where the stage has them so.
+    kept: of the Stage. item: bytes of a number in the compute dtype; of statistics and routing 4. float8:
+    whether matmuls are made in float8, whose inputs are then kept in that, where the stage has them so.
     """
     names = kept if policy == "none" else KEPT[policy]
-    bytes_of = {STATISTICS: 4, FLOAT8: 1}
+    bytes_of = {STATISTICS: 4, ROUTING: 4, FLOAT8: 1}
     left_out = REST if float8 and FLOAT8 in kept else FLOAT8
     return sum(kept.get(name, 0) * bytes_of.get(name, item) for name in names if name != left_out)
 

@@ -11,6 +11,10 @@ FORWARD and BACKWARD hold loops over layers."""
 EMBEDDING, ATTENTION, MLP, NORM, HEAD = "embedding", "attention", "mlp", "norm", "head"
 """Scopes of the layers' kinds. HEAD has no scope of its own: it is what LOSS and the program HEAD compute."""
 
+ROUTER, DISPATCH, EXPERTS, COMBINE = "router", "dispatch", "experts", "combine"
+"""Scopes of a mixture of experts, within MLP: which experts each token goes to, tokens brought to them,
+multiplied, and added up."""
+
 ATTENTION_KERNEL = "dot_product_attention"
 """Scope of attention's kernels, without its projections."""
 

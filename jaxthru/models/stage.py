@@ -20,7 +20,7 @@ Tree = Any
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("positions", "segments", "prepared", "share", "draw"),
+    data_fields=("positions", "segments", "valid", "prepared", "share", "draw"),
     meta_fields=("ops", "attention"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Context:
     """What a run gives to every stage.
 
     positions: int32 [B, T], restarting in each document. segments: of `pallas_kernels.attention`. prepared:
-    what `Chain.prepare` made of positions, e.g. rotary angles. share: of the step's rows, those of this
+    what `Chain.prepare` made of positions, e.g. rotary angles. valid: bool [B, T], the tokens of documents;
+    the others are padding. share: of the step's rows, those of this
     micro-batch. ops: linear layers and the mesh's operations as this run does them. attention:
     takes the place of theirs, (queries, keys, values, segments, window) -> heads' outputs. draw: the number
     of this micro-batch in the run, which what is drawn at random is made of; None draws nothing.
@@ -36,6 +37,7 @@ class Context:
 
     positions: jax.Array
     segments: Segments
+    valid: jax.Array
     prepared: Tree
     share: jax.Array
     ops: Ops
@@ -66,9 +68,17 @@ class Extras(NamedTuple):
 class Metric:
     """reduce: how values of several micro-batches, and of several stages, become one. Stages see
     the micro-batch of all devices, so over these nothing is left to add. Micro-batches have equally many
-    rows, and count alike in a `mean`."""
+    rows, and count alike in a `mean`. `layers`: those of micro-batches are added up, and those of stages stay
+    apart, [layers that have it, ...]; integers stay what they are, where all other metrics are float32.
+    shown: what the record has in its place, made of its value over the step: {name: array}; None is itself.
+    """
 
-    reduce: Literal["sum", "mean", "max"] = "sum"
+    reduce: Literal["sum", "mean", "max", "layers"] = "sum"
+    shown: Callable[[jax.Array], Mapping[str, jax.Array]] | None = None
+
+
+Advance = Callable[[Tree, Mapping[str, jax.Array]], Tree]
+"""(params, {metric: of this layer, over the step}) -> params; see `Stage.advance`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +92,10 @@ class Stage:
     float8. See `remat.kept_bytes`. matmul_flops: FLOPs per token of those with a name that are
     matmuls, which a policy may have computed again. metrics: those that `apply` gives. scopes: name
     scopes of its own, which the profiler is to tell apart. exchanges: {name scope whose all-to-alls are
-    meant: logical axis that is split where there are any}.
+    meant: logical axis that is split where there are any}. advance: moves weights that do not train by what
+    the layer counted, its metrics of `layers`: once a step, behind the optimizer's update and only where that
+    is made. Without a gradient there is no clipping and no weight decay. It is given all of the layer's
+    params, and returns them with those replaced.
     """
 
     name: str
@@ -94,6 +107,7 @@ class Stage:
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     scopes: tuple[str, ...] = ()
     exchanges: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    advance: Advance | None = None
 
     @property
     def shapes(self) -> Tree:
@@ -110,6 +124,11 @@ class Stage:
     def largest(self) -> int:
         """Numbers in the largest of the params' arrays."""
         return max((leaf.size for leaf in jax.tree.leaves(self.shapes)), default=0)
+
+    @property
+    def by_layer(self) -> tuple[str, ...]:
+        """The metrics that each layer has for itself."""
+        return tuple(name for name, metric in self.metrics.items() if metric.reduce == "layers")
 
 
 class Group(NamedTuple):

@@ -137,13 +137,14 @@ def _mesh(found: Forecast, **draws: int) -> list[tuple[float, str]]:
         wide = shape["tensor"] > domain and not fabric.torus
         said = f"mesh.tensor={shape['tensor']} spans NVLink domains of {domain}: choose {domain} at most"
         return [(found.links, said)] if wide else []
-    inside = math.gcd(shape["fsdp"], domain // shape["tensor"])
+    within = shape.get("expert", 1) * shape["tensor"]
+    inside = math.gcd(shape["fsdp"], domain // within)
     if inside in (1, shape["fsdp"]):
         return []
-    other = {"data": shape["data"] * shape["fsdp"] // inside, "fsdp": inside, "tensor": shape["tensor"]}
+    other = shape | {"data": shape["data"] * shape["fsdp"] // inside, "fsdp": inside}
     ones = simulate(resharded(found, other), fabric, found.devices, **draws)
     links = sum(one.seconds * one.collective.runs for one in ones)
-    over = inside * shape["tensor"]
+    over = inside * within
     said = (
         f"mesh.fsdp={inside} mesh.data={other['data']}: parameters gathered over NVLink alone, gradients "
         f"summed over hosts: links take about {_s(links)} in place of {_s(found.links)}, if the state fits "

@@ -100,16 +100,20 @@ def along(axes: Sequence[str], shape: dict[str, int]) -> np.ndarray:
     return numbers.transpose([[*shape].index(name) for name in order]).reshape(-1, members)
 
 
+SUMS = (("data",), ("expert",), ("data", "expert"))
+"""Axes along which gradients are summed, of which a device has its shard over `fsdp`. What else moves along
+`expert` are tokens."""
+
 COMPILED_AT = 32
-"""Devices that a step is compiled for at most, unless `tensor` asks for more: enough to show which axes each
-collective lies along, and few enough that any model's arrays divide."""
+"""Devices that a step is compiled for at most, unless `expert` and `tensor` ask for more: enough to show
+which axes each collective lies along, and few enough that any model's arrays divide."""
 
 
 def compiled_shape(shape: dict[str, int], most: int = COMPILED_AT) -> dict[str, int]:
     """Returns the mesh that stands for a larger one of this shape. See `scaled` for the rule.
 
-    `tensor` stays, `data` becomes 2 at most, and `fsdp` the largest of its divisors that leaves `most`
-    devices, but no less than 2.
+    `expert` and `tensor` stay, `data` becomes 2 at most, and `fsdp` the largest of its divisors that leaves
+    `most` devices, but no less than 2.
     """
     small = dict(shape)
     if math.prod(shape.values()) <= most:
@@ -127,7 +131,7 @@ def scaled(found: Sequence[Collective], small: dict[str, int], shape: dict[str, 
 
     The rule: rows are scaled with the devices, so that each device has as many; then each collective lies
     along the same axes and runs as often. Its array is as large, but where it is a shard over `fsdp`: what
-    is exchanged along `data` alone, and what a permute along `fsdp` passes on in as many more runs.
+    is summed along `data` and `expert` alone, and what a permute along `fsdp` passes on in as many more runs.
     Raises InputError for groups that lie along no axes.
     """
     if small == shape:
@@ -137,7 +141,7 @@ def scaled(found: Sequence[Collective], small: dict[str, int], shape: dict[str, 
     for one in found:
         require(bool(one.axes), f"{one.name}: its groups lie along no axes of the mesh, so none are larger")
         groups, size, runs, pairs = along(one.axes, shape), one.bytes, one.runs, None
-        if one.axes == ("data",):
+        if one.axes == ("data",) or (one.kind == "all-reduce" and one.axes in SUMS):
             size *= share
         if one.pairs is not None:
             pairs = _shifted(one, small, groups)

@@ -12,7 +12,11 @@ from jax.sharding import AxisType, Mesh
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import require
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")
+
+MOST_EXPERT = 8
+"""Devices along `expert` at most. Each gathers the tokens of all of them, which for eight experts a token
+moves no more bytes than an all-to-all up to eight devices, and from there on ever more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +26,9 @@ class MeshConfig:
     data: replicas that hold whole parameters and average gradients.
     fsdp: shards of parameters, gradients and optimizer state; rows are split as over `data`.
     tensor: shards of heads, MLP width and vocabulary, and between blocks of the tokens of each row.
+    expert: shards of the experts of a mixture-of-experts model, 8 at most; to all other layers it is `data`.
+    expert_chunks: parts in which a layer's tokens move over `expert` and back: while one is multiplied, the
+    next one is on its way. Fewer parts have more rows for each expert's product.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
     process make with their copy engines (`runtime.copies`), as they then do for `ring`. `auto` takes
     collectives.
@@ -30,6 +37,8 @@ class MeshConfig:
     data: int = 1
     fsdp: int = -1
     tensor: int = 1
+    expert: int = 1
+    expert_chunks: int = 2
     transfers: Literal["auto", "collectives", "copies"] = "auto"
 
     def __post_init__(self):
@@ -37,6 +46,8 @@ class MeshConfig:
             require(size == -1 or size >= 1, f"mesh.{axis} = {size}: must be -1 (the rest) or at least 1")
         sizes = [*self._wanted.values()]
         require(sizes.count(-1) <= 1, f"mesh = {sizes}: at most one axis may be -1")
+        self._check_expert(self.expert)
+        require(self.expert_chunks >= 1, f"mesh.expert_chunks = {self.expert_chunks}: must be at least 1")
 
     @property
     def _wanted(self) -> dict[str, int]:
@@ -56,7 +67,16 @@ class MeshConfig:
             devices % fixed == 0 and (rest or fixed == devices),
             f"mesh.{wanted}: needs {'a multiple of ' if rest else ''}{fixed} devices, found {devices}",
         )
-        return {axis: devices // fixed if size == -1 else size for axis, size in self._wanted.items()}
+        found = {axis: devices // fixed if size == -1 else size for axis, size in self._wanted.items()}
+        self._check_expert(found["expert"])
+        return found
+
+    def _check_expert(self, size: int) -> None:
+        require(
+            size <= MOST_EXPERT,
+            f"mesh.expert = {size}: must be at most {MOST_EXPERT}, each of which gathers the tokens of all; "
+            "give the other devices to mesh.fsdp",
+        )
 
 
 def shape_of(values: Mapping[str, Any], devices: int) -> dict[str, int]:
@@ -65,7 +85,8 @@ def shape_of(values: Mapping[str, Any], devices: int) -> dict[str, int]:
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh with axes `AXES`; devices of one host are neighbours along `tensor`, then `fsdp`."""
+    """Returns a mesh with axes `AXES`; devices of one host are neighbours along `tensor`, then `expert`, then
+    `fsdp`."""
     devices = hardware.devices() if devices is None else devices
     shape = config.shape(len(devices))
     grid = np.asarray(devices).reshape([*shape.values()])

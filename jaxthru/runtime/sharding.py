@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxthru.runtime.errors import require
 
 LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
-    "tokens": ("data", "fsdp", "tensor"),
+    "batch": ("data", "fsdp", "expert"),
+    "tokens": ("data", "fsdp", "expert", "tensor"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -21,10 +21,11 @@ LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "sequence": (),
     "head_dim": (),
     "layers": (),
-    "experts": (),
+    "experts": ("expert",),
 }
 """A mesh axis serves one dim of an array. Where two ask for it, the one higher in this table gets it: an
-activation's `batch` takes `fsdp`, so that only in parameters `embed` is sharded over it.
+activation's `batch` takes `fsdp` and `expert`, so that only in parameters `embed` and `experts` are sharded
+over them. Parameters without `experts` are whole along `expert`, as they are along `data`.
 
 `tokens` is rows × positions in one dim: between a model's blocks `tensor` splits the tokens of each shard of
 `batch`, in order (sequence parallelism), so that gathering them over `tensor` is all that it takes to have
@@ -97,7 +98,8 @@ def check_divisible(layout: Layout, sizes: dict[str, tuple[str, int]]) -> None:
     """
     for key, (axis, size) in sizes.items():
         parts = layout.size(axis)
-        over = " × ".join(f"mesh.{name}" for name in LOGICAL_AXIS_RULES[axis])
+        names = [name for name in LOGICAL_AXIS_RULES[axis] if name in layout.live_axes]
+        over = " × ".join(f"mesh.{name}" for name in names)
         require(size % parts == 0, f"{key} = {size}: must be a multiple of {over} = {parts}")
 
 

@@ -1,6 +1,7 @@
 """What a weight is: its axes, role and inputs, read by sharding, the optimizer and the engine."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Literal
 
 from jaxthru.runtime.errors import require
@@ -50,6 +51,15 @@ class WeightInfo:
     def outputs(self) -> tuple[int, ...]:
         """The dims that a linear layer gives."""
         return tuple(dim for dim in range(len(self.axes)) if dim not in self.inputs + self.stack)
+
+    def without(self, dims: Collection[int]) -> "WeightInfo":
+        """Returns what of this weight lies at one place of each of these dims, which are not its inputs."""
+        left = [dim for dim in range(len(self.axes)) if dim not in dims]
+        inputs = tuple(map(left.index, self.inputs))
+        stack = tuple(left.index(dim) for dim in self.stack if dim in left)
+        return dataclasses.replace(
+            self, axes=tuple(self.axes[dim] for dim in left), inputs=inputs, stack=stack
+        )
 
     def stacked(self) -> "WeightInfo":
         """Returns what this weight is with those of all layers stacked, by a leading dim."""

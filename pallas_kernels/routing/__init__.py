@@ -27,7 +27,6 @@ from pallas_kernels.varying import vary_alike
 
 __all__ = [
     "OPERATION",
-    "PARTITIONED",
     "SCORES",
     "Order",
     "Routing",
@@ -48,9 +47,6 @@ OPERATION = Operation(
     },
     triton_before_xla,
 )
-
-PARTITIONED = "xla"
-"""What XLA's partitioner can split: the one for tokens that lie on a mesh of several devices."""
 
 
 class Routing(NamedTuple):
@@ -91,7 +87,8 @@ def route(
 
     The experts with the largest score + bias are chosen, of equal ones those of the lowest id; weights are
     scores without the bias. Differentiable in the logits, by the weights and the scores, with the choice
-    held. Tokens with logits that are not finite get experts, too, which ones is not said.
+    held. Tokens with logits that are not finite get experts, too, which ones is not said. The ids are named
+    "routing" by `jax.ad_checkpoint.checkpoint_name`: a policy that saves them chooses no expert twice.
 
     Args:
       logits_NE: [N, E] float32.
@@ -104,8 +101,7 @@ def route(
       scale: what weights are multiplied by, last.
       groups, top_groups: experts lie in so many groups of equal size, and are chosen from these of them whose
         best two have the largest sum of score + bias.
-      implementation: one of `OPERATION.names`; None takes the first that can run. For arrays on a mesh of
-        several devices, outside a shard_map, name `PARTITIONED`.
+      implementation: one of `OPERATION.names`; None takes the first that can run.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:
@@ -203,7 +199,7 @@ def combine(
       dispatch.Unsupported: the named implementation refuses.
     """
     N, K = order.inverse_NK.shape
-    if y_RD.ndim != 2 or len(y_RD) != N * K or tokens != N:
+    if y_RD.ndim != 2 or len(y_RD) != len(order.order_R) or tokens != N:
         raise ValueError(
             f"combine: the order is of {N} tokens with {K} experts each, got y {y_RD.shape} and {tokens} "
             "tokens"

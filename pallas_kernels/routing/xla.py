@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.routing.rule import Rule
 
@@ -16,7 +17,7 @@ BLOCK = 128  # assignments that are ranked against each other
 
 def route(logits_NE, valid_N, bias_E, *, rule: Rule):
     """Returns (ids, weights, counts, scores); see `route` of the package."""
-    ids_NK = choose(logits_NE, valid_N, bias_E, rule)
+    ids_NK = checkpoint_name(choose(logits_NE, valid_N, bias_E, rule), "routing")
     weights_NK, scores_NE = weigh(logits_NE, valid_N, ids_NK, rule)
     return ids_NK, weights_NK, count(ids_NK.reshape(-1), rule.experts), scores_NE
 

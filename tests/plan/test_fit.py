@@ -4,7 +4,8 @@ import jax
 import pytest
 
 from jaxthru import config as configuration
-from jaxthru.build.checks import setting_behind, validate
+from jaxthru.build.checks import check_sizes, setting_behind, validate
+from jaxthru.build.memory_estimate import layout_of
 from jaxthru.runtime.errors import InputError
 from pallas_kernels.dispatch import Unsupported
 
@@ -54,11 +55,38 @@ def test_tokens_that_do_not_divide_over_tensor_are_refused():
     with pytest.raises(InputError) as refused:
         validate(config, jax.devices()[:2])
     assert str(refused.value) == (
-        "train.rows / train.microbatches × data.sequence = 765: must be a multiple of "
-        "mesh.data × mesh.fsdp × mesh.tensor = 2"
+        "train.rows / train.microbatches × data.sequence = 765: must be a multiple of mesh.tensor = 2"
     )
     even = configuration.load("configs/quickstart.py", [*settings, "data.sequence=256"])
     validate(even, jax.devices()[:2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["mesh.expert=2"],
+            "mesh.expert = 2: model.family = 'llama' has no experts to split; choose 1, and give the devices "
+            "to mesh.fsdp",
+        ),
+        (
+            ["model.family=moe", "model.experts=6", "mesh.expert=4"],
+            "model.experts = 6: must be a multiple of mesh.expert = 4",
+        ),
+        (
+            ["model.family=moe", "model.experts=16", "mesh.fsdp=1", "mesh.expert=-1"],
+            "mesh.expert = 16: must be at most 8, each of which gathers the tokens of all; give the other "
+            "devices to mesh.fsdp",
+        ),
+    ],
+    ids=["no experts", "do not divide", "too many"],
+)
+def test_experts_that_cannot_be_split_are_refused(settings, message):
+    config = configuration.load("configs/quickstart.py", ["train.rows=16", *settings])
+    devices = 16 if "mesh.expert=-1" in settings else 8
+    with pytest.raises(InputError) as refused:
+        check_sizes(config, layout_of(config, devices))
+    assert str(refused.value) == message
 
 
 def test_additions_in_any_order_are_refused_where_repeats_are_to_be_exact():

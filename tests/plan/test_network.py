@@ -650,8 +650,8 @@ BAD = {
     ("--seed", "-1"): "--seed -1",
     ("--measured", "inf"): "--measured inf",
     ("--device", "v5p"): "--device v5p: fabric roce_two_tier joins GPUs",
-    ("--set", "mesh.fsdp=12"): "mesh.data=1, fsdp=12, tensor=1: needs 12 devices, found 16",
-    ("--set", "train.rows=12"): "must be a multiple of mesh.data × mesh.fsdp = 16",
+    ("--set", "mesh.fsdp=12"): "mesh.data=1, fsdp=12, expert=1, tensor=1: needs 12 devices, found 16",
+    ("--set", "train.rows=12"): "must be a multiple of mesh.fsdp = 16",
     ("--hlo", "/no/such.hlo"): "cannot be read",
 }
 

@@ -44,10 +44,12 @@ def test_constrain_lays_an_array_out():
 @pytest.mark.parametrize(
     ("config", "devices", "shape"),
     [
-        (MeshConfig(), 8, (1, 8, 1)),
-        (MeshConfig(data=-1, fsdp=2), 8, (4, 2, 1)),
-        (MeshConfig(2, 2, 2), 8, (2, 2, 2)),
-        (MeshConfig(fsdp=1, tensor=-1), 1, (1, 1, 1)),
+        (MeshConfig(), 8, (1, 8, 1, 1)),
+        (MeshConfig(data=-1, fsdp=2), 8, (4, 2, 1, 1)),
+        (MeshConfig(2, 2, 2), 8, (2, 2, 1, 2)),
+        (MeshConfig(fsdp=1, tensor=-1), 1, (1, 1, 1, 1)),
+        (MeshConfig(expert=2), 8, (1, 4, 2, 1)),
+        (MeshConfig(fsdp=1, expert=-1), 8, (1, 1, 8, 1)),
     ],
 )
 def test_meshes(config, devices, shape):
@@ -57,13 +59,29 @@ def test_meshes(config, devices, shape):
 @pytest.mark.parametrize(
     ("config", "devices", "message"),
     [
-        (MeshConfig(1, 4, 1), 8, "mesh.data=1, fsdp=4, tensor=1: needs 4 devices, found 8"),
+        (MeshConfig(1, 4, 1), 8, "mesh.data=1, fsdp=4, expert=1, tensor=1: needs 4 devices, found 8"),
         (MeshConfig(3, -1, 1), 8, "needs a multiple of 3 devices, found 8"),
+        (MeshConfig(fsdp=1, expert=-1), 16, "mesh.expert = 16: must be at most 8, each of which"),
     ],
 )
 def test_meshes_that_do_not_fit(config, devices, message):
     with pytest.raises(InputError, match=message):
         config.shape(devices)
+
+
+def test_experts_are_split_over_their_axis_and_all_else_is_data_there():
+    made = Layout(make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2)))
+    assert made.spec(("batch", "sequence")) == P(("fsdp", "expert"), None)
+    assert made.spec(("tokens", "embed")) == P(("fsdp", "expert", "tensor"), None)
+    assert made.spec(("experts", "embed", None, "mlp")) == P("expert", "fsdp", None, "tensor")
+    assert made.spec(("experts", "mlp", "embed"), without=("fsdp",)) == P("expert", "tensor", None)
+    assert made.spec(("embed", "mlp")) == P("fsdp", "tensor")
+    with pytest.raises(InputError, match=r"mesh.expert = 9: must be at most 8, .* give .* to mesh.fsdp"):
+        MeshConfig(expert=9)
+    with pytest.raises(InputError, match=r"mesh.expert_chunks = 0: must be at least 1"):
+        MeshConfig(expert_chunks=0)
+    with pytest.raises(InputError, match=r"model.experts = 3: must be a multiple of mesh.expert = 2"):
+        check_divisible(made, {"model.experts": ("experts", 3)})
 
 
 def test_what_does_not_divide_is_named():

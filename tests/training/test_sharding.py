@@ -17,9 +17,10 @@ MESHES = {
     "fsdp=4": (1, 4, 1),
     "tensor=2": (1, 1, 2),
     "tensor=2 fsdp=2": (1, 2, 2),
+    "fsdp=2 expert=2": (1, 2, 1, 2),  # to layers that are no experts as data=2
     "data=2 fsdp=2 tensor=2": (2, 2, 2),
 }
-SLOW = {"data=2 fsdp=2 tensor=2"}  # eight devices on two cores
+SLOW = {"fsdp=2 expert=2", "data=2 fsdp=2 tensor=2"}
 SHAPES = {"fsdp=4": {"loop": "unroll"}}
 PLAIN = "reference"  # collective matmuls whose collectives can be told from the program
 

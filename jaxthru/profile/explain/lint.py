@@ -2,14 +2,14 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxthru.models.scopes import EXCHANGES
+from jaxthru.models.scopes import COMBINE, DISPATCH, EXCHANGES, EXPERTS, ROUTER
 from jaxthru.profile.account.attribution import Work
 from jaxthru.profile.account.build import Accounted
 from jaxthru.profile.account.ledger import Lint
-from jaxthru.profile.read.hlo import Instruction, Module, size, within
+from jaxthru.profile.read.hlo import CONTROL, Instruction, Module, size, within
 from jaxthru.runtime.mesh import AXES
 from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES
 
@@ -20,10 +20,14 @@ MOST = 10
 """Findings of a rule: those that cost the most."""
 
 
+RULES: tuple[Callable[[Work, Accounted], "Found"], ...]
+"""All of them, at the end of this file."""
+
+
 def lint(made: Accounted) -> tuple[Lint, ...]:
     """Returns the findings in a profile's programs, rule by rule, the dearest first."""
     found: list[Lint] = []
-    for rule in (copies, float32_matmuls, collectives, loops, not_donated, attention_again):
+    for rule in RULES:
         of = []
         for work in made.program.all():
             if told := rule(work, made):
@@ -97,11 +101,14 @@ def _widened(module: Module, instruction: Instruction, depth: int = 4) -> bool:
 
 def collectives(work: Work, made: Accounted) -> Found:
     """Collectives that the mesh does not explain: FSDP gathers parameters and scatters gradients, tensor
-    parallelism also sums activations, data parallelism only sums gradients; and what stages exchange."""
+    and expert parallelism also gather activations and scatter their sums, data parallelism only sums
+    gradients; and what stages exchange."""
     kind, why = work.collective, None
     if not kind or not work.runs or work.instruction.opcode.endswith("-done") or work.bytes < 1024:
         return None
     split = {axis: made.config["mesh"].get(axis, 1) != 1 for axis in AXES}
+    tokens_move = split["expert"] or split["tensor"]
+    shards = split["fsdp"] or tokens_move
     meant = (
         any(split[axis] for axis in LOGICAL_AXIS_RULES[over])
         for scope, over in (EXCHANGES | made.ledger.model.exchanges).items()
@@ -109,9 +116,9 @@ def collectives(work: Work, made: Accounted) -> Found:
     )
     if kind in ("all-to-all", "ragged-all-to-all") and not any(meant):
         why = "no axis of the mesh needs it: an array is laid out in two ways"
-    elif kind in ("all-gather", "reduce-scatter") and not (split["fsdp"] or split["tensor"]):
-        why = "nothing is split over fsdp or tensor"
-    elif kind == "all-gather" and not split["tensor"] and _of_tokens(work.instruction, made.config):
+    elif kind in ("all-gather", "reduce-scatter") and not shards:
+        why = "nothing is split over fsdp, expert or tensor"
+    elif kind == "all-gather" and not tokens_move and _of_tokens(work.instruction, made.config):
         why = "it gathers activations, which fsdp leaves where they are"
     return why and (float(work.bytes * work.runs), f"{kind} of {_shown(work.instruction)}: {why}")
 
@@ -152,6 +159,67 @@ def attention_again(work: Work, made: Accounted) -> Found:
         return None
     text = f"attention's forward pass is computed again: {work.flops * work.runs:.3g} FLOPs a step"
     return float(work.bytes * work.runs), text
+
+
+ENOUGH = 1.5
+"""How many times the FLOPs of all experts' larger product one product of theirs may have."""
+
+
+def dense_experts(work: Work, made: Accounted) -> Found:
+    """Products of all tokens with all experts, of which the most part is thrown away: what XLA makes of a
+    ragged dot off a TPU."""
+    model, mesh, train = (made.config.get(name, {}) for name in ("model", "mesh", "train"))
+    if "experts" not in model or not work.flops or not within(work.op_name, EXPERTS):
+        return None
+    tokens = train["rows"] // train["microbatches"] * made.config["data"]["sequence"]
+    # Of those that share experts, each may be asked for all tokens; what splits a width splits products.
+    of_device = tokens * mesh.get("expert", 1) / math.prod(mesh.values())
+    needed = 4.0 * of_device * model["top_k"] * model["embed"] * model["expert_mlp"]
+    if work.flops <= ENOUGH * needed:
+        return None
+    text = f"multiplies {work.flops / needed:.0f} times as much as the tokens of all experts need"
+    return float(work.bytes * work.runs), text
+
+
+def sorted_scores(work: Work, made: Accounted) -> Found:
+    """Sorts of [tokens, experts], where the few best experts of a token are found by comparisons. The sort of
+    a token's few assignments by expert is not meant."""
+    experts = made.config.get("model", {}).get("experts")
+    if not experts or work.instruction.opcode in CONTROL:
+        return None
+    module = made.program.modules[work.module]
+    for one, _ in module.inner(work.instruction):
+        named = one.target.lower()
+        if one.opcode not in ("sort", "topk") and "topk" not in named and "sort" not in named:
+            continue
+        for shape in module.operand_shapes(one):
+            if experts in shape[1] and math.prod(shape[1]) > experts:
+                return float(work.bytes * work.runs), f"sorts [tokens, experts]: {_shown(one)}"
+    return None
+
+
+def scattered_sums(work: Work, made: Accounted) -> Found:
+    """Sums of floats by scatter where tokens go to experts and back: in an order that differs from run to run
+    on a GPU, and an addition to memory for each number."""
+    meant = (ROUTER, DISPATCH, EXPERTS, COMBINE)
+    if work.instruction.opcode in CONTROL or not any(within(work.op_name, scope) for scope in meant):
+        return None
+    module = made.program.modules[work.module]
+    for one, _ in module.inner(work.instruction):
+        floats = [shape for shape in one.shapes if shape[0].startswith(("f", "bf"))]
+        added = one.opcode == "scatter" and any(
+            inner.opcode == "add" for inner, _ in module.inner(one) if inner is not one
+        )
+        # A CPU's compiler makes a loop of it, which keeps its name.
+        if floats and (added or one.op_name.endswith(("scatter-add", "scatter_add"))):
+            return float(work.bytes * work.runs), f"adds by scatter: {_shown(one)}"
+    return None
+
+
+RULES = (
+    *(copies, float32_matmuls, collectives, loops, not_donated, attention_again),
+    *(dense_experts, sorted_scores, scattered_sums),
+)
 
 
 def _shown(instruction: Instruction) -> str:

@@ -134,7 +134,7 @@ def resolve(arguments: argparse.Namespace) -> configuration.RunConfig:
     """Returns the configuration, its corpus made. Raises InputError."""
     config = configuration.load(arguments.config, [*arguments.overrides, "train.steps=1000000"])
     mesh = config.mesh.shape(len(jax.devices()))
-    shards = mesh["data"] * mesh["fsdp"]
+    shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
     require(shards > 1, f"{shards} device takes all rows: nothing to balance; run it on two or more")
     parts = arguments.microbatches
     require(parts > FEW, f"--microbatches {parts}: must be above {FEW}")

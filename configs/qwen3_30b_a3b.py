@@ -1,0 +1,49 @@
+"""Qwen3 30B-A3B (arXiv:2505.09388) whole on one GPU of 141 GB: exact float32 masters, a third of them on the host.
+
+171 GiB of state: bfloat16 weights and the 16 bits that make them float32, and moments of 8 bits. A step is of
+64k tokens, in four micro-batches that each layer takes one after the other, so that its weights come and its
+gradient is used once: that is what hides the copies.
+"""
+
+from jaxthru.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    KernelsConfig,
+    OffloadConfig,
+    OptimConfig,
+    RematConfig,
+    RunConfig,
+    TrainConfig,
+    moe,
+)
+
+
+def config() -> RunConfig:
+    return RunConfig(
+        train=TrainConfig(steps=1000, rows=16, microbatches=4),
+        model=moe.Config(
+            vocabulary=151_936,
+            layers=48,
+            embed=2048,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            max_sequence=40_960,
+            rope_theta=1_000_000.0,
+            norm_epsilon=1e-6,
+            qk_norm=True,
+            experts=128,
+            top_k=8,
+            expert_mlp=768,
+            aux_loss=0.001,
+            loop="unroll",
+        ),
+        kernels=KernelsConfig(attention="triton"),
+        data=DataConfig(mix="quickstart", sequence=4096),
+        optim=OptimConfig(learning_rate=3e-4, state="split_master_int8", clip_rule="previous"),
+        remat=RematConfig(policy="full"),
+        offload=OffloadConfig(level="parameters", fraction=0.5, activations="none"),
+        checkpoint=CheckpointConfig(every=500, keep=1),
+        evaluate=EvaluateConfig(rows=8),
+    )

@@ -1,0 +1,167 @@
+"""The experts of a mixture, whose tokens find them on any mesh: dropless, with no collective of unknown size.
+
+On one device: assignments are sorted by expert, their tokens gathered, multiplied group by group, and added
+up token by token. Where experts are split (mesh axis `expert`), a device gathers the tokens of all that
+share them, with the experts that were chosen for these, does the same with its own experts alone, and its
+sums are scattered back. Along `tensor`, which splits every expert's width, the same gather and scatter
+serve.
+
+A device may be asked for all that it gathered, or for nothing: there are rows for the former, and what is not
+filled is not multiplied. No token is dropped, whatever the router does.
+
+Shapes: N tokens (n of a device, G gathered), K experts a token, E experts (those of a device), R rows, one an
+assignment, D embed, M width of an expert.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jaxthru.models.ops import Ops
+from jaxthru.models.remat import EXPERT_HIDDEN, ROUTING
+from jaxthru.models.scopes import COMBINE, DISPATCH, EXPERTS
+from jaxthru.runtime.sharding import Axes
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.routing import (
+    Order,
+    Routing,
+    combine,
+    dispatch,
+    dispatch_weights,
+    route,
+    sort_assignments,
+)
+from pallas_kernels.weighted_swiglu import weighted_swiglu
+
+AT_ONCE = 2
+"""Parts of a layer's tokens that are under way at once: one is multiplied, the other moves."""
+
+
+def routed(ops: Ops, logits_NE: jax.Array, valid_N: jax.Array, bias_E: jax.Array | None, **how) -> Routing:
+    """Returns `pallas_kernels.routing.route` of tokens that are sharded as between blocks; `counts_E` are
+    those of all tokens, the same on each device. how: as that takes it."""
+    local = functools.partial(route, **how, implementation=ops.routing_by)
+    if ops.layout.mesh.size == 1:
+        return local(logits_NE, valid_N, bias_E)
+    by_token, row = ops.layout.spec(("tokens", None)), ops.layout.spec(("tokens",))
+
+    def of_shard(logits_nE: jax.Array, valid_n: jax.Array, bias_E: jax.Array | None) -> Routing:
+        found = local(logits_nE, valid_n, bias_E)
+        return found._replace(counts_E=jax.lax.psum(found.counts_E, row[0]))
+
+    whole = PartitionSpec()
+    out_specs = Routing(ids_NK=by_token, weights_NK=by_token, counts_E=whole, scores_NE=by_token)
+    sharded = ops.layout.shard_map(of_shard, (by_token, row, whole), out_specs, check_vma=False)
+    return sharded(logits_NE, valid_N, bias_E)
+
+
+def experts(ops: Ops, x_ND: jax.Array, routing: Routing, gate_up: Any, down: Any) -> jax.Array:
+    """Returns what each token's experts make of it, [N, D] in the compute dtype, sharded over tokens.
+
+    y = Σ_k down(silu(gate(x)) · up(x) · weight_k): the router's weight stands before the down map, so that
+    its gradient needs no expert's output.
+
+    Args:
+      x_ND: sharded over tokens. routing: of the same tokens, sharded alike, see `routed`; of a token that is
+        routed nowhere the result is 0.
+      gate_up, down: weights [E, D, 2, M] and [E, M, D] with their WeightInfo. Their gradients are reduced to
+      the
+        stored shards as those of all other matrices are.
+    """
+    axes = gate_up.info.axes, down.info.axes
+    local = functools.partial(_of_shard, ops, axes)
+    matrices = tuple(weight[...].astype(ops.compute) for weight in (gate_up, down))
+    arrays = x_ND, routing.ids_NK, routing.weights_NK
+    if ops.layout.mesh.size == 1:
+        return local(*arrays, *matrices)
+    tokens = ops.layout.spec(("tokens", None))
+    in_specs = (tokens,) * len(arrays) + tuple(map(ops.layout.spec, axes))
+    return ops.layout.shard_map(local, in_specs, tokens, check_vma=False)(*arrays, *matrices)
+
+
+def rows_for_each(top_k: int, own: int) -> int:
+    """Returns the rows that a device with so many experts of its own has for each token that it gathers."""
+    return min(top_k, own)
+
+
+def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_up, down) -> jax.Array:
+    layout = ops.layout
+    gate_up, down = (ops.kept(ops.gathered(*pair)) for pair in zip((gate_up, down), axes, strict=True))
+    split = layout.spec(axes[0], without=("fsdp",))
+    expert_axis = split[axes[0].index("experts")]
+    over = tuple(name for name in layout.live_axes if name in jax.tree.leaves(tuple(split)))
+    own = len(gate_up)
+    first = jax.lax.axis_index(expert_axis) * own if expert_axis else 0
+    parts = math.gcd(ops.expert_chunks, len(x_nD)) if over else 1
+
+    def part(x_nD, ids_nK, weights_nK, gate_up, down) -> jax.Array:
+        if not over:
+            return _multiplied(ops, x_nD, ids_nK, weights_nK, gate_up, down)
+        gather = functools.partial(jax.lax.all_gather, axis_name=over, tiled=True)
+        with jax.named_scope(DISPATCH):
+            x_GD, ids_GK, weights_GK = map(gather, (x_nD, ids_nK, weights_nK))
+            ids_GK = jnp.where((ids_GK >= first) & (ids_GK < first + own), ids_GK - first, own)
+        y_GD = _multiplied(ops, x_GD, ids_GK, weights_GK, gate_up, down)
+        with jax.named_scope(COMBINE):
+            return jax.lax.psum_scatter(y_GD, over, tiled=True)
+
+    if parts == 1:
+        return part(x_nD, ids_nK, weights_nK, gate_up, down)
+    pieces = [jnp.split(array, parts) for array in (x_nD, ids_nK, weights_nK)]
+    matrices = zip(_for_each(gate_up, parts), _for_each(down, parts), strict=True)
+    made = []
+    for at, (x_nD, ids_nK, weights_nK, pair) in enumerate(zip(*pieces, matrices, strict=True)):
+        # Nothing that a part does waits for the one before, so its collectives may run beside that one's
+        # products. It waits for the last part but one, or all would be gathered at the start and kept; and
+        # so, in the other order, does its backward pass.
+        if at >= AT_ONCE:
+            x_nD, made[at - AT_ONCE] = jax.lax.optimization_barrier((x_nD, made[at - AT_ONCE]))
+        made.append(part(x_nD, ids_nK, weights_nK, *pair))
+    return jnp.concatenate(made)
+
+
+def _multiplied(ops: Ops, x_ND, ids_NK, weights_NK, gate_up, down) -> jax.Array:
+    """Returns the same of tokens and experts that are here. ids_NK: E is no expert of this device."""
+    own, width = len(gate_up), gate_up.shape[-1]
+    with jax.named_scope(DISPATCH):
+        order = _shortened(sort_assignments(ids_NK, own, implementation=ops.routing_by))
+        order = jax.tree.map(lambda leaf: checkpoint_name(leaf, ROUTING), order)
+        x_RD = dispatch(x_ND, order, ids_NK.shape[1], implementation=ops.routing_by)
+        weights_R = dispatch_weights(weights_NK, order)
+    multiply = functools.partial(grouped_matmul, sizes_E=order.sizes_E, implementation=ops.grouped_matmul_by)
+    with jax.named_scope(EXPERTS):
+        gate_up_R2M = multiply(x_RD, gate_up.reshape(own, -1, 2 * width)).reshape(-1, 2, width)
+        gate_up_R2M = checkpoint_name(gate_up_R2M, EXPERT_HIDDEN)
+        hidden_RM = weighted_swiglu(gate_up_R2M, weights_R, implementation=ops.weighted_swiglu_by)
+        y_RD = multiply(hidden_RM, down)
+    with jax.named_scope(COMBINE):
+        return combine(y_RD, order, len(x_ND), implementation=ops.routing_by)
+
+
+def _shortened(order: Order) -> Order:
+    """Returns an order without the rows that can never be filled: a token's experts are different ones, so of
+    its assignments no more than there are experts here are for them. One row more stays, which all
+    assignments that have none point to."""
+    tokens, top_k = order.inverse_NK.shape
+    rows = tokens * rows_for_each(top_k, len(order.sizes_E)) + 1
+    if rows >= len(order.order_R):
+        return order
+    return Order(order.order_R[:rows], jnp.minimum(order.inverse_NK, rows - 1), order.sizes_E)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _for_each(matrix: jax.Array, parts: int) -> tuple[jax.Array, ...]:
+    """Returns a matrix for each of several parts, whose gradients are added up in float32 and rounded
+    once."""
+    return (matrix,) * parts
+
+
+_for_each.defvjp(
+    lambda matrix, parts: ((matrix,) * parts, None),
+    lambda parts, _, each: (sum(one.astype(jnp.float32) for one in each).astype(each[0].dtype),),
+)
