@@ -2,7 +2,7 @@
 
 What was measured decides, where it is at hand: `TABLE`, by scripts/bench/tune_grouped_matmul.py. Of several
 numbers of rows that were, that with the nearest mean of a group counts, within a factor of four. Elsewhere
-`choose` takes the largest tiles that the registers and the shared memory of such a GPU hold: none is measured.
+`choose` takes the largest tiles that registers and shared memory of such a GPU hold; none is measured.
 """
 
 import dataclasses
