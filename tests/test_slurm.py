@@ -7,10 +7,15 @@ from runs import ROOT, make_workplace
 from slurm import Cluster, missing
 from test_supervise import SETTINGS, Supervised
 
+from jaxthru.training import goodput
 from jaxthru.training.supervisor import steps_done
 
 STEPS = 300
 SLURM_SH = ROOT / "scripts/launch/slurm.sh"
+
+
+def starts_of(run):
+    return goodput.read(run).starts
 
 
 @pytest.mark.slow(minutes=4)
@@ -31,9 +36,7 @@ def test_preempted_stopped_and_robbed_of_a_node_it_ends_as_if_it_was_not(tmp_pat
         def goes_on(starts: int, steps: int) -> None:
             """Returns once the job runs for so many times, and has got so many steps further."""
             cluster.until(lambda: cluster.job(job)["Restarts"] == str(starts), 120, job)
-            cluster.until(
-                lambda: log.exists() and log.read_text().count("resumed from step") >= starts, 240, job
-            )
+            cluster.until(lambda: len(starts_of(path)) > starts, 240, job)
             begun = steps_done(path)
             cluster.until(lambda: steps_done(path) >= begun + steps, 120, job)
 
@@ -50,4 +53,5 @@ def test_preempted_stopped_and_robbed_of_a_node_it_ends_as_if_it_was_not(tmp_pat
         cluster.revive("n1")
         cluster.until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 300, job)
         assert cluster.job(job)["ExitCode"] == "0:0" and cluster.job(job)["Restarts"] == "3"
+    assert len(starts_of(path)) == 4
     assert place.losses("run") == place.losses("whole")

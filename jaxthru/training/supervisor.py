@@ -1,5 +1,4 @@
-"""The supervisor: starts a run again after an end that calls for it, and gives up on a step that keeps
-failing.
+"""The supervisor: starts a run again where that can mend its end, and gives up a step that keeps failing.
 
 It loads no JAX, and takes no memory that the run would want.
 """
