@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import logging
 import time
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,23 +20,23 @@ from jaxthru.build.batches import open_shared
 from jaxthru.build.checks import check_objective
 from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
+from jaxthru.build.resuming import check_resumable, keys_of_run, recorded
 from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import prepare_data
 from jaxthru.data.loading.preview import opening
-from jaxthru.data.loading.state import DataState, check_packing, check_sampler
+from jaxthru.data.loading.state import DataState, check_packing
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
-from jaxthru.optim.schedule_change import Plan, schedule_change
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
-from jaxthru.runtime import allocator, command_line, distributed, exit_codes, xla
-from jaxthru.runtime.errors import exit_code, leave, require
+from jaxthru.runtime import allocator, command_line, distributed, exit_codes, peers, xla
+from jaxthru.runtime.errors import exit_code, leave
 from jaxthru.runtime.garbage import heap_frozen
 from jaxthru.runtime.stop_signal import StopSignal
 from jaxthru.training.base_files import BaseFiles
-from jaxthru.training.checkpoint import Checkpointer, newest_data_state, newest_step, saved_steps
+from jaxthru.training.checkpoint import Checkpointer, newest_step
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.goodput import EVALUATION, PROFILE, SAVE, open_goodput
 from jaxthru.training.record import open_record
@@ -43,6 +44,7 @@ from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.sinks.tracker import check_trackers, left_behind
 from jaxthru.training.stalls import Stalls
 from jaxthru.training.start import StartTimes
+from jaxthru.training.stragglers import Stragglers
 from jaxthru.training.watchdog import Watchdog
 
 log = logging.getLogger("jaxthru")
@@ -60,14 +62,14 @@ def train(
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     goodput = open_goodput(directory.path, start, times)
     directory.cut(start)
-    evaluation = built.evaluation()
+    evaluation, sinks = built.evaluation(), (times, Stalls(), Stragglers(peers.current()))
     with (
         goodput,
         heap_frozen(),
-        open_record(config.metrics, directory, start, times, Stalls()) as record,
+        open_record(config.metrics, directory, start, *sinks) as record,
         built.batches(data_state) as batches,
         open_progress(steps, start) as progress,
-        Watchdog() as watchdog,
+        Watchdog(end=peers.current().end) as watchdog,
         StopSignal() as stop,
     ):
         timer = built.step_timer(int(state["skipped"]), started, record, progress, watchdog)
@@ -156,41 +158,6 @@ def restore_or_start(
     return state, data_state
 
 
-def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:
-    """Raises InputError unless the directory may be started or resumed with this configuration."""
-    path = directory.path
-    if not directory.holds_run():
-        return
-    require(resume == "auto", f"--resume never: {path} already holds a run; give another --run-dir")
-    if directory.config.exists() or saved_steps(directory.checkpoints):
-        old = configuration.load_own(directory.config)
-        changed = configuration.check_change(old, config, path)
-        plans = (Plan(each.optim, each.train.steps) for each in (old, config))
-        # Of this process's own looking: only the first of several is here, and waits for no other.
-        said = schedule_change(*plans, max(saved_steps(directory.checkpoints), default=0))
-        for line in changed:
-            follows = (
-                f": {said}" if said and line.startswith(("train.steps ", "optim.schedule_steps ")) else ""
-            )
-            log.info("changed since the run was started: %s%s", line, follows)
-
-
-def keys_of_run(directory: RunDirectory) -> dict[str, str] | None:
-    """Returns the keys of the stores that a run was trained on, None before its first checkpoint. Raises
-    InputError if its batches cannot be continued."""
-    saved = newest_data_state(directory.checkpoints)
-    if saved:
-        check_sampler(saved)
-    return saved.get("keys")
-
-
-def recorded(directory: RunDirectory | None) -> tuple[RunConfig | None, tuple[choices.Choice, ...]]:
-    """Returns the configuration that a run was started with, and what was chosen then."""
-    if directory is None or not directory.config.exists():
-        return None, ()
-    return configuration.load_own(directory.config), choices.read(directory.choices)
-
-
 def run(
     config: RunConfig,
     directory: RunDirectory | Path | str | None = None,
@@ -222,6 +189,18 @@ def start_or_resume(
     check_trackers(config.metrics)
     xla.configure(config.kernels.writes_to_peers)
     distributed.initialize()
+    with peers.watched():
+        return _prepare_and_train(config, directory, name, resume, started, times)
+
+
+def _prepare_and_train(
+    config: RunConfig,
+    directory: RunDirectory | None,
+    name: str,
+    resume: str,
+    started: float,
+    times: StartTimes,
+) -> tuple[RunDirectory, int]:
     pinned_host.limit(config)
     asked, newest = config, None
     if directory:
@@ -305,7 +284,14 @@ def main(argv: list[str] | None = None, prog: str = PROG) -> int:
 def start(argv: list[str] | None = None, prog: str = PROG) -> NoReturn:
     """Runs the command as a process of its own, and ends that."""
     allocator.keep_freed()  # not of a process that is another's
-    leave(main(argv, prog), left_behind())
+    try:
+        code = main(argv, prog)
+    except Exception:
+        if not peers.current().fault:
+            raise
+        traceback.print_exc()  # and no end of the interpreter's, which would wait for the others
+        code = exit_codes.CANNOT_GO_ON
+    leave(code, left_behind())
 
 
 if __name__ == "__main__":

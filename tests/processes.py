@@ -14,26 +14,28 @@ def start_processes(
 
     devices: CPU devices in each process.
     """
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": str(count),
-    }
+    alone = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     return [
         subprocess.Popen(
             [sys.executable, "-u", str(script), *arguments],
-            env={**environment, "JAX_PROCESS_ID": str(index)},
+            env=os.environ | alone | more,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for index in range(count)
+        for more in job(count)
     ]
+
+
+def job(count: int) -> list[dict[str, str]]:
+    """Returns what the environment of each process of a job says of it; of one that is alone, nothing."""
+    if count == 1:
+        return [{}]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    said = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+    return [said | {"JAX_PROCESS_ID": str(index)} for index in range(count)]
 
 
 def finish(processes: list[subprocess.Popen], timeout: float = 120) -> list[str]:

@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from processes import job
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,6 +63,22 @@ class Workplace:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def start_job(
+        self, run_dir: str, count: int, more: Sequence[dict] = (), **settings
+    ) -> list[subprocess.Popen]:
+        """Starts a run of several processes. more: further variables of each one's environment."""
+        self._inode_before[run_dir] = inode(self.folder / run_dir / "metrics.jsonl")
+        return [
+            subprocess.Popen(
+                self.command(run_dir, **settings),
+                env=self.environment() | said | dict(*more[index : index + 1]),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for index, said in enumerate(job(count))
+        ]
 
     def environment(self, devices: int = 1) -> dict[str, str]:
         flags = f"{self.xla_flags} --xla_force_host_platform_device_count={devices}"

@@ -39,7 +39,7 @@ from jaxthru.engine.model import Model
 from jaxthru.engine.step import Batch, State, Step
 from jaxthru.huggingface.generation_config import read_generation_defaults
 from jaxthru.huggingface.weights import Weights
-from jaxthru.runtime import hardware, xla
+from jaxthru.runtime import hardware, peers, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.energy import StepEnergy
@@ -134,7 +134,7 @@ class Build:
         room = self.config.train.rows * self.config.data.sequence
         meter = Meter(needed, hardware.peak_flops(devices), skipped, started, *cost, room, unneeded)
         limit, energy = self.config.train.skip_limit, StepEnergy.here()
-        return StepTimer(meter, self.data.names, limit, *listeners, energy)
+        return StepTimer(meter, self.data.names, limit, *listeners, energy, peers.current())
 
     def local_rows(self, rows: int) -> slice:
         """Returns which of so many rows this process builds."""

@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.mapped_files import remember
 
 LONGEST_HEADER = 100_000_000
 """Bytes; the library reads no longer one."""
@@ -93,7 +94,8 @@ class Reader:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 header = self._header(file.read(8), size, file.read)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._map = remember(mapped, str(path), "put it back as it was")
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
         self._start = 8 + len(header)

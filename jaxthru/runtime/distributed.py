@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +13,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxthru.runtime import hardware
+from jaxthru.runtime import crashes, hardware
 from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.exit_codes import PEER_LOST
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
+MEET_SECONDS = 300
+"""How long the processes of a run wait for one another at the start."""
 POLL_SECONDS = 2.0
 """The longest pause between two looks for what process 0 has to say."""
 _asked = itertools.count()
@@ -64,7 +69,14 @@ def cluster_says_several() -> bool:
 def _start(**where) -> None:
     # Read only if the backend is the CPU, which cannot send between processes without it.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(**where)
+    at = where.get("coordinator_address", "process 0")
+    said = (
+        f"the processes of the run have not met at {at} within {MEET_SECONDS} s: does each run, and reach it?"
+    )
+    # JAX's client aborts, and the callback it has for that can be none of Python's (jaxlib 0.11.2: bad_cast).
+    crashes.explain(signal.SIGABRT, lambda: (said, PEER_LOST))
+    jax.distributed.initialize(**where, initialization_timeout=MEET_SECONDS)
+    crashes.explain(signal.SIGABRT, None)
 
 
 def is_primary() -> bool:
@@ -146,6 +158,18 @@ def key_value_store():
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def coordinator_listens() -> bool:
+    """Says whether somebody listens where the job's coordinator was."""
+    from jax._src import distributed
+
+    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
+            return True
+    except OSError:
+        return False
 
 
 def try_get(key: str) -> str | None:

@@ -33,6 +33,14 @@ class TrainingError(RuntimeError):
         super().__init__(one_line(message))
 
 
+class PeerError(RuntimeError):
+    """Another process of the run has ended, or is lost. code: the exit code that this one ends with too."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(one_line(message))
+        self.code = code
+
+
 LONGEST = 1000
 """Characters of a message: what it quotes may be a file's content."""
 
@@ -72,24 +80,39 @@ OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: .*?\b(out of memory\b[^\n]*)", 
 
 def exit_code(command: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """Runs a command; returns its exit code, one of `runtime.exit_codes`: 0 unless the command says another.
-    What ends it is said in one line: bad input, training that cannot go on, a lack of memory, threads or room
-    on the disk, Ctrl-C, and SIGTERM, which is handled meanwhile."""
+    What ends it is said in one line, if `ending` knows it. SIGTERM is handled meanwhile."""
     try:
         with termination.handled():
             return command() or 0
-    except InputError as error:
-        return _said(error, BAD_INPUT)
-    except TrainingError as error:
-        return _said(error, CANNOT_GO_ON)
-    except (MemoryError, OSError, RuntimeError) as error:
-        if not (lack := lacking(error)):
+    except BaseException as error:
+        if not (found := ending(error)):
             raise
-        return _said(lack, CANNOT_GO_ON)
-    except KeyboardInterrupt:
-        return _said(interrupted, INTERRUPTED)
-    except termination.Terminated:
-        termination.said()
-        return _said(termination.SAID, termination.exit_code())
+        if isinstance(error, termination.Terminated):
+            termination.said()
+        line, code = found
+        return _said(interrupted if isinstance(error, KeyboardInterrupt) else line, code)
+
+
+def ending(error: BaseException) -> tuple[str, int] | None:
+    """Returns the line and the exit code with which an error ends a command; None for what nobody foresaw.
+
+    Foreseen are bad input, training that cannot go on, a lack of memory, threads or room on the disk, another
+    process's end, Ctrl-C and SIGTERM.
+    """
+    match error:
+        case InputError():
+            return str(error), BAD_INPUT
+        case TrainingError():
+            return str(error), CANNOT_GO_ON
+        case PeerError():
+            return str(error), error.code
+        case MemoryError() | OSError() | RuntimeError():
+            return (lack, CANNOT_GO_ON) if (lack := lacking(error)) else None
+        case KeyboardInterrupt():
+            return "interrupted", INTERRUPTED
+        case termination.Terminated():
+            return termination.SAID, termination.exit_code()
+    return None
 
 
 def lacking(error: Exception) -> str | None:
@@ -114,6 +137,8 @@ def leave(code: int, hung: bool = False) -> NoReturn:
     wait, so that the interpreter's end would."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
+    if (peers := sys.modules.get("jaxthru.runtime.peers")) and peers.current().fault:
+        peers.current().go(code)
     if code == CANNOT_GO_ON or hung:
         import jax
 

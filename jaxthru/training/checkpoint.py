@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 PyTree = Any
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
 WRITE_TIMEOUT = 3600  # seconds that one background write may take
+SECONDS_AFTER_A_FAULT = 8.0
+"""How long one of several processes that failed waits for a write to be committed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +138,7 @@ class Checkpointer:
 
     def __exit__(self, kind, error, trace) -> None:
         try:
-            self.wait()
+            self._wait_at_the_end(failed=error is not None)
         except CheckpointError as failure:
             if error is None:
                 raise
@@ -143,15 +146,31 @@ class Checkpointer:
                 raise CheckpointError(f"{error}; {failure}") from error
             log.error("%s", failure)  # and let the first error go on
         finally:
-            with contextlib.suppress(Exception):  # all that was to be saved has been waited for
-                self._orbax.close()
+            if error is None or jax.process_count() == 1:  # else it may wait for others
+                with contextlib.suppress(Exception):  # all that was to be saved has been waited for
+                    self._orbax.close()
+
+    def _wait_at_the_end(self, failed: bool) -> None:
+        """Waits for the write in progress: for one that other processes may no more take part in, a while."""
+        if not failed or jax.process_count() == 1:
+            self.wait()
+            return
+        thread = threading.Thread(target=self._orbax.wait_until_finished, daemon=True)
+        thread.start()
+        thread.join(SECONDS_AFTER_A_FAULT)
 
     def steps(self) -> list[int]:
         """Returns the steps of all committed checkpoints, oldest first."""
         return saved_steps(self.directory)
 
     def should_save(self, step: int, last: bool) -> bool:
-        """Says whether the state after `step` updates is to be saved. last: it is the run's last."""
+        """Says whether the state after `step` updates is to be saved. last: it is the run's last. Raises
+        CheckpointError if the write in progress is known to have failed: other processes may wait for it."""
+        try:
+            self._orbax.check_for_errors()
+        except Exception as error:
+            failed, self._writing = self._writing, None
+            raise self._failure(failed or step, error) from error
         return (last and self.config.last) or (self.config.every > 0 and step % self.config.every == 0)
 
     def save(self, step: int, state: PyTree, data_state: dict) -> None:

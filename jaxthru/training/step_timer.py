@@ -12,6 +12,7 @@ import numpy as np
 from jaxthru.engine.terms import OF_A_STEP, Terms
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import TrainingError
+from jaxthru.runtime.peers import NoPeers, Peers
 from jaxthru.training.energy import StepEnergy
 from jaxthru.training.evaluate import mean_by_source
 from jaxthru.training.metrics import FinishedStep, Meter
@@ -34,12 +35,13 @@ class StepTimer:
         progress,
         watchdog: Watchdog,
         energy: StepEnergy | None = None,
+        peers: Peers | NoPeers | None = None,
     ):
         """skip_limit: updates skipped in a row that end the run. energy: of the steps, None where nothing
-        counts it."""
+        counts it. peers: the other processes of the run."""
         self.meter, self.sources, self.skip_limit = meter, sources, skip_limit
         self.record, self.progress, self.watchdog = record, progress, watchdog
-        self._energy = energy or StepEnergy(None)
+        self._energy, self._peers = energy or StepEnergy(None), peers or NoPeers()
         self._pending: tuple[int, Terms, Future[tuple[float, float | None]]] | None = None
         self._idle_since: float | None = None
         self._called = 0.0  # when the loop last called for a step, or turned to something else
@@ -87,6 +89,7 @@ class StepTimer:
     def restart_clock(self) -> None:
         """Begins the next step now: what came before belongs to no step."""
         self._clock, self._idle_since = time.monotonic(), None
+        self._released = self._clock  # since when the host has waited for no device
         self._waits = dict.fromkeys(WAITS, 0.0)
         self._watcher.submit(self._energy.begin)  # which reads a counter; before the next end, as it is asked
 
@@ -109,10 +112,13 @@ class StepTimer:
         if self._pending is None:
             return
         (step, metrics, ended), self._pending = self._pending, None
+        asked = time.monotonic()
         values = jax.device_get(metrics)
         # A layered step is dispatched for as long as it runs: the one before ended meanwhile. If the device
         # had nothing to do then, the step lasts until the next was called for: what was waited for is its.
         ended_at, joules = ended.result()
+        self._peers.note(asked - self._released)
+        self._released = time.monotonic()
         now = max(ended_at, self._called)
         finished = FinishedStep(
             step=step,
@@ -132,7 +138,7 @@ class StepTimer:
             **self._waits,
         )
         self._clock, self._waits = now, dict.fromkeys(WAITS, 0.0)
-        row = self.meter.row(finished)
+        row = self.meter.row(finished) | self._peers.slowest()
         self.record.step(row)
         self.progress.update(row)
         self.watchdog.beat()

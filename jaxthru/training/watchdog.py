@@ -8,7 +8,8 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from jaxthru.runtime.exit_codes import HUNG
 from jaxthru.runtime.posix_timer import PosixTimer
@@ -30,7 +31,15 @@ class Watchdog:
     FEW = 3
     RECENT = 50  # steps that the median is taken over
 
-    def __init__(self, factor: float = 10.0, at_least: float = 60.0, first: float = 3600.0):
+    def __init__(
+        self,
+        factor: float = 10.0,
+        at_least: float = 60.0,
+        first: float = 3600.0,
+        end: Callable[[int, str], NoReturn] = lambda code, why: os._exit(code),
+    ):
+        """end: ends the process with an exit code, and tells others why."""
+        self._exit = end
         self.factor, self.at_least, self.first = factor, at_least, first
         self._lock = threading.Lock()
         self._recent: deque[float] = deque(maxlen=self.RECENT)
@@ -104,7 +113,7 @@ class Watchdog:
         )
         os.write(STDERR, line.encode())  # whatever hangs may hold sys.stderr's lock
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
-        os._exit(HUNG)
+        self._exit(HUNG, f"hangs: no step has finished for {waited:.0f} s")
 
 
 class Backstop:

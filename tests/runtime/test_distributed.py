@@ -25,7 +25,11 @@ TASK = dict.fromkeys(distributed.SLURM, "8")
 def started(monkeypatch):
     """Returns the arguments of each jax.distributed.initialize that would have happened."""
     calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **where: calls.append(where))
+
+    def initialize(initialization_timeout, **where):
+        calls.append(where)
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
     for name in (*distributed.VARIABLES, *SCHEDULERS):
         monkeypatch.delenv(name, raising=False)
     before = {name: getattr(jax.config, name) for name in SETTINGS}
@@ -253,3 +257,22 @@ def test_processes_see_the_latest_that_others_let_them_know(tmp_path):
     (tmp_path / "notices.py").write_text(NOTICES)
     outputs = finish(start_processes(tmp_path / "notices.py"))
     assert [output.splitlines()[-1] for output in outputs] == ["{1: 'done'}", "{0: 'done'}"]
+
+
+ALONE = """
+import sys
+from jaxthru.runtime import distributed
+from jaxthru.runtime.errors import exit_code
+distributed.MEET_SECONDS = 1
+sys.exit(exit_code(distributed.initialize))
+"""
+
+
+def test_a_process_that_meets_nobody_says_so(tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    other, one = start_processes(tmp_path / "alone.py")
+    other.kill()
+    output = one.communicate(timeout=60)[0]
+    assert one.returncode == 160, output
+    assert "jaxthru: the processes of the run have not met at 127.0.0.1:" in output.splitlines()[-1]
+    other.communicate()

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.mapped_files import remember
 
 BLOCK = 1 << 20
 """Bytes under one checksum."""
@@ -60,7 +61,7 @@ def map_file(path: str, size: int | None = None, remedy: str = REMEDY) -> mmap.m
                 size is None or found == size, lambda: f"{path}: {found} bytes, expected {size}; {remedy}"
             )
             # A memory map cannot be empty.
-            return mmap.mmap(file, 0, access=mmap.ACCESS_READ) if found else b""
+            return remember(mmap.mmap(file, 0, access=mmap.ACCESS_READ), path, remedy) if found else b""
         finally:
             os.close(file)
     except FileNotFoundError as error:

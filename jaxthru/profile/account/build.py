@@ -1,5 +1,6 @@
 """Accounts for a collected profile: its ledger, and what that was made of."""
 
+import collections
 import dataclasses
 import json
 import statistics
@@ -70,6 +71,7 @@ def account(folder: Path) -> Accounted:
         versions=environment["versions"],
         tokens_per_step=tokens,
         attention_span_per_token=span / tokens if tokens else 0.0,
+        **_slowest(rows),
         **{name: collected[name] for name in ("device_kind", "devices", "processes", "platform")},
     )
     held = collected["peak_bytes"], collected["host_pinned_bytes"]
@@ -150,6 +152,18 @@ def _window(production: Measured, named: Measured, rows: list, taken: dict) -> l
     closure, noise = (step / loop - 1, (quarters[2] - quarters[0]) / loop) if loop else (None, 0.0)
     apart = None if named is production else named.step_seconds
     return ledger.Window(kept[0], len(kept), step, loop, closure, noise, apart)
+
+
+def _slowest(rows: list) -> dict[str, Any]:
+    """Returns which process of several the others waited for in most steps, and how long it took."""
+    seconds = collections.defaultdict(list)
+    for row in rows:
+        if row.get("slowest_process") is not None:
+            seconds[row["slowest_process"]].append(row["slowest_process_seconds"])
+    if not seconds:
+        return {}
+    process = max(seconds, key=lambda process: len(seconds[process]))
+    return {"slowest_process": process, "slowest_process_seconds": statistics.fmean(seconds[process])}
 
 
 def _cost(rows: list) -> ledger.Cost:

@@ -23,7 +23,8 @@ LINES = (
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What was run. attention_span_per_token: Σ document length² ÷ tokens."""
+    """What was run. attention_span_per_token: Σ document length² ÷ tokens. slowest_process: of several the
+    one whose host was the slowest in most steps; slowest_process_seconds: what it took for a step, mean."""
 
     config: str
     device_kind: str
@@ -33,6 +34,8 @@ class Run:
     versions: dict[str, str]
     tokens_per_step: float
     attention_span_per_token: float
+    slowest_process: int | None = None
+    slowest_process_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

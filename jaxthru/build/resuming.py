@@ -1,0 +1,49 @@
+"""Whether a run directory may be resumed, and what a run there was started with."""
+
+import logging
+
+from jaxthru import config as configuration
+from jaxthru.build import choices
+from jaxthru.config import RunConfig
+from jaxthru.data.loading.state import check_sampler
+from jaxthru.optim.schedule_change import Plan, schedule_change
+from jaxthru.runtime.errors import require
+from jaxthru.training.checkpoint import newest_data_state, saved_steps
+from jaxthru.training.run_directory import RunDirectory
+
+log = logging.getLogger("jaxthru")
+
+
+def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> None:
+    """Raises InputError unless the directory may be started or resumed with this configuration."""
+    path = directory.path
+    if not directory.holds_run():
+        return
+    require(resume == "auto", f"--resume never: {path} already holds a run; give another --run-dir")
+    if directory.config.exists() or saved_steps(directory.checkpoints):
+        old = configuration.load_own(directory.config)
+        changed = configuration.check_change(old, config, path)
+        plans = (Plan(each.optim, each.train.steps) for each in (old, config))
+        # Of this process's own looking: only the first of several is here, and waits for no other.
+        said = schedule_change(*plans, max(saved_steps(directory.checkpoints), default=0))
+        for line in changed:
+            follows = (
+                f": {said}" if said and line.startswith(("train.steps ", "optim.schedule_steps ")) else ""
+            )
+            log.info("changed since the run was started: %s%s", line, follows)
+
+
+def keys_of_run(directory: RunDirectory) -> dict[str, str] | None:
+    """Returns the keys of the stores that a run was trained on, None before its first checkpoint. Raises
+    InputError if its batches cannot be continued."""
+    saved = newest_data_state(directory.checkpoints)
+    if saved:
+        check_sampler(saved)
+    return saved.get("keys")
+
+
+def recorded(directory: RunDirectory | None) -> tuple[RunConfig | None, tuple[choices.Choice, ...]]:
+    """Returns the configuration that a run was started with, and what was chosen then."""
+    if directory is None or not directory.config.exists():
+        return None, ()
+    return configuration.load_own(directory.config), choices.read(directory.choices)

@@ -1,0 +1,315 @@
+"""The other processes of a run: whether they live, and why one ended. What ends one soon ends all, by name.
+
+Each process tells the job's coordinator, which is in process 0, once a second that it lives. Process 0 sees
+who tells it no more. Whoever fails says so there, and the others end with its exit code, although their main
+threads may wait in a collective for what never comes.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
+
+from jaxthru.runtime import crashes
+from jaxthru.runtime.distributed import coordinator_listens, key_value_store, try_get
+from jaxthru.runtime.errors import PeerError, ending, lacking, one_line
+from jaxthru.runtime.exit_codes import CANNOT_GO_ON, PEER_LOST
+
+BEAT_SECONDS = 1.0
+LOST_BEATS = 15
+"""After so many beats of its own without one of a process, a process takes that for lost. What is counted are
+beats and no seconds: a stop of the whole job is no loss."""
+SUSPECTED_BEATS = 4
+"""The same, once a collective has failed in some process."""
+GRACE_SECONDS = 2.0
+"""How long the main thread has to end by itself, as it may know better why."""
+UNWIND_SECONDS = 12.0
+"""The same for one that has begun to."""
+LINGER_SECONDS = 6.0
+"""How long process 0 stays for the others to read why they end, at most."""
+LEFT = "left"
+SLOWEST_FIELDS = ("slowest_process", "slowest_process_seconds", "median_process_seconds")
+"""What a row of metrics says of the processes of a run, if there are several."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Why a run ends. process, host: whose fault it is. code: the exit code of all processes."""
+
+    process: int
+    host: str
+    code: int
+    why: str
+
+    @property
+    def line(self) -> str:
+        return one_line(f"process {self.process} ({self.host}) {self.why}")
+
+
+class Peers:
+    """This process's view of the others. fault: why the run ends, None while it does not."""
+
+    _made = 0  # the same in all processes, because they make them in the same order
+
+    def __init__(self):
+        Peers._made += 1
+        self._folder = f"jaxthru/peers/{Peers._made}/"
+        self.index, self.count = jax.process_index(), jax.process_count()
+        self.fault: Fault | None = None
+        self._known = threading.Event()
+        self._done = threading.Event()
+        self._heard = True
+        self._suspects = self._speaks = False
+        self._host_seconds, self._steps = 0.0, 0
+        self._beats: dict[int, tuple[str, int]] = {}  # what each said last, and how many beats ago
+        self._hosts: dict[int, str] = {}
+        self._set(f"hosts/{self.index}", socket.gethostname())
+        for call in (self._beat, self._watch):
+            threading.Thread(target=call, name=f"peers{call.__name__}", daemon=True).start()
+
+    def close(self) -> None:
+        """Says that this process has done its part, and watches no more."""
+        self._done.set()
+        self._leave()
+
+    def host(self, process: int) -> str:
+        """Returns the name of a process's host, as far as it has been heard of."""
+        return self._hosts.get(process, "host unknown")
+
+    def note(self, seconds: float) -> None:
+        """Takes the seconds of a step in which this process's host did not wait for its devices."""
+        self._host_seconds, self._steps = self._host_seconds + seconds, self._steps + 1
+
+    def slowest(self) -> dict[str, Any]:
+        """Returns, in process 0, which process's host was the slowest of late, its seconds for a step, and
+        those of the median process; as fields of a row of metrics."""
+        said = {process: text.split() for process, (text, _) in self._beats.items()}
+        seconds = {process: float(words[2]) for process, words in said.items() if len(words) == 3}
+        process = max(seconds, key=seconds.__getitem__, default=None)
+        median = statistics.median_low(seconds.values()) if seconds else None
+        return dict(zip(SLOWEST_FIELDS, (process, seconds.get(process), median), strict=True))
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Tells the others what has ended this process, unless it was one of them; returns the error that
+        says so."""
+        self._speaks = True
+        own = ending(error)
+        if _of_jax(error):
+            self._suspects = True  # a collective fails where a process is lost
+            self._known.wait((LOST_BEATS if own is None else SUSPECTED_BEATS + 3) * BEAT_SECONDS)
+            fault = self.fault or self._one_that_left()
+            if fault and fault.process != self.index:
+                self._learn(fault)
+                return PeerError(fault.line, fault.code)
+        why, code = own or (f"failed: {type(error).__name__}: {error}", CANNOT_GO_ON)
+        self._publish(Fault(self.index, socket.gethostname(), code, why))
+        return error
+
+    def coordinator_lost(self) -> tuple[str, int] | None:
+        """Returns the line and the exit code of a lost coordinator, if it is that."""
+        if coordinator_listens():
+            return None
+        return Fault(0, self.host(0), PEER_LOST, "is lost: its coordinator is gone").line, PEER_LOST
+
+    def go(self, code: int) -> NoReturn:
+        """Ends this process, process 0 as the last: without the coordinator in it the others would not hear
+        why."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        self._go(code)
+
+    def end(self, code: int, why: str) -> NoReturn:
+        """Tells the others why this process ends, and ends it, though its main thread may hang."""
+        self._publish(Fault(self.index, socket.gethostname(), code, why))
+        self._go(code)
+
+    def _go(self, code: int) -> NoReturn:
+        self._done.set()
+        if self.index:
+            self._leave()
+        else:
+            until = time.monotonic() + LINGER_SECONDS
+            while time.monotonic() < until and self._others_here():
+                time.sleep(BEAT_SECONDS / 10)
+        os._exit(code)
+
+    def _others_here(self) -> bool:
+        """Says whether a process that has not left and is not lost may still have to hear of the fault."""
+        lost = {self.fault.process} if self.fault else set()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            texts = self._all("beats/")
+            return any(texts.get(one) != LEFT for one in range(1, self.count) if one not in lost)
+        return True
+
+    def _one_that_left(self) -> Fault | None:
+        """Returns the fault of a process that ended without a word: process 0 was stopped then, say."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            gone = [process for process, text in self._all("beats/").items() if text == LEFT]
+            if gone:
+                return Fault(gone[0], self.host(gone[0]), PEER_LOST, "has left the run")
+        return None
+
+    def _beat(self) -> None:
+        number, mean = 0, ""
+        while not self._done.wait(BEAT_SECONDS):
+            number += 1
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the silence is noticed
+                seconds, steps = self._host_seconds, self._steps
+                self._host_seconds, self._steps = 0.0, 0
+                mean = f"{seconds / steps:.6f}" if steps else mean
+                self._set(f"beats/{self.index}", f"{number} {int(self._suspects)} {mean}")
+                if said := try_get(f"{self._folder}fault"):
+                    self._learn(Fault(**json.loads(said)))
+                if len(self._hosts) < self.count:
+                    self._hosts = self._all("hosts/")
+                if self.index == 0:
+                    self._look()
+                self._heard = True
+
+    def _look(self) -> None:
+        """Notes, in process 0, who has given a sign of life, and who is lost."""
+        texts, ages = self._all("beats/"), {}
+        for process in range(self.count):
+            text, (before, age) = texts.get(process, ""), self._beats.get(process, ("", 0))
+            ages[process] = text, age + 1 if text == before != LEFT else 0
+        self._beats = ages
+        suspected = any(text.split()[1:2] == ["1"] for text in texts.values())
+        limit = SUSPECTED_BEATS if suspected else LOST_BEATS
+        late = {process: age for process, (_, age) in ages.items() if age > limit and process}
+        if late and not self.fault:
+            process = max(late, key=late.__getitem__)
+            why = f"is lost: it has given no sign of life for {late[process] * BEAT_SECONDS:.0f} s"
+            self._publish(Fault(process, self.host(process), PEER_LOST, why))
+
+    def _watch(self) -> None:
+        silent = 0
+        while not self._known.wait(BEAT_SECONDS):
+            if self._done.is_set():
+                return
+            silent, self._heard = (0 if self._heard else silent + 1), False
+            if silent > LOST_BEATS and self.index:
+                said = f"is lost: its coordinator has not answered for {silent * BEAT_SECONDS:.0f} s"
+                self._learn(Fault(0, self.host(0), PEER_LOST, said))
+        if self.fault.process != self.index and not self._done.is_set():
+            self._end(self.fault)
+
+    def _end(self, fault: Fault) -> None:
+        """Ends this process for the fault of another."""
+        time.sleep(GRACE_SECONDS)
+        if self._speaks:
+            time.sleep(UNWIND_SECONDS)
+        else:
+            crashes.say(fault.line)
+        self._go(fault.code)
+
+    def _learn(self, fault: Fault) -> None:
+        if self.fault is None:
+            self.fault = fault
+            self._known.set()
+
+    def _publish(self, fault: Fault) -> None:
+        """Has the first fault be that of the run. The coordinator may be gone, or stopped."""
+
+        def publish() -> None:
+            try:
+                text = json.dumps(dataclasses.asdict(fault))
+                key_value_store().key_value_set(f"{self._folder}fault", text)
+                self._learn(fault)
+            except jax.errors.JaxRuntimeError as error:
+                if "ALREADY_EXISTS" in str(error) and (said := try_get(f"{self._folder}fault")):
+                    self._learn(Fault(**json.loads(said)))
+
+        _within(3.0, publish)
+        self._learn(fault)
+
+    def _leave(self) -> None:
+        _within(1.0, lambda: self._set(f"beats/{self.index}", LEFT))
+
+    def _set(self, key: str, text: str) -> None:
+        key_value_store().key_value_set(f"{self._folder}{key}", text, allow_overwrite=True)
+
+    def _all(self, folder: str) -> dict[int, str]:
+        """Returns what each process has set in a folder, by process."""
+        found = key_value_store().key_value_dir_get(f"{self._folder}{folder}")
+        return {int(key.rpartition("/")[2]): text for key, text in found}
+
+
+class NoPeers:
+    """One process alone."""
+
+    fault = None
+
+    def note(self, seconds: float) -> None:
+        """There is nobody to tell."""
+
+    def slowest(self) -> dict[str, Any]:
+        """Returns no fields."""
+        return {}
+
+    def end(self, code: int, why: str) -> NoReturn:
+        """Ends the process."""
+        os._exit(code)
+
+
+_current: Peers | NoPeers = NoPeers()
+
+
+def current() -> Peers | NoPeers:
+    """Returns the peers of the run that this process is in."""
+    return _current
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Within, a fault of one process is a fault of all. Call it where `distributed.initialize` was called.
+
+    Raises PeerError in place of what a lost process makes JAX raise.
+    """
+    global _current
+    if not jax.distributed.is_initialized():
+        yield
+        return
+    _current = peers = Peers()
+    if peers.index:
+        crashes.explain(signal.SIGABRT, peers.coordinator_lost)
+    try:
+        yield
+    except BaseException as error:
+        found = peers.failed(error)
+        if found is error:
+            raise
+        raise found from error
+    peers.close()
+    _current = NoPeers()
+
+
+def _of_jax(error: BaseException | None) -> bool:
+    """Says whether an error is, or comes from, one of JAX that may be due to another process."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and not lacking(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> None:
+    """Waits so long for a call at most, which goes on after that."""
+
+    def suppressed() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            call()
+
+    thread = threading.Thread(target=suppressed, daemon=True)
+    thread.start()
+    thread.join(seconds)
