@@ -1,7 +1,6 @@
 """Kills a run at random moments, and compares the account of its hours with a clock outside of it.
 
     python scripts/bench/measure/goodput_kills.py -- python -m jaxthru.train --config quickstart --run-dir DIR
-    runs/killed
 
 The run is started anew after each kill, and then left to end. Prints the seed, each kill, and what of the
 wall time is accounted for; the exit code is 1 if more than 1 % of it is not, or if the account of what lay
