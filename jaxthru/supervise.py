@@ -12,7 +12,7 @@ from jaxthru.runtime.errors import InputError, exit_code, require
 from jaxthru.training.supervisor import End, Failures, Supervisor, judge
 
 PROG = "python -m jaxthru.supervise"
-EXAMPLE = "-- python -m jaxthru.train --config quickstart --run-dir runs/mine"
+EXAMPLE = "-- jaxthru train --config quickstart --run-dir mine"
 COUNTS = "failures.json"
 """In the run directory: how often each step has failed, as one call of `--after` leaves it to the next."""
 

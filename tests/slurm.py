@@ -66,6 +66,7 @@ class Cluster:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._revived: list[subprocess.Popen] = []
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
             port = server.getsockname()[1]
@@ -95,7 +96,8 @@ class Cluster:
 
     def __exit__(self, *_) -> None:
         self._all.kill()  # and with it all that runs in its namespaces
-        self._all.wait()
+        for process in (self._all, *self._revived):
+            process.wait()
 
     def asked(self, *command: str, check: bool = True, **environment: str) -> str:
         """Returns what a command of Slurm's says."""
@@ -141,7 +143,8 @@ class Cluster:
         inner = Path(f"/proc/{self._all.pid}/task/{self._all.pid}/children").read_text().split()[0]
         command = ["nsenter", "--target", inner, "--mount", "--pid", "slurmd", "-D", "-N", node]
         with (self.folder / "started.log").open("a") as log:
-            subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, cwd=self.folder)
+            how = {"env": self.environment, "stdout": log, "stderr": log, "cwd": self.folder}
+            self._revived.append(subprocess.Popen(command, **how))
 
     def _ours(self, process: Path) -> bool:
         return f"SLURM_CONF={self.folder}/slurm.conf".encode() in (read(process / "environ") or b"").split(

@@ -73,6 +73,7 @@ CALLS = (
     *(("train", "--help"), ("plan", "--help"), ("plan", "data", "--help"), ("plan", "memory", "--help")),
     *(("data", "--help"), ("data", "prepare", "--help"), ("data", "inspect", "--help")),
     *(("profile", "--help"), ("profile", "compare", "--help"), ("config", "--help")),
+    *(("supervise", "--help"), ("plan", "goodput", "--help")),
 )
 
 

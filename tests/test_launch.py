@@ -20,7 +20,7 @@ NO_MULTICAST = ("NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS", "TORCH_SYMM_MEM_DISA
 VALUES = {"IMAGE": "registry.example/jaxthru:1", "NODES": "2", "GPUS": "8"}
 VALUES |= {"CONFIG": "configs/quickstart.py", "RUN": "/shared/run"}
 TRAIN = ["python", "-m", "jaxthru.train", "--config", VALUES["CONFIG"], "--run-dir", VALUES["RUN"]]
-KUBERNETES = "1.34"
+KUBERNETES = ("1.31", "1.37")
 RECORDER = """#!{python} -S
 import json, os, sys
 seen = {{name: os.environ[name] for name in os.environ if name.startswith(("JAX_", "NCCL_", "SLURM_"))}}
@@ -48,11 +48,11 @@ def manifests(name: str) -> list[dict]:
     return list(yaml.safe_load_all(text))
 
 
-@pytest.fixture
-def accepted():
+@pytest.fixture(params=KUBERNETES)
+def accepted(request):
     """Checks an object against Kubernetes' own schema, in which no unknown field may stand."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    return lambda manifest: kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    return lambda manifest: kubernetes_validate.validate(manifest, request.param, strict=True)
 
 
 def job_of_jobset() -> tuple[dict, dict]:

@@ -1,16 +1,46 @@
 """Under a real Slurm of two nodes a run goes on by itself, and ends as if nothing had happened."""
 
 import sys
+from pathlib import Path
 
 import pytest
-from runs import ROOT, make_workplace
+from runs import ROOT, Workplace, make_workplace
 from slurm import Cluster, missing
 from test_supervise import SETTINGS, Supervised
 
+from jaxthru.training import goodput
 from jaxthru.training.supervisor import steps_done
 
 STEPS = 300
 SLURM_SH = ROOT / "scripts/launch/slurm.sh"
+
+
+def starts_of(run):
+    return goodput.read(run).starts
+
+
+@pytest.mark.slow(minutes=2)
+@pytest.mark.skipif(bool(missing()), reason=f"two nodes of Slurm: {missing()}")
+def test_a_node_that_does_not_come_back_is_done_without(tmp_path):
+    """Of --nodes=1-2 the job takes two, and one after the loss; no person is there."""
+    place = make_workplace(tmp_path)
+    (tmp_path / "slurm").mkdir()
+    with Cluster(tmp_path / "slurm") as cluster:
+        path, job = tmp_path / "run", submitted(cluster, place, tmp_path, "--nodes=1-2")
+        cluster.until(lambda: steps_done(path) >= 12, 240, job)
+        cluster.kill("n1")
+        cluster.until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 400, job)
+        assert int(cluster.job(job)["Restarts"]) >= 1
+    assert [start.processes for start in starts_of(path)] == [2, 1]
+    assert len(place.losses("run")) == STEPS
+
+
+def submitted(cluster: Cluster, place: Workplace, folder: Path, *options: str) -> str:
+    """Returns the id of a job that trains."""
+    words = place.command("run", **SETTINGS, train__steps=STEPS)[3:]
+    variables = place.environment() | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    options = (*options, f"--output={folder / 'job.log'}", f"--chdir={ROOT}")
+    return cluster.submit(*options, str(SLURM_SH), *words, **variables)
 
 
 @pytest.mark.slow(minutes=4)
@@ -22,18 +52,12 @@ def test_preempted_stopped_and_robbed_of_a_node_it_ends_as_if_it_was_not(tmp_pat
     assert whole.finish() == []
     (tmp_path / "slurm").mkdir()
     with Cluster(tmp_path / "slurm") as cluster:
-        log, path = tmp_path / "job.log", tmp_path / "run"
-        words = place.command("run", **SETTINGS, train__steps=STEPS)[3:]
-        options = ["--nodes=2", f"--output={log}", f"--chdir={ROOT}"]
-        variables = place.environment() | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-        job = cluster.submit(*options, str(SLURM_SH), *words, **variables)
+        path, job = tmp_path / "run", submitted(cluster, place, tmp_path, "--nodes=2")
 
         def goes_on(starts: int, steps: int) -> None:
             """Returns once the job runs for so many times, and has got so many steps further."""
             cluster.until(lambda: cluster.job(job)["Restarts"] == str(starts), 120, job)
-            cluster.until(
-                lambda: log.exists() and log.read_text().count("resumed from step") >= starts, 240, job
-            )
+            cluster.until(lambda: len(starts_of(path)) > starts, 240, job)
             begun = steps_done(path)
             cluster.until(lambda: steps_done(path) >= begun + steps, 120, job)
 
@@ -50,4 +74,5 @@ def test_preempted_stopped_and_robbed_of_a_node_it_ends_as_if_it_was_not(tmp_pat
         cluster.revive("n1")
         cluster.until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 300, job)
         assert cluster.job(job)["ExitCode"] == "0:0" and cluster.job(job)["Restarts"] == "3"
+    assert len(starts_of(path)) == 4
     assert place.losses("run") == place.losses("whole")

@@ -1,5 +1,4 @@
-"""The supervisor: starts a run again after an end that calls for it, and gives up on a step that keeps
-failing.
+"""The supervisor: starts a run again where that can mend its end, and gives up a step that keeps failing.
 
 It loads no JAX, and takes no memory that the run would want.
 """
@@ -29,9 +28,9 @@ from jaxthru.training.rows import last
 
 log = logging.getLogger("jaxthru")
 
-PATIENCE = 30.0
-"""Seconds that the other processes of a run have to end by themselves, once one has failed: so long may they
-take to find out, and to say what became of it."""
+PATIENCE = 60.0
+"""Seconds that the other processes of a run have to end by themselves, once one has failed. They take 30 to find
+out and to say so."""
 POLL = 0.05
 LONGEST_PAUSE = 300.0
 SIGNALS = frozenset(128 + number for number in signal.Signals)

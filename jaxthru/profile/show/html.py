@@ -12,6 +12,8 @@ from jaxthru.profile.explain.breakdown import figures, noise_threshold, step_par
 from jaxthru.profile.explain.settings import TITLES
 from jaxthru.profile.explain.unit import Unit
 from jaxthru.profile.explain.verdict import nothing_to_win, relation, shares, sustained, verdict
+from jaxthru.training.goodput import Account
+from jaxthru.training.goodput_picture import picture
 from jaxthru.training.plot import polyline, to_pixels
 
 LEDGER = Path(__file__).parents[3] / "docs" / "ledger.md"
@@ -25,8 +27,8 @@ Content = dict[str, Any] | None
 """What a section of the template is drawn of; None where nothing was measured: it is left out."""
 
 
-def report(ledger: Ledger) -> str:
-    """Returns the page."""
+def report(ledger: Ledger, hours: Account | None = None) -> str:
+    """Returns the page. hours: of the run over all of its starts, None where they were not booked."""
     unit = Unit.of(ledger.window.step_seconds)
     sections = (_waterfall, _timeline, _experts, _lint)
     return template("report.html").render(
@@ -42,6 +44,7 @@ def report(ledger: Ledger) -> str:
         noise_threshold=unit(noise_threshold(ledger)),
         nothing_to_win=nothing_to_win(ledger, unit),
         drawn=plot,
+        hours=hours and picture(hours),
         **{section.__name__.removeprefix("_"): section(ledger, unit) for section in sections},
     )
 

@@ -19,6 +19,8 @@ from jaxthru.profile.show.html import report
 from jaxthru.profile.show.terminal import summary
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
+from jaxthru.training import goodput
+from jaxthru.training.goodput import Account
 
 
 def profiled(run: Path, step: int | None = None) -> Path:
@@ -57,7 +59,7 @@ def publish(folder: Path) -> Ledger:
         if found.model is None:  # an older ledger
             found = dataclasses.replace(found, model=facts_of(configuration, {}))
         found = with_advice(found, configuration)
-        page = report(found)
+        page = report(found, hours(run))
     except InputError:
         raise
     except (ValueError, LookupError, TypeError, OSError) as error:  # as of files cut short, or an older run's
@@ -67,6 +69,14 @@ def publish(folder: Path) -> Ledger:
     if made:
         operations.write(folder / "ops.parquet", made.operations)
     return found
+
+
+def hours(run: Path) -> Account | None:
+    """Returns what the hours of a run went to, over all of its starts; None where they were not booked."""
+    try:
+        return goodput.account(run)
+    except ValueError:
+        return None
 
 
 def present(folder: Path) -> None:

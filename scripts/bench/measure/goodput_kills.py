@@ -1,7 +1,6 @@
 """Kills a run at random moments, and compares the account of its hours with a clock outside of it.
 
-    python scripts/goodput_kills.py --kills 20 -- python -m jaxthru.train --config quickstart --run-dir
-    runs/killed
+    python scripts/bench/measure/goodput_kills.py -- python -m jaxthru.train --config quickstart --run-dir DIR
 
 The run is started anew after each kill, and then left to end. Prints the seed, each kill, and what of the
 wall time is accounted for; the exit code is 1 if more than 1 % of it is not, or if the account of what lay
@@ -11,7 +10,6 @@ between the starts is off the clock's by more than that.
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import random
 import subprocess
@@ -19,6 +17,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import harness
 
 from jaxthru.supervise import run_directory
 from jaxthru.training import goodput
@@ -134,13 +136,16 @@ def main(argv: list[str] | None = None) -> int:
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20, help="default %(default)s")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the line there")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="default: a new one")
     arguments, command = parser.parse_args(words[:split]), words[split + 1 :]
     if not command:
         parser.error("give the training command after --")
     print(f"seed {arguments.seed}", flush=True)
     found = killed(command, arguments.kills, arguments.seed)
-    print(json.dumps(dataclasses.asdict(found) | {"off": found.off}))
+    line = {"benchmark": "goodput_kills"} | dataclasses.asdict(found) | {"off": found.off}
+    versions = {"versions": harness.versions("jax", "jaxlib", "numpy", "orbax-checkpoint")}
+    harness.emit(line | harness.provenance() | versions, arguments.output)
     return 1 if max(found.off.values()) > BOUND else 0
 
 
