@@ -203,7 +203,8 @@ def kept(config: Config) -> dict[str, int]:
         # Ids and weights, and where each row comes from and goes.
         ROUTING: 4 * rows,
         "rest": 2 * config.embed + shared + routed,
-        "float8": 2 * config.embed + config.heads * config.head_dim + shared + routed,
+        # Experts are multiplied in the compute dtype all the same: of two bytes.
+        "float8": 2 * config.embed + config.heads * config.head_dim + shared + 2 * routed,
     }
 
 

@@ -1,10 +1,10 @@
 """The two kernels for Hopper: a persistent matmul that sends or receives while it multiplies.
 
 Shapes, all of one shard: t shards on the mesh axis, M rows, A = t·M rows of all shards, K contracted, N
-columns. One thread block (CTA) runs on each SM. Two of its warpgroups multiply: the consumers. A warp of the
-third loads their tiles by TMA: the producer. On some SMs one more warp copies to the peers, in pieces through
-shared memory: a sender. Nothing else leaves the GPU, and there are just as many senders as fill NVLink: what
-more of them have under way stands in the way of the loads of all SMs.
+columns. `hopper_ring` has what multiplies: a thread block (CTA) on each SM, with two consumers and a
+producer, here one warp. On some SMs one more warp copies to the peers, in pieces through shared memory: a
+sender. Nothing else leaves the GPU, and there are just as many senders as fill NVLink: what more of them have
+under way stands in the way of the loads of all SMs.
 
 `gather_matmul`: senders copy this shard's rows to the `gathered` buffer of each peer, while the others
 multiply: first this shard's own rows, then those of the next shard, and so on. A producer waits for the row
@@ -60,15 +60,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
+from pallas_kernels import hopper_ring
 from pallas_kernels.collective_matmul.tiles import CONSUMERS, PIECE, STEP, Tiles
-
-PRODUCER = CONSUMERS  # the warpgroup's index
-# Of 65,536, for 128 threads of each warpgroup; multiples of 8.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-i32 = jnp.int32
+from pallas_kernels.hopper_ring import cta_of, i32, inline, order, run, smem, turns_of
 
 
 def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transposed=False, keep=False):
@@ -109,7 +104,7 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
         def place(index):
             """Returns how far away the tile's shard is, its row block and column block, and its row of A."""
             away = lax.div(index, i32(count))
-            m, n = _order(lax.rem(index, i32(count)), tiles_M, tiles_N, tiles)
+            m, n = order(lax.rem(index, i32(count)), tiles_M, tiles_N, tiles)
             return away, m, n, lax.rem(me + away, i32(t)) * M + m * tiles.m
 
         def each_weight(n, act):
@@ -146,7 +141,7 @@ def gather_matmul(x_MK, weights, tiles: Tiles, ctas: int, *, axis_name, transpos
                 each_weight(n, store)
 
         send = (lambda: outbox.send(keep)) if t > 1 else None
-        _run(tiles, ctas, t * count, lambda index: steps, ring, produce, consume, send=send)
+        run(tiles, ctas, t * count, lambda index: steps, ring, produce, consume, send=send)
 
     out_type = [jax.ShapeDtypeStruct((t * M, N), dtype) for N in columns]
     if t > 1:
@@ -205,7 +200,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
             Phase k is that of the shard k + 1 further on; the last one is this shard's own.
             """
             phase, number = lax.div(index, i32(count)), lax.rem(index, i32(count))
-            m, n = _order(number, tiles_M, tiles_N, tiles)
+            m, n = order(number, tiles_M, tiles_N, tiles)
             return phase, number, m, n, lax.rem(me + phase + 1, i32(t))
 
         def produce(index, base):
@@ -273,7 +268,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
                 to_ref = plgpu.remote_ref(out_ref, peer)
             else:
                 to_ref = plgpu.remote_ref(staged_ref, peer).at[phase - 1]
-            m, n = _order(number, tiles_M, tiles_N, tiles)
+            m, n = order(number, tiles_M, tiles_N, tiles)
             corners = itertools.product(range(0, tiles.m, PIECE), range(0, tiles.n, PIECE))
             pieces = [(m * tiles.m + r, n * tiles.n + c) for r, c in corners]
             how = {"reduction_op": "add"} if adds else {}
@@ -286,7 +281,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
             for phase in range(t - 1):
                 sender.each(count, functools.partial(send_tile, phase))
 
-            @pl.when(_cta(tiles) == 0)  # for what nothing in the kernel reads
+            @pl.when(cta_of(tiles) == 0)  # for what nothing in the kernel reads
             def _():
                 if adds:
                     _wait(arrived.at[0], (t - 1) * count)
@@ -294,7 +289,7 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
                     outbox.wait_for(away, 0)
 
         communicate = {"finish": announce, "send": send} if t > 1 else {}
-        _run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, **communicate)
+        run(tiles, ctas, t * count, steps_of_tile, ring, produce, consume, **communicate)
 
     out_type = [jax.ShapeDtypeStruct((M, N), dtype)]
     out_type += [jax.ShapeDtypeStruct((planes, M, N), dtype) for planes in (t - 1, staged) if planes]
@@ -305,49 +300,19 @@ def matmul_scatter(pairs, tiles: Tiles, ctas: int, *, axis_name, transposed=Fals
     return outs[0], outs[-1] if gathers else gather
 
 
-def _order(number, tiles_M: int, tiles_N: int, tiles: Tiles):
-    """Returns the tile's row block and column block: neighbours in time share operands in the L2 cache, those
-    of a cluster their columns of b."""
-    group, rank = lax.div(number, i32(tiles.cluster)), lax.rem(number, i32(tiles.cluster))
-    counts = tiles_M // tiles.cluster, tiles_N
-    m, n = plgpu.planar_snake(group, counts, "MN".index(tiles.minor), tiles.width)
-    return m * tiles.cluster + rank, n
-
-
-def _cta(tiles: Tiles):
-    """Returns this thread block's number, of all that run; those of a cluster are neighbours."""
-    cluster = lax.axis_index("sm")
-    return cluster * tiles.cluster + lax.axis_index("cluster") if tiles.cluster > 1 else cluster
-
-
-class _Ring:
-    """The ring of shared memory between a CTA's producer and its consumers, as either of them uses it.
-
-    Step s of a CTA fills slot s mod stages with a tile of a and one of b, or with a column of a staged tile.
-    A slot's `full` barrier counts the two copies into it, its `empty` barrier the two consumers.
-    """
-
-    def __init__(self, tiles: Tiles, refs, transposed: bool):
-        self.tiles, self.transposed = tiles, transposed
-        self.a, self.b, self.out, self.full, self.empty = refs
-        self.first_row = lax.axis_index("wg") * tiles.m_of_consumer  # of a consumer, within the tile
-
-    def slot(self, step):
-        return lax.rem(step, i32(self.tiles.stages))
+class _Ring(hopper_ring.Ring):
+    """The ring, whose slots may also have a column of a staged tile, in two copies as all others."""
 
     def load(self, a_ref, row, b_ref, column, steps: int, base):
         """Fills the slots of steps base.. with rows of a from `row` on, columns of b from `column` on."""
-        m, n = self.tiles.m, self.tiles.n
+        rows, columns = pl.ds(row, self.tiles.m), pl.ds(column, self.tiles.n)
 
-        @pl.loop(0, steps)
-        def _(step):
-            slot, contracted = self.slot(base + step), pl.ds(step * STEP, STEP)
-            b_window = (pl.ds(column, n), contracted) if self.transposed else (contracted, pl.ds(column, n))
-            plgpu.barrier_wait(self.empty.at[slot])
-            plgpu.copy_gmem_to_smem(a_ref.at[pl.ds(row, m), contracted], self.a.at[slot], self.full.at[slot])
-            # Each thread block of a cluster loads a part, for all of them.
-            shared = {"collective_axes": "cluster"} if self.tiles.cluster > 1 else {}
-            plgpu.copy_gmem_to_smem(b_ref.at[b_window], self.b.at[slot], self.full.at[slot], **shared)
+        def windows(step):
+            contracted = pl.ds(step * STEP, STEP)
+            b_window = (columns, contracted) if self.b_transposed else (contracted, columns)
+            return a_ref.at[rows, contracted], b_ref.at[b_window]
+
+        self.load_each(steps, base, windows)
 
     def load_staged(self, staged_ref, source: int, row, column, step):
         """Fills a slot's tile of a with PIECE columns of a staged tile, in the two copies `full` counts."""
@@ -356,30 +321,6 @@ class _Ring:
         for begin in (0, half):
             window = staged_ref.at[source, pl.ds(row + begin, half), pl.ds(column, PIECE)]
             plgpu.copy_gmem_to_smem(window, self.a.at[slot, pl.ds(begin, half)], self.full.at[slot])
-
-    def multiply(self, steps: int, base):
-        """Returns this consumer's part of a tile in float32."""
-        rows = pl.ds(self.first_row, self.tiles.m_of_consumer)
-
-        def run(acc_ref):
-            @pl.loop(0, steps)
-            def _(step):
-                slot = self.slot(base + step)
-                plgpu.barrier_wait(self.full.at[slot])
-                b_ref = self.b.at[slot]
-                b_ref = b_ref.transpose((1, 0)) if self.transposed else b_ref
-                _inline(
-                    "wgmma.fence.sync.aligned;"
-                )  # else ptxas adds its own, and at times serialises for it
-                plgpu.wgmma(acc_ref, self.a.at[slot, rows], b_ref)
-                plgpu.wgmma_wait(1)  # the matmul before this one has read its slot
-                pl.when(step > 0)(lambda: self.release(base + step - 1))
-
-            return acc_ref[...]
-
-        acc = pl.run_scoped(run, plgpu.ACC((self.tiles.m_of_consumer, self.tiles.n), jnp.float32))
-        self.release(base + (steps - 1))
-        return acc
 
     def staged(self, step):
         """Returns (row, [PIECE, PIECE]) for each piece that this consumer has of a staged slot."""
@@ -394,18 +335,6 @@ class _Ring:
         self.release(step)
         return pieces
 
-    def release(self, step):
-        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
-
-    def write_out(self, number: int, value):
-        """Returns where in shared memory piece `number` of the tile now is, ready to be stored."""
-        slots = self.out.shape[1]
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        piece_ref = self.out.at[lax.axis_index("wg"), number % slots]
-        piece_ref[...] = value
-        plgpu.commit_smem()
-        return piece_ref
-
 
 class _Sender:
     """The warp that copies to peers, through two slots of shared memory. The last CTAs have one: they compute
@@ -413,14 +342,14 @@ class _Sender:
 
     def __init__(self, tiles: Tiles, refs, ctas: int):
         self.smem, self.loaded = refs
-        self.senders, self.number = min(tiles.senders, ctas), ctas - 1 - _cta(tiles)
+        self.senders, self.number = min(tiles.senders, ctas), ctas - 1 - cta_of(tiles)
 
     def each(self, total: int, act):
         """Calls act(i) for those of `total` things that are this sender's."""
 
         @pl.when(self.number < self.senders)
         def _():
-            @pl.loop(0, _turns(total, self.number, self.senders))
+            @pl.loop(0, turns_of(total, self.number, self.senders))
             def _(turn):
                 act(turn * self.senders + self.number)
 
@@ -489,70 +418,10 @@ class _Outbox:
             self.sender.each(self.rows // PIECE * self.groups_in_band, send_group)
 
 
-def _turns(total: int, cta, ctas: int):
-    """Returns how many of `total` things a CTA takes: numbers cta, cta + ctas, ..."""
-    return lax.div(total + (ctas - 1) - cta, i32(ctas))
-
-
 def _wait(semaphore, value: int):
     """Waits until a semaphore has this value; TMA behind it sees what was stored before the signals."""
     pl.semaphore_wait(semaphore, value, decrement=False)
-    _inline("fence.proxy.async;")
-
-
-def _inline(ptx: str):
-    @plgpu.inline_mgpu()
-    def insert(_):
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], ptx, "", has_side_effects=True)
-
-    insert()
-
-
-def _run(tiles, ctas, total, steps_of_tile, ring: _Ring, produce, consume, finish=None, send=None):
-    """Has a CTA's producer and consumers go through its tiles: number cta, cta + ctas, ... of `total`.
-
-    produce, consume: called with a tile's number and its first step of the ring. finish: called by the
-    consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by a
-    warp beside the producer's in every CTA: a fourth warpgroup would leave the consumers too few registers.
-    """
-    wg, cta = lax.axis_index("wg"), _cta(tiles)
-    turns = _turns(total, cta, ctas)
-
-    def each_tile(act):
-        def turn(i, base):
-            index = i * ctas + cta
-            act(index, base)
-            return base + steps_of_tile(index)
-
-        lax.fori_loop(i32(0), turns, turn, i32(0))
-
-    @pl.when(wg == PRODUCER)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-
-        def produce_all():
-            each_tile(produce)
-            for slot in range(tiles.stages):  # leave no arrival unseen
-                plgpu.barrier_wait(ring.empty.at[slot])
-
-        if send is None:
-            produce_all()
-        else:
-
-            @plgpu.warp_map
-            def _(warp):
-                pl.when(warp == 0)(produce_all)
-                pl.when(warp == 1)(send)
-
-    @pl.when(wg < CONSUMERS)
-    def _():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        for slot in range(tiles.stages):  # at first, all slots are empty
-            plgpu.barrier_arrive(ring.empty.at[slot])
-        each_tile(consume)
-        if finish is not None:
-            pl.when(turns > 0)(lambda: finish((turns - 1) * ctas + cta))
-        plgpu.wait_smem_to_gmem(0)
+    inline("fence.proxy.async;")
 
 
 def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, sends: bool, adds=False):
@@ -561,34 +430,12 @@ def _kernel(body, out_type, tiles: Tiles, ctas: int, dtype, transposed: bool, se
     adds: whether the first result begins as zeros.
     """
 
-    def smem(*shape):
-        transforms = plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(PIECE * 2)
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
     b_tile = (tiles.n, STEP) if transposed else (STEP, tiles.n)
-    empty, clusters = plgpu.Barrier, {}
-    if tiles.cluster > 1:  # a slot is empty once it is in all thread blocks to which its part of b goes
-        empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
-        clusters = {"cluster": (tiles.cluster,), "cluster_names": ("cluster",)}
-    scratch = [
-        smem(tiles.stages, tiles.m, STEP),
-        smem(tiles.stages, *b_tile),
-        smem(CONSUMERS, tiles.out_slots(sends), PIECE, PIECE),
-        plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
-        empty(num_arrivals=CONSUMERS, num_barriers=tiles.stages),
-    ]
+    out = hopper_ring.out_of(tiles, dtype, tiles.out_slots(sends))
+    scratch = hopper_ring.scratch_of(tiles, (tiles.m, STEP), b_tile, dtype, out)
     if sends:
-        scratch += [smem(2, PIECE, PIECE), plgpu.Barrier(num_barriers=2)]
-    kernel = plgpu.kernel(
-        body,
-        out_type=out_type[adds:],
-        scratch_types=scratch,
-        grid=(ctas // tiles.cluster,),
-        grid_names=("sm",),
-        **clusters,
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-    )
+        scratch += [smem(dtype, 2, PIECE, PIECE), plgpu.Barrier(num_barriers=2)]
+    kernel = hopper_ring.kernel(body, out_type[adds:], tiles, ctas, scratch)
 
     def add_to_zeros(*operands):
         # Tied to the operands, or JAX takes the zeros out of a scan that is differentiated, and copies them.

@@ -36,16 +36,14 @@ Beside its results a gather takes [t·M, K] for what arrives, a scatter [(t-1)·
 A mesh whose devices are not in the order of their ids is refused by JAX itself, when a program is lowered.
 """
 
-import functools
-
 import jax
-import jax.extend
-from jax.interpreters import mlir
 
 from pallas_kernels import dispatch
 from pallas_kernels.collective_matmul import hopper
-from pallas_kernels.collective_matmul.tiles import SMS, Problem, Tiles, choose, predict
+from pallas_kernels.collective_matmul.tiles import Problem, Tiles, choose, predict
 from pallas_kernels.dot import dot
+from pallas_kernels.hopper_tiles import hopper_device
+from pallas_kernels.varying import mark, unmark
 
 HOPPER = {"least": (9, 0), "below": (10, 0)}
 
@@ -60,9 +58,9 @@ def all_gather_matmul(x_MK, weights, *, axis_name, **options):
     columns = tuple(w.shape[1] for w in weights)
     problem = _problem("gather", x_MK, axis_name, len(x_MK), (x_MK.shape[1],), columns)
     plan = _plan(problem, **options)
-    x, *ws = _unmark(x_MK, *weights)
+    x, *ws = unmark(x_MK, *weights)
     ys, _ = _gather_matmul(x, ws, *plan, axis_name=axis_name)
-    return _mark(ys, x_MK, *weights)
+    return mark(ys, x_MK, *weights)
 
 
 def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, adds=False, **options):
@@ -70,10 +68,10 @@ def all_gather_matmul_backward(x_MK, weights, dys, *, axis_name, adds=False, **o
     M, K = x_MK.shape
     problem = _problem("scatter_transposed", x_MK, axis_name, M, contracted, (K,), gathers=K)
     plan = _plan(problem, **options)
-    pairs = list(zip(_unmark(*dys), _unmark(*weights), strict=True))
-    (x,) = _unmark(x_MK)
+    pairs = list(zip(unmark(*dys), unmark(*weights), strict=True))
+    (x,) = unmark(x_MK)
     results = _matmul_scatter(pairs, *plan, axis_name=axis_name, transposed=True, gather=x, adds=adds)
-    dx_MK, x_AK = _mark(results, x_MK, *weights, *dys)
+    dx_MK, x_AK = mark(results, x_MK, *weights, *dys)
     return dx_MK, tuple(dot(x_AK, dy_AN, 0, 0) for dy_AN in dys)
 
 
@@ -81,17 +79,17 @@ def matmul_reduce_scatter(y_AK, w_KN, *, axis_name, adds=False, **options):
     M = len(y_AK) // jax.lax.axis_size(axis_name)
     problem = _problem("scatter", y_AK, axis_name, M, (y_AK.shape[1],), (w_KN.shape[1],))
     plan = _plan(problem, **options)
-    out_MN, _ = _matmul_scatter([_unmark(y_AK, w_KN)], *plan, axis_name=axis_name, adds=adds)
-    return _mark((out_MN,), y_AK, w_KN)[0]
+    out_MN, _ = _matmul_scatter([unmark(y_AK, w_KN)], *plan, axis_name=axis_name, adds=adds)
+    return mark((out_MN,), y_AK, w_KN)[0]
 
 
 def matmul_reduce_scatter_backward(y_AK, w_KN, dout_MN, *, axis_name, **options):
     M, N = dout_MN.shape
     problem = _problem("gather_transposed", dout_MN, axis_name, M, (N,), (len(w_KN),))
     plan = _plan(problem, **options)
-    dout, w = _unmark(dout_MN, w_KN)
+    dout, w = unmark(dout_MN, w_KN)
     (dy_AK,), dout_AN = _gather_matmul(dout, (w,), *plan, axis_name=axis_name, transposed=True, keep=True)
-    dy_AK, dout_AN = _mark((dy_AK, dout_AN), y_AK, w_KN, dout_MN)
+    dy_AK, dout_AN = mark((dy_AK, dout_AN), y_AK, w_KN, dout_MN)
     return dy_AK, dot(y_AK, dout_AN, 0, 0)
 
 
@@ -126,7 +124,7 @@ def _plan(
         raise dispatch.Unsupported(f"has at most 8 shards on an axis, found {problem.shards}")
     if tiles is not None:
         problem.check(tiles)
-        return tiles, _device()[1]
+        return tiles, hopper_device()[1]
     return tiles_for(problem, named)
 
 
@@ -136,7 +134,7 @@ def tiles_for(problem: Problem, named: bool) -> tuple[Tiles, int]:
     Raises:
       Unsupported: no tiles divide the shape or, unless `named`, the plain form is faster.
     """
-    kind, sms = _device()
+    kind, sms = hopper_device()
     tiles, faster = choose(problem, kind, sms)
     fused, plain = predict(problem, tiles, sms)
     if not named and faster is False:
@@ -155,28 +153,3 @@ def _require_every_axis() -> None:
     sizes = dict(mesh.shape)
     if split := [name for name in sizes if name not in mesh.manual_axes and sizes[name] > 1]:
         raise dispatch.Unsupported(f"needs a shard_map over every axis of the mesh, not without {split}")
-
-
-@functools.cache
-def _device() -> tuple[str, int]:
-    """Returns the GPU's kind and its number of SMs, those of an H200 where there is none."""
-    device = jax.local_devices()[0]
-    return (device.device_kind, device.core_count) if device.platform == "gpu" else ("NVIDIA H200", SMS)
-
-
-# Within a kernel, warps that take roles of their own cannot refer to arrays that are marked as varying over a
-# mesh axis (JAX 0.11.2). This takes the mark off an operand, and changes nothing else.
-_unmarked_p = jax.extend.core.Primitive("unmarked")
-_unmarked_p.def_impl(lambda x: x)
-_unmarked_p.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
-mlir.register_lowering(_unmarked_p, lambda context, x: [x])
-
-
-def _unmark(*arrays):
-    return tuple(_unmarked_p.bind(x) for x in arrays)
-
-
-def _mark(results, *operands):
-    """Returns a kernel's results marked as varying over the axes that any of its operands varies over."""
-    axes = frozenset.union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-    return tuple(jax.lax.pcast(y, tuple(sorted(axes)), to="varying") if axes else y for y in results)

@@ -12,9 +12,21 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Literal
 
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.hopper_tiles import (
+    CONSUMERS,
+    PIECE,
+    PRODUCT_FLOPS,
+    RATES,
+    SMEM_BYTES,
+    SMS,
+    STEP,
+    RingTiles,
+)
+
+__all__ = ["CONSUMERS", "PIECE", "PRODUCT_FLOPS", "RATES", "SMEM_BYTES", "SMS", "STEP"]
+__all__ += ["ORDERS", "TABLE", "TABLE_FILE", "Problem", "Tiles", "candidates", "choose", "predict"]
 
 TABLE_FILE = Path(__file__).with_name("tile_table.json")
 TABLE: dict[str, dict[str, dict]] = json.loads(TABLE_FILE.read_text())
@@ -22,65 +34,30 @@ TABLE: dict[str, dict[str, dict]] = json.loads(TABLE_FILE.read_text())
 without a pause and in bursts (a single number: without a pause), "plain_microseconds": of the plain form in
 the same run, "faster": whether the kernel is}}}"""
 
-CONSUMERS = 2  # warpgroups that multiply; each has half of a tile's rows
-PIECE = 64  # rows and columns of what is stored or sent at once: 128 bytes wide, as the swizzle is
-STEP = 64  # contracted in one step of the ring; PIECE, as a staged piece fills a slot's tile of a
-SMEM_BYTES = 227 * 1024  # of a thread block on Hopper
-SMS = 132  # of an H100 or H200 with NVLink, where there is no GPU to ask
-
-# The share of the best tile's rate that smaller ones reach; a guess, for shapes in no table.
-RATES = {(128, 256): 1.0, (256, 128): 0.98, (128, 192): 0.95, (128, 128): 0.85, (128, 64): 0.55}
-
 ORDERS = ("M", 8), ("M", 4), ("M", 16), ("N", 8)  # to measure: minor and width of Tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Of the matmul, m rows by n columns for each thread block at a time.
+class Tiles(RingTiles):
+    """As `RingTiles` has them; "M" takes the rows in order, as they arrive. What a cluster shares is columns.
 
-    stages: slots of the ring of shared memory. minor, width: tiles are taken in bands of `width` along this
-    dim, so that those computed at one time share operands in the L2 cache. "M" takes the rows in order, as
-    they arrive. cluster: thread blocks, 1 or 2, that take tiles of the same columns at the same time: each
-    loads a part of these for both, and so reads less from the L2 cache. senders: thread blocks that write to
-    peers, through 16 KB of shared memory each. The default was measured: many fewer are slow to send, and
-    behind what more have under way the loads of all wait.
+    senders: thread blocks that write to peers, through 16 KB of shared memory each. The default was measured:
+    many fewer are slow to send, and behind what more have under way the loads of all wait.
     """
 
-    m: int = 128
-    n: int = 256
-    stages: int = 4
-    minor: Literal["M", "N"] = "M"
-    width: int = 8
-    cluster: Literal[1, 2] = 1
     senders: int = 44
 
-    @property
-    def m_of_consumer(self) -> int:
-        return self.m // CONSUMERS
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """The (row, column) of each piece of a consumer's part, in the order in which they are stored."""
-        return [
-            (r, c) for c in range(0, self.n, PIECE) for r in range(0, self.m_of_consumer, PIECE)
-        ]  # fmt: skip
-
     def out_slots(self, sends: bool) -> int:
-        """Returns how many pieces of each consumer can be on their way out: as many as there is room for, as
-        long as they divide a tile's."""
-        count = len(self.pieces)
-        fitting = (n for n in range(count, 1, -1) if self._smem_bytes(sends, n) <= SMEM_BYTES)
-        return next((n for n in fitting if count % n == 0), 1)
+        """Returns how many pieces of each consumer can be on their way out."""
+        return self.slots_beside(_outbox_bytes(sends), len(self.pieces))
 
     def smem_bytes(self, sends: bool) -> int:
         """Returns the shared memory of a thread block; `sends`: whether it has room to send from."""
-        return self._smem_bytes(sends, self.out_slots(sends))
+        return self.bytes_beside(_outbox_bytes(sends), self.out_slots(sends))
 
-    def _smem_bytes(self, sends: bool, out_slots: int) -> int:
-        ring = self.stages * (self.m + self.n) * STEP
-        out, outbox = CONSUMERS * out_slots * PIECE**2, 2 * PIECE**2 * sends
-        barriers = 2 * self.stages + 2 * sends
-        return 2 * (ring + out + outbox) + 8 * barriers  # 2 bytes each, and 8 for a barrier
+
+def _outbox_bytes(sends: bool) -> int:
+    return sends * 2 * (2 * PIECE**2 + 8)  # two pieces, and a barrier each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,19 +120,9 @@ class Problem:
         for what, size, by in wanted:
             if size % by:
                 raise Unsupported(f"{what}, {size}, do not divide by {by}")
-        if (
-            tiles.m % (CONSUMERS * PIECE)
-            or tiles.n % PIECE
-            or tiles.n > 256
-            or tiles.m_of_consumer * tiles.n > 16_384
-        ):
-            raise Unsupported(
-                f"no tiles of {tiles.m} x {tiles.n}: at most 16,384 float32 sums to a warpgroup"
-            )
+        tiles.check_sums()
         if tiles.senders < 1:
             raise Unsupported(f"{tiles.senders} senders: peers would wait for ever")
-        if tiles.cluster not in (1, 2):
-            raise Unsupported(f"clusters of {tiles.cluster} thread blocks: 1 or 2 can be sure of SMs")
         if (found := tiles.smem_bytes(self.sends)) > SMEM_BYTES:
             raise Unsupported(f"tiles {tiles} take {found} bytes of shared memory, there are {SMEM_BYTES}")
 
@@ -176,7 +143,6 @@ def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | 
     return min(fitting, key=lambda tiles: _product_seconds(problem, tiles, sms)), None
 
 
-PRODUCT_FLOPS = 700e12  # of a large bf16 matmul on an H200 or H100, in a second
 LINK_BYTES = 400e9  # a second to or from one GPU through NVLink, of the 450e9 on the data sheet
 NCCL_BYTES = 330e9
 # A fused kernel is held back until all devices have reached it, and its first arrival takes a few more.

@@ -100,7 +100,10 @@ def grouped_outer(
     row_R = tl.arange(0, BR)
     x_at = x + (begin + row_R)[:, None] * I + column_I[None, :]
     y_at = y + (begin + row_R)[:, None] * O + column_O[None, :]
-    sum_IO = tl.zeros((BI, BO), tl.float32)
+    at = group.to(tl.int64) * (I * O) + column_I[:, None] * O + column_O[None, :]
+    exists_IO = (column_I < I)[:, None] & exists_O
+    # From the start: at the end there would be no registers for it.
+    sum_IO = tl.load(into + at, mask=exists_IO, other=0.0) if ADDED else tl.zeros((BI, BO), tl.float32)
     whole = size // BR * BR
     for _ in range(0, whole, BR):
         x_RI = tl.load(x_at) if I % BI == 0 else tl.load(x_at, mask=exists_I, other=0.0)
@@ -113,8 +116,4 @@ def grouped_outer(
         x_RI = tl.load(x_at, mask=own_R & exists_I, other=0.0)
         y_RO = tl.load(y_at, mask=own_R & exists_O, other=0.0)
         sum_IO = tl.dot(tl.trans(x_RI), y_RO, sum_IO, input_precision="ieee")
-    at = group.to(tl.int64) * (I * O) + column_I[:, None] * O + column_O[None, :]
-    exists_IO = (column_I < I)[:, None] & exists_O
-    if ADDED:
-        sum_IO += tl.load(into + at, mask=exists_IO, other=0.0)
     tl.store(sums + at, sum_IO.to(sums.dtype.element_ty), mask=exists_IO)

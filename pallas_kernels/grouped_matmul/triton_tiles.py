@@ -42,6 +42,8 @@ HOPPER = Tile(128, 256, 64, 8, 3)
 """From 9.0 up to 12.0: 227 KiB of shared memory, and matrix units that two warpgroups keep busy."""
 AMPERE = Tile(128, 128, 32, 4, 4)
 """Other GPUs of NVIDIA's: 64 KiB of the 99 that the least of them has."""
+AMPERE_OUTER = Tile(128, 128, 32, 8, 4)
+"""The last rows of a group are a product of their own, whose addresses take registers too."""
 AMD = Tile(128, 128, 32, 4, 2)
 """Warps of 64 threads, and 64 KiB."""
 
@@ -89,7 +91,9 @@ def choose(problem: Problem, device_kind: str | None, capability: tuple[int, int
         return Tile(**entry["tile"])
     if capability is None:
         return _cut(AMD, problem)
-    return _cut(HOPPER if (9, 0) <= capability < (12, 0) else AMPERE, problem)
+    if (9, 0) <= capability < (12, 0):
+        return _cut(HOPPER, problem)
+    return _cut(AMPERE_OUTER if problem.operation == "outer" else AMPERE, problem)
 
 
 def _cut(tile: Tile, problem: Problem) -> Tile:

@@ -19,7 +19,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize(("script", "cases"), [(ATTENTION, 37), (LOSSES, 25), (EXPERTS, 40)])
+@pytest.mark.parametrize(("script", "cases"), [(ATTENTION, 37), (LOSSES, 25), (EXPERTS, 25)])
 def test_kernels_agree_with_the_reference(script, cases):
     done = run(script)
     assert done.returncode == 0, done.stdout + done.stderr

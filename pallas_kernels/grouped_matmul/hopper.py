@@ -1,0 +1,228 @@
+"""The two kernels for Hopper, on the ring of `hopper_ring`: products of rows by group, and sums over them.
+
+Shapes: R rows, E groups, I columns of x, O of the results; tiles of m × n.
+
+`grouped_matmul`: a tile has m rows of one group and n columns. Which rows, a table says, which XLA makes on
+the device: so there are just as many tiles as rows need, and nobody waits for the sizes. Tiles are taken in
+bands of row blocks, all columns of a band one after another, so that the rows of a band and the matrices of
+its groups are read from the L2 cache. TMA loads blocks that begin at multiples of 8 rows, so a group's first
+tile may begin up to 7 rows early; what a tile has of other groups' rows, or of none's, is multiplied and
+thrown away, as no row has a part in another's result. A consumer none of whose rows are the group's
+multiplies nothing. Rows are stored by TMA in blocks of 64, 32, 16, 8, 4, 2 and 1, of which a tile that is
+full takes the first alone.
+
+`grouped_outer`: a tile is m × n of one group's sum, whose rows are contracted in blocks of 64 in an order
+that depends on nothing but the sizes. Only the first and the last block may have rows of others: there both
+consumers write zeros over them, in x and in y, for zero times NaN is NaN. These two come last, so that the
+products before them go on meanwhile. A group without rows takes one block, all zeros. With `into`, TMA adds
+each tile to it in float32; every element is added to once, so no order is left open.
+
+The thread blocks of a cluster take tiles beside each other, of the same rows in the first kernel and of the
+same columns in the second, always of one group: they go through the same steps, and TMA hands what they share
+to both within their GPU. There is no multicast between GPUs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul.hopper_tiles import Tiles
+from pallas_kernels.grouped_matmul.tiles import tiles_of
+from pallas_kernels.hopper_ring import Ring, i32, kernel, order, out_of, run, scratch_of
+from pallas_kernels.hopper_tiles import CONSUMERS, PIECE, STEP
+
+ROWS = 8  # TMA's tiles in shared memory have as many: what it loads begins at a multiple
+LADDER = tuple(PIECE >> i for i in range(PIECE.bit_length()))  # 64, 32, ..., 1
+
+
+def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: bool = False):
+    """Returns y_RO: each row times the matrix of its group.
+
+    Args:
+      x_RI: bfloat16.
+      w: [E, I, O], or [E, O, I] if `transposed`.
+      sizes_E: int32, of each group.
+      tiles: divide I and O.
+      ctas: how many thread blocks run at once: the number of SMs.
+    """
+    (R, I), O = x_RI.shape, w.shape[1 if transposed else 2]  # noqa: E741
+    ctas -= ctas % tiles.cluster
+    columns, steps, dtype = O // tiles.n, I // STEP, x_RI.dtype
+    blocks = tiles_of(sizes_E, R, tiles.m, aligned=ROWS)
+    table_P4 = jnp.stack((blocks.group_P, blocks.first_P, blocks.begins_P, blocks.end_P), axis=1)
+    last = len(table_P4) - 1
+
+    def body(x_ref, w_ref, table_ref, count_ref, y_ref, *scratch):
+        ring = Ring(tiles, scratch, b_transposed=transposed, shares="a")
+        count = count_ref[0]
+
+        def look_up(index):
+            """Returns the tile's column block and group, its first row, and the group's first row and the
+            one behind its last."""
+            m, n = order(index, count, columns, tiles, shares="a")
+            m = jnp.maximum(jnp.minimum(m, last), 0)  # of a number behind the last tile's, anything
+            return n, *(table_ref[m, field] for field in range(4))
+
+        def produce(tile, base):
+            n, group, first, _, _ = tile
+            rows, of_n = pl.ds(pl.multiple_of(first, ROWS), tiles.m), pl.ds(n * tiles.n, tiles.n)
+
+            def windows(step):
+                contracted = pl.ds(step * STEP, STEP)
+                b_window = (group, of_n, contracted) if transposed else (group, contracted, of_n)
+                return x_ref.at[rows, contracted], w_ref.at[b_window]
+
+            ring.load_each(steps, base, windows)
+
+        def consume(tile, base):
+            n, _, first, begins, end = tile
+            row = first + ring.first_row
+
+            def multiply():
+                acc = ring.multiply(steps, base)
+                for number, (r, c) in enumerate(tiles.pieces):
+                    piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + PIECE].astype(dtype))
+                    to_ref = y_ref.at[:, pl.ds(n * tiles.n + c, PIECE)]
+                    _store_rows(piece_ref, to_ref, row + r, begins, end)
+
+            some = (row < end) & (row + tiles.m_of_consumer > begins)
+            pl.when(some)(multiply)
+            pl.when(jnp.logical_not(some))(lambda: ring.skip(steps, base))
+
+        run(tiles, ctas, count * columns, lambda tile: i32(steps), ring, produce, consume, look_up)
+
+    b_tile = (tiles.n, STEP) if transposed else (STEP, tiles.n)
+    out = out_of(tiles, dtype, tiles.out_slots(PIECE), rows=1)
+    scratch = scratch_of(tiles, (tiles.m, STEP), b_tile, dtype, out)
+    out_type = jax.ShapeDtypeStruct((R, O), dtype)
+    return kernel(body, out_type, tiles, ctas, scratch)(x_RI, w, table_P4, blocks.count[None])
+
+
+def _store_rows(piece_ref, to_ref, row, begins, end):
+    """Stores those rows of a piece that are the group's: rows begins to end, where the piece begins at `row`.
+
+    What TMA stores has a size that is fixed: so the rows are cut into powers of two.
+    """
+    at = jnp.maximum(begins - row, 0)
+    count = jnp.maximum(jnp.minimum(end - row, PIECE) - at, 0)
+    for size in LADDER:
+
+        def store(at=at, size=size):
+            rows_ref = to_ref.at[pl.ds(row + at, size)]
+            plgpu.copy_smem_to_gmem(piece_ref.at[pl.ds(at, size)], rows_ref, commit_group=False)
+
+        pl.when((count & size) != 0)(store)
+        at += count & size
+    plgpu.commit_smem_to_gmem_group()
+
+
+def grouped_outer(x_RI, y_RO, sizes_E, into, tiles: Tiles, ctas: int, *, dtype):
+    """Returns each group's Σ x ⊗ y over its rows, [E, I, O] of `dtype`, added to `into` if there is one.
+
+    Args:
+      x_RI, y_RO: bfloat16.
+      sizes_E: int32, of each group.
+      into: None, or float32 [E, I, O], which `dtype` is then too.
+      tiles: divide I and O.
+      ctas: how many thread blocks run at once: the number of SMs.
+    """
+    I, O, (E,) = x_RI.shape[1], y_RO.shape[1], sizes_E.shape  # noqa: E741
+    ctas -= ctas % tiles.cluster
+    tiles_M, tiles_N = I // tiles.m, O // tiles.n
+    of_group = tiles_M * tiles_N
+    width = tiles.piece_columns(dtype)
+    bounds = jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.cumsum(sizes_E)))
+
+    def body(x_ref, y_ref, bounds_ref, out_ref, *scratch):
+        *scratch, masked = scratch
+        ring = Ring(tiles, scratch, a_transposed=True)
+
+        def look_up(index):
+            """Returns the tile's number, its group's first row and the one behind its last."""
+            index = jnp.minimum(index, E * of_group - 1)
+            group = lax.div(index, i32(of_group))
+            return index, bounds_ref[group], bounds_ref[group + 1]
+
+        def place(index):
+            """Returns the tile's group, and its first row and column in the sum."""
+            m, n = order(lax.rem(index, i32(of_group)), tiles_M, tiles_N, tiles)
+            return lax.div(index, i32(of_group)), m * tiles.m, n * tiles.n
+
+        def steps_of(tile):
+            _, begins, end = tile
+            return jnp.maximum(lax.div(end - _aligned(begins) + (STEP - 1), i32(STEP)), 1)
+
+        def row_of(tile, step):
+            """Returns the first row of the block that a step contracts: the inner ones come first."""
+            steps = steps_of(tile)
+            outer = jnp.where(step == steps - 2, 0, steps - 1)
+            return _aligned(tile[1]) + jnp.where(step < steps - 2, step + 1, outer) * STEP
+
+        def produce(tile, base):
+            _, at_m, at_n = place(tile[0])
+
+            def windows(step):
+                rows = pl.ds(pl.multiple_of(row_of(tile, step), ROWS), STEP)
+                return x_ref.at[rows, pl.ds(at_m, tiles.m)], y_ref.at[rows, pl.ds(at_n, tiles.n)]
+
+            ring.load_each(steps_of(tile), base, windows)
+
+        def consume(tile, base):
+            index, begins, end = tile
+            steps = steps_of(tile)
+
+            def prepare(step, slot):
+                row = row_of(tile, step)
+                mask = functools.partial(_mask, ring, masked, slot, begins - row, end - row)
+                pl.when(step >= steps - 2)(mask)
+
+            acc = ring.multiply(steps, base, prepare)
+            group, at_m, at_n = place(index)
+            for number, (r, c) in enumerate(tiles.pieces_of(width)):
+                piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + width].astype(dtype))
+                rows, of_n = pl.ds(at_m + ring.first_row + r, PIECE), pl.ds(at_n + c, width)
+                how = {} if into is None else {"reduction_op": "add"}
+                plgpu.copy_smem_to_gmem(piece_ref, out_ref.at[group, rows, of_n], **how)
+
+        run(tiles, ctas, E * of_group, steps_of, ring, produce, consume, look_up)
+
+    out = out_of(tiles, dtype, tiles.out_slots(width))
+    scratch = scratch_of(tiles, (STEP, tiles.m), (STEP, tiles.n), x_RI.dtype, out)
+    scratch.append(plgpu.Barrier(num_arrivals=CONSUMERS))
+    out_type = jax.ShapeDtypeStruct((E, I, O), dtype)
+    if into is None:
+        return kernel(body, out_type, tiles, ctas, scratch)(x_RI, y_RO, bounds)
+    sums_ref = jax.new_ref(into)  # an operand that is a result too
+    kernel(body, [], tiles, ctas, scratch)(x_RI, y_RO, bounds, sums_ref)
+    return jax.freeze(sums_ref)
+
+
+def _aligned(row):
+    return row & ~(ROWS - 1)
+
+
+def _mask(ring: Ring, masked, slot, begins, end):
+    """Has both consumers write zeros over a slot's rows before `begins` and from `end` on, each over its own
+    columns of x and over every other 64 of y, which both read."""
+    wg = lax.axis_index("wg")
+    row = plgpu.broadcasted_iota(jnp.int32, (STEP, PIECE), 0, layout=plgpu.Layout.WGMMA)
+    inside = (row >= begins) & (row < end)
+
+    def mask(ref, column):
+        window = ref.at[slot, :, pl.ds(column, PIECE)]
+        window[...] = jnp.where(inside, window[...], jnp.zeros((), ref.dtype))
+
+    for c in range(0, ring.tiles.m_of_consumer, PIECE):
+        mask(ring.a, ring.first_row + c)
+    pieces = ring.tiles.n // PIECE
+    for first in range(0, pieces, CONSUMERS):
+        number = first + wg
+        both = functools.partial(mask, ring.b, number * PIECE)
+        both() if first + CONSUMERS <= pieces else pl.when(number < pieces)(both)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(masked)
+    plgpu.barrier_wait(masked)

@@ -1,0 +1,163 @@
+"""How the kernels for Hopper cut a grouped matmul into tiles.
+
+What was measured decides, where it is at hand: `TABLE`, by scripts/bench/measure/experts_tiles.py. Of several
+numbers of rows that were, that with the nearest mean of a group counts. Elsewhere `choose` takes the tiles
+that should be fastest.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.hopper_tiles import PIECE, PRODUCT_FLOPS, RATES, SMEM_BYTES, SMS, STEP, RingTiles
+
+TABLE_FILE = Path(__file__).with_name("tile_table.json")
+TABLE: dict[str, dict[str, dict]] = json.loads(TABLE_FILE.read_text())
+"""{device kind: {key of a Problem: {"tiles": the fields of a Tiles, "microseconds": of a call, "others":
+microseconds of the other implementations in the same run, "faster": whether the kernel is}}}"""
+
+ORDERS = ("M", 8), ("M", 16)  # to measure: minor and width of Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(RingTiles):
+    """As `RingTiles` has them. A cluster shares rows of x in a product, columns of y in a sum."""
+
+    @staticmethod
+    def piece_columns(dtype) -> int:
+        """Returns the columns of a piece that is stored at once, of the result's dtype."""
+        return 2 * PIECE // dtype.itemsize
+
+    def out_slots(self, piece_columns: int) -> int:
+        """Returns how many pieces of each consumer can be on their way out."""
+        return self.slots_beside(8, len(self.pieces_of(piece_columns)))
+
+    def smem_bytes(self, piece_columns: int) -> int:
+        """Returns the shared memory of a thread block, with one more barrier for a sum's consumers."""
+        return self.bytes_beside(8, self.out_slots(piece_columns))
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A call of a kernel. operation: "matmul", "matmul_transposed", "outer", "outer_float32" or "outer_into".
+
+    rows: R of all groups. columns: I of x. results: O of the product, or of y in a sum.
+    """
+
+    operation: str
+    groups: int
+    rows: int
+    columns: int
+    results: int
+
+    @property
+    def key(self) -> str:
+        """What the table has it under."""
+        return f"{self.operation}/{self.groups}/{self.rows}x{self.columns}x{self.results}"
+
+    @classmethod
+    def of_key(cls, key: str) -> "Problem":
+        """Returns the problem of a key."""
+        operation, groups, sizes = key.split("/")
+        return cls(operation, int(groups), *map(int, sizes.split("x")))
+
+    @property
+    def sums(self) -> bool:
+        return self.operation.startswith("outer")
+
+    @property
+    def piece_columns(self) -> int:
+        return PIECE // 2 if self.operation in ("outer_float32", "outer_into") else PIECE
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.columns * self.results
+
+    def check(self, tiles: Tiles) -> None:
+        """Raises Unsupported, naming what does not divide or fit."""
+        of_m = tiles.m * tiles.cluster if self.sums else STEP
+        wanted = [("rows", self.rows, 8), ("columns of x", self.columns, of_m)]
+        wanted += [("columns of the result", self.results, tiles.n * (1 if self.sums else tiles.cluster))]
+        for what, size, by in wanted:
+            if size % by:
+                raise Unsupported(f"{what}, {size}, do not divide by {by}")
+        if self.rows < (least := STEP if self.sums else tiles.m):
+            raise Unsupported(f"{self.rows} rows are fewer than the {least} of a block")
+        tiles.check_sums()
+        if (found := tiles.smem_bytes(self.piece_columns)) > SMEM_BYTES:
+            raise Unsupported(f"tiles {tiles} take {found} bytes of shared memory, there are {SMEM_BYTES}")
+
+
+def choose(problem: Problem, device_kind: str, sms: int = SMS) -> tuple[Tiles, bool | None]:
+    """Returns the tiles, and whether they were measured to be the fastest way; None if unknown.
+
+    Raises:
+      Unsupported: no tiles divide the shape.
+    """
+    if (entry := measured(problem, device_kind)) is not None:
+        tiles = Tiles(**entry["tiles"])
+        problem.check(tiles)
+        return tiles, entry["faster"]
+    fitting = _fitting(problem)
+    if not fitting:
+        problem.check(Tiles(*min(RATES, key=math.prod)))  # raises: what does not divide by the smallest tiles
+    return min(fitting, key=lambda tiles: predict(problem, tiles, sms)), None
+
+
+def measured(problem: Problem, device_kind: str) -> dict | None:
+    """Returns the table's entry of a problem that differs in the rows of a group at most, or None."""
+    entries = ((Problem.of_key(key), entry) for key, entry in TABLE.get(device_kind, {}).items())
+    mean = problem.rows / problem.groups
+    like = [
+        (abs(math.log(other.rows / other.groups / mean)), entry)
+        for other, entry in entries
+        if (other.operation, other.columns, other.results)
+        == (problem.operation, problem.columns, problem.results)
+    ]
+    return min(like, key=lambda pair: pair[0])[1] if like else None
+
+
+def predict(problem: Problem, tiles: Tiles, sms: int = SMS) -> float:
+    """Returns the seconds that a call should take, with groups of like sizes: a whole number of waves of
+    tiles, each with a step's time to begin and to end."""
+    mean, of_step = problem.rows / problem.groups, 2.0 * tiles.m * tiles.n * STEP
+    if problem.sums:
+        count = problem.groups * (problem.columns // tiles.m) * (problem.results // tiles.n)
+        steps = mean / STEP + 0.5
+    else:  # of a group's last tile, half the consumers have rows, and half of these a half
+        waste = tiles.m_of_consumer / 2
+        count = (problem.rows + problem.groups * min(waste, mean)) / tiles.m * (problem.results // tiles.n)
+        steps = problem.columns / STEP
+    rate = PRODUCT_FLOPS * RATES.get((tiles.m, tiles.n), 1.0) / sms
+    return math.ceil(count / sms) * (steps + 1) * of_step / rate
+
+
+def candidates(problem: Problem) -> list[Tiles]:
+    """Returns the tiles to measure for a shape: large ones, if any fit, with as many stages as there is room
+    for, alone and in clusters, each in a few orders."""
+    fitting = _fitting(problem)
+    sizes = [tiles for tiles in fitting if RATES[tiles.m, tiles.n] > 0.9] or fitting
+    for tiles in list(sizes):
+        with contextlib.suppress(Unsupported):
+            problem.check(pair := dataclasses.replace(tiles, cluster=2))
+            sizes.append(pair)
+    return [
+        dataclasses.replace(tiles, minor=minor, width=width) for tiles in sizes for minor, width in ORDERS
+    ]
+
+
+def _fitting(problem: Problem) -> list[Tiles]:
+    return [tiles for m, n in RATES if (tiles := _deepest(problem, m, n)) is not None]
+
+
+def _deepest(problem: Problem, m: int, n: int) -> Tiles | None:
+    """Returns these tiles with as many stages as there is room for, up to 8; None if they do not fit."""
+    for stages in range(8, 1, -1):
+        tiles = Tiles(m, n, stages)
+        with contextlib.suppress(Unsupported):
+            problem.check(tiles)
+            return tiles
+    return None

@@ -1,0 +1,241 @@
+"""The persistent matmul for Hopper: shared memory as a ring between a thread block's producer and consumers.
+
+One thread block (CTA) runs on each SM and takes tiles of the result in turn. Two of its warpgroups multiply:
+the consumers. The third loads their operands by TMA: the producer, which runs ahead of them by as many steps
+as the ring has slots, and so into their next tile while they store one. Which tiles there are, and what they
+are made of, say the kernels that are built of this.
+"""
+
+import functools
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.hopper_tiles import CONSUMERS, PIECE, RingTiles
+
+PRODUCER = CONSUMERS  # the warpgroup's index
+# Of 65,536, for 128 threads of each warpgroup; multiples of 8.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+WIDTH_BYTES = 128  # of a row of shared memory: what TMA and the tensor cores swizzle
+i32 = jnp.int32
+
+
+def order(number, tiles_M, tiles_N: int, tiles: RingTiles, shares: Literal["a", "b"] = "b"):
+    """Returns the row block and column block of a tile of tiles_M × tiles_N, the former a number or traced.
+
+    Neighbours in time share operands in the L2 cache, those of a cluster what it `shares`: their rows of a,
+    or their columns of b.
+    """
+    group, rank = lax.div(number, i32(tiles.cluster)), lax.rem(number, i32(tiles.cluster))
+    along_m, along_n = (1, tiles.cluster) if shares == "a" else (tiles.cluster, 1)
+    counts = tiles_M if along_m == 1 else tiles_M // along_m, tiles_N // along_n
+    m, n = plgpu.planar_snake(group, counts, "MN".index(tiles.minor), tiles.width)
+    return (m, n * along_n + rank) if shares == "a" else (m * along_m + rank, n)
+
+
+def cta_of(tiles: RingTiles):
+    """Returns this thread block's number, of all that run; those of a cluster are neighbours."""
+    cluster = lax.axis_index("sm")
+    return cluster * tiles.cluster + lax.axis_index("cluster") if tiles.cluster > 1 else cluster
+
+
+class Ring:
+    """The ring of shared memory between a CTA's producer and its consumers, as either of them uses it.
+
+    Step s of a CTA fills slot s mod stages with a tile of a and one of b. A slot's `full` barrier counts the
+    two copies into it, its `empty` barrier the two consumers.
+
+    a_transposed, b_transposed: a tile of a lies as [contracted, m], one of b as [n, contracted]. shares:
+    which of them the thread blocks of a cluster have in common, "a" or "b".
+    """
+
+    def __init__(self, tiles: RingTiles, refs, b_transposed=False, a_transposed=False, shares="b"):
+        self.tiles, self.a_transposed, self.b_transposed = tiles, a_transposed, b_transposed
+        self.a, self.b, self.out, self.full, self.empty = refs
+        self.first_row = lax.axis_index("wg") * tiles.m_of_consumer  # of a consumer, within the tile
+        # Each thread block of a cluster loads a part, for all of them.
+        shared = {"collective_axes": "cluster"} if tiles.cluster > 1 else {}
+        self.shared = {name: shared if name == shares else {} for name in "ab"}
+
+    def slot(self, step):
+        return lax.rem(step, i32(self.tiles.stages))
+
+    def load_each(self, steps, base, windows):
+        """Fills the slots of steps base.. with windows(step) of two arrays, a's and b's."""
+
+        @pl.loop(0, steps)
+        def _(step):
+            slot, (a_window, b_window) = self.slot(base + step), windows(step)
+            plgpu.barrier_wait(self.empty.at[slot])
+            plgpu.copy_gmem_to_smem(a_window, self.a.at[slot], self.full.at[slot], **self.shared["a"])
+            plgpu.copy_gmem_to_smem(b_window, self.b.at[slot], self.full.at[slot], **self.shared["b"])
+
+    def multiply(self, steps, base, prepare=None):
+        """Returns this consumer's part of a tile in float32.
+
+        prepare: called with a step and its slot, which is full, before the slot is multiplied.
+        """
+        rows = pl.ds(self.first_row, self.tiles.m_of_consumer)
+
+        def run(acc_ref):
+            @pl.loop(0, steps)
+            def _(step):
+                slot = self.slot(base + step)
+                plgpu.barrier_wait(self.full.at[slot])
+                if prepare is not None:
+                    prepare(step, slot)
+                b_ref = self.b.at[slot]
+                b_ref = b_ref.transpose((1, 0)) if self.b_transposed else b_ref
+                inline("wgmma.fence.sync.aligned;")  # else ptxas adds its own, and at times serialises for it
+                plgpu.wgmma(acc_ref, self.part_of_a(slot, rows), b_ref)
+                plgpu.wgmma_wait(1)  # the matmul before this one has read its slot
+                pl.when(step > 0)(lambda: self.release(base + step - 1))
+
+            return acc_ref[...]
+
+        acc = pl.run_scoped(run, plgpu.ACC((self.tiles.m_of_consumer, self.tiles.n), jnp.float32))
+        self.release(base + (steps - 1))
+        return acc
+
+    def part_of_a(self, slot, rows):
+        if self.a_transposed:
+            return self.a.at[slot, :, rows].transpose((1, 0))
+        return self.a.at[slot, rows]
+
+    def skip(self, steps, base):
+        """Does for a consumer that has nothing of a tile what else `multiply` does to the ring."""
+
+        @pl.loop(0, steps)
+        def _(step):
+            plgpu.barrier_wait(self.full.at[self.slot(base + step)])
+            self.release(base + step)
+
+    def release(self, step):
+        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
+
+    def write_out(self, number: int, value):
+        """Returns where in shared memory piece `number` of the tile now is, ready to be stored."""
+        slots = self.out.shape[1]
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        piece_ref = self.out.at[lax.axis_index("wg"), number % slots]
+        piece_ref[...] = value
+        plgpu.commit_smem()
+        return piece_ref
+
+
+def turns_of(total, cta, ctas: int):
+    """Returns how many of `total` things a CTA takes: numbers cta, cta + ctas, ..."""
+    return lax.div(total + (ctas - 1) - cta, i32(ctas))
+
+
+def inline(ptx: str):
+    @plgpu.inline_mgpu()
+    def insert(_):
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], ptx, "", has_side_effects=True)
+
+    insert()
+
+
+def run(
+    tiles, ctas, total, steps_of_tile, ring: Ring, produce, consume, look_up=None, finish=None, send=None
+):
+    """Has a CTA's producer and consumers go through its tiles: number cta, cta + ctas, ... of `total`.
+
+    produce, consume, steps_of_tile: called with a tile, the first two with its first step of the ring too. A
+    tile is its number or, where there is `look_up`, what that returns of the number, of one that is no tile's
+    too: it is read a tile ahead, for memory is far away. finish: called by the consumers, with the number of
+    the CTA's last tile, once all its tiles are stored. send: called by a warp beside the producer's in every
+    CTA: a fourth warpgroup would leave the consumers too few registers.
+    """
+    wg, cta = lax.axis_index("wg"), cta_of(tiles)
+    turns = turns_of(total, cta, ctas)
+
+    def each_tile(act):
+        def take(tile, base):
+            act(tile, base)
+            return base + steps_of_tile(tile)
+
+        def look_ahead(i, state):
+            tile, base = state
+            following = look_up((i + 1) * ctas + cta)
+            return following, take(tile, base)
+
+        if look_up is None:
+            lax.fori_loop(i32(0), turns, lambda i, base: take(i * ctas + cta, base), i32(0))
+        else:
+            lax.fori_loop(i32(0), turns, look_ahead, (look_up(cta), i32(0)))
+
+    @pl.when(wg == PRODUCER)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+        def produce_all():
+            each_tile(produce)
+            for slot in range(tiles.stages):  # leave no arrival unseen
+                plgpu.barrier_wait(ring.empty.at[slot])
+
+        if send is None:
+            produce_all()
+        else:
+
+            @plgpu.warp_map
+            def _(warp):
+                pl.when(warp == 0)(produce_all)
+                pl.when(warp == 1)(send)
+
+    @pl.when(wg < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        for slot in range(tiles.stages):  # at first, all slots are empty
+            plgpu.barrier_arrive(ring.empty.at[slot])
+        each_tile(consume)
+        if finish is not None:
+            pl.when(turns > 0)(lambda: finish((turns - 1) * ctas + cta))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def smem(dtype, *shape, rows: int = 8):
+    """Returns shared memory as TMA and the tensor cores take it, which want tiles of 8 rows. rows: 1 for what
+    TMA alone reads: it can be cut at any row."""
+    width = WIDTH_BYTES // jnp.dtype(dtype).itemsize
+    transforms = plgpu.TilingTransform((rows, width)), plgpu.SwizzleTransform(WIDTH_BYTES)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def scratch_of(tiles: RingTiles, a_tile, b_tile, dtype, out):
+    """Returns the scratch that a `Ring` is made of. a_tile, b_tile: their shapes. out: what of `smem`."""
+    empty = plgpu.Barrier
+    if tiles.cluster > 1:  # a slot is empty once it is in all thread blocks to which its shared part goes
+        empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+    return [
+        smem(dtype, tiles.stages, *a_tile),
+        smem(dtype, tiles.stages, *b_tile),
+        out,
+        plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        empty(num_arrivals=CONSUMERS, num_barriers=tiles.stages),
+    ]
+
+
+def out_of(tiles: RingTiles, dtype, slots: int, rows: int = 8):
+    """Returns the scratch for pieces on their way out. rows: as of `smem`."""
+    return smem(dtype, CONSUMERS, slots, PIECE, WIDTH_BYTES // jnp.dtype(dtype).itemsize, rows=rows)
+
+
+def kernel(body, out_type, tiles: RingTiles, ctas: int, scratch):
+    """Returns the kernel, which has `body` run in every warpgroup of so many thread blocks."""
+    clusters = {"cluster": (tiles.cluster,), "cluster_names": ("cluster",)} if tiles.cluster > 1 else {}
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(ctas // tiles.cluster,),
+        grid_names=("sm",),
+        **clusters,
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+    )
