@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Operation, triton_before_xla
 from pallas_kernels.varying import vary_alike
+from pallas_kernels.weighted_swiglu import stand_in
 
-__all__ = ["OPERATION", "weighted_swiglu"]
+__all__ = ["OPERATION", "PARTITIONED", "STAND_IN", "weighted_swiglu"]
 
 OPERATION = Operation(
     __name__,
@@ -24,6 +25,12 @@ OPERATION = Operation(
     triton_before_xla,
 )
 
+STAND_IN = "stand_in"
+"""What takes the place of kernels in a plan without their GPU."""
+
+PARTITIONED = "xla"
+"""What XLA's partitioner can split: the one for rows that lie on a mesh of several devices."""
+
 
 def weighted_swiglu(
     gate_up_R2M: jax.Array,
@@ -34,14 +41,14 @@ def weighted_swiglu(
 ) -> jax.Array:
     """Returns silu(gate) · up · weight of each row, [R, M] of the rows' dtype; the arithmetic is float32.
 
-    Arrays are taken as they lie on one device: on a mesh, call it within `jax.shard_map`. Each row depends on
-    itself alone, so that rows which belong to no expert may hold anything. Differentiable in both; the
-    weights' gradient is float32.
+    Each row depends on itself alone, so that rows which belong to no expert may hold anything. Differentiable
+    in both; the weights' gradient is float32.
 
     Args:
       gate_up_R2M: [R, 2, M], gates and then ups, of a float dtype.
       weights_R: [R] float32; see `routing.dispatch_weights`.
-      implementation: one of `OPERATION.names`; None takes the first that can run.
+      implementation: one of `OPERATION.names`; None takes the first that can run. For arrays on a mesh of
+        several devices, outside a shard_map, name `PARTITIONED`.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:
@@ -65,6 +72,8 @@ def weighted_swiglu(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _swiglu(gate_up_R2M, weights_R, implementation, platform):
+    if implementation == STAND_IN:
+        return stand_in.weighted_swiglu(gate_up_R2M, weights_R)
     how = {"implementation": implementation, "platform": platform}
     return OPERATION.run(gate_up_R2M, weights_R, **how)
 
@@ -74,6 +83,8 @@ def _forward(gate_up_R2M, weights_R, implementation, platform):
 
 
 def _backward(implementation, platform, kept, dy_RM):
+    if implementation == STAND_IN:
+        return stand_in.weighted_swiglu_backward(*kept, dy_RM)
     how = {"implementation": implementation, "platform": platform}
     return OPERATION.run(*kept, dy_RM, function="weighted_swiglu_backward", **how)
 
