@@ -89,13 +89,13 @@ def rows_for_each(top_k: int, own: int) -> int:
 def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_up, down) -> jax.Array:
     layout = ops.layout
     matrices = [ops.kept(ops.gathered(*pair)) for pair in zip((gate_up, down), axes, strict=True)]
+    # The layer before waits for these matrices' gradients: put off, they would keep all rows in memory.
+    x_nD, *matrices = _together(x_nD, *matrices)
     split = layout.spec(axes[0], without=("fsdp",))
     over = tuple(name for name in layout.live_axes if name in jax.tree.leaves(tuple(split)))
     if not over:
         order = _order(ops, ids_nK, len(gate_up))
         return _multiplied(ops, x_nD, weights_nK, order, *matrices)
-    # The layer before waits for these matrices' gradients: put off, they would keep all rows in memory.
-    x_nD, *matrices = _together(x_nD, *matrices)
     parts, own = math.gcd(ops.expert_chunks, len(x_nD)), len(gate_up)
     expert_axis = split[axes[0].index("experts")]
     first = jax.lax.axis_index(expert_axis) * own if expert_axis else 0
