@@ -43,7 +43,7 @@ def config() -> RunConfig:
         data=DataConfig(mix="quickstart", sequence=4096),
         optim=OptimConfig(learning_rate=3e-4, state="split_master_int8", clip_rule="previous"),
         remat=RematConfig(policy="full"),
-        offload=OffloadConfig(level="parameters", fraction=0.5, activations="none"),
+        offload=OffloadConfig(level="optimizer", fraction=0.65, host_gib=112.0),
         checkpoint=CheckpointConfig(every=500, keep=1),
         evaluate=EvaluateConfig(rows=8),
     )

@@ -24,6 +24,7 @@ from jaxthru.training.layout import assembled
 FOLDERS = Path(__file__).resolve().parent.parent / "golden" / "folders"
 DTYPES = {
     **{"qwen3": "float32", "qwen2": "float32", "mistral": "float32", "gemma3": "float32"},
+    **{"mixtral": "float32", "qwen3_moe": "float32", "olmoe": "float32"},
     "smollm": "bfloat16",
 }
 
