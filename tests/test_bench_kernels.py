@@ -8,6 +8,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import named, slow_but_for
 
 SMALL = {
     "adamw_8bit": "one_a_row",
@@ -39,7 +40,7 @@ def test_every_operation_has_a_small_shape_here(bench):
     assert sorted(SMALL) == bench("measure.kernel").OPERATIONS
 
 
-@pytest.mark.parametrize("name", SMALL)
+@slow_but_for(*(name for name in SMALL if name != "experts"), name=named(*SMALL))
 def test_an_operation_is_timed_and_its_contenders_agree(bench, monkeypatch, capsys, name):
     kernel = bench("measure.kernel")
     seconds = ["--warmup-seconds", "0", "--timed-seconds", "0"]
