@@ -2,7 +2,7 @@
 
 `qwen3_30b` is Qwen3-30B-A3B's at 16,384 tokens, 131,072 rows of 128 groups, whose sizes are multinomial: `up`
 2,048 → 1,536 and `down` 768 → 2,048. `product` is forward, `turned` the gradient of the rows, `sum` that of
-the the matrices, `into` the same added to a float32 buffer. `dense` is one matmul of as many FLOPs: rows times
+the matrices, `into` the same added to a float32 buffer. `dense` is one matmul of as many FLOPs: rows times
 one matrix, or one sum over all rows. `tokamax` is its ragged dot, of its kernels for Hopper, where that
 imports; its sums and turned products are its own gradients. --tiles has Hopper's kernel contend in other
 tiles too; of the record, measure/experts_tiles.py makes the table that `auto` follows.
