@@ -134,9 +134,10 @@ def _of_tokens(instruction: Instruction, config: Mapping[str, Any]) -> bool:
 
 def loops(work: Work, made: Accounted) -> Found:
     """Loops whose length the compiler does not know: it cannot overlap their rounds, and FLOPs within are
-    counted once."""
+    counted once. That over blocks of experts' rows is meant: the router decides how many there are."""
     unknown = work.instruction.opcode == "while" and work.instruction.trip_count is None
-    return (float(work.bytes), "a loop of unknown length") if unknown else None
+    meant = within(work.op_name, EXPERTS)
+    return (float(work.bytes), "a loop of unknown length") if unknown and not meant else None
 
 
 def not_donated(work: Work, made: Accounted) -> Found:
@@ -161,40 +162,34 @@ def attention_again(work: Work, made: Accounted) -> Found:
     return float(work.bytes * work.runs), text
 
 
-ENOUGH = 1.5
-"""How many times the FLOPs of all experts' larger product one product of theirs may have."""
-
-
 def dense_experts(work: Work, made: Accounted) -> Found:
     """Products of all tokens with all experts, of which the most part is thrown away: what XLA makes of a
-    ragged dot off a TPU."""
-    model, mesh, train = (made.config.get(name, {}) for name in ("model", "mesh", "train"))
-    if "experts" not in model or not work.flops or not within(work.op_name, EXPERTS):
+    ragged dot off a TPU. No product of theirs has the FLOPs that a whole layer's forward pass needs."""
+    if not work.flops or not within(work.op_name, EXPERTS):
         return None
+    mesh, train, model = made.config["mesh"], made.config["train"], made.ledger.model
     tokens = train["rows"] // train["microbatches"] * made.config["data"]["sequence"]
-    # Of those that share experts, each may be asked for all tokens; what splits a width splits products.
+    # Each of those that share experts may be asked for all tokens of all of them.
     of_device = tokens * mesh.get("expert", 1) / math.prod(mesh.values())
-    needed = 4.0 * of_device * model["top_k"] * model["embed"] * model["expert_mlp"]
-    if work.flops <= ENOUGH * needed:
+    needed = of_device * model.matmul_flops_per_token / model.layers / 3  # backward is two of three parts
+    if work.flops <= needed:
         return None
-    text = f"multiplies {work.flops / needed:.0f} times as much as the tokens of all experts need"
+    text = f"multiplies {work.flops / needed:.1f} times as much as a whole layer needs forward"
     return float(work.bytes * work.runs), text
 
 
 def sorted_scores(work: Work, made: Accounted) -> Found:
     """Sorts of [tokens, experts], where the few best experts of a token are found by comparisons. The sort of
-    a token's few assignments by expert is not meant."""
-    experts = made.config.get("model", {}).get("experts")
-    if not experts or work.instruction.opcode in CONTROL:
+    assignments by expert, which has one dim, is not meant."""
+    meant = any(within(work.op_name, scope) for scope in (ROUTER, DISPATCH))
+    if not meant or work.instruction.opcode in CONTROL:
         return None
     module = made.program.modules[work.module]
     for one, _ in module.inner(work.instruction):
-        named = one.target.lower()
-        if one.opcode not in ("sort", "topk") and "topk" not in named and "sort" not in named:
-            continue
-        for shape in module.operand_shapes(one):
-            if experts in shape[1] and math.prod(shape[1]) > experts:
-                return float(work.bytes * work.runs), f"sorts [tokens, experts]: {_shown(one)}"
+        sorts = one.opcode in ("sort", "topk") or re.search("topk|sort", one.target, re.IGNORECASE)
+        sizes = (sum(size > 1 for size in dims) for _, dims in module.operand_shapes(one))
+        if sorts and max(sizes, default=0) > 1:
+            return float(work.bytes * work.runs), f"sorts [tokens, experts]: {_shown(one)}"
     return None
 
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxthru.models import facts, family
+from jaxthru.models import facts, family, moe
 from jaxthru.models.scopes import COMBINE, DISPATCH, EXPERTS, ROUTER
 from jaxthru.profile.account.attribution import Attribution
 from jaxthru.profile.explain.lint import lint
 from jaxthru.profile.read import hlo
 from jaxthru.runtime import aot
+from jaxthru.runtime.mesh import AXES
 from pallas_kernels.grouped_matmul import grouped_matmul, ragged
 from pallas_kernels.routing import combine, dispatch, dispatch_weights, route, sort_assignments
 from pallas_kernels.weighted_swiglu import weighted_swiglu
@@ -26,10 +27,10 @@ CONFIG = {
 }
 
 
-def findings(text: str, rule: str, exchanges: dict[str, str] | None = None, **config):
+def findings(text: str, rule: str, exchanges: dict[str, str] | None = None, flops: float = 1e9, **config):
     attribution = Attribution(hlo.modules(text))
     spent = {(work.module, work.instruction.name): 0.5 for work in attribution.all()}
-    model = SimpleNamespace(exchanges=exchanges or {})
+    model = SimpleNamespace(exchanges=exchanges or {}, matmul_flops_per_token=flops, layers=1)
     of = SimpleNamespace(program=attribution, spent=spent, runs={}, config=CONFIG | config)
     found = lint(SimpleNamespace(**vars(of), ledger=SimpleNamespace(model=model)))
     return [entry for entry in found if entry.rule == rule]
@@ -166,7 +167,7 @@ def test_the_step_breaks_no_rule_of_the_mesh():
         assert not findings(text, rule, mesh=mesh), rule
 
 
-MIXTURE = {"experts": 16, "top_k": 4, "embed": 32, "expert_mlp": 24}
+MIXTURE = {"experts": 16, "top_k": 4}
 OF_EXPERTS = {"train": {"rows": 2, "microbatches": 1}, "mesh": {"data": 1, "fsdp": 1}}
 EXPERTS_RULES = ("dense_experts", "sorted_scores", "scattered_sums")
 
@@ -199,8 +200,8 @@ def lowered_mixture(dtype=jnp.float32, times: int = 1, platforms=None, **how) ->
 
 def broken(text: str, times: int = 1) -> dict[str, str]:
     """Returns the rules of experts that a program breaks, with what the first finding of each says."""
-    model = MIXTURE | {name: times * MIXTURE[name] for name in ("embed", "expert_mlp")}
-    found = {rule: findings(text, rule, model=model, **OF_EXPERTS) for rule in EXPERTS_RULES}
+    flops = 6 * MIXTURE["top_k"] * 3 * (32 * times) * (24 * times)  # of a token, in three passes
+    found = {rule: findings(text, rule, flops=flops, **OF_EXPERTS) for rule in EXPERTS_RULES}
     return {rule: entries[0].text for rule, entries in found.items() if entries}
 
 
@@ -215,7 +216,21 @@ def test_what_a_layer_of_experts_is_not_to_have(monkeypatch):
     by_take = lambda x, order, K, **_: x[order.order_R // K]  # noqa: E731
     assert broken(lowered_mixture(dispatched=by_take).compile().as_text()).keys() == {"scattered_sums"}
     (told,) = broken(lowered_mixture(grouped="ragged").compile().as_text()).items()
-    assert told == ("dense_experts", "multiplies 16 times as much as the tokens of all experts need")
+    assert told == ("dense_experts", "multiplies 10.7 times as much as a whole layer needs forward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 2, 1)], ids=str)
+def test_the_step_of_a_mixture_breaks_no_rule(sizes):
+    """On one device, and with experts over two of four."""
+    shape = moe.Config(vocabulary=512, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
+    shape = dataclasses.replace(shape, expert_mlp=32, aux_loss=1e-2, bias_rate=1e-3)
+    mesh = dict(zip(AXES, sizes, strict=True))
+    text = tiny.make((sizes[0], sizes[1], sizes[3], sizes[2]), of=shape, loop="scan").compiled.as_text()
+    flops = facts.facts(shape, "float32").matmul_flops_per_token / shape.layers
+    how = {"mesh": mesh, "train": {"rows": tiny.ROWS, "microbatches": 1}}
+    for rule in (*EXPERTS_RULES, "collectives", "loops", "not_donated", "attention_again"):
+        assert not findings(text, rule, flops=flops, **how, data={"sequence": tiny.SEQUENCE}), rule
 
 
 @pytest.mark.compiles_for("cuda")
