@@ -29,9 +29,8 @@ class KernelsConfig:
     rms_norm: norms between the blocks and of queries and keys, these with their rotation. `triton` is for
     one device.
     grouped_matmul: of the experts' tokens with their matrices, and the gradients of these.
-    routing: the choice of experts, the sort of tokens by expert, and the way there and back. `triton` is for
-    one device.
-    weighted_swiglu: the experts' activation, with the router's weight. `triton` is for one device.
+    routing: the choice of experts, the sort of tokens by expert, and the way there and back.
+    weighted_swiglu: the experts' activation, with the router's weight.
     """
 
     attention: Literal["auto", *ATTENTION.names] = "auto"

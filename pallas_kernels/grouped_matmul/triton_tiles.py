@@ -1,7 +1,8 @@
 """How the Triton kernels cut a grouped matmul into tiles.
 
-What was measured decides, where it is at hand: `TABLE`, by scripts/bench/tune_grouped_matmul.py. Elsewhere
-`choose` takes the largest tiles that the accumulator's registers and the shared memory of such a GPU hold.
+What was measured decides, where it is at hand: `TABLE`, by scripts/bench/tune_grouped_matmul.py. Of several
+numbers of rows that were, that with the nearest mean of a group counts, within a factor of four. Elsewhere
+`choose` takes the largest tiles that registers and shared memory of such a GPU hold; none is measured.
 """
 
 import dataclasses
@@ -12,7 +13,11 @@ from pathlib import Path
 
 TABLE_FILE = Path(__file__).with_name("triton_table.json")
 TABLE: dict[str, dict[str, dict]] = json.loads(TABLE_FILE.read_text())
-"""{device kind: {key of a Problem: {"tile": the fields of a Tile, "microseconds": of a call}}}"""
+"""{device kind: {key of a Problem: {"tile": the fields of a Tile, "microseconds": of a call without a pause
+and in bursts, "plain_microseconds": of XLA's dense product of as many FLOPs in the same run}}}"""
+
+NEAR = 4.0
+"""How many times more or fewer rows a group may have than where a tile was measured."""
 
 SMALLEST = 16  # of each dim of a matrix unit's product, in Triton
 
@@ -70,7 +75,11 @@ class Problem:
     @property
     def key(self) -> str:
         """What the table has it under."""
-        return f"{self.operation}/{self.mean}x{self.columns}x{self.results}/{self.dtype}"
+        return self.key_of(self.mean)
+
+    def key_of(self, mean: int) -> str:
+        """Returns the key of the same with so many rows in a group."""
+        return f"{self.operation}/{mean}x{self.columns}x{self.results}/{self.dtype}"
 
     @property
     def flops(self) -> float:
@@ -87,13 +96,22 @@ class Problem:
 
 def choose(problem: Problem, device_kind: str | None, capability: tuple[int, int] | None) -> Tile:
     """Returns the tile of a problem. capability: NVIDIA's compute capability, or None of another maker."""
-    if (entry := TABLE.get(device_kind or "", {}).get(problem.key)) is not None:
+    if (entry := measured(problem, device_kind)) is not None:
         return Tile(**entry["tile"])
     if capability is None:
         return _cut(AMD, problem)
     if (9, 0) <= capability < (12, 0):
         return _cut(HOPPER, problem)
     return _cut(AMPERE_OUTER if problem.operation == "outer" else AMPERE, problem)
+
+
+def measured(problem: Problem, device_kind: str | None) -> dict | None:
+    """Returns the table's entry of a problem, or of the nearest with other rows of a group; None without."""
+    entries = TABLE.get(device_kind or "", {})
+    for factor in (1.0, 2.0, 0.5, NEAR, 1 / NEAR):
+        if (entry := entries.get(problem.key_of(int(problem.mean * factor)))) is not None:
+            return entry
+    return None
 
 
 def _cut(tile: Tile, problem: Problem) -> Tile:
@@ -107,10 +125,13 @@ def _cut(tile: Tile, problem: Problem) -> Tile:
 def candidates(problem: Problem, shared_bytes: int) -> list[Tile]:
     """Returns the tiles to measure. shared_bytes: that a program may have."""
     itemsize = 4 if problem.dtype == "float32" else 2
-    sizes = ((128, 256, 8), (256, 128, 8), (128, 128, 8), (128, 128, 4), (64, 256, 4), (64, 128, 4))
-    bands = (1,) if problem.operation == "outer" else (4, 8, 16)
-    every = (
-        Tile(m, n, k, warps, stages, band)
-        for (m, n, warps), k, stages, band in itertools.product(sizes, (64, 32, 128), (3, 4, 5), bands)
-    )
-    return [tile for tile in every if tile.shared_bytes(itemsize) <= shared_bytes]
+    sizes = ((128, 256, 8), (256, 128, 8), (128, 128, 8), (128, 128, 4), (64, 256, 4))
+    every = itertools.product(sizes, ((64, 3), (64, 4), (32, 4), (32, 5), (128, 2)))
+    tiles = (Tile(m, n, k, warps, stages) for (m, n, warps), (k, stages) in every)
+    return [tile for tile in tiles if tile.shared_bytes(itemsize) <= shared_bytes]
+
+
+def in_other_bands(problem: Problem, tile: Tile) -> list[Tile]:
+    """Returns the tile in the other orders that are to be measured."""
+    bands = () if problem.operation == "outer" else (1, 4, 16)
+    return [dataclasses.replace(tile, band=band) for band in bands]

@@ -27,7 +27,6 @@ from pallas_kernels.varying import vary_alike
 
 __all__ = [
     "OPERATION",
-    "PARTITIONED",
     "SCORES",
     "Order",
     "Routing",
@@ -48,9 +47,6 @@ OPERATION = Operation(
     },
     triton_before_xla,
 )
-
-PARTITIONED = "xla"
-"""What XLA's partitioner can split: the one for tokens that lie on a mesh of several devices."""
 
 
 class Routing(NamedTuple):
@@ -105,8 +101,7 @@ def route(
       scale: what weights are multiplied by, last.
       groups, top_groups: experts lie in so many groups of equal size, and are chosen from these of them whose
         best two have the largest sum of score + bias.
-      implementation: one of `OPERATION.names`; None takes the first that can run. For arrays on a mesh of
-        several devices, outside a shard_map, name `PARTITIONED`.
+      implementation: one of `OPERATION.names`; None takes the first that can run.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:

@@ -19,7 +19,6 @@ def route(
     tokens,
     ids,
     weights,
-    scores,
     E: tl.constexpr,
     K: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -34,7 +33,7 @@ def route(
 ):
     """One block of tokens. Grid: tokens / BN, rounded up.
 
-    logits, scores [N, E]; valid [N] int8; bias [E]; ids, weights [N, K]. SIGMOID, or a softmax; OF_CHOSEN:
+    logits [N, E]; valid [N] int8; bias [E]; ids, weights [N, K]. SIGMOID, or a softmax; OF_CHOSEN:
     the choice is among logits, and weights are the softmax of those chosen.
     """
     token_N = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -49,7 +48,6 @@ def route(
         inside_NE = tl.where((expert_E < E)[None, :], logit_NE, LOWEST)
         power_NE = tl.exp(inside_NE - tl.max(inside_NE, axis=1)[:, None])
         score_NE = power_NE / tl.sum(power_NE, axis=1)[:, None]
-    tl.store(scores + at_NE, tl.where(valid_N[:, None], score_NE, 0.0), mask=exists_NE)
     of_what_NE = logit_NE if OF_CHOSEN else score_NE
     choice_NE = of_what_NE + tl.load(bias + expert_E, mask=expert_E < E, other=0.0)[None, :]
     choice_NE = tl.where((expert_E < E)[None, :], choice_NE, LOWEST)

@@ -1,6 +1,7 @@
 """The contract of grouped matmuls: values and gradients of each group, odd counts, rows without a group, and
 what each form takes and refuses."""
 
+import dataclasses
 import functools
 import logging
 
@@ -247,6 +248,13 @@ def test_measured_tiles_come_first(monkeypatch):
     monkeypatch.setattr(triton_tiles, "TABLE", table)
     assert triton_tiles.choose(problem, "NVIDIA H200", (9, 0)) == tile
     assert triton_tiles.choose(problem, "NVIDIA H100", (9, 0)) == triton_tiles.HOPPER
+    for rows, near in ((1 << 18, True), (1 << 15, True), (1 << 20, False)):
+        other = dataclasses.replace(problem, rows=rows)
+        assert (triton_tiles.choose(other, "NVIDIA H200", (9, 0)) == tile) is near
+    assert all(
+        vars(tile) | {"band": other.band} == vars(other)
+        for other in triton_tiles.in_other_bands(problem, tile)
+    )
 
 
 def test_the_table_that_is_shipped_can_be_read():

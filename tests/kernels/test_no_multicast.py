@@ -25,6 +25,8 @@ from pallas_kernels.grouped_matmul.shapes import GPU as GROUPED
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.shapes import GPU as LINEAR_CROSS_ENTROPY
 from pallas_kernels.rms_norm import rms_norm_residual, rms_norm_rotary
+from pallas_kernels.routing import combine, dispatch, dispatch_weights, route, sort_assignments
+from pallas_kernels.weighted_swiglu import weighted_swiglu
 
 FORBIDDEN = ("multimem", "symmetric_memory_parameters")
 
@@ -63,7 +65,10 @@ def test_attention(name, implementation, devices):
     assert not [word for word in FORBIDDEN if word in text]
 
 
-TRITON = ("attention", "linear_cross_entropy", "adamw_8bit", "rms_norm")
+TRITON = (
+    *("attention", "linear_cross_entropy", "adamw_8bit", "rms_norm"),
+    *("grouped_matmul", "routing", "weighted_swiglu"),
+)
 
 
 @pytest.mark.parametrize("operation", TRITON)
@@ -225,7 +230,28 @@ def test_portable_forms_lower_for(platform):
         both = *rms_norm_residual(x, scale, **how), rms_norm_rotary(x, scale, angle, angle, **how)
         return sum(jnp.sum(each.astype(jnp.float32)) for each in both)
 
+    experts = GROUPED["qwen3_30b_up"]
+    x, w, logits = (
+        jax.ShapeDtypeStruct(dims, dtype)
+        for dims, dtype in (
+            ((experts.rows // 8, experts.columns), jnp.bfloat16),
+            ((experts.groups, experts.columns, experts.results), jnp.bfloat16),
+            ((experts.rows // 8, experts.groups), jnp.float32),
+        )
+    )
+
+    def mixture(x, w, logits):
+        how = {"implementation": "xla"}
+        valid = jnp.ones(len(x), bool)
+        routed = route(logits, valid, top_k=8, score="softmax", normalise=True, **how)
+        order = sort_assignments(routed.ids_NK, len(w), **how)
+        rows = grouped_matmul(dispatch(x, order, 8, **how), w, order.sizes_E, **how)
+        rows = rows.reshape(len(rows), 2, -1)
+        rows = weighted_swiglu(rows, dispatch_weights(routed.weights_NK, order), **how)
+        return jnp.sum(combine(rows, order, len(x), **how).astype(jnp.float32))
+
     for function, arguments in (
+        (jax.grad(mixture, (0, 1, 2)), (x, w, logits)),
         (jax.grad(attend, (0, 1, 2)), (q, k, k, ids)),
         (jax.grad(lambda *a: linear_cross_entropy(*a, implementation="xla")[0], (0, 1)), loss_arguments),
         (adamw, (moments,)),

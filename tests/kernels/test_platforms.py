@@ -14,8 +14,12 @@ from pallas_kernels import dispatch
 from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.attention import attention, cudnn_packed, find_segments
 from pallas_kernels.collective_matmul import all_gather_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.rms_norm import rms_norm, rms_norm_residual, rms_norm_rotary
+from pallas_kernels.routing import combine, route, sort_assignments
+from pallas_kernels.routing import dispatch as dispatch_tokens
+from pallas_kernels.weighted_swiglu import weighted_swiglu
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -53,6 +57,28 @@ def run_rms_norm_rotary(platform):
     return rms_norm_rotary(x, jnp.ones((64,)), angle, angle, epsilon=1e-5, platform=platform)
 
 
+def run_grouped_matmul(platform):
+    x, w, sizes = jnp.zeros((512, 128), bf16), jnp.zeros((4, 128, 256), bf16), jnp.full(4, 128, jnp.int32)
+    return grouped_matmul(x, w, sizes, platform=platform)
+
+
+def run_grouped_outer(platform):
+    x, y, sizes = jnp.zeros((512, 128), bf16), jnp.zeros((512, 256), bf16), jnp.full(4, 128, jnp.int32)
+    return grouped_outer(x, y, sizes, platform=platform)
+
+
+def run_routing(platform):
+    how = {"platform": platform}
+    logits, valid, x = jnp.zeros((64, 8)), jnp.ones(64, bool), jnp.zeros((64, 128), bf16)
+    routed = route(logits, valid, top_k=2, score="softmax", normalise=True, **how)
+    order = sort_assignments(routed.ids_NK, 8, **how)
+    return combine(dispatch_tokens(x, order, 2, **how), order, 64, **how)
+
+
+def run_weighted_swiglu(platform):
+    return weighted_swiglu(jnp.zeros((64, 2, 128), bf16), jnp.ones(64), platform=platform)
+
+
 def run_collective_matmul(platform, rows=512, columns=512, implementation=None):
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
     specs = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
@@ -65,6 +91,7 @@ def run_collective_matmul(platform, rows=512, columns=512, implementation=None):
     return function(jnp.zeros((rows, 256), bf16), jnp.zeros((256, columns), bf16))
 
 
+ROUTING = "route", "sort_assignments", "dispatch", "combine"
 RUNS = {
     "attention": run_attention,
     "linear_cross_entropy": run_linear_cross_entropy,
@@ -72,8 +99,14 @@ RUNS = {
     "rms_norm": run_rms_norm,
     "rms_norm_residual": run_rms_norm_residual,
     "rms_norm_rotary": run_rms_norm_rotary,
+    "grouped_matmul": run_grouped_matmul,
+    "grouped_outer": run_grouped_outer,
+    **dict.fromkeys(ROUTING, run_routing),
+    "weighted_swiglu": run_weighted_swiglu,
     "all_gather_matmul": run_collective_matmul,
 }
+TRITON = "attention", "linear_cross_entropy", "adamw_8bit", "rms_norm"
+TRITON += "grouped_matmul", "routing", "weighted_swiglu"
 HOPPER, AMPERE, AMD = (9, 0), (8, 0), None  # what a process with a GPU finds of NVIDIA's
 WHERE = {"cpu": ("cpu", None), "hopper": ("gpu", HOPPER), "ampere": ("gpu", AMPERE), "amd": ("gpu", AMD)}
 WHERE["tpu"] = "tpu", None
@@ -84,6 +117,13 @@ CHOICE = {
     **dict.fromkeys(
         ("rms_norm", "rms_norm_residual", "rms_norm_rotary"),
         dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton"},
+    ),
+    **dict.fromkeys(
+        (*ROUTING, "weighted_swiglu"), dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton"}
+    ),
+    **dict.fromkeys(
+        ("grouped_matmul", "grouped_outer"),
+        dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton", "tpu": "ragged"},
     ),
     "all_gather_matmul": dict.fromkeys(WHERE, "reference") | {"tpu": "ring"},
 }
@@ -98,7 +138,7 @@ def test_what_runs_where_nothing_is_named(operation, where, monkeypatch, caplog)
     def triton_call(*operands, out_shape, **how):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
 
-    for name in ("attention", "linear_cross_entropy", "adamw_8bit", "rms_norm"):
+    for name in TRITON:
         module = importlib.import_module(f"pallas_kernels.{name}.triton")
         loaded = types.SimpleNamespace(triton_call=triton_call), mock.MagicMock()
         monkeypatch.setattr(module, "load_triton", lambda package, loaded=loaded: loaded)

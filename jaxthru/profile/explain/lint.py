@@ -2,14 +2,14 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxthru.models.scopes import EXCHANGES
+from jaxthru.models.scopes import COMBINE, DISPATCH, EXCHANGES, EXPERTS, ROUTER
 from jaxthru.profile.account.attribution import Work
 from jaxthru.profile.account.build import Accounted
 from jaxthru.profile.account.ledger import Lint
-from jaxthru.profile.read.hlo import Instruction, Module, size, within
+from jaxthru.profile.read.hlo import CONTROL, Instruction, Module, size, within
 from jaxthru.runtime.mesh import AXES
 from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES
 
@@ -20,10 +20,14 @@ MOST = 10
 """Findings of a rule: those that cost the most."""
 
 
+RULES: tuple[Callable[[Work, Accounted], "Found"], ...]
+"""All of them, at the end of this file."""
+
+
 def lint(made: Accounted) -> tuple[Lint, ...]:
     """Returns the findings in a profile's programs, rule by rule, the dearest first."""
     found: list[Lint] = []
-    for rule in (copies, float32_matmuls, collectives, loops, not_donated, attention_again):
+    for rule in RULES:
         of = []
         for work in made.program.all():
             if told := rule(work, made):
@@ -130,9 +134,10 @@ def _of_tokens(instruction: Instruction, config: Mapping[str, Any]) -> bool:
 
 def loops(work: Work, made: Accounted) -> Found:
     """Loops whose length the compiler does not know: it cannot overlap their rounds, and FLOPs within are
-    counted once."""
+    counted once. That over blocks of experts' rows is meant: the router decides how many there are."""
     unknown = work.instruction.opcode == "while" and work.instruction.trip_count is None
-    return (float(work.bytes), "a loop of unknown length") if unknown else None
+    meant = within(work.op_name, EXPERTS)
+    return (float(work.bytes), "a loop of unknown length") if unknown and not meant else None
 
 
 def not_donated(work: Work, made: Accounted) -> Found:
@@ -155,6 +160,61 @@ def attention_again(work: Work, made: Accounted) -> Found:
         return None
     text = f"attention's forward pass is computed again: {work.flops * work.runs:.3g} FLOPs a step"
     return float(work.bytes * work.runs), text
+
+
+def dense_experts(work: Work, made: Accounted) -> Found:
+    """Products of all tokens with all experts, of which the most part is thrown away: what XLA makes of a
+    ragged dot off a TPU. No product of theirs has the FLOPs that a whole layer's forward pass needs."""
+    if not work.flops or not within(work.op_name, EXPERTS):
+        return None
+    mesh, train, model = made.config["mesh"], made.config["train"], made.ledger.model
+    tokens = train["rows"] // train["microbatches"] * made.config["data"]["sequence"]
+    # Each of those that share experts may be asked for all tokens of all of them.
+    of_device = tokens * mesh.get("expert", 1) / math.prod(mesh.values())
+    needed = of_device * model.matmul_flops_per_token / model.layers / 3  # backward is two of three parts
+    if work.flops <= needed:
+        return None
+    text = f"multiplies {work.flops / needed:.1f} times as much as a whole layer needs forward"
+    return float(work.bytes * work.runs), text
+
+
+def sorted_scores(work: Work, made: Accounted) -> Found:
+    """Sorts of [tokens, experts], where the few best experts of a token are found by comparisons. The sort of
+    assignments by expert, which has one dim, is not meant."""
+    meant = any(within(work.op_name, scope) for scope in (ROUTER, DISPATCH))
+    if not meant or work.instruction.opcode in CONTROL:
+        return None
+    module = made.program.modules[work.module]
+    for one, _ in module.inner(work.instruction):
+        sorts = one.opcode in ("sort", "topk") or re.search("topk|sort", one.target, re.IGNORECASE)
+        sizes = (sum(size > 1 for size in dims) for _, dims in module.operand_shapes(one))
+        if sorts and max(sizes, default=0) > 1:
+            return float(work.bytes * work.runs), f"sorts [tokens, experts]: {_shown(one)}"
+    return None
+
+
+def scattered_sums(work: Work, made: Accounted) -> Found:
+    """Sums of floats by scatter where tokens go to experts and back: in an order that differs from run to run
+    on a GPU, and an addition to memory for each number."""
+    meant = (ROUTER, DISPATCH, EXPERTS, COMBINE)
+    if work.instruction.opcode in CONTROL or not any(within(work.op_name, scope) for scope in meant):
+        return None
+    module = made.program.modules[work.module]
+    for one, _ in module.inner(work.instruction):
+        floats = [shape for shape in one.shapes if shape[0].startswith(("f", "bf"))]
+        added = one.opcode == "scatter" and any(
+            inner.opcode == "add" for inner, _ in module.inner(one) if inner is not one
+        )
+        # A CPU's compiler makes a loop of it, which keeps its name.
+        if floats and (added or one.op_name.endswith(("scatter-add", "scatter_add"))):
+            return float(work.bytes * work.runs), f"adds by scatter: {_shown(one)}"
+    return None
+
+
+RULES = (
+    *(copies, float32_matmuls, collectives, loops, not_donated, attention_again),
+    *(dense_experts, sorted_scores, scattered_sums),
+)
 
 
 def _shown(instruction: Instruction) -> str:

@@ -4,7 +4,7 @@
 
 OPERATION is a file of measure/kernels/, which says what is timed and what is expected; shapes are those of
 the operation's own shapes.py. Contenders take turns, A-B-C-A-B-C, and medians count; beside each stands how
-far its results are from those of one of them. --tiles has Triton's kernels contend in other tiles too.
+far its results are from those of one of them. --tiles has kernels contend in other tiles too.
 """
 
 import argparse
@@ -31,8 +31,11 @@ def main() -> int:
     pace, groups = operation.PACE, operation.GROUPS
     shapes = (*groups, *operation.SHAPES)
     parser = turns.parser(operation.__doc__.splitlines()[0], shapes, operation.SHAPE, pace.warmup, pace.timed)
-    parser.add_argument("--tiles", action="store_true", help="time other tiles of Triton's kernels too")
+    parser.add_argument("--tiles", action="store_true", help="time other tiles of kernels too")
+    parser.add_argument("--table", type=Path, help="tiles of Hopper's grouped matmuls, for the tree's table")
     options = parser.parse_args(words)
+    if options.table:
+        operation.use_table(options.table)
     harness.keep_stdout()
     xla.configure()
     contenders, clocks, about = {}, {}, {}

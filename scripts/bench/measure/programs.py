@@ -49,7 +49,7 @@ def program(run: Callable, operands, calls: int = IN_A_ROW):
 
 WORK = re.compile(
     r" (dot|all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\("
-    r'|custom_call_target="([^"]*(?:gemm|matmul|mosaic)[^"]*)"'
+    r'|custom_call_target="([^"]*(?:gemm|matmul|mosaic|triton)[^"]*)"'
 )
 
 

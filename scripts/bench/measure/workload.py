@@ -4,7 +4,10 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import importlib.util
 import statistics
+import sys
+import types
 import unittest.mock
 from collections.abc import Callable
 from types import ModuleType
@@ -20,8 +23,9 @@ Passes = dict[str, Callable]
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """contenders: {name: its passes}. base: whose results the others' should be. rates: (pass, seconds, what
-    `memory_analysis` says) -> more for the record. about: what the record says of the arguments.
+    """contenders: {name: its passes}. base: whose results the others' should be, but for those `unlike` it,
+    which compute something else in as many operations. rates: (pass, seconds, what `memory_analysis` says) ->
+    more for the record. about: what the record says of the arguments.
 
     updates: whether a contender updates its first argument in place; each then has a copy of its own.
     tiles: {name: other constants of `tuned`}, whose passes `tuned_passes` are compiled with them.
@@ -32,6 +36,7 @@ class Workload:
     base: str
     rates: Callable[[str, float, Any], dict] = lambda *_: {}
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unlike: tuple[str, ...] = ()
     updates: bool = False
     tiles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     tuned: ModuleType | None = None
@@ -65,6 +70,18 @@ def apart(found: Any, expected: Any) -> jax.Array:
     return jnp.stack(
         [one(*pair) for pair in zip(*map(jax.tree.leaves, (found, expected)), strict=True)]
     ).max()
+
+
+def import_tokamax() -> tuple[Any, str | None]:
+    """Returns tokamax, or the reason why it cannot be imported."""
+    if importlib.util.find_spec("xprof") is None:  # its own benchmarks want that, nothing here does
+        for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
+            sys.modules[name] = types.ModuleType(name)
+        sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None
+    try:
+        return importlib.import_module("tokamax"), None
+    except ImportError as error:
+        return None, str(error)
 
 
 def programs(work: Workload, tiles: bool) -> tuple[dict[tuple[str, str], Any], dict[str, str]]:
@@ -112,15 +129,14 @@ def measured(work: Workload, pace: Pace, options: argparse.Namespace) -> tuple[d
     if work.updates:
         runs = {key: updating(run, work.arguments[0]) for key, run in compiled.items()}
     last = {name: (name, what) for name, what in runs}
-    results = {name: runs[key](*work.arguments) for name, key in last.items()}
-    expected = results.get(work.base)
-    differ = {
-        name: None if expected is None else float(f"{apart(result, expected):.2g}")
-        for name, result in results.items()
-    }
-    del results, expected
+    expected = runs[last[work.base]](*work.arguments) if work.base in last else None
+    differ = {name: None for name in last if name not in work.unlike}
+    for name in differ if expected is not None else ():  # one after another: results may be large
+        found = expected if name == work.base else runs[last[name]](*work.arguments)
+        differ[name] = float(f"{apart(found, expected):.2g}")
+    del expected
     times, clocks = turns.compare(runs, work.arguments, options, turn_seconds=pace.turn, calls=pace.calls)
-    told = {name: {f"apart_from_{work.base}": differ[name]} for name in last}
+    told = {name: {f"apart_from_{work.base}": differ[name]} if name in differ else {} for name in last}
     for (name, what), program in compiled.items():
         seconds, memory = times[name, what], program.memory_analysis()
         line = turns.told(seconds, memory, pace.calls)

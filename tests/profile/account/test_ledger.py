@@ -288,12 +288,11 @@ def rows(title: str, following: str) -> dict[str, tuple[str, ...]]:
 def test_the_page_explains_each_line_and_part_of_a_ledger():
     fields = {field.name for field in dataclasses.fields(ledger.Ledger)}
     parts = {f"{name}_seconds" for name in breakdown.MATMUL_PARTS}
-    rules = (lint.copies, lint.float32_matmuls, lint.collectives, lint.loops, lint.not_donated)
     tables = {
         ("Lines", "matmul"): set(ledger.LINES),
         ("matmul", "How it is measured"): parts,
         ("Memory", "Lint"): {*buffers.CATEGORIES, "fragmentation", "beside"},
-        ("Lint", "The rest of the file"): {rule.__name__ for rule in (*rules, lint.attention_again)},
+        ("Lint", "The rest of the file"): {rule.__name__ for rule in lint.RULES},
         ("The rest of the file", ""): fields - {"lines", "matmul", "memory", "lint"},
     }
     for (title, following), named in tables.items():

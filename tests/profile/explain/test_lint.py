@@ -9,10 +9,16 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from jaxthru.models import facts, family
+from jaxthru.models import facts, family, moe
+from jaxthru.models.scopes import COMBINE, DISPATCH, EXPERTS, ROUTER
 from jaxthru.profile.account.attribution import Attribution
 from jaxthru.profile.explain.lint import lint
 from jaxthru.profile.read import hlo
+from jaxthru.runtime import aot
+from jaxthru.runtime.mesh import AXES
+from pallas_kernels.grouped_matmul import grouped_matmul, ragged
+from pallas_kernels.routing import combine, dispatch, dispatch_weights, route, sort_assignments
+from pallas_kernels.weighted_swiglu import weighted_swiglu
 
 CONFIG = {
     "mesh": {"data": 1, "fsdp": 2, "tensor": 1},
@@ -21,10 +27,10 @@ CONFIG = {
 }
 
 
-def findings(text: str, rule: str, exchanges: dict[str, str] | None = None, **config):
+def findings(text: str, rule: str, exchanges: dict[str, str] | None = None, flops: float = 1e9, **config):
     attribution = Attribution(hlo.modules(text))
     spent = {(work.module, work.instruction.name): 0.5 for work in attribution.all()}
-    model = SimpleNamespace(exchanges=exchanges or {})
+    model = SimpleNamespace(exchanges=exchanges or {}, matmul_flops_per_token=flops, layers=1)
     of = SimpleNamespace(program=attribution, spent=spent, runs={}, config=CONFIG | config)
     found = lint(SimpleNamespace(**vars(of), ledger=SimpleNamespace(model=model)))
     return [entry for entry in found if entry.rule == rule]
@@ -159,3 +165,79 @@ def test_the_step_breaks_no_rule_of_the_mesh():
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     for rule in ("collectives", "loops", "not_donated", "attention_again"):
         assert not findings(text, rule, mesh=mesh), rule
+
+
+MIXTURE = {"experts": 16, "top_k": 4}
+OF_EXPERTS = {"train": {"rows": 2, "microbatches": 1}, "mesh": {"data": 1, "fsdp": 1}}
+EXPERTS_RULES = ("dense_experts", "sorted_scores", "scattered_sums")
+
+
+def mixture(x, logits, gate_up, down, *, routing="xla", grouped="xla", dispatched=dispatch, platform="cpu"):
+    """A layer of experts in the scopes that a model has; implementations by name."""
+    E, K, how = len(gate_up), MIXTURE["top_k"], {"implementation": routing}
+    with jax.named_scope(ROUTER):
+        valid = jnp.ones(len(x), bool)
+        routed = route(logits, valid, top_k=K, score="softmax", normalise=True, **how)
+    with jax.named_scope(DISPATCH):
+        order = sort_assignments(routed.ids_NK, E, **how)
+        rows, weights = dispatched(x, order, K, **how), dispatch_weights(routed.weights_NK, order)
+    with jax.named_scope(EXPERTS):
+        of = {"implementation": grouped, "platform": platform}
+        hidden = grouped_matmul(rows, gate_up.reshape(E, x.shape[1], -1), order.sizes_E, **of)
+        hidden = weighted_swiglu(hidden.reshape(len(rows), 2, -1), weights, implementation="xla")
+        rows = grouped_matmul(hidden, down, order.sizes_E, **of)
+    with jax.named_scope(COMBINE):
+        return jnp.sum(jnp.square(combine(rows, order, len(x), **how)).astype(jnp.float32))
+
+
+def lowered_mixture(dtype=jnp.float32, times: int = 1, platforms=None, **how) -> jax.stages.Lowered:
+    """times: how many times as wide as MIXTURE says."""
+    N, E, D, M = 2 * CONFIG["data"]["sequence"], MIXTURE["experts"], 32 * times, 24 * times
+    x, *matrices = (array(*dims, dtype=dtype) for dims in ((N, D), (E, D, 2, M), (E, M, D)))
+    gradient = jax.jit(jax.grad(lambda *a: mixture(*a, **how), (0, 1, 2, 3)))
+    return gradient.trace(x, array(N, E), *matrices).lower(lowering_platforms=platforms)
+
+
+def broken(text: str, times: int = 1) -> dict[str, str]:
+    """Returns the rules of experts that a program breaks, with what the first finding of each says."""
+    flops = 6 * MIXTURE["top_k"] * 3 * (32 * times) * (24 * times)  # of a token, in three passes
+    found = {rule: findings(text, rule, flops=flops, **OF_EXPERTS) for rule in EXPERTS_RULES}
+    return {rule: entries[0].text for rule, entries in found.items() if entries}
+
+
+def test_a_layer_of_experts_breaks_no_rule():
+    assert not broken(lowered_mixture().compile().as_text())
+
+
+def test_what_a_layer_of_experts_is_not_to_have(monkeypatch):
+    """A top-k of all scores; a ragged dot off a TPU; a gradient of rows that is left to JAX."""
+    monkeypatch.setattr(ragged, "require_tpu", lambda platform: None)
+    assert "sorted_scores" in broken(lowered_mixture(routing="reference").compile().as_text())
+    by_take = lambda x, order, K, **_: x[order.order_R // K]  # noqa: E731
+    assert broken(lowered_mixture(dispatched=by_take).compile().as_text()).keys() == {"scattered_sums"}
+    (told,) = broken(lowered_mixture(grouped="ragged").compile().as_text()).items()
+    assert told == ("dense_experts", "multiplies 10.7 times as much as a whole layer needs forward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 2, 1)], ids=str)
+def test_the_step_of_a_mixture_breaks_no_rule(sizes):
+    """On one device, and with experts over two of four."""
+    shape = moe.Config(vocabulary=512, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
+    shape = dataclasses.replace(shape, expert_mlp=32, aux_loss=1e-2, bias_rate=1e-3)
+    mesh = dict(zip(AXES, sizes, strict=True))
+    text = tiny.make((sizes[0], sizes[1], sizes[3], sizes[2]), of=shape, loop="scan").compiled.as_text()
+    flops = facts.facts(shape, "float32").matmul_flops_per_token / shape.layers
+    how = {"mesh": mesh, "train": {"rows": tiny.ROWS, "microbatches": 1}}
+    for rule in (*EXPERTS_RULES, "collectives", "loops", "not_donated", "attention_again"):
+        assert not findings(text, rule, flops=flops, **how, data={"sequence": tiny.SEQUENCE}), rule
+
+
+@pytest.mark.compiles_for("cuda")
+@pytest.mark.parametrize("grouped", ["xla", "mosaic_gpu", "ragged"])
+def test_a_layer_of_experts_compiled_for_a_gpu(grouped, monkeypatch):
+    """XLA has no ragged dot there, and multiplies all rows with all experts' matrices."""
+    monkeypatch.setattr(ragged, "require_tpu", lambda platform: None)
+    how = {"times": 16, "platforms": ("cuda",), "grouped": grouped, "platform": "gpu"}
+    text = aot.compile_for(lowered_mixture(jnp.bfloat16, **how), aot.TARGETS["h200"]).hlo
+    assert broken(text, 16).keys() == ({"dense_experts"} if grouped == "ragged" else set())

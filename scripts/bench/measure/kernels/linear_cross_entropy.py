@@ -19,14 +19,11 @@ without one. fused_xla has the logits' gradient beside the logits: 1.10 GiB.
 """
 
 import functools
-import importlib.util
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure.workload import Pace, Workload
+from measure.workload import Pace, Workload, import_tokamax
 
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.shapes import CPU, GPU, Shape
@@ -59,23 +56,18 @@ def recomputed(hidden_BTD, matrix_DV, targets_BT, weights_BT, chunks: int = 8):
     return jax.lax.scan(lambda total, part: (total + one_chunk(*part), None), jnp.float32(0), parts)[0]
 
 
-def import_tokamax():
+def of_tokamax():
     """Returns tokamax's function, or the reason why there is none."""
-    if importlib.util.find_spec("xprof") is None:  # its own benchmarks want that, nothing here does
-        for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
-            sys.modules[name] = types.ModuleType(name)
-        sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None
-    try:
-        from tokamax import linear_softmax_cross_entropy_loss
-    except ImportError as error:
-        return None, str(error)
+    package, missing = import_tokamax()
+    if package is None:
+        return None, missing
 
     def tokamax(hidden_BTD, matrix_DV, targets_BT, weights_BT):
         del weights_BT  # all equal here, to the mean's
         hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
         matrix_DV = matrix_DV.astype(hidden_ND.dtype)
         how = {"reduction": "mean", "implementation": "chunked_xla"}
-        return linear_softmax_cross_entropy_loss(hidden_ND, targets_BT.reshape(-1), matrix_DV, **how)
+        return package.linear_softmax_cross_entropy_loss(hidden_ND, targets_BT.reshape(-1), matrix_DV, **how)
 
     return tokamax, None
 
@@ -86,7 +78,7 @@ def workload(shape: Shape) -> Workload:
     hidden = normal(draw, (B, T, D), jnp.float32 if on_cpu else jnp.bfloat16)
     matrix = normal(draw, (D, V), jnp.float32) * D**-0.5
     targets = jnp.asarray(draw.integers(0, V, (B, T)), jnp.int32)
-    tokamax, missing = import_tokamax()
+    tokamax, missing = of_tokamax()
     losses = {"fused": fused, "fused_xla": functools.partial(fused, implementation="xla")}
     losses |= {"recomputed": recomputed} | ({"tokamax": tokamax} if tokamax else {})
     # The gradient, and beside it the matrix as it is cast.

@@ -1,0 +1,167 @@
+"""Grouped matmuls of experts, each a call of its own: products, their gradients, sums into a buffer.
+
+`qwen3_30b` is Qwen3-30B-A3B's at 16,384 tokens, 131,072 rows of 128 groups, whose sizes are multinomial: `up`
+2,048 → 1,536 and `down` 768 → 2,048. `product` is forward, `turned` the gradient of the rows, `sum` that of
+the matrices, `into` the same added to a float32 buffer. `dense` is one matmul of as many FLOPs: rows times
+one matrix, or one sum over all rows. `tokamax` is its ragged dot, of its kernels for Hopper, where that
+imports; its sums and turned products are its own gradients. --tiles has Hopper's kernel contend in other
+tiles too; of the record, measure/experts_tiles.py makes the table that `auto` follows.
+
+Predicted on an H200, TFLOP/s, where `dense` has 690 (`mosaic_gpu`: as its file counts; `triton`: pointers and
+no ring, which others find at 470 to 560; `tokamax`: its own tables on an H100, with the H200's memory):
+                    dense   mosaic_gpu   triton   tokamax
+  up_product          690          645      500       430
+  up_turned           690          640      490       430
+  up_sum              690          625      480       120
+  up_into             690          600      450       120
+  down_product        680          615      470       330
+  down_turned         690          640      490       350
+  down_sum            690          625      480       120
+  down_into           690          580      440       120
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from measure.workload import Pace, Workload, import_tokamax, on
+
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
+from pallas_kernels.grouped_matmul.shapes import CPU, GPU, Shape
+
+CALLS = ("product", "turned", "sum", "into")
+
+
+class Case(NamedTuple):
+    """A call of a shape's product, or of what its gradients are made of."""
+
+    of: Shape
+    call: str
+
+
+def cases(name: str, of: Shape) -> dict[str, Case]:
+    return {f"{name}_{call}": Case(of, call) for call in CALLS}
+
+
+SHAPES = cases("up", GPU["qwen3_30b_up"]) | cases("down", GPU["qwen3_30b_down"])
+GROUPS, SHAPE = {"qwen3_30b": tuple(SHAPES)}, "qwen3_30b"
+SHAPES |= cases("cpu", CPU["drawn"])
+GROUPS["tiny"] = tuple(name for name in SHAPES if name.startswith("cpu_"))
+PACE = Pace(warmup=2.0, timed=2.0, turn=0.2, calls=10)
+
+
+def call(case: Case, implementation: str):
+    """Returns the function of (x, w, dy, sizes, into) that an implementation is timed with."""
+    how = {"implementation": implementation}
+    return {
+        "product": lambda x, w, dy, sizes, into: grouped_matmul(x, w, sizes, **how),
+        "turned": lambda x, w, dy, sizes, into: grouped_matmul(dy, w, sizes, transposed=True, **how),
+        "sum": lambda x, w, dy, sizes, into: grouped_outer(x, dy, sizes, **how),
+        "into": lambda x, w, dy, sizes, into: grouped_outer(x, dy, sizes, into, **how),
+    }[case.call]
+
+
+def dense(case: Case):
+    """Returns one matmul of as many FLOPs."""
+
+    def dot(a, b, of_a: int, of_b: int, dtype=None):
+        dims = (((of_a,), (of_b,)), ((), ()))
+        return jax.lax.dot_general(a, b, dims, preferred_element_type=dtype or a.dtype)
+
+    return {
+        "product": lambda x, w, dy, sizes, into: dot(x, w[0], 1, 0),
+        "turned": lambda x, w, dy, sizes, into: dot(dy, w[0], 1, 1),
+        "sum": lambda x, w, dy, sizes, into: dot(x, dy, 0, 0),
+        "into": lambda x, w, dy, sizes, into: into[0] + dot(x, dy, 0, 0, jnp.float32),
+    }[case.call]
+
+
+def of_tokamax(tokamax, case: Case):
+    """Returns tokamax's call, by its kernels of Mosaic GPU."""
+    ragged = functools.partial(tokamax.ragged_dot, implementation="mosaic")
+
+    def gradients(x, w, dy, sizes):
+        return jax.vjp(lambda x, w: ragged(x, w, sizes), x, w)[1](dy)
+
+    return {
+        "product": lambda x, w, dy, sizes, into: ragged(x, w, sizes),
+        "turned": lambda x, w, dy, sizes, into: gradients(x, w, dy, sizes)[0],
+        "sum": lambda x, w, dy, sizes, into: gradients(x, w, dy, sizes)[1],
+        "into": lambda x, w, dy, sizes, into: into + gradients(x, w, dy, sizes)[1].astype(jnp.float32),
+    }[case.call]
+
+
+def multinomial(of: Shape) -> jax.Array:
+    """Returns the sizes of groups that every row takes one of, all equally likely; no row is left over."""
+    draw = np.random.default_rng(0).multinomial(of.rows, np.full(of.groups, 1 / of.groups))
+    return jnp.asarray(draw, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def arrays(of: Shape, dtype) -> tuple[jax.Array, ...]:
+    """Returns x, w and dy, made on the device."""
+    shapes = (of.rows, of.columns), (of.groups, of.columns, of.results), (of.rows, of.results)
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+
+
+def problem_of(case: Case):
+    """Returns the case as Hopper's table of tiles knows it."""
+    from pallas_kernels.grouped_matmul.hopper_tiles import Problem  # here, for it is of use on a GPU alone
+
+    of, turned = case.of, case.call == "turned"
+    operation = {"product": "matmul", "turned": "matmul_transposed", "sum": "outer", "into": "outer_into"}
+    widths = (of.results, of.columns) if turned else (of.columns, of.results)
+    return Problem(operation[case.call], of.groups, of.rows, *widths)
+
+
+def use_table(file: Path) -> None:
+    """Has Hopper's kernel take its tiles from this file, which experts_tiles.py wrote."""
+    from pallas_kernels.grouped_matmul import hopper_tiles
+
+    hopper_tiles.TABLE = json.loads(file.read_text())
+
+
+def tiles(case: Case) -> dict[str, dict]:
+    """Returns {name: how tiles are chosen}, for each of those that are to be measured."""
+    from pallas_kernels.grouped_matmul.hopper_tiles import candidates
+
+    return {
+        name_of(each): {"choose": lambda *_, each=each: (each, True)} for each in candidates(problem_of(case))
+    }
+
+
+def name_of(tiles) -> str:
+    """Returns what a contender of other tiles is called."""
+    return f"{tiles.m}x{tiles.n}x{tiles.stages} {tiles.minor}{tiles.width} cluster {tiles.cluster}"
+
+
+def workload(case: Case) -> Workload:
+    gpu = jax.default_backend() == "gpu"
+    x, w, dy = arrays(case.of, jnp.bfloat16 if gpu else jnp.float32)
+    into = jnp.ones(w.shape, jnp.float32) if case.call == "into" else None
+    names = on(gpu=("mosaic_gpu", "triton"), cpu=("xla", "reference"))
+    functions = {name: call(case, name) for name in names} | {"dense": dense(case)}
+    tokamax, missing = import_tokamax() if gpu else (None, "timed on GPUs alone")
+    if tokamax:
+        functions["tokamax"] = of_tokamax(tokamax, case)
+    flops = 2.0 * case.of.rows * case.of.columns * case.of.results
+    more = {}
+    if gpu:
+        from pallas_kernels.grouped_matmul import mosaic_gpu
+
+        more = {"tiles": tiles(case), "tuned": mosaic_gpu}
+        more["tuned_passes"] = {"call": call(case, "mosaic_gpu")}
+    return Workload(
+        (x, w, dy, multinomial(case.of), into),
+        {name: {"call": function} for name, function in functions.items()},
+        base=names[-1],
+        unlike=("dense",),
+        rates=lambda _, seconds, memory: {"tflops": round(flops / seconds / 1e12, 4 if flops < 1e9 else 1)},
+        about={"sizes": {"rows": case.of.rows, "groups": case.of.groups}, "tokamax_missing": missing},
+        **more,
+    )

@@ -1,0 +1,207 @@
+"""Experts on one GPU: grouped matmuls against dense ones, whole layers, and what PyTorch makes of them."""
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+
+import blocks
+import comparison
+from suites.rows import Bar, Block, Row, Setup, lines_of
+
+OWN = ("mosaic_gpu", "triton", "xla", "reference")
+Rates = dict[str, dict[str, float]]
+"""{shape or call: {contender: TFLOP/s}}."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed(Row):
+    """What measure/kernel.py knows by this name, timed in turns in one process; and the same by PyTorch in
+    another. shapes: a group of the operation's. part: of what the peer prints. seconds: of our block, about.
+    """
+
+    config: str = ""
+    common: str = ""
+    operation: str = ""
+    shapes: str = ""
+    part: str = ""
+    seconds: float = 90.0
+    products, reads, small = (), False, ""
+
+    def wanted(self, done: list[dict]) -> list[Block]:
+        return [Block("ours", 1, self.seconds), Block("torch", 1, 60.0)]
+
+    def check(self, setup: Setup) -> None:
+        """Nothing of it can be set."""
+
+    def program(self, setup: Setup, *more: object) -> list[str]:
+        """Returns the command line of measure/kernel.py."""
+        script = str(blocks.HERE / "measure" / "kernel.py")
+        words = [self.operation, "--shape", "tiny" if setup.tiny else self.shapes, *map(str, more)]
+        if not setup.tiny:
+            return [sys.executable, script, *words]
+        brief = ["--warmup-seconds", "0", "--timed-seconds", "0"]
+        return ["env", "JAX_PLATFORMS=cpu", sys.executable, script, *words, *brief]
+
+    def command(self, name: str, setup: Setup) -> list[str]:
+        if name == "torch":
+            words = ["--part", self.part, *(["--tiny"] if setup.tiny else [])]
+            return [setup.torch_python, "-m", "peers.torch_experts", *words]
+        table = table_of(setup)
+        return self.program(setup, *(["--table", table] if table.exists() else []))
+
+    def of_torch(self, line: dict) -> Rates:
+        """Returns the rates of what the peer printed, {shape: {contender: rate}}."""
+        raise NotImplementedError
+
+    def of_ours(self, line: dict) -> Rates:
+        """Returns the rates of what measure/kernel.py printed."""
+        raise NotImplementedError
+
+    def found(self, setup: Setup, done: list[dict]) -> dict:
+        rates: Rates = {}
+        for name, read in (("ours", self.of_ours), ("torch", self.of_torch)):
+            for line in lines_of(done, name):
+                for shape, of in read(line).items():
+                    rates[shape] = rates.get(shape, {}) | of
+        found = {"rates": rates, "spread": None}
+        for shape, of in rates.items():
+            own = max((of[name] for name in OWN if name in of), default=None)
+            if own is not None:
+                others = {name: rate for name, rate in of.items() if name not in OWN and rate}
+                found |= {shape: own} | {f"{shape} / {name}": own / rate for name, rate in others.items()}
+        return found
+
+    def details(self, found: dict) -> str:
+        rates = found["rates"]
+        names = list(dict.fromkeys(name for of in rates.values() for name in of))
+        lines = [[shape, *(str(of.get(name, "")) for name in names)] for shape, of in rates.items()]
+        return comparison.markdown(("TFLOP/s", *names), lines)
+
+
+def tflops(contenders: dict, *within: str) -> dict[str, float]:
+    """Returns the rates of those that ran. within: keys under which each says it."""
+    found = {}
+    for name, line in contenders.items():
+        for key in within:
+            line = line.get(key) if isinstance(line, dict) else None
+        if isinstance(line, dict) and "tflops" in line:
+            found[name] = line["tflops"]
+    return found
+
+
+class Calls(Timed):
+    """Grouped matmuls, each beside a dense one of as many FLOPs in the same process."""
+
+    def of_ours(self, line):
+        return {shape: tflops(of) for shape, of in line["contenders"].items()}
+
+    def of_torch(self, line):
+        names = {"dense": "torch_dense"}  # of its own process
+        return {
+            shape: {names.get(name, name): rate for name, rate in tflops(of).items()}
+            for shape, of in line["calls"].items()
+        }
+
+
+class Layers(Timed):
+    """Whole layers, forward and backward; `shape_forward` is the forward pass alone."""
+
+    passes = (("", "both"), ("_forward", "forward"))
+
+    def of_ours(self, line):
+        shapes = line["contenders"]
+        return {f"{name}{more}": tflops(shapes[name], key) for name in shapes for more, key in self.passes}
+
+    def of_torch(self, line):
+        found = {}
+        for name, forms in line["layers"].items():
+            for more, key in self.passes:
+                rates = tflops(forms, key)
+                found[name + more] = {"torch": max(rates.values())} if rates else {}
+        return found
+
+
+class TunedTiles(Calls):
+    """Hopper's kernel in other tiles, and the table of the fastest, which the rows after it take."""
+
+    def wanted(self, done):
+        return [Block("ours", 1, self.seconds)]
+
+    def refuses(self, setup):
+        return "its kernels are of NVIDIA GPUs" if setup.tiny else ""
+
+    def command(self, name, setup):
+        folder = setup.kept("tiles")
+        record = folder / "cases.json"
+        times = ["--warmup-seconds", "1", "--timed-seconds", "0.4"]
+        measure = self.program(setup, "--tiles", *times, "--output", record)
+        make = [sys.executable, str(blocks.HERE / "measure" / "experts_tiles.py"), str(record)]
+        typed = f"{shlex.join(measure)} >&2 && {shlex.join([*make, '--table', str(table_of(setup))])}"
+        return ["bash", "-c", f"mkdir -p {shlex.quote(str(folder))} && {typed}"]
+
+    def found(self, setup, done):
+        entries = [of for line in lines_of(done, "ours") for of in line["entries"].values()]
+        table = {key: entry for of in entries for key, entry in of.items()}
+        slower = sum(not entry["faster"] for entry in table.values()) if table else None
+        return {"slower_shapes": slower, "entries": table, "spread": None}
+
+    def details(self, found):
+        lines = []
+        for key, of in found["entries"].items():
+            m, n, cluster = (of["tiles"][name] for name in ("m", "n", "cluster"))
+            lines.append([key, f"{m} × {n}", str(cluster), str(of["microseconds"]), str(of["faster"])])
+        return comparison.markdown(("shape", "tiles", "cluster", "µs", "faster"), lines)
+
+
+def table_of(setup: Setup) -> Path:
+    """Returns the file of the tiles that were found in this run, which may not exist."""
+    return setup.kept("tiles") / "tile_table.json"
+
+
+def over(what: str, other: str, value: float, stretch: float | None = None, of: str = "") -> Bar:
+    return Bar(f"{what} / {other}", value, f"{what}: {{:.2f}} × {of or other}", stretch)
+
+
+DENSE = "cuBLAS's dense product"
+CALLS = (
+    over("up_product", "dense", 0.85, 0.90, DENSE),
+    over("up_product", "tokamax", 1.3),
+    over("up_sum", "dense", 0.85, 0.90, DENSE),
+    over("up_sum", "tokamax", 4.0),
+    *(over(what, "dense", 0.78, of=DENSE) for what in ("down_product", "up_turned", "down_turned")),
+    over("down_sum", "dense", 0.85, 0.90, DENSE),
+)
+LAYERS = (
+    Bar("qwen3_30b", 410.0, "{:.0f} TFLOP/s", 450.0),
+    Bar("wide", 430.0, "wide: {:.0f} TFLOP/s", 510.0),
+)
+ROWS = {
+    "tiles": TunedTiles(
+        "tiles of Hopper's grouped matmuls",
+        bars=(Bar("slower_shapes", 0, "{:.0f} shapes where another way is faster", most=True),),
+        operation="grouped_matmul",
+        shapes="qwen3_30b",
+        seconds=170.0,
+    ),
+    "calls": Calls(
+        "131,072 rows of 128 experts, 2,048 → 1,536 and 768 → 2,048, random counts",
+        bars=CALLS,
+        operation="grouped_matmul",
+        shapes="qwen3_30b",
+        part="calls",
+    ),
+    "layers": Layers(
+        "a whole layer, forward and backward, 32,768 tokens",
+        bars=LAYERS,
+        operation="experts",
+        shapes="all",
+        part="layers",
+    ),
+}
+NOTES = """\
+`calls` beside a dense product of as many FLOPs in the same process, in turns; PyTorch in a process of its
+own, in turns with its own dense product. `sum` is the gradient of the matrices, `turned` that of the rows,
+`into` a sum into a float32 buffer. Where `tiles` has run, its table is what the rows after it take: it lies
+beside its record, and belongs into pallas_kernels/grouped_matmul/.
+"""
