@@ -157,7 +157,7 @@ def names_in_block(model: FamilyConfig) -> dict[tuple[str, ...], str]:
         return {}
     found = {}
     for tensor in family.published(model).tensors(model):
-        if tensor.path[0] == "layers" and tensor.transposed:
+        if tensor.path[0] == "layers" and tensor.transposed and not tensor.part:
             module = tensor.name.removesuffix(".weight")
             found[tensor.path[2:]] = module.rpartition(f".{tensor.path[1]}.")[2]
     return found

@@ -89,6 +89,8 @@ def rows_for_each(top_k: int, own: int) -> int:
 def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_up, down) -> jax.Array:
     layout = ops.layout
     matrices = [ops.kept(ops.gathered(*pair)) for pair in zip((gate_up, down), axes, strict=True)]
+    # The layer before waits for these matrices' gradients: put off, they would keep all rows in memory.
+    x_nD, *matrices = _together(x_nD, *matrices)
     split = layout.spec(axes[0], without=("fsdp",))
     over = tuple(name for name in layout.live_axes if name in jax.tree.leaves(tuple(split)))
     if not over:
@@ -108,7 +110,12 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
             x_GD, ids_GK, weights_GK = map(gather, piece)
             ids_GK = jnp.where((ids_GK >= first) & (ids_GK < first + own), ids_GK - first, own)
         if y_GD is not None:
-            ids_GK, y_GD, x_GD, gate_up, down = _in_turn(ids_GK, y_GD, x_GD, gate_up, down)
+            # The products of a part wait for those of the part before, and on the way back of the one behind:
+            # rows of one part alone are in memory. Collectives wait for nothing here, and run beside them. Of
+            # a part's inputs it is the ids that wait, for what is made of them is kept: were it x, computing
+            # that again would take the part before, too.
+            ids_GK, _ = jax.lax.optimization_barrier((ids_GK, jax.lax.stop_gradient(y_GD)))
+            y_GD, x_GD, gate_up, down = _together(y_GD, x_GD, gate_up, down)
             made_nD.append(_scattered(y_GD, over))
         y_GD = multiplied(x_GD, weights_GK, _order(ops, ids_GK, own), gate_up, down)
     return jnp.concatenate([*made_nD, _scattered(y_GD, over)])
@@ -120,22 +127,13 @@ def _scattered(y_GD: jax.Array, over: tuple[str, ...]) -> jax.Array:
 
 
 @jax.custom_vjp
-def _in_turn(ids_GK: jax.Array, y_GD: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what it is given. What is made of a part's ids waits for y, what the part before gave; and on
-    the way back that one waits for this one's gradients, of x and of the matrices, the others. So rows of one
-    part alone are in memory, while the collectives of all parts, which wait for nothing here, run beside the
-    products.
-
-    It is the ids that wait, for what is made of them is kept: were it x, computing it again would take the
-    part before, too.
-    """
-    ids_GK, _ = jax.lax.optimization_barrier((ids_GK, y_GD))
-    return ids_GK, y_GD, *others
+def _together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what it is given, whose gradients go on together: none of them before the others are made."""
+    return arrays
 
 
-_in_turn.defvjp(
-    lambda *given: (_in_turn(*given), None),
-    lambda _, gradients: (None, *jax.lax.optimization_barrier(gradients[1:])),
+_together.defvjp(
+    lambda *arrays: (arrays, None), lambda _, gradients: tuple(jax.lax.optimization_barrier(gradients))
 )
 
 

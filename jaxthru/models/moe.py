@@ -49,6 +49,8 @@ class Config(llama.Config):
     dense_first: so many first layers have a SwiGLU of width `mlp` and no experts.
     """
 
+    TRAINING = ("aux_loss", "router_z_loss")
+
     qk_norm_together: bool = False
     experts: int = 8
     top_k: int = 2

@@ -19,8 +19,6 @@ TABLE: dict[str, dict[str, dict]] = json.loads(TABLE_FILE.read_text())
 """{device kind: {key of a Problem: {"tiles": the fields of a Tiles, "microseconds": of a call, "others":
 microseconds of the other implementations in the same run, "faster": whether the kernel is}}}"""
 
-ORDERS = ("M", 8), ("M", 16)  # to measure: minor and width of Tiles
-
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
@@ -137,16 +135,15 @@ def predict(problem: Problem, tiles: Tiles, sms: int = SMS) -> float:
 
 def candidates(problem: Problem) -> list[Tiles]:
     """Returns the tiles to measure for a shape: large ones, if any fit, with as many stages as there is room
-    for, alone and in clusters, each in a few orders."""
+    for, the largest in pairs too."""
     fitting = _fitting(problem)
     sizes = [tiles for tiles in fitting if RATES[tiles.m, tiles.n] > 0.9] or fitting
     for tiles in list(sizes):
         with contextlib.suppress(Unsupported):
-            problem.check(pair := dataclasses.replace(tiles, cluster=2))
-            sizes.append(pair)
-    return [
-        dataclasses.replace(tiles, minor=minor, width=width) for tiles in sizes for minor, width in ORDERS
-    ]
+            pair = dataclasses.replace(tiles, cluster=2)
+            problem.check(pair)
+            sizes += [pair] if tiles.m * tiles.n == 128 * 256 else []
+    return sizes
 
 
 def _fitting(problem: Problem) -> list[Tiles]:

@@ -13,7 +13,7 @@ from pallas_kernels.dispatch import Implementation, Operation, triton_before_xla
 from pallas_kernels.varying import vary_alike
 from pallas_kernels.weighted_swiglu import stand_in
 
-__all__ = ["OPERATION", "PARTITIONED", "STAND_IN", "weighted_swiglu"]
+__all__ = ["OPERATION", "STAND_IN", "weighted_swiglu"]
 
 OPERATION = Operation(
     __name__,
@@ -28,9 +28,6 @@ OPERATION = Operation(
 STAND_IN = "stand_in"
 """What takes the place of kernels in a plan without their GPU."""
 
-PARTITIONED = "xla"
-"""What XLA's partitioner can split: the one for rows that lie on a mesh of several devices."""
-
 
 def weighted_swiglu(
     gate_up_R2M: jax.Array,
@@ -41,14 +38,14 @@ def weighted_swiglu(
 ) -> jax.Array:
     """Returns silu(gate) · up · weight of each row, [R, M] of the rows' dtype; the arithmetic is float32.
 
-    Each row depends on itself alone, so that rows which belong to no expert may hold anything. Differentiable
-    in both; the weights' gradient is float32.
+    Arrays are taken as they lie on one device: on a mesh, call it within `jax.shard_map`. Each row depends on
+    itself alone, so that rows which belong to no expert may hold anything. Differentiable in both; the
+    weights' gradient is float32.
 
     Args:
       gate_up_R2M: [R, 2, M], gates and then ups, of a float dtype.
       weights_R: [R] float32; see `routing.dispatch_weights`.
-      implementation: one of `OPERATION.names`; None takes the first that can run. For arrays on a mesh of
-        several devices, outside a shard_map, name `PARTITIONED`.
+      implementation: one of `OPERATION.names`; None takes the first that can run.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:

@@ -1,5 +1,4 @@
-"""Stand-ins for the kernels of the experts' SwiGLU, compiled but never run, to plan memory without their
-GPU."""
+"""Stand-ins for the kernels of the experts' SwiGLU, compiled but never run, to plan memory without a GPU."""
 
 import jax
 import jax.numpy as jnp

@@ -134,9 +134,10 @@ def _of_tokens(instruction: Instruction, config: Mapping[str, Any]) -> bool:
 
 def loops(work: Work, made: Accounted) -> Found:
     """Loops whose length the compiler does not know: it cannot overlap their rounds, and FLOPs within are
-    counted once."""
+    counted once. That over blocks of experts' rows is meant: the router decides how many there are."""
     unknown = work.instruction.opcode == "while" and work.instruction.trip_count is None
-    return (float(work.bytes), "a loop of unknown length") if unknown else None
+    meant = within(work.op_name, EXPERTS)
+    return (float(work.bytes), "a loop of unknown length") if unknown and not meant else None
 
 
 def not_donated(work: Work, made: Accounted) -> Found:

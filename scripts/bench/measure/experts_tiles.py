@@ -24,7 +24,7 @@ OTHERS = ("triton", "xla", "reference")
 
 
 def entry(name: str, found: dict) -> tuple[str, dict] | None:
-    """Returns a shape's key and its entry, None where no tiles ran. found: {contender: what is said of it}."""
+    """Returns a shape's key and its entry, None where no tiles ran. found: {contender: what is said}."""
     problem = grouped_matmul.problem_of(grouped_matmul.SHAPES[name])
     times = {}
     for tiles in hopper_tiles.candidates(problem):

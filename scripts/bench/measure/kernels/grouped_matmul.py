@@ -2,10 +2,10 @@
 
 `qwen3_30b` is Qwen3-30B-A3B's at 16,384 tokens, 131,072 rows of 128 groups, whose sizes are multinomial: `up`
 2,048 → 1,536 and `down` 768 → 2,048. `product` is forward, `turned` the gradient of the rows, `sum` that of
-the matrices, `into` the same added to a float32 buffer. `dense` is one matmul of as many FLOPs: rows times one
-matrix, or one sum over all rows. `tokamax` is its ragged dot, of its kernels for Hopper, where that imports;
-its sums and turned products are its own gradients. --tiles has Hopper's kernel contend in other tiles too; of
-the record, measure/experts_tiles.py makes the table that `auto` follows.
+the matrices, `into` the same added to a float32 buffer. `dense` is one matmul of as many FLOPs: rows times
+one matrix, or one sum over all rows. `tokamax` is its ragged dot, of its kernels for Hopper, where that
+imports; its sums and turned products are its own gradients. --tiles has Hopper's kernel contend in other
+tiles too; of the record, measure/experts_tiles.py makes the table that `auto` follows.
 
 Predicted on an H200, TFLOP/s, where `dense` has 690 (`mosaic_gpu`: as its file counts; `triton`: pointers and
 no ring, which others find at 470 to 560; `tokamax`: its own tables on an H100, with the H200's memory):

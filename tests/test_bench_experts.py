@@ -1,0 +1,149 @@
+"""The bench of experts: what its rows run and find, and the table of tiles that is made of a record."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.grouped_matmul import hopper_tiles
+
+COMMIT = "0" * 40
+
+
+@pytest.fixture
+def suite(bench):
+    return bench("suites.experts")
+
+
+@pytest.fixture
+def setup(bench, tmp_path):
+    return bench("suites.rows").Setup(
+        COMMIT, tmp_path, suite="experts", records=tmp_path, torch_python="torch"
+    )
+
+
+def block(contender, line):
+    return {"contender": contender, "round": 1, "line": line}
+
+
+def test_calls_stand_beside_dense_ones(suite, setup):
+    row = suite.ROWS["calls"]
+    of = {
+        "mosaic_gpu": {"tflops": 600.0},
+        "triton": {"tflops": 500.0},
+        "dense": {"tflops": 690.0},
+        "tokamax": {"failed": "no kernel"},
+        "sizes": {"rows": 1},
+        "tokamax_missing": None,
+    }
+    by_torch = {"torch": {"tflops": 610.0}, "dense": {"tflops": 700.0}}
+    done = [
+        block("ours", {"contenders": {"up_product": of}}),
+        block("torch", {"calls": {"up_product": by_torch, "up_sum": {"failed": "no grouped sum"}}}),
+    ]
+    found = row.found(setup, done)
+    assert found["up_product"] == 600.0 and found["up_product / dense"] == 600 / 690
+    assert found["up_product / torch"] == 600 / 610 and "up_product / tokamax" not in found
+    assert found["rates"]["up_product"]["torch_dense"] == 700.0
+    met = {bar.what: bar.met(found) for bar in row.bars}
+    assert met["up_product / dense"] is True and met["up_product / tokamax"] is None
+    assert "| up_product | 600.0 | 500.0 | 690.0 | 610.0 | 700.0 |" in row.details(found)
+
+
+def test_a_layer_takes_the_faster_form_of_each(suite, setup):
+    row = suite.ROWS["layers"]
+
+    def rate(forward, both):
+        return {"forward": {"tflops": forward}, "both": {"tflops": both}}
+
+    ours = {"qwen3_30b": {"mosaic_gpu": rate(500.0, 450.0), "triton": rate(400.0, 350.0), "sizes": {}}}
+    layers = {"gather": rate(240.0, 210.0), "scatter": {"failed": "…"}}
+    found = row.found(
+        setup, [block("ours", {"contenders": ours}), block("torch", {"layers": {"qwen3_30b": layers}})]
+    )
+    assert found["qwen3_30b"] == 450.0 and found["qwen3_30b_forward"] == 500.0
+    assert found["qwen3_30b / torch"] == 450 / 210
+    assert [bar.met(found) for bar in row.bars] == [True, None]
+
+
+def test_rows_take_the_tiles_that_were_found(suite, setup, bench):
+    command = suite.ROWS["calls"].command("ours", setup)
+    assert command[1:] == [
+        str(bench("blocks").HERE / "measure" / "kernel.py"),
+        "grouped_matmul",
+        "--shape",
+        "qwen3_30b",
+    ]
+    table = suite.table_of(setup)
+    table.parent.mkdir()
+    table.write_text("{}")
+    assert suite.ROWS["layers"].command("ours", setup)[-2:] == ["--table", str(table)]
+    assert suite.ROWS["layers"].command("torch", setup) == [
+        "torch",
+        "-m",
+        "peers.torch_experts",
+        "--part",
+        "layers",
+    ]
+    assert suite.ROWS["tiles"].refuses(setup) == ""
+    shell = suite.ROWS["tiles"].command("ours", setup)[-1]
+    assert "kernel.py grouped_matmul --shape qwen3_30b --tiles" in shell and shell.endswith(
+        f"--table {table}"
+    )
+
+
+def record_of(bench, shape="up_product"):
+    grouped = bench("measure.kernels.grouped_matmul")
+    first, second, third, *_ = hopper_tiles.candidates(grouped.problem_of(grouped.SHAPES[shape]))
+    found = {
+        "triton": {"milliseconds": 1.5, "apart_from_triton": 0.0},
+        "dense": {"milliseconds": 1.1},
+        grouped.name_of(first): {"milliseconds": 1.3, "apart_from_triton": 1e-3},
+        grouped.name_of(second): {"milliseconds": 1.2, "apart_from_triton": 0.3},  # wrong
+        grouped.name_of(third): {"failed": "no room"},
+        "sizes": {"rows": 1},
+    }
+    record = {"benchmark": "grouped_matmul", "shape": "qwen3_30b", "contenders": {shape: found}}
+    return record | {"device": {"kind": "NVIDIA H200", "count": 1}}, first, grouped
+
+
+def test_the_fastest_tiles_that_are_right_make_the_table(bench, monkeypatch, capsys, tmp_path):
+    script = bench("measure.experts_tiles")
+    record, first, grouped = record_of(bench)
+    (tmp_path / "cases.json").write_text(json.dumps(record))
+    table = tmp_path / "tile_table.json"
+    monkeypatch.setattr(
+        sys, "argv", ["experts_tiles.py", str(tmp_path / "cases.json"), "--table", str(table)]
+    )
+    assert script.main() == 0
+    ((key, entry),) = json.loads(table.read_text())["NVIDIA H200"].items()
+    assert hopper_tiles.Tiles(**entry.pop("tiles")) == first
+    assert entry == {"microseconds": 1300.0, "others": {"triton": 1500.0}, "faster": True}
+    assert key == "matmul/128/131072x2048x1536"
+    assert json.loads(capsys.readouterr().out)["entries"] == json.loads(table.read_text())
+    # What was written is what the kernel then follows.
+    monkeypatch.setattr(hopper_tiles, "TABLE", {})
+    grouped.use_table(table)
+    problem = grouped.problem_of(grouped.SHAPES["up_product"])
+    assert hopper_tiles.choose(problem, "NVIDIA H200") == (first, True)
+
+
+@pytest.mark.parametrize(
+    "record, said",
+    [
+        ({"benchmark": "attention"}, "no record of `kernel.py grouped_matmul`"),
+        (
+            {"benchmark": "grouped_matmul", "shape": "qwen3_30b", "contenders": {"up_sum": {"triton": {}}}},
+            "has no tiles that ran; measure it with --tiles",
+        ),
+    ],
+)
+def test_other_records_are_refused(bench, monkeypatch, tmp_path, record, said):
+    script = bench("measure.experts_tiles")
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps(record))
+    monkeypatch.setattr(sys, "argv", ["experts_tiles.py", str(path), "--table", str(tmp_path / "t.json")])
+    with pytest.raises(bench("measure.experts_tiles").InputError, match=said):
+        script.main()
+    assert not Path(tmp_path / "t.json").exists()
