@@ -41,6 +41,9 @@ from pallas_kernels.weighted_swiglu import weighted_swiglu
 AT_ONCE = 2
 """Parts of a layer's tokens that are under way at once: one is multiplied, the other moves."""
 
+ROW_BLOCK = 8
+"""Rows come in so many: TMA, which loads them on Hopper, begins at no others."""
+
 
 def routed(ops: Ops, logits_NE: jax.Array, valid_N: jax.Array, bias_E: jax.Array | None, **how) -> Routing:
     """Returns `pallas_kernels.routing.route` of tokens that are sharded as between blocks; `counts_E` are
@@ -149,6 +152,7 @@ def _shortened(order: Order) -> Order:
     assignments that have none point to."""
     tokens, top_k = order.inverse_NK.shape
     rows = tokens * rows_for_each(top_k, len(order.sizes_E)) + 1
+    rows += -rows % ROW_BLOCK
     if rows >= len(order.order_R):
         return order
     return Order(order.order_R[:rows], jnp.minimum(order.inverse_NK, rows - 1), order.sizes_E)
