@@ -1,8 +1,8 @@
-"""Qwen3 30B-A3B (arXiv:2505.09388) whole on one GPU of 141 GB: exact float32 masters, a third of them on the host.
+"""Qwen3 30B-A3B (arXiv:2505.09388) whole on one GPU of 141 GB, with two thirds of its optimizer on the host.
 
-171 GiB of state: bfloat16 weights and the 16 bits that make them float32, and moments of 8 bits. A step is of
-64k tokens, in four micro-batches that each layer takes one after the other, so that its weights come and its
-gradient is used once: that is what hides the copies.
+171 GiB of state: bfloat16 weights, the 16 bits that make them exact float32, and moments of 8 bits. A step is
+of 64k tokens, in four micro-batches that each layer takes one after the other: its state comes and goes once
+for all of them, which is what hides the copies.
 """
 
 from jaxthru.config import (

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from cases import slow_but_for
 
 from jaxthru.huggingface.config import model_config, read_config, written
 from jaxthru.huggingface.mapping import mapped
@@ -71,8 +72,10 @@ def folder_of(kind: str, path, fused: bool = False):
     return path
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["each", "fused"])
-@pytest.mark.parametrize("kind", SHAPES)
+LAYOUTS = {"each": False, "fused": True}
+
+
+@slow_but_for("qwen3_moe-each", "mixtral-fused", kind={kind: kind for kind in SHAPES}, fused=LAYOUTS)
 def test_a_folder_is_read_expert_by_expert(kind, fused, tmp_path):
     folder = folder_of(kind, tmp_path / "folder", fused)
     names = safetensors.numpy.load_file(folder / "model.safetensors").keys()
@@ -87,6 +90,7 @@ def test_a_folder_is_read_expert_by_expert(kind, fused, tmp_path):
         np.testing.assert_array_equal(found, wanted.astype(np.float32), err_msg=str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"expert": 4, "fsdp": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_each_device_is_handed_its_own_experts(mesh, tmp_path, monkeypatch):
     folder = folder_of("qwen3_moe", tmp_path / "folder")
@@ -108,8 +112,7 @@ def test_each_device_is_handed_its_own_experts(mesh, tmp_path, monkeypatch):
         put.clear()
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["each", "fused"])
-@pytest.mark.parametrize("kind", SHAPES)
+@slow_but_for("mixtral-each", "qwen3_moe-fused", kind={kind: kind for kind in SHAPES}, fused=LAYOUTS)
 def test_what_was_read_is_written_to_the_byte(kind, fused, tmp_path):
     source = folder_of(kind, tmp_path / "folder", fused)
     shape, raw = read_config(source)
