@@ -78,14 +78,14 @@ def test_a_stopped_process_ends_the_others(place, stopped):
     name = f"stopped{stopped}"
     processes = place.start_job(name, 2, **ENDLESS)
     place.wait_for_step(processes[0], name, 25)
-    since = time.monotonic()
     processes[stopped].send_signal(signal.SIGSTOP)
-    (output,) = ended([processes[1 - stopped]], since)
-    processes[stopped].send_signal(signal.SIGCONT)
-    awake = time.monotonic()
-    ended([processes[stopped]], awake)
+    try:
+        processes[1 - stopped].wait(SOON)
+    finally:
+        processes[stopped].send_signal(signal.SIGCONT)
+    outputs = ended(processes, time.monotonic())
     assert [process.returncode for process in processes] == [160, 160]
-    assert said(output).startswith(f"process {stopped} ({HOST}) is lost: ")
+    assert said(outputs[1 - stopped]).startswith(f"process {stopped} ({HOST}) is lost: ")
 
 
 @pytest.mark.parametrize("full", [0, 1])
