@@ -135,3 +135,16 @@ def test_a_stop_is_no_fault(place):
     goes_on(place, "told")
     row = place.metrics("told")[-1]
     assert row["slowest_process"] in (0, 1) and row["slowest_process_seconds"] > 0
+
+
+def test_a_store_that_is_cut_while_it_is_read_is_named(place):
+    """In place of SIGBUS without a word."""
+    process = place.start(
+        "cut", train__steps=100_000, checkpoint__last="false", data__store=place.folder / "cut_store"
+    )
+    place.wait_for_step(process, "cut", 5)
+    (path,) = (place.folder / "cut_store").glob("python_stdlib-*/train-00000.tokens")
+    path.write_bytes(b"")
+    (output,) = ended([process], time.monotonic())
+    assert process.returncode == 2, output
+    assert said(output).startswith(f"{path}: was cut from ") and "prepare again" in said(output)

@@ -26,7 +26,7 @@ from jaxthru.runtime.errors import PeerError, ending, lacking, one_line
 from jaxthru.runtime.exit_codes import CANNOT_GO_ON, PEER_LOST
 
 BEAT_SECONDS = 1.0
-LOST_BEATS = 15
+LOST_BEATS = 18
 """After so many beats of its own without one of a process, a process takes that for lost. What is counted are
 beats and no seconds: a stop of the whole job is no loss."""
 SUSPECTED_BEATS = 4
