@@ -94,7 +94,10 @@ def test_a_process_that_cannot_write_its_shard_ends_all(place, full):
     processes = place.start_job(name, 2, **ENDLESS)
     place.wait_for_step(processes[0], name, 25)
     resource.prlimit(processes[full].pid, resource.RLIMIT_FSIZE, (4096, 4096))
-    while len(list((place.folder / name / "checkpoints").glob("*tmp*"))) == 0:  # the next save
+    saving = place.folder / name / "checkpoints"
+    while (
+        not list(saving.glob("*tmp*")) and processes[full].poll() is None
+    ):  # the next save, or row of metrics
         time.sleep(0.01)
     outputs = ended(processes, time.monotonic())
     assert [process.returncode for process in processes] == [1, 1]
