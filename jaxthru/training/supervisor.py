@@ -29,8 +29,8 @@ from jaxthru.training.rows import last
 log = logging.getLogger("jaxthru")
 
 PATIENCE = 60.0
-"""Seconds that the other processes of a run have to end by themselves, once one has failed. They take 30 to find
-out and to say so."""
+"""Seconds that the other processes of a run have to end by themselves, once one has failed. They take 30 to
+find out and to say so."""
 POLL = 0.05
 LONGEST_PAUSE = 300.0
 SIGNALS = frozenset(128 + number for number in signal.Signals)
