@@ -78,14 +78,14 @@ def test_a_stopped_process_ends_the_others(place, stopped):
     name = f"stopped{stopped}"
     processes = place.start_job(name, 2, **ENDLESS)
     place.wait_for_step(processes[0], name, 25)
-    since = time.monotonic()
     processes[stopped].send_signal(signal.SIGSTOP)
-    (output,) = ended([processes[1 - stopped]], since)
-    processes[stopped].send_signal(signal.SIGCONT)
-    awake = time.monotonic()
-    ended([processes[stopped]], awake)
+    try:
+        processes[1 - stopped].wait(SOON)
+    finally:
+        processes[stopped].send_signal(signal.SIGCONT)
+    outputs = ended(processes, time.monotonic())
     assert [process.returncode for process in processes] == [160, 160]
-    assert said(output).startswith(f"process {stopped} ({HOST}) is lost: ")
+    assert said(outputs[1 - stopped]).startswith(f"process {stopped} ({HOST}) is lost: ")
 
 
 @pytest.mark.parametrize("full", [0, 1])
@@ -94,7 +94,10 @@ def test_a_process_that_cannot_write_its_shard_ends_all(place, full):
     processes = place.start_job(name, 2, **ENDLESS)
     place.wait_for_step(processes[0], name, 25)
     resource.prlimit(processes[full].pid, resource.RLIMIT_FSIZE, (4096, 4096))
-    while len(list((place.folder / name / "checkpoints").glob("*tmp*"))) == 0:  # the next save
+    saving = place.folder / name / "checkpoints"
+    while (
+        not list(saving.glob("*tmp*")) and processes[full].poll() is None
+    ):  # the next save, or row of metrics
         time.sleep(0.01)
     outputs = ended(processes, time.monotonic())
     assert [process.returncode for process in processes] == [1, 1]
@@ -135,3 +138,16 @@ def test_a_stop_is_no_fault(place):
     goes_on(place, "told")
     row = place.metrics("told")[-1]
     assert row["slowest_process"] in (0, 1) and row["slowest_process_seconds"] > 0
+
+
+def test_a_store_that_is_cut_while_it_is_read_is_named(place):
+    """In place of SIGBUS without a word."""
+    process = place.start(
+        "cut", train__steps=100_000, checkpoint__last="false", data__store=place.folder / "cut_store"
+    )
+    place.wait_for_step(process, "cut", 5)
+    (path,) = (place.folder / "cut_store").glob("python_stdlib-*/train-00000.tokens")
+    path.write_bytes(b"")
+    (output,) = ended([process], time.monotonic())
+    assert process.returncode == 2, output
+    assert said(output).startswith(f"{path}: was cut from ") and "prepare again" in said(output)

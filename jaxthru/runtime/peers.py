@@ -1,8 +1,8 @@
 """The other processes of a run: whether they live, and why one ended. What ends one soon ends all, by name.
 
-Each process tells the job's coordinator, which is in process 0, once a second that it lives. Process 0 sees
-who tells it no more. Whoever fails says so there, and the others end with its exit code, although their main
-threads may wait in a collective for what never comes.
+Each process tells the job's coordinator, which is in process 0, every 2 seconds that it lives. Process 0
+sees who tells it no more. Whoever fails says so there, and the others end with its exit code, although their
+main threads may wait in a collective for what never comes.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from jaxthru.runtime.distributed import coordinator_listens, key_value_store, tr
 from jaxthru.runtime.errors import PeerError, ending, lacking, one_line
 from jaxthru.runtime.exit_codes import CANNOT_GO_ON, PEER_LOST
 
-BEAT_SECONDS = 1.0
-LOST_BEATS = 15
+BEAT_SECONDS = 2.0
+LOST_BEATS = 9
 """After so many beats of its own without one of a process, a process takes that for lost. What is counted are
 beats and no seconds: a stop of the whole job is no loss."""
-SUSPECTED_BEATS = 4
+SUSPECTED_BEATS = 2
 """The same, once a collective has failed in some process."""
 GRACE_SECONDS = 2.0
 """How long the main thread has to end by itself, as it may know better why."""

@@ -1,0 +1,134 @@
+"""What the processes of a run hear of each other, over a store that is a dict; for real: test_faults."""
+
+import time
+
+import jax
+import pytest
+
+from jaxthru.runtime import peers
+from jaxthru.runtime.errors import InputError, PeerError, TrainingError
+from jaxthru.runtime.peers import Fault, NoPeers, Peers
+
+
+class Store(dict):
+    """The coordinator's store. gone: it answers no more."""
+
+    gone = False
+
+    def key_value_set(self, key, text, allow_overwrite=False):
+        self.answer()
+        if key in self and not allow_overwrite:
+            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+        self[key] = text
+
+    def key_value_dir_get(self, folder):
+        self.answer()
+        return [(key, text) for key, text in list(self.items()) if key.startswith(folder)]
+
+    def answer(self):
+        if self.gone:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Returns the views that two processes have of each other, and the store."""
+    store = Store()
+    monkeypatch.setattr(peers, "key_value_store", lambda: store)
+    monkeypatch.setattr(peers, "try_get", lambda key: store.answer() or store.get(key))
+    monkeypatch.setattr(peers, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(peers, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(Peers, "_go", lambda self, code: (self._done.set(), self.went.append(code)))
+    monkeypatch.setattr(Peers, "went", None, raising=False)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    made = []
+    for index in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        monkeypatch.setattr(Peers, "_made", 0)
+        made.append(Peers())
+        made[-1].went = []
+    yield *made, store
+    for each in made:
+        each._done.set()
+    time.sleep(0.03)
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_fault_of_one_ends_the_other(pair, capfd):
+    first, second, _ = pair
+    error = TrainingError("checkpoint 3 was not saved: File too large")
+    assert second.failed(error) is error
+    until(lambda: first.went)
+    assert first.went == [1] and not second.went
+    said = capfd.readouterr().err
+    assert said.startswith("jaxthru: process 1 (") and said.endswith(f") {error}\n") and said.count("\n") == 1
+
+
+def test_the_first_fault_counts(pair):
+    first, second, _ = pair
+    second.failed(InputError("no such mix"))
+    first.failed(RuntimeError("later"))
+    assert (first.fault, first.fault.code) == (second.fault, 2)
+
+
+def test_what_nobody_foresaw_is_told_too(pair):
+    first, second, _ = pair
+    second.failed(ZeroDivisionError("division by zero"))
+    until(lambda: first.fault)
+    assert first.fault.why == "failed: ZeroDivisionError: division by zero" and first.fault.code == 1
+
+
+@pytest.mark.parametrize("suspected", [False, True])
+def test_who_gives_no_sign_of_life_is_lost(pair, suspected, monkeypatch):
+    first, second, _ = pair
+    monkeypatch.setattr(peers, "LOST_BEATS", 10_000 if suspected else 30)
+    until(lambda: first.host(1) != "host unknown")
+    second._done.set()
+    if suspected:  # by a collective that has failed: the error is said to be the peer's
+        error = first.failed(jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed"))
+        assert isinstance(error, PeerError) and error.code == 160
+        assert f"process 1 ({first.host(1)}) is lost: it has given no sign of life" in str(error)
+    else:
+        until(lambda: first.went)
+        assert first.went == [160] and first.fault.process == 1
+
+
+def test_who_has_left_is_not_lost(pair, monkeypatch):
+    first, second, _ = pair
+    monkeypatch.setattr(peers, "LOST_BEATS", 3)
+    second.close()
+    time.sleep(0.2)
+    assert first.fault is None
+
+
+def test_a_coordinator_that_answers_no_more_is_lost(pair, monkeypatch):
+    first, second, store = pair
+    monkeypatch.setattr(peers, "LOST_BEATS", 20)
+    until(lambda: second.host(0) != "host unknown")
+    first._done.set()
+    store.gone = True
+    until(lambda: second.went)
+    assert second.went == [160] and second.fault.process == 0
+    assert "its coordinator has not answered" in second.fault.line
+
+
+def test_the_slowest_host_is_named(pair):
+    first, second, _ = pair
+    first.note(0.01)
+    second.note(0.5)
+    until(lambda: None not in first.slowest().values() and first.slowest()["slowest_process"] == 1)
+    assert first.slowest() == dict(zip(peers.SLOWEST_FIELDS, (1, 0.5, 0.01), strict=True))
+    assert NoPeers().slowest() == {} and NoPeers().fault is None
+
+
+def test_a_fault_is_one_line():
+    assert (
+        Fault(1, "b", 1, "x\ny" * 900).line.startswith("process 1 (b) x\\ny")
+        and len(Fault(1, "b", 1, "x" * 9000).line) <= 1000
+    )
