@@ -45,14 +45,17 @@ def _supervise(arguments: argparse.Namespace, command: list[str], prog: str) -> 
 
 
 def _after(code: int, run_dir: Path, tries: int, retry: tuple[int, ...]) -> int:
-    """Says whether a run that has ended is to be started again; returns 0 if so, else its exit code, or 1."""
+    """Says whether a run that has ended is to be started again; returns 0 if so, else its exit code."""
+    require(
+        1 <= code <= 255, f"--after {code}: must be the exit code of a run that has not finished, 1 to 255"
+    )
     failures = Failures(run_dir / COUNTS)
     judged = judge(End(code), run_dir, failures, tries, retry)
     print(f"supervise: {judged.line}", file=sys.stderr, flush=True)
     if judged.again:
         return 0
     failures.forget()
-    return code or 1
+    return code
 
 
 def run_directory(command: list[str]) -> Path:

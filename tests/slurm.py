@@ -61,6 +61,10 @@ def missing() -> str:
 UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
+SETTLES = 5.0
+"""Seconds after which a job that is queued again may start: a node refuses one that it has just killed."""
+
+
 class Cluster:
     """A context manager. folder: a new one, for its files."""
 
@@ -153,11 +157,16 @@ class Cluster:
 
     def until(self, done, seconds: float, job: str = "") -> None:
         """Waits until `done()`; hurries a job meanwhile."""
-        deadline = time.monotonic() + seconds
+        deadline, pending = time.monotonic() + seconds, 0.0
         while not done():
-            assert time.monotonic() < deadline, self.said(job)
+            now = time.monotonic()
+            assert now < deadline, self.said(job)
             if job and self.job(job)["JobState"] == "PENDING":
-                self.hurry(job)
+                pending = pending or now
+                if now - pending > SETTLES:
+                    self.hurry(job)
+            else:
+                pending = 0.0
             time.sleep(0.2)
 
     def said(self, job: str = "") -> str:

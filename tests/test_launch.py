@@ -291,10 +291,16 @@ def test_slurm_requeues_what_a_restart_can_mend(fakes, tmp_path, code, requeued)
     fakes.add("srun", f"sys.exit({code})")
     fakes.add("scontrol")
     words = ["--config", "f", "--run-dir", str(tmp_path / "run")]
-    variables = {"SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "71", "PYTHON": sys.executable}
+    variables = {
+        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_JOB_ID": "71",
+        "PYTHON": sys.executable,
+    }
     calls = fakes.run([str(LAUNCH / "slurm.sh"), *words], code=0 if requeued else code, **variables)
     name, said, seen = calls[0]
     assert name == "srun" and said[-7:] == [sys.executable, "-m", "jaxthru.train", *words]
+    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpu-bind=none"} <= set(said)
     assert seen["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3" and seen["NCCL_NVLS_ENABLE"] == "0"
     assert calls[1:] == ([["scontrol", ["requeue", "71"], calls[1][2]]] if requeued else [])
     assert fakes.said.count("supervise:") == (code != 0)
@@ -313,4 +319,4 @@ def test_slurm_gives_up_a_step_that_fails_three_times(fakes, tmp_path):
 def test_slurm_options():
     lines = (LAUNCH / "slurm.sh").read_text().splitlines()
     options = {word for line in lines if line.startswith("#SBATCH ") for word in shlex.split(line)[1:]}
-    assert {"--requeue", "--open-mode=append", "--signal=TERM@300", "--ntasks-per-node=1"} <= options
+    assert {"--requeue", "--open-mode=append", "--signal=TERM@300", "--exclusive"} <= options

@@ -257,6 +257,11 @@ class Account:
         """Returns how often the run was started again before it had ended."""
         return len(self.starts) - 1
 
+    def _repr_svg_(self) -> str:
+        from jaxthru.training.goodput_picture import picture
+
+        return picture(self)
+
     def shares(self, least: float = 0.0) -> list[tuple[str, float]]:
         """Returns (category, share of the wall time) of those with this share at least."""
         found = [(name, seconds / self.wall) for name, seconds in self.seconds.items() if self.wall > 0]

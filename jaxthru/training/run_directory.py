@@ -44,6 +44,7 @@ from jaxthru.engine.terms import METRICS_FIELDS
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.distributed import from_first
 from jaxthru.runtime.errors import InputError, require
+from jaxthru.training.goodput import Account, account
 from jaxthru.training.plot import Panel, Picture
 from jaxthru.training.rows import append, last, read
 from jaxthru.training.table import Table
@@ -217,6 +218,14 @@ class RunDirectory:
         return Picture(
             (Panel("loss (nats per token), by step", losses), Panel("learning rate, by step", rates))
         )
+
+    def goodput(self) -> Account:
+        """Returns where the hours of all starts went; a notebook shows it as a picture. Raises InputError
+        before the first."""
+        try:
+            return account(self.path)
+        except ValueError as error:
+            raise InputError(str(error)) from error
 
     def steps(self) -> int | None:
         """Returns the steps that the run is to have, `train.steps` of its config.json; None if not known."""

@@ -6,7 +6,6 @@
 # batches stay the same. 5 minutes before the time limit Slurm sends SIGTERM: the run saves, ends with exit code 143,
 # and the job is queued again. So it is after other ends that a restart can mend, until a step has failed three times.
 #SBATCH --job-name=jaxthru
-#SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -19,8 +18,10 @@ if ((${SLURM_GPUS_ON_NODE:-0} > 0)); then
   JAX_LOCAL_DEVICE_IDS="$(seq -s, 0 $((SLURM_GPUS_ON_NODE - 1)))"
   export JAX_LOCAL_DEVICE_IDS
 fi
-# Not killed as the first process ends: the others save, or say why they end. They do so within 30 s.
-srun --kill-on-bad-exit=0 --wait=60 "$python" -m jaxthru.train "$@"
+# A process a node is asked for here, and not of sbatch: of a range of nodes that would take the fewest. It has all
+# cores. None is killed as the first ends: the others save, or say why they end. They do so within 30 s.
+nodes=${SLURM_JOB_NUM_NODES:-1}
+srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=60 "$python" -m jaxthru.train "$@"
 code=$?
 if ((code != 0)) && "$python" -m jaxthru.supervise --after "$code" -- "$@"; then
   exec scontrol requeue "$SLURM_JOB_ID"

@@ -7,7 +7,7 @@ import time
 import pytest
 from runs import make_workplace
 
-from jaxthru.runtime.errors import TrainingError
+from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import display, goodput
 from jaxthru.training.goodput import GoodputLog, account
 from jaxthru.training.goodput_picture import picture
@@ -178,6 +178,9 @@ def test_the_table_and_the_picture(tmp_path, run):
     assert lines["  between an end and the next start"] == "24.2%" and len(lines) == 6
     shown = picture(account(folder))
     assert "goodput 24.2% of 33 s" in shown and "start 2, from step 5" in shown and goodput.WASTED in shown
+    assert RunDirectory(folder).goodput()._repr_svg_() == shown
+    with pytest.raises(InputError, match="holds no goodput"):
+        RunDirectory(tmp_path / "nowhere").goodput()
     many = [start(1000 + 10 * n, n, ended=None if n == 0 else 995 + 10 * n) for n in range(300)]
     shown = picture(account(run([*many, stop(5000)], [])))
     assert "start 300, from step 299" in shown and "start 259," not in shown

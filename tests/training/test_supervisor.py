@@ -213,6 +213,7 @@ def test_progress_clears_the_counts(tmp_path):
         (["--processes", "0", "--", "python", "--run-dir", "r"], "--processes 0: must be"),
         (["--processes", "two", "--", "python", "--run-dir", "r"], "--processes two: must be whole numbers"),
         (["--tries", "0", "--", "python", "--run-dir", "r"], "--tries 0: must be at least 1"),
+        (["--after", "0", "--", "python", "--run-dir=r"], "--after 0: must be the exit code of a run"),
         (["--pause", "nan", "--", "python", "--run-dir=r"], "--pause nan: must be"),
     ],
 )

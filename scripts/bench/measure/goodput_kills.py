@@ -33,13 +33,18 @@ AT_START = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Closed:
-    """What the clock says and what the account says, in seconds. between: the ends of starts that took the
-    run up and the starts that did so next. unknown: of the wall time, what no category has."""
+    """What the clock says and what the account says, in seconds.
+
+    wall: from the first start until the run last wrote a file; leaving: from then until its process had gone.
+    between: the ends of starts that took the run up and the starts that did so next. unknown: of the wall
+    time, what no category has.
+    """
 
     seed: int
     kills: int
     wall: float
     wall_booked: float
+    leaving: float
     between: float
     between_booked: float
     unknown: float
@@ -92,12 +97,14 @@ def killed(
         if process.returncode == 0:
             break
     account = goodput.account(run)
+    wrote = max(path.stat().st_mtime for path in run.iterdir() if path.is_file())
     between = sum(after[0] - before[1] for before, after in itertools.pairwise(up))
     return Closed(
         seed=seed,
         kills=number,
-        wall=ended - (up[0][0] if up else first),
+        wall=wrote - (up[0][0] if up else first),
         wall_booked=account.wall,
+        leaving=ended - wrote,
         between=between,
         between_booked=account.seconds.get(goodput.RECOVERY, 0.0),
         unknown=account.seconds.get(goodput.OTHER, 0.0),
