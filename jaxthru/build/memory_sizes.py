@@ -160,17 +160,17 @@ class Sizes:
             tokens * of(stage.kept, model.policy, float8=ops.float8, rows=rows)
             for stage, rows in zip(chain.layers, room, strict=True)
         ]
-        largest = item * max(all_layers)
-        work = max(_work(stage, ops, tokens, stream, largest) for stage in distinct(chain.layers))
+        one = item * sum(all_layers) // len(chain.layers)
+        work = max(_work(stage, ops, tokens, stream, one) for stage in distinct(chain.layers))
         in_one_program = stacked is None and not made.offload.layered
         if mesh.shape["tensor"] > 1:  # of two blocks, where matmuls of the one before are put off
             work += GATHERED_TOKENS * (1 + in_one_program) * stream * mesh.shape["tensor"]
         attention = 2 * tokens * max(of(stage.kept, "attention") for stage in chain.layers)
         # Attention's turn comes when the feed-forward's work is over. In a loop's body, and on several
         # devices in a program of many blocks, XLA puts matmuls of weights' gradients off until after it.
-        # So are not those of experts, for which the layer before waits.
+        # Those of experts it does not, but in a loop: for them the layer before waits.
         dense = any(stage.mixture is None for stage in chain.layers)
-        put_off = dense and (stacked is not None or (mesh.size > 1 and in_one_program))
+        put_off = stacked is not None or (dense and mesh.size > 1 and in_one_program)
         at_once = work + workspace if put_off else max(work, attention + workspace)
         stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
         product = 1 if ops.float8 else item

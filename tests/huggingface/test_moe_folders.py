@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from cases import slow_but_for
 
+from jaxthru.huggingface import pretrained
 from jaxthru.huggingface.config import model_config, read_config, written
 from jaxthru.huggingface.mapping import mapped
 from jaxthru.huggingface.weights import Weights
@@ -71,8 +73,10 @@ def folder_of(kind: str, path, fused: bool = False):
     return path
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["each", "fused"])
-@pytest.mark.parametrize("kind", SHAPES)
+LAYOUTS = {"each": False, "fused": True}
+
+
+@slow_but_for("qwen3_moe-each", "mixtral-fused", kind={kind: kind for kind in SHAPES}, fused=LAYOUTS)
 def test_a_folder_is_read_expert_by_expert(kind, fused, tmp_path):
     folder = folder_of(kind, tmp_path / "folder", fused)
     names = safetensors.numpy.load_file(folder / "model.safetensors").keys()
@@ -87,6 +91,7 @@ def test_a_folder_is_read_expert_by_expert(kind, fused, tmp_path):
         np.testing.assert_array_equal(found, wanted.astype(np.float32), err_msg=str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"expert": 4, "fsdp": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_each_device_is_handed_its_own_experts(mesh, tmp_path, monkeypatch):
     folder = folder_of("qwen3_moe", tmp_path / "folder")
@@ -108,8 +113,7 @@ def test_each_device_is_handed_its_own_experts(mesh, tmp_path, monkeypatch):
         put.clear()
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["each", "fused"])
-@pytest.mark.parametrize("kind", SHAPES)
+@slow_but_for("mixtral-each", "qwen3_moe-fused", kind={kind: kind for kind in SHAPES}, fused=LAYOUTS)
 def test_what_was_read_is_written_to_the_byte(kind, fused, tmp_path):
     source = folder_of(kind, tmp_path / "folder", fused)
     shape, raw = read_config(source)
@@ -193,3 +197,13 @@ def test_the_table_is_that_of_the_folder():
     fused = [tensor.name for tensor in fused_tensors(shape)]
     assert list(mapped(shape, fused)) == fused
     assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in mapped(shape)
+
+
+def test_how_it_is_trained_is_no_part_of_a_published_shape(tmp_path):
+    folder = folder_of("mixtral", tmp_path / "folder")
+    asked = moe.Config(pretrained=str(folder), aux_loss=0.02, router_z_loss=0.001, loop="unroll")
+    found = pretrained.taken(asked)
+    assert (found.aux_loss, found.router_z_loss, found.loop) == (0.02, 0.001, "unroll")
+    assert found.experts == SIZES["experts"] and found.score == "softmax_of_chosen"
+    with pytest.raises(InputError, match=r"model.bias_rate = 0.001: .*config.json has 0.0"):
+        pretrained.taken(dataclasses.replace(asked, bias_rate=0.001))

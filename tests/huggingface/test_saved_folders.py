@@ -29,7 +29,12 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("name", DTYPES)
+SLOW = ("qwen3_moe", "olmoe")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DTYPES]
+)
 def test_it_gives_the_logits_that_transformers_gives(name):
     config, _ = read_config(FOLDERS / name)
     layout = Layout(make_mesh(MeshConfig(), jax.devices()[:1]))
