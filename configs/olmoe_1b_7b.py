@@ -1,4 +1,4 @@
-"""OLMoE 1B-7B (arXiv:2409.02060): 64 small experts a layer, 8 for each token; all of it on one GPU of 141 GB."""
+"""OLMoE 1B-7B (arXiv:2409.02060): 64 small experts a layer, 8 for each token; whole on one GPU of 141 GB."""
 
 from jaxthru.config import (
     CheckpointConfig,

@@ -1,8 +1,8 @@
-"""Qwen3 30B-A3B (arXiv:2505.09388) whole on one GPU of 141 GB: exact float32 masters, a third of them on the host.
+"""Qwen3 30B-A3B (arXiv:2505.09388) whole on one GPU of 141 GB, with two thirds of its optimizer on the host.
 
-171 GiB of state: bfloat16 weights and the 16 bits that make them float32, and moments of 8 bits. A step is of
-64k tokens, in four micro-batches that each layer takes one after the other, so that its weights come and its
-gradient is used once: that is what hides the copies.
+171 GiB of state: bfloat16 weights, the 16 bits that make them exact float32, and moments of 8 bits. A step is
+of 64k tokens, in four micro-batches that each layer takes one after the other: its state comes and goes once
+for all of them, which is what hides the copies.
 """
 
 from jaxthru.config import (
@@ -43,7 +43,7 @@ def config() -> RunConfig:
         data=DataConfig(mix="quickstart", sequence=4096),
         optim=OptimConfig(learning_rate=3e-4, state="split_master_int8", clip_rule="previous"),
         remat=RematConfig(policy="full"),
-        offload=OffloadConfig(level="parameters", fraction=0.5, activations="none"),
+        offload=OffloadConfig(level="optimizer", fraction=0.65, host_gib=112.0),
         checkpoint=CheckpointConfig(every=500, keep=1),
         evaluate=EvaluateConfig(rows=8),
     )

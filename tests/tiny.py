@@ -116,17 +116,17 @@ def make(
     ops: tuple[str, ...] = (),
     rms_norm: str | None = None,
     adapters: LoraConfig = NO_ADAPTERS,
-    of: family.FamilyConfig = SHAPE,
+    of: family.FamilyConfig | None = None,
     **shape,
 ) -> Tiny:
-    """Returns the step. mesh: sizes of data, fsdp, tensor and perhaps expert. of: the model, which `shape`
-    changes. ops: fields of `Ops` that are to be True. rms_norm: an implementation. adapters: that
+    """Returns the step. mesh: sizes of data, fsdp, tensor and perhaps expert. of: in place of SHAPE;
+    `shape` changes it. ops: fields of `Ops` that are to be True. rms_norm: an implementation. adapters: that
     are trained in the model's place."""
     layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
     dtype = jnp.dtype(compute)
     using = Ops(layout, dtype, float8=float8, collective_matmul_by=collective_matmul)
     using = dataclasses.replace(using, **dict.fromkeys(ops, True), rms_norm_by=rms_norm)
-    shape = dataclasses.replace(of, **shape)
+    shape = dataclasses.replace(of or SHAPE, **shape)
     model = bind(shape, using, remat, adapters)
     schedule = make_schedule(optim, 20)
     optimizer = Optimizer(optim, model.weights)

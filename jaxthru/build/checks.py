@@ -50,6 +50,8 @@ def validate(
     if setting := float8_setting(config):
         check_float8(device, setting)
         check_float8_settings(config, layout)
+    if left := left_wide(config):
+        log.info("%s", left)
     require(
         kernels.collective_matmul != "mosaic_gpu_adds"
         or not config.train.deterministic
@@ -175,6 +177,15 @@ def setting_behind(config: RunConfig, refusal: Unsupported) -> str:
     # Several functions of one operation are called after it, but for collective matmuls.
     key = next((key for key in keys if operation.startswith(key)), "collective_matmul")
     return f"kernels.{key} = {getattr(config.kernels, key)!r}"
+
+
+def left_wide(config: RunConfig) -> str:
+    """Returns what to say of matrices that a setting of eight bits leaves as they are; empty without any."""
+    asked = float8_setting(config) or "lora.base = 'int8'" * (config.lora.on and config.lora.base == "int8")
+    stages = family.chain(config.model).stages
+    experts = asked and any(info.stack for stage in stages for info, _ in stage.matrices)
+    said = f"{asked}: experts stay in {config.precision.compute}; no grouped product is of eight bits"
+    return said if experts else ""
 
 
 def check_float8(device: jax.Device, setting: str = FLOAT8) -> None:

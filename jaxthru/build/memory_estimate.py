@@ -14,7 +14,14 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxthru.build.defaults import plain
-from jaxthru.build.memory_sizes import Sizes, attention_stand_in, norm_stand_in, stacked, without_triton
+from jaxthru.build.memory_sizes import (
+    Sizes,
+    attention_stand_in,
+    experts_stand_in,
+    norm_stand_in,
+    stacked,
+    without_triton,
+)
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs
@@ -181,6 +188,7 @@ def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assemble
     attention, workspace = attention_stand_in(config, layout, segments)
     config, _ = without_triton(config)
     stand_ins = {"attention": attention, "norm": norm_stand_in(config, layout)}
+    stand_ins["experts"] = experts_stand_in(config)
     made = assemble(config, layout, segments=segments, sources=1, **stand_ins)
     # No devices, no memory kind that they would have by default.
     abstract = programs.with_shardings(made.abstract, on_device(made.abstract))

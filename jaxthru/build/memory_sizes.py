@@ -17,11 +17,13 @@ from jaxthru.config import RunConfig
 from jaxthru.engine.memory_tally import shard_size
 from jaxthru.engine.model import LAYERS, split_stages
 from jaxthru.engine.walk import linearised_block
+from jaxthru.models.ops import Ops
 from jaxthru.models.remat import kept_bytes
 from jaxthru.models.stage import Stage, distinct
 from jaxthru.runtime.sharding import Layout
 from pallas_kernels import dispatch
 from pallas_kernels.attention import STAND_IN, automatic, cudnn_packed
+from pallas_kernels.grouped_matmul import STAND_IN as STAND_IN_OF_ROWS
 from pallas_kernels.rms_norm import PARTITIONED
 from pallas_kernels.rms_norm import STAND_IN as NORM_STAND_IN
 
@@ -37,11 +39,16 @@ GATHERED_TOKENS = 5
 attention's and the feed-forward's matmuls, the gradients of their outputs, and one on its way."""
 
 
-LOWERED_ON_A_GPU = (
-    *("linear_cross_entropy", "adamw_8bit"),
-    *("grouped_matmul", "routing", "weighted_swiglu"),
-)
+ROW_WORK = 1.8
+"""The same of what there is one of for each row that experts have room for. Of two matmuls, their inputs,
+outputs and all of their gradients."""
+
+LOWERED_ON_A_GPU = "linear_cross_entropy", "adamw_8bit", "routing"
 """Operations whose Triton kernels have no stand-in; without their GPU they cannot be lowered."""
+
+
+PORTABLE = "xla", "reference", "ragged"
+"""Implementations that are lowered anywhere."""
 
 
 def without_triton(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
@@ -52,6 +59,14 @@ def without_triton(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     notes = tuple(f"planned with XLA's form in place of kernels.{key} = 'triton'" for key in named)
     other = dataclasses.replace(kernels, **dict.fromkeys(named, "auto"))
     return dataclasses.replace(config, kernels=other), notes
+
+
+def experts_stand_in(config: RunConfig) -> tuple[str | None, str | None]:
+    """Returns what takes the memory of the grouped matmul, and of the activation between two of them, which
+    would run on a GPU."""
+    chosen = (config.kernels.named(key) or "triton" for key in ("grouped_matmul", "weighted_swiglu"))
+    product, activation = (STAND_IN_OF_ROWS if by not in PORTABLE else by for by in chosen)
+    return product, activation
 
 
 def norm_stand_in(config: RunConfig, layout: Layout) -> str:
@@ -139,15 +154,23 @@ class Sizes:
         tokens = made.batch["tokens"].size // mesh.size // micro
         dims, of = dict(chain.dims), functools.partial(kept_bytes, item=item)
         stream = item * dims["embed"] * tokens
-        kept = [tokens * of(stage.kept, model.policy, float8=ops.float8) for stage in chain.layers]
-        work = round(WORK * tokens * max(of(stage.kept, "none") for stage in chain.layers))
+        split = ops.layout.size("experts")
+        room = [stage.mixture.rows(split) if stage.mixture else 1 for stage in chain.layers]
+        kept = [
+            tokens * of(stage.kept, model.policy, float8=ops.float8, rows=rows)
+            for stage, rows in zip(chain.layers, room, strict=True)
+        ]
+        one = item * sum(all_layers) // len(chain.layers)
+        work = max(_work(stage, ops, tokens, stream, one) for stage in distinct(chain.layers))
         in_one_program = stacked is None and not made.offload.layered
         if mesh.shape["tensor"] > 1:  # of two blocks, where matmuls of the one before are put off
             work += GATHERED_TOKENS * (1 + in_one_program) * stream * mesh.shape["tensor"]
         attention = 2 * tokens * max(of(stage.kept, "attention") for stage in chain.layers)
         # Attention's turn comes when the feed-forward's work is over. In a loop's body, and on several
         # devices in a program of many blocks, XLA puts matmuls of weights' gradients off until after it.
-        put_off = stacked is not None or (mesh.size > 1 and in_one_program)
+        # Those of experts it does not, but in a loop: for them the layer before waits.
+        dense = any(stage.mixture is None for stage in chain.layers)
+        put_off = stacked is not None or (dense and mesh.size > 1 and in_one_program)
         at_once = work + workspace if put_off else max(work, attention + workspace)
         stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
         product = 1 if ops.float8 else item
@@ -173,6 +196,20 @@ class Sizes:
             logits=4 * LOSS_CHUNK * dims["vocab"],
             gathered=gathered,
         )
+
+
+def _work(stage: Stage, ops: Ops, tokens: int, stream: int, layer: int) -> int:
+    """Returns the bytes that a block's backward pass has at once. layer: of a layer's gradients."""
+    of = functools.partial(kept_bytes, stage.kept, "none", ops.compute.itemsize)
+    if stage.mixture is None:
+        return round(WORK * tokens * of())
+    experts, split = ops.layout.size("experts"), ops.layout.size("experts") * ops.layout.size("mlp")
+    parts = ops.expert_chunks if split > 1 else 1
+    by_row = of(rows=stage.mixture.rows(experts)) - of(rows=0)
+    # Rows of one part of the tokens are there at once. All parts have their tokens gathered, and the
+    # gradients of these; and each has gradients of the experts' weights.
+    moved = (parts > 1) * (2 * split * stream + (parts - 1) * layer)
+    return round(WORK * tokens * of(rows=0) + ROW_WORK * tokens * by_row / parts + moved)
 
 
 def _trained(infos: Any, tree: Any) -> int:

@@ -83,10 +83,17 @@ class Assembled:
         return CompiledStep(program)
 
 
-def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = None) -> Model:
-    """Returns the model of a configuration on a layout. attention: implementation, or `auto`. norm: in the
-    place of the configuration's."""
+def bound(
+    config: RunConfig,
+    layout: Layout,
+    attention: str,
+    norm: str | None = None,
+    experts: tuple[str | None, str | None] | None = None,
+) -> Model:
+    """Returns the model of a configuration on a layout. attention: implementation, or `auto`. norm, experts:
+    in the place of the configuration's; of experts the grouped matmul and their activation."""
     config = plain(config)
+    product, activation = experts or map(config.kernels.named, ("grouped_matmul", "weighted_swiglu"))
     ops = Ops(
         layout,
         jnp.dtype(config.precision.compute),
@@ -95,9 +102,9 @@ def bound(config: RunConfig, layout: Layout, attention: str, norm: str | None = 
         collective_matmul_by=config.kernels.collective_matmul,
         linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
         rms_norm_by=norm or config.kernels.named("rms_norm"),
-        grouped_matmul_by=config.kernels.named("grouped_matmul"),
+        grouped_matmul_by=product,
         routing_by=config.kernels.named("routing"),
-        weighted_swiglu_by=config.kernels.named("weighted_swiglu"),
+        weighted_swiglu_by=activation,
         copies=config.mesh.copies,
         expert_chunks=config.mesh.expert_chunks,
         keep_parameters=config.remat.keep_parameters,
@@ -150,7 +157,7 @@ def names_in_block(model: FamilyConfig) -> dict[tuple[str, ...], str]:
         return {}
     found = {}
     for tensor in family.published(model).tensors(model):
-        if tensor.path[0] == "layers" and tensor.transposed:
+        if tensor.path[0] == "layers" and tensor.transposed and not tensor.part:
             module = tensor.name.removesuffix(".weight")
             found[tensor.path[2:]] = module.rpartition(f".{tensor.path[1]}.")[2]
     return found
@@ -188,15 +195,16 @@ def assemble(
     sources: int,
     attention: str,
     norm: str | None = None,
+    experts: tuple[str | None, str | None] | None = None,
     masked: bool = False,
 ) -> Assembled:
     """Returns the step of a configuration on a layout.
 
-    segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`. norm: in the
-    place of the configuration's. masked: whether the mix says which tokens are trained on.
+    segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`. norm,
+    experts: see `bound`. masked: whether the mix says which tokens are trained on.
     """
     config = plain(config)
-    train, model = config.train, bound(config, layout, attention, norm)
+    train, model = config.train, bound(config, layout, attention, norm, experts)
     schedule = make_schedule(config.optim, train.steps)
     adamw_8bit = config.kernels.named("adamw_8bit") or (PARTITIONED if layout.mesh.size > 1 else None)
     optimizer = Optimizer(config.optim, model.weights, adamw_8bit)

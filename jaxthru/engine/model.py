@@ -94,7 +94,8 @@ class Model:
         segments = find_segments(batch["segment_ids"], max_segments)
         prepared = self.chain.prepare(positions)
         valid = batch["segment_ids"] > 0
-        return Context(positions, segments, valid, prepared, jnp.float32(share), self.ops, draw=draw)
+        ops = dataclasses.replace(self.ops, policy=self.policy)
+        return Context(positions, segments, valid, prepared, jnp.float32(share), ops, draw=draw)
 
     def embed(self, params: Tree, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Extras]:
         """Returns the first block's input [N, D]; for a row of too many segments NaN, so that no step is ever

@@ -22,7 +22,7 @@ def taken(model: FamilyConfig) -> FamilyConfig:
     """
     folder, unset = Path(model.pretrained).expanduser(), family.to_plain(type(model)())
     given = {name: value for name, value in family.to_plain(model).items() if value != unset[name]}
-    given = {name: value for name, value in given.items() if name not in OWN}
+    given = {name: value for name, value in given.items() if name not in (*OWN, *model.TRAINING)}
     if given and not (folder / NAME).is_file():
         return model
     published, _ = read_config(folder)
@@ -33,7 +33,8 @@ def taken(model: FamilyConfig) -> FamilyConfig:
     for name, value in given.items():
         found = repr(there[name]) if name in there else f"a model of family {there['family']!r}"
         require(there.get(name) == value, lambda: _contradicts(f"model.{name}", value, folder, found))  # noqa: B023
-    return dataclasses.replace(published, loop=model.loop, pretrained=model.pretrained)
+    kept = ("loop", "pretrained", *(name for name in model.TRAINING if name in published.TRAINING))
+    return dataclasses.replace(published, **{name: getattr(model, name) for name in kept})
 
 
 def check_set(asked: Mapping[str, Any], found: Mapping[str, Any], folder: str) -> None:

@@ -39,28 +39,33 @@ READERS = 4
 class Weights:
     """The weights of a folder, as those of a configuration.
 
-    tensors: {a weight's place in `params`, one entry a layer: Mapped}. dtype: of most of their numbers, as
-    "bfloat16". dtypes: of each, by place. Raises InputError that names the tensor for one that is not mapped,
-    missing, of another shape or of no floating-point dtype, before any device is touched.
+    tensors: {a weight's place in `params`, one entry a layer: Mapped}; of a weight that is published in
+    parts, as experts are, the first of them. dtype: of most of their numbers, as "bfloat16". dtypes: of
+    each, by place. Raises InputError that names the tensor for one that is not mapped, missing, of another
+    shape or of no floating-point dtype, before any device is touched.
     """
 
     def __init__(self, folder: Path | Folder, config: FamilyConfig):
         self.folder = folder if isinstance(folder, Folder) else Folder(folder)
-        by_name = mapped(config)
+        by_name = mapped(config, self.folder.tensors)
         check_tensors(self.folder, by_name, config)
-        self.tensors: dict[tuple[str, ...], Mapped] = {each.tensor.path: each for each in by_name.values()}
-        infos = {path: self._info(path) for path in self.tensors}
-        self.dtypes = {path: DTYPES[info.dtype].name for path, info in infos.items()}
+        self._parts: dict[tuple[str, ...], list[Mapped]] = {}
         counted = collections.Counter()
-        for info in infos.values():
+        for name, about in by_name.items():
+            self._parts.setdefault(about.tensor.path, []).append(about)
+            info = self.folder.tensors[name]
             counted[DTYPES[info.dtype].name] += info.size
+        for parts in self._parts.values():
+            parts.sort(key=lambda about: about.tensor.part)
+        self.tensors = {path: parts[0] for path, parts in self._parts.items()}
+        self.dtypes = {path: DTYPES[self._info(about).dtype].name for path, about in self.tensors.items()}
         self.dtype = counted.most_common(1)[0][0]
         self._next = dict(zip(self.tensors, _following(self.tensors), strict=True))
         self._readers: concurrent.futures.ThreadPoolExecutor | None = None
         self._under_way: collections.deque[tuple[int, weakref.ref]] = collections.deque()
 
-    def _info(self, path: tuple[str, ...]) -> TensorInfo:
-        return self.folder.tensors[self.tensors[path].tensor.name]
+    def _info(self, about: Mapped) -> TensorInfo:
+        return self.folder.tensors[about.tensor.name]
 
     def dtype_of(self, tensor: Tensor) -> str:
         """Returns the dtype that a tensor of the family's table has in the folder."""
@@ -76,12 +81,30 @@ class Weights:
         if tuple(like.shape) != about.shape:
             raise ValueError(f"{'/'.join(path)}: has the shape {about.shape}, not {like.shape}")
         home = like.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        source = self.folder.array(about.tensor.name)
         self._look_ahead(path)
-        put = _put(source, about.sharding(home))
-        weight = jax.device_put(about.weight(jnp.dtype(like.dtype), home)(put), home)
-        self._wait(source.nbytes, weight)
+        if about.tensor.part:
+            made = self._joined(self._parts[path], jnp.dtype(like.dtype), home)
+        else:
+            put = _put(self.folder.array(about.tensor.name), about.sharding(home))
+            made = about.weight(jnp.dtype(like.dtype), home)(put)
+        weight = jax.device_put(made, home)
+        self._wait(sum(self._info(part).nbytes for part in self._parts[path]), weight)
         return weight
+
+    def _joined(self, parts: list[Mapped], dtype: jnp.dtype, home: jax.sharding.Sharding) -> jax.Array:
+        """Returns a weight that is published in parts. A device is handed, one after the other, those of them
+        that it keeps something of, and puts them together itself."""
+        about = parts[0]
+        home = home.with_memory_kind(next(iter(home.device_set)).default_memory().kind)
+        places = home.addressable_devices_indices_map(about.shape)
+        slices = about.sharding(home).addressable_devices_indices_map(about.published)
+        shards = []
+        for device, index in places.items():
+            ranges = [range(*each.indices(size)) for each, size in zip(index, about.shape, strict=True)]
+            own = [part for part in parts if all(place in ranges[dim] for dim, place in part.tensor.part)]
+            pieces = [_put_on(self.folder.array(part.tensor.name)[slices[device]], device) for part in own]
+            shards.append(about.joined(pieces, tuple(map(len, ranges)), dtype))
+        return jax.make_array_from_single_device_arrays(about.shape, home, shards)
 
     def _wait(self, size: int, weight: jax.Array) -> None:
         """Waits until there is room for what comes next: memory is taken when work is handed out."""
@@ -98,10 +121,11 @@ class Weights:
             return
         if self._readers is None:
             self._readers = concurrent.futures.ThreadPoolExecutor(READERS, "weights")
-        content = self.folder.bytes(self.tensors[after].tensor.name)
-        step = max(1, -(-len(content) // READERS))
-        for first in range(0, len(content), step):
-            self._readers.submit(_touch, content[first : first + step])
+        parts = [self.folder.bytes(part.tensor.name) for part in self._parts[after]]
+        step = max(1, -(-sum(map(len, parts)) // READERS))
+        for content in parts:
+            for first in range(0, len(content), step):
+                self._readers.submit(_touch, content[first : first + step])
 
 
 def _touch(content: np.ndarray) -> int:

@@ -4,6 +4,7 @@ It grows beside its place under a name of its own, is renamed when all of it is 
 gets its marker: a server that waits for the marker never sees a part of it.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -55,16 +56,18 @@ def write_folder(
     """Writes the weights of a configuration as published, and files beside them.
 
     read: (a tensor of the family's table) -> its weight, in the weight's own shape. Each is asked for once,
-    or twice if `like` has a tied head too, and the next one while one is written: two are in memory. A weight
-    on devices is transposed there; all its shards must be this process's. dtype_of: what a tensor is
-    written in, as "bfloat16". files: {name: content}, such as config.json. like: the folder that training
-    began with, whose files keep their names and tensors; what is no weight there is copied. marker: the file
-    that is written last, empty. largest_shard: bytes.
+    or twice if `like` has a tied head too, and the next one while one is written: two are in memory. One that
+    is published in parts, as experts are, is kept while the parts beside it are written, and asked for again
+    for others. A weight on devices is transposed there; all its shards must be this process's. dtype_of:
+    what a tensor is written in, as "bfloat16". files: {name: content}, such as config.json. like: the folder
+    that training began with, whose files keep their names and tensors; what is no weight there is copied.
+    marker: the file that is written last, empty. largest_shard: bytes.
 
     Raises InputError for a folder that is there and not empty, before anything is read, for a name in `files`
     that is none, and for a disk that is full, which it then leaves as it was.
     """
     _check_target(folder, files, marker)
+    read = _remembered(read)
     shards = _shards(_sources(config, dtype_of, like), like, largest_shard)
     extra = dict(files)
     if len(shards) > 1 or (like and like.indexed):
@@ -124,7 +127,7 @@ def _sources(
     config: FamilyConfig, dtype_of: Callable[[Tensor], str], like: Folder | None
 ) -> dict[str, Source]:
     """Returns all tensors to write: weights in the family's order, behind them what else `like` has."""
-    by_name = mapped(config)
+    by_name = mapped(config, like.tensors if like else ())
     found: dict[str, Source] = {}
     for name, about in by_name.items():
         dtype = NAMES.get(np.dtype(dtype_of(about.tensor)))
@@ -203,9 +206,31 @@ def _begun(name: str, source: Source, read: Callable[[Tensor], Array], like: Fol
         published = about.tensor_of(jnp.dtype(dtype))(weight)
         published.copy_to_host_async()
         return published
+    places = dict(about.tensor.part)
+    weight = weight[tuple(places.get(dim, slice(None)) for dim in range(weight.ndim))]
     return np.ascontiguousarray(
         weight.transpose(about.order).reshape(about.published).astype(dtype, copy=False)
     )
+
+
+WHOLE = 2
+"""Weights published in parts that are kept while their parts are written: a layer's experts have two."""
+
+
+def _remembered(read: Callable[[Tensor], Array]) -> Callable[[Tensor], Array]:
+    """Returns `read`, which of the last WHOLE weights that are published in parts still has them."""
+    kept: collections.OrderedDict[tuple[str, ...], Array] = collections.OrderedDict()
+
+    def weight(tensor: Tensor) -> Array:
+        if not tensor.part:
+            return read(tensor)
+        if tensor.path not in kept:
+            while len(kept) >= WHOLE:
+                kept.popitem(last=False)
+            kept[tensor.path] = read(tensor)
+        return kept[tensor.path]
+
+    return weight
 
 
 def _on_host(array: Array) -> np.ndarray:

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxthru.models.ops import Ops
-from jaxthru.models.remat import EXPERT_HIDDEN, ROUTING
+from jaxthru.models.remat import EXPERT_HIDDEN, ROUTING, remat
 from jaxthru.models.scopes import COMBINE, DISPATCH, EXPERTS
 from jaxthru.runtime.sharding import Axes
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -37,9 +37,6 @@ from pallas_kernels.routing import (
     sort_assignments,
 )
 from pallas_kernels.weighted_swiglu import weighted_swiglu
-
-AT_ONCE = 2
-"""Parts of a layer's tokens that are under way at once: one is multiplied, the other moves."""
 
 ROW_BLOCK = 8
 """Rows come in so many: TMA, which loads them on Hopper, begins at no others."""
@@ -73,8 +70,7 @@ def experts(ops: Ops, x_ND: jax.Array, routing: Routing, gate_up: Any, down: Any
       x_ND: sharded over tokens. routing: of the same tokens, sharded alike, see `routed`; of a token that is
         routed nowhere the result is 0.
       gate_up, down: weights [E, D, 2, M] and [E, M, D] with their WeightInfo. Their gradients are reduced to
-      the
-        stored shards as those of all other matrices are.
+        the stored shards as those of all other matrices are.
     """
     axes = gate_up.info.axes, down.info.axes
     local = functools.partial(_of_shard, ops, axes)
@@ -94,47 +90,70 @@ def rows_for_each(top_k: int, own: int) -> int:
 
 def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_up, down) -> jax.Array:
     layout = ops.layout
-    gate_up, down = (ops.kept(ops.gathered(*pair)) for pair in zip((gate_up, down), axes, strict=True))
+    matrices = [ops.kept(ops.gathered(*pair)) for pair in zip((gate_up, down), axes, strict=True)]
+    trained = ops.adapters is None  # else they are of a frozen base, and nobody asks for their gradients
+    if trained:  # the layer before waits for these: put off, they would keep all rows in memory
+        x_nD, *matrices = _together(x_nD, *matrices)
     split = layout.spec(axes[0], without=("fsdp",))
-    expert_axis = split[axes[0].index("experts")]
     over = tuple(name for name in layout.live_axes if name in jax.tree.leaves(tuple(split)))
-    own = len(gate_up)
+    if not over:
+        order = _order(ops, ids_nK, len(gate_up))
+        return _multiplied(ops, x_nD, weights_nK, order, *matrices)
+    parts, own = math.gcd(ops.expert_chunks, len(x_nD)), len(gate_up)
+    expert_axis = split[axes[0].index("experts")]
     first = jax.lax.axis_index(expert_axis) * own if expert_axis else 0
-    parts = math.gcd(ops.expert_chunks, len(x_nD)) if over else 1
-
-    def part(x_nD, ids_nK, weights_nK, gate_up, down) -> jax.Array:
-        if not over:
-            return _multiplied(ops, x_nD, ids_nK, weights_nK, gate_up, down)
-        gather = functools.partial(jax.lax.all_gather, axis_name=over, tiled=True)
-        with jax.named_scope(DISPATCH):
-            x_GD, ids_GK, weights_GK = map(gather, (x_nD, ids_nK, weights_nK))
-            ids_GK = jnp.where((ids_GK >= first) & (ids_GK < first + own), ids_GK - first, own)
-        y_GD = _multiplied(ops, x_GD, ids_GK, weights_GK, gate_up, down)
-        with jax.named_scope(COMBINE):
-            return jax.lax.psum_scatter(y_GD, over, tiled=True)
-
-    if parts == 1:
-        return part(x_nD, ids_nK, weights_nK, gate_up, down)
+    multiplied = functools.partial(_multiplied, ops)
+    if parts > 1:
+        multiplied = remat(multiplied, ops.policy)
     pieces = [jnp.split(array, parts) for array in (x_nD, ids_nK, weights_nK)]
-    matrices = zip(_for_each(gate_up, parts), _for_each(down, parts), strict=True)
-    made = []
-    for at, (x_nD, ids_nK, weights_nK, pair) in enumerate(zip(*pieces, matrices, strict=True)):
-        # Nothing that a part does waits for the one before, so its collectives may run beside that one's
-        # products. It waits for the last part but one, or all would be gathered at the start and kept; and
-        # so, in the other order, does its backward pass.
-        if at >= AT_ONCE:
-            x_nD, made[at - AT_ONCE] = jax.lax.optimization_barrier((x_nD, made[at - AT_ONCE]))
-        made.append(part(x_nD, ids_nK, weights_nK, *pair))
-    return jnp.concatenate(made)
+    y_GD, made_nD = None, []
+    for *piece, gate_up, down in zip(*pieces, *(_for_each(each, parts) for each in matrices), strict=True):
+        with jax.named_scope(DISPATCH):
+            gather = functools.partial(jax.lax.all_gather, axis_name=over, tiled=True)
+            x_GD, ids_GK, weights_GK = map(gather, piece)
+            ids_GK = jnp.where((ids_GK >= first) & (ids_GK < first + own), ids_GK - first, own)
+        if y_GD is not None:
+            # The products of a part wait for those of the part before, and on the way back of the one behind:
+            # rows of one part alone are in memory. Collectives wait for nothing here, and run beside them. Of
+            # a part's inputs it is the ids that wait, for what is made of them is kept: were it x, computing
+            # that again would take the part before, too.
+            ids_GK, _ = jax.lax.optimization_barrier((ids_GK, jax.lax.stop_gradient(y_GD)))
+            y_GD, x_GD = _together(y_GD, x_GD)
+            if trained:
+                x_GD, gate_up, down = _together(x_GD, gate_up, down)
+            made_nD.append(_scattered(y_GD, over))
+        y_GD = multiplied(x_GD, weights_GK, _order(ops, ids_GK, own), gate_up, down)
+    return jnp.concatenate([*made_nD, _scattered(y_GD, over)])
 
 
-def _multiplied(ops: Ops, x_ND, ids_NK, weights_NK, gate_up, down) -> jax.Array:
-    """Returns the same of tokens and experts that are here. ids_NK: E is no expert of this device."""
-    own, width = len(gate_up), gate_up.shape[-1]
+def _scattered(y_GD: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    with jax.named_scope(COMBINE):
+        return jax.lax.psum_scatter(y_GD, over, tiled=True)
+
+
+@jax.custom_vjp
+def _together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what it is given, whose gradients go on together: none of them before the others are made."""
+    return arrays
+
+
+_together.defvjp(
+    lambda *arrays: (arrays, None), lambda _, gradients: tuple(jax.lax.optimization_barrier(gradients))
+)
+
+
+def _order(ops: Ops, ids_NK: jax.Array, own: int) -> Order:
+    """Returns where the assignments lie that are for experts of this device; of others the id is `own`."""
     with jax.named_scope(DISPATCH):
         order = _shortened(sort_assignments(ids_NK, own, implementation=ops.routing_by))
-        order = jax.tree.map(lambda leaf: checkpoint_name(leaf, ROUTING), order)
-        x_RD = dispatch(x_ND, order, ids_NK.shape[1], implementation=ops.routing_by)
+        return jax.tree.map(lambda leaf: checkpoint_name(leaf, ROUTING), order)
+
+
+def _multiplied(ops: Ops, x_ND, weights_NK, order: Order, gate_up, down) -> jax.Array:
+    """Returns what the experts of this device make of the tokens that are here."""
+    own, width = len(gate_up), gate_up.shape[-1]
+    with jax.named_scope(DISPATCH):
+        x_RD = dispatch(x_ND, order, weights_NK.shape[1], implementation=ops.routing_by)
         weights_R = dispatch_weights(weights_NK, order)
     multiply = functools.partial(grouped_matmul, sizes_E=order.sizes_E, implementation=ops.grouped_matmul_by)
     with jax.named_scope(EXPERTS):

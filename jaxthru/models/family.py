@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -34,6 +34,9 @@ class FamilyConfig:
     pretrained: a folder of published weights in Hugging Face's form, to start from. Its config.json gives the
     model's shape, and its tokenizer reads the text; a key of `model` that is set must agree with it.
     """
+
+    TRAINING: ClassVar[tuple[str, ...]] = ()
+    """Keys that say how it is trained, and are no part of a shape that published weights have."""
 
     loop: Literal["auto", "scan", "unroll"] = dataclasses.field(default="auto", kw_only=True)
     pretrained: str | None = dataclasses.field(default=None, kw_only=True)

@@ -1,6 +1,7 @@
 """What the family llama has been published as: model types llama, mistral, qwen2 and qwen3."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxthru.models import published_rope
@@ -63,8 +64,20 @@ BUILT = {
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments of `Config`, see `Published`."""
     kind = raw["model_type"]
-    absent = ABSENT[kind]
     refuse(raw, BUILT)
+    found = decoder(raw, ABSENT[kind])
+    window, window_from = _window(raw, kind, found["layers"])
+    return found | {
+        "mlp": size_of(raw, "intermediate_size", ABSENT[kind]["intermediate_size"]),
+        "qk_norm": kind == "qwen3",
+        "qkv_bias": kind == "qwen2",
+        "window": window,
+        "window_from": window_from,
+    }
+
+
+def decoder(raw: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments of attention, embeddings and norms. absent: what a key means that is."""
     size = lambda name, most=2**31 - 1: size_of(raw, name, absent[name], most)  # noqa: E731
     layers, embed, heads = size("num_hidden_layers", 10_000), size("hidden_size"), size("num_attention_heads")
     if "num_key_value_heads" in raw and raw["num_key_value_heads"] is None:
@@ -80,8 +93,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         )
         head_dim = embed // heads
     positions = size("max_position_embeddings")
-    theta, scaling = published_rope.read(raw, 10_000.0, positions)
-    window, window_from = _window(raw, kind, layers)
+    theta, scaling = published_rope.read(raw, absent.get("rope_theta", 10_000.0), positions)
     return {
         "vocabulary": size("vocab_size"),
         "layers": layers,
@@ -89,16 +101,11 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "mlp": size("intermediate_size"),
         "max_sequence": positions,
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "norm_epsilon": value_of(raw, "rms_norm_eps", float, 1e-6),
+        "norm_epsilon": value_of(raw, "rms_norm_eps", float, absent.get("rms_norm_eps", 1e-6)),
         "tied_embeddings": value_of(raw, "tie_word_embeddings", bool, False),
-        "qk_norm": kind == "qwen3",
-        "qkv_bias": kind == "qwen2",
-        "window": window,
-        "window_from": window_from,
     }
 
 
@@ -153,9 +160,19 @@ def write(config: Any) -> dict[str, Any]:
     return {
         "architectures": [CLASSES[kind]],
         "model_type": kind,
+        "intermediate_size": config.mlp,
+        **decoder_written(config),
+        **({} if config.qkv_bias else {"attention_bias": False}),
+        **({"mlp_bias": False} if kind == "llama" else {}),
+        **windows,
+    }
+
+
+def decoder_written(config: Any) -> dict[str, Any]:
+    """Returns the keys of config.json that `decoder` reads."""
+    return {
         "vocab_size": config.vocabulary,
         "hidden_size": config.embed,
-        "intermediate_size": config.mlp,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
@@ -165,20 +182,19 @@ def write(config: Any) -> dict[str, Any]:
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tied_embeddings,
         "attention_dropout": 0.0,
-        **({} if config.qkv_bias else {"attention_bias": False}),
-        **({"mlp_bias": False} if kind == "llama" else {}),
         **published_rope.write(config.rope_theta, config.rope_scaling),
-        **windows,
     }
 
 
-BLOCK = {
+ATTENTION = {
     "input_layernorm.weight": ("attention_norm", "scale"),
     "self_attn.q_proj.weight": ("attention", "query"),
     "self_attn.k_proj.weight": ("attention", "key"),
     "self_attn.v_proj.weight": ("attention", "value"),
     "self_attn.o_proj.weight": ("attention", "out"),
     "post_attention_layernorm.weight": ("mlp_norm", "scale"),
+}
+FEED_FORWARD = {
     "mlp.gate_proj.weight": ("mlp", "gate"),
     "mlp.up_proj.weight": ("mlp", "up"),
     "mlp.down_proj.weight": ("mlp", "down"),
@@ -196,10 +212,20 @@ QK_NORMS = {
 
 def tensors(config: Any) -> Iterator[Tensor]:
     """Yields all published tensors, see `Published`."""
+    table = attention(config) | FEED_FORWARD
+    layers = (layer_tensors(layer, table) for layer in range(config.layers))
+    yield from with_ends(config, itertools.chain.from_iterable(layers))
+
+
+def attention(config: Any) -> dict[str, tuple[str, str]]:
+    """Returns the tensors of a layer but its feed-forward network's, as `layer_tensors` takes them."""
+    return ATTENTION | (BIASES if config.qkv_bias else {}) | (QK_NORMS if config.qk_norm else {})
+
+
+def with_ends(config: Any, layers: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields the tensors of all layers, and those before and behind them."""
     yield Tensor("model.embed_tokens.weight", ("embedding", "table"))
-    table = BLOCK | (BIASES if config.qkv_bias else {}) | (QK_NORMS if config.qk_norm else {})
-    for layer in range(config.layers):
-        yield from layer_tensors(layer, table)
+    yield from layers
     yield Tensor("model.norm.weight", ("head", "norm", "scale"))
     if not config.tied_embeddings:
         yield Tensor("lm_head.weight", ("head", "matrix"), transposed=True)

@@ -19,10 +19,11 @@ from jaxthru.models import flops, llama, router, scopes
 from jaxthru.models.experts import experts
 from jaxthru.models.layers import Attention, SwiGLU, Weight, drawn
 from jaxthru.models.llama import Embedding, Head
-from jaxthru.models.remat import EXPERT_HIDDEN, ROUTING
+from jaxthru.models.moe_published import PUBLISHED as PUBLISHED
+from jaxthru.models.remat import EXPERT_HIDDEN, EXPERT_ROWS, ROUTING
 from jaxthru.models.rotary import rotary_angles
 from jaxthru.models.router import Router
-from jaxthru.models.stage import Chain, Context, Extras, Group, Stage, module_stage, repeated
+from jaxthru.models.stage import Chain, Context, Extras, Group, Mixture, Stage, module_stage, repeated
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.weights import WeightInfo
 
@@ -47,6 +48,8 @@ class Config(llama.Config):
     router_z_loss: weight of a loss that keeps the router's logits small; 0 is off. Summed over layers.
     dense_first: so many first layers have a SwiGLU of width `mlp` and no experts.
     """
+
+    TRAINING = ("aux_loss", "router_z_loss")
 
     qk_norm_together: bool = False
     experts: int = 8
@@ -185,6 +188,7 @@ def _block(config: Config, dense: bool, windowed: bool) -> Stage:
         kept=kept(config),
         matmul_flops=matmul_flops(config),
         metrics=router.METRICS,
+        mixture=Mixture(config.top_k, config.experts),
         scopes=(scopes.ROUTER, scopes.DISPATCH, scopes.EXPERTS, scopes.COMBINE),
         advance=router.BiasUpdate(config.bias_rate, ("mlp", "router", "bias")) if config.bias_rate else None,
     )
@@ -196,14 +200,14 @@ def kept(config: Config) -> dict[str, int]:
     widths = llama.kept(dataclasses.replace(config, mlp=max(shared, 1)))
     if not shared:
         del widths["gate"], widths["up"]
-    routed = rows * (config.embed + config.expert_mlp)  # what the two matmuls read
     return {
         **widths,
         EXPERT_HIDDEN: 2 * rows * config.expert_mlp,
+        EXPERT_ROWS: rows * (config.embed + config.expert_mlp),
         # Ids and weights, and where each row comes from and goes.
         ROUTING: 4 * rows,
-        "rest": 2 * config.embed + shared + routed,
-        "float8": 2 * config.embed + config.heads * config.head_dim + shared + routed,
+        "rest": 2 * config.embed + shared,
+        "float8": 2 * config.embed + config.heads * config.head_dim + shared,
     }
 
 

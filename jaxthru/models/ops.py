@@ -42,9 +42,9 @@ class Ops:
     implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`.
     linear_cross_entropy_by, rms_norm_by, grouped_matmul_by, routing_by, weighted_swiglu_by: an
     implementation, None takes the first that can run, see `norm_by`. expert_chunks: see `MeshConfig`.
-    copies: gather parameters over `fsdp`, and scatter their gradients, by `runtime.copies`. keep_parameters:
-    have them kept for the backward pass, see `RematConfig`. adapters: `lora.Adapters` of the block that is
-    being applied."""
+    policy: of rematerialisation, see `Model`. copies: gather parameters over `fsdp`, and scatter their
+    gradients, by `runtime.copies`. keep_parameters: have them kept for the backward pass, see `RematConfig`.
+    adapters: `lora.Adapters` of the block that is being applied."""
 
     layout: Layout
     compute: jnp.dtype
@@ -57,6 +57,7 @@ class Ops:
     routing_by: str | None = None
     weighted_swiglu_by: str | None = None
     expert_chunks: int = 1
+    policy: str = "none"
     copies: bool = False
     keep_parameters: bool = False
     adapters: Any = None

@@ -8,9 +8,12 @@ import jax
 
 PARAMETERS, STATISTICS = "parameters", "attention_statistics"
 FLOAT8, REST, LOW_RANK = "float8", "rest", "low_rank"
-ROUTING, EXPERT_HIDDEN = "routing", "moe_hidden"
+ROUTING, EXPERT_HIDDEN, EXPERT_ROWS = "routing", "moe_hidden", "expert_rows"
 """Of a mixture of experts: which tokens go where, which no policy computes again, or another choice might
-come out; and what gate and up give of each assignment of a token to an expert."""
+come out; what gate and up give of each assignment of a token to an expert; and, kept where nothing is
+computed again, what the matmuls of its expert read."""
+BY_ROW = (ROUTING, EXPERT_HIDDEN, EXPERT_ROWS)
+"""Those of which there is one for each row that a device has room for, see `stage.Mixture`."""
 _ATTENTION = ("query", "key", "value", "attention", STATISTICS, "attention_out", LOW_RANK, ROUTING)
 KEPT = {
     "full": (ROUTING,),
@@ -44,16 +47,20 @@ def remat(function: Callable, policy: str) -> Callable:
     return jax.checkpoint(function, policy=keep)
 
 
-def kept_bytes(kept: Mapping[str, int], policy: str, item: int, float8: bool = False) -> int:
+def kept_bytes(
+    kept: Mapping[str, int], policy: str, item: int, float8: bool = False, rows: float = 1.0
+) -> int:
     """Returns the bytes per token that a policy keeps of a stage beside its input.
 
     kept: of the Stage. item: bytes of a number in the compute dtype; of statistics and routing 4. float8:
-    whether matmuls are made in float8, whose inputs are then kept in that, where the stage has them so.
+    whether matmuls are made in float8, whose inputs are then kept in that, where the stage has them so. rows:
+    for which there is room, of each that experts fill.
     """
     names = kept if policy == "none" else KEPT[policy]
     bytes_of = {STATISTICS: 4, ROUTING: 4, FLOAT8: 1}
     left_out = REST if float8 and FLOAT8 in kept else FLOAT8
-    return sum(kept.get(name, 0) * bytes_of.get(name, item) for name in names if name != left_out)
+    sizes = {name: kept.get(name, 0) * bytes_of.get(name, item) for name in names if name != left_out}
+    return round(sum(size * (rows if name in BY_ROW else 1) for name, size in sizes.items()))
 
 
 def recomputed(matmul_flops: Mapping[str, int], policy: str) -> int:

@@ -137,15 +137,16 @@ def _replaced(tree: Tree, path: tuple[str, ...], change: Any) -> Tree:
 
 
 def load(counts_LE: jax.Array) -> dict[str, jax.Array]:
-    """Returns what the record has of the tokens of each expert, of each layer [L]: `expert_load_max`, those
-    of the busiest expert over the mean, 1 where all are alike; and `expert_entropy`, of the tokens'
-    distribution over experts, as a share of log E: 1 where all are alike, 0 where one expert has them all."""
-    counts_LE = counts_LE.astype(jnp.float32)
-    total_L1 = jnp.maximum(jnp.sum(counts_LE, axis=-1, keepdims=True), 1.0)
-    share_LE = counts_LE / total_L1
+    """Returns what the record has of the tokens of each expert: these, `expert_tokens` [L, E]; and of each
+    layer [L] `expert_load_max`, those of the busiest expert over the mean, 1 where all are alike, and
+    `expert_entropy`, of the tokens' distribution over experts, as a share of log E: 1 where all are alike, 0
+    where one expert has them all."""
+    total_L1 = jnp.maximum(jnp.sum(counts_LE, axis=-1, keepdims=True), 1)
+    share_LE = counts_LE.astype(jnp.float32) / total_L1.astype(jnp.float32)
     experts = counts_LE.shape[-1]
     entropy_L = -jnp.sum(jax.scipy.special.xlogy(share_LE, share_LE), axis=-1)
     return {
+        TOKENS: counts_LE,
         "expert_load_max": experts * jnp.max(share_LE, axis=-1),
         "expert_entropy": entropy_L / jnp.log(jnp.float32(max(experts, 2))),
     }

@@ -64,6 +64,19 @@ class Extras(NamedTuple):
     metrics: Mapping[str, jax.Array] = {}
 
 
+class Mixture(NamedTuple):
+    """A stage's mixture of experts: `top_k` of so many `experts` for each token."""
+
+    top_k: int
+    experts: int
+
+    def rows(self, devices: int) -> float:
+        """Returns the rows for which a device has room, over those that it has where all experts are equally
+        busy. devices: over which experts are split. Each of those that a device gathers tokens from may send
+        all, and of a token no more of its experts than there are here."""
+        return devices * min(self.top_k, self.experts // devices) / self.top_k
+
+
 @dataclasses.dataclass(frozen=True)
 class Metric:
     """reduce: how values of several micro-batches, and of several stages, become one. Stages see
@@ -95,7 +108,7 @@ class Stage:
     meant: logical axis that is split where there are any}. advance: moves weights that do not train by what
     the layer counted, its metrics of `layers`: once a step, behind the optimizer's update and only where that
     is made. Without a gradient there is no clipping and no weight decay. It is given all of the layer's
-    params, and returns them with those replaced.
+    params, and returns them with those replaced. mixture: of experts, if it has one.
     """
 
     name: str
@@ -108,6 +121,7 @@ class Stage:
     scopes: tuple[str, ...] = ()
     exchanges: Mapping[str, str] = dataclasses.field(default_factory=dict)
     advance: Advance | None = None
+    mixture: Mixture | None = None
 
     @property
     def shapes(self) -> Tree:

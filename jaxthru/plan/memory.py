@@ -11,7 +11,7 @@ from jaxthru.build.checks import validate
 from jaxthru.build.choices import Documents, documents
 from jaxthru.build.confirmed import Programs
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
-from jaxthru.build.memory_sizes import attention_stand_in, norm_stand_in, without_triton
+from jaxthru.build.memory_sizes import attention_stand_in, experts_stand_in, norm_stand_in, without_triton
 from jaxthru.build.proposals import PCIE, Candidate, Proposal, by_arithmetic, with_least_offload
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
@@ -125,6 +125,7 @@ def traced(
         config = dataclasses.replace(config, kernels=dataclasses.replace(kernels, collective_matmul="ring"))
     attention, _ = attention_stand_in(config, layout, segments)
     stand_ins = {"attention": attention, "norm": norm_stand_in(config, layout)}
+    stand_ins["experts"] = experts_stand_in(config)
     of_data = {"segments": segments, "sources": found.sources, "masked": found.masked}
     made = assemble(config, layout, **of_data, **stand_ins)
     how = f"compiled for {target.name} without autotuning; attention: {attention}"

@@ -12,7 +12,8 @@ from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES, Axes
 class WeightInfo:
     """axes: one logical axis a dim; None is never sharded.
     role: `matrix`: a linear layer within a block, or a stack of them. `table`: an embedding or an LM
-        head. `norm`: a norm's scale. `bias`: anything else that is added or scales.
+        head. `norm`: a norm's scale. `bias`: anything else that is added or scales, and routers: they stay
+        float32.
     inputs: the dims of a linear layer that it sums over. stack: dims that count layers of the same kind
         (layers, experts). All others are its outputs.
     trains: without, it has neither gradient nor optimizer state, and is never updated.

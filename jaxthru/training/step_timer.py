@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -128,7 +129,7 @@ class StepTimer:
             partly_updated=bool(values["partly_updated"]),
             hbm_peak_bytes=hardware.peak_bytes(),
             joules=joules,
-            further={name: np.asarray(values[name]).tolist() for name in values if name not in OF_A_STEP},
+            further=further_of(values, step),
             **self._waits,
         )
         self._clock, self._waits = now, dict.fromkeys(WAITS, 0.0)
@@ -153,3 +154,15 @@ class StepTimer:
         runs it, so that reading a counter takes none of the loop's time."""
         jax.block_until_ready(array)
         return time.monotonic(), self._energy.end()
+
+
+TABLES_EVERY = 10
+"""Steps between two rows with metrics of two dims and more, of which one row can be longer than all else."""
+
+
+def further_of(values: Mapping[str, np.ndarray], step: int) -> dict[str, Any]:
+    """Returns the metrics that a model declares, as the row of a step has them: those of two dims and more,
+    such as tokens by layer and expert, in the first step and in every tenth."""
+    whole = step == 1 or step % TABLES_EVERY == 0
+    further = {name: np.asarray(value) for name, value in values.items() if name not in OF_A_STEP}
+    return {name: value.tolist() for name, value in further.items() if whole or value.ndim < 2}

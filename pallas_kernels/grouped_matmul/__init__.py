@@ -19,9 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Operation, on_nvidia, resolve_platform, triton_before_xla
+from pallas_kernels.grouped_matmul import stand_in
 from pallas_kernels.varying import vary_alike
 
-__all__ = ["OPERATION", "automatic", "grouped_matmul", "grouped_outer"]
+__all__ = ["OPERATION", "STAND_IN", "automatic", "grouped_matmul", "grouped_outer"]
+
+STAND_IN = "stand_in"
+"""What takes the place of kernels in a plan without their GPU."""
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
@@ -132,6 +136,8 @@ def grouped_outer(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _product(operands: tuple, transposed: bool, implementation: str | None, platform: str | None):
+    if implementation == STAND_IN:
+        return stand_in.grouped_matmul(*operands, transposed=transposed)
     how = {"implementation": implementation, "platform": platform}
     return OPERATION.run(*operands, transposed=transposed, **how)
 
@@ -151,6 +157,8 @@ _product.defvjp(_forward, _backward)
 
 
 def _outer(x_RI, y_RO, sizes_E, into, dtype, implementation, platform):
+    if implementation == STAND_IN:
+        return stand_in.grouped_outer(x_RI, y_RO, sizes_E, into, dtype=dtype)
     how = {"implementation": implementation, "platform": platform, "function": "grouped_outer"}
     return OPERATION.run(x_RI, y_RO, sizes_E, into, dtype=dtype, **how)
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Operation, triton_before_xla
 from pallas_kernels.varying import vary_alike
+from pallas_kernels.weighted_swiglu import stand_in
 
-__all__ = ["OPERATION", "weighted_swiglu"]
+__all__ = ["OPERATION", "STAND_IN", "weighted_swiglu"]
 
 OPERATION = Operation(
     __name__,
@@ -23,6 +24,9 @@ OPERATION = Operation(
     },
     triton_before_xla,
 )
+
+STAND_IN = "stand_in"
+"""What takes the place of kernels in a plan without their GPU."""
 
 
 def weighted_swiglu(
@@ -65,6 +69,8 @@ def weighted_swiglu(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _swiglu(gate_up_R2M, weights_R, implementation, platform):
+    if implementation == STAND_IN:
+        return stand_in.weighted_swiglu(gate_up_R2M, weights_R)
     how = {"implementation": implementation, "platform": platform}
     return OPERATION.run(gate_up_R2M, weights_R, **how)
 
@@ -74,6 +80,8 @@ def _forward(gate_up_R2M, weights_R, implementation, platform):
 
 
 def _backward(implementation, platform, kept, dy_RM):
+    if implementation == STAND_IN:
+        return stand_in.weighted_swiglu_backward(*kept, dy_RM)
     how = {"implementation": implementation, "platform": platform}
     return OPERATION.run(*kept, dy_RM, function="weighted_swiglu_backward", **how)
 

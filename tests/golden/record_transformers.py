@@ -10,7 +10,8 @@ An array is named after the parameter in transformers: `weight/<name>` (float16:
 and `gradient/<name>`. `logits` are those at `positions` of each row. A model without a `z_loss` has
 neither gradients nor a loss.
 
---folders DIR: also writes DIR/<name>, the model by `save_pretrained`, of those that have `folder`, the dtype;
+--folders DIR: also writes DIR/<name>, the model by `save_pretrained`, of those that have `folder`, the dtype
+(of those with `folder_alone`, nothing else is written);
 with `golden.npz` in it: `tokens`, and of them `logits` at `positions`, in float32 of the weights saved.
 """
 
@@ -40,6 +41,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 SMALL = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "rms_norm_eps": 1e-6}
+EXPERTS = {
+    "num_hidden_layers": 2,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+}
 # Embeddings are small, so that the first norms feel their epsilon. `rows` of `sequence` tokens. New models
 # stand at the end: the number of a model is its seed.
 MODELS = {
@@ -179,6 +186,56 @@ MODELS = {
             "rope_parameters": LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 1024},
         },
     },
+    "mixtral": {
+        "family": "Mixtral",
+        "rows": 1,
+        "sequence": 48,
+        "z_loss": None,
+        "folder": "float32",
+        "folder_alone": True,
+        "config": {
+            **SMALL,
+            **EXPERTS,
+            "num_local_experts": 6,
+            "max_position_embeddings": 48,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    },
+    # Its first layer is dense.
+    "qwen3_moe": {
+        "family": "Qwen3Moe",
+        "rows": 1,
+        "sequence": 48,
+        "z_loss": None,
+        "folder": "float32",
+        "folder_alone": True,
+        "config": {
+            **SMALL,
+            **EXPERTS,
+            "num_experts": 6,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+            "max_position_embeddings": 48,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    },
+    "olmoe": {
+        "family": "Olmoe",
+        "rows": 1,
+        "sequence": 48,
+        "z_loss": None,
+        "folder": "float32",
+        "folder_alone": True,
+        "config": {
+            **SMALL,
+            **EXPERTS,
+            "num_experts": 6,
+            "head_dim": 6,
+            "max_position_embeddings": 48,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
 }
 
 
@@ -251,15 +308,16 @@ def record(name: str, seed: int, folders: Path | None) -> None:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-    np.savez_compressed(
-        FOLDER / f"transformers_{name}.npz",
-        about=json.dumps(about),
-        tokens=tokens.astype(np.uint8),
-        positions=positions,
-        logits=logits[:, positions],
-        **arrays,
-        **{f"weight/{key}": value for key, value in weights.items()},
-    )
+    if not settings.get("folder_alone"):
+        np.savez_compressed(
+            FOLDER / f"transformers_{name}.npz",
+            about=json.dumps(about),
+            tokens=tokens.astype(np.uint8),
+            positions=positions,
+            logits=logits[:, positions],
+            **arrays,
+            **{f"weight/{key}": value for key, value in weights.items()},
+        )
     if folders is not None and "folder" in settings:
         save(model, folders / name, settings["folder"], tokens, positions)
 

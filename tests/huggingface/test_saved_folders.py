@@ -24,11 +24,17 @@ from jaxthru.training.layout import assembled
 FOLDERS = Path(__file__).resolve().parent.parent / "golden" / "folders"
 DTYPES = {
     **{"qwen3": "float32", "qwen2": "float32", "mistral": "float32", "gemma3": "float32"},
+    **{"mixtral": "float32", "qwen3_moe": "float32", "olmoe": "float32"},
     "smollm": "bfloat16",
 }
 
 
-@pytest.mark.parametrize("name", DTYPES)
+SLOW = ("qwen3_moe", "olmoe")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DTYPES]
+)
 def test_it_gives_the_logits_that_transformers_gives(name):
     config, _ = read_config(FOLDERS / name)
     layout = Layout(make_mesh(MeshConfig(), jax.devices()[:1]))

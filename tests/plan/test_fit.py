@@ -1,11 +1,14 @@
 """What is refused before any data is prepared."""
 
+import json
+
 import jax
 import pytest
 
 from jaxthru import config as configuration
 from jaxthru.build.checks import check_sizes, setting_behind, validate
 from jaxthru.build.memory_estimate import layout_of
+from jaxthru.build.step import chain_of
 from jaxthru.runtime.errors import InputError
 from pallas_kernels.dispatch import Unsupported
 
@@ -87,6 +90,42 @@ def test_experts_that_cannot_be_split_are_refused(settings, message):
     with pytest.raises(InputError) as refused:
         check_sizes(config, layout_of(config, devices))
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        (["precision.matmul=fp8"], "precision.matmul = 'fp8'"),
+        (["lora.rank=4", "lora.base=fp8"], "lora.base = 'fp8'"),
+        (["lora.rank=4", "lora.base=int8"], "lora.base = 'int8'"),
+        (["lora.rank=4"], ""),
+    ],
+    ids=["fp8", "base fp8", "base int8", "adapters"],
+)
+def test_experts_that_eight_bits_leave_as_they_are_are_told(settings, asked, caplog):
+    caplog.set_level("INFO", "jaxthru")
+    mixture = ["model.family=moe", "precision.compute=float32", "train.rows=8", *settings]
+    validate(configuration.load("configs/quickstart.py", mixture), jax.devices()[:1], "cpu")
+    said = f"{asked}: experts stay in float32; no grouped product is of eight bits"
+    assert [record.getMessage() for record in caplog.records] == [said] * bool(asked)
+    caplog.clear()
+    validate(
+        configuration.load("configs/quickstart.py", ["train.rows=8", *settings]), jax.devices()[:1], "cpu"
+    )
+    assert not caplog.records
+
+
+def test_adapters_of_experts_are_refused_and_those_of_attention_are_not():
+    def chain(*targets: str):
+        adapters = ["model.family=moe", "lora.rank=4", f"lora.targets={json.dumps(targets)}"]
+        return chain_of(configuration.load("configs/quickstart.py", adapters))
+
+    (block,) = {stage.name: stage for stage in chain("q_proj", "o_proj").layers}.values()
+    assert {target.path for target in block.apply.targets} == {("attention", "query"), ("attention", "out")}
+    with pytest.raises(
+        InputError, match=r"lora.targets: 'gate_up' is of experts, which have no adapters; .*q_"
+    ):
+        chain("gate_up")
 
 
 def test_additions_in_any_order_are_refused_where_repeats_are_to_be_exact():

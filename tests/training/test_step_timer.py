@@ -5,12 +5,14 @@ import time
 from concurrent.futures import Future
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxthru.runtime.errors import TrainingError
 from jaxthru.training import step_timer as module
 from jaxthru.training.metrics import Meter
-from jaxthru.training.step_timer import StepTimer
+from jaxthru.training.sinks.tensorboard import scalars
+from jaxthru.training.step_timer import StepTimer, further_of
 
 
 class Listener:
@@ -193,3 +195,12 @@ def test_the_skip_limit_ends_the_run_after_the_row_is_written():
     with pytest.raises(TrainingError, match=r"step 1: .* not finite 3 times in a row \(train.skip_limit\)"):
         made.finish_step()
     assert len(listener.rows) == 1
+
+
+def test_tables_are_recorded_every_tenth_step():
+    values = {"loss": np.float32(1), "counts": np.ones((2, 3), np.int32), "load": np.ones(2, np.float32)}
+    for step, whole in ((1, True), (2, False), (10, True), (19, False)):
+        further = further_of(values, step)
+        assert further.get("counts") == ([[1, 1, 1]] * 2 if whole else None)
+        assert further["load"] == [1.0, 1.0] and "loss" not in further
+    assert scalars({"counts": [[1, 2]], "load": [1.0]}) == [("load/0", 1.0)]

@@ -88,6 +88,7 @@ def account(folder: Path) -> Accounted:
         memory=footprint(folder / "dump", named.attribution, *held),
         model=model,
         cost=_cost(unprofiled(rows, taken)),
+        expert_tokens=_expert_tokens(rows, production.kept),
     )
     operations = {name: one.operations for name, one in passes.items()}
     return Accounted(made, operations, named.attribution, named.spent(scale), named.runs, config)
@@ -169,6 +170,13 @@ def _tokens(rows: list, steps: list[int], model: Facts) -> tuple[float, float]:
         return tokens, statistics.fmean(row["attention_span"] for row in own)
     done = statistics.fmean((row["model_tflops"] or 0.0) * 1e12 * row["step_seconds"] for row in own)
     return tokens, max(done - model.flops(tokens, 0), 0.0) / model.attention_flops
+
+
+def _expert_tokens(rows: list, steps: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Returns the tokens by layer and expert that were last recorded before the profiled steps were over;
+    none of a model without experts."""
+    found = [row["expert_tokens"] for row in rows if "expert_tokens" in row and row["step"] <= max(steps)]
+    return tuple(tuple(layer) for layer in found[-1]) if found else ()
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -216,7 +216,8 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """`lines` add up to `window.step_seconds`: each instant of each device is counted once."""
+    """`lines` add up to `window.step_seconds`: each instant of each device is counted once. expert_tokens: of
+    a mixture of experts, the tokens of each expert of each layer in one step."""
 
     run: Run
     window: Window
@@ -232,6 +233,7 @@ class Ledger:
     advice: tuple[Advice, ...] = ()
     model: Facts | None = None
     cost: Cost = Cost()
+    expert_tokens: tuple[tuple[int, ...], ...] = ()
     version: int = VERSION
 
     def seconds(self, line: str) -> float:

@@ -28,7 +28,7 @@ Content = dict[str, Any] | None
 def report(ledger: Ledger) -> str:
     """Returns the page."""
     unit = Unit.of(ledger.window.step_seconds)
-    sections = (_waterfall, _timeline, _lint)
+    sections = (_waterfall, _timeline, _experts, _lint)
     return template("report.html").render(
         ledger=ledger,
         unit=unit,
@@ -138,6 +138,30 @@ def _strip(device: Device, unit: Unit) -> tuple:
     spans = [[round(start, 7), round(stop, 7), line] for start, stop, line in device.strip]
     names = {line: TITLES[line][0] for line in paths}
     return called, said, end, paths, names, spans, [unit(end * i / 4) for i in range(5)]
+
+
+SHADES = 8
+"""In which a picture shows numbers: from none to twice the mean and more."""
+
+
+def _experts(ledger: Ledger, unit: Unit) -> Content:
+    """Returns what the picture of tokens by layer (down) and expert (across) is drawn of: a path of cells of
+    each shade."""
+    counts = ledger.expert_tokens
+    if not counts:
+        return None
+    paths = dict.fromkeys(range(SHADES), "")
+    most = 0.0
+    for y, layer in enumerate(counts):
+        mean = max(sum(layer), 1) / len(layer)
+        most = max(most, max(layer) / mean)
+        for x, count in enumerate(layer):
+            paths[min(SHADES - 1, int(SHADES / 2 * count / mean))] += f"M{x} {y}h1v1h-1z"
+    return {
+        "paths": [((shade + 0.5) / SHADES, path) for shade, path in paths.items() if path],
+        "size": (len(counts[0]), len(counts)),
+        "most": f"{most:.2f}",
+    }
 
 
 def plot(

@@ -64,9 +64,12 @@ class TensorBoard:
 
 
 def scalars(row: Row) -> list[tuple[str, float]]:
-    """Returns (name, value) of every finite number in a row but `step`, nested names joined by a slash."""
+    """Returns (name, value) of every finite number in a row but `step`, nested names joined by a slash. A
+    table of numbers is no curve, and has none."""
     found = []
     for name, value in row.items():
+        if isinstance(value, list) and any(isinstance(each, list) for each in value):
+            continue
         if isinstance(value, list):
             value = dict(enumerate(value))
         if isinstance(value, Mapping):

@@ -473,3 +473,19 @@ def test_errors_are_noticed(page, tmp_path):
     assert any("null" in error for error in found)
     assert any("bad" in error for error in found)
     assert any("127.0.0.1" in error for error in found)
+
+
+def test_tokens_of_each_expert_are_a_picture():
+    """A cell for each, shaded by its share of the layer's mean; of a model without experts none."""
+    counts = (4, 4, 4, 4), (0, 0, 0, 16)
+    page = report(dataclasses.replace(full(), expert_tokens=counts))
+    (drawn,) = re.findall(r'<svg class="experts".*?</svg>', page, re.DOTALL)
+    assert 'viewBox="0 0 4 2"' in drawn
+    cells = {
+        cell: float(shade)
+        for path, shade in re.findall(r'<path d="([^"]*)"[^>]*fill-opacity="([^"]*)"', drawn)
+        for cell in re.findall(r"M(\d+ \d+)h1v1h-1z", path)
+    }
+    assert len(cells) == 8
+    assert {cells[f"{x} 0"] for x in range(4)} == {0.562} and (cells["3 1"], cells["0 1"]) == (0.938, 0.062)
+    assert "has 4.00 times the mean" in page and "Tokens of each expert" not in report(full())

@@ -1,0 +1,63 @@
+"""Whole runs of the family moe: what they record and show, and that they go on to the bit."""
+
+import json
+import shutil
+
+import pytest
+from runs import SETTINGS, make_workplace, resumed_from
+
+pytestmark = pytest.mark.slow
+
+STEPS, SAVED, PROFILED, LAYERS, EXPERTS = 8, 4, 4, 2, 4
+MIXTURE = {
+    **{"model.family": "moe", "model.experts": EXPERTS, "model.top_k": 2, "model.expert_mlp": 32},
+    **{"model.bias_rate": 0.01, "model.aux_loss": 0.01, "kernels.attention": "xla"},
+    **{"train.steps": STEPS, "checkpoint.every": SAVED},
+}
+WAYS = {
+    "scan": {"profile__at": PROFILED, "profile__steps": 3},
+    "offloaded": {"model__loop": "unroll", "remat__policy": "full", "offload__level": "parameters"},
+}
+COUNTED = ("expert_load_max", "expert_entropy", "balance_loss")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    made = make_workplace(tmp_path_factory.mktemp("experts"), settings=SETTINGS | MIXTURE)
+    for way, settings in WAYS.items():
+        made.run(way, **settings)
+    return made
+
+
+def test_loads_are_recorded_by_layer(place):
+    rows = place.metrics("scan")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    for row in rows:
+        assert len(row["expert_load_max"]) == len(row["expert_entropy"]) == LAYERS
+        assert all(1 <= load <= EXPERTS / 2 for load in row["expert_load_max"])
+        assert all(0 < entropy <= 1 for entropy in row["expert_entropy"])
+        assert ("expert_tokens" in row) == (row["step"] == 1)
+    assert [sum(layer) for layer in rows[0]["expert_tokens"]] == [2 * rows[0]["tokens"]] * LAYERS
+    for row, other in zip(place.metrics("offloaded"), rows, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def test_a_profile_shows_the_parts_of_a_layer_of_experts(place):
+    folder = place.folder / "scan" / "profile" / str(PROFILED)
+    ledger = json.loads((folder / "ledger.json").read_text())
+    phases = {(scope["layer"], scope["phase"]) for scope in ledger["scopes"] if scope["seconds"] > 0}
+    for part in ("router", "dispatch", "experts", "combine"):
+        assert {(part, "forward"), (part, "backward")} <= phases, part
+    assert ledger["expert_tokens"] == place.metrics("scan")[0]["expert_tokens"]
+    assert "Tokens of each expert" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_resumed_it_goes_on_to_the_bit(place, way):
+    again = f"{way} again"
+    shutil.copytree(place.folder / way, place.folder / again)
+    shutil.rmtree(place.folder / again / "checkpoints" / str(STEPS))
+    assert resumed_from(place.run(again, **WAYS[way])) == SAVED
+    assert place.losses(again) == place.losses(way)
+    for row, other in zip(place.metrics(again), place.metrics(way), strict=True):
+        assert [row[name] for name in COUNTED] == [other[name] for name in COUNTED]

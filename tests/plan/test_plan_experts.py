@@ -1,0 +1,112 @@
+"""What is planned for mixtures of experts: rows that a device has room for, and a plan that fits does."""
+
+import collections
+import re
+import subprocess
+import sys
+
+import pytest
+from runs import ROOT
+
+from jaxthru import config as configuration
+from jaxthru.build import memory_estimate
+from jaxthru.models import moe
+from jaxthru.models.remat import kept_bytes
+from jaxthru.models.stage import Mixture
+from jaxthru.plan import memory
+from jaxthru.runtime import aot
+
+cuda = pytest.mark.compiles_for("cuda")
+GIB = 2**30
+SMALL = "model.layers=2", "model.vocabulary=8192", "model.loop=unroll", "offload.level=none"
+
+
+def estimated(devices: int, *settings: str) -> memory_estimate.MemoryPlan:
+    config = configuration.load("configs/qwen3_235b_a22b.py", [*SMALL, "mesh.fsdp=1", *settings])
+    return memory_estimate.estimate(config, devices=devices, segments=8)[0]
+
+
+def test_a_device_has_room_for_all_that_may_come_to_it():
+    few, many = Mixture(2, 8), Mixture(8, 128)
+    assert [few.rows(devices) for devices in (1, 2, 4, 8)] == [
+        1,
+        2,
+        4,
+        4,
+    ]  # of a token's two here is one at most
+    assert [many.rows(devices) for devices in (1, 2, 8)] == [1, 2, 8]
+
+
+def test_rows_that_are_kept_grow_with_the_devices_that_may_send_them():
+    config = configuration.load("configs/qwen3_235b_a22b.py", [])
+    kept = moe.kept(config.model)
+    of = lambda policy, rows: kept_bytes(kept, policy, 2, rows=rows)  # noqa: E731
+    hidden, chosen = 2 * (2 * 8 * 1536), 4 * (4 * 8)  # gate and up of a token's experts; where it goes
+    assert of("projections", 8) - of("projections", 1) == 7 * (hidden + chosen)
+    assert of("attention", 8) - of("attention", 1) == 7 * chosen
+    assert of("none", 8) - of("none", 1) == 7 * (hidden + chosen + 2 * 8 * (4096 + 1536))
+
+
+def test_more_parts_need_less_at_once():
+    def planned(chunks: int) -> int:
+        settings = "mesh.expert=8", "train.rows=16", "remat.policy=attention", f"mesh.expert_chunks={chunks}"
+        return estimated(8, *settings).peak_device
+
+    assert planned(1) > planned(2) > planned(4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiled"),
+    [
+        # settings of two whole layers on eight described H200s -> GiB, compiled for them.
+        ("remat.policy=attention", 36.9),
+        pytest.param("remat.policy=projections model.loop=scan", 47.5, marks=pytest.mark.slow),
+    ],
+)
+def test_the_arithmetic_is_near_what_was_compiled(settings, compiled):
+    whole = "model.vocabulary=151936", "mesh.expert=8", "train.rows=16"
+    plan = estimated(8, *whole, *settings.split())
+    assert abs(plan.peak_device / GIB / compiled - 1) < 0.05, plan.peak_device / GIB
+
+
+@cuda
+@pytest.mark.slow
+def test_qwen3_235b_fits_128_described_h200s():
+    """All 94 layers, experts over eight GPUs of a host and the rest over sixteen hosts."""
+    command = [sys.executable, "-m", "jaxthru.plan", "memory", "--config", "configs/qwen3_235b_a22b.py"]
+    command += ["--device", "h200", "--devices", "128", "--segments", "8"]
+    left_open = "model.loop=scan", "remat.policy=attention", "offload.level=none", "precision.matmul=compute"
+    for setting in left_open:
+        command += ["--set", setting]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "compiled for the GPU" in done.stdout
+    peak = float(re.search(r"fits: ([\d.]+) of 134.2 GiB", done.stdout)[1])
+    config = configuration.load("configs/qwen3_235b_a22b.py", left_open)
+    plan, _ = memory_estimate.estimate(config, devices=128, segments=8)
+    assert abs(plan.peak_device / GIB / peak - 1) < 0.05, (plan.peak_device / GIB, peak)
+
+
+@cuda
+@pytest.mark.slow
+def test_a_part_of_the_tokens_moves_while_another_is_multiplied():
+    """In the order that XLA gives a step of one layer on eight described H200s, forward and backward."""
+    shape = "model.embed=1024", "model.heads=8", "model.head_dim=128", "model.layers=1", "train.rows=16"
+    settings = *SMALL, *shape, "mesh.fsdp=1", "remat.policy=attention", "precision.matmul=compute"
+    config = configuration.load("configs/qwen3_235b_a22b.py", settings)
+    target = aot.TARGETS["h200"]
+    made, _, _ = memory.traced(config, target, 8, 8)
+    text = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target, 8).hlo
+    assert "is_scheduled=true" in text.partition("\n")[0]
+    beside, under_way = collections.Counter(), {}
+    for line in text.splitlines():
+        if found := re.search(r"%?(\S+) = .* (all-gather|reduce-scatter)-start\(", line):
+            if "/dispatch/" in line or "/combine/" in line:
+                under_way[found[1]] = found[2], "transpose(" in line
+        elif found := re.search(r" (?:all-gather|reduce-scatter)-done\(%?([\w.\-]+)\)", line):
+            under_way.pop(found[1], None)
+        elif "jaxthru_stand_in_grouped_matmul" in line:
+            beside.update({*under_way.values()})
+    assert beside["all-gather", False] and beside["all-gather", True] and beside["reduce-scatter", True], (
+        beside
+    )
