@@ -25,7 +25,10 @@ _logged: set[tuple[str, str]] = set()
 
 
 class Unsupported(Exception):
-    """An implementation cannot run here; the message says what it needs and what it found."""
+    """An implementation cannot run here; the message says what it needs and what it found. operation: that
+    nothing can run, by name; one of several functions may be meant."""
+
+    operation: str | None = None
 
 
 _assumed = contextvars.ContextVar[str | None]("assumed", default=None)
@@ -269,4 +272,6 @@ class Operation:
             return result
         untried = [name for name in self.names if name not in tried]
         hint = f"; only when named: {', '.join(untried)}" if not named and untried else ""
-        raise Unsupported(f"{label}: no implementation can run here: {'; '.join(refusals)}{hint}")
+        refused = Unsupported(f"{label}: no implementation can run here: {'; '.join(refusals)}{hint}")
+        refused.operation = self.name
+        raise refused

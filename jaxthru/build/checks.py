@@ -1,6 +1,5 @@
 """Checks that a configuration fits these devices, before data is prepared or a device works."""
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 
@@ -172,10 +171,7 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
 
 def setting_behind(config: RunConfig, refusal: Unsupported) -> str:
     """Returns the setting behind a refusal, as `key = value`: which implementation was named."""
-    operation = str(refusal).partition(":")[0]
-    keys = (field.name for field in dataclasses.fields(config.kernels))
-    # Several functions of one operation are called after it, but for collective matmuls.
-    key = next((key for key in keys if operation.startswith(key)), "collective_matmul")
+    key = refusal.operation
     return f"kernels.{key} = {getattr(config.kernels, key)!r}"
 
 

@@ -1,5 +1,6 @@
 """What is refused before any data is prepared."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,6 +11,7 @@ from jaxthru.build.checks import check_sizes, setting_behind, validate
 from jaxthru.build.memory_estimate import layout_of
 from jaxthru.build.step import chain_of
 from jaxthru.runtime.errors import InputError
+from pallas_kernels import collective_matmul, grouped_matmul, linear_cross_entropy, rms_norm, routing
 from pallas_kernels.dispatch import Unsupported
 
 
@@ -38,18 +40,23 @@ def test_an_update_in_8_bits_that_is_not_partitioned_is_refused_on_a_mesh(kernel
 
 
 @pytest.mark.parametrize(
-    ("operation", "setting"),
+    ("operation", "function", "setting"),
     [
-        ("rms_norm_rotary", "kernels.rms_norm = 'triton'"),
-        ("rms_norm", "kernels.rms_norm = 'triton'"),
-        ("matmul_reduce_scatter", "kernels.collective_matmul = 'ring'"),
-        ("linear_cross_entropy", "kernels.linear_cross_entropy = 'auto'"),
+        (rms_norm, "rms_norm_rotary", "kernels.rms_norm = 'triton'"),
+        (rms_norm, None, "kernels.rms_norm = 'triton'"),
+        (collective_matmul, "matmul_reduce_scatter", "kernels.collective_matmul = 'ring'"),
+        (linear_cross_entropy, None, "kernels.linear_cross_entropy = 'auto'"),
+        (routing, "sort_assignments", "kernels.routing = 'xla'"),
+        (grouped_matmul, "grouped_outer", "kernels.grouped_matmul = 'auto'"),
     ],
 )
-def test_a_refusal_names_the_setting_that_asked(operation, setting):
-    settings = ["kernels.rms_norm=triton", "kernels.collective_matmul=ring"]
+def test_a_refusal_names_the_setting_that_asked(operation, function, setting):
+    settings = ["kernels.rms_norm=triton", "kernels.collective_matmul=ring", "kernels.routing=xla"]
     config = configuration.load("configs/quickstart.py", settings)
-    assert setting_behind(config, Unsupported(f"{operation}: no implementation can run here")) == setting
+    none = dataclasses.replace(operation.OPERATION, automatic=lambda **_: ())
+    with pytest.raises(Unsupported) as refused:
+        none.run(implementation=None, platform="cpu", function=function)
+    assert setting_behind(config, refused.value) == setting
 
 
 def test_tokens_that_do_not_divide_over_tensor_are_refused():
