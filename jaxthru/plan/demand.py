@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxthru.build.defaults import plain
 from jaxthru.config import RunConfig
 from jaxthru.models import facts, family
-from jaxthru.models.stage import Chain, distinct
+from jaxthru.models.stage import Chain, Stage, distinct
 from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.hardware import data_sheet_flops
@@ -20,21 +20,29 @@ from jaxthru.runtime.weights import WeightInfo
 
 class Matrix(NamedTuple):
     """inputs, outputs: its sizes. split: which of them `tensor` splits, or neither. divides: into how many
-    parts that goes at most; 0 is any."""
+    parts that goes at most; 0 is any. experts: how many there are of it. top_k: with how many of these each
+    token is multiplied."""
 
     inputs: int
     outputs: int
     split: str
     divides: int = 0
+    experts: int = 1
+    top_k: int = 1
+
+    @property
+    def multiplied(self) -> int:
+        """The parameters that a token is multiplied with."""
+        return self.top_k * self.inputs * self.outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
     """What a step of a model takes, wherever it runs. flops: of its matmuls and attention. matrices: of all
-    layers and of the head. parameters: all; blocks: those of the layers' matrices. width: of what is passed
-    from layer to layer. item: bytes of a number in the compute dtype. state: bytes of weights and optimizer
-    for a parameter. kept: {remat policy: bytes kept of a token}. recomputed: {remat policy: FLOPs of a
-    token}. steps: of the run."""
+    layers and, last, of the head. parameters: all; blocks: those of the layers' matrices. width: of what is
+    passed from layer to layer. item: bytes of a number in the compute dtype. state: bytes of weights and
+    optimizer for a parameter. kept: {remat policy: bytes kept of a token}. recomputed: {remat policy: FLOPs
+    of a token}. steps: of the run."""
 
     rows: int
     sequence: int
@@ -60,6 +68,11 @@ class Demand:
         """The parts into which `tensor` can split all matrices alike."""
         return math.gcd(*(matrix.divides for matrix in self.matrices))
 
+    def multiplied(self, experts: bool = True) -> int:
+        """Returns the parameters of the layers' matrices that a token is multiplied with. experts: those of
+        mixtures too."""
+        return sum(one.multiplied for one in self.matrices[:-1] if experts or one.experts == 1)
+
 
 DATA_SHEET = "by data sheet"
 SUSTAINED = {("h200", "compute"): 690e12, ("h200", "fp8"): 1293e12}
@@ -68,14 +81,15 @@ SUSTAINED = {("h200", "compute"): 690e12, ("h200", "fp8"): 1293e12}
 
 def rate_of(device: str, kind: str, need: Demand, matmul: str) -> tuple[float, str]:
     """Returns the FLOP/s that a device holds in this model's products, and where that is from. device: of
-    `aot.TARGETS`. kind: the device's own name. matmul: `precision.matmul`; float8 is for the blocks alone."""
+    `aot.TARGETS`. kind: the device's own name. matmul: `precision.matmul`; float8 is for the blocks alone,
+    and not for their experts."""
     peak = data_sheet_flops(kind)
     known = {way: SUSTAINED.get((device, way)) for way in ("compute", "fp8")}
     plain_rate, fast = known["compute"] or peak, known["fp8"] or 2 * peak
     said = "sustained in products, measured" if known["compute"] else DATA_SHEET
     if matmul != "fp8":
         return plain_rate, said
-    blocks = 6 * need.blocks * need.tokens / need.flops
+    blocks = 6 * need.multiplied(experts=False) * need.tokens / need.flops
     return 1 / (blocks / fast + (1 - blocks) / plain_rate), f"{said}; the blocks' matrices in float8"
 
 
@@ -92,7 +106,9 @@ def demand(config: RunConfig) -> Demand:
     head = _head(chain)
     blocks = [(stage, chain.layers.count(stage)) for stage in distinct(chain.layers)]
     matrices = [
-        matrix for stage, count in blocks for matrix in count * [_matrix(*each) for each in stage.matrices]
+        matrix
+        for stage, count in blocks
+        for matrix in count * [_matrix(*each, stage) for each in stage.matrices]
     ]
     stages = [(chain.embedding, 1), (chain.head, 1), *blocks]
     parameters = sum(
@@ -118,7 +134,7 @@ def demand(config: RunConfig) -> Demand:
     )
 
 
-def _matrix(info: WeightInfo, shape: tuple[int, ...]) -> Matrix:
+def _matrix(info: WeightInfo, shape: tuple[int, ...], stage: Stage) -> Matrix:
     def size(dims: tuple[int, ...]) -> int:
         return math.prod(shape[dim] for dim in dims)
 
@@ -127,7 +143,10 @@ def _matrix(info: WeightInfo, shape: tuple[int, ...]) -> Matrix:
 
     ins, outs = splits(info.inputs), splits(info.outputs)
     split = "inputs" if ins else "outputs" if outs else ""
-    return Matrix(size(info.inputs), size(info.outputs + info.stack), split, math.gcd(*ins, *outs))
+    experts = size(tuple(dim for dim in info.stack if info.axes[dim] == "experts"))
+    top_k = stage.mixture.top_k if experts > 1 else 1
+    sizes = size(info.inputs), size(info.outputs + info.stack) // experts
+    return Matrix(*sizes, split, math.gcd(*ins, *outs), experts, top_k)
 
 
 def _head(chain: Chain) -> Matrix:
@@ -139,5 +158,7 @@ def _head(chain: Chain) -> Matrix:
     passed = [dim for dim, axis in enumerate(info.axes) if axis and "fsdp" in LOGICAL_AXIS_RULES[axis]]
     others = tuple(dim for dim in range(len(info.axes)) if dim not in passed)
     return (
-        _matrix(dataclasses.replace(info, inputs=tuple(passed)), leaf.shape) if others else Matrix(1, 1, "")
+        _matrix(dataclasses.replace(info, inputs=tuple(passed)), leaf.shape, stage)
+        if others
+        else Matrix(1, 1, "")
     )

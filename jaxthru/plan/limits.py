@@ -208,14 +208,16 @@ def closed(need: Demand, cluster: Cluster) -> dict[str, float]:
 
     HBM: TP B / B_min, with B_min = H p / 2 W. NVLink: rows × TP, at which what `tensor` sends of a row takes
     as long. NIC: TP B / b, with b the tokens of a device at which the gathers of its weights, twice, and the
-    reduction of its gradients take as long. latency: FLOPs / (H L t_L). batch: rows × the most that a layer
-    can be split into.
+    reduction of its gradients take as long; of experts there are more weights to read and to gather than a
+    token is multiplied with. latency: FLOPs / (H L t_L). batch: rows × the most that a layer can be split
+    into.
     """
     item, split = need.item, split_by(need, cluster)
-    balance = walls.balance_tokens(cluster.rate, item, cluster.bandwidth)
-    multiplied = 6 * need.blocks
+    idle = need.blocks / need.multiplied()
+    balance = idle * walls.balance_tokens(cluster.rate, item, cluster.bandwidth)
+    multiplied = 6 * need.multiplied()
     near = multiplied * cluster.nvlink / (8 * item * need.width * need.layers * cluster.rate)
-    far = 3 * item * cluster.rate / (6 * cluster.network)  # tokens of a device
+    far = idle * 3 * item * cluster.rate / (6 * cluster.network)  # tokens of a device
     layer = float(layer_latency(cluster, split))
     return {
         "HBM": split * need.tokens / balance,
@@ -266,8 +268,10 @@ def _held(need: Demand, data, fsdp, tensor, parts, kept) -> np.ndarray:
 
 
 def _read(need: Demand, matrix: Matrix, tokens, tensor) -> np.ndarray:
-    """Returns bytes that one pass of a matrix moves between memory and the tensor units."""
+    """Returns bytes that one pass of a matrix, of each expert if there are several, moves between memory and
+    the tensor units."""
     inputs, outputs = matrix.inputs, matrix.outputs
     ins = inputs / tensor if matrix.split == "inputs" else inputs
     outs = outputs / tensor if matrix.split == "outputs" else outputs
-    return need.item * (tokens * (ins + outs) + ins * outs)
+    rows = tokens * matrix.top_k
+    return need.item * (rows * (ins + outs) + np.minimum(rows, matrix.experts) * ins * outs)

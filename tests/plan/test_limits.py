@@ -30,6 +30,27 @@ def test_a_step_is_what_the_model_says(need):
     assert (need.width, need.splits, need.layers, need.state) == (8192, 8, 80, 12)
 
 
+def test_of_a_mixture_the_experts_of_a_token_count():
+    """Its operations are of these, what is read and gathered is of all; float8 is for the other matrices."""
+    need = demand.demand(configuration.load(ROOT / "configs" / "qwen3_30b_a3b.py"))
+    assert need.parameters == 30_532_122_624
+    layers, router, head = 48, 2048 * 128, 2048 * 151_936
+    of_token = 2 * 2048 * (32 + 4) * 128 + 8 * 3 * 2048 * 768
+    assert need.multiplied() == layers * of_token
+    assert need.multiplied(experts=False) == layers * 2 * 2048 * (32 + 4) * 128
+    spans = 6 * layers * 32 * 128 * 4096
+    assert need.flops / need.tokens == 6 * (layers * (of_token + router) + head) + spans
+    plain, fast = (demand.rate_of("h200", "NVIDIA H200", need, how)[0] for how in ("compute", "fp8"))
+    assert plain < fast < 1.3 * plain
+    gate_up, down = (one for one in {*need.matrices} if one.experts > 1)
+    assert {(one.experts, one.top_k) for one in (gate_up, down)} == {(128, 8)}
+    tokens, each = 1e6, 3 * 2048 * 768
+    read = sum(limits._read(need, one, tokens, 1) for one in (gate_up, down))
+    assert read == need.item * (8 * tokens * (2 * 2048 + 3 * 768) + 128 * each)
+    of_few = sum(limits._read(need, one, 1, 1) for one in (gate_up, down))  # one token has eight of them
+    assert of_few == need.item * 8 * (2 * 2048 + 3 * 768 + each)
+
+
 @pytest.mark.parametrize("factor", (0.5, 2.0, 4.0))
 def test_each_wall_moves_as_its_formula_says(need, factor):
     before, replace = limits.closed(need, H200), dataclasses.replace
