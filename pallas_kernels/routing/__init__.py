@@ -88,8 +88,9 @@ def route(
 
     The experts with the largest score + bias are chosen, of equal ones those of the lowest id; weights are
     scores without the bias. Differentiable in the logits, by the weights and the scores, with the choice
-    held. Tokens with logits that are not finite get experts, too, which ones is not said. The ids are named
-    "routing" by `jax.ad_checkpoint.checkpoint_name`: a policy that saves them chooses no expert twice.
+    held. A token with logits that are not finite gets top_k different experts, too; which ones is not said.
+    The ids are named "routing" by `jax.ad_checkpoint.checkpoint_name`: a policy that saves them chooses no
+    expert twice.
 
     Args:
       logits_NE: [N, E] float32.

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(float("-inf"))
+LOWEST_CHOICE = tl.constexpr(-1.7e38)  # two of them are a number
 
 
 @triton.jit
@@ -50,6 +51,8 @@ def route(
         score_NE = power_NE / tl.sum(power_NE, axis=1)[:, None]
     of_what_NE = logit_NE if OF_CHOSEN else score_NE
     choice_NE = of_what_NE + tl.load(bias + expert_E, mask=expert_E < E, other=0.0)[None, :]
+    # Of what is no number, or no more than what was chosen, one expert would be found again.
+    choice_NE = tl.where(choice_NE > LOWEST_CHOICE, choice_NE, LOWEST_CHOICE)
     choice_NE = tl.where((expert_E < E)[None, :], choice_NE, LOWEST)
     if TOP_GROUPS < GROUPS:
         choice_NE = limit(choice_NE, expert_E, E // GROUPS, GROUPS, TOP_GROUPS, BN, BE)
@@ -58,7 +61,7 @@ def route(
     id_NK = tl.zeros((BN, BK), tl.int32)
     weight_NK = tl.full((BN, BK), LOWEST, tl.float32)
     for k in tl.static_range(K):
-        # What is not a number may be found anywhere: an id stays one of an expert.
+        # It is never more than E - 1; the compiler that is told so keeps to its registers.
         id_N = tl.minimum(tl.argmax(choice_NE, axis=1, tie_break_left=True), E - 1)
         is_NE = expert_E[None, :] == id_N[:, None]
         weight_N = tl.sum(tl.where(is_NE, of_what_NE, 0.0), axis=1)

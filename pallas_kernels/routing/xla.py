@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.routing.rule import Rule
 
 BLOCK = 128  # assignments that are ranked against each other
+LOWEST = float(jnp.finfo(jnp.float32).min) / 2  # of a choice: what was chosen is lower, and two are a number
 
 
 def route(logits_NE, valid_N, bias_E, *, rule: Rule):
@@ -28,6 +29,7 @@ def choose(logits_NE, valid_N, bias_E, rule: Rule) -> jax.Array:
     choice_NE = logits_NE if rule.score == "softmax_of_chosen" else _scores(logits_NE, rule)
     if bias_E is not None:
         choice_NE += jax.lax.stop_gradient(bias_E)[None, :]
+    choice_NE = jnp.maximum(choice_NE, LOWEST)
     if rule.limited:
         choice_NGX = choice_NE.reshape(-1, rule.groups, rule.of_group)
         first_NG, second_NG = (_taken(choice_NGX, id_NG) for id_NG in _largest(choice_NGX, 2))

@@ -150,6 +150,20 @@ def test_ties_go_to_the_lowest_id(implementation):
     assert made.ids_NK.tolist() == [[0, 1]] * 3  # groups 0 and 2 are the first without an expert of less
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("score", SCORES)
+def test_a_token_has_different_experts_whatever_its_logits_are(score, grouped, implementation):
+    """There are rows for these alone where experts are split over devices."""
+    bad = jnp.array([jnp.nan, -jnp.inf, jnp.inf])
+    logits = jnp.concatenate([jnp.tile(bad[:, None], (1, 8)), jnp.zeros((3, 8)).at[:, 2:5].set(bad[:, None])])
+    how = {"groups": 4, "top_groups": 2} if grouped else {}
+    how |= {"top_k": 4, "score": score, "normalise": True, "implementation": implementation}
+    made = route(logits, jnp.ones(6, bool), **how)
+    for ids in made.ids_NK.tolist():
+        assert len({*ids} & {*range(8)}) == 4, ids
+
+
 def test_a_bias_moves_the_choice_and_not_the_weights():
     given = draw(CPU["many"]._replace(padding=0.0))
     plain, _ = run({name: x for name, x in given.items() if name != "bias"}, 8, **PLAIN)

@@ -102,6 +102,15 @@ def check_routing(name: str, score: str, grouped: bool, bias: bool) -> None:
     assert_close(run("triton"), run("reference"), CPU_TOLERANCE)
 
 
+def check_different(score: str, grouped: bool) -> None:
+    """A token's experts are different ones, whatever its logits are."""
+    logits = jnp.tile(jnp.array([[jnp.nan], [-jnp.inf], [jnp.inf]]), (1, 6)).at[:, 2].set(0.0)
+    groups = {"groups": 3, "top_groups": 2} if grouped else {}
+    how = {"top_k": 4, "score": score, "normalise": True, "implementation": "triton"} | HOW | groups
+    for ids in routing.route(logits, jnp.ones(3, bool), **how).ids_NK.tolist():
+        assert len({*ids} & {*range(6)}) == 4, ids
+
+
 def check_swiglu(shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(fresh_seed())
     gate_up, weights = normal(rng, (shape[0], 2, shape[1]), jnp.float32), normal(rng, shape[:1], jnp.float32)
@@ -140,6 +149,10 @@ def main() -> None:
             score, grouped_ = routing.SCORES[index % 3], index % 2 == 1
             check_routing(name, score, grouped_, not grouped_)
             print("ok routing", name, score, grouped_, flush=True)
+        for score in routing.SCORES:
+            check_different(score, False)
+            check_different(score, True)
+            print("ok different experts", score, flush=True)
         for shape in SWIGLU.values():
             check_swiglu(shape)
             print("ok swiglu", *shape, flush=True)
