@@ -26,7 +26,7 @@ def facts(config: FamilyConfig, compute: str) -> Facts:
     ends = _matrices(chain.embedding) + _matrices(chain.head)
     matrices = [(_matrices(stage), count) for stage, count in blocks]
     dims = dict(_dims(itertools.chain(ends, *(each for each, _ in matrices))))
-    named = {key: axis for axis in dims if (key := config.field(axis))}
+    named = {key: axis for axis, size in dims.items() if (key := config.field(axis, size))}
     return Facts(
         matmul_flops_per_token=train_flops(config, 1, 0),
         attention_flops=train_flops(config, 0, 1),

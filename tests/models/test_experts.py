@@ -19,7 +19,7 @@ from jaxthru import config as configuration
 from jaxthru.engine.inline import hidden as hidden_of
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.walk import cotangents, linearised_block
-from jaxthru.models import family, llama, moe
+from jaxthru.models import facts, family, llama, moe
 from jaxthru.models.layers import SwiGLU
 from jaxthru.models.lora import LoraConfig
 from jaxthru.models.ops import Ops
@@ -545,3 +545,4 @@ def test_what_cannot_be_is_one_line(settings, message):
 def test_the_key_of_a_width_is_the_one_that_set_it():
     assert SHAPE.key("mlp", M) == "model.expert_mlp" and SHAPE.key("mlp", 24) == "model.mlp"
     assert SHAPE.key("experts") == "model.experts" and SHAPE.key("vocab", 512) == "model.vocabulary"
+    assert facts.facts(SHAPE, "float32").widths == {"vocabulary": 512, "embed": D, "expert_mlp": M}

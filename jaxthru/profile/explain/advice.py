@@ -114,8 +114,9 @@ def _host_copies(run: RunFacts) -> Iterator[Advice]:
 def _larger(run: RunFacts) -> Iterator[Advice]:
     """What a step, or a micro-batch, costs whatever its tokens."""
     microbatches = run["train.microbatches"]
-    # Over tensor it is activations that move, and they grow with the tokens.
-    parameters = run.exposed("all-gather", "reduce-scatter") if run.tensor == 1 else 0.0
+    # Over expert and tensor it is activations that move, and they grow with the tokens.
+    alone = run.tensor == run.mesh["expert"] == 1
+    parameters = run.exposed("all-gather", "reduce-scatter") if alone else 0.0
     fixed = {
         "exposed_communication": (min(run.line("exposed_communication"), parameters), "gathered parameters"),
         "host_gap": (run.line("host_gap") if run.layered else 0.0, "the host dispatching layer by layer"),

@@ -108,6 +108,8 @@ def test_what_moves_over_tensor_is_hidden_in_kernels_and_not_by_more_tokens():
     ):
         assert "kernels.collective_matmul" not in by_key(ledger, sample.config(**TENSOR, **other))
     assert "kernels.collective_matmul" not in by_key(ledger, sample.config(mesh__fsdp=2))
+    by_expert = by_key(ledger, sample.config(mesh__fsdp=1, mesh__expert=2))
+    assert "gathered parameters" not in getattr(by_expert.get("train.rows"), "text", "")
     ampere = dataclasses.replace(ledger.run, device_kind="NVIDIA A100-SXM4-80GB")
     of_ampere = dataclasses.replace(ledger, run=ampere)
     assert "kernels.collective_matmul" not in by_key(of_ampere, sample.config(**TENSOR))
