@@ -38,6 +38,9 @@ from pallas_kernels.routing import (
 )
 from pallas_kernels.weighted_swiglu import weighted_swiglu
 
+ROW_BLOCK = 8
+"""Rows come in so many: TMA, which loads them on Hopper, begins at no others."""
+
 
 def routed(ops: Ops, logits_NE: jax.Array, valid_N: jax.Array, bias_E: jax.Array | None, **how) -> Routing:
     """Returns `pallas_kernels.routing.route` of tokens that are sharded as between blocks; `counts_E` are
@@ -168,6 +171,7 @@ def _shortened(order: Order) -> Order:
     assignments that have none point to."""
     tokens, top_k = order.inverse_NK.shape
     rows = tokens * rows_for_each(top_k, len(order.sizes_E)) + 1
+    rows += -rows % ROW_BLOCK
     if rows >= len(order.order_R):
         return order
     return Order(order.order_R[:rows], jnp.minimum(order.inverse_NK, rows - 1), order.sizes_E)

@@ -62,7 +62,8 @@ class Routing(NamedTuple):
 
 class Order(NamedTuple):
     """Assignments by expert, and within one in their own order, all int32. order_R: [R], which assignment
-    row r is. inverse_NK: [N, K], which row each assignment is. sizes_E: [E], rows of each expert."""
+    row r is; it may be cut short behind the last row that can have an expert, and so are rows then.
+    inverse_NK: [N, K], which row each assignment is. sizes_E: [E], rows of each expert."""
 
     order_R: jax.Array
     inverse_NK: jax.Array
@@ -246,7 +247,7 @@ def _dispatch_weights(weights_NK, order: Order):
 
 
 def _weights_back(order: Order, d_R):
-    d_NK = d_R.at[order.inverse_NK].get(mode="promise_in_bounds")
+    d_NK = d_R.at[order.inverse_NK].get(mode="clip")
     return jnp.where(order.inverse_NK < jnp.sum(order.sizes_E), d_NK, jnp.zeros((), d_R.dtype)), None
 
 

@@ -53,5 +53,5 @@ def dispatch(x_ND, order, *, top_k: int) -> jax.Array:
 def combine(y_RD, order) -> jax.Array:
     """Returns [N, D]; see `combine` of the package."""
     exists_NK = order.inverse_NK < jnp.sum(order.sizes_E)
-    rows_NKD = y_RD[order.inverse_NK].astype(jnp.float32)
+    rows_NKD = y_RD.at[order.inverse_NK].get(mode="clip").astype(jnp.float32)
     return jnp.sum(jnp.where(exists_NK[:, :, None], rows_NKD, 0.0), axis=1).astype(y_RD.dtype)

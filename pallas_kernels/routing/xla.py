@@ -94,7 +94,7 @@ def combine(y_RD, order) -> jax.Array:
     rows = jnp.sum(order.sizes_E)
     sum_ND = jnp.zeros((), jnp.float32)
     for row_N in jnp.unstack(order.inverse_NK, axis=1):
-        taken_ND = y_RD.at[row_N].get(mode="promise_in_bounds").astype(jnp.float32)
+        taken_ND = y_RD.at[row_N].get(mode="clip").astype(jnp.float32)
         sum_ND += jnp.where((row_N < rows)[:, None], taken_ND, 0.0)
     return sum_ND.astype(y_RD.dtype)
 

@@ -12,6 +12,7 @@ import pytest
 from cases import named, slow_but_for
 from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec
 from test_no_multicast import FORBIDDEN, lower_grouped_matmul
 
 from jaxthru.runtime import aot
@@ -240,6 +241,25 @@ def test_layers_share_a_kernel():
     arguments = struct((256, 256), bfloat16), struct((4, 256, 256), bfloat16), struct((4,), jnp.int32)
     text = jax.jit(layers).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def test_within_a_shard_map():
+    """Each device with rows and groups of its own; what varies over the mesh is marked as JAX asks."""
+    mesh, own = jax.make_mesh((2,), ("expert",), (jax.sharding.AxisType.Auto,)), PartitionSpec("expert")
+    how = {"implementation": "mosaic_gpu", "platform": "gpu"}
+
+    def local(x, w, y, sizes, into):
+        product, pull = jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes, **how), x, w)
+        return product, *pull(y), grouped_matmul.grouped_outer(x, y, sizes, into, **how)
+
+    struct = jax.ShapeDtypeStruct
+    x, w = struct((512, 256), bfloat16), struct((8, 256, 256), bfloat16)
+    arguments = x, w, x, struct((8,), jnp.int32), struct(w.shape, jnp.float32)
+    function = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=own, out_specs=own))
+    found = jax.eval_shape(function, *arguments)
+    assert [each.shape for each in found] == [x.shape, x.shape, w.shape, w.shape]
+    text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 4 and not [word for word in FORBIDDEN if word in text]
 
 
 PROBLEM = Problem("matmul", 16, 4096, 1536, 1536)

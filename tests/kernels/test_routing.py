@@ -226,6 +226,21 @@ def test_rows_go_there_and_back(shape, implementation):
     check_moved(shape, implementation)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_rows_without_an_expert_may_be_cut_off(implementation):
+    """As on a device that has fewer experts than a token has: of its rows some can never be filled."""
+    given, order, _ = rows_of(CPU["three"])
+    used = int(order.sizes_E.sum())
+    whole = moved(given, order, 2, implementation)
+    short = order._replace(order_R=order.order_R[:used])
+    cut = moved(given | {"rows": given["rows"][:used]}, short, 2, implementation)
+    for name in cut:
+        np.testing.assert_array_equal(cut[name], whole[name][: len(cut[name])])
+    d_rows = jnp.ones(used)
+    _, pullback = jax.vjp(lambda w: dispatch_weights(w, short), given["weights"])
+    np.testing.assert_array_equal(pullback(d_rows)[0], order.inverse_NK < used)
+
+
 def test_half_precision_is_summed_in_float32():
     """A sum of 8 rows is rounded once."""
     shape = CPU["all_of_few"]._replace(padding=0.0)
