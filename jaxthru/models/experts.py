@@ -159,7 +159,8 @@ def _multiplied(ops: Ops, x_ND, weights_NK, order: Order, gate_up, down) -> jax.
     with jax.named_scope(EXPERTS):
         gate_up_R2M = multiply(x_RD, gate_up.reshape(own, -1, 2 * width)).reshape(-1, 2, width)
         gate_up_R2M = checkpoint_name(gate_up_R2M, EXPERT_HIDDEN)
-        hidden_RM = weighted_swiglu(gate_up_R2M, weights_R, implementation=ops.weighted_swiglu_by)
+        how = {"sizes_E": order.sizes_E, "implementation": ops.weighted_swiglu_by}
+        hidden_RM = weighted_swiglu(gate_up_R2M, weights_R, **how)
         y_RD = multiply(hidden_RM, down)
     with jax.named_scope(COMBINE):
         return combine(y_RD, order, len(x_ND), implementation=ops.routing_by)

@@ -32,6 +32,7 @@ STAND_IN = "stand_in"
 def weighted_swiglu(
     gate_up_R2M: jax.Array,
     weights_R: jax.Array,
+    sizes_E: jax.Array | None = None,
     *,
     implementation: str | None = None,
     platform: str | None = None,
@@ -45,6 +46,8 @@ def weighted_swiglu(
     Args:
       gate_up_R2M: [R, 2, M], gates and then ups, of a float dtype.
       weights_R: [R] float32; see `routing.dispatch_weights`.
+      sizes_E: [E] int32, rows of each group, as for `grouped_matmul`: rows behind the last group may be left
+        out, and then are anything in the result and in both gradients. None: all rows count.
       implementation: one of `OPERATION.names`; None takes the first that can run.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
@@ -64,26 +67,30 @@ def weighted_swiglu(
             f"weighted_swiglu: gate and up are of a float dtype and weights float32, got "
             f"{gate_up_R2M.dtype} and {weights_R.dtype}"
         )
-    return _swiglu(*vary_alike(gate_up_R2M, weights_R), implementation, platform)
+    sized = None if sizes_E is None else jnp.sum(sizes_E, keepdims=True)
+    arrays = vary_alike(*(x for x in (gate_up_R2M, weights_R, sized) if x is not None))
+    return _swiglu(*arrays[:2], arrays[2] if sizes_E is not None else None, implementation, platform)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _swiglu(gate_up_R2M, weights_R, implementation, platform):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _swiglu(gate_up_R2M, weights_R, sized, implementation, platform):
     if implementation == STAND_IN:
         return stand_in.weighted_swiglu(gate_up_R2M, weights_R)
     how = {"implementation": implementation, "platform": platform}
-    return OPERATION.run(gate_up_R2M, weights_R, **how)
+    return OPERATION.run(gate_up_R2M, weights_R, sized, **how)
 
 
-def _forward(gate_up_R2M, weights_R, implementation, platform):
-    return _swiglu(gate_up_R2M, weights_R, implementation, platform), (gate_up_R2M, weights_R)
+def _forward(gate_up_R2M, weights_R, sized, implementation, platform):
+    y_RM = _swiglu(gate_up_R2M, weights_R, sized, implementation, platform)
+    return y_RM, (gate_up_R2M, weights_R, sized)
 
 
 def _backward(implementation, platform, kept, dy_RM):
+    gate_up_R2M, weights_R, sized = kept
     if implementation == STAND_IN:
-        return stand_in.weighted_swiglu_backward(*kept, dy_RM)
-    how = {"implementation": implementation, "platform": platform}
-    return OPERATION.run(*kept, dy_RM, function="weighted_swiglu_backward", **how)
+        return *stand_in.weighted_swiglu_backward(gate_up_R2M, weights_R, dy_RM), None
+    how = {"implementation": implementation, "platform": platform, "function": "weighted_swiglu_backward"}
+    return *OPERATION.run(gate_up_R2M, weights_R, dy_RM, sized, **how), None
 
 
 _swiglu.defvjp(_forward, _backward)

@@ -10,9 +10,12 @@ import triton.language as tl
 
 @triton.jit
 def weighted_swiglu(
-    gate_up, weights, rows, y, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr
+    gate_up, weights, sized, rows, y, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
-    """One block of rows. Grid: rows / BR, rounded up. gate_up [rows, 2, M]; weights [rows]; y [rows, M]."""
+    """One block of rows. Grid: rows / BR, rounded up. gate_up [rows, 2, M]; weights [rows]; sized [1]: rows
+    that count, others need not be made; y [rows, M]."""
+    if tl.program_id(0) * BR >= tl.load(sized):
+        return
     row_R = tl.program_id(0) * BR + tl.arange(0, BR)
     weight_R = tl.load(weights + row_R, mask=row_R < rows, other=0.0)
     for first in tl.static_range(0, M, BM):
@@ -26,9 +29,20 @@ def weighted_swiglu(
 
 @triton.jit
 def weighted_swiglu_backward(
-    gate_up, weights, dy, rows, d_gate_up, d_weights, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr
-):  # fmt: skip
+    gate_up,
+    weights,
+    dy,
+    sized,
+    rows,
+    d_gate_up,
+    d_weights,
+    M: tl.constexpr,
+    BR: tl.constexpr,
+    BM: tl.constexpr,
+):
     """As `weighted_swiglu`. dy [rows, M]; d_gate_up [rows, 2, M]; d_weights [rows]."""
+    if tl.program_id(0) * BR >= tl.load(sized):
+        return
     row_R = tl.program_id(0) * BR + tl.arange(0, BR)
     weight_R = tl.load(weights + row_R, mask=row_R < rows, other=0.0)
     d_weight_R = tl.zeros((BR,), tl.float32)

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 
 
-def weighted_swiglu(gate_up_R2M, weights_R) -> jax.Array:
-    """Returns [R, M]; see `weighted_swiglu` of the package."""
+def weighted_swiglu(gate_up_R2M, weights_R, sized=None) -> jax.Array:
+    """Returns [R, M]; see `weighted_swiglu` of the package. sized: not asked for, all rows are made."""
     gate_RM, up_RM = jnp.unstack(gate_up_R2M.astype(jnp.float32), axis=1)
     return (gate_RM * jax.nn.sigmoid(gate_RM) * up_RM * weights_R[:, None]).astype(gate_up_R2M.dtype)
 
 
-def weighted_swiglu_backward(gate_up_R2M, weights_R, dy_RM) -> tuple[jax.Array, jax.Array]:
+def weighted_swiglu_backward(gate_up_R2M, weights_R, dy_RM, sized=None) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of both, in their dtypes, of that of the result."""
     gate_RM, up_RM = jnp.unstack(gate_up_R2M.astype(jnp.float32), axis=1)
     dy_RM = dy_RM.astype(jnp.float32)

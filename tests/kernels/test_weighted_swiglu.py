@@ -67,6 +67,17 @@ def test_a_row_that_is_not_a_number_stays_alone():
     assert_close({name: array[:30] for name, array in found.items()}, wanted, CPU_TOLERANCE)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_rows_behind_the_last_group_may_be_left_out(implementation):
+    gate_up, weights, dy = draw(CPU["odd"])
+    sizes = jnp.array([11, 0, 19], jnp.int32)
+    function = lambda *a: weighted_swiglu(*a, sizes, implementation=implementation)  # noqa: E731
+    y, pullback = jax.vjp(function, gate_up, weights)
+    found = dict(zip(("y", "d_gate_up", "d_weights"), (y, *pullback(dy)), strict=True))
+    wanted = by_numpy(gate_up[:30], weights[:30], dy[:30])
+    assert_close({name: array[:30] for name, array in found.items()}, wanted, CPU_TOLERANCE)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
