@@ -98,5 +98,7 @@ def _watch(descriptor: int) -> None:
     while signals := os.read(descriptor, 64):
         if signal.SIGTERM in signals and signal.getsignal(signal.SIGTERM) is _on_signal:
             time.sleep(SECONDS_TO_UNWIND)
+            if _Process.said:  # it is about to end: process 0 waits for the others to hear why
+                time.sleep(2 * SECONDS_TO_UNWIND)
             if signal.getsignal(signal.SIGTERM) is _on_signal:  # else a command within a process is over
                 _end()
