@@ -45,7 +45,10 @@ def said() -> None:
 
 
 def handle() -> None:
-    """Has SIGTERM end this process from here on, even while modules are imported. For the main thread."""
+    """Has SIGTERM end this process from here on, even while modules are imported; unless it is told to pass
+    over it. For the main thread."""
+    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _on_signal):
+        return
     signal.signal(signal.SIGTERM, _on_signal)
     if not _Process.watched:
         _Process.watched = True
