@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from jaxthru.runtime import crashes
 from jaxthru.runtime.exit_codes import STOPPED
 
 SECONDS_TO_UNWIND = 5.0
@@ -86,7 +87,7 @@ def _on_signal(number: int, frame) -> None:
 
 def _end() -> None:
     if not _Process.said:
-        os.write(2, f"jaxthru: {SAID}\n".encode())  # whoever hangs may hold sys.stderr's lock
+        crashes.say(SAID)
     os._exit(_Process.code)
 
 
