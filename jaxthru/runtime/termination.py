@@ -45,7 +45,10 @@ def said() -> None:
 
 
 def handle() -> None:
-    """Has SIGTERM end this process from here on, even while modules are imported. For the main thread."""
+    """Has SIGTERM end this process from here on, even while modules are imported; unless it is told to pass
+    over it. For the main thread."""
+    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _on_signal):
+        return
     signal.signal(signal.SIGTERM, _on_signal)
     if not _Process.watched:
         _Process.watched = True
@@ -98,5 +101,7 @@ def _watch(descriptor: int) -> None:
     while signals := os.read(descriptor, 64):
         if signal.SIGTERM in signals and signal.getsignal(signal.SIGTERM) is _on_signal:
             time.sleep(SECONDS_TO_UNWIND)
+            if _Process.said:  # it is about to end: process 0 waits for the others to hear why
+                time.sleep(2 * SECONDS_TO_UNWIND)
             if signal.getsignal(signal.SIGTERM) is _on_signal:  # else a command within a process is over
                 _end()
