@@ -129,7 +129,7 @@ def lacking(error: Exception) -> str | None:
     """Returns what the machine has too little of, if that is what an error says, and what to do about it."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return "out of memory: the host, or a limit on this process (`ulimit -v`, a container's), has no more"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"{error.filename or 'a file'}: {error.strerror}"
     import jax  # not above: `jaxthru --help` needs none
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import statistics
@@ -100,11 +101,10 @@ class Peers:
         return dict(zip(SLOWEST_FIELDS, (process, seconds.get(process), median), strict=True))
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tells the others what has ended this process, unless it was one of them; returns the error that
-        says so."""
+        """Tells the others what ended this process, unless it was one of them; returns what to raise."""
         self._speaks = True
         own = ending(error)
-        if _of_jax(error):
+        if _of_another(error):
             self._suspects = True  # a collective fails where a process is lost
             self._known.wait((LOST_BEATS if own is None else SUSPECTED_BEATS + 3) * BEAT_SECONDS)
             fault = self.fault or self._one_that_left()
@@ -294,10 +294,15 @@ def watched() -> Iterator[None]:
     _current = NoPeers()
 
 
-def _of_jax(error: BaseException | None) -> bool:
-    """Says whether an error is, or comes from, one of JAX that may be due to another process."""
+BY_ANOTHER = re.compile(r"\b(Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (reset|closed))")
+"""What an error says that may be due to another process, whoever has wrapped it."""
+
+
+def _of_another(error: BaseException | None) -> bool:
+    """Says whether an error may be due to another process: one of JAX, or one that says so."""
     while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) and not lacking(error):
+        of_jax = isinstance(error, jax.errors.JaxRuntimeError) and not lacking(error)
+        if of_jax or BY_ANOTHER.search(str(error)):
             return True
         error = error.__cause__
     return False
