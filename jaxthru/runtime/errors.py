@@ -1,6 +1,7 @@
 """`InputError` and `TrainingError`, and how a command reports them: one line and an exit code."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
@@ -39,6 +40,20 @@ class PeerError(RuntimeError):
     def __init__(self, message: str, code: int):
         super().__init__(one_line(message))
         self.code = code
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Why a run of several processes ends. process, host: whose fault it is. code: the exit code of all."""
+
+    process: int
+    host: str
+    code: int
+    why: str
+
+    @property
+    def line(self) -> str:
+        return one_line(f"process {self.process} ({self.host}) {self.why}")
 
 
 LONGEST = 1000
@@ -139,6 +154,17 @@ def lacking(error: Exception) -> str | None:
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return "no more threads can be started: raise this process's limits (`ulimit -u`, `ulimit -v`)"
     return None
+
+
+def may_be_anothers(error: BaseException | None) -> bool:
+    """Says whether an error is, or comes from, one of JAX that may be due to another process."""
+    import jax
+
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and not lacking(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def leave(code: int, hung: bool = False) -> NoReturn:
