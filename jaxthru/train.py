@@ -1,6 +1,7 @@
 """python -m jaxthru.train: one command from a configuration to a trained model."""
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import time
@@ -289,7 +290,8 @@ def start(argv: list[str] | None = None, prog: str = PROG) -> NoReturn:
     except Exception:
         if not peers.current().fault:
             raise
-        traceback.print_exc()  # and no end of the interpreter's, which would wait for the others
+        with contextlib.suppress(OSError):  # of a log on the disk that is full
+            traceback.print_exc()  # and no end of the interpreter's, which would wait for the others
         code = exit_codes.CANNOT_GO_ON
     leave(code, left_behind())
 

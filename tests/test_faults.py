@@ -31,6 +31,7 @@ def job(place: Workplace, run_dir: str, **settings) -> list[str]:
 
 
 SETTINGS = {"mesh__fsdp": 2, "train__steps": STEPS, "checkpoint__every": 10}
+SETTINGS |= {"optim__schedule": "constant", "optim__warmup_ratio": 0}  # whatever train.steps is
 ENDLESS = SETTINGS | {"train__steps": 100_000, "checkpoint__last": "false"}
 
 

@@ -1,5 +1,6 @@
 """Crashes of C code: said in one line where somebody knows the reason, in place of a stack or of nothing."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -29,7 +30,8 @@ def explain(number: signal.Signals, reason: Reason | None) -> None:
 
 def say(line: str) -> None:
     """Writes a line to stderr, whoever holds its lock."""
-    os.write(2, f"jaxthru: {line}\n".encode())
+    with contextlib.suppress(OSError):  # of a log on the disk that is full
+        os.write(2, f"jaxthru: {line}\n".encode())
 
 
 def _set(number: int, handler: Any) -> Any:

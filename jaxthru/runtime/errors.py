@@ -144,7 +144,7 @@ def lacking(error: Exception) -> str | None:
     """Returns what the machine has too little of, if that is what an error says, and what to do about it."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return "out of memory: the host, or a limit on this process (`ulimit -v`, a container's), has no more"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"{error.filename or 'a file'}: {error.strerror}"
     import jax  # not above: `jaxthru --help` needs none
 
@@ -156,12 +156,17 @@ def lacking(error: Exception) -> str | None:
     return None
 
 
+BY_ANOTHER = re.compile(r"\b(Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (reset|closed))")
+"""What an error says that may be due to another process, whoever has wrapped it."""
+
+
 def may_be_anothers(error: BaseException | None) -> bool:
-    """Says whether an error is, or comes from, one of JAX that may be due to another process."""
+    """Says whether an error may be due to another process: one of JAX, or one that says so."""
     import jax
 
     while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) and not lacking(error):
+        of_jax = isinstance(error, jax.errors.JaxRuntimeError) and not lacking(error)
+        if of_jax or BY_ANOTHER.search(str(error)):
             return True
         error = error.__cause__
     return False

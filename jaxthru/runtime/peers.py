@@ -115,8 +115,8 @@ class Peers:
             raise found from error
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tells the others what has ended this process, unless it was one of them, or they were told; returns
-        the error that says so."""
+        """Tells the others what ended this process, unless they were told or it was one of them; returns what
+        to raise."""
         if self._speaks:
             return error
         self._speaks = True

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from jaxthru.runtime import crashes
 from jaxthru.runtime.exit_codes import STOPPED
 
 SECONDS_TO_UNWIND = 5.0
@@ -45,7 +46,10 @@ def said() -> None:
 
 
 def handle() -> None:
-    """Has SIGTERM end this process from here on, even while modules are imported. For the main thread."""
+    """Has SIGTERM end this process from here on, even while modules are imported; unless it is told to pass
+    over it. For the main thread."""
+    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _on_signal):
+        return
     signal.signal(signal.SIGTERM, _on_signal)
     if not _Process.watched:
         _Process.watched = True
@@ -83,7 +87,7 @@ def _on_signal(number: int, frame) -> None:
 
 def _end() -> None:
     if not _Process.said:
-        os.write(2, f"jaxthru: {SAID}\n".encode())  # whoever hangs may hold sys.stderr's lock
+        crashes.say(SAID)
     os._exit(_Process.code)
 
 
@@ -98,5 +102,7 @@ def _watch(descriptor: int) -> None:
     while signals := os.read(descriptor, 64):
         if signal.SIGTERM in signals and signal.getsignal(signal.SIGTERM) is _on_signal:
             time.sleep(SECONDS_TO_UNWIND)
+            if _Process.said:  # it is about to end: process 0 waits for the others to hear why
+                time.sleep(2 * SECONDS_TO_UNWIND)
             if signal.getsignal(signal.SIGTERM) is _on_signal:  # else a command within a process is over
                 _end()

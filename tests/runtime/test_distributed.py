@@ -268,6 +268,7 @@ sys.exit(exit_code(distributed.initialize))
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_meets_nobody_says_so(tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
     other, one = start_processes(tmp_path / "alone.py")

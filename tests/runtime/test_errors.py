@@ -26,6 +26,7 @@ def raises(error: BaseException):
         (InputError("a\nb\ud800" + "c" * 10_000), 2, f"a\\nb\\ud800{'c' * 485} ... {'c' * 500}"),
         (TrainingError("step 3: the loss\nwas not finite"), 1, "step 3: the loss\\nwas not finite"),
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, "a/b: No space left on device"),
+        (OSError(errno.EFBIG, "File too large"), 1, "a file: File too large"),
         (
             MemoryError(),
             1,
@@ -50,6 +51,7 @@ def raises(error: BaseException):
         "long",
         "training",
         "disk",
+        "file size",
         "host memory",
         "threads",
         "device memory",

@@ -89,14 +89,21 @@ def test_what_nobody_foresaw_is_told_too(pair):
     assert first.fault.why == "failed: ZeroDivisionError: division by zero" and first.fault.code == 1
 
 
-@pytest.mark.parametrize("suspected", [False, True])
+GLOO = "UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:29577: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    "suspected",
+    [None, jax.errors.JaxRuntimeError(GLOO), TrainingError(f"checkpoint 33 was not saved: {GLOO}")],
+    ids=["silence", "collective", "save"],
+)
 def test_who_gives_no_sign_of_life_is_lost(pair, suspected, monkeypatch):
     first, second, _ = pair
     monkeypatch.setattr(peers, "LOST_BEATS", 10_000 if suspected else 30)
     until(lambda: first.host(1) != "host unknown")
     second._done.set()
     if suspected:  # by a collective that has failed: the error is said to be the peer's
-        error = first.failed(jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed"))
+        error = first.failed(suspected)
         assert isinstance(error, PeerError) and error.code == 160
         assert f"process 1 ({first.host(1)}) is lost: it has given no sign of life" in str(error)
     else:

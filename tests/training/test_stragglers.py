@@ -1,5 +1,6 @@
 """The log names the process that all others wait for, and no other."""
 
+from jaxthru.profile.account.build import slowest
 from jaxthru.training.stragglers import QUIET, Stragglers
 
 
@@ -30,3 +31,9 @@ def test_a_straggler_is_named_once_a_minute(caplog):
         "straggler: the others wait for process 3 (host-3): its host takes 0.70 s for"
     ] * 2
     stragglers.evaluation({})
+
+
+def test_the_ledger_has_the_one_that_was_the_slowest_in_most_steps():
+    rows = [row(0.5), row(0.7), row(9.0, process=1), row(None, process=None), {"step": 1}]
+    assert slowest(rows) == {"slowest_process": 3, "slowest_process_seconds": 0.6}
+    assert slowest(rows[-2:]) == {}

@@ -71,7 +71,7 @@ def account(folder: Path) -> Accounted:
         versions=environment["versions"],
         tokens_per_step=tokens,
         attention_span_per_token=span / tokens if tokens else 0.0,
-        **_slowest(rows),
+        **slowest(rows),
         **{name: collected[name] for name in ("device_kind", "devices", "processes", "platform")},
     )
     held = collected["peak_bytes"], collected["host_pinned_bytes"]
@@ -155,7 +155,7 @@ def _window(production: Measured, named: Measured, rows: list, taken: dict) -> l
     return ledger.Window(kept[0], len(kept), step, loop, closure, noise, apart)
 
 
-def _slowest(rows: list) -> dict[str, Any]:
+def slowest(rows: list[dict]) -> dict[str, Any]:
     """Returns which process of several the others waited for in most steps, and how long it took."""
     seconds = collections.defaultdict(list)
     for row in rows:
