@@ -4,8 +4,11 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import hopper_tiles
 
 COMMIT = "0" * 40
@@ -91,6 +94,23 @@ def test_rows_take_the_tiles_that_were_found(suite, setup, bench):
     assert "kernel.py grouped_matmul --shape qwen3_30b --tiles" in shell and shell.endswith(
         f"--table {table}"
     )
+
+
+@pytest.mark.slow
+def test_every_call_lowers_for_hopper_and_has_tiles_to_try(bench):
+    grouped, struct = bench("measure.kernels.grouped_matmul"), jax.ShapeDtypeStruct
+    for name in grouped.GROUPS["qwen3_30b"]:
+        case = grouped.SHAPES[name]
+        (rows, columns, results, groups), bfloat16 = case.of[:4], jnp.bfloat16
+        x, dy = (struct((rows, width), bfloat16) for width in (columns, results))
+        w = struct((groups, columns, results), bfloat16)
+        into = struct(w.shape, jnp.float32) if case.call == "into" else None
+        with dispatch.assumed("gpu"):
+            traced = jax.jit(grouped.call(case, "mosaic_gpu")).trace(
+                into, x, w, dy, struct((groups,), jnp.int32)
+            )
+            assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 1
+        assert len(grouped.tiles(case)) == len(hopper_tiles.candidates(grouped.problem_of(case))) >= 3
 
 
 def record_of(bench, shape="up_product"):

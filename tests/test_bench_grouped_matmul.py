@@ -52,7 +52,7 @@ def test_a_wrong_result_is_not_written(tool, monkeypatch):
         tool.tune(case, [Tile(64, 64, 16, 4, 2)], 1, 0.0)
 
 
-def test_what_is_measured_is_written_after_each(tool, monkeypatch, tmp_path, capfd):
+def test_what_is_measured_is_written_after_each(tool, monkeypatch, tmp_path):
     """As the table is read: by the kind of device and the key of a problem."""
     monkeypatch.setattr(triton_tiles, "TABLE", {})
     monkeypatch.setattr(triton_tiles, "TABLE_FILE", tmp_path / "table.json")
@@ -60,6 +60,7 @@ def test_what_is_measured_is_written_after_each(tool, monkeypatch, tmp_path, cap
     monkeypatch.setattr(tool, "SHAPES", ["small"])
     measured = {"microseconds": [2.0, 1.0], "plain_microseconds": [1.0, 1.0], "tried": []}
     monkeypatch.setattr(tool, "tune", lambda case, *_: measured | {"tile": vars(triton_tiles.HOPPER)})
+    monkeypatch.setattr(tool.harness, "keep_stdout", lambda: None)
     monkeypatch.setattr("sys.argv", ["tune_grouped_matmul.py", "--operations", "matmul", "outer"])
     assert tool.main() == 0
     (found,) = json.loads((tmp_path / "table.json").read_text()).values()

@@ -14,7 +14,7 @@ SMALL = {
     "adamw_8bit": "one_a_row",
     "attention": "cpu_window_5",
     "experts": "cpu",
-    "grouped_matmul": "cpu_sum",
+    "grouped_matmul": "cpu_into",
     "linear_cross_entropy": "benchmark",
     "rms_norm": "cpu_heads",
     "routing": "three",

@@ -160,8 +160,8 @@ class Sizes:
             tokens * of(stage.kept, model.policy, float8=ops.float8, rows=rows)
             for stage, rows in zip(chain.layers, room, strict=True)
         ]
-        largest = item * max(all_layers)
-        work = max(_work(stage, ops, tokens, stream, largest) for stage in distinct(chain.layers))
+        one = item * sum(all_layers) // len(chain.layers)
+        work = max(_work(stage, ops, tokens, stream, one) for stage in distinct(chain.layers))
         in_one_program = stacked is None and not made.offload.layered
         if mesh.shape["tensor"] > 1:  # of two blocks, where matmuls of the one before are put off
             work += GATHERED_TOKENS * (1 + in_one_program) * stream * mesh.shape["tensor"]

@@ -26,6 +26,7 @@ from jaxthru.models.ops import Ops
 from jaxthru.models.stage import Chain
 from jaxthru.optim.optimizer import Optimizer, make_schedule
 from jaxthru.profile.read.facts import Facts
+from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout, shardings
 from jaxthru.training.state import abstract_state
 from pallas_kernels.adamw_8bit import PARTITIONED
@@ -152,11 +153,15 @@ def facts_of(config: RunConfig) -> Facts:
 
 def names_in_block(model: FamilyConfig) -> dict[tuple[str, ...], str]:
     """Returns {a linear layer's place in its block: its published name there}, as "self_attn.q_proj"; of a
-    family that is not published nothing."""
+    family that is not published, or of a shape that no model type has, nothing."""
     if not family.is_published(model):
         return {}
+    try:
+        tensors = list(family.published(model).tensors(model))
+    except InputError:
+        return {}
     found = {}
-    for tensor in family.published(model).tensors(model):
+    for tensor in tensors:
         if tensor.path[0] == "layers" and tensor.transposed and not tensor.part:
             module = tensor.name.removesuffix(".weight")
             found[tensor.path[2:]] = module.rpartition(f".{tensor.path[1]}.")[2]

@@ -70,8 +70,7 @@ def experts(ops: Ops, x_ND: jax.Array, routing: Routing, gate_up: Any, down: Any
       x_ND: sharded over tokens. routing: of the same tokens, sharded alike, see `routed`; of a token that is
         routed nowhere the result is 0.
       gate_up, down: weights [E, D, 2, M] and [E, M, D] with their WeightInfo. Their gradients are reduced to
-      the
-        stored shards as those of all other matrices are.
+        the stored shards as those of all other matrices are.
     """
     axes = gate_up.info.axes, down.info.axes
     local = functools.partial(_of_shard, ops, axes)
@@ -92,8 +91,9 @@ def rows_for_each(top_k: int, own: int) -> int:
 def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_up, down) -> jax.Array:
     layout = ops.layout
     matrices = [ops.kept(ops.gathered(*pair)) for pair in zip((gate_up, down), axes, strict=True)]
-    # The layer before waits for these matrices' gradients: put off, they would keep all rows in memory.
-    x_nD, *matrices = _together(x_nD, *matrices)
+    trained = ops.adapters is None  # else they are of a frozen base, and nobody asks for their gradients
+    if trained:  # the layer before waits for these: put off, they would keep all rows in memory
+        x_nD, *matrices = _together(x_nD, *matrices)
     split = layout.spec(axes[0], without=("fsdp",))
     over = tuple(name for name in layout.live_axes if name in jax.tree.leaves(tuple(split)))
     if not over:
@@ -118,7 +118,9 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
             # a part's inputs it is the ids that wait, for what is made of them is kept: were it x, computing
             # that again would take the part before, too.
             ids_GK, _ = jax.lax.optimization_barrier((ids_GK, jax.lax.stop_gradient(y_GD)))
-            y_GD, x_GD, gate_up, down = _together(y_GD, x_GD, gate_up, down)
+            y_GD, x_GD = _together(y_GD, x_GD)
+            if trained:
+                x_GD, gate_up, down = _together(x_GD, gate_up, down)
             made_nD.append(_scattered(y_GD, over))
         y_GD = multiplied(x_GD, weights_GK, _order(ops, ids_GK, own), gate_up, down)
     return jnp.concatenate([*made_nD, _scattered(y_GD, over)])

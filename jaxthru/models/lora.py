@@ -132,12 +132,9 @@ def targets_of(stage: Stage) -> list[tuple[Path, WeightInfo, tuple[int, ...]]]:
 
 def _matrices(stage: Stage) -> list[tuple[Path, WeightInfo, tuple[int, ...]]]:
     infos = jax.tree_util.tree_leaves_with_path(stage.weights)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(stage.shapes)]
-    found = [
-        (tuple(str(key.key) for key in keys), info, shape)
-        for (keys, info), shape in zip(infos, shapes, strict=True)
-    ]
-    return [each for each in found if each[1].role == "matrix"]
+    found = [(tuple(str(key.key) for key in keys), info) for keys, info in infos]
+    pairs = zip(found, jax.tree.leaves(stage.shapes), strict=True)
+    return [(*each, leaf.shape) for each, leaf in pairs if each[1].role == "matrix"]
 
 
 def _check_targets(chain: Chain, config: LoraConfig, names: Mapping[Path, str]) -> None:
@@ -146,15 +143,11 @@ def _check_targets(chain: Chain, config: LoraConfig, names: Mapping[Path, str]) 
     require(bool(paths), f"lora.rank = {config.rank}: the model's blocks have no linear layer to adapt")
     experts = [path for stage in chain.layers for path, info, _ in _matrices(stage) if info.stack]
     for target in config.targets:
-        require(
-            any(_named(path, names, target) for path in paths)
-            or not any(_named(path, names, target) for path in experts),
-            f"lora.targets: {target!r} is of experts, which have no adapters; the blocks' other linear "
-            f"layers are {', '.join(sorted({*known}))}",
-        )
         hint = did_you_mean(target, known)
-        said = f"lora.targets: {target!r} matches nothing{hint if '?' in hint else ''}; the blocks' linear "
-        said += f"layers are {', '.join(sorted({*known}))}"
+        why = f"matches nothing{hint if '?' in hint else ''}"
+        if any(_named(path, names, target) for path in experts):
+            why = "is of experts, which have no adapters"
+        said = f"lora.targets: {target!r} {why}; the blocks' linear layers are {', '.join(sorted({*known}))}"
         require(any(_named(path, names, target) for path in paths), said)
 
 

@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 from cases import slow_but_for
 
+from jaxthru.huggingface import pretrained
 from jaxthru.huggingface.config import model_config, read_config, written
 from jaxthru.huggingface.mapping import mapped
 from jaxthru.huggingface.weights import Weights
@@ -196,3 +197,13 @@ def test_the_table_is_that_of_the_folder():
     fused = [tensor.name for tensor in fused_tensors(shape)]
     assert list(mapped(shape, fused)) == fused
     assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in mapped(shape)
+
+
+def test_how_it_is_trained_is_no_part_of_a_published_shape(tmp_path):
+    folder = folder_of("mixtral", tmp_path / "folder")
+    asked = moe.Config(pretrained=str(folder), aux_loss=0.02, router_z_loss=0.001, loop="unroll")
+    found = pretrained.taken(asked)
+    assert (found.aux_loss, found.router_z_loss, found.loop) == (0.02, 0.001, "unroll")
+    assert found.experts == SIZES["experts"] and found.score == "softmax_of_chosen"
+    with pytest.raises(InputError, match=r"model.bias_rate = 0.001: .*config.json has 0.0"):
+        pretrained.taken(dataclasses.replace(asked, bias_rate=0.001))

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import named, slow_but_for
-from jax.sharding import PartitionSpec
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import (
@@ -303,6 +304,35 @@ def test_repeats_to_the_bit_on_gpu(implementation):
         pytest.skip(str(refusal))
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, once, other)
+
+
+# On a TPU
+
+
+@pytest.mark.compiles_for("tpu")
+def test_ragged_is_no_dense_product_on_a_tpu():
+    """By the TPU's own compiler, which needs no TPU: values, gradients, and a sum into a buffer."""
+    shape = Shape(4096, 512, 256, 16)
+    devices = np.array(topologies.get_topology_desc("v5e:2x2", "tpu").devices[:1])
+    here = NamedSharding(jax.sharding.Mesh(devices, ("data",)), PartitionSpec())
+    R, I, O, E = shape[:4]  # noqa: E741
+    dims = {"x": (R, I), "w": (E, I, O), "dy": (R, O), "sizes": (E,), "into": (E, I, O)}
+    dtypes = {"sizes": jnp.int32, "into": f32}
+    given = {
+        name: jax.ShapeDtypeStruct(of, dtypes.get(name, jnp.bfloat16), sharding=here)
+        for name, of in dims.items()
+    }
+
+    def all_of_it(given):
+        how = {"implementation": "ragged", "platform": "tpu"}
+        product = lambda x, w: grouped_matmul(x, w, given["sizes"], **how)  # noqa: E731
+        y, pullback = jax.vjp(product, given["x"], given["w"])
+        added = grouped_outer(given["x"], given["dy"], given["sizes"], given["into"], **how)
+        return y, pullback(given["dy"]), added
+
+    compiled = jax.jit(all_of_it).lower(given).compile()
+    assert "ragged-dot" in compiled.as_text() and " dot(" not in compiled.as_text()
+    assert compiled.cost_analysis()["flops"] < 1.1 * 4 * 2 * R * I * O
 
 
 # What is refused

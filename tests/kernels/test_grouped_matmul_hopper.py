@@ -408,46 +408,54 @@ def run_on_gpu(operation, given, tiles):
     x, w, y, sizes, into = given
     how = {"tiles": tiles, "platform": "gpu"}
     if operation.startswith("matmul"):
-        transposed = operation != "matmul"
-        w = w.swapaxes(1, 2) if transposed else w
-        return mosaic_gpu.grouped_matmul(x, w, sizes, transposed=transposed, **how)
+        return mosaic_gpu.grouped_matmul(x, w, sizes, transposed=operation != "matmul", **how)
     dtype, to = (bfloat16, None) if operation == "outer" else (jnp.float32, into)
     return mosaic_gpu.grouped_outer(x, y, sizes, to, dtype=dtype, **how)
 
 
-ON_GPU = {"few": (65, 0, 1, 200), "off_the_tile": SIZES["off_the_tile"], "none": (0, 0, 0)}
-ON_GPU |= {"every_remainder": tuple(range(140))}
+GROUPS, ROWS = 24, 4096
+
+
+def sizes_on_a_gpu(rng) -> list[np.ndarray]:
+    """Returns sizes of groups: around tiles and blocks, none, all of one, and at random."""
+    edges = (0, 1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 127, 128, 129, 130, 191, 192, 193, 255, 256, 257, 0, 300)
+    one = np.eye(GROUPS, dtype=int)[5] * (ROWS - 3)
+    draws = [rng.multinomial(rng.integers(ROWS // 2, ROWS), rng.dirichlet(np.ones(GROUPS))) for _ in range(4)]
+    return [np.array(edges), rng.permutation(edges), np.zeros(GROUPS, int), one, *draws]
 
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("tiles", [(128, 256), (256, 128), (128, 192), (128, 64)], ids=str)
-@pytest.mark.parametrize("sizes", ON_GPU)
+@pytest.mark.parametrize(
+    ("tiles", "width"), [((128, 256), 1024), ((256, 128), 1024), ((128, 192), 768), ((128, 64), 512)], ids=str
+)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_on_a_gpu(operation, sizes, tiles):
-    """Group by group against float64; every number of rows a tile can have; a hundred times the same bits."""
-    sizes = ON_GPU[sizes]
-    given = draw(sizes, 768, 768)
-    x, w, y, _, into = given
-    problem = Problem(operation, len(sizes), len(x), 768, 768)
-    for cluster in (1, 2):
-        shape = dataclasses.replace(hopper_tiles._deepest(problem, *tiles), cluster=cluster)
-        if 768 % (cluster * (shape.m if problem.sums else shape.n)):
-            continue
-        found = run_on_gpu(operation, given, shape)
+def test_on_a_gpu(operation, tiles, width):
+    """Group by group against float64, with NaN behind the last; and a hundred times the same bits."""
+    rng = np.random.default_rng(fresh_seed())
+    problem = Problem(operation, GROUPS, ROWS, width, width)
+    x, y = (normal(rng, (ROWS, width), bfloat16) for _ in range(2))
+    w = normal(rng, (GROUPS, width, width), bfloat16)
+    into = normal(rng, w.shape, jnp.float32)
+    for sizes in sizes_on_a_gpu(rng):
+        own = int(sizes.sum())
+        given = (x.at[own:].set(jnp.nan), w, y.at[own:].set(jnp.nan), jnp.asarray(sizes, jnp.int32), into)
         if problem.sums:
-            expected, parts = sums(x, y, sizes), list(found)
-            if operation == "outer_into":
-                expected = [a + b for a, b in zip(np.asarray(into, np.float64), expected, strict=True)]
+            expected = np.stack(sums(x, y, sizes))
+            expected += np.asarray(into, np.float64) if operation == "outer_into" else 0
         else:
-            expected, parts = products(x, w, sizes), by_group(found, sizes)
-        some = [i for i, size in enumerate(sizes) if size or problem.sums]
-        for i in some:  # where a sum is zero, relative errors are none
-            if np.linalg.norm(expected[i]):
-                assert_close(parts[i], expected[i], GPU_TOLERANCE)
-            else:
-                np.testing.assert_array_equal(np.asarray(parts[i]), 0)
-        own = sum(sizes) if not problem.sums else len(found)
-        for _ in range(100 if cluster == 1 else 10):
-            again = run_on_gpu(operation, given, shape)
-            assert bool(jnp.array_equal(again[:own], found[:own]))
+            matrices = w.swapaxes(1, 2) if operation == "matmul_transposed" else w
+            expected = products(x, matrices, sizes)
+        for cluster in (1, 2):
+            shape = dataclasses.replace(hopper_tiles._deepest(problem, *tiles), cluster=cluster)
+            found = run_on_gpu(operation, given, shape)
+            found = found if problem.sums else found[:own]
+            parts = list(found) if problem.sums else by_group(found, sizes)
+            for part, wanted in zip(parts, expected, strict=True):
+                if np.any(wanted):  # where all are zero, there is no relative error
+                    assert_close(part, wanted, GPU_TOLERANCE)
+                else:
+                    assert not np.any(np.asarray(part))
+            for _ in range(100):
+                again = run_on_gpu(operation, given, shape)
+                assert bool(jnp.array_equal(again if problem.sums else again[:own], found))

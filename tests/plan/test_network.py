@@ -35,7 +35,7 @@ from jaxthru.profile.read import hlo
 from jaxthru.runtime import xla
 from jaxthru.runtime.errors import InputError
 
-SIXTEEN = {"data": 1, "fsdp": 16, "tensor": 1}
+SIXTEEN = {"data": 1, "fsdp": 16, "expert": 1, "tensor": 1}
 
 
 def collective(kind: str = "all-gather", size: float = 1e9, groups=None, **others) -> Collective:

@@ -1,5 +1,6 @@
 """What is planned for mixtures of experts: rows that a device has room for, and a plan that fits does."""
 
+import collections
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from jaxthru.build import memory_estimate
 from jaxthru.models import moe
 from jaxthru.models.remat import kept_bytes
 from jaxthru.models.stage import Mixture
+from jaxthru.plan import memory
+from jaxthru.runtime import aot
 
 cuda = pytest.mark.compiles_for("cuda")
 GIB = 2**30
@@ -63,7 +66,7 @@ def test_more_parts_need_less_at_once():
 def test_the_arithmetic_is_near_what_was_compiled(settings, compiled):
     whole = "model.vocabulary=151936", "mesh.expert=8", "train.rows=16"
     plan = estimated(8, *whole, *settings.split())
-    assert -0.02 < plan.peak_device / GIB / compiled - 1 < 0.08, plan.peak_device / GIB
+    assert abs(plan.peak_device / GIB / compiled - 1) < 0.05, plan.peak_device / GIB
 
 
 @cuda
@@ -81,4 +84,27 @@ def test_qwen3_235b_fits_128_described_h200s():
     peak = float(re.search(r"fits: ([\d.]+) of 134.2 GiB", done.stdout)[1])
     config = configuration.load("configs/qwen3_235b_a22b.py", left_open)
     plan, _ = memory_estimate.estimate(config, devices=128, segments=8)
-    assert -0.02 < plan.peak_device / GIB / peak - 1 < 0.1, (plan.peak_device / GIB, peak)
+    assert abs(plan.peak_device / GIB / peak - 1) < 0.05, (plan.peak_device / GIB, peak)
+
+
+@cuda
+@pytest.mark.slow
+def test_a_part_of_the_tokens_moves_while_another_is_multiplied():
+    """In the order that XLA gives a step of one layer on eight described H200s, forward and backward."""
+    shape = "model.embed=1024", "model.heads=8", "model.head_dim=128", "model.layers=1", "train.rows=16"
+    settings = *SMALL, *shape, "mesh.fsdp=1", "remat.policy=attention", "precision.matmul=compute"
+    config = configuration.load("configs/qwen3_235b_a22b.py", settings)
+    target = aot.TARGETS["h200"]
+    made, _, _ = memory.traced(config, target, 8, 8)
+    text = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target, 8).hlo
+    assert "is_scheduled=true" in text.partition("\n")[0]
+    beside, under_way = collections.Counter(), {}
+    for line in text.splitlines():
+        if found := re.search(r"%?(\S+) = .* (all-gather|reduce-scatter)-start\(", line):
+            if "/dispatch/" in line or "/combine/" in line:
+                under_way[found[1]] = found[2], "transpose(" in line
+        elif found := re.search(r" (?:all-gather|reduce-scatter)-done\(%?([\w.\-]+)\)", line):
+            under_way.pop(found[1], None)
+        elif "jaxthru_stand_in_grouped_matmul" in line:
+            beside.update({*under_way.values()})
+    assert beside["all-gather", False] and beside["all-gather", True], beside

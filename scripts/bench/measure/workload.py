@@ -80,8 +80,8 @@ def import_tokamax() -> tuple[Any, str | None]:
         sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None
     try:
         return importlib.import_module("tokamax"), None
-    except ImportError as error:
-        return None, str(error)
+    except Exception as error:  # whatever it raises beside a JAX that it does not know
+        return None, repr(error)[:300]
 
 
 def programs(work: Workload, tiles: bool) -> tuple[dict[tuple[str, str], Any], dict[str, str]]:

@@ -55,13 +55,13 @@ PACE = Pace(warmup=2.0, timed=2.0, turn=0.2, calls=10)
 
 
 def call(case: Case, implementation: str):
-    """Returns the function of (x, w, dy, sizes, into) that an implementation is timed with."""
+    """Returns the function of (into, x, w, dy, sizes) that an implementation is timed with."""
     how = {"implementation": implementation}
     return {
-        "product": lambda x, w, dy, sizes, into: grouped_matmul(x, w, sizes, **how),
-        "turned": lambda x, w, dy, sizes, into: grouped_matmul(dy, w, sizes, transposed=True, **how),
-        "sum": lambda x, w, dy, sizes, into: grouped_outer(x, dy, sizes, **how),
-        "into": lambda x, w, dy, sizes, into: grouped_outer(x, dy, sizes, into, **how),
+        "product": lambda into, x, w, dy, sizes: grouped_matmul(x, w, sizes, **how),
+        "turned": lambda into, x, w, dy, sizes: grouped_matmul(dy, w, sizes, transposed=True, **how),
+        "sum": lambda into, x, w, dy, sizes: grouped_outer(x, dy, sizes, **how),
+        "into": lambda into, x, w, dy, sizes: grouped_outer(x, dy, sizes, into, **how),
     }[case.call]
 
 
@@ -73,25 +73,27 @@ def dense(case: Case):
         return jax.lax.dot_general(a, b, dims, preferred_element_type=dtype or a.dtype)
 
     return {
-        "product": lambda x, w, dy, sizes, into: dot(x, w[0], 1, 0),
-        "turned": lambda x, w, dy, sizes, into: dot(dy, w[0], 1, 1),
-        "sum": lambda x, w, dy, sizes, into: dot(x, dy, 0, 0),
-        "into": lambda x, w, dy, sizes, into: into[0] + dot(x, dy, 0, 0, jnp.float32),
+        "product": lambda into, x, w, dy, sizes: dot(x, w[0], 1, 0),
+        "turned": lambda into, x, w, dy, sizes: dot(dy, w[0], 1, 1),
+        "sum": lambda into, x, w, dy, sizes: dot(x, dy, 0, 0),
+        "into": lambda into, x, w, dy, sizes: into.at[0].add(dot(x, dy, 0, 0, jnp.float32)),
     }[case.call]
 
 
 def of_tokamax(tokamax, case: Case):
     """Returns tokamax's call, by its kernels of Mosaic GPU."""
-    ragged = functools.partial(tokamax.ragged_dot, implementation="mosaic")
+
+    def ragged(x, w, sizes):
+        return tokamax.ragged_dot(x, w, sizes, implementation="mosaic")
 
     def gradients(x, w, dy, sizes):
         return jax.vjp(lambda x, w: ragged(x, w, sizes), x, w)[1](dy)
 
     return {
-        "product": lambda x, w, dy, sizes, into: ragged(x, w, sizes),
-        "turned": lambda x, w, dy, sizes, into: gradients(x, w, dy, sizes)[0],
-        "sum": lambda x, w, dy, sizes, into: gradients(x, w, dy, sizes)[1],
-        "into": lambda x, w, dy, sizes, into: into + gradients(x, w, dy, sizes)[1].astype(jnp.float32),
+        "product": lambda into, x, w, dy, sizes: ragged(x, w, sizes),
+        "turned": lambda into, x, w, dy, sizes: gradients(x, w, dy, sizes)[0],
+        "sum": lambda into, x, w, dy, sizes: gradients(x, w, dy, sizes)[1],
+        "into": lambda into, x, w, dy, sizes: into + gradients(x, w, dy, sizes)[1].astype(jnp.float32),
     }[case.call]
 
 
@@ -157,10 +159,11 @@ def workload(case: Case) -> Workload:
         more = {"tiles": tiles(case), "tuned": mosaic_gpu}
         more["tuned_passes"] = {"call": call(case, "mosaic_gpu")}
     return Workload(
-        (x, w, dy, multinomial(case.of), into),
+        (into, x, w, dy, multinomial(case.of)),
         {name: {"call": function} for name, function in functions.items()},
         base=names[-1],
         unlike=("dense",),
+        updates=into is not None,  # in place, as the gradient of a step's micro-batches is
         rates=lambda _, seconds, memory: {"tflops": round(flops / seconds / 1e12, 4 if flops < 1e9 else 1)},
         about={"sizes": {"rows": case.of.rows, "groups": case.of.groups}, "tokamax_missing": missing},
         **more,
