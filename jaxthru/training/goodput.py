@@ -193,8 +193,7 @@ def read(folder: Path) -> Events:
     for line in _lines(folder / FILE):
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             _take(json.loads(line), starts)
-    # A run that is older than its account: what was made before belongs to no start.
-    first = min((start.step for start in starts), default=0)
+    first = min((start.step for start in starts), default=0)  # a run may be older than its account
     return Events(starts, [row for row in every(folder / "metrics.jsonl") if row["step"] > first])
 
 
