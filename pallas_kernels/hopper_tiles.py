@@ -1,8 +1,10 @@
 """How a matmul kernel for Hopper cuts its result into tiles, and what shared memory these take."""
 
+import contextlib
 import dataclasses
 import functools
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Self
 
 import jax
 
@@ -42,6 +44,21 @@ class RingTiles:
     minor: Literal["M", "N"] = "M"
     width: int = 8
     cluster: Literal[1, 2] = 1
+
+    @classmethod
+    def fitting(cls, check: Callable[[Self], None]) -> list[Self]:
+        """Returns the tiles of RATES that a kernel can run with. check: raises Unsupported for the others."""
+        return [tiles for m, n in RATES if (tiles := cls.deepest(check, m, n)) is not None]
+
+    @classmethod
+    def deepest(cls, check: Callable[[Self], None], m: int, n: int) -> Self | None:
+        """Returns tiles of m by n with as many stages as there is room for, up to 8; None if none fit."""
+        for stages in range(8, 1, -1):
+            tiles = cls(m, n, stages)
+            with contextlib.suppress(Unsupported):
+                check(tiles)
+                return tiles
+        return None
 
     @property
     def m_of_consumer(self) -> int:

@@ -39,7 +39,7 @@ beats and no seconds: a stop of the whole job is no loss. One whose `pulse` goes
 FIRST_BEATS = MEET_SECONDS / BEAT_SECONDS
 """The same before its first: each may have work of its own before the run."""
 SUSPECTED_BEATS = 2
-"""The same, once a collective has failed in some process. So late are its pulses looked at, too."""
+"""The same, once a collective has failed. So late are pulses looked at, too."""
 GRACE_SECONDS = 2.0
 """How long the main thread has to end by itself, as it may know better why."""
 UNWIND_SECONDS = 12.0
@@ -96,7 +96,7 @@ class Peers:
 
     def slowest(self) -> dict[str, Any]:
         """Returns, in process 0, which process's host was the slowest of late, its seconds for a step, and
-        those of the median process; as fields of a row of metrics."""
+        the median process's; as fields of a row."""
         said = {process: text.split() for process, (text, _) in self._beats.items()}
         seconds = {process: float(words[2]) for process, words in said.items() if len(words) == 3}
         process = max(seconds, key=seconds.__getitem__, default=None)
@@ -123,8 +123,7 @@ class Peers:
         own = ending(error)
         if may_be_anothers(error):
             self._suspects = True  # a collective fails where a process is lost
-            self._known.wait((LOST_BEATS if own is None else SUSPECTED_BEATS + 3) * BEAT_SECONDS)
-            fault = self.fault or self._one_that_left()
+            fault = self._another((LOST_BEATS if own is None else SUSPECTED_BEATS + 3) * BEAT_SECONDS)
             if fault and fault.process != self.index:
                 self._learn(fault)
                 return PeerError(fault.line, fault.code)
@@ -169,13 +168,16 @@ class Peers:
             return any(texts.get(one) != LEFT for one in range(1, self.count) if one not in lost)
         return True
 
-    def _one_that_left(self) -> Fault | None:
-        """Returns the fault of a process that ended without a word: process 0 was stopped then, say."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            gone = [process for process, text in self._all("beats/").items() if text == LEFT]
-            if gone:
-                return Fault(gone[0], self.host(gone[0]), PEER_LOST, "has left the run")
-        return None
+    def _another(self, seconds: float) -> Fault | None:
+        """Waits so long for the fault of another process, or for one to have left without a word, as from a
+        process 0 that was stopped."""
+        until = time.monotonic() + seconds
+        while not self._known.wait(BEAT_SECONDS) and time.monotonic() < until:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                for process, text in self._all("beats/").items():
+                    if text == LEFT:
+                        return Fault(process, self.host(process), PEER_LOST, "has left the run")
+        return self.fault
 
     def _beat(self) -> None:
         number, mean, pulses = 0, "", self.index == 0

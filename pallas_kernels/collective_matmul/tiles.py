@@ -7,7 +7,6 @@ What was measured decides, where it is at hand: `TABLE`, by scripts/bench/tune_c
 plain form by bytes and operations.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -137,7 +136,7 @@ def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | 
         tiles = Tiles(**entry["tiles"])
         problem.check(tiles)
         return tiles, entry["faster"]
-    fitting = _fitting(problem)
+    fitting = Tiles.fitting(problem.check)
     if not fitting:
         problem.check(Tiles(*min(RATES, key=math.prod)))  # raises: what does not divide by the smallest tiles
     return min(fitting, key=lambda tiles: _product_seconds(problem, tiles, sms)), None
@@ -169,23 +168,9 @@ def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
 def candidates(problem: Problem) -> list[Tiles]:
     """Returns the tiles to measure for a shape: large ones, if any fit, with as many stages as there is room
     for, alone and in clusters, each in a few orders."""
-    fitting = _fitting(problem)
+    fitting = Tiles.fitting(problem.check)
     sizes = [tiles for tiles in fitting if RATES[tiles.m, tiles.n] > 0.9] or fitting
     sizes += [dataclasses.replace(tiles, cluster=2) for tiles in sizes if problem.rows % (2 * tiles.m) == 0]
     return [
         dataclasses.replace(tiles, minor=minor, width=width) for tiles in sizes for minor, width in ORDERS
     ]
-
-
-def _fitting(problem: Problem) -> list[Tiles]:
-    return [tiles for m, n in RATES if (tiles := _deepest(problem, m, n)) is not None]
-
-
-def _deepest(problem: Problem, m: int, n: int) -> Tiles | None:
-    """Returns these tiles with as many stages as there is room for, up to 8; None if they do not fit."""
-    for stages in range(8, 1, -1):
-        tiles = Tiles(m, n, stages)
-        with contextlib.suppress(Unsupported):
-            problem.check(tiles)
-            return tiles
-    return None

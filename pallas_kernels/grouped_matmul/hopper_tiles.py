@@ -99,7 +99,7 @@ def choose(problem: Problem, device_kind: str, sms: int = SMS) -> tuple[Tiles, b
         tiles = Tiles(**entry["tiles"])
         problem.check(tiles)
         return tiles, entry["faster"]
-    fitting = _fitting(problem)
+    fitting = Tiles.fitting(problem.check)
     if not fitting:
         problem.check(Tiles(*min(RATES, key=math.prod)))  # raises: what does not divide by the smallest tiles
     return min(fitting, key=lambda tiles: predict(problem, tiles, sms)), None
@@ -136,7 +136,7 @@ def predict(problem: Problem, tiles: Tiles, sms: int = SMS) -> float:
 def candidates(problem: Problem) -> list[Tiles]:
     """Returns the tiles to measure for a shape: large ones, if any fit, with as many stages as there is room
     for, the largest in pairs too."""
-    fitting = _fitting(problem)
+    fitting = Tiles.fitting(problem.check)
     sizes = [tiles for tiles in fitting if RATES[tiles.m, tiles.n] > 0.9] or fitting
     for tiles in list(sizes):
         with contextlib.suppress(Unsupported):
@@ -144,17 +144,3 @@ def candidates(problem: Problem) -> list[Tiles]:
             problem.check(pair)
             sizes += [pair] if tiles.m * tiles.n == 128 * 256 else []
     return sizes
-
-
-def _fitting(problem: Problem) -> list[Tiles]:
-    return [tiles for m, n in RATES if (tiles := _deepest(problem, m, n)) is not None]
-
-
-def _deepest(problem: Problem, m: int, n: int) -> Tiles | None:
-    """Returns these tiles with as many stages as there is room for, up to 8; None if they do not fit."""
-    for stages in range(8, 1, -1):
-        tiles = Tiles(m, n, stages)
-        with contextlib.suppress(Unsupported):
-            problem.check(tiles)
-            return tiles
-    return None

@@ -224,7 +224,7 @@ def test_shared_memory_as_counted(operation, shape):
     else:
         problem = Problem("scatter", 2, rows // 2, (K // 2,), (N,), "bfloat16")
         specs, out = (columns_split, rows_split), rows_split
-    deepest = tiles_module._deepest(problem, *shape)
+    deepest = tiles_module.Tiles.deepest(problem.check, *shape)
     counted = deepest.smem_bytes(problem.sends)
     assert counted <= SMEM_BYTES
 

@@ -289,7 +289,7 @@ OPERATIONS = named("matmul", "matmul_transposed", "outer", "outer_into")
 def test_shared_memory_as_counted(operation, size):
     """Mosaic GPU asks for what `Tiles` counts, but for the barrier that products do without."""
     problem = dataclasses.replace(PROBLEM, operation=operation)
-    deepest = hopper_tiles._deepest(problem, *size)
+    deepest = hopper_tiles.Tiles.deepest(problem.check, *size)
     counted = deepest.smem_bytes(problem.piece_columns)
     assert counted <= SMEM_BYTES
     function, arguments = lowerable(operation, deepest)
@@ -311,7 +311,7 @@ def test_compiles_without_spilling_registers(operation, size, cluster, monkeypat
     mocked = {name: value for name, value in aot.OPTIONS.items() if name != "xla_gpu_mock_custom_calls"}
     monkeypatch.setattr(aot, "OPTIONS", mocked)
     problem = dataclasses.replace(PROBLEM, operation=operation)
-    tiles = dataclasses.replace(hopper_tiles._deepest(problem, *size), cluster=cluster)
+    tiles = dataclasses.replace(hopper_tiles.Tiles.deepest(problem.check, *size), cluster=cluster)
     function, arguments = lowerable(operation, tiles)
     donated = (3,) if operation == "outer_into" else ()
     lowered = aot.lower(jax.jit(function, donate_argnums=donated), *arguments)
@@ -447,7 +447,7 @@ def test_on_a_gpu(operation, tiles, width):
             matrices = w.swapaxes(1, 2) if operation == "matmul_transposed" else w
             expected = products(x, matrices, sizes)
         for cluster in (1, 2):
-            shape = dataclasses.replace(hopper_tiles._deepest(problem, *tiles), cluster=cluster)
+            shape = dataclasses.replace(hopper_tiles.Tiles.deepest(problem.check, *tiles), cluster=cluster)
             found = run_on_gpu(operation, given, shape)
             found = found if problem.sums else found[:own]
             parts = list(found) if problem.sums else by_group(found, sizes)

@@ -158,6 +158,14 @@ def test_an_error_is_told_before_what_is_around_it_has_been_left(pair):
             raise TrainingError("not finite")
 
 
+def test_one_that_left_without_a_word_is_the_cause_at_once(pair, monkeypatch):
+    first, second, _ = pair
+    monkeypatch.setattr(peers, "LOST_BEATS", 10_000)
+    second.close()
+    error = first.failed(jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed"))
+    assert isinstance(error, PeerError) and str(error).endswith("has left the run")
+
+
 def test_who_has_left_is_not_lost(pair, monkeypatch):
     first, second, _ = pair
     monkeypatch.setattr(peers, "LOST_BEATS", 3)

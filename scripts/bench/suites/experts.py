@@ -7,7 +7,8 @@ from pathlib import Path
 
 import blocks
 import comparison
-from suites.rows import Bar, Block, Row, Setup, lines_of
+from suites.race import Race
+from suites.rows import TINY, Bar, Block, Row, Setup, lines_of, rate
 
 OWN = ("mosaic_gpu", "triton", "xla", "reference")
 Rates = dict[str, dict[str, float]]
@@ -163,6 +164,17 @@ def over(what: str, other: str, value: float, stretch: float | None = None, of: 
     return Bar(f"{what} / {other}", value, f"{what}: {{:.2f}} × {of or other}", stretch)
 
 
+@dataclasses.dataclass(frozen=True)
+class Whole(Race):
+    """A whole model on packed rows of real text, its router as it comes; alone, for no peer trains it on one
+    GPU."""
+
+    own: str = "jaxthru_packed"
+    small: str = (
+        f"{TINY} model.experts=4 model.top_k=2 model.expert_mlp=64 offload.level=none kernels.attention=auto"
+    )
+
+
 DENSE = "cuBLAS's dense product"
 CALLS = (
     over("up_product", "dense", 0.85, 0.90, DENSE),
@@ -198,10 +210,20 @@ ROWS = {
         shapes="all",
         part="layers",
     ),
+    "olmoe": Whole("OLMoE-1B-7B whole, resident, rows of 4,096", "olmoe_1b_7b", bars=(rate(50_000, 55_000),)),
+    "qwen3_12layer": Whole(
+        "Qwen3-30B-A3B, 12 layers, resident", "qwen3_30b_a3b_12layer", bars=(rate(52_000, 57_000),)
+    ),
+    # As its configuration has it: what `auto` would take is a row of its own.
+    "qwen3_30b": Whole(
+        "Qwen3-30B-A3B whole, 64k tokens a step", "qwen3_30b_a3b", bars=(rate(13_011, 15_000),), common=""
+    ),
+    "qwen3_30b_auto": Whole("the same, as `auto` has it", "qwen3_30b_a3b", bars=(rate(13_011, 15_000),)),
 }
 NOTES = """\
 `calls` beside a dense product of as many FLOPs in the same process, in turns; PyTorch in a process of its
 own, in turns with its own dense product. `sum` is the gradient of the matrices, `turned` that of the rows,
 `into` a sum into a float32 buffer. Where `tiles` has run, its table is what the rows after it take: it lies
-beside its record, and belongs into pallas_kernels/grouped_matmul/.
+beside its record, and belongs into pallas_kernels/grouped_matmul/. Whole models train on packed rows of real
+text; their tokens per second are all tokens over all seconds.
 """
