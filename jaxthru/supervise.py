@@ -4,6 +4,7 @@ import argparse
 import itertools
 import logging
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def _supervise(arguments: argparse.Namespace, command: list[str], prog: str) -> 
     require(arguments.tries >= 1, f"--tries {arguments.tries}: must be at least 1")
     pause = arguments.pause
     require(0 <= pause < math.inf, f"--pause {pause}: must be at least 0, and finite")
-    run_dir, retry = run_directory(command), numbers("--retry-on", arguments.retry_on)
+    run_dir = run_directory(command)
+    retry = (*numbers("--retry-on", arguments.retry_on), *stopped_exit_codes(command))
     if arguments.after is not None:
         return _after(arguments.after, run_dir, arguments.tries, retry)
     counts = numbers("--processes", arguments.processes)
@@ -71,6 +73,13 @@ def run_directory(command: list[str]) -> Path:
     missing = "supervise: the command has no --run-dir DIR: without one, each start would begin a fresh run"
     require(found != "", missing)
     return Path(found)
+
+
+def stopped_exit_codes(command: list[str]) -> tuple[int, ...]:
+    """Returns the code of a stop that a training command sets: its first start may be told to stop before
+    there is a config.json that says it."""
+    found = (re.search(r"^(?:--set=)?train\.stopped_exit_code=(\d+)$", word) for word in command)
+    return tuple(int(one[1]) for one in found if one)
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ def train(
         open_progress(steps, start) as progress,
         Watchdog(end=peers.current().end) as watchdog,
         StopSignal() as stop,
+        peers.current().telling(),  # what is around it may take long to leave
     ):
         timer = built.step_timer(int(state["skipped"]), started, record, progress, watchdog)
         model = facts_of(config)
@@ -188,7 +189,7 @@ def start_or_resume(
         directory = RunDirectory(directory)
     check_trackers(config.metrics)
     xla.configure(config.kernels.writes_to_peers)
-    distributed.initialize()
+    distributed.initialize(watched=True)
     with peers.watched():
         return _prepare_and_train(config, directory, name, resume, started, times)
 

@@ -47,7 +47,9 @@ class Rates:
     def kept(self, every: float) -> float:
         """Returns the goodput with a save after so many steps, from 0 to 1."""
         mean, tau = self.between_failures, every * self.step
-        grows = (self.restart + self.write) / mean + math.log(math.expm1((tau + self.save) / mean))
+        whole = (tau + self.save) / mean
+        # log(e^whole - 1), however rarely so many steps are made without a failure
+        grows = (self.restart + self.write) / mean + whole + math.log(-math.expm1(-whole))
         return min(1.0, math.exp(math.log(tau / mean) - grows))
 
     @property
@@ -55,7 +57,10 @@ class Rates:
         """Returns the seconds of steps between two saves that keep most. A save begins after the last was
         written."""
         ratio = self.save / self.between_failures
-        best = self.between_failures * (1.0 + lambertw(-math.exp(-1.0 - ratio)).real) if ratio else 0.0
+        if ratio < 1e-12:  # so near its branch point Lambert's W has no digit left
+            best = self.between_failures * math.sqrt(2.0 * ratio)
+        else:
+            best = self.between_failures * (1.0 + lambertw(-math.exp(-1.0 - ratio)).real)
         return max(float(best), self.write)
 
     @property

@@ -1,10 +1,12 @@
 """Several processes that train together: starting them, and agreeing."""
 
+import contextlib
 import itertools
 import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,18 +24,22 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 
 MEET_SECONDS = 300
 """How long the processes of a run wait for one another at the start."""
+PAUSE_SECONDS = 86_400
+"""How long all processes of a run may be stopped, by a laptop's lid or a scheduler, and go on."""
 POLL_SECONDS = 2.0
 """The longest pause between two looks for what process 0 has to say."""
 _asked = itertools.count()
 
 
-def initialize() -> None:
+def initialize(watched: bool = False) -> None:
     """Joins this process to the others of its job, if the environment says that there are others.
 
     It says so by JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, by a
     Slurm step of several tasks, or by a TPU pod's list of workers. scripts/launch/ sets what each scheduler
     leaves unsaid. An indexed Kubernetes job alone is no sign: its pods may be runs of their own.
-    Call it before JAX is used. Raises InputError if the three variables are incomplete or contradictory.
+    Call it before JAX is used. watched: `peers.watched` follows, which knows a paused job from a lost
+    process; JAX's own heartbeats do not. Raises InputError if the three variables are incomplete or
+    contradictory.
     """
     if jax.distributed.is_initialized():
         return
@@ -52,9 +58,10 @@ def initialize() -> None:
         )
         require(":" in address, f"JAX_COORDINATOR_ADDRESS = {address!r}: must be host:port")
         if int(count) > 1:
-            _start(coordinator_address=address, num_processes=int(count), process_id=int(index))
+            where = {"coordinator_address": address, "num_processes": int(count), "process_id": int(index)}
+            _start(watched, **where)
     elif cluster_says_several():
-        _start()
+        _start(watched)
 
 
 def cluster_says_several() -> bool:
@@ -66,7 +73,7 @@ def cluster_says_several() -> bool:
     return "," in addresses
 
 
-def _start(**where) -> None:
+def _start(watched: bool, **where) -> None:
     # Read only if the backend is the CPU, which cannot send between processes without it.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     at = where.get("coordinator_address", "process 0")
@@ -75,7 +82,8 @@ def _start(**where) -> None:
     )
     # JAX's client aborts, and the callback it has for that can be none of Python's (jaxlib 0.11.2: bad_cast).
     crashes.explain(signal.SIGABRT, lambda: (said, PEER_LOST))
-    jax.distributed.initialize(**where, initialization_timeout=MEET_SECONDS)
+    late = {"heartbeat_timeout_seconds": PAUSE_SECONDS} if watched else {}
+    jax.distributed.initialize(**where, **late, initialization_timeout=MEET_SECONDS)
     crashes.explain(signal.SIGABRT, None)
 
 
@@ -160,16 +168,33 @@ def key_value_store():
     return distributed.global_state.client
 
 
-def coordinator_listens() -> bool:
-    """Says whether somebody listens where the job's coordinator was."""
+def coordinator() -> tuple[str, int]:
+    """Returns host and port of the job's coordinator."""
     from jax._src import distributed
 
     host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def coordinator_listens() -> bool:
+    """Says whether somebody listens where the job's coordinator was."""
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
+        with socket.create_connection(coordinator(), timeout=2):
             return True
     except OSError:
         return False
+
+
+def within(seconds: float, call: Callable[[], Any]) -> None:
+    """Waits so long at most for a call that asks the coordinator, which may be gone, or stopped."""
+
+    def suppressed() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            call()
+
+    thread = threading.Thread(target=suppressed, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def try_get(key: str) -> str | None:

@@ -1,6 +1,7 @@
 """`InputError` and `TrainingError`, and how a command reports them: one line and an exit code."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
@@ -39,6 +40,20 @@ class PeerError(RuntimeError):
     def __init__(self, message: str, code: int):
         super().__init__(one_line(message))
         self.code = code
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Why a run of several processes ends. process, host: whose fault it is. code: the exit code of all."""
+
+    process: int
+    host: str
+    code: int
+    why: str
+
+    @property
+    def line(self) -> str:
+        return one_line(f"process {self.process} ({self.host}) {self.why}")
 
 
 LONGEST = 1000
@@ -139,6 +154,22 @@ def lacking(error: Exception) -> str | None:
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return "no more threads can be started: raise this process's limits (`ulimit -u`, `ulimit -v`)"
     return None
+
+
+BY_ANOTHER = re.compile(r"\b(Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (reset|closed))")
+"""What an error says that may be due to another process, whoever has wrapped it."""
+
+
+def may_be_anothers(error: BaseException | None) -> bool:
+    """Says whether an error may be due to another process: one of JAX, or one that says so."""
+    import jax
+
+    while error is not None:
+        of_jax = isinstance(error, jax.errors.JaxRuntimeError) and not lacking(error)
+        if of_jax or BY_ANOTHER.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def leave(code: int, hung: bool = False) -> NoReturn:

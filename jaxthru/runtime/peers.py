@@ -9,29 +9,37 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import signal
 import socket
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
 
-from jaxthru.runtime import crashes
-from jaxthru.runtime.distributed import coordinator_listens, key_value_store, try_get
-from jaxthru.runtime.errors import PeerError, ending, lacking, one_line
+from jaxthru.runtime import crashes, pulse
+from jaxthru.runtime.distributed import (
+    MEET_SECONDS,
+    coordinator,
+    coordinator_listens,
+    key_value_store,
+    try_get,
+    within,
+)
+from jaxthru.runtime.errors import Fault, PeerError, ending, may_be_anothers
 from jaxthru.runtime.exit_codes import CANNOT_GO_ON, PEER_LOST
 
 BEAT_SECONDS = 2.0
 LOST_BEATS = 9
 """After so many beats of its own without one of a process, a process takes that for lost. What is counted are
-beats and no seconds: a stop of the whole job is no loss."""
+beats and no seconds: a stop of the whole job is no loss. One whose `pulse` goes on is none either."""
+FIRST_BEATS = MEET_SECONDS / BEAT_SECONDS
+"""The same before its first: each may have work of its own before the run."""
 SUSPECTED_BEATS = 2
-"""The same, once a collective has failed in some process."""
+"""The same, once a collective has failed. So late are pulses looked at, too."""
 GRACE_SECONDS = 2.0
 """How long the main thread has to end by itself, as it may know better why."""
 UNWIND_SECONDS = 12.0
@@ -41,20 +49,6 @@ LINGER_SECONDS = 6.0
 LEFT = "left"
 SLOWEST_FIELDS = ("slowest_process", "slowest_process_seconds", "median_process_seconds")
 """What a row of metrics says of the processes of a run, if there are several."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """Why a run ends. process, host: whose fault it is. code: the exit code of all processes."""
-
-    process: int
-    host: str
-    code: int
-    why: str
-
-    @property
-    def line(self) -> str:
-        return one_line(f"process {self.process} ({self.host}) {self.why}")
 
 
 class Peers:
@@ -75,13 +69,22 @@ class Peers:
         self._beats: dict[int, tuple[str, int]] = {}  # what each said last, and how many beats ago
         self._hosts: dict[int, str] = {}
         self._set(f"hosts/{self.index}", socket.gethostname())
+        self._pulses = None if self.index else pulse.Pulses()
+        if self._pulses:
+            self._set("pulse", str(self._pulses.port))
         for call in (self._beat, self._watch):
             threading.Thread(target=call, name=f"peers{call.__name__}", daemon=True).start()
 
     def close(self) -> None:
         """Says that this process has done its part, and watches no more."""
-        self._done.set()
+        self.stop()
         self._leave()
+
+    def stop(self) -> None:
+        """Watches no more: an error that somebody handles ends no process."""
+        self._done.set()
+        if self._pulses:
+            self._pulses.close()
 
     def host(self, process: int) -> str:
         """Returns the name of a process's host, as far as it has been heard of."""
@@ -93,21 +96,34 @@ class Peers:
 
     def slowest(self) -> dict[str, Any]:
         """Returns, in process 0, which process's host was the slowest of late, its seconds for a step, and
-        those of the median process; as fields of a row of metrics."""
+        the median process's; as fields of a row."""
         said = {process: text.split() for process, (text, _) in self._beats.items()}
         seconds = {process: float(words[2]) for process, words in said.items() if len(words) == 3}
         process = max(seconds, key=seconds.__getitem__, default=None)
         median = statistics.median_low(seconds.values()) if seconds else None
         return dict(zip(SLOWEST_FIELDS, (process, seconds.get(process), median), strict=True))
 
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Within, an error is told at once, and not only once all that is around it has been left."""
+        try:
+            yield
+        except BaseException as error:
+            found = self.failed(error)
+            if found is error:
+                raise
+            raise found from error
+
     def failed(self, error: BaseException) -> BaseException:
-        """Tells the others what ended this process, unless it was one of them; returns what to raise."""
+        """Tells the others what ended this process, unless they were told or it was one of them; returns what
+        to raise."""
+        if self._speaks:
+            return error
         self._speaks = True
         own = ending(error)
-        if _of_another(error):
+        if may_be_anothers(error):
             self._suspects = True  # a collective fails where a process is lost
-            self._known.wait((LOST_BEATS if own is None else SUSPECTED_BEATS + 3) * BEAT_SECONDS)
-            fault = self.fault or self._one_that_left()
+            fault = self._another((LOST_BEATS if own is None else SUSPECTED_BEATS + 3) * BEAT_SECONDS)
             if fault and fault.process != self.index:
                 self._learn(fault)
                 return PeerError(fault.line, fault.code)
@@ -152,16 +168,19 @@ class Peers:
             return any(texts.get(one) != LEFT for one in range(1, self.count) if one not in lost)
         return True
 
-    def _one_that_left(self) -> Fault | None:
-        """Returns the fault of a process that ended without a word: process 0 was stopped then, say."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            gone = [process for process, text in self._all("beats/").items() if text == LEFT]
-            if gone:
-                return Fault(gone[0], self.host(gone[0]), PEER_LOST, "has left the run")
-        return None
+    def _another(self, seconds: float) -> Fault | None:
+        """Waits so long for the fault of another process, or for one to have left without a word, as from a
+        process 0 that was stopped."""
+        until = time.monotonic() + seconds
+        while not self._known.wait(BEAT_SECONDS) and time.monotonic() < until:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                for process, text in self._all("beats/").items():
+                    if text == LEFT:
+                        return Fault(process, self.host(process), PEER_LOST, "has left the run")
+        return self.fault
 
     def _beat(self) -> None:
-        number, mean = 0, ""
+        number, mean, pulses = 0, "", self.index == 0
         while not self._done.wait(BEAT_SECONDS):
             number += 1
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # the silence is noticed
@@ -173,6 +192,9 @@ class Peers:
                     self._learn(Fault(**json.loads(said)))
                 if len(self._hosts) < self.count:
                     self._hosts = self._all("hosts/")
+                if not pulses and (port := try_get(f"{self._folder}pulse")):
+                    pulse.begin(coordinator()[0], int(port), self.index)
+                    pulses = True
                 if self.index == 0:
                     self._look()
                 self._heard = True
@@ -185,8 +207,12 @@ class Peers:
             ages[process] = text, age + 1 if text == before != LEFT else 0
         self._beats = ages
         suspected = any(text.split()[1:2] == ["1"] for text in texts.values())
-        limit = SUSPECTED_BEATS if suspected else LOST_BEATS
-        late = {process: age for process, (_, age) in ages.items() if age > limit and process}
+        limit, first = (SUSPECTED_BEATS,) * 2 if suspected else (LOST_BEATS, FIRST_BEATS)
+        late = {}
+        for process, (text, age) in ages.items():
+            silent = process and age > SUSPECTED_BEATS and self._pulses.silent(process) > 1
+            if silent and age > (limit if text else first):
+                late[process] = age
         if late and not self.fault:
             process = max(late, key=late.__getitem__)
             why = f"is lost: it has given no sign of life for {late[process] * BEAT_SECONDS:.0f} s"
@@ -201,16 +227,13 @@ class Peers:
             if silent > LOST_BEATS and self.index:
                 said = f"is lost: its coordinator has not answered for {silent * BEAT_SECONDS:.0f} s"
                 self._learn(Fault(0, self.host(0), PEER_LOST, said))
-        if self.fault.process != self.index and not self._done.is_set():
-            self._end(self.fault)
+        self._end(self.fault)
 
     def _end(self, fault: Fault) -> None:
-        """Ends this process for the fault of another."""
-        time.sleep(GRACE_SECONDS)
-        if self._speaks:
-            time.sleep(UNWIND_SECONDS)
-        else:
-            crashes.say(fault.line)
+        """Ends this process, unless its main thread does, or leaves the run, soon."""
+        if self._done.wait(GRACE_SECONDS) or (self._speaks and self._done.wait(UNWIND_SECONDS)):
+            return
+        crashes.say(fault.why if fault.process == self.index else fault.line)
         self._go(fault.code)
 
     def _learn(self, fault: Fault) -> None:
@@ -230,11 +253,11 @@ class Peers:
                 if "ALREADY_EXISTS" in str(error) and (said := try_get(f"{self._folder}fault")):
                     self._learn(Fault(**json.loads(said)))
 
-        _within(3.0, publish)
+        within(3.0, publish)
         self._learn(fault)
 
     def _leave(self) -> None:
-        _within(1.0, lambda: self._set(f"beats/{self.index}", LEFT))
+        within(1.0, lambda: self._set(f"beats/{self.index}", LEFT))
 
     def _set(self, key: str, text: str) -> None:
         key_value_store().key_value_set(f"{self._folder}{key}", text, allow_overwrite=True)
@@ -249,6 +272,10 @@ class NoPeers:
     """One process alone."""
 
     fault = None
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """There is nobody to tell."""
+        return contextlib.nullcontext()
 
     def note(self, seconds: float) -> None:
         """There is nobody to tell."""
@@ -284,37 +311,10 @@ def watched() -> Iterator[None]:
     if peers.index:
         crashes.explain(signal.SIGABRT, peers.coordinator_lost)
     try:
-        yield
-    except BaseException as error:
-        found = peers.failed(error)
-        if found is error:
-            raise
-        raise found from error
+        with peers.telling():
+            yield
+    except BaseException:
+        peers.stop()
+        raise
     peers.close()
     _current = NoPeers()
-
-
-BY_ANOTHER = re.compile(r"\b(Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (reset|closed))")
-"""What an error says that may be due to another process, whoever has wrapped it."""
-
-
-def _of_another(error: BaseException | None) -> bool:
-    """Says whether an error may be due to another process: one of JAX, or one that says so."""
-    while error is not None:
-        of_jax = isinstance(error, jax.errors.JaxRuntimeError) and not lacking(error)
-        if of_jax or BY_ANOTHER.search(str(error)):
-            return True
-        error = error.__cause__
-    return False
-
-
-def _within(seconds: float, call: Callable[[], Any]) -> None:
-    """Waits so long for a call at most, which goes on after that."""
-
-    def suppressed() -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            call()
-
-    thread = threading.Thread(target=suppressed, daemon=True)
-    thread.start()
-    thread.join(seconds)

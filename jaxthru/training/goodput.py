@@ -191,9 +191,10 @@ def read(folder: Path) -> Events:
     here, are passed over."""
     starts: list[Start] = []
     for line in _lines(folder / FILE):
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             _take(json.loads(line), starts)
-    return Events(starts, list(every(folder / "metrics.jsonl")))
+    first = min((start.step for start in starts), default=0)  # a run may be older than its account
+    return Events(starts, [row for row in every(folder / "metrics.jsonl") if row["step"] > first])
 
 
 def _take(event: dict[str, Any], starts: list[Start]) -> None:

@@ -235,7 +235,8 @@ class Supervisor:
                 pause = min(self.pause * 2 ** max(0, failures.since_progress - 1), LONGEST_PAUSE)
                 log.warning("supervise: %s; starting again in %.3g s", judged.line, pause)
                 if stop.within(pause):
-                    return 128 + stop.asked
+                    by_a_person = stop.asked == signal.SIGINT
+                    return exit_codes.INTERRUPTED if by_a_person else stopped_exit_code(self.run_dir)
 
 
 @dataclasses.dataclass(frozen=True)

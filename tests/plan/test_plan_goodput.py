@@ -23,6 +23,18 @@ def test_the_advice_is_the_simulated_best(save, hours):
     assert rates.simulated(rates.best) == pytest.approx(rates.kept(rates.best), abs=0.005)
 
 
+@pytest.mark.parametrize(
+    "rates, best, kept",
+    [
+        ({"between_failures": 3.6, "save": 1e4, "restart": 600.0, "step": 8.0}, 1, 0.0),
+        ({"between_failures": 3600.0, "save": 10.0, "restart": 600.0, "step": 1e7}, 1, 0.0),
+        ({"between_failures": 3.6e12, "save": 1e-9, "restart": 0.0, "step": 1.0}, 85, 1.0),
+    ],
+)
+def test_rates_beyond_all_sense_have_an_answer(rates, best, kept):
+    assert Rates(**rates).best == best and Rates(**rates).kept(best) == pytest.approx(kept)
+
+
 def plainly_simulated(rates, every, failures, seed):
     """Returns the goodput of a run, event by event: steps one after the other, until a failure comes."""
     random = np.random.default_rng(seed)

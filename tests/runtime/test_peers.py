@@ -1,13 +1,16 @@
 """What the processes of a run hear of each other, over a store that is a dict; for real: test_faults."""
 
+import contextlib
 import time
 
 import jax
 import pytest
 
-from jaxthru.runtime import peers
+from jaxthru.runtime import peers, pulse
 from jaxthru.runtime.errors import InputError, PeerError, TrainingError
 from jaxthru.runtime.peers import Fault, NoPeers, Peers
+
+begin = pulse.begin  # which `pair` takes away
 
 
 class Store(dict):
@@ -38,6 +41,8 @@ def pair(monkeypatch):
     monkeypatch.setattr(peers, "try_get", lambda key: store.answer() or store.get(key))
     monkeypatch.setattr(peers, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(peers, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(peers, "coordinator", lambda: ("127.0.0.1", 0))
+    monkeypatch.setattr(pulse, "begin", lambda *_: None)
     monkeypatch.setattr(Peers, "_go", lambda self, code: (self._done.set(), self.went.append(code)))
     monkeypatch.setattr(Peers, "went", None, raising=False)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -49,7 +54,7 @@ def pair(monkeypatch):
         made[-1].went = []
     yield *made, store
     for each in made:
-        each._done.set()
+        each.stop()
     time.sleep(0.03)
 
 
@@ -104,6 +109,61 @@ def test_who_gives_no_sign_of_life_is_lost(pair, suspected, monkeypatch):
     else:
         until(lambda: first.went)
         assert first.went == [160] and first.fault.process == 1
+
+
+def test_a_process_is_waited_for_before_its_first_beat(pair, monkeypatch):
+    first, second, store = pair
+    monkeypatch.setattr(peers, "LOST_BEATS", 3)
+    second._done.set()
+    time.sleep(0.05)
+    beat = f"{second._folder}beats/1"
+    store.pop(beat, None)
+    first._beats = {}
+    time.sleep(0.3)
+    assert first.fault is None
+    store[beat] = "1 0 "
+    until(lambda: first.fault)
+    assert first.fault.process == 1
+
+
+def test_who_gives_a_pulse_is_not_lost(pair, monkeypatch):
+    """Its beats may be late: a call into C keeps the interpreter's lock."""
+    first, second, _ = pair
+    monkeypatch.setattr(peers, "LOST_BEATS", 3)
+    begin("127.0.0.1", first._pulses.port, 1)
+    until(lambda: first.host(1) != "host unknown")
+    second._done.set()
+    time.sleep(0.4)
+    assert first.fault is None
+    first._pulses._sockets[1].close()
+    until(lambda: first.fault)
+
+
+def test_an_error_that_somebody_handles_ends_no_process(pair, monkeypatch):
+    first, second, _ = pair
+    with pytest.raises(TrainingError), second.telling():
+        raise TrainingError("not finite")
+    first.failed(TrainingError("not finite"))
+    assert first.fault.process == 1
+    first.stop()
+    time.sleep(0.1)
+    assert not first.went and not second.went
+
+
+def test_an_error_is_told_before_what_is_around_it_has_been_left(pair):
+    first, second, _ = pair
+    with contextlib.suppress(TrainingError), contextlib.ExitStack() as around:
+        around.callback(lambda: until(lambda: first.went))
+        with second.telling():
+            raise TrainingError("not finite")
+
+
+def test_one_that_left_without_a_word_is_the_cause_at_once(pair, monkeypatch):
+    first, second, _ = pair
+    monkeypatch.setattr(peers, "LOST_BEATS", 10_000)
+    second.close()
+    error = first.failed(jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed"))
+    assert isinstance(error, PeerError) and str(error).endswith("has left the run")
 
 
 def test_who_has_left_is_not_lost(pair, monkeypatch):

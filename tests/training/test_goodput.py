@@ -75,6 +75,15 @@ def test_a_run_of_one_start(run):
     assert sum(share for _, share in found.shares()) == pytest.approx(1)
 
 
+def test_steps_made_before_there_was_an_account_are_none_of_it(run):
+    """A run that was begun with an older version, or whose goodput.jsonl was lost."""
+    rows = [row(step, 10.0) for step in range(1, 1006)]
+    torn = '{"time": 1e999, "event": "start", "step": 1e999, "processes": 1, "devices": 1, "ended": null}'
+    found = account(run([torn, start(1000, 1000), stop(1060)], rows))
+    assert found.wall == 60 and found.steps == 5
+    assert found.seconds == {goodput.PRODUCTIVE: 50, goodput.OTHER: 10}
+
+
 def test_a_kill_loses_steps_and_time(run):
     """Ten steps were made, five were saved; the process died a second after the last."""
     rows = [row(step) for step in range(1, 9)]

@@ -121,6 +121,17 @@ def test_a_run_s_own_code_of_a_stop(run, tmp_path):
     assert code == 0 and not any("failure" in line for line in lines)
 
 
+SET = "train.stopped_exit_code=42"
+
+
+@pytest.mark.parametrize("words", [["--set", SET], [f"--set={SET}"]])
+def test_a_stop_before_there_is_a_config_json(words, tmp_path):
+    """The first start may be told to stop while it compiles."""
+    command = ["--config", "F", "--run-dir", str(tmp_path / "run")]
+    assert supervise.main(["--after", "42", "--", *command, *words]) == 0
+    assert supervise.main(["--after", "42", "--", *command]) == 42
+
+
 def test_processes_of_one_run(run, tmp_path):
     code, lines, starts = run("3:0:-9", "9:0:0", processes=(2,))
     assert code == 0 and "process 1 of 2 ended with exit code 137" in lines[0]
