@@ -83,6 +83,13 @@ def test_contradictions_are_the_user_s_to_mend(started, monkeypatch, environment
     assert not started
 
 
+def test_jax_s_own_heartbeats_outlast_a_pause_where_ours_watch(started, monkeypatch):
+    for name, value in {AT: "host:1", OF: "2", ME: "0"}.items():
+        monkeypatch.setenv(name, value)
+    initialize(watched=True)
+    assert started[0]["heartbeat_timeout_seconds"] == distributed.PAUSE_SECONDS
+
+
 def test_alone():
     assert is_primary()
     assert gather_text("one") == ["one"]
