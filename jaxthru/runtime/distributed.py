@@ -25,7 +25,8 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 MEET_SECONDS = 300
 """How long the processes of a run wait for one another at the start."""
 PAUSE_SECONDS = 86_400
-"""How long all processes of a run may be stopped, by a laptop's lid or a scheduler, and go on."""
+"""How long all processes of a run may be paused, by a laptop's lid say, before JAX's own heartbeats take them
+for lost."""
 POLL_SECONDS = 2.0
 """The longest pause between two looks for what process 0 has to say."""
 _asked = itertools.count()
