@@ -91,7 +91,7 @@ def test_a_configuration_is_named_after_its_file(monkeypatch):
         raise InputError("enough")
 
     monkeypatch.setattr(RunDirectory, "fresh", fresh)
-    monkeypatch.setattr(train, "prepare_data", lambda config, begun, kept: {})
+    monkeypatch.setattr(train, "prepared", lambda config, begun, kept: {})
     opened = types.SimpleNamespace(account=())
     monkeypatch.setattr(train, "open_shared", lambda config, keys, kept: opened)
     monkeypatch.setattr(train, "opening", lambda data: ())

@@ -20,7 +20,7 @@ from jaxthru.models.layers import RMSNorm
 from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.llama import RopeScaling
 from jaxthru.models.ops import Ops
-from jaxthru.models.remat import KEPT, LOW_RANK
+from jaxthru.models.remat import BY_ROW, KEPT, LOW_RANK
 from jaxthru.models.rotary import rotary_angles, rotate
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
@@ -127,9 +127,9 @@ def test_policies_keep_what_they_name(policy):
     bound = model()
     params = jax.eval_shape(bound.init, jax.random.key(0))
     text = str(jax.make_jaxpr(lambda params: hidden_of(bound, params, tiny.batch(0), 8))(params))
-    # The statistics are the GPU kernel's alone, float8 is that of float8 matmuls (test_fp8.py), and low_rank
-    # that of adapters (test_lora.py).
-    given = set(KEPT[policy]) - {"attention_statistics", "float8", LOW_RANK}
+    # The statistics are the GPU kernel's alone, float8 is that of float8 matmuls (test_fp8.py), low_rank that
+    # of adapters (test_lora.py), and those of BY_ROW are of experts.
+    given = set(KEPT[policy]) - {"attention_statistics", "float8", LOW_RANK, *BY_ROW}
     assert all(f"name[name={name}]" in text for name in given)
 
 

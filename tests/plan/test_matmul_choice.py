@@ -18,6 +18,7 @@ from jaxthru.build.memory_estimate import Room, layout_of
 from jaxthru.build.proposals import candidates
 from jaxthru.plan.__main__ import main as plan
 from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.mesh import AXES
 
 H200, HOPPER = "NVIDIA H200", (9, 0)
 
@@ -135,7 +136,7 @@ def ampere():
     import numpy as np
 
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA A100")
-    axes = dict.fromkeys(("data", "fsdp", "tensor"), 1)
+    axes = dict.fromkeys(AXES, 1)
     return types.SimpleNamespace(
         devices=np.array([[[device]]], dtype=object), shape=axes, axis_names=(*axes,), size=1
     )
