@@ -257,12 +257,17 @@ def test_published_shapes_have_their_published_sizes(name):
     assert sum(math.prod(leaf.shape) for leaf in leaves) == PUBLISHED[name]
 
 
+NARROWED = "embed", "heads", "kv_heads", "mlp", "expert_mlp"
+
+
 def first_loss(path) -> tuple[float, float]:
     """Returns (first loss of a configuration with one layer, ln(vocabulary))."""
     shape = dataclasses.replace(configuration.load(path).model, layers=1, loop="scan")
     while family.module_of(shape).parameters(shape) > 5e8:  # narrower, for what is drawn takes the time
-        halves = {name: getattr(shape, name) // 2 for name in ("embed", "heads", "kv_heads", "mlp")}
-        shape = dataclasses.replace(shape, **halves)
+        widths = {name: getattr(shape, name, 0) for name in NARROWED}
+        shape = dataclasses.replace(
+            shape, **{name: max(1, width // 2) for name, width in widths.items() if width}
+        )
     bound = bind(
         shape, Ops(Layout(make_mesh(MeshConfig(), jax.devices()[:1])), jnp.dtype(jnp.float32)), "none"
     )

@@ -213,4 +213,6 @@ def test_the_account_closes_over_random_kills(tmp_path, bench):
     os_environment = place.environment()
     found = bench("measure.goodput_kills").killed(command, 8, seed, os_environment)
     print(found)
-    assert found.starts > 5 and max(found.off.values()) <= 0.01, found
+    assert found.starts > 5 and found.off["wall"] <= 0.01 and found.off["unknown"] <= 0.01, found
+    # What a kill cuts off of a step is not known to be one: steps are short here, and so are the hours.
+    assert 0 <= found.between_booked - found.between <= 0.3 * found.kills, found
