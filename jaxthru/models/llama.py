@@ -140,9 +140,14 @@ def head_deviation(config: Config) -> float:
 
 def stages(config: Config) -> Chain:
     """Returns the chain of stages of a model of this shape."""
+    return decoder(config, groups(config))
+
+
+def decoder(config: Config, blocks: tuple[Group, ...]) -> Chain:
+    """Returns the chain of stages of these blocks, between an embedding and a head."""
     return Chain(
         embedding=module_stage("embedding", Embedding, config),
-        groups=groups(config),
+        groups=blocks,
         head=module_stage("head", Head, config),
         output=("embedding", "table") if config.tied_embeddings else ("head", "matrix"),
         prepare=functools.partial(rotary_angles, config=config),

@@ -7,7 +7,6 @@ Shapes: N tokens, D embed, E experts, M width of an expert.
 """
 
 import dataclasses
-import functools
 import itertools
 from typing import Literal
 
@@ -18,10 +17,8 @@ from flax import nnx
 from jaxthru.models import flops, llama, router, scopes
 from jaxthru.models.experts import experts
 from jaxthru.models.layers import Attention, SwiGLU, Weight, drawn
-from jaxthru.models.llama import Embedding, Head
 from jaxthru.models.moe_published import PUBLISHED as PUBLISHED
 from jaxthru.models.remat import EXPERT_HIDDEN, EXPERT_ROWS, ROUTING
-from jaxthru.models.rotary import rotary_angles
 from jaxthru.models.router import Router
 from jaxthru.models.stage import Chain, Context, Extras, Group, Mixture, Stage, module_stage, repeated
 from jaxthru.runtime.errors import require
@@ -158,13 +155,7 @@ class ExpertBlock(DenseBlock):
 
 def stages(config: Config) -> Chain:
     """Returns the chain of stages of a model of this shape."""
-    return Chain(
-        embedding=module_stage("embedding", Embedding, config),
-        groups=groups(config),
-        head=module_stage("head", Head, config),
-        output=("embedding", "table") if config.tied_embeddings else ("head", "matrix"),
-        prepare=functools.partial(rotary_angles, config=config),
-    )
+    return llama.decoder(config, groups(config))
 
 
 def groups(config: Config) -> tuple[Group, ...]:

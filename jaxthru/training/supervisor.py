@@ -34,6 +34,7 @@ find out and to say so."""
 POLL = 0.05
 LONGEST_PAUSE = 300.0
 SIGNALS = frozenset(128 + number for number in signal.Signals)
+SAYS_WHY = (exit_codes.CANNOT_GO_ON, exit_codes.BAD_INPUT)
 COORDINATOR = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 WITH_PARENT = (
     "import ctypes, os, signal, sys\n"
@@ -157,7 +158,7 @@ class Processes:
                 if index not in ended and (code := process.poll()) is not None:
                     code = 128 - code if code < 0 else code
                     # Of those that fail at once, one that says why; a lost peer is never the first.
-                    cause = killed, code == exit_codes.PEER_LOST, now, code not in (1, 2), index
+                    cause = killed, code == exit_codes.PEER_LOST, now, code not in SAYS_WHY, index
                     ended[index] = (code == 0, cause, code)
                     failed_at = failed_at or (now if code else None)
             if failed_at and now - failed_at > self._patience and not killed:
