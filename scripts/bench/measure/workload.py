@@ -126,6 +126,8 @@ def updating(program: Any, state: Any) -> Callable:
 def measured(work: Workload, pace: Pace, options: argparse.Namespace) -> tuple[dict[str, dict], dict]:
     """Returns what a record says of each contender, and of the clocks. options: of `turns.parser`, tiles."""
     compiled, failed = programs(work, options.tiles)
+    if not compiled:
+        raise RuntimeError(f"none of the contenders can run: {failed}")
     runs = dict(compiled)
     if work.updates:
         runs = {key: updating(run, work.arguments[0]) for key, run in compiled.items()}
