@@ -11,7 +11,8 @@ from test_supervise import SETTINGS, Supervised
 from jaxthru.training import goodput
 from jaxthru.training.supervisor import steps_done
 
-STEPS = 300
+STEPS = 240
+FEW = 100
 SLURM_SH = ROOT / "scripts/launch/slurm.sh"
 
 
@@ -19,31 +20,31 @@ def starts_of(run):
     return goodput.read(run).starts
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow(minutes=1)
 @pytest.mark.skipif(bool(missing()), reason=f"two nodes of Slurm: {missing()}")
 def test_a_node_that_does_not_come_back_is_done_without(tmp_path):
     """Of --nodes=1-2 the job takes two, and one after the loss; no person is there."""
     place = make_workplace(tmp_path)
     (tmp_path / "slurm").mkdir()
     with Cluster(tmp_path / "slurm") as cluster:
-        path, job = tmp_path / "run", submitted(cluster, place, tmp_path, "--nodes=1-2")
+        path, job = tmp_path / "run", submitted(cluster, place, tmp_path, FEW, "--nodes=1-2")
         cluster.until(lambda: steps_done(path) >= 12, 240, job)
         cluster.kill("n1")
         cluster.until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 400, job)
         assert int(cluster.job(job)["Restarts"]) >= 1
     assert [start.processes for start in starts_of(path)] == [2, 1]
-    assert len(place.losses("run")) == STEPS
+    assert len(place.losses("run")) == FEW
 
 
-def submitted(cluster: Cluster, place: Workplace, folder: Path, *options: str) -> str:
+def submitted(cluster: Cluster, place: Workplace, folder: Path, steps: int, *options: str) -> str:
     """Returns the id of a job that trains."""
-    words = place.command("run", **SETTINGS, train__steps=STEPS)[3:]
+    words = place.command("run", **SETTINGS, train__steps=steps)[3:]
     variables = place.environment() | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     options = (*options, f"--output={folder / 'job.log'}", f"--chdir={ROOT}")
     return cluster.submit(*options, str(SLURM_SH), *words, **variables)
 
 
-@pytest.mark.slow(minutes=4)
+@pytest.mark.slow(minutes=2)
 @pytest.mark.skipif(bool(missing()), reason=f"two nodes of Slurm: {missing()}")
 def test_preempted_stopped_and_robbed_of_a_node_it_ends_as_if_it_was_not(tmp_path):
     """A job of higher priority takes its nodes; it is told to stop, as at its time limit; a node dies."""
@@ -52,7 +53,7 @@ def test_preempted_stopped_and_robbed_of_a_node_it_ends_as_if_it_was_not(tmp_pat
     assert whole.finish() == []
     (tmp_path / "slurm").mkdir()
     with Cluster(tmp_path / "slurm") as cluster:
-        path, job = tmp_path / "run", submitted(cluster, place, tmp_path, "--nodes=2")
+        path, job = tmp_path / "run", submitted(cluster, place, tmp_path, STEPS, "--nodes=2")
 
         def goes_on(starts: int, steps: int) -> None:
             """Returns once the job runs for so many times, and has got so many steps further."""

@@ -151,13 +151,24 @@ class Checkpointer:
                     self._orbax.close()
 
     def _wait_at_the_end(self, failed: bool) -> None:
-        """Waits for the write in progress: for one that other processes may no more take part in, a while."""
+        """Waits for the write in progress: for one that other processes may no more take part in, a while.
+        Raises CheckpointError if it has failed."""
         if not failed or jax.process_count() == 1:
             self.wait()
             return
-        thread = threading.Thread(target=self._orbax.wait_until_finished, daemon=True)
+        failures = []
+
+        def wait() -> None:  # an error that leaves a thread is a traceback of its own
+            try:
+                self.wait()
+            except CheckpointError as failure:
+                failures.append(failure)
+
+        thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         thread.join(SECONDS_AFTER_A_FAULT)
+        if failures:
+            raise failures[0]
 
     def steps(self) -> list[int]:
         """Returns the steps of all committed checkpoints, oldest first."""
