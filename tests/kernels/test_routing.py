@@ -3,12 +3,14 @@ sort, rows there and back and their gradients, and what each form takes and refu
 
 import functools
 import logging
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import named, slow_but_for
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import dispatch as choices
@@ -22,12 +24,14 @@ from pallas_kernels.routing import (
     dispatch_weights,
     route,
     sort_assignments,
+    triton,
 )
 from pallas_kernels.routing.shapes import CPU, GPU, Shape
 from pallas_kernels.testing import CPU_TOLERANCE, GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
 
 needs_gpu = pytest.mark.skipif(not has_gpu((8, 0)), reason="needs an NVIDIA GPU of capability 8.0")
 f32 = jnp.float32
+KERNELS = "route", "count_blocks", "sum_blocks", "place", "dispatch", "combine"
 PLAIN = {"score": "softmax", "normalise": True}
 RULES = {
     "softmax": PLAIN | {"normalise": False},
@@ -303,6 +307,33 @@ def test_within_a_shard_map():
         for function in (split, local)
     )
     assert_close(found, wanted, CPU_TOLERANCE)
+
+
+def test_kernels_are_not_differentiated(monkeypatch):
+    """A call of jax_triton's refuses tangents, of integers too: a layer's gradient is made without a
+    checkpoint around it, whose partial evaluation would drop them."""
+    call = core.Primitive("triton_call")  # has no rule for tangents
+    call.multiple_results = True
+    call.def_abstract_eval(lambda *_, shapes: [jax.core.ShapedArray(*shape) for shape in shapes])
+
+    def triton_call(*arrays, out_shape, **_):
+        leaves, tree = jax.tree.flatten(out_shape)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        return jax.tree.unflatten(tree, call.bind(*map(jnp.asarray, arrays), shapes=shapes))
+
+    stub = types.SimpleNamespace(triton_call=triton_call), types.SimpleNamespace(**dict.fromkeys(KERNELS))
+    monkeypatch.setattr(triton, "load_triton", lambda package: stub)
+    how = {"implementation": "triton", "platform": "gpu"}
+
+    def layer(logits, x):
+        made = route(logits, jnp.ones(len(x), bool), top_k=2, **PLAIN, **how)
+        order = sort_assignments(made.ids_NK, 6, **how)
+        weights = dispatch_weights(made.weights_NK, order)
+        return combine(dispatch(x, order, 2, **how) * weights[:, None], order, len(x), **how)
+
+    logits, x = jnp.zeros((24, 6)), jnp.zeros((24, 8))
+    d_logits, dx = jax.eval_shape(lambda *given: jax.vjp(layer, *given)[1](x), logits, x)
+    assert (d_logits.shape, dx.shape) == (logits.shape, x.shape)
 
 
 # On a GPU
