@@ -2,7 +2,9 @@
 sort, rows there and back and their gradients, and what each form takes and refuses."""
 
 import functools
+import importlib
 import logging
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -303,6 +305,33 @@ def test_within_a_shard_map():
         for function in (split, local)
     )
     assert_close(found, wanted, CPU_TOLERANCE)
+
+
+def test_no_kernel_is_differentiated(monkeypatch):
+    """A call of a Triton kernel refuses to be, of integers too: what becomes of the ids has no gradient."""
+
+    class Opaque:
+        @staticmethod
+        def triton_call(*operands, out_shape, **options):
+            return jax.pure_callback(lambda *arrays: None, out_shape, *operands)  # which has no JVP either
+
+    triton = importlib.import_module("pallas_kernels.routing.triton")
+    monkeypatch.setattr(triton, "load_triton", lambda package: (Opaque, mock.MagicMock()))
+    monkeypatch.setattr(triton, "require_gpu", lambda platform, least: None)
+    shape = CPU["many"]
+
+    def layer(given, x_ND):
+        how = {"implementation": "triton", "platform": "gpu"}
+        made = route(given["logits"], given["valid"], top_k=shape.top_k, **PLAIN, **how)
+        order = sort_assignments(made.ids_NK, shape.experts, **how)
+        weights_R = dispatch_weights(made.weights_NK, order)
+        rows_RD = dispatch(x_ND, order, shape.top_k, **how) * weights_R[:, None]
+        return jnp.sum(combine(rows_RD, order, shape.tokens, **how))
+
+    given = draw(shape)
+    gradient = jax.grad(lambda logits, x: layer(given | {"logits": logits}, x), (0, 1))
+    found = jax.eval_shape(gradient, given["logits"], jnp.zeros((shape.tokens, 8)))
+    assert [of.shape for of in found] == [given["logits"].shape, (shape.tokens, 8)]
 
 
 # On a GPU
