@@ -148,7 +148,7 @@ def sort_assignments(
     """
     if ids_NK.ndim != 2 or ids_NK.dtype != jnp.int32:
         raise ValueError(f"sort_assignments: ids are int32 [N, K], got {ids_NK.dtype}{list(ids_NK.shape)}")
-    return _sorted(ids_NK, experts, implementation, platform)
+    return Order(*_run("sort_assignments", implementation, platform, ids_NK, experts=experts))
 
 
 def dispatch(
@@ -224,16 +224,6 @@ def dispatch_weights(weights_NK: jax.Array, order: Order) -> jax.Array:
         )
     weights_NK, *order = vary_alike(weights_NK, *order)
     return _dispatch_weights(weights_NK, Order(*order))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _sorted(ids_NK, experts: int, implementation, platform) -> Order:
-    """Differentiable in nothing, and said to be: of a choice that is differentiated ids come with tangents,
-    though there are none of integers, and a kernel would refuse them."""
-    return Order(*_run("sort_assignments", implementation, platform, ids_NK, experts=experts))
-
-
-_sorted.defvjp(lambda *given: (_sorted(*given), None), lambda *_: (None,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

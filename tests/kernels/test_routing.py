@@ -2,15 +2,15 @@
 sort, rows there and back and their gradients, and what each form takes and refuses."""
 
 import functools
+import importlib
 import logging
-import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import named, slow_but_for
-from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import dispatch as choices
@@ -24,14 +24,12 @@ from pallas_kernels.routing import (
     dispatch_weights,
     route,
     sort_assignments,
-    triton,
 )
 from pallas_kernels.routing.shapes import CPU, GPU, Shape
 from pallas_kernels.testing import CPU_TOLERANCE, GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
 
 needs_gpu = pytest.mark.skipif(not has_gpu((8, 0)), reason="needs an NVIDIA GPU of capability 8.0")
 f32 = jnp.float32
-KERNELS = "route", "count_blocks", "sum_blocks", "place", "dispatch", "combine"
 PLAIN = {"score": "softmax", "normalise": True}
 RULES = {
     "softmax": PLAIN | {"normalise": False},
@@ -312,31 +310,31 @@ def test_within_a_shard_map():
     assert_close(found, wanted, CPU_TOLERANCE)
 
 
-def test_kernels_are_not_differentiated(monkeypatch):
-    """A call of jax_triton's refuses tangents, of integers too: a layer's gradient is made without a
-    checkpoint around it, whose partial evaluation would drop them."""
-    call = core.Primitive("triton_call")  # has no rule for tangents
-    call.multiple_results = True
-    call.def_abstract_eval(lambda *_, shapes: [jax.core.ShapedArray(*shape) for shape in shapes])
+def test_no_kernel_is_differentiated(monkeypatch):
+    """A call of a Triton kernel refuses to be, of integers too: what becomes of the ids has no gradient."""
 
-    def triton_call(*arrays, out_shape, **_):
-        leaves, tree = jax.tree.flatten(out_shape)
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        return jax.tree.unflatten(tree, call.bind(*map(jnp.asarray, arrays), shapes=shapes))
+    class Opaque:
+        @staticmethod
+        def triton_call(*operands, out_shape, **options):
+            return jax.pure_callback(lambda *arrays: None, out_shape, *operands)  # which has no JVP either
 
-    stub = types.SimpleNamespace(triton_call=triton_call), types.SimpleNamespace(**dict.fromkeys(KERNELS))
-    monkeypatch.setattr(triton, "load_triton", lambda package: stub)
-    how = {"implementation": "triton", "platform": "gpu"}
+    triton = importlib.import_module("pallas_kernels.routing.triton")
+    monkeypatch.setattr(triton, "load_triton", lambda package: (Opaque, mock.MagicMock()))
+    monkeypatch.setattr(triton, "require_gpu", lambda platform, least: None)
+    shape = CPU["many"]
 
-    def layer(logits, x):
-        made = route(logits, jnp.ones(len(x), bool), top_k=2, **PLAIN, **how)
-        order = sort_assignments(made.ids_NK, 6, **how)
-        weights = dispatch_weights(made.weights_NK, order)
-        return combine(dispatch(x, order, 2, **how) * weights[:, None], order, len(x), **how)
+    def layer(given, x_ND):
+        how = {"implementation": "triton", "platform": "gpu"}
+        made = route(given["logits"], given["valid"], top_k=shape.top_k, **PLAIN, **how)
+        order = sort_assignments(made.ids_NK, shape.experts, **how)
+        weights_R = dispatch_weights(made.weights_NK, order)
+        rows_RD = dispatch(x_ND, order, shape.top_k, **how) * weights_R[:, None]
+        return jnp.sum(combine(rows_RD, order, shape.tokens, **how))
 
-    logits, x = jnp.zeros((24, 6)), jnp.zeros((24, 8))
-    d_logits, dx = jax.eval_shape(lambda *given: jax.vjp(layer, *given)[1](x), logits, x)
-    assert (d_logits.shape, dx.shape) == (logits.shape, x.shape)
+    given = draw(shape)
+    gradient = jax.grad(lambda logits, x: layer(given | {"logits": logits}, x), (0, 1))
+    found = jax.eval_shape(gradient, given["logits"], jnp.zeros((shape.tokens, 8)))
+    assert [of.shape for of in found] == [given["logits"].shape, (shape.tokens, 8)]
 
 
 # On a GPU
