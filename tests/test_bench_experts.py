@@ -61,14 +61,18 @@ def test_a_layer_takes_the_faster_form_of_each(suite, setup):
     def rate(forward, both):
         return {"forward": {"tflops": forward}, "both": {"tflops": both}}
 
-    ours = {"qwen3_30b": {"mosaic_gpu": rate(500.0, 450.0), "triton": rate(400.0, 350.0), "sizes": {}}}
+    fast, slow = rate(500.0, 450.0), rate(400.0, 350.0)
+    fast["both"]["milliseconds"], slow["both"]["milliseconds"] = 16.0, 20.0
+    rest = {"router": {"milliseconds": 1.0}, "around": {"milliseconds": 1.6}}
+    ours = {"qwen3_30b": {"mosaic_gpu": fast, "triton": slow, "around": rest, "sizes": {}}}
     layers = {"gather": rate(240.0, 210.0), "scatter": {"failed": "…"}}
     found = row.found(
         setup, [block("ours", {"contenders": ours}), block("torch", {"layers": {"qwen3_30b": layers}})]
     )
     assert found["qwen3_30b"] == 450.0 and found["qwen3_30b_forward"] == 500.0
     assert found["qwen3_30b / torch"] == 450 / 210
-    assert [bar.met(found) for bar in row.bars] == [True, None]
+    assert found["qwen3_30b_around"] == 0.1 and "qwen3_30b / around" not in found
+    assert [bar.met(found) for bar in row.bars] == [True, None, True]
 
 
 def test_balance_is_of_one_state_and_one_text(suite, setup):

@@ -111,6 +111,15 @@ class Layers(Timed):
 
     passes = (("", "both"), ("_forward", "forward"))
 
+    def found(self, setup, done):
+        found = super().found(setup, done)
+        for line in lines_of(done, "ours"):
+            for shape, of in line["contenders"].items():
+                whole = [of[name]["both"]["milliseconds"] for name in OWN if "both" in of.get(name, {})]
+                if whole and (rest := of.get("around", {}).get("around")):
+                    found[f"{shape}_around"] = rest["milliseconds"] / min(whole)
+        return found
+
     def of_ours(self, line):
         shapes = line["contenders"]
         return {f"{name}{more}": tflops(shapes[name], key) for name in shapes for more, key in self.passes}
@@ -218,6 +227,7 @@ CALLS = (
 LAYERS = (
     Bar("qwen3_30b", 410.0, "{:.0f} TFLOP/s", 450.0),
     Bar("wide", 430.0, "wide: {:.0f} TFLOP/s", 510.0),
+    Bar("qwen3_30b_around", 0.12, "{:.1%} of it router, sort, gather and combine", 0.08, most=True),
 )
 ROWS = {
     "tiles": TunedTiles(
