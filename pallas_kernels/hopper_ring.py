@@ -75,10 +75,11 @@ class Ring:
             plgpu.copy_gmem_to_smem(a_window, self.a.at[slot], self.full.at[slot], **self.shared["a"])
             plgpu.copy_gmem_to_smem(b_window, self.b.at[slot], self.full.at[slot], **self.shared["b"])
 
-    def multiply(self, steps, base, prepare=None):
+    def multiply(self, steps, base, prepare=None, meanwhile=None):
         """Returns this consumer's part of a tile in float32.
 
-        prepare: called with a step and its slot, which is full, before the slot is multiplied.
+        prepare: called with a step and its slot, which is full, before the slot is multiplied. meanwhile:
+        called with a step whose products are on their way.
         """
         rows = pl.ds(self.first_row, self.tiles.m_of_consumer)
 
@@ -93,6 +94,8 @@ class Ring:
                 b_ref = b_ref.transpose((1, 0)) if self.b_transposed else b_ref
                 inline("wgmma.fence.sync.aligned;")  # else ptxas adds its own, and at times serialises for it
                 plgpu.wgmma(acc_ref, self.part_of_a(slot, rows), b_ref)
+                if meanwhile is not None:
+                    meanwhile(step)
                 plgpu.wgmma_wait(1)  # the matmul before this one has read its slot
                 pl.when(step > 0)(lambda: self.release(base + step - 1))
 
@@ -141,34 +144,82 @@ def inline(ptx: str):
     insert()
 
 
+class Late:
+    """A tile's result as it waits in registers, in pieces of 2 bytes, to be stored while the next one's
+    products are made. So the tensor cores need not wait for it.
+
+    store: called with a piece's number, what it holds, and the place of its tile: numbers, which `nowhere`
+    are those of a tile that has nothing to store.
+    """
+
+    def __init__(self, tiles: RingTiles, dtype, store, nowhere: tuple):
+        self.pieces, self.dtype, self.store = tiles.pieces, dtype, store
+        self.none = [jnp.zeros((PIECE, PIECE), dtype) for _ in self.pieces], [i32(n) for n in nowhere]
+
+    def of(self, acc, place: tuple):
+        """Returns what is to be stored later. acc: a consumer's part of a tile."""
+        return [acc[r : r + PIECE, c : c + PIECE].astype(self.dtype) for r, c in self.pieces], list(place)
+
+    def store_at(self, waiting, step):
+        """Stores the piece whose turn is at a step of the next tile."""
+        for number in range(len(self.pieces)):
+            pl.when(step == number)(functools.partial(self._store, waiting, number))
+
+    def store_from(self, waiting, first):
+        """Stores the pieces from number `first` on: their turns do not come."""
+        for number in range(len(self.pieces)):
+            if not isinstance(first, int):
+                pl.when(number >= first)(functools.partial(self._store, waiting, number))
+            elif number >= first:
+                self._store(waiting, number)
+
+    def _store(self, waiting, number):
+        values, place = waiting
+        self.store(number, values[number], *place)
+
+
 def run(
-    tiles, ctas, total, steps_of_tile, ring: Ring, produce, consume, look_up=None, finish=None, send=None
+    tiles,
+    ctas,
+    total,
+    steps_of_tile,
+    ring: Ring,
+    produce,
+    consume,
+    look_up=None,
+    finish=None,
+    send=None,
+    late: Late | None = None,
 ):
     """Has a CTA's producer and consumers go through its tiles: number cta, cta + ctas, ... of `total`.
 
     produce, consume, steps_of_tile: called with a tile, the first two with its first step of the ring too. A
     tile is its number or, where there is `look_up`, what that returns of the number, of one that is no tile's
-    too: it is read a tile ahead, for memory is far away. finish: called by the consumers, with the number of
+    too: it is read a tile ahead, for memory is far away. late: has `consume` called with what the tile before
+    left to store too, and return what it leaves itself. finish: called by the consumers, with the number of
     the CTA's last tile, once all its tiles are stored. send: called by a warp beside the producer's in every
     CTA: a fourth warpgroup would leave the consumers too few registers.
     """
     wg, cta = lax.axis_index("wg"), cta_of(tiles)
     turns = turns_of(total, cta, ctas)
 
-    def each_tile(act):
-        def take(tile, base):
-            act(tile, base)
-            return base + steps_of_tile(tile)
+    def each_tile(act, left=()):
+        """left: what `act` is called with too, and returns for the next tile; returns what the last left."""
+
+        def take(tile, base, left):
+            left = act(tile, base, *left)
+            return base + steps_of_tile(tile), () if left is None else left
 
         def look_ahead(i, state):
-            tile, base = state
+            tile, base, left = state
             following = look_up((i + 1) * ctas + cta)
-            return following, take(tile, base)
+            return following, *take(tile, base, left)
 
         if look_up is None:
-            lax.fori_loop(i32(0), turns, lambda i, base: take(i * ctas + cta, base), i32(0))
+            state = lax.fori_loop(i32(0), turns, lambda i, state: take(i * ctas + cta, *state), (i32(0), left))
         else:
-            lax.fori_loop(i32(0), turns, look_ahead, (look_up(cta), i32(0)))
+            state = lax.fori_loop(i32(0), turns, look_ahead, (look_up(cta), i32(0), left))
+        return state[-1]
 
     @pl.when(wg == PRODUCER)
     def _():
@@ -193,7 +244,11 @@ def run(
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         for slot in range(tiles.stages):  # at first, all slots are empty
             plgpu.barrier_arrive(ring.empty.at[slot])
-        each_tile(consume)
+        if late is None:
+            each_tile(consume)
+        else:
+            (waiting,) = each_tile(lambda *tile: (consume(*tile),), (late.none,))
+            late.store_from(waiting, 0)
         if finish is not None:
             pl.when(turns > 0)(lambda: finish((turns - 1) * ctas + cta))
         plgpu.wait_smem_to_gmem(0)

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.hopper_tiles import Tiles
 from pallas_kernels.grouped_matmul.tiles import tiles_of
-from pallas_kernels.hopper_ring import Ring, i32, kernel, order, out_of, run, scratch_of
+from pallas_kernels.hopper_ring import Late, Ring, i32, kernel, order, out_of, run, scratch_of
 from pallas_kernels.hopper_tiles import CONSUMERS, PIECE, STEP
 
 ROWS = 8  # TMA's tiles in shared memory have as many: what it loads begins at a multiple
@@ -78,22 +78,43 @@ def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: boo
 
             ring.load_each(steps, base, windows)
 
-        def consume(tile, base):
+        def store(number, value, n, row, begins, end):
+            r, c = tiles.pieces[number]
+            to_ref = y_ref.at[:, pl.ds(n * tiles.n + c, PIECE)]
+            _store_rows(ring.write_out(number, value), to_ref, row + r, begins, end)
+
+        late = Late(tiles, dtype, store, nowhere=(0, 0, 0, 0))
+
+        def consume(tile, base, waiting=None):
             n, _, first, begins, end = tile
             row = first + ring.first_row
 
-            def multiply():
-                acc = ring.multiply(steps, base)
-                for number, (r, c) in enumerate(tiles.pieces):
-                    piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + PIECE].astype(dtype))
-                    to_ref = y_ref.at[:, pl.ds(n * tiles.n + c, PIECE)]
-                    _store_rows(piece_ref, to_ref, row + r, begins, end)
+            def multiply(waiting):
+                meanwhile = None if waiting is None else functools.partial(late.store_at, waiting)
+                acc = ring.multiply(steps, base, meanwhile=meanwhile)
+                if waiting is not None:
+                    late.store_from(waiting, steps)
+                leaves = late.of(acc, (n, row, begins, end))
+                return leaves if tiles.late else late.store_from(leaves, 0)
+
+            def skip(waiting):
+                ring.skip(steps, base)
+                return waiting
 
             some = (row < end) & (row + tiles.m_of_consumer > begins)
-            pl.when(some)(multiply)
-            pl.when(jnp.logical_not(some))(lambda: ring.skip(steps, base))
+            return lax.cond(some, multiply, skip, waiting)
 
-        run(tiles, ctas, count * columns, lambda tile: i32(steps), ring, produce, consume, look_up)
+        run(
+            tiles,
+            ctas,
+            count * columns,
+            lambda tile: i32(steps),
+            ring,
+            produce,
+            consume,
+            look_up,
+            late=late if tiles.late else None,
+        )
 
     b_tile = (tiles.n, STEP) if transposed else (STEP, tiles.n)
     out = out_of(tiles, dtype, tiles.out_slots(PIECE), rows=1)

@@ -22,7 +22,12 @@ microseconds of the other implementations in the same run, "faster": whether the
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
-    """As `RingTiles` has them. A cluster shares rows of x in a product, columns of y in a sum."""
+    """As `RingTiles` has them. A cluster shares rows of x in a product, columns of y in a sum.
+
+    late: whether a tile is stored while the next one is multiplied.
+    """
+
+    late: bool = False
 
     @staticmethod
     def piece_columns(dtype) -> int:

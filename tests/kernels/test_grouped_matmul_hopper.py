@@ -96,6 +96,8 @@ class Emulated:
     slow=(
         *("off_the_tile-transposed-alone", "off_the_tile-plain-pairs", "begin_late-plain-tall"),
         *("all_to_one-transposed-pairs", "one_row-plain-alone", "none-plain-alone"),
+        *("few-plain-late", "off_the_tile-transposed-late", "begin_late-plain-late_pairs"),
+        *("one_row-transposed-late_pairs", "none-plain-late"),
     ),
     sizes=SIZES,
     transposed={"plain": False, "transposed": True},
@@ -103,6 +105,8 @@ class Emulated:
         "alone": SMALL,
         "pairs": dataclasses.replace(SMALL, cluster=2),
         "tall": Tiles(256, 64, stages=3, minor="N"),
+        "late": dataclasses.replace(SMALL, n=128, late=True),
+        "late_pairs": dataclasses.replace(SMALL, cluster=2, late=True),
     },
 )
 def test_products(sizes, transposed, tiles, monkeypatch):
