@@ -48,7 +48,7 @@ class Ring:
     """The ring of shared memory between a CTA's producer and its consumers, as either of them uses it.
 
     Step s of a CTA fills slot s mod stages with a tile of a and one of b. A slot's `full` barrier counts the
-    two copies into it, its `empty` barrier the two consumers.
+    copies into it, its `empty` barrier the two consumers.
 
     a_transposed, b_transposed: a tile of a lies as [contracted, m], one of b as [n, contracted]. shares:
     which of them the thread blocks of a cluster have in common, "a" or "b".
@@ -66,13 +66,17 @@ class Ring:
         return lax.rem(step, i32(self.tiles.stages))
 
     def load_each(self, steps, base, windows):
-        """Fills the slots of steps base.. with windows(step) of two arrays, a's and b's."""
+        """Fills the slots of steps base.. with windows(step) of two arrays: a's, in as many parts as `full`
+        counts with b's, and b's."""
 
         @pl.loop(0, steps)
         def _(step):
-            slot, (a_window, b_window) = self.slot(base + step), windows(step)
+            slot, (*a_windows, b_window) = self.slot(base + step), windows(step)
             plgpu.barrier_wait(self.empty.at[slot])
-            plgpu.copy_gmem_to_smem(a_window, self.a.at[slot], self.full.at[slot], **self.shared["a"])
+            rows = self.a.shape[1] // len(a_windows)
+            for part, a_window in enumerate(a_windows):
+                to_ref = self.a.at[slot, pl.ds(part * rows, rows)]
+                plgpu.copy_gmem_to_smem(a_window, to_ref, self.full.at[slot], **self.shared["a"])
             plgpu.copy_gmem_to_smem(b_window, self.b.at[slot], self.full.at[slot], **self.shared["b"])
 
     def multiply(self, steps, base, prepare=None, meanwhile=None):
@@ -144,38 +148,50 @@ def inline(ptx: str):
     insert()
 
 
-class Late:
-    """A tile's result as it waits in registers, in pieces of 2 bytes, to be stored while the next one's
-    products are made. So the tensor cores need not wait for it.
+class Pieces:
+    """A consumer's part of a tile, cut into the pieces in which it is stored: at once, or late. Then they wait
+    in registers, in 2 bytes a value, and are stored one a step of the next tile, whose products the tensor
+    cores make meanwhile.
 
-    store: called with a piece's number, what it holds, and the place of its tile: numbers, which `nowhere`
-    are those of a tile that has nothing to store.
+    store: called with a piece's number, what it holds, and the numbers that say where its tile belongs.
+    nowhere: such numbers of a tile that has nothing to store.
     """
 
-    def __init__(self, tiles: RingTiles, dtype, store, nowhere: tuple):
-        self.pieces, self.dtype, self.store = tiles.pieces, dtype, store
-        self.none = [jnp.zeros((PIECE, PIECE), dtype) for _ in self.pieces], [i32(n) for n in nowhere]
+    def __init__(self, places: list[tuple[int, int]], columns: int, dtype, store, nowhere: tuple):
+        self.places, self.columns, self.dtype, self.store = places, columns, dtype, store
+        self.nowhere = nowhere
 
-    def of(self, acc, place: tuple):
-        """Returns what is to be stored later. acc: a consumer's part of a tile."""
-        return [acc[r : r + PIECE, c : c + PIECE].astype(self.dtype) for r, c in self.pieces], list(place)
+    @property
+    def none(self):
+        """What waits before the first tile."""
+        return [jnp.zeros((PIECE, self.columns), self.dtype) for _ in self.places], self._numbers(self.nowhere)
 
-    def store_at(self, waiting, step):
+    def of(self, acc, where: tuple):
+        """Returns the pieces, which `store_at` and `store_from` take. acc: a consumer's part of a tile."""
+        cut = [acc[r : r + PIECE, c : c + self.columns].astype(self.dtype) for r, c in self.places]
+        return cut, self._numbers(where)
+
+    def store_at(self, step, waiting):
         """Stores the piece whose turn is at a step of the next tile."""
-        for number in range(len(self.pieces)):
-            pl.when(step == number)(functools.partial(self._store, waiting, number))
+        for number in range(len(self.places)):
+            pl.when(step == number)(functools.partial(self._store, number, waiting))
 
-    def store_from(self, waiting, first):
-        """Stores the pieces from number `first` on: their turns do not come."""
-        for number in range(len(self.pieces)):
+    def store_from(self, first, waiting):
+        """Stores the pieces from number `first` on, a number or traced."""
+        for number in range(len(self.places)):
+            store = functools.partial(self._store, number, waiting)
             if not isinstance(first, int):
-                pl.when(number >= first)(functools.partial(self._store, waiting, number))
+                pl.when(number >= first)(store)
             elif number >= first:
-                self._store(waiting, number)
+                store()
 
-    def _store(self, waiting, number):
-        values, place = waiting
-        self.store(number, values[number], *place)
+    def _store(self, number, waiting):
+        values, where = waiting
+        self.store(number, values[number], *where)
+
+    @staticmethod
+    def _numbers(where):
+        return [jnp.asarray(number, jnp.int32) for number in where]
 
 
 def run(
@@ -189,14 +205,14 @@ def run(
     look_up=None,
     finish=None,
     send=None,
-    late: Late | None = None,
+    late: Pieces | None = None,
 ):
     """Has a CTA's producer and consumers go through its tiles: number cta, cta + ctas, ... of `total`.
 
     produce, consume, steps_of_tile: called with a tile, the first two with its first step of the ring too. A
     tile is its number or, where there is `look_up`, what that returns of the number, of one that is no tile's
-    too: it is read a tile ahead, for memory is far away. late: has `consume` called with what the tile before
-    left to store too, and return what it leaves itself. finish: called by the consumers, with the number of
+    too: it is read a tile ahead, for memory is far away. late: what has `consume` called with the pieces that
+    the tile before left to store too, and return those that it leaves itself. finish: called by the consumers, with the number of
     the CTA's last tile, once all its tiles are stored. send: called by a warp beside the producer's in every
     CTA: a fourth warpgroup would leave the consumers too few registers.
     """
@@ -248,7 +264,7 @@ def run(
             each_tile(consume)
         else:
             (waiting,) = each_tile(lambda *tile: (consume(*tile),), (late.none,))
-            late.store_from(waiting, 0)
+            late.store_from(0, waiting)
         if finish is not None:
             pl.when(turns > 0)(lambda: finish((turns - 1) * ctas + cta))
         plgpu.wait_smem_to_gmem(0)
@@ -262,8 +278,9 @@ def smem(dtype, *shape, rows: int = 8):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def scratch_of(tiles: RingTiles, a_tile, b_tile, dtype, out):
-    """Returns the scratch that a `Ring` is made of. a_tile, b_tile: their shapes. out: what of `smem`."""
+def scratch_of(tiles: RingTiles, a_tile, b_tile, dtype, out, copies: int = 2):
+    """Returns the scratch that a `Ring` is made of. a_tile, b_tile: their shapes. out: what of `smem`. copies:
+    how many fill a slot."""
     empty = plgpu.Barrier
     if tiles.cluster > 1:  # a slot is empty once it is in all thread blocks to which its shared part goes
         empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
@@ -271,7 +288,7 @@ def scratch_of(tiles: RingTiles, a_tile, b_tile, dtype, out):
         smem(dtype, tiles.stages, *a_tile),
         smem(dtype, tiles.stages, *b_tile),
         out,
-        plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.stages),
         empty(num_arrivals=CONSUMERS, num_barriers=tiles.stages),
     ]
 

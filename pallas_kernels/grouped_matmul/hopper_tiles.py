@@ -24,10 +24,12 @@ microseconds of the other implementations in the same run, "faster": whether the
 class Tiles(RingTiles):
     """As `RingTiles` has them. A cluster shares rows of x in a product, columns of y in a sum.
 
-    late: whether a tile is stored while the next one is multiplied.
+    late: whether a tile is stored while the next one is multiplied. shares_w: whether the thread blocks of a
+    product's cluster share columns of a group's matrix, and take its rows in turns of half a tile.
     """
 
     late: bool = False
+    shares_w: bool = False
 
     @staticmethod
     def piece_columns(dtype) -> int:
@@ -83,13 +85,18 @@ class Problem:
         """Raises Unsupported, naming what does not divide or fit."""
         of_m = tiles.m * tiles.cluster if self.sums else STEP
         wanted = [("rows", self.rows, 8), ("columns of x", self.columns, of_m)]
-        wanted += [("columns of the result", self.results, tiles.n * (1 if self.sums else tiles.cluster))]
+        of_n = tiles.n * (1 if self.sums or tiles.shares_w else tiles.cluster)
+        wanted += [("columns of the result", self.results, of_n)]
         for what, size, by in wanted:
             if size % by:
                 raise Unsupported(f"{what}, {size}, do not divide by {by}")
         if self.rows < (least := STEP if self.sums else tiles.m):
             raise Unsupported(f"{self.rows} rows are fewer than the {least} of a block")
         tiles.check_sums()
+        if tiles.late and self.piece_columns != PIECE:
+            raise Unsupported("float32 results do not wait to be stored: a warpgroup has no registers for them")
+        if tiles.shares_w and (self.sums or tiles.cluster == 1):
+            raise Unsupported(f"a matrix's columns are shared by a product's clusters, not in {self.key} {tiles}")
         if (found := tiles.smem_bytes(self.piece_columns)) > SMEM_BYTES:
             raise Unsupported(f"tiles {tiles} take {found} bytes of shared memory, there are {SMEM_BYTES}")
 

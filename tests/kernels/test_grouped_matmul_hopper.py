@@ -98,6 +98,8 @@ class Emulated:
         *("all_to_one-transposed-pairs", "one_row-plain-alone", "none-plain-alone"),
         *("few-plain-late", "off_the_tile-transposed-late", "begin_late-plain-late_pairs"),
         *("one_row-transposed-late_pairs", "none-plain-late"),
+        *("few-plain-shared_w", "off_the_tile-transposed-shared_w_late", "begin_late-plain-shared_w"),
+        *("all_to_one-plain-shared_w_late", "none-plain-shared_w"),
     ),
     sizes=SIZES,
     transposed={"plain": False, "transposed": True},
@@ -107,6 +109,8 @@ class Emulated:
         "tall": Tiles(256, 64, stages=3, minor="N"),
         "late": dataclasses.replace(SMALL, n=128, late=True),
         "late_pairs": dataclasses.replace(SMALL, cluster=2, late=True),
+        "shared_w": dataclasses.replace(SMALL, cluster=2, shares_w=True),
+        "shared_w_late": dataclasses.replace(SMALL, cluster=2, shares_w=True, late=True),
     },
 )
 def test_products(sizes, transposed, tiles, monkeypatch):
@@ -124,6 +128,7 @@ def test_products(sizes, transposed, tiles, monkeypatch):
     slow=(
         *("off_the_tile-bfloat16-alone", "off_the_tile-into-pairs", "begin_late-float32-tall"),
         *("all_to_one-bfloat16-pairs", "one_row-into-alone", "none-bfloat16-alone"),
+        *("few-bfloat16-late", "off_the_tile-bfloat16-late_pairs", "all_to_one-bfloat16-late"),
     ),
     sizes=SIZES,
     form={"bfloat16": (bfloat16, False), "float32": (jnp.float32, False), "into": (jnp.float32, True)},
@@ -131,6 +136,8 @@ def test_products(sizes, transposed, tiles, monkeypatch):
         "alone": SMALL,
         "pairs": dataclasses.replace(SMALL, cluster=2),
         "tall": Tiles(256, 64, stages=3, minor="N"),
+        "late": dataclasses.replace(SMALL, late=True),
+        "late_pairs": dataclasses.replace(SMALL, cluster=2, late=True),
     },
 )
 def test_sums(sizes, form, tiles, monkeypatch):
