@@ -19,8 +19,9 @@ from jaxlib.mlir.dialects import llvm
 from pallas_kernels.hopper_tiles import CONSUMERS, PIECE, RingTiles
 
 PRODUCER = CONSUMERS  # the warpgroup's index
-# Of 65,536, for 128 threads of each warpgroup; multiples of 8.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+# Of a consumer and of the producer: of 65,536, for 128 threads of each warpgroup; multiples of 8.
+REGISTERS = 232, 40
+REGISTERS_LATE = 240, 24  # where a tile's pieces wait in them while the next is summed
 WIDTH_BYTES = 128  # of a row of shared memory: what TMA and the tensor cores swizzle
 i32 = jnp.int32
 
@@ -149,9 +150,9 @@ def inline(ptx: str):
 
 
 class Pieces:
-    """A consumer's part of a tile, cut into the pieces in which it is stored: at once, or late. Then they wait
-    in registers, in 2 bytes a value, and are stored one a step of the next tile, whose products the tensor
-    cores make meanwhile.
+    """A consumer's part of a tile, cut into the pieces in which it is stored: at once, or late. Those wait in
+    registers, in 2 bytes a value, and are stored one a step of the next tile, whose products the tensor cores
+    make meanwhile.
 
     store: called with a piece's number, what it holds, and the numbers that say where its tile belongs.
     nowhere: such numbers of a tile that has nothing to store.
@@ -164,7 +165,8 @@ class Pieces:
     @property
     def none(self):
         """What waits before the first tile."""
-        return [jnp.zeros((PIECE, self.columns), self.dtype) for _ in self.places], self._numbers(self.nowhere)
+        empty = [jnp.zeros((PIECE, self.columns), self.dtype) for _ in self.places]
+        return empty, self._numbers(self.nowhere)
 
     def of(self, acc, where: tuple):
         """Returns the pieces, which `store_at` and `store_from` take. acc: a consumer's part of a tile."""
@@ -212,11 +214,12 @@ def run(
     produce, consume, steps_of_tile: called with a tile, the first two with its first step of the ring too. A
     tile is its number or, where there is `look_up`, what that returns of the number, of one that is no tile's
     too: it is read a tile ahead, for memory is far away. late: what has `consume` called with the pieces that
-    the tile before left to store too, and return those that it leaves itself. finish: called by the consumers, with the number of
-    the CTA's last tile, once all its tiles are stored. send: called by a warp beside the producer's in every
-    CTA: a fourth warpgroup would leave the consumers too few registers.
+    the tile before left to store too, and return those that it leaves itself. finish: called by the
+    consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by a warp
+    beside the producer's in every CTA: a fourth warpgroup would leave the consumers too few registers.
     """
     wg, cta = lax.axis_index("wg"), cta_of(tiles)
+    of_consumer, of_producer = REGISTERS if late is None else REGISTERS_LATE
     turns = turns_of(total, cta, ctas)
 
     def each_tile(act, left=()):
@@ -232,14 +235,14 @@ def run(
             return following, *take(tile, base, left)
 
         if look_up is None:
-            state = lax.fori_loop(i32(0), turns, lambda i, state: take(i * ctas + cta, *state), (i32(0), left))
+            next_tile, first = lambda i, state: take(i * ctas + cta, *state), ()
         else:
-            state = lax.fori_loop(i32(0), turns, look_ahead, (look_up(cta), i32(0), left))
-        return state[-1]
+            next_tile, first = look_ahead, (look_up(cta),)
+        return lax.fori_loop(i32(0), turns, next_tile, (*first, i32(0), left))[-1]
 
     @pl.when(wg == PRODUCER)
     def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(of_producer, action="decrease")
 
         def produce_all():
             each_tile(produce)
@@ -257,7 +260,7 @@ def run(
 
     @pl.when(wg < CONSUMERS)
     def _():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(of_consumer, action="increase")
         for slot in range(tiles.stages):  # at first, all slots are empty
             plgpu.barrier_arrive(ring.empty.at[slot])
         if late is None:
@@ -279,8 +282,8 @@ def smem(dtype, *shape, rows: int = 8):
 
 
 def scratch_of(tiles: RingTiles, a_tile, b_tile, dtype, out, copies: int = 2):
-    """Returns the scratch that a `Ring` is made of. a_tile, b_tile: their shapes. out: what of `smem`. copies:
-    how many fill a slot."""
+    """Returns the scratch that a `Ring` is made of. a_tile, b_tile: their shapes. out: what of `smem`.
+    copies: how many fill a slot."""
     empty = plgpu.Barrier
     if tiles.cluster > 1:  # a slot is empty once it is in all thread blocks to which its shared part goes
         empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))

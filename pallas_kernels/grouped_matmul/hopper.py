@@ -9,7 +9,8 @@ its groups are read from the L2 cache. TMA loads blocks that begin at multiples 
 tile may begin up to 7 rows early; what a tile has of other groups' rows, or of none's, is multiplied and
 thrown away, as no row has a part in another's result. A consumer none of whose rows are the group's
 multiplies nothing. Rows are stored by TMA in blocks of 64, 32, 16, 8, 4, 2 and 1, of which a tile that is
-full takes the first alone.
+full takes the first alone. With `late` they wait in registers, and are stored between the steps of the next
+tile, in both kernels.
 
 `grouped_outer`: a tile is m × n of one group's sum, whose rows are contracted in blocks of 64 in an order
 that depends on nothing but the sizes. Only the first and the last block may have rows of others: there both
@@ -17,9 +18,10 @@ consumers write zeros over them, in x and in y, for zero times NaN is NaN. These
 products before them go on meanwhile. A group without rows takes one block, all zeros. With `into`, TMA adds
 each tile to it in float32; every element is added to once, so no order is left open.
 
-The thread blocks of a cluster take tiles beside each other, of the same rows in the first kernel and of the
-same columns in the second, always of one group: they go through the same steps, and TMA hands what they share
-to both within their GPU. There is no multicast between GPUs.
+The thread blocks of a cluster take tiles beside each other, of the same rows in the first kernel, with
+`shares_w` of the same columns of a matrix, and of the same columns in the second, always of one group: they
+go through the same steps, and TMA hands what they share to both within their GPU. There is no multicast
+between GPUs.
 """
 
 import functools
