@@ -151,8 +151,10 @@ class TunedTiles(Calls):
         lines = []
         for key, of in found["entries"].items():
             m, n, cluster = (of["tiles"][name] for name in ("m", "n", "cluster"))
-            lines.append([key, f"{m} × {n}", str(cluster), str(of["microseconds"]), str(of["faster"])])
-        return comparison.markdown(("shape", "tiles", "cluster", "µs", "faster"), lines)
+            shared = "w" if of["tiles"]["shares_w"] else ""
+            others = cluster, shared, of["tiles"]["late"], of["microseconds"], of["faster"]
+            lines.append([key, f"{m} × {n}", *map(str, others)])
+        return comparison.markdown(("shape", "tiles", "cluster", "shares", "late", "µs", "faster"), lines)
 
 
 def table_of(setup: Setup) -> Path:
