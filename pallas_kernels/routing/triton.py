@@ -40,6 +40,8 @@ def route(logits_NE, valid_N, bias_E, *, rule, platform: str):
     if rule.experts > MOST_EXPERTS:
         raise Unsupported(f"needs at most {MOST_EXPERTS} experts, got {rule.experts}")
     load_triton(__package__)
+    if rule.balanced:  # nothing is left to choose
+        return xla.route(logits_NE, valid_N, bias_E, rule=rule)
     if bias_E is None:
         bias_E = vary_alike(jnp.zeros(rule.experts, jnp.float32), logits_NE)[0]
     ids_NK, weights_NK = _routed(logits_NE, valid_N, bias_E, rule)

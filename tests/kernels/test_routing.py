@@ -37,6 +37,7 @@ RULES = {
     "sigmoid": {"score": "sigmoid", "normalise": True, "scale": 2.5},
     "of_chosen": {"score": "softmax_of_chosen", "normalise": False},
     "grouped": {"score": "sigmoid", "normalise": True, "groups": 4, "top_groups": 2},
+    "balanced": PLAIN | {"balanced": True},
 }
 
 
@@ -78,8 +79,10 @@ def weigh(logits, ids, score, normalise, scale=1.0, **_):
     return (weights / weights.sum() if normalise else weights) * scale, scores
 
 
-def choose(logits, bias, K, score, groups=1, top_groups=1, **_) -> list[int]:
-    """Returns a token's experts by their definition: the largest first, of equal ones the lowest id first."""
+def choose(n, logits, bias, K, score, groups=1, top_groups=1, balanced=False, **_) -> list[int]:
+    """Returns token n's experts by their definition: the largest first, of equal ones the lowest id first."""
+    if balanced:
+        return [(n * K + k) % len(logits) for k in range(K)]
     scores = logits if score == "softmax_of_chosen" else weigh(logits, [0], score, False)[1]
     choice = scores + bias
     experts = range(len(logits))
@@ -100,7 +103,7 @@ def by_numpy(given: dict, K: int, **rule):
     bias = inputs.get("bias", np.zeros(E))
     for n in np.flatnonzero(inputs["valid"]):
         logits, dw, ds = (inputs[name][n] for name in ("logits", "dw", "ds"))
-        ids[n] = choose(logits, bias, K, **rule)
+        ids[n] = choose(n, logits, bias, K, **rule)
         weights[n], scores[n] = weigh(logits, ids[n], **rule)
 
         def loss(logits, n=n, dw=dw, ds=ds):
