@@ -162,8 +162,10 @@ class TunedTiles(Calls):
         lines = []
         for key, of in found["entries"].items():
             m, n, cluster = (of["tiles"][name] for name in ("m", "n", "cluster"))
-            lines.append([key, f"{m} × {n}", str(cluster), str(of["microseconds"]), str(of["faster"])])
-        return comparison.markdown(("shape", "tiles", "cluster", "µs", "faster"), lines)
+            shared = "w" if of["tiles"]["shares_w"] else ""
+            others = cluster, shared, of["tiles"]["late"], of["microseconds"], of["faster"]
+            lines.append([key, f"{m} × {n}", *map(str, others)])
+        return comparison.markdown(("shape", "tiles", "cluster", "shares", "late", "µs", "faster"), lines)
 
 
 def table_of(setup: Setup) -> Path:
@@ -218,7 +220,7 @@ class Balance(InTurns):
 
 @dataclasses.dataclass(frozen=True)
 class StateLoss(Row):
-    """A mixture's loss with 8-bit moments and offload, beside that of resident float32, over several seeds."""
+    """A mixture's loss with offloaded 8-bit moments, beside that of resident float32, over several seeds."""
 
     config: str = ""
     common: str = ""
