@@ -214,6 +214,6 @@ def test_the_account_closes_over_random_kills(tmp_path, bench):
     found = bench("measure.goodput_kills").killed(command, 5, seed, os_environment)
     print(found)
     assert found.starts > 3 and found.off["wall"] <= 0.01 and found.off["unknown"] <= 0.01, found
-    # What a kill cuts off of a step is not known to be one: hours are short here, and steps so if it is quiet.
+    # What a kill cuts off of a step is not known to be one: a share of hours as short as these.
     longest = max(0.3, *(row["step_seconds"] for row in place.metrics("run")))
     assert 0 <= found.between_booked - found.between <= longest * found.kills, found
