@@ -19,7 +19,7 @@ import jaxthru
 absent = gemma_gguf.missing()
 absent += [] if importlib.util.find_spec("chitchat_dataset") else ["chitchat_dataset"]
 pytestmark = [
-    pytest.mark.slow(minutes=5),
+    pytest.mark.slow(minutes=2),
     pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}: see this file"),
 ]
 TEMPLATE = """\
@@ -53,7 +53,7 @@ def folder(tmp_path):
 def test_conversations_that_were_held_out_get_more_likely(folder, tmp_path):
     mix = tmp_path / "mix.toml"
     source = "[sources.chitchat]\nweight = 1.0\ncap_bytes = 300_000\n"
-    mix.write_text(f"held_out = 0.1\n{source}")
+    mix.write_text(f"held_out = 0.4\n{source}")
     settings = (f"model.pretrained={folder}", f"data.mix={mix}", f"data.store={tmp_path / 'store'}")
     command = [sys.executable, "-m", "jaxthru.train", "--config", "sft", "--run-dir", str(tmp_path / "run")]
     command += [word for setting in (*settings, *SETTINGS) for word in ("--set", setting)]
