@@ -19,7 +19,7 @@ import jaxthru
 absent = gemma_gguf.missing()
 absent += [] if importlib.util.find_spec("chitchat_dataset") else ["chitchat_dataset"]
 pytestmark = [
-    pytest.mark.slow(minutes=5),
+    pytest.mark.slow(minutes=2),
     pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}: see this file"),
 ]
 TEMPLATE = """\
@@ -36,7 +36,7 @@ TEMPLATE = """\
 """
 SETTINGS = (
     *("train.steps=12", "train.rows=1", "data.sequence=128", "optim.learning_rate=1e-4"),
-    *("precision.compute=float32", "kernels.attention=xla", "evaluate.every=0", "evaluate.rows=6"),
+    *("precision.compute=float32", "kernels.attention=xla", "evaluate.every=0", "evaluate.rows=8"),
     *("checkpoint.every=0", "checkpoint.last=false", "metrics.tensorboard=false"),
 )
 
@@ -52,8 +52,8 @@ def folder(tmp_path):
 
 def test_conversations_that_were_held_out_get_more_likely(folder, tmp_path):
     mix = tmp_path / "mix.toml"
-    source = "[sources.chitchat]\nweight = 1.0\ncap_bytes = 300_000\n"
-    mix.write_text(f"held_out = 0.1\n{source}")
+    source = "[sources.chitchat]\nweight = 1.0\ncap_bytes = 600_000\n"
+    mix.write_text(f"held_out = 0.4\n{source}")
     settings = (f"model.pretrained={folder}", f"data.mix={mix}", f"data.store={tmp_path / 'store'}")
     command = [sys.executable, "-m", "jaxthru.train", "--config", "sft", "--run-dir", str(tmp_path / "run")]
     command += [word for setting in (*settings, *SETTINGS) for word in ("--set", setting)]
@@ -62,7 +62,7 @@ def test_conversations_that_were_held_out_get_more_likely(folder, tmp_path):
     tuned = jaxthru.RunDirectory(tmp_path / "run")
     first, last = tuned.read_eval()
     assert (first["step"], last["step"]) == (0, 12) and first["tokens"] == last["tokens"] > 200
-    assert last["loss"] < 0.9 * first["loss"]
+    assert last["loss"] < 0.95 * first["loss"]
     rows = tuned.read_metrics()
     assert all(0 < row["trained_tokens"] < row["tokens"] for row in rows)
     assert sum(row["packing_fill"] for row in rows) / len(rows) > 0.9

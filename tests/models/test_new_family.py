@@ -185,17 +185,11 @@ def test_what_does_not_train_stays_as_it_was_drawn(place, way):
     assert all(np.all(last[f"params/{name}"] == 1) for name in still if name.endswith("scale"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)  # with the tests above
 def test_the_large_shape_trains_alike_offloaded(place):
     assert 4 * parameters(LARGE) >= 200e6
     large = {f"model__{name}": getattr(LARGE, name) for name in SMALL}
-    large |= {
-        "train__steps": 3,
-        "train__rows": 2,
-        "checkpoint__every": 0,
-        "evaluate__rows": 0,
-        "profile__at": 0,
-    }
+    large |= {"train__steps": 3, "checkpoint__every": 0, "evaluate__rows": 0, "profile__at": 0}
     for way in ("scan", "offloaded"):
         place.run(f"large {way}", **WAYS[way] | large)
     rows, offloaded = place.metrics("large scan"), place.metrics("large offloaded")

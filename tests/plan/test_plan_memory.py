@@ -506,7 +506,7 @@ def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
     assert sum(copied) == pytest.approx(rehearsed.STEPS * wanted + exact * on_host(weights), rel=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.5)
 @pytest.mark.parametrize("offload", ["gradients, exact, half", "parameters, previous, inputs", "names alone"])
 def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
     config = load("quickstart", *TINY, *OFFLOADS[offload], "optim.state=split_master_int8")
