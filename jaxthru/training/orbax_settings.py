@@ -4,7 +4,9 @@ import functools
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
@@ -18,6 +20,21 @@ class ByTurns(DefaultSerializationStatusCallback):
     def key_priority(self, keypath: tuple) -> TransferPriority:
         at_once = len(keypath) == 1
         return TransferPriority.SYNCHRONOUS if at_once else TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
+
+
+def of_arrays(primary: int | None, in_place: int) -> dict[str, Any]:
+    """Returns settings of `PyTreeCheckpointHandler`. primary: the process that commits; None: each has a
+    directory of its own and writes all of its shards. in_place: as of `Checkpointer`."""
+    handler: dict[str, Any] = {"callback": ByTurns()} if in_place else {}
+    if primary is None:
+        handler |= {"primary_host": None, "replica_id": None, "use_replica_parallel": False}
+    if not handler:
+        return {}
+    arrays = (jax.Array, ocp.type_handlers.ArrayHandler(**handler))
+    settings = {"type_handler_registry": ocp.type_handlers.create_type_handler_registry(arrays)}
+    little = 1 + 2 * in_place // 10**9
+    limits = {"save_device_host_concurrent_gb": little, "restore_concurrent_gb": little}
+    return settings | (limits if in_place else {})
 
 
 @functools.cache

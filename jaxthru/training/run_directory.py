@@ -18,6 +18,7 @@ profile/<step>/      traces and what was read from them
 plan_data.svg        what `plan data --run-dir` drew
 autotune/            what XLA chose for a GPU by timing, as text, with train.deterministic
 damaged/<step>/      checkpoints found broken
+local_tier.json      which folder on the hosts' disks has the run's local checkpoints
 failures.json        how often each step has failed, for a scheduler's script
 .lock                held while a job trains here
 
