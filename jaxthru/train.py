@@ -219,6 +219,8 @@ def _prepare_and_train(
     begun = keys_of_run(directory, local) if directory else None
     begun_with, chosen = recorded(directory)
     config = choices.resolve(config, begun_with, chosen)
+    for line in config.model.warnings:
+        log.warning("%s", line)
     layout, searched = fit_here(config)
     fresh = newest is None and not local_tier.common_steps(local)
     weights = published_weights(config, fresh) if fresh or config.lora.on else None

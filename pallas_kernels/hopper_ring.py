@@ -19,8 +19,9 @@ from jaxlib.mlir.dialects import llvm
 from pallas_kernels.hopper_tiles import CONSUMERS, PIECE, RingTiles
 
 PRODUCER = CONSUMERS  # the warpgroup's index
-# Of 65,536, for 128 threads of each warpgroup; multiples of 8.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+# Of a consumer and of the producer: of 65,536, for 128 threads of each warpgroup; multiples of 8.
+REGISTERS = 232, 40
+REGISTERS_LATE = 240, 24  # where a tile's pieces wait in them while the next is summed
 WIDTH_BYTES = 128  # of a row of shared memory: what TMA and the tensor cores swizzle
 i32 = jnp.int32
 
@@ -48,7 +49,7 @@ class Ring:
     """The ring of shared memory between a CTA's producer and its consumers, as either of them uses it.
 
     Step s of a CTA fills slot s mod stages with a tile of a and one of b. A slot's `full` barrier counts the
-    two copies into it, its `empty` barrier the two consumers.
+    copies into it, its `empty` barrier the two consumers.
 
     a_transposed, b_transposed: a tile of a lies as [contracted, m], one of b as [n, contracted]. shares:
     which of them the thread blocks of a cluster have in common, "a" or "b".
@@ -66,19 +67,24 @@ class Ring:
         return lax.rem(step, i32(self.tiles.stages))
 
     def load_each(self, steps, base, windows):
-        """Fills the slots of steps base.. with windows(step) of two arrays, a's and b's."""
+        """Fills the slots of steps base.. with windows(step) of two arrays: a's, in as many parts as `full`
+        counts with b's, and b's."""
 
         @pl.loop(0, steps)
         def _(step):
-            slot, (a_window, b_window) = self.slot(base + step), windows(step)
+            slot, (*a_windows, b_window) = self.slot(base + step), windows(step)
             plgpu.barrier_wait(self.empty.at[slot])
-            plgpu.copy_gmem_to_smem(a_window, self.a.at[slot], self.full.at[slot], **self.shared["a"])
+            rows = self.a.shape[1] // len(a_windows)
+            for part, a_window in enumerate(a_windows):
+                to_ref = self.a.at[slot, pl.ds(part * rows, rows)]
+                plgpu.copy_gmem_to_smem(a_window, to_ref, self.full.at[slot], **self.shared["a"])
             plgpu.copy_gmem_to_smem(b_window, self.b.at[slot], self.full.at[slot], **self.shared["b"])
 
-    def multiply(self, steps, base, prepare=None):
+    def multiply(self, steps, base, prepare=None, meanwhile=None):
         """Returns this consumer's part of a tile in float32.
 
-        prepare: called with a step and its slot, which is full, before the slot is multiplied.
+        prepare: called with a step and its slot, which is full, before the slot is multiplied. meanwhile:
+        called with a step whose products are on their way.
         """
         rows = pl.ds(self.first_row, self.tiles.m_of_consumer)
 
@@ -93,6 +99,8 @@ class Ring:
                 b_ref = b_ref.transpose((1, 0)) if self.b_transposed else b_ref
                 inline("wgmma.fence.sync.aligned;")  # else ptxas adds its own, and at times serialises for it
                 plgpu.wgmma(acc_ref, self.part_of_a(slot, rows), b_ref)
+                if meanwhile is not None:
+                    meanwhile(step)
                 plgpu.wgmma_wait(1)  # the matmul before this one has read its slot
                 pl.when(step > 0)(lambda: self.release(base + step - 1))
 
@@ -141,38 +149,100 @@ def inline(ptx: str):
     insert()
 
 
+class Pieces:
+    """A consumer's part of a tile, cut into the pieces in which it is stored: at once, or late. Those wait in
+    registers, in 2 bytes a value, and are stored one a step of the next tile, whose products the tensor cores
+    make meanwhile.
+
+    store: called with a piece's number, what it holds, and the numbers that say where its tile belongs.
+    nowhere: such numbers of a tile that has nothing to store.
+    """
+
+    def __init__(self, places: list[tuple[int, int]], columns: int, dtype, store, nowhere: tuple):
+        self.places, self.columns, self.dtype, self.store = places, columns, dtype, store
+        self.nowhere = nowhere
+
+    @property
+    def none(self):
+        """What waits before the first tile."""
+        empty = [jnp.zeros((PIECE, self.columns), self.dtype) for _ in self.places]
+        return empty, self._numbers(self.nowhere)
+
+    def of(self, acc, where: tuple):
+        """Returns the pieces, which `store_at` and `store_from` take. acc: a consumer's part of a tile."""
+        cut = [acc[r : r + PIECE, c : c + self.columns].astype(self.dtype) for r, c in self.places]
+        return cut, self._numbers(where)
+
+    def store_at(self, step, waiting):
+        """Stores the piece whose turn is at a step of the next tile."""
+        for number in range(len(self.places)):
+            pl.when(step == number)(functools.partial(self._store, number, waiting))
+
+    def store_from(self, first, waiting):
+        """Stores the pieces from number `first` on, a number or traced."""
+        for number in range(len(self.places)):
+            store = functools.partial(self._store, number, waiting)
+            if not isinstance(first, int):
+                pl.when(number >= first)(store)
+            elif number >= first:
+                store()
+
+    def _store(self, number, waiting):
+        values, where = waiting
+        self.store(number, values[number], *where)
+
+    @staticmethod
+    def _numbers(where):
+        return [jnp.asarray(number, jnp.int32) for number in where]
+
+
 def run(
-    tiles, ctas, total, steps_of_tile, ring: Ring, produce, consume, look_up=None, finish=None, send=None
+    tiles,
+    ctas,
+    total,
+    steps_of_tile,
+    ring: Ring,
+    produce,
+    consume,
+    look_up=None,
+    finish=None,
+    send=None,
+    late: Pieces | None = None,
 ):
     """Has a CTA's producer and consumers go through its tiles: number cta, cta + ctas, ... of `total`.
 
     produce, consume, steps_of_tile: called with a tile, the first two with its first step of the ring too. A
     tile is its number or, where there is `look_up`, what that returns of the number, of one that is no tile's
-    too: it is read a tile ahead, for memory is far away. finish: called by the consumers, with the number of
-    the CTA's last tile, once all its tiles are stored. send: called by a warp beside the producer's in every
-    CTA: a fourth warpgroup would leave the consumers too few registers.
+    too: it is read a tile ahead, for memory is far away. late: what has `consume` called with the pieces that
+    the tile before left to store too, and return those that it leaves itself. finish: called by the
+    consumers, with the number of the CTA's last tile, once all its tiles are stored. send: called by a warp
+    beside the producer's in every CTA: a fourth warpgroup would leave the consumers too few registers.
     """
     wg, cta = lax.axis_index("wg"), cta_of(tiles)
+    of_consumer, of_producer = REGISTERS if late is None else REGISTERS_LATE
     turns = turns_of(total, cta, ctas)
 
-    def each_tile(act):
-        def take(tile, base):
-            act(tile, base)
-            return base + steps_of_tile(tile)
+    def each_tile(act, left=()):
+        """left: what `act` is called with too, and returns for the next tile; returns what the last left."""
+
+        def take(tile, base, left):
+            left = act(tile, base, *left)
+            return base + steps_of_tile(tile), () if left is None else left
 
         def look_ahead(i, state):
-            tile, base = state
+            tile, base, left = state
             following = look_up((i + 1) * ctas + cta)
-            return following, take(tile, base)
+            return following, *take(tile, base, left)
 
         if look_up is None:
-            lax.fori_loop(i32(0), turns, lambda i, base: take(i * ctas + cta, base), i32(0))
+            next_tile, first = lambda i, state: take(i * ctas + cta, *state), ()
         else:
-            lax.fori_loop(i32(0), turns, look_ahead, (look_up(cta), i32(0)))
+            next_tile, first = look_ahead, (look_up(cta),)
+        return lax.fori_loop(i32(0), turns, next_tile, (*first, i32(0), left))[-1]
 
     @pl.when(wg == PRODUCER)
     def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(of_producer, action="decrease")
 
         def produce_all():
             each_tile(produce)
@@ -190,10 +260,14 @@ def run(
 
     @pl.when(wg < CONSUMERS)
     def _():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(of_consumer, action="increase")
         for slot in range(tiles.stages):  # at first, all slots are empty
             plgpu.barrier_arrive(ring.empty.at[slot])
-        each_tile(consume)
+        if late is None:
+            each_tile(consume)
+        else:
+            (waiting,) = each_tile(lambda *tile: (consume(*tile),), (late.none,))
+            late.store_from(0, waiting)
         if finish is not None:
             pl.when(turns > 0)(lambda: finish((turns - 1) * ctas + cta))
         plgpu.wait_smem_to_gmem(0)
@@ -207,8 +281,9 @@ def smem(dtype, *shape, rows: int = 8):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def scratch_of(tiles: RingTiles, a_tile, b_tile, dtype, out):
-    """Returns the scratch that a `Ring` is made of. a_tile, b_tile: their shapes. out: what of `smem`."""
+def scratch_of(tiles: RingTiles, a_tile, b_tile, dtype, out, copies: int = 2):
+    """Returns the scratch that a `Ring` is made of. a_tile, b_tile: their shapes. out: what of `smem`.
+    copies: how many fill a slot."""
     empty = plgpu.Barrier
     if tiles.cluster > 1:  # a slot is empty once it is in all thread blocks to which its shared part goes
         empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
@@ -216,7 +291,7 @@ def scratch_of(tiles: RingTiles, a_tile, b_tile, dtype, out):
         smem(dtype, tiles.stages, *a_tile),
         smem(dtype, tiles.stages, *b_tile),
         out,
-        plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.stages),
         empty(num_arrivals=CONSUMERS, num_barriers=tiles.stages),
     ]
 

@@ -19,6 +19,7 @@ EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 UNOPTIMISED = (
     "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
+MAPPINGS = 12_000  # above these, a worker that is done with a file lets go of its programs
 COMPILERS = {"cuda": "jax_cuda13_plugin", "triton": "triton", "tpu": "libtpu"}  # for what, and its package
 
 
@@ -98,10 +99,26 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)), 4) if everything and not on_gpu(config) else 0
 
 
+@pytest.hookimpl(trylast=True)  # when the last test of a file is over, and what its fixtures held is gone
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A program compiled for a CPU takes 9 mappings of memory or more, and a process may have 65530: LLVM
+    aborts the worker that asks for another. JAX holds all that were compiled until it is told not to."""
+    jax = sys.modules.get("jax")
+    if jax and nextitem and nextitem.path != item.path and mappings() > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def mappings() -> int:
+    """Returns how many mappings of memory this process has: 0 where the system does not say."""
+    said = Path("/proc/self/maps")
+    return said.read_bytes().count(b"\n") if said.exists() else 0
+
+
 @pytest.fixture(autouse=True)
 def only_what_compiles_long_is_kept():
     """A command keeps every program that it compiles. Once one has run within this process, all tests after
-    it would write theirs, which costs time and has ended a worker by a fault in the writing of one."""
+    it would write theirs, which costs time."""
     yield
     if jax := sys.modules.get("jax"):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)  # JAX's own

@@ -1,5 +1,6 @@
 """The bench of experts: what its rows run and find, and the table of tiles that is made of a record."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -60,14 +61,35 @@ def test_a_layer_takes_the_faster_form_of_each(suite, setup):
     def rate(forward, both):
         return {"forward": {"tflops": forward}, "both": {"tflops": both}}
 
-    ours = {"qwen3_30b": {"mosaic_gpu": rate(500.0, 450.0), "triton": rate(400.0, 350.0), "sizes": {}}}
+    fast, slow = rate(500.0, 450.0), rate(400.0, 350.0)
+    fast["both"]["milliseconds"], slow["both"]["milliseconds"] = 16.0, 20.0
+    rest = {"router": {"milliseconds": 1.0}, "around": {"milliseconds": 1.6}}
+    ours = {"qwen3_30b": {"mosaic_gpu": fast, "triton": slow, "around": rest, "sizes": {}}}
     layers = {"gather": rate(240.0, 210.0), "scatter": {"failed": "…"}}
     found = row.found(
         setup, [block("ours", {"contenders": ours}), block("torch", {"layers": {"qwen3_30b": layers}})]
     )
     assert found["qwen3_30b"] == 450.0 and found["qwen3_30b_forward"] == 500.0
     assert found["qwen3_30b / torch"] == 450 / 210
-    assert [bar.met(found) for bar in row.bars] == [True, None]
+    assert found["qwen3_30b_around"] == 0.1 and "qwen3_30b / around" not in found
+    assert [bar.met(found) for bar in row.bars] == [True, None, True]
+
+
+def test_balance_is_of_one_state_and_one_text(suite, setup):
+    row = suite.ROWS["balance"]
+    command = row.command("in_turns", setup)
+    named = [after for word, after in itertools.pairwise(command) if word == "--contender"]
+    assert named == ["natural", "forced=model.force_load_balancing=true"]
+    assert command[command.index("--documents") + 1] == "0" and "--old" not in command
+    assert row.refuses(setup) == "" and [each.name for each in row.wanted([])] == ["in_turns"]
+    of = {"tokens_per_second": 50_000.0, "spread": 0.002, "expert_load_max": 1.5}
+    line = {"contenders": {"natural": of | {"ratio": 1.0}, "forced": of | {"ratio": 1.02}}}
+    found = row.found(setup, [block("in_turns", line)])
+    assert found["apart"] == pytest.approx(0.02) and [bar.met(found) for bar in row.bars] == [True]
+    assert "| forced | 50,000 | 1.0200 | 1.50 | 0.20% |" in row.details(found)
+    line["contenders"]["forced"]["ratio"] = 0.96
+    assert [bar.met(row.found(setup, [block("in_turns", line)])) for bar in row.bars] == [False]
+    assert row.bars[0].met(row.found(setup, [])) is None
 
 
 def test_rows_take_the_tiles_that_were_found(suite, setup, bench):

@@ -51,6 +51,11 @@ class FamilyConfig:
         """The most tokens that a row may have, `max_sequence` where a family has it; None is no bound."""
         return getattr(self, "max_sequence", None)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a run is to say of the model before it starts, lines."""
+        return ()
+
     def key(self, axis: str, size: int | None = None) -> str:
         """Returns the key that sets the size of a logical axis, by its name, as `vocabulary` does of `vocab`;
         without one, the axis within the model. size: of several keys, that which has this value."""

@@ -44,9 +44,11 @@ class Config(llama.Config):
     aux_loss: weight of a loss that balances experts within each row; 0 is off. Summed over layers.
     router_z_loss: weight of a loss that keeps the router's logits small; 0 is off. Summed over layers.
     dense_first: so many first layers have a SwiGLU of width `mlp` and no experts.
+    force_load_balancing: for benchmarks: experts are chosen in turn, whatever the router says, so that all
+        are given equally many tokens; its weights and their gradient are still those of the chosen ones.
     """
 
-    TRAINING = ("aux_loss", "router_z_loss")
+    TRAINING = ("aux_loss", "router_z_loss", "force_load_balancing")
 
     qk_norm_together: bool = False
     experts: int = 8
@@ -63,6 +65,7 @@ class Config(llama.Config):
     aux_loss: float = 0.0
     router_z_loss: float = 0.0
     dense_first: int = 0
+    force_load_balancing: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -99,6 +102,11 @@ class Config(llama.Config):
             not self.qk_norm_together or self.qk_norm,
             "model.qk_norm_together = True: says how model.qk_norm norms; set that too",
         )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        forced = "model.force_load_balancing = True: experts are chosen in turn; no routing is learned"
+        return (forced,) if self.force_load_balancing else ()
 
 
 class MixtureOfExperts(nnx.Module):

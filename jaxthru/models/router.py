@@ -44,7 +44,7 @@ class Router(nnx.Module):
         self.rule = {
             **{"top_k": config.top_k, "score": config.score, "normalise": config.normalise},
             **{"scale": config.routed_scale, "groups": config.expert_groups},
-            "top_groups": config.top_groups,
+            **{"top_groups": config.top_groups, "balanced": config.force_load_balancing},
         }
 
     @jax.named_scope(scopes.ROUTER)

@@ -9,7 +9,8 @@ its groups are read from the L2 cache. TMA loads blocks that begin at multiples 
 tile may begin up to 7 rows early; what a tile has of other groups' rows, or of none's, is multiplied and
 thrown away, as no row has a part in another's result. A consumer none of whose rows are the group's
 multiplies nothing. Rows are stored by TMA in blocks of 64, 32, 16, 8, 4, 2 and 1, of which a tile that is
-full takes the first alone.
+full takes the first alone. With `late` they wait in registers, and are stored between the steps of the next
+tile, in both kernels.
 
 `grouped_outer`: a tile is m × n of one group's sum, whose rows are contracted in blocks of 64 in an order
 that depends on nothing but the sizes. Only the first and the last block may have rows of others: there both
@@ -17,9 +18,10 @@ consumers write zeros over them, in x and in y, for zero times NaN is NaN. These
 products before them go on meanwhile. A group without rows takes one block, all zeros. With `into`, TMA adds
 each tile to it in float32; every element is added to once, so no order is left open.
 
-The thread blocks of a cluster take tiles beside each other, of the same rows in the first kernel and of the
-same columns in the second, always of one group: they go through the same steps, and TMA hands what they share
-to both within their GPU. There is no multicast between GPUs.
+The thread blocks of a cluster take tiles beside each other, of the same rows in the first kernel, with
+`shares_w` of the same columns of a matrix, and of the same columns in the second, always of one group: they
+go through the same steps, and TMA hands what they share to both within their GPU. There is no multicast
+between GPUs.
 """
 
 import functools
@@ -32,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.hopper_tiles import Tiles
 from pallas_kernels.grouped_matmul.tiles import tiles_of
-from pallas_kernels.hopper_ring import Ring, i32, kernel, order, out_of, run, scratch_of
+from pallas_kernels.hopper_ring import Pieces, Ring, i32, kernel, order, out_of, run, scratch_of
 from pallas_kernels.hopper_tiles import CONSUMERS, PIECE, STEP
 
 ROWS = 8  # TMA's tiles in shared memory have as many: what it loads begins at a multiple
@@ -52,54 +54,85 @@ def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: boo
     (R, I), O = x_RI.shape, w.shape[1 if transposed else 2]  # noqa: E741
     ctas -= ctas % tiles.cluster
     columns, steps, dtype = O // tiles.n, I // STEP, x_RI.dtype
-    blocks = tiles_of(sizes_E, R, tiles.m, aligned=ROWS)
+    # A row block has parts of a consumer each. A cluster that shares w takes them in turns, so that the last
+    # ones of a group fall to both its thread blocks.
+    part, apart = tiles.m_of_consumer, tiles.cluster if tiles.shares_w else 1
+    blocks = tiles_of(sizes_E, R, apart * tiles.m, aligned=ROWS)
     table_P4 = jnp.stack((blocks.group_P, blocks.first_P, blocks.begins_P, blocks.end_P), axis=1)
     last = len(table_P4) - 1
 
     def body(x_ref, w_ref, table_ref, count_ref, y_ref, *scratch):
-        ring = Ring(tiles, scratch, b_transposed=transposed, shares="a")
-        count = count_ref[0]
+        shares = "b" if tiles.shares_w else "a"
+        ring = Ring(tiles, scratch, b_transposed=transposed, shares=shares)
+        count = count_ref[0] * apart
+        begin = part * (lax.axis_index("cluster") if tiles.shares_w else 0)
 
         def look_up(index):
             """Returns the tile's column block and group, its first row, and the group's first row and the
             one behind its last."""
-            m, n = order(index, count, columns, tiles, shares="a")
-            m = jnp.maximum(jnp.minimum(m, last), 0)  # of a number behind the last tile's, anything
-            return n, *(table_ref[m, field] for field in range(4))
+            m, n = order(index, count, columns, tiles, shares)
+            m = jnp.clip(lax.div(m, i32(apart)), 0, last)  # of a number behind the last tile's, anything
+            group, first, begins, end = (table_ref[m, field] for field in range(4))
+            return n, group, first + begin, begins, end
 
         def produce(tile, base):
             n, group, first, _, _ = tile
-            rows, of_n = pl.ds(pl.multiple_of(first, ROWS), tiles.m), pl.ds(n * tiles.n, tiles.n)
+            of_n = pl.ds(n * tiles.n, tiles.n)
+            copied = part if apart > 1 else tiles.m
+            rows = [pl.ds(pl.multiple_of(first + r * apart, ROWS), copied) for r in range(0, tiles.m, copied)]
 
             def windows(step):
                 contracted = pl.ds(step * STEP, STEP)
                 b_window = (group, of_n, contracted) if transposed else (group, contracted, of_n)
-                return x_ref.at[rows, contracted], w_ref.at[b_window]
+                return *(x_ref.at[each, contracted] for each in rows), w_ref.at[b_window]
 
             ring.load_each(steps, base, windows)
 
-        def consume(tile, base):
+        def store(number, value, n, row, begins, end):
+            r, c = tiles.pieces[number]
+            to_ref = y_ref.at[:, pl.ds(n * tiles.n + c, PIECE)]
+            _store_rows(ring.write_out(number, value), to_ref, row + r, begins, end)
+
+        pieces = Pieces(tiles.pieces, PIECE, dtype, store, nowhere=(0, 0, 0, 0))
+
+        def consume(tile, base, waiting=None):
             n, _, first, begins, end = tile
-            row = first + ring.first_row
+            row = first + ring.first_row * apart
 
-            def multiply():
-                acc = ring.multiply(steps, base)
-                for number, (r, c) in enumerate(tiles.pieces):
-                    piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + PIECE].astype(dtype))
-                    to_ref = y_ref.at[:, pl.ds(n * tiles.n + c, PIECE)]
-                    _store_rows(piece_ref, to_ref, row + r, begins, end)
+            def multiply(waiting):
+                acc = _multiply(ring, pieces, waiting, steps, base)
+                return _leave(tiles, pieces.of(acc, (n, row, begins, end)), pieces)
 
-            some = (row < end) & (row + tiles.m_of_consumer > begins)
-            pl.when(some)(multiply)
-            pl.when(jnp.logical_not(some))(lambda: ring.skip(steps, base))
+            def skip(waiting):
+                ring.skip(steps, base)
+                return waiting
 
-        run(tiles, ctas, count * columns, lambda tile: i32(steps), ring, produce, consume, look_up)
+            some = (row < end) & (row + part > begins)
+            return lax.cond(some, multiply, skip, waiting)
+
+        total, late = count * columns, pieces if tiles.late else None
+        run(tiles, ctas, total, lambda tile: i32(steps), ring, produce, consume, look_up, late=late)
 
     b_tile = (tiles.n, STEP) if transposed else (STEP, tiles.n)
     out = out_of(tiles, dtype, tiles.out_slots(PIECE), rows=1)
-    scratch = scratch_of(tiles, (tiles.m, STEP), b_tile, dtype, out)
+    copies = 1 + (CONSUMERS if apart > 1 else 1)
+    scratch = scratch_of(tiles, (tiles.m, STEP), b_tile, dtype, out, copies)
     out_type = jax.ShapeDtypeStruct((R, O), dtype)
     return kernel(body, out_type, tiles, ctas, scratch)(x_RI, w, table_P4, blocks.count[None])
+
+
+def _multiply(ring: Ring, pieces: Pieces, waiting, steps, base, prepare=None):
+    """Returns a consumer's part of a tile, and stores meanwhile what waits of the tile before it, if any."""
+    if waiting is None:
+        return ring.multiply(steps, base, prepare)
+    acc = ring.multiply(steps, base, prepare, lambda step: pieces.store_at(step, waiting))
+    pieces.store_from(steps, waiting)
+    return acc
+
+
+def _leave(tiles: Tiles, made, pieces: Pieces):
+    """Stores a tile's pieces, or returns them to be stored late."""
+    return made if tiles.late else pieces.store_from(0, made)
 
 
 def _store_rows(piece_ref, to_ref, row, begins, end):
@@ -135,6 +168,7 @@ def grouped_outer(x_RI, y_RO, sizes_E, into, tiles: Tiles, ctas: int, *, dtype):
     tiles_M, tiles_N = I // tiles.m, O // tiles.n
     of_group = tiles_M * tiles_N
     width = tiles.piece_columns(dtype)
+    parts = tiles.pieces_of(width)
     bounds = jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.cumsum(sizes_E)))
 
     def body(x_ref, y_ref, bounds_ref, out_ref, *scratch):
@@ -171,7 +205,18 @@ def grouped_outer(x_RI, y_RO, sizes_E, into, tiles: Tiles, ctas: int, *, dtype):
 
             ring.load_each(steps_of(tile), base, windows)
 
-        def consume(tile, base):
+        def store(number, value, index):
+            (r, c), (group, at_m, at_n) = parts[number], place(index)
+            rows, of_n = pl.ds(at_m + ring.first_row + r, PIECE), pl.ds(at_n + c, width)
+            how = {} if into is None else {"reduction_op": "add"}
+
+            @pl.when(index >= 0)
+            def _():
+                plgpu.copy_smem_to_gmem(ring.write_out(number, value), out_ref.at[group, rows, of_n], **how)
+
+        pieces = Pieces(parts, width, dtype, store, nowhere=(-1,))
+
+        def consume(tile, base, waiting=None):
             index, begins, end = tile
             steps = steps_of(tile)
 
@@ -180,15 +225,11 @@ def grouped_outer(x_RI, y_RO, sizes_E, into, tiles: Tiles, ctas: int, *, dtype):
                 mask = functools.partial(_mask, ring, masked, slot, begins - row, end - row)
                 pl.when(step >= steps - 2)(mask)
 
-            acc = ring.multiply(steps, base, prepare)
-            group, at_m, at_n = place(index)
-            for number, (r, c) in enumerate(tiles.pieces_of(width)):
-                piece_ref = ring.write_out(number, acc[r : r + PIECE, c : c + width].astype(dtype))
-                rows, of_n = pl.ds(at_m + ring.first_row + r, PIECE), pl.ds(at_n + c, width)
-                how = {} if into is None else {"reduction_op": "add"}
-                plgpu.copy_smem_to_gmem(piece_ref, out_ref.at[group, rows, of_n], **how)
+            acc = _multiply(ring, pieces, waiting, steps, base, prepare)
+            return _leave(tiles, pieces.of(acc, (index,)), pieces)
 
-        run(tiles, ctas, E * of_group, steps_of, ring, produce, consume, look_up)
+        late = pieces if tiles.late else None
+        run(tiles, ctas, E * of_group, steps_of, ring, produce, consume, look_up, late=late)
 
     out = out_of(tiles, dtype, tiles.out_slots(width))
     scratch = scratch_of(tiles, (STEP, tiles.m), (STEP, tiles.n), x_RI.dtype, out)

@@ -19,10 +19,19 @@ TABLE: dict[str, dict[str, dict]] = json.loads(TABLE_FILE.read_text())
 """{device kind: {key of a Problem: {"tiles": the fields of a Tiles, "microseconds": of a call, "others":
 microseconds of the other implementations in the same run, "faster": whether the kernel is}}}"""
 
+LARGEST = 128 * 256  # of a thread block, whose consumers have registers for as many sums
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
-    """As `RingTiles` has them. A cluster shares rows of x in a product, columns of y in a sum."""
+    """As `RingTiles` has them. A cluster shares rows of x in a product, columns of y in a sum.
+
+    late: whether a tile is stored while the next one is multiplied. shares_w: whether the thread blocks of a
+    product's cluster share columns of a group's matrix, and take its rows in turns of half a tile.
+    """
+
+    late: bool = False
+    shares_w: bool = False
 
     @staticmethod
     def piece_columns(dtype) -> int:
@@ -78,13 +87,18 @@ class Problem:
         """Raises Unsupported, naming what does not divide or fit."""
         of_m = tiles.m * tiles.cluster if self.sums else STEP
         wanted = [("rows", self.rows, 8), ("columns of x", self.columns, of_m)]
-        wanted += [("columns of the result", self.results, tiles.n * (1 if self.sums else tiles.cluster))]
+        of_n = tiles.n * (1 if self.sums or tiles.shares_w else tiles.cluster)
+        wanted += [("columns of the result", self.results, of_n)]
         for what, size, by in wanted:
             if size % by:
                 raise Unsupported(f"{what}, {size}, do not divide by {by}")
         if self.rows < (least := STEP if self.sums else tiles.m):
             raise Unsupported(f"{self.rows} rows are fewer than the {least} of a block")
         tiles.check_sums()
+        if tiles.late and (self.piece_columns != PIECE or tiles.m_of_consumer > PIECE):
+            raise Unsupported(f"no registers for results of {self.operation} in {tiles} to be stored late")
+        if tiles.shares_w and (self.sums or tiles.cluster == 1):
+            raise Unsupported(f"a product's clusters share columns of w, no {self.operation} in {tiles} does")
         if (found := tiles.smem_bytes(self.piece_columns)) > SMEM_BYTES:
             raise Unsupported(f"tiles {tiles} take {found} bytes of shared memory, there are {SMEM_BYTES}")
 
@@ -134,13 +148,15 @@ def predict(problem: Problem, tiles: Tiles, sms: int = SMS) -> float:
 
 
 def candidates(problem: Problem) -> list[Tiles]:
-    """Returns the tiles to measure for a shape: large ones, if any fit, with as many stages as there is room
-    for, the largest in pairs too."""
+    """Returns the tiles to measure for a shape: the largest, else all that fit, with as many stages as there
+    is room for; the first in pairs, stored late and both too."""
     fitting = Tiles.fitting(problem.check)
-    sizes = [tiles for tiles in fitting if RATES[tiles.m, tiles.n] > 0.9] or fitting
-    for tiles in list(sizes):
+    sizes = [tiles for tiles in fitting if tiles.m * tiles.n == LARGEST] or fitting
+    forms = [{"late": late, "cluster": cluster} for late in (False, True) for cluster in (1, 2)]
+    forms.append({"late": True, "cluster": 2, "shares_w": True})
+    for form in forms[1:]:
         with contextlib.suppress(Unsupported):
-            pair = dataclasses.replace(tiles, cluster=2)
-            problem.check(pair)
-            sizes += [pair] if tiles.m * tiles.n == 128 * 256 else []
+            tiles = dataclasses.replace(sizes[0], **form)
+            problem.check(tiles)
+            sizes.append(tiles)
     return sizes

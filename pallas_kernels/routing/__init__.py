@@ -81,6 +81,7 @@ def route(
     scale: float = 1.0,
     groups: int = 1,
     top_groups: int = 1,
+    balanced: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Routing:
@@ -103,6 +104,8 @@ def route(
       scale: what weights are multiplied by, last.
       groups, top_groups: experts lie in so many groups of equal size, and are chosen from these of them whose
         best two have the largest sum of score + bias.
+      balanced: whatever the logits, bias and groups are, experts are chosen in turn: the k-th of token n is
+        n·K + k modulo E, so that all have equally many tokens; for benchmarks.
       implementation: one of `OPERATION.names`; None takes the first that can run.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
@@ -123,7 +126,7 @@ def route(
         raise ValueError(
             f"route: logits are float32 and valid is bool, got {logits_NE.dtype} and {valid_N.dtype}"
         )
-    rule = Rule(E, top_k, score, normalise, scale, groups, top_groups)
+    rule = Rule(E, top_k, score, normalise, scale, groups, top_groups, balanced)
     arrays = vary_alike(*(x for x in (logits_NE, valid_N, bias_E) if x is not None))
     arrays = arrays if bias_E is not None else (*arrays, None)
     return Routing(*_run("route", implementation, platform, *arrays, rule=rule))

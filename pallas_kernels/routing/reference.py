@@ -22,6 +22,8 @@ def route(logits_NE, valid_N, bias_E, *, rule: Rule) -> tuple[jax.Array, jax.Arr
         among_NG = jnp.any(groups_N[:, :, None] == jnp.arange(rule.groups)[None, None, :], axis=1)
         choice_NE = jnp.where(jnp.repeat(among_NG, rule.of_group, axis=1), choice_NE, -jnp.inf)
     _, ids_NK = jax.lax.top_k(choice_NE, rule.top_k)  # of equal ones the lowest id first
+    if rule.balanced:
+        ids_NK = jnp.arange(ids_NK.size, dtype=jnp.int32).reshape(ids_NK.shape) % E
     ids_NK = checkpoint_name(ids_NK, "routing")
     of_what = logits_NE if rule.score == "softmax_of_chosen" else scores_NE
     weights_NK = jnp.take_along_axis(of_what, ids_NK, axis=-1)

@@ -20,6 +20,7 @@ class Rule:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    balanced: bool = False
 
     def __post_init__(self):
         if self.score not in SCORES:

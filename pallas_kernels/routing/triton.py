@@ -40,6 +40,8 @@ def route(logits_NE, valid_N, bias_E, *, rule, platform: str):
     if rule.experts > MOST_EXPERTS:
         raise Unsupported(f"needs at most {MOST_EXPERTS} experts, got {rule.experts}")
     load_triton(__package__)
+    if rule.balanced:  # nothing is left to choose
+        return xla.route(logits_NE, valid_N, bias_E, rule=rule)
     if bias_E is None:
         bias_E = vary_alike(jnp.zeros(rule.experts, jnp.float32), logits_NE)[0]
     ids_NK, weights_NK = _routed(logits_NE, valid_N, bias_E, rule)
@@ -101,6 +103,14 @@ def sort_assignments(ids_NK, *, experts: int, platform: str):
     require_gpu(platform, MIN_CAPABILITY)
     if experts > MOST_EXPERTS:
         raise Unsupported(f"needs at most {MOST_EXPERTS} experts, got {experts}")
+    load_triton(__package__)
+    return _sorted(ids_NK, experts)
+
+
+# Integers have no gradient, but those that depend on the logits have a place for one, and JAX would ask a
+# kernel's call for its derivative.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sorted(ids_NK, experts):
     jax_triton, kernels = load_triton(__package__)
     R, X = ids_NK.size, experts + 1  # what is no expert's has a place too
     P, width = -(-R // RANKED), 1 << experts.bit_length()
@@ -140,6 +150,9 @@ def sort_assignments(ids_NK, *, experts: int, platform: str):
     )
     made = order_R, inverse_R.reshape(ids_NK.shape), sizes_X[:experts]
     return vary_alike(*made, ids_NK)[:3]
+
+
+_sorted.defvjp(lambda ids_NK, experts: (_sorted(ids_NK, experts), None), lambda *given: (None,))
 
 
 def dispatch(x_ND, order, *, top_k: int, platform: str) -> jax.Array:

@@ -26,6 +26,10 @@ def route(logits_NE, valid_N, bias_E, *, rule: Rule):
 def choose(logits_NE, valid_N, bias_E, rule: Rule) -> jax.Array:
     """Returns [N, K] int32 ids of the chosen experts, E for an invalid token. No gradient passes."""
     logits_NE = jax.lax.stop_gradient(logits_NE)
+    if rule.balanced:
+        places_NK = jax.lax.broadcasted_iota(jnp.int32, (len(logits_NE), rule.top_k), 0) * rule.top_k
+        places_NK += jax.lax.broadcasted_iota(jnp.int32, places_NK.shape, 1)
+        return jnp.where(valid_N[:, None], places_NK % rule.experts, rule.experts)
     choice_NE = logits_NE if rule.score == "softmax_of_chosen" else _scores(logits_NE, rule)
     if bias_E is not None:
         choice_NE += jax.lax.stop_gradient(bias_E)[None, :]

@@ -374,8 +374,12 @@ def run_on_simulated_tpu(shape: Shape, axes, dtype=jnp.float32):
 
 
 @pytest.mark.slow
-@late_and_early
-@pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("simulated_tpu", "axes"),
+    [("on_wait", {"tensor": 4}), ("eager", {"data": 2, "tensor": 2})],
+    indirect=["simulated_tpu"],
+    ids=str,
+)
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
 def test_simulated_tpu(operation, axes, simulated_tpu):
     found, values, races = run_on_simulated_tpu(TPU[operation], axes)
@@ -415,6 +419,11 @@ def test_a_wait_left_out_is_found(operation, simulated_tpu, monkeypatch):
 
 @slow_but_for(
     *(f"{shape}-bfloat16-data2_tensor2-vma" for shape in ("qkv_apart", "down")),
+    slow=[
+        f"{shape}-{rest}"
+        for shape in ("qkv_apart", "down")
+        for rest in ("float32-4-vma", "bfloat16-4-no_vma")
+    ],
     shape={name: GPU[name] for name in ("qkv_apart", "down")},
     dtype={"bfloat16": jnp.bfloat16, "float32": jnp.float32},
     axes={name: MESHES[name] for name in ("4", "data2_tensor2")},

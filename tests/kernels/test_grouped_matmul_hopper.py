@@ -1,7 +1,9 @@
 """Grouped matmuls by Hopper's own kernels: what can be shown without a GPU, and the rest on one."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import re
 
@@ -96,6 +98,10 @@ class Emulated:
     slow=(
         *("off_the_tile-transposed-alone", "off_the_tile-plain-pairs", "begin_late-plain-tall"),
         *("all_to_one-transposed-pairs", "one_row-plain-alone", "none-plain-alone"),
+        *("few-plain-late", "off_the_tile-transposed-late", "begin_late-plain-late_pairs"),
+        *("one_row-transposed-late_pairs", "none-plain-late"),
+        *("few-plain-shared_w", "off_the_tile-transposed-shared_w_late", "begin_late-plain-shared_w"),
+        *("all_to_one-plain-shared_w_late", "none-plain-shared_w"),
     ),
     sizes=SIZES,
     transposed={"plain": False, "transposed": True},
@@ -103,6 +109,10 @@ class Emulated:
         "alone": SMALL,
         "pairs": dataclasses.replace(SMALL, cluster=2),
         "tall": Tiles(256, 64, stages=3, minor="N"),
+        "late": dataclasses.replace(SMALL, n=128, late=True),
+        "late_pairs": dataclasses.replace(SMALL, cluster=2, late=True),
+        "shared_w": dataclasses.replace(SMALL, cluster=2, shares_w=True),
+        "shared_w_late": dataclasses.replace(SMALL, cluster=2, shares_w=True, late=True),
     },
 )
 def test_products(sizes, transposed, tiles, monkeypatch):
@@ -120,6 +130,7 @@ def test_products(sizes, transposed, tiles, monkeypatch):
     slow=(
         *("off_the_tile-bfloat16-alone", "off_the_tile-into-pairs", "begin_late-float32-tall"),
         *("all_to_one-bfloat16-pairs", "one_row-into-alone", "none-bfloat16-alone"),
+        *("few-bfloat16-late", "off_the_tile-bfloat16-late_pairs", "all_to_one-bfloat16-late"),
     ),
     sizes=SIZES,
     form={"bfloat16": (bfloat16, False), "float32": (jnp.float32, False), "into": (jnp.float32, True)},
@@ -127,6 +138,8 @@ def test_products(sizes, transposed, tiles, monkeypatch):
         "alone": SMALL,
         "pairs": dataclasses.replace(SMALL, cluster=2),
         "tall": Tiles(256, 64, stages=3, minor="N"),
+        "late": dataclasses.replace(SMALL, late=True),
+        "late_pairs": dataclasses.replace(SMALL, cluster=2, late=True),
     },
 )
 def test_sums(sizes, form, tiles, monkeypatch):
@@ -161,16 +174,17 @@ def test_another_groups_rows_leave_no_trace(monkeypatch):
 
 
 @pytest.mark.slow
-def test_no_races(monkeypatch):
+@pytest.mark.parametrize("late", [False, True])
+def test_no_races(late, monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    sizes = SIZES["few"]
+    sizes, tiles = SIZES["few"], dataclasses.replace(SMALL, late=late)
     x, w, y, sizes_E, _ = draw(sizes, 128, 128)
     emulated = Emulated(monkeypatch, detect_races=True)
-    found = emulated(hopper.grouped_matmul, x, w, sizes_E, SMALL, CTAS)
+    found = emulated(hopper.grouped_matmul, x, w, sizes_E, tiles, CTAS)
     assert_close(by_group(found, sizes), products(x, w, sizes), GPU_TOLERANCE)
     assert not gpu_callbacks.get_races().races_found
-    found = emulated(hopper.grouped_outer, x, y, sizes_E, None, SMALL, CTAS, dtype=bfloat16)
+    found = emulated(hopper.grouped_outer, x, y, sizes_E, None, tiles, CTAS, dtype=bfloat16)
     assert_close(list(found), sums(x, y, sizes), GPU_TOLERANCE)
     assert not gpu_callbacks.get_races().races_found
 
@@ -302,17 +316,27 @@ def test_shared_memory_as_counted(operation, size):
         traced.lower(lowering_platforms=("cuda",))
 
 
+def forms(problem: Problem, size: tuple[int, int]) -> list[Tiles]:
+    """Returns the tiles of a size in each form in which they can take a problem."""
+    deepest, fitting = hopper_tiles.Tiles.deepest(problem.check, *size), []
+    for cluster, late, shares_w in itertools.product((1, 2), (False, True), (False, True)):
+        with contextlib.suppress(Unsupported):
+            tiles = dataclasses.replace(deepest, cluster=cluster, late=late, shares_w=shares_w)
+            problem.check(tiles)
+            fitting.append(tiles)
+    return fitting
+
+
 @cuda
-@pytest.mark.parametrize(("size", "cluster"), [((128, 256), 1), ((256, 128), 2), ((128, 192), 1)], ids=str)
+@pytest.mark.parametrize(("size", "form"), [((128, 256), 0), ((128, 256), -1), ((128, 192), 0)], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_compiles_without_spilling_registers(operation, size, cluster, monkeypatch, capfd):
+def test_compiles_without_spilling_registers(operation, size, form, monkeypatch, capfd):
     """Down to a Hopper GPU's own code; and what sums are added to is not copied where it is donated."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     mocked = {name: value for name, value in aot.OPTIONS.items() if name != "xla_gpu_mock_custom_calls"}
     monkeypatch.setattr(aot, "OPTIONS", mocked)
     problem = dataclasses.replace(PROBLEM, operation=operation)
-    tiles = dataclasses.replace(hopper_tiles.Tiles.deepest(problem.check, *size), cluster=cluster)
-    function, arguments = lowerable(operation, tiles)
+    function, arguments = lowerable(operation, forms(problem, size)[form])
     donated = (3,) if operation == "outer_into" else ()
     lowered = aot.lower(jax.jit(function, donate_argnums=donated), *arguments)
     hlo = aot.compile_for(lowered, aot.TARGETS["h200"]).hlo
@@ -352,6 +376,20 @@ def call(rows=256, columns=256, results=256, dtype=bfloat16, outer=False, **opti
 def test_refuses(reason, options):
     with pytest.raises(Unsupported, match=reason):
         call(**options)
+
+
+@pytest.mark.parametrize(
+    "reason, operation, tiles",
+    [
+        ("no registers for results of matmul in .* late", "matmul", Tiles(256, 128, late=True)),
+        ("no registers for results of outer_into", "outer_into", Tiles(late=True)),
+        ("a product's clusters share columns of w, no matmul", "matmul", Tiles(shares_w=True)),
+        ("share columns of w, no outer", "outer", Tiles(cluster=2, shares_w=True)),
+    ],
+)
+def test_refuses_forms(reason, operation, tiles):
+    with pytest.raises(Unsupported, match=reason):
+        dataclasses.replace(PROBLEM, operation=operation).check(tiles)
 
 
 def test_unmeasured_shapes_are_left_to_others(monkeypatch):
@@ -446,8 +484,7 @@ def test_on_a_gpu(operation, tiles, width):
         else:
             matrices = w.swapaxes(1, 2) if operation == "matmul_transposed" else w
             expected = products(x, matrices, sizes)
-        for cluster in (1, 2):
-            shape = dataclasses.replace(hopper_tiles.Tiles.deepest(problem.check, *tiles), cluster=cluster)
+        for shape in forms(problem, tiles):
             found = run_on_gpu(operation, given, shape)
             found = found if problem.sums else found[:own]
             parts = list(found) if problem.sums else by_group(found, sizes)

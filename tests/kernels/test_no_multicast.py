@@ -147,6 +147,12 @@ COLLECTIVE_IMPLEMENTATIONS = [name for name in collective_matmul.OPERATION.names
         for implementation in COLLECTIVE_IMPLEMENTATIONS
         for shape in ("qkv", "down")
     ),
+    slow=[  # every shape on one mesh, and one of each operation on the others
+        f"{implementation}-{shape}-{axes}"
+        for implementation in COLLECTIVE_IMPLEMENTATIONS
+        for axes in COLLECTIVE_MESHES
+        for shape in (COLLECTIVE_SHAPES if axes == COLLECTIVE_MESHES[0] else ("qkv", "down"))
+    ],
     implementation=named(*COLLECTIVE_IMPLEMENTATIONS),
     shape=COLLECTIVE_SHAPES,
     axes=named(*COLLECTIVE_MESHES),

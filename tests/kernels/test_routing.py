@@ -2,7 +2,9 @@
 sort, rows there and back and their gradients, and what each form takes and refuses."""
 
 import functools
+import importlib
 import logging
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,7 @@ RULES = {
     "sigmoid": {"score": "sigmoid", "normalise": True, "scale": 2.5},
     "of_chosen": {"score": "softmax_of_chosen", "normalise": False},
     "grouped": {"score": "sigmoid", "normalise": True, "groups": 4, "top_groups": 2},
+    "balanced": PLAIN | {"balanced": True},
 }
 
 
@@ -76,8 +79,10 @@ def weigh(logits, ids, score, normalise, scale=1.0, **_):
     return (weights / weights.sum() if normalise else weights) * scale, scores
 
 
-def choose(logits, bias, K, score, groups=1, top_groups=1, **_) -> list[int]:
-    """Returns a token's experts by their definition: the largest first, of equal ones the lowest id first."""
+def choose(n, logits, bias, K, score, groups=1, top_groups=1, balanced=False, **_) -> list[int]:
+    """Returns token n's experts by their definition: the largest first, of equal ones the lowest id first."""
+    if balanced:
+        return [(n * K + k) % len(logits) for k in range(K)]
     scores = logits if score == "softmax_of_chosen" else weigh(logits, [0], score, False)[1]
     choice = scores + bias
     experts = range(len(logits))
@@ -98,7 +103,7 @@ def by_numpy(given: dict, K: int, **rule):
     bias = inputs.get("bias", np.zeros(E))
     for n in np.flatnonzero(inputs["valid"]):
         logits, dw, ds = (inputs[name][n] for name in ("logits", "dw", "ds"))
-        ids[n] = choose(logits, bias, K, **rule)
+        ids[n] = choose(n, logits, bias, K, **rule)
         weights[n], scores[n] = weigh(logits, ids[n], **rule)
 
         def loss(logits, n=n, dw=dw, ds=ds):
@@ -303,6 +308,33 @@ def test_within_a_shard_map():
         for function in (split, local)
     )
     assert_close(found, wanted, CPU_TOLERANCE)
+
+
+def test_no_kernel_is_differentiated(monkeypatch):
+    """A call of a Triton kernel refuses to be, of integers too: what becomes of the ids has no gradient."""
+
+    class Opaque:
+        @staticmethod
+        def triton_call(*operands, out_shape, **options):
+            return jax.pure_callback(lambda *arrays: None, out_shape, *operands)  # which has no JVP either
+
+    triton = importlib.import_module("pallas_kernels.routing.triton")
+    monkeypatch.setattr(triton, "load_triton", lambda package: (Opaque, mock.MagicMock()))
+    monkeypatch.setattr(triton, "require_gpu", lambda platform, least: None)
+    shape = CPU["many"]
+
+    def layer(given, x_ND):
+        how = {"implementation": "triton", "platform": "gpu"}
+        made = route(given["logits"], given["valid"], top_k=shape.top_k, **PLAIN, **how)
+        order = sort_assignments(made.ids_NK, shape.experts, **how)
+        weights_R = dispatch_weights(made.weights_NK, order)
+        rows_RD = dispatch(x_ND, order, shape.top_k, **how) * weights_R[:, None]
+        return jnp.sum(combine(rows_RD, order, shape.tokens, **how))
+
+    given = draw(shape)
+    gradient = jax.grad(lambda logits, x: layer(given | {"logits": logits}, x), (0, 1))
+    found = jax.eval_shape(gradient, given["logits"], jnp.zeros((shape.tokens, 8)))
+    assert [of.shape for of in found] == [given["logits"].shape, (shape.tokens, 8)]
 
 
 # On a GPU

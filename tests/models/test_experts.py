@@ -127,6 +127,19 @@ def test_a_bias_moves_the_choice_and_not_the_weights():
     np.testing.assert_allclose(found.weights_NK, wanted_NK, rtol=1e-5)
 
 
+def test_forced_balance_chooses_in_turn_and_weighs_as_the_router_says():
+    forced = dataclasses.replace(SHAPE, force_load_balancing=True, bias_rate=1e-3)
+    _, params = layer()
+    router = params["router"] | {"bias": jnp.arange(E, dtype=jnp.float32)}  # that would choose otherwise
+    made = jax.jit(module_stage("router", moe.Router, forced).apply)
+    found, extras = made(router, inputs(), context_of(WHOLE))
+    ids_NK = np.arange(B * T * K).reshape(-1, K) % E
+    np.testing.assert_array_equal(found.ids_NK, ids_NK)
+    np.testing.assert_allclose(found.weights_NK, weighed(params, inputs(), ids_NK), rtol=1e-5)
+    assert extras.metrics["expert_tokens"].tolist() == [B * T * K // E] * E
+    assert SHAPE.warnings == () and forced.warnings[0].endswith("no routing is learned")
+
+
 def of_all_experts(params: dict, x_ND: jax.Array, ids_NK, weights_NK, one_hot: bool) -> jax.Array:
     """Returns what the layer is defined as: a sum over experts, or an einsum over one-hot choices."""
     chosen_NKE = jax.nn.one_hot(ids_NK, E)

@@ -16,8 +16,8 @@ run's first ones, or with --documents random tokens, so many documents a row; de
 The first step of each, from the same state, says whether they compute the same. Peaks: of a step that is one
 program as XLA compiled it; of several, what the allocator had seen by then. Ratios are of tokens per second,
 to the first contender; of NAME also to NAME@old. Watts are of a GPU, and joules of all of them, by
-NVML's counter of energy. What compiles first also tunes for the others. A contender that cannot run here is
-left out, with the reason.
+NVML's counter of energy. Of a mixture of experts `expert_load_max` is the mean over layers and turns. What
+compiles first also tunes for the others. A contender that cannot run here is left out, with the reason.
 """
 
 import argparse
@@ -291,11 +291,18 @@ def measure(made: dict[str, Contender], arguments: argparse.Namespace) -> dict[s
             "program": made[name].program(),
             "first_step": first[name],
             "skipped_updates": sum(int(each["skipped"]) for each in taken[name][-1].last),
+            **busiest_experts(taken[name]),
             **compared(row, next(iter(rows.values()))),
         }
         if before := rows.get(f"{name}@old"):
             row["over_old"] = compared(row, before)
     return rows
+
+
+def busiest_experts(taken: list[turns.Turn]) -> dict[str, float]:
+    """Returns how busy a mixture's busiest experts were, over the mean of all; nothing of other models."""
+    loads = [each["expert_load_max"] for turn in taken for each in turn.last if "expert_load_max" in each]
+    return {"expert_load_max": round(float(np.mean(loads)), 3)} if loads else {}
 
 
 def compared(row: dict, other: dict) -> dict:

@@ -28,12 +28,13 @@ def both(*names: str) -> tuple[str, ...]:
 @dataclasses.dataclass(frozen=True)
 class InTurns(Row):
     """Contenders of steps_in_turns.py. documents: in a row of random tokens. steps: of a turn. warmup:
-    seconds of all that take turns, beside their first steps. seconds: of the row."""
+    seconds of all that take turns, beside their first steps. timed: of each. seconds: of the row."""
 
     contenders: tuple[str, ...] = BOTH
     documents: int = 12
     steps: int = 10
     warmup: float = 20.0
+    timed: float = 40.0
     seconds: float = 240.0
     common: str = ""
 
@@ -47,7 +48,8 @@ class InTurns(Row):
         script = [sys.executable, str(blocks.HERE / "measure" / "steps_in_turns.py"), *setup.words(self)]
         named = [word for contender in self.contenders for word in ("--contender", contender)]
         counts = ["--documents", str(self.documents), "--steps", str(2 if setup.tiny else self.steps)]
-        return [*script, *named, *counts, "--old", str(setup.old), *setup.seconds(self.warmup, 40)]
+        old = ["--old", str(setup.old)] if setup.old else []
+        return [*script, *named, *counts, *old, *setup.seconds(self.warmup, self.timed)]
 
     def found(self, setup, done):
         for line in lines_of(done, "in_turns"):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import blocks
 import comparison
+from suites.commits import InTurns
 from suites.race import Race
-from suites.rows import TINY, Bar, Block, Row, Setup, lines_of, rate
+from suites.rows import AUTO, TINY, Bar, Block, Row, Setup, lines_of, rate
 
 OWN = ("mosaic_gpu", "triton", "xla", "reference")
 Rates = dict[str, dict[str, float]]
@@ -110,6 +111,15 @@ class Layers(Timed):
 
     passes = (("", "both"), ("_forward", "forward"))
 
+    def found(self, setup, done):
+        found = super().found(setup, done)
+        for line in lines_of(done, "ours"):
+            for shape, of in line["contenders"].items():
+                whole = [of[name]["both"]["milliseconds"] for name in OWN if "both" in of.get(name, {})]
+                if whole and (rest := of.get("around", {}).get("around")):
+                    found[f"{shape}_around"] = rest["milliseconds"] / min(whole)
+        return found
+
     def of_ours(self, line):
         shapes = line["contenders"]
         return {f"{name}{more}": tflops(shapes[name], key) for name in shapes for more, key in self.passes}
@@ -151,8 +161,10 @@ class TunedTiles(Calls):
         lines = []
         for key, of in found["entries"].items():
             m, n, cluster = (of["tiles"][name] for name in ("m", "n", "cluster"))
-            lines.append([key, f"{m} × {n}", str(cluster), str(of["microseconds"]), str(of["faster"])])
-        return comparison.markdown(("shape", "tiles", "cluster", "µs", "faster"), lines)
+            shared = "w" if of["tiles"]["shares_w"] else ""
+            others = cluster, shared, of["tiles"]["late"], of["microseconds"], of["faster"]
+            lines.append([key, f"{m} × {n}", *map(str, others)])
+        return comparison.markdown(("shape", "tiles", "cluster", "shares", "late", "µs", "faster"), lines)
 
 
 def table_of(setup: Setup) -> Path:
@@ -175,6 +187,36 @@ class Whole(Race):
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Balance(InTurns):
+    """Steps whose tokens go where the router says, of real text, and to all experts alike, on one state."""
+
+    contenders: tuple[str, ...] = ("natural", "forced=model.force_load_balancing=true")
+    documents: int = 0
+    steps: int = 5
+    timed: float = 20.0
+    seconds: float = 170.0
+    small: str = Whole.small
+
+    def refuses(self, setup):
+        return ""
+
+    def found(self, setup, done):
+        found = super().found(setup, done)
+        of = found.get("contenders", {})
+        if set(of) == {"natural", "forced"}:
+            found["apart"] = abs(1 - of["forced"]["ratio"])
+        return found
+
+    def details(self, found):
+        columns = {"tokens_per_second": ",.0f", "ratio": ".4f", "expert_load_max": ".2f", "spread": ".2%"}
+        lines = [
+            [name, *(comparison.shown(row.get(key), form) for key, form in columns.items())]
+            for name, row in found.get("contenders", {}).items()
+        ]
+        return comparison.markdown(("routing", "tokens/s", "/ natural", "load max ÷ mean", "A-A"), lines)
+
+
 DENSE = "cuBLAS's dense product"
 CALLS = (
     over("up_product", "dense", 0.85, 0.90, DENSE),
@@ -187,6 +229,7 @@ CALLS = (
 LAYERS = (
     Bar("qwen3_30b", 410.0, "{:.0f} TFLOP/s", 450.0),
     Bar("wide", 430.0, "wide: {:.0f} TFLOP/s", 510.0),
+    Bar("qwen3_30b_around", 0.12, "{:.1%} of it router, sort, gather and combine", 0.08, most=True),
 )
 ROWS = {
     "tiles": TunedTiles(
@@ -214,6 +257,12 @@ ROWS = {
     "qwen3_12layer": Whole(
         "Qwen3-30B-A3B, 12 layers, resident", "qwen3_30b_a3b_12layer", bars=(rate(52_000, 57_000),)
     ),
+    "balance": Balance(
+        "natural against forced balance, the 12 layers",
+        "qwen3_30b_a3b_12layer",
+        bars=(Bar("apart", 0.03, "{:.1%} apart", most=True),),
+        common=AUTO,
+    ),
     # As its configuration has it: what `auto` would take is a row of its own.
     "qwen3_30b": Whole(
         "Qwen3-30B-A3B whole, 64k tokens a step", "qwen3_30b_a3b", bars=(rate(13_011, 15_000),), common=""
@@ -225,5 +274,6 @@ NOTES = """\
 own, in turns with its own dense product. `sum` is the gradient of the matrices, `turned` that of the rows,
 `into` a sum into a float32 buffer. Where `tiles` has run, its table is what the rows after it take: it lies
 beside its record, and belongs into pallas_kernels/grouped_matmul/. Whole models train on packed rows of real
-text; their tokens per second are all tokens over all seconds.
+text; their tokens per second are all tokens over all seconds. `balance` times steps in turns that hand on
+one state; what is apart is the forced one's rate.
 """

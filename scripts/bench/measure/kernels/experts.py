@@ -4,7 +4,8 @@ The layer is that of the family `moe`, with its matrices in bfloat16 as a step h
 those of x, the router and both matrices. `qwen3_30b` is Qwen3-30B-A3B's, `wide` one of twice the width whose
 experts are narrower; both at 32,768 tokens. Rates count the three products of each token's experts, and twice
 that for the backward pass; not the router, and nothing that is computed again. Routing is that of random
-tokens: near to even, not forced.
+tokens: near to even, not forced. `around` is what lies around the experts' products and SwiGLU, without
+them, forward and backward: router, sort, rows there and back; its pass `router` is the router alone.
 
 Predicted on an H200, of one layer forward and backward:
   qwen3_30b (7.42 TFLOP): products at 615 to 645 TFLOP/s forward and for rows, 600 to 625 for matrices:
@@ -30,6 +31,7 @@ from jaxthru.models.ops import Ops
 from jaxthru.models.stage import module_stage
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
+from pallas_kernels.routing import combine, dispatch, dispatch_weights, sort_assignments
 
 __all__ = ["use_table"]
 
@@ -56,33 +58,66 @@ GROUPS, SHAPE = {"all": ("qwen3_30b", "wide"), "tiny": ("cpu",)}, "all"
 PACE = Pace(warmup=3.0, timed=3.0, turn=0.3, calls=5)
 
 
-def layer_of(shape: Layer, ops: Ops):
-    """Returns (params, x) -> y, and the layer's parameters, its matrices in ops.compute."""
+def stage_of(shape: Layer, ops: Ops, module: type = moe.MixtureOfExperts):
+    """Returns (params, x) -> what a module of the layer makes of it, and its `init`."""
     heads = {"heads": 2, "kv_heads": 1, "head_dim": 8, "mlp": 8}  # of the block, which has no part in this
     sizes = {"experts": shape.experts, "top_k": shape.top_k, "expert_mlp": shape.width}
     config = moe.Config(vocabulary=8, layers=1, embed=shape.embed, **heads, **sizes)
-    stage = module_stage("layer", moe.MixtureOfExperts, config)
+    stage = module_stage("layer", module, config)
     model = Model(family.chain(config), ops, "none", config.loop)
     rows = {name: jnp.ones((1, shape.tokens), jnp.int32) for name in ("segment_ids", "positions")}
+    return lambda params, x: stage.apply(params, x, model.context(rows, 8))[0], stage.init
+
+
+def params_of(shape: Layer, ops: Ops) -> dict:
+    """Returns the layer's parameters, its matrices in ops.compute."""
 
     @jax.jit
-    def init():
-        params = stage.init(jax.random.key(0))
-        matrices = {name: params[name].astype(ops.compute) for name in ("gate_up", "down")}
-        return params | matrices
+    def made():
+        params = stage_of(shape, ops)[1](jax.random.key(0))
+        return params | {name: params[name].astype(ops.compute) for name in ("gate_up", "down")}
 
-    return lambda params, x: stage.apply(params, x, model.context(rows, 8))[0], init()
+    return made()
 
 
 def passes(shape: Layer, ops: Ops) -> Passes:
     """Returns the forward pass, and both: the output and the gradients of x and all parameters."""
-    apply, _ = layer_of(shape, ops)
+    apply, _ = stage_of(shape, ops)
 
     def both(params, x, dy):
         y, pullback = jax.vjp(apply, params, x)
         return y, *pullback(dy)
 
     return {"forward": lambda params, x, dy: apply(params, x), "both": both}
+
+
+def around(shape: Layer, ops: Ops) -> Passes:
+    """Returns the router, forward and backward; and it with all else but the experts themselves."""
+    routed, _ = stage_of(shape, ops, moe.Router)
+
+    def router(params, x, dy):
+        def weights(params, x):
+            made = routed(params, x)
+            return made.weights_NK, made
+
+        given, pullback, made = jax.vjp(weights, params["router"], x, has_aux=True)
+        return made, pullback(given)
+
+    def everything(params, x, dy):
+        def there(params, x):
+            made = routed(params, x)
+            order = sort_assignments(made.ids_NK, shape.experts)
+            return (dispatch(x, order, shape.top_k), dispatch_weights(made.weights_NK, order)), order
+
+        rows, pullback, order = jax.vjp(there, params["router"], x, has_aux=True)
+        # The experts lie between, forward and backward.
+        (rows, weights), dy = jax.lax.optimization_barrier((rows, dy))
+        y, pullback_back = jax.vjp(lambda rows: combine(rows, order, shape.tokens), rows)
+        y, dy = jax.lax.optimization_barrier((y, dy))
+        (d_rows,) = jax.lax.optimization_barrier(pullback_back(dy))
+        return y, pullback((d_rows, weights))
+
+    return {"router": router, "around": everything}
 
 
 def workload(shape: Layer) -> Workload:
@@ -93,13 +128,16 @@ def workload(shape: Layer) -> Workload:
     times = {"forward": 1, "both": 3}
 
     def rates(what: str, seconds: float, memory) -> dict:
+        if what not in times:
+            return {}
         return {"tflops": round(times[what] * shape.flops / seconds / 1e12, 4 if shape.tokens < 1000 else 1)}
 
     by = functools.partial(dataclasses.replace, ops)
     return Workload(
-        (layer_of(shape, ops)[1], x, dy),
-        {name: passes(shape, by(grouped_matmul_by=name)) for name in names},
+        (params_of(shape, ops), x, dy),
+        {name: passes(shape, by(grouped_matmul_by=name)) for name in names} | {"around": around(shape, ops)},
         base=names[-1],
+        unlike=("around",),
         rates=rates,
         about={"sizes": shape._asdict()},
     )

@@ -139,7 +139,8 @@ def tiles(case: Case) -> dict[str, dict]:
 
 def name_of(tiles) -> str:
     """Returns what a contender of other tiles is called."""
-    return f"{tiles.m}x{tiles.n}x{tiles.stages} {tiles.minor}{tiles.width} cluster {tiles.cluster}"
+    more = " of w" * tiles.shares_w + " late" * tiles.late
+    return f"{tiles.m}x{tiles.n}x{tiles.stages} {tiles.minor}{tiles.width} cluster {tiles.cluster}{more}"
 
 
 def workload(case: Case) -> Workload:
