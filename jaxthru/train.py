@@ -187,12 +187,12 @@ def start_or_resume(
     """Does what `run` does; returns the run directory and the exit code: whether it has finished."""
     started, times = time.monotonic(), StartTimes()
     name = name or config.name
-    if isinstance(directory, Path | str):
-        directory = RunDirectory(directory)
     check_trackers(config.metrics)
     xla.configure(config.kernels.writes_to_peers)
     distributed.initialize(watched=True)
     with peers.watched():
+        if isinstance(directory, Path | str):
+            directory = RunDirectory(directory, trains=True)
         return _prepare_and_train(config, directory, name, resume, started, times)
 
 
@@ -211,7 +211,7 @@ def _prepare_and_train(
         distributed.from_first(lambda: check_resumable(config, directory, resume))
         newest = newest_step(directory.checkpoints)
         if (newest or 0) >= config.train.steps:
-            log.info("%s is complete", directory.path)
+            log.info("%s is complete", directory.where)
             if distributed.is_primary():
                 final_table(directory)
             return directory, exit_codes.FINISHED
@@ -243,7 +243,7 @@ def _prepare_and_train(
     with data, directory.locked(), contextlib.ExitStack() as stack:
         local = local_tier.located(directory.path, config.checkpoint.local, begin=True)
         # Only who holds the lock may clear away what looks like the rest of a killed save.
-        checkpointer = stack.enter_context(Checkpointer(*saved, local))
+        checkpointer = stack.enter_context(Checkpointer(*saved, local, directory.send))
         distributed.from_first(lambda: configuration.dump(built.config, directory.config))
         chosen = choices.still_true(chosen, built.config, built.choices)
         distributed.from_first(lambda: choices.write(directory.choices, chosen))
@@ -251,6 +251,7 @@ def _prepare_and_train(
         directory.keep_tokenizer(lambda: data.tokenizer.kept)
         if weights:
             directory.keep_base(weights.folder.path)
+        distributed.from_first(directory.send)
         if base:
             base.settle()
         code = train(built, directory, checkpointer, started, times)

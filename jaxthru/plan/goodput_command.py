@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import rich.box
@@ -52,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         fits = value is None or (0 <= value < math.inf if least else 0 < value < math.inf)
         bound = "at least 0" if least else "above 0"
         require(fits, f"--{name.replace('_', '-')} {value}: must be {bound}, and finite")
-    own = measured(Path(arguments.run_dir)) if arguments.run_dir else Measured()
+    own = measured(RunDirectory(arguments.run_dir).path) if arguments.run_dir else Measured()
     rates, now = rates_of(arguments, own), None
     if arguments.run_dir:
         now = _steps(RunDirectory(arguments.run_dir).asked("checkpoint").get("every"), rates.step)

@@ -12,17 +12,18 @@ is the one that a run goes on from.
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath  # Orbax's paths
 
 from jaxthru.runtime.distributed import from_first, is_primary
 from jaxthru.runtime.errors import TrainingError
 from jaxthru.training import layout
 from jaxthru.training.checkpoint_config import CheckpointConfig, LocalTierConfig
+from jaxthru.training.checksums import AnyPath, absolute
 from jaxthru.training.local_tier import LocalTier, common_steps
 from jaxthru.training.save_times import SaveTimes
 from jaxthru.training.tier import TEMPORARY, CheckpointError, Tier, saved_steps
@@ -44,12 +45,12 @@ SECONDS_AFTER_A_FAULT = 8.0
 """How long one of several processes that failed waits for a write to be committed."""
 
 
-def newest_step(directory: Path) -> int | None:
+def newest_step(directory: AnyPath) -> int | None:
     """Returns the newest committed step as process 0 sees it: a file system may be slow to show it to all."""
     return from_first(lambda: max(saved_steps(directory), default=None))
 
 
-def newest_data_state(directory: Path, local: Path | None = None) -> dict:
+def newest_data_state(directory: AnyPath, local: Path | None = None) -> dict:
     """Returns the data state of the newest checkpoint that it can be read from, {} if there is none.
 
     It is wanted before the parameters are restored, for it says which data to open. local: the directory of
@@ -59,8 +60,8 @@ def newest_data_state(directory: Path, local: Path | None = None) -> dict:
     def read() -> dict:
         folders = [folder for folder in (directory, local) if folder]
         found = [(step, folder) for folder in folders for step in saved_steps(folder)]
-        for step, folder in sorted(found, reverse=True):
-            saved = epath.Path(folder).absolute() / f"{step}/data"
+        for step, folder in sorted(found, key=lambda each: each[0], reverse=True):
+            saved = absolute(folder) / f"{step}/data"
             # One that is damaged is passed over, as restoring does, which says so.
             with contextlib.suppress(OSError, ValueError, RecursionError):
                 if isinstance(state := ocp.JsonCheckpointHandler().restore(saved), dict):
@@ -75,7 +76,12 @@ class Checkpointer:
     waits for the writes in progress."""
 
     def __init__(
-        self, directory: Path, config: CheckpointConfig, in_place: int = 0, local: Path | None = None
+        self,
+        directory: AnyPath,
+        config: CheckpointConfig,
+        in_place: int = 0,
+        local: Path | None = None,
+        before_commit: Callable[[], None] = lambda: None,
     ):
         """directory: `checkpoints` of a run directory; made with the first checkpoint.
 
@@ -83,9 +89,10 @@ class Checkpointer:
         and what of it lives on the device a little at a time, while the caller waits: copied to the host at
         once, as else, it would take the memory of a second state there. 0: of one on the device.
         local: directory of this process's local checkpoints, see `local_tier.located`; None for no such tier.
+        before_commit: process 0 calls it, in another thread, before a checkpoint that is not local counts.
         """
         self.config = config
-        self._shared = Tier(directory, config.keep, config.keep_every, in_place)
+        self._shared = Tier(directory, config.keep, config.keep_every, in_place, before_commit)
         self._local = LocalTier(local, config.local.keep, in_place) if local else None
         self._times = {self._shared: SaveTimes(config.every)}
         if self._local:
@@ -94,7 +101,7 @@ class Checkpointer:
         self._in_place = in_place > 0
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> AnyPath:
         """Returns the directory of the checkpoints that all processes share."""
         return self._shared.directory
 

@@ -3,6 +3,7 @@
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
 from jaxthru.training.checksums import write_checksums
+
+Call = Callable[[], None]
 
 
 class ByTurns(DefaultSerializationStatusCallback):
@@ -54,12 +57,16 @@ def quieten() -> None:
     sys.unraisablehook = hook
 
 
-def checksummed_path(after_commit) -> type:
-    """Returns Orbax's way to commit by renaming, with checksums before and `after_commit` behind it."""
+def checksummed_path(before_commit: Call, after_commit: Call, in_bucket: bool = False) -> type:
+    """Returns Orbax's way to commit, with checksums and a call before it, and another behind: by renaming, or
+    in a bucket, where nothing can be renamed at once, by a file that is written last."""
+    atomicity = ocp.path.atomicity
+    by = atomicity.CommitFileTemporaryPath if in_bucket else atomicity.AtomicRenameTemporaryPath
 
-    class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    class ChecksummedPath(by):
         async def finalize(self):
-            write_checksums(Path(self.get()))
+            before_commit()
+            write_checksums(self.get() if in_bucket else Path(self.get()))
             await super().finalize()
             after_commit()
 

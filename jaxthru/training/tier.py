@@ -1,15 +1,18 @@
 """One directory of checkpoints: written in the background, committed with checksums, checked and read.
 
 A checkpoint is written to a temporary directory and renamed when it is whole, so a directory whose name is a
-number is one that was committed. All processes call the methods together.
+number is one that was committed. In a bucket, where nothing can be renamed at once, it is one if it holds
+COMMITTED. All processes call the methods together.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,11 @@ from etils import epath  # Orbax's paths
 from jaxthru.runtime.distributed import from_first, gather_text, is_primary
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import layout, orbax_settings
-from jaxthru.training.checksums import broken
+from jaxthru.training.checksums import AnyPath, absolute, broken
 
 log = logging.getLogger(__name__)
 PyTree = Any
+COMMITTED = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
 WRITE_TIMEOUT = 3600  # seconds that one background write may take
 
@@ -32,11 +36,12 @@ class CheckpointError(TrainingError):
     """A checkpoint could not be written, or none of those that exist can be read."""
 
 
-def saved_steps(directory: Path) -> list[int]:
+def saved_steps(directory: AnyPath) -> list[int]:
     """Returns the steps of all committed checkpoints in a directory, oldest first."""
     if not directory.is_dir():
         return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+    found = [path for path in directory.iterdir() if path.name.isdecimal()]
+    return sorted(int(path.name) for path in found if isinstance(path, Path) or (path / COMMITTED).exists())
 
 
 class Tier:
@@ -47,10 +52,18 @@ class Tier:
     primary: int | None = 0
     """The process that commits; None is each."""
 
-    def __init__(self, directory: Path, keep: int, keep_every: int = 0, in_place: int = 0):
-        """keep, keep_every: of `CheckpointConfig`. in_place: as of `Checkpointer`."""
+    def __init__(
+        self,
+        directory: AnyPath,
+        keep: int,
+        keep_every: int = 0,
+        in_place: int = 0,
+        before_commit: Callable[[], None] = lambda: None,
+    ):
+        """keep, keep_every: of `CheckpointConfig`. in_place, before_commit: as of `Checkpointer`."""
         orbax_settings.quieten()
-        self.directory = Path(directory).absolute()
+        in_bucket = isinstance(directory, epath.Path)
+        self.directory = directory if in_bucket else Path(directory).absolute()
         self.newest: int | None = None  # last step saved or restored here
         self._keep, self._keep_every = keep, keep_every
         self._writing: int | None = None  # its write is not known to have succeeded
@@ -76,11 +89,11 @@ class Tier:
                 # Else where one cannot be made, threads wait for it for as long as a write may take.
                 create_directories_asynchronously=False,
             ),
-            temporary_path_class=orbax_settings.checksummed_path(after_commit=self._prune),
+            temporary_path_class=orbax_settings.checksummed_path(before_commit, self._prune, in_bucket),
         )
         if self.commits:
-            for unfinished in self.directory.glob(f"*{TEMPORARY}"):  # of a process that was killed
-                shutil.rmtree(unfinished)
+            for unfinished in self._unfinished():  # of a process that was killed
+                _remove(unfinished)
 
     items: tuple[str, ...] = ("data",)
     """What a checkpoint holds beside arrays, as JSON."""
@@ -93,6 +106,13 @@ class Tier:
     def steps(self) -> list[int]:
         """Returns the steps of all committed checkpoints, oldest first."""
         return saved_steps(self.directory)
+
+    def _unfinished(self) -> list[AnyPath]:
+        if isinstance(self.directory, Path):
+            return [*self.directory.glob(f"*{TEMPORARY}")]
+        if not self.directory.is_dir():
+            return []
+        return [each for each in self.directory.iterdir() if not (each / COMMITTED).exists()]
 
     def check(self, step: int) -> None:
         """Raises CheckpointError if the write in progress is known to have failed."""
@@ -139,7 +159,7 @@ class Tier:
 
     def read(self, step: int, abstract_state: PyTree) -> tuple[PyTree, dict]:
         """Returns state and data state. Raises InputError for a checkpoint of another model."""
-        directory = epath.Path(self.directory / str(step))
+        directory = absolute(self.directory / str(step))
         abstract = layout.abstract_disk(abstract_state)
         arrays = self._arrays()
         _require_same(directory, arrays.metadata(directory / "state").tree, abstract)
@@ -176,23 +196,36 @@ class Tier:
 
     def _delete(self, step: int) -> None:
         # The new name comes first: a kill in between leaves rubbish, not a checkpoint with holes.
-        rubbish = self.directory / f"{step}{TEMPORARY}"
+        rubbish = self._rubbish(step)
         try:
-            (self.directory / str(step)).rename(rubbish)
-            shutil.rmtree(rubbish)
+            if isinstance(rubbish, Path):
+                (self.directory / str(step)).rename(rubbish)
+            else:
+                (rubbish / COMMITTED).unlink()
+            _remove(rubbish)
         except OSError as error:
             reason = error.strerror or error
             log.warning("%s %d is no longer needed but cannot be deleted: %s", self.name, step, reason)
+
+    def _rubbish(self, step: int) -> AnyPath:
+        """Returns where a checkpoint lies that is none yet, or no more."""
+        in_bucket = not isinstance(self.directory, Path)
+        return self.directory / (str(step) if in_bucket else f"{step}{TEMPORARY}")
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Frees what a failed save had written, and returns the error that says so."""
         self.newest = None
         if self.commits:
-            shutil.rmtree(self.directory / f"{step}{TEMPORARY}", ignore_errors=True)
+            with contextlib.suppress(Exception):
+                _remove(self._rubbish(step))
         code = re.search(r"os_error_code='(\d+)'", str(error))  # at the end of a long story
         reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None)
         reason = reason or " ".join(str(error).split()) or type(error).__name__
         return CheckpointError(f"{self.directory}: {self.name} {step} was not saved: {reason}")
+
+
+def _remove(folder: AnyPath) -> None:
+    shutil.rmtree(folder) if isinstance(folder, Path) else folder.rmtree()
 
 
 def agreed(reason: str | None) -> str | None:
