@@ -1,14 +1,18 @@
 """Run directories in a bucket: checkpoints lie there, and so does what is written beside them."""
 
 import fcntl
+import json
 import logging
+from pathlib import Path
 
 import fake_bucket
 import jax
 import jax.numpy as jnp
 import pytest
 from etils import epath
+from runs import make_workplace
 
+import jaxthru
 from jaxthru.build.language_model import folder_of
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import remote_run
@@ -146,6 +150,25 @@ def test_a_bucket_that_cannot_be_written_fails_the_save_and_not_the_end(bucket, 
     with run.locked():
         pass
     assert "not all of its files have been copied there" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_goes_on_without_its_mirror(bucket, tmp_path, monkeypatch):
+    place = make_workplace(tmp_path)
+    keys = place.settings | {"data.mix": tmp_path / "mix.toml", "data.store": tmp_path / "store"}
+    keys |= {"evaluate.rows": 0, "checkpoint.every": 4, "optim.schedule": "constant"}
+
+    def run(steps: int, where: str | Path) -> RunDirectory:
+        settings = [f"{key}={value}" for key, value in (keys | {"train.steps": steps}).items()]
+        return jaxthru.run(jaxthru.load_config("quickstart", settings), where)
+
+    assert run(6, URL).where == URL
+    assert [path.name for path in (epath.Path(URL) / "checkpoints").iterdir()] == ["4", "6"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another host"))
+    found, whole = run(9, URL).metrics(), run(9, tmp_path / "whole").metrics()
+    assert list(found["step"]) == list(range(1, 10)) and list(found["loss"]) == list(whole["loss"])
+    there = (epath.Path(URL) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in there] == list(whole["loss"])
 
 
 @pytest.mark.parametrize(
