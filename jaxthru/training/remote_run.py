@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import jax
 from etils import epath
 
@@ -46,15 +47,20 @@ def address(url: str) -> epath.Path:
         bool(rest.strip("/").partition("/")[2]), f"{said}: names no folder of a bucket, as gs://BUCKET/RUN"
     )
     place = epath.Path(url)
+    # What Orbax and other hosts write comes by no way that its cache of listings would notice.
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     try:
         place.exists()
     except ImportError as error:
         raise InputError(f"{said}: needs gcsfs, which is not installed: `pip install gcsfs`") from error
     except Exception as error:  # of whichever library it is
-        reason = " ".join(str(error).split()) or type(error).__name__
         remedy = "`gcloud auth application-default login` gives credentials"
-        raise InputError(f"{said}: cannot be reached ({reason}); {remedy}") from error
+        raise InputError(f"{said}: cannot be reached ({_reason(error)}); {remedy}") from error
     return place
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class Mirror:
@@ -62,15 +68,20 @@ class Mirror:
 
     def __init__(self, url: str, trains: bool):
         """Fetches what lies there. url: see `address`. trains: this process is one of those that write to it,
-        and has a mirror of its own; who reads alone takes no notice of what a run here has not sent."""
+        and has a mirror of its own; who reads alone takes no notice of what a run here has not sent. Raises
+        InputError."""
         self.url, self._trains = address(url), trains
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        name = f"{self.url.name}-{self._identity(trains)}"
-        who = f"process_{jax.process_index()}" if trains else "reader"
-        self.path = home / "jaxthru" / "runs" / name / who
         self._sent: dict[Path, tuple[int, int]] = {}
-        with self._alone():
-            self._fetch()
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        who = f"process_{jax.process_index()}" if trains else "reader"
+        try:
+            self.path = home / "jaxthru" / "runs" / f"{self.url.name}-{self._identity(trains)}" / who
+            with self._alone():
+                self._fetch()
+        except InputError:
+            raise
+        except Exception as error:  # of whichever library it is
+            raise InputError(f"--run-dir {url}: cannot be read or written ({_reason(error)})") from error
 
     def _identity(self, trains: bool) -> str:
         """Returns what tells this run from one that lay there before, whose mirror may be here still."""
@@ -118,8 +129,7 @@ class Mirror:
         try:
             self._send()
         except Exception as error:  # of whichever library it is
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise TrainingError(f"{self.url}: cannot be written ({reason})") from error
+            raise TrainingError(f"{self.url}: cannot be written ({_reason(error)})") from error
 
     def _send(self) -> None:
         files = self._files()
@@ -127,10 +137,13 @@ class Mirror:
             (self.url / str(path.relative_to(self.path))).unlink(missing_ok=True)
             del self._sent[path]
         for path in files:
-            if self._sent.get(path) != (version := _version(path)):
+            with contextlib.suppress(FileNotFoundError):  # another thread may just have removed it
+                if self._sent.get(path) == (version := _version(path)):
+                    continue
+                content = path.read_bytes()
                 target = self.url / str(path.relative_to(self.path))
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(path.read_bytes())
+                target.write_bytes(content)
                 self._sent[path] = version
 
     def _files(self) -> list[Path]:
