@@ -154,7 +154,7 @@ class Checkpointer:
         restored last is not saved again.
 
         step: completed updates. data_state: anything that JSON can hold. tier: where, as `due` says; None is
-        what all processes share. A save waits for the one before in its tier, and for none in the other.
+        what all processes share. A save waits for the one before, in either tier.
         Raises CheckpointError if this save cannot start or the one before it failed, ValueError for a state
         that a layered step has not settled.
         """
@@ -163,7 +163,7 @@ class Checkpointer:
             return
         if "pending" in state:
             raise ValueError("a state with a pending update is not whole: save DispatchedStep.settled of it")
-        tier.wait()
+        self.wait()  # for both tiers: Orbax numbers its writes for a whole process, not for each writer
         # On a GPU or TPU Orbax returns when all arrays have been copied to the host. On a CPU it keeps views
         # of the arrays' own memory; XLA does not reuse memory that is so held, but gives the update new.
         tier.save(step, layout.to_disk(state), data_state)
