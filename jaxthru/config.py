@@ -27,7 +27,7 @@ from jaxthru.runtime import command_line, plain
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.mesh import MeshConfig
-from jaxthru.training.checkpoint import CheckpointConfig
+from jaxthru.training.checkpoint_config import CheckpointConfig, LocalTierConfig  # noqa: F401 - the same
 from jaxthru.training.cost import CostConfig
 from jaxthru.training.evaluate import EvaluateConfig
 from jaxthru.training.metrics import MetricsConfig

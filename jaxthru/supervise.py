@@ -72,6 +72,8 @@ def run_directory(command: list[str]) -> Path:
         require(not fresh, "supervise: a restart resumes the run: leave out --resume never")
     missing = "supervise: the command has no --run-dir DIR: without one, each start would begin a fresh run"
     require(found != "", missing)
+    bucket = f"supervise: --run-dir {found}: runs in a bucket are not supervised; let a scheduler do it"
+    require("://" not in found, bucket)
     return Path(found)
 
 

@@ -35,6 +35,7 @@ from jaxthru.runtime import allocator, command_line, distributed, exit_codes, pe
 from jaxthru.runtime.errors import exit_code, leave
 from jaxthru.runtime.garbage import heap_frozen
 from jaxthru.runtime.stop_signal import StopSignal
+from jaxthru.training import local_tier
 from jaxthru.training.base_files import BaseFiles
 from jaxthru.training.checkpoint import Checkpointer, newest_step
 from jaxthru.training.display import final_table, open_progress
@@ -45,6 +46,7 @@ from jaxthru.training.sinks.tracker import check_trackers, left_behind
 from jaxthru.training.stalls import Stalls
 from jaxthru.training.start import StartTimes
 from jaxthru.training.stragglers import Stragglers
+from jaxthru.training.tier import Tier
 from jaxthru.training.watchdog import Watchdog
 
 log = logging.getLogger("jaxthru")
@@ -85,11 +87,10 @@ def train(
                 for sample in row.get("samples", ()):
                     progress.sample(sample["prompt"], sample["text"])
 
-        def save(step: int) -> None:
+        def save(step: int, tier: Tier | None = None) -> None:
             with timer.saving(), profile.span("checkpoint"), goodput.spending(SAVE):
-                checkpointer.save(
-                    step, built.saved_part(state), dataclasses.replace(data_state, step=step).to_json()
-                )
+                reached = dataclasses.replace(data_state, step=step).to_json()
+                checkpointer.save(step, built.saved_part(state), reached, tier)
 
         goodput.ready()
         if start == 0 and evaluation.due(0, last=False):
@@ -110,14 +111,15 @@ def train(
             timer.dispatched(step, metrics)
             profile.after(step - 1)
             last = step == steps
-            if evaluation.due(step, last) or checkpointer.should_save(step, last):
+            tier = checkpointer.due(step, last)
+            if evaluation.due(step, last) or tier:
                 timer.finish_step()  # a checkpoint never runs ahead of the record
                 profile.after(step)
                 state = built.compiled.settled(state)
                 if evaluation.due(step, last):
                     evaluate(step)
-                if checkpointer.should_save(step, last):
-                    save(step)
+                if tier:
+                    save(step, tier)
         timer.finish_step()
         profile.close()
         state = built.compiled.settled(state)
@@ -185,12 +187,12 @@ def start_or_resume(
     """Does what `run` does; returns the run directory and the exit code: whether it has finished."""
     started, times = time.monotonic(), StartTimes()
     name = name or config.name
-    if isinstance(directory, Path | str):
-        directory = RunDirectory(directory)
     check_trackers(config.metrics)
     xla.configure(config.kernels.writes_to_peers)
     distributed.initialize(watched=True)
     with peers.watched():
+        if isinstance(directory, Path | str):
+            directory = RunDirectory(directory, trains=True)
         return _prepare_and_train(config, directory, name, resume, started, times)
 
 
@@ -203,22 +205,24 @@ def _prepare_and_train(
     times: StartTimes,
 ) -> tuple[RunDirectory, int]:
     pinned_host.limit(config)
-    asked, newest = config, None
+    asked, newest, local = config, None, None
+    local_tier.check(config.checkpoint.local)
     if directory:
         distributed.from_first(lambda: check_resumable(config, directory, resume))
         newest = newest_step(directory.checkpoints)
         if (newest or 0) >= config.train.steps:
-            log.info("%s is complete", directory.path)
+            log.info("%s is complete", directory.where)
             if distributed.is_primary():
                 final_table(directory)
             return directory, exit_codes.FINISHED
-    begun = keys_of_run(directory) if directory else None
+        local = local_tier.located(directory.path, config.checkpoint.local)
+    begun = keys_of_run(directory, local) if directory else None
     begun_with, chosen = recorded(directory)
     config = choices.resolve(config, begun_with, chosen)
     for line in config.model.warnings:
         log.warning("%s", line)
     layout, searched = fit_here(config)
-    fresh = newest is None
+    fresh = newest is None and not local_tier.common_steps(local)
     weights = published_weights(config, fresh) if fresh or config.lora.on else None
     log.info("preparing data: mix %s ...", config.data.mix)
     kept = directory.tokenizer if directory else None
@@ -236,8 +240,10 @@ def _prepare_and_train(
     built = compile_step(config, layout, data, autotuned, weights, **how)
     times.note("compile")
     saved = directory.checkpoints, config.checkpoint, in_place(built.saved_part(built.abstract))
-    # Only who holds the lock may clear away what looks like the rest of a killed save.
-    with data, directory.locked(), Checkpointer(*saved) as checkpointer:
+    with data, directory.locked(), contextlib.ExitStack() as stack:
+        local = local_tier.located(directory.path, config.checkpoint.local, begin=True)
+        # Only who holds the lock may clear away what looks like the rest of a killed save.
+        checkpointer = stack.enter_context(Checkpointer(*saved, local, directory.send))
         distributed.from_first(lambda: configuration.dump(built.config, directory.config))
         chosen = choices.still_true(chosen, built.config, built.choices)
         distributed.from_first(lambda: choices.write(directory.choices, chosen))
@@ -245,6 +251,7 @@ def _prepare_and_train(
         directory.keep_tokenizer(lambda: data.tokenizer.kept)
         if weights:
             directory.keep_base(weights.folder.path)
+        distributed.from_first(directory.send)
         if base:
             base.settle()
         code = train(built, directory, checkpointer, started, times)

@@ -4,7 +4,8 @@
 SIGTERM, SIGSTOP, a disk that is full for one process, a damaged checkpoint or killed helpers of the data
 plane, and are started again until they have finished. Afterwards their losses and tokens are those of an
 undisturbed run (`==`), each step has one row, and no file is left that such a run has not. `checkpoints`: the
-newest of several is cut, flipped or robbed of a file, and the newest whole one is to be found. `inputs`: bad
+newest of several, in the run directory and on a local disk, are cut, flipped or robbed of a file, and the
+newest whole one is to be found. `inputs`: bad
 configurations and mixes are refused in one line. Prints its seed, which makes the same cases again; ends with
 code 1 if anything was wrong.
 """

@@ -14,12 +14,15 @@ SLOW = 10.0
 
 
 def damaged(count: int, seed: int, folder: Path) -> dict:
-    """Damages the newest checkpoint, or the newest two of three, `count` times; returns how many were found
-    and passed over for the newest whole one, whose arrays are compared."""
+    """Damages the newest of four checkpoints that lie in two tiers by turns, or the newest two or three,
+    `count` times; returns how many were found and passed over for the newest whole one, whose arrays are
+    compared."""
     import jax
     import jax.numpy as jnp
 
-    from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer
+    from jaxthru.training.checkpoint import Checkpointer
+    from jaxthru.training.checkpoint_config import CheckpointConfig, LocalTierConfig
+    from jaxthru.training.local_tier import located
 
     def state(step: int) -> dict:
         keys = jax.random.split(jax.random.key(step), 3)
@@ -28,29 +31,42 @@ def damaged(count: int, seed: int, folder: Path) -> dict:
             "params": {f"w{number}": jax.random.normal(key, (64, 32)) for number, key in enumerate(keys)},
         }
 
+    config = CheckpointConfig(every=20, local=LocalTierConfig(str(folder / "whole/disk"), every=10, keep=3))
+    (folder / "whole").mkdir()
+    local = located(folder / "whole", config.local, begin=True)
+    within = {"local": local.relative_to(folder / "whole"), "shared": Path("checkpoints")}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
-    with Checkpointer(folder / "whole/checkpoints", CheckpointConfig(keep=3)) as checkpointer:
-        for step in (10, 20, 30):
-            checkpointer.save(step, state(step), {"step": step})
+    with Checkpointer(folder / "whole/checkpoints", config, local=local) as checkpointer:
+        for step in (10, 20, 30, 40, 50):
+            checkpointer.save(step, state(step), {"step": step}, checkpointer.due(step, last=False))
+    tiers = {50: "local", 40: "shared", 30: "local", 20: "shared"}
     draw, wrong, found, kinds = random.Random(seed), [], 0, {}
     for number in range(count):
         run = folder / str(number)
         shutil.copytree(folder / "whole", run)
-        steps = [30, 20][: draw.choice([1, 1, 2])]
-        done = [damage(draw, run / f"checkpoints/{step}") for step in steps]
-        for how, _ in done:
-            kinds[how] = kinds.get(how, 0) + 1
-        with Checkpointer(run / "checkpoints", CheckpointConfig(keep=3)) as checkpointer:
+        steps = list(tiers)[: draw.choice([1, 1, 2, 3])]
+        if draw.random() < 0.25:  # a host that was replaced
+            shutil.rmtree(run / "disk")
+            steps = [step for step in tiers if tiers[step] == "shared"][: draw.choice([0, 1])]
+        done = [(tiers[step], *damage(draw, run / within[tiers[step]] / str(step))) for step in steps]
+        for tier, how, _ in done:
+            kinds[f"{tier}: {how}"] = kinds.get(f"{tier}: {how}", 0) + 1
+        there = [step for step in tiers if (run / within[tiers[step]]).is_dir()]
+        whole = next(step for step in there if step not in steps)
+        with Checkpointer(run / "checkpoints", config, local=run / within["local"]) as checkpointer:
             step, restored, data = checkpointer.restore(shapes)
         same = jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), restored, state(step)))
-        whole = {30: 20, 20: 10}[steps[-1]]
         aside = sorted(path.name for path in (run / "damaged").glob("*"))
-        if step == whole and same and data == {"step": step} and aside == sorted(map(str, steps)):
+        gone = [
+            each for each in steps if tiers[each] == "local" and (run / within["local"] / str(each)).exists()
+        ]
+        shared = sorted(str(each) for each in steps if tiers[each] == "shared")
+        if step == whole and same and data == {"step": step} and aside == shared and not gone:
             found += 1
         else:
             wrong.append({"case": number, "damage": done, "restored": step, "equal": same, "aside": aside})
         shutil.rmtree(run)
-    return {"checkpoints": count, "found": found, "kinds": kinds, "wrong": wrong}
+    return {"checkpoints": count, "found": found, "kinds": dict(sorted(kinds.items())), "wrong": wrong}
 
 
 def damage(draw: random.Random, checkpoint: Path) -> tuple[str, str]:

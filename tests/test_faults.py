@@ -115,6 +115,22 @@ def test_whatever_ends_a_run_the_same_command_goes_on(place):
     assert row["slowest_process"] in (0, 1) and row["slowest_process_seconds"] > 0
 
 
+def test_a_killed_run_goes_on_from_its_hosts_own_disks(place):
+    disk = {"checkpoint__local__directory": place.folder / "disk", "checkpoint__local__every": 10}
+    settings = SETTINGS | disk | {"checkpoint__every": "2h"}
+    processes = place.start_job("local", 2, **settings)
+    place.wait_for_step(processes[0], "local", 25)
+    since = time.monotonic()
+    kill(processes[1])
+    ended([processes[0]], since)
+    assert not place.checkpoints("local")
+    outputs = job(place, "local", **settings)
+    assert resumed_from(outputs[0]) >= 10 and "restoring local checkpoint " in outputs[1]
+    assert place.losses("local") == place.losses("whole") and place.checkpoints("local") == [STEPS]
+    held = {path.parent.name for path in (place.folder / "disk").glob("local-*/process_?/*")}
+    assert held == {"process_0", "process_1"}
+
+
 def test_sigterm_before_the_steps_ends_all_processes(place):
     processes = place.start_job("early", 2, **ENDLESS)
     while "compiling the step" not in (line := processes[1].stdout.readline()):

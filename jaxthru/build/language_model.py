@@ -33,6 +33,7 @@ from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training import layout as on_disk
+from jaxthru.training.remote_run import is_url
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.saved import SavedParameters, abstract_parameters
 from pallas_kernels.dispatch import Unsupported
@@ -188,6 +189,9 @@ def load(
 
 def folder_of(where: Path | str | RunDirectory) -> Path:
     """Returns the folder of a run, or of published weights. Raises InputError if there is none."""
+    address = where.where if isinstance(where, RunDirectory) else str(where)
+    remedy = "copy it first (`gcloud storage cp --recursive`), and give the copy"
+    require(not is_url(address), f"{address}: a run in a bucket cannot be used from there; {remedy}")
     path = where.path if isinstance(where, RunDirectory) else Path(where).expanduser()
     require(path.is_dir(), f"{path}: no such folder; give a run directory, or a folder of published weights")
     return path

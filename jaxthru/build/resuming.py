@@ -1,6 +1,7 @@
 """Whether a run directory may be resumed, and what a run there was started with."""
 
 import logging
+from pathlib import Path
 
 from jaxthru import config as configuration
 from jaxthru.build import choices
@@ -33,10 +34,10 @@ def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> 
             log.info("changed since the run was started: %s%s", line, follows)
 
 
-def keys_of_run(directory: RunDirectory) -> dict[str, str] | None:
+def keys_of_run(directory: RunDirectory, local: Path | None = None) -> dict[str, str] | None:
     """Returns the keys of the stores that a run was trained on, None before its first checkpoint. Raises
-    InputError if its batches cannot be continued."""
-    saved = newest_data_state(directory.checkpoints)
+    InputError if its batches cannot be continued. local: this process's directory of local checkpoints."""
+    saved = newest_data_state(directory.checkpoints, local)
     if saved:
         check_sampler(saved)
     return saved.get("keys")

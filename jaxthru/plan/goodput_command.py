@@ -1,9 +1,9 @@
 """The command `plan goodput`: its arguments, and what it prints."""
 
 import argparse
+import contextlib
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import rich.box
@@ -12,7 +12,8 @@ import rich.table
 
 from jaxthru.plan.goodput import HOUR, Measured, Rates, measured
 from jaxthru.runtime import command_line
-from jaxthru.runtime.errors import require
+from jaxthru.runtime.errors import InputError, require
+from jaxthru.training.checkpoint_config import checked, seconds
 from jaxthru.training.run_directory import RunDirectory
 
 
@@ -50,10 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
         fits = value is None or (0 <= value < math.inf if least else 0 < value < math.inf)
         bound = "at least 0" if least else "above 0"
         require(fits, f"--{name.replace('_', '-')} {value}: must be {bound}, and finite")
-    own = measured(Path(arguments.run_dir)) if arguments.run_dir else Measured()
+    own = measured(RunDirectory(arguments.run_dir).path) if arguments.run_dir else Measured()
     rates, now = rates_of(arguments, own), None
     if arguments.run_dir:
-        now = RunDirectory(arguments.run_dir).asked("checkpoint").get("every") or None
+        now = _steps(RunDirectory(arguments.run_dir).asked("checkpoint").get("every"), rates.step)
     shown = rows(rates, now)
     simulated = _simulated(rates) if arguments.simulate else {}
     if arguments.json:
@@ -67,6 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     return 0
+
+
+def _steps(every: Any, step: float) -> int | None:
+    """Returns a run's `checkpoint.every` in steps, None if it saves none. step: seconds of one."""
+    with contextlib.suppress(InputError, TypeError):
+        apart = seconds(checked("checkpoint.every", every))
+        return max(1, round(apart / step)) if apart else every or None
+    return None
 
 
 def rates_of(arguments: argparse.Namespace, own: Measured) -> Rates:
@@ -126,7 +135,12 @@ def lines(rates: Rates, own: Measured, of_run: bool) -> list[str]:
     few = own.failures < 5 and of_run
     doubt = ["so few failures say little of the time between them: --mtbf HOURS gives another"] * few
     kept = f"{rates.kept(rates.best):.1%} of the time"
-    advice = f"--set checkpoint.every={rates.best} keeps {kept} for steps that count"
+    apart = rates.best * rates.step
+    timed = f"{apart / 60:.0f}m" if apart >= 1000 else f"{apart:.3g}s"
+    advice = (
+        f"--set checkpoint.every={rates.best} keeps {kept} for steps that count; as a time, "
+        f"checkpoint.every={timed}"
+    )
     return [said, *doubt, advice]
 
 

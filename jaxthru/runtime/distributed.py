@@ -161,6 +161,32 @@ class Notices:
         return {process: text for process, text in texts.items() if process != jax.process_index()}
 
 
+class Announcements:
+    """Texts by which process 0 lets all know what it has decided, numbered from 0. None is read twice by a
+    process, and none later than process 0 publishes the next but one."""
+
+    _made = 0  # the same in all processes, because they make their Announcements in the same order
+
+    def __init__(self, folder: str):
+        """folder: of the job's key-value store, ending in a slash."""
+        Announcements._made += 1
+        self._folder = f"{folder}{Announcements._made}/"
+        self.speaks = is_primary()
+
+    def publish(self, number: int, text: str) -> None:
+        """Takes the place of the last but one."""
+        value = f"{number}={text}"
+        key_value_store().key_value_set(f"{self._folder}{number % 2}", value, allow_overwrite=True)
+
+    def read(self, number: int) -> str:
+        """Returns an announcement, once it has been made."""
+        while True:
+            found, _, text = (try_get(f"{self._folder}{number % 2}") or "").partition("=")
+            if found == str(number):
+                return text
+            time.sleep(0.001)
+
+
 def key_value_store():
     """Returns the client of the job's coordinator: jax.distributed has no public name for its key-value store
     (JAX 0.11.2)."""

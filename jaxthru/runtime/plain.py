@@ -101,15 +101,15 @@ def parse(key: str, text: str, declared: Any) -> Any:
     or the text as the only entry."""
     if typing.get_origin(without_none(declared)) is tuple:
         return read(declared, _entries(key, text), key)
-    readings: list[Any] = [text]
+    readings: list[Any] = []
     if text in ("None", "none", "null"):
-        readings.insert(0, None)
+        readings.append(None)
     if text.lower() in ("true", "false"):
-        readings.insert(0, text.lower() == "true")
+        readings.append(text.lower() == "true")
     for number in (int, float, _whole):
         with contextlib.suppress(ValueError, OverflowError):
             readings.append(number(text.replace("_", "")))
-    for value in readings:
+    for value in (*readings, text):  # a type that takes both has digits be a number
         if matches(value, declared):
             return value
     choices = [str(choice) for choice in typing.get_args(declared) if typing.get_origin(declared) is Literal]

@@ -6,9 +6,13 @@ Orbax's storage notices a truncated index but not a flipped bit in an array's by
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from etils import epath  # Orbax's paths
+
+AnyPath = Path | epath.Path
 CHECKSUMS = "seal.json"
 ALGORITHM = "crc32"
 # Written by Orbax after the checksums, while it commits; nothing is read from them.
@@ -16,7 +20,7 @@ LEFT_OUT = frozenset({CHECKSUMS, "_CHECKPOINT_METADATA", "commit_success.txt"})
 CHUNK = 1 << 22  # bytes read at a time
 
 
-def write_checksums(directory: Path) -> None:
+def write_checksums(directory: AnyPath) -> None:
     """Writes the checksums of everything below `directory`."""
     names = covered_names(directory)
     with ThreadPoolExecutor(max_workers=8) as pool:
@@ -25,10 +29,11 @@ def write_checksums(directory: Path) -> None:
     with (directory / CHECKSUMS).open("w") as file:
         json.dump(content, file, indent=1)
         file.flush()
-        os.fsync(file.fileno())
+        if isinstance(directory, Path):  # and no bucket, which keeps what it has taken
+            os.fsync(file.fileno())
 
 
-def broken(directory: Path, part: int = 0, parts: int = 1) -> str | None:
+def broken(directory: AnyPath, part: int = 0, parts: int = 1) -> str | None:
     """Returns what is wrong with a directory by its checksums, in a few words, or None if all is as written.
 
     part, parts: looks only at every `parts`-th file, so that several processes can share the reading.
@@ -51,10 +56,11 @@ def broken(directory: Path, part: int = 0, parts: int = 1) -> str | None:
         return next((fault for fault in faults if fault), None)
 
 
-def _fault(directory: Path, name: str, written: tuple[int, int]) -> str | None:
+def _fault(directory: AnyPath, name: str, written: tuple[int, int]) -> str | None:
     path = directory / name
     try:
-        size = path.stat().st_size
+        stat = path.stat()
+        size = stat.st_size if isinstance(path, Path) else stat.length
         if size != written[0]:
             return f"{name} has {size} bytes instead of {written[0]}"
         if checksum(path) != written:
@@ -68,13 +74,27 @@ def _fault(directory: Path, name: str, written: tuple[int, int]) -> str | None:
     return None
 
 
-def covered_names(directory: Path) -> list[str]:
+def covered_names(directory: AnyPath) -> list[str]:
     """Returns the paths, below `directory`, of the files that checksums cover."""
-    files = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    files = (path.relative_to(directory) for path in files_below(directory))
     return sorted(str(path) for path in files if str(path) not in LEFT_OUT)
 
 
-def checksum(path: Path) -> tuple[int, int]:
+def absolute(path: AnyPath) -> epath.Path:
+    """Returns a path as Orbax takes it: one on a disk made absolute."""
+    return path if isinstance(path, epath.Path) else epath.Path(path.absolute())
+
+
+def files_below(directory: AnyPath) -> Iterator[AnyPath]:
+    """Yields the files in a directory and in those in it."""
+    for path in directory.iterdir():
+        if path.is_dir():
+            yield from files_below(path)
+        else:
+            yield path
+
+
+def checksum(path: AnyPath) -> tuple[int, int]:
     """Returns a file's size in bytes and its CRC-32."""
     size = crc = 0
     with path.open("rb") as file:

@@ -166,7 +166,7 @@ def summary(run: RunDirectory) -> list[tuple[str, str]]:
         if partly := sum(row["partly_updated"] or False for row in rows):
             found.append(("of these in part made", f"{partly} (optim.clip_rule = previous, docs/offload.md)"))
     found += kept(run)
-    return [*found, ("run directory", str(run.path))]
+    return [*found, ("run directory", run.where)]
 
 
 def kept(run: RunDirectory) -> list[tuple[str, str]]:
@@ -217,7 +217,7 @@ def commands(run: RunDirectory) -> list[tuple[str, str]]:
         if importlib.util.find_spec("tensorboard") is None:
             look = f"{python} -m pip install tensorboard && {look}"
         found.append(("look", look))
-    config, directory = shlex.quote(str(run.config)), shlex.quote(str(run.path))
+    config, directory = shlex.quote(str(run.config)), shlex.quote(run.where)
     if purpose := next_purpose(run):
         more = "".join(f" --set {shlex.quote(word)}" for word in overrides(run, purpose))
         command = f"{python} -m jaxthru.train --config {config} --run-dir {directory}{more}"
@@ -247,7 +247,7 @@ def next_purpose(run: RunDirectory) -> str | None:
 
 def calls(run: RunDirectory) -> list[tuple[str, str]]:
     """Returns (purpose, Python) of the same, for a notebook."""
-    directory, config = repr(str(run.path)), repr(str(run.config))
+    directory, config = repr(run.where), repr(str(run.config))
     found = [("look", f"jaxthru.RunDirectory({directory}).plot()")]
     if purpose := next_purpose(run):
         more = overrides(run, purpose)

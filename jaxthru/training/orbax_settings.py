@@ -3,12 +3,17 @@
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
 from jaxthru.training.checksums import write_checksums
+
+Call = Callable[[], None]
 
 
 class ByTurns(DefaultSerializationStatusCallback):
@@ -18,6 +23,21 @@ class ByTurns(DefaultSerializationStatusCallback):
     def key_priority(self, keypath: tuple) -> TransferPriority:
         at_once = len(keypath) == 1
         return TransferPriority.SYNCHRONOUS if at_once else TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
+
+
+def of_arrays(primary: int | None, in_place: int) -> dict[str, Any]:
+    """Returns settings of `PyTreeCheckpointHandler`. primary: the process that commits; None: each has a
+    directory of its own and writes all of its shards. in_place: as of `Checkpointer`."""
+    handler: dict[str, Any] = {"callback": ByTurns()} if in_place else {}
+    if primary is None:
+        handler |= {"primary_host": None, "replica_id": None, "use_replica_parallel": False}
+    if not handler:
+        return {}
+    arrays = (jax.Array, ocp.type_handlers.ArrayHandler(**handler))
+    settings = {"type_handler_registry": ocp.type_handlers.create_type_handler_registry(arrays)}
+    little = 1 + 2 * in_place // 10**9
+    limits = {"save_device_host_concurrent_gb": little, "restore_concurrent_gb": little}
+    return settings | (limits if in_place else {})
 
 
 @functools.cache
@@ -37,12 +57,16 @@ def quieten() -> None:
     sys.unraisablehook = hook
 
 
-def checksummed_path(after_commit) -> type:
-    """Returns Orbax's way to commit by renaming, with checksums before and `after_commit` behind it."""
+def checksummed_path(before_commit: Call, after_commit: Call, in_bucket: bool = False) -> type:
+    """Returns Orbax's way to commit, with checksums and a call before it, and another behind: by renaming, or
+    in a bucket, where nothing can be renamed at once, by a file that is written last."""
+    atomicity = ocp.path.atomicity
+    by = atomicity.CommitFileTemporaryPath if in_bucket else atomicity.AtomicRenameTemporaryPath
 
-    class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    class ChecksummedPath(by):
         async def finalize(self):
-            write_checksums(Path(self.get()))
+            before_commit()
+            write_checksums(self.get() if in_bucket else Path(self.get()))
             await super().finalize()
             after_commit()
 

@@ -18,6 +18,7 @@ profile/<step>/      traces and what was read from them
 plan_data.svg        what `plan data --run-dir` drew
 autotune/            what XLA chose for a GPU by timing, as text, with train.deterministic
 damaged/<step>/      checkpoints found broken
+local_tier.json      which folder on the hosts' disks has the run's local checkpoints
 failures.json        how often each step has failed, for a scheduler's script
 .lock                held while a job trains here
 
@@ -26,26 +27,21 @@ Nothing in it is code, and nothing in it is run: whoever is given one may look a
 
 import contextlib
 import fcntl
-import importlib.metadata
 import itertools
 import json
 import logging
-import os
-import platform
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxthru.engine.terms import METRICS_FIELDS
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.distributed import from_first
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.distributed import from_first, is_primary
+from jaxthru.runtime.errors import InputError, TrainingError, require
+from jaxthru.training.environment import environment
 from jaxthru.training.goodput import Account, account
 from jaxthru.training.plot import Panel, Picture
+from jaxthru.training.remote_run import Mirror, is_url
 from jaxthru.training.rows import append, last, read
 from jaxthru.training.table import Table
 
@@ -53,11 +49,9 @@ log = logging.getLogger(__name__)
 
 EVAL_FIELDS = ("step", "loss", "loss_by_source", "tokens")
 
-PACKAGES = ("jaxthru", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 BASE_FILES = ("config.json", "generation_config.json", "README.md", "LICENSE*", "NOTICE*")
 """What a folder of published weights says about them, beside its tokenizer."""
 BASE_BYTES = 10_000_000
-FLAG_PREFIXES = ("XLA_", "LIBTPU_", "JAX_", "NCCL_", "NVSHMEM_", "TORCH_SYMM_")
 
 
 class RunDirectory:
@@ -67,9 +61,13 @@ class RunDirectory:
     it stops them all.
     """
 
-    def __init__(self, path: Path | str):
+    def __init__(self, path: Path | str, trains: bool = False):
+        """path: or an address, gs://BUCKET/RUN: what lies there is fetched. trains: this process is one of
+        those that write here, and not one that reads alone. Raises InputError."""
         require(path != "", "--run-dir: is empty; give a directory, or leave it out")
-        self.path = Path(path)
+        self.mirror = Mirror(str(path), trains) if is_url(path) else None
+        self.path = self.mirror.path if self.mirror else Path(path)
+        self.where = str(self.mirror.url if self.mirror else path)
         self.config = self.path / "config.json"
         self.choices = self.path / "choices.json"
         self.environment = self.path / "environment.json"
@@ -77,7 +75,7 @@ class RunDirectory:
         self.eval_file = self.path / "eval.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.trackers = self.path / "trackers.json"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = (self.mirror.url if self.mirror else self.path) / "checkpoints"
         self.profile = self.path / "profile"
         self.autotune = self.path / "autotune"
         self.tokenizer = self.path / "tokenizer"
@@ -87,10 +85,10 @@ class RunDirectory:
     def __repr__(self) -> str:
         row, steps = last(self.metrics_file), self.steps()
         if row is None:
-            return f"RunDirectory({str(self.path)!r}): no steps yet"
+            return f"RunDirectory({self.where!r}): no steps yet"
         of = f" of {steps:,}" if steps else ""
         loss = "" if row.get("loss") is None else f", loss {row['loss']:.4f}"
-        return f"RunDirectory({str(self.path)!r}): {row['step']:,}{of} steps{loss}"
+        return f"RunDirectory({self.where!r}): {row['step']:,}{of} steps{loss}"
 
     @classmethod
     def fresh(cls, name: str, root: Path | str = "runs") -> "RunDirectory":
@@ -149,7 +147,24 @@ class RunDirectory:
 
         with contextlib.ExitStack() as held:
             from_first(lock)
-            yield
+            try:
+                yield
+            finally:
+                self.send_at_the_end()
+
+    def send(self) -> None:
+        """Copies what has changed to the bucket, if the run directory lies in one. Process 0 alone calls it.
+        Raises TrainingError."""
+        if self.mirror:
+            self.mirror.send()
+
+    def send_at_the_end(self) -> None:
+        """Does the same in process 0, whatever has ended the run, and does not change how it has ended."""
+        try:
+            if is_primary():
+                self.send()
+        except TrainingError as error:
+            log.warning("%s; not all of its files have been copied there from %s", error, self.path)
 
     def write_environment(self) -> None:
         """Writes environment.json: with what, on what and by which command the run was last started."""
@@ -281,37 +296,3 @@ def _base_files(folder: Path) -> dict[str, bytes]:
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     return found
-
-
-def environment() -> dict[str, Any]:
-    """Returns versions, devices, flags, the commit (null outside a git checkout) and the command line."""
-    devices = jax.devices()
-    return {
-        "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
-        "platform": platform.platform(),
-        "backend": devices[0].client.platform_version,
-        "devices": {"kind": devices[0].device_kind, "count": len(devices)},
-        "processes": jax.process_count(),
-        "flags": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(FLAG_PREFIXES)},
-        "commit": _commit(),
-        "command": sys.orig_argv,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Returns the commit of jaxthru's own checkout; None without one, be it within another project's."""
-    tree = Path(__file__).resolve().parents[2]
-    command = ["git", "-C", str(tree), "rev-parse", "--show-toplevel", "HEAD"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return said[1] if said[0] == str(tree) else None

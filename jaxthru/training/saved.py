@@ -4,19 +4,17 @@ Nothing is changed in the run directory, and any mesh, form of the layers and nu
 """
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from etils import epath  # Orbax's paths
 
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Axes, Layout
 from jaxthru.training import layout, orbax_settings
 from jaxthru.training.checkpoint import saved_steps
-from jaxthru.training.checksums import broken
+from jaxthru.training.checksums import AnyPath, absolute, broken
 from pallas_kernels.adamw_8bit.masters import join
 
 log = logging.getLogger(__name__)
@@ -28,7 +26,7 @@ REMAINDER = ("opt_state", "slots", "remainder")
 class SavedParameters:
     """The parameters of one checkpoint. step: completed updates."""
 
-    def __init__(self, checkpoints: Path, step: int | None = None):
+    def __init__(self, checkpoints: AnyPath, step: int | None = None):
         """checkpoints: of a run directory. step: which; None is the newest that is whole.
 
         Raises InputError if there is none, or the one asked for is damaged.
@@ -49,7 +47,7 @@ class SavedParameters:
                 f"{checkpoints}: no checkpoint is whole: {reasons[steps[-1] if step is None else step]}"
             )
         self.step = tried
-        self._directory = epath.Path(checkpoints).absolute() / f"{tried}/state"
+        self._directory = absolute(checkpoints) / f"{tried}/state"
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._saved = self._handler.metadata(self._directory).tree
 

@@ -34,7 +34,7 @@ from jaxthru.training.checkpoint import (
     newest_data_state,
     saved_steps,
 )
-from jaxthru.training.checksums import covered_names
+from jaxthru.training.checksums import broken, covered_names
 
 LAYERS = 3
 
@@ -294,7 +294,7 @@ def test_keeps_the_newest_and_the_multiples(tmp_path):
 def test_when_to_save():
     def saved(**config):
         checkpointer = Checkpointer("checkpoints", CheckpointConfig(**config))
-        return [step for step in range(1, 8) if checkpointer.should_save(step, last=step == 7)]
+        return [step for step in range(1, 8) if checkpointer.due(step, last=step == 7)]
 
     assert saved(every=3) == [3, 6, 7]
     assert saved(every=0) == [7]
@@ -409,7 +409,7 @@ def test_which_data_to_open_is_known_from_the_checkpoint_that_will_be_restored(t
 def test_every_flipped_bit_is_noticed(tmp_path):
     save_steps(tmp_path / "checkpoints", [1])
     directory = tmp_path / "checkpoints/1"
-    assert checkpoint.broken(directory) is None
+    assert broken(directory) is None
     where = random.Random(0)
     for name in json.loads((directory / "seal.json").read_text())["files"]:
         path = directory / name
@@ -418,9 +418,9 @@ def test_every_flipped_bit_is_noticed(tmp_path):
             bad = bytearray(good)
             bad[where.randrange(len(bad))] ^= 1 << where.randrange(8)
             path.write_bytes(bad)
-            assert name in checkpoint.broken(directory)
+            assert name in broken(directory)
         path.write_bytes(good)
-    assert checkpoint.broken(directory) is None
+    assert broken(directory) is None
 
 
 def test_never_starts_anew_when_all_are_damaged(tmp_path, caplog):

@@ -220,6 +220,10 @@ def test_progress_clears_the_counts(tmp_path):
         (["--", "python", "-m", "jaxthru.train"], "no --run-dir"),
         (["--", "nowhere-to-be-found", "--run-dir", "r"], "nowhere-to-be-found: there is no such command"),
         (["--", "python", "--run-dir", "r", "--resume", "never"], "leave out --resume never"),
+        (
+            ["--", "python", "--run-dir", "gs://b/r"],
+            "gs://b/r: runs in a bucket are not supervised",
+        ),
         (["--processes", "2,2", "--", "python", "--run-dir", "r"], "--processes 2,2: must be"),
         (["--processes", "0", "--", "python", "--run-dir", "r"], "--processes 0: must be"),
         (["--processes", "two", "--", "python", "--run-dir", "r"], "--processes two: must be whole numbers"),

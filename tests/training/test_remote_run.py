@@ -1,0 +1,204 @@
+"""Run directories in a bucket: checkpoints lie there, and so does what is written beside them."""
+
+import fcntl
+import json
+import logging
+from pathlib import Path
+
+import fake_bucket
+import jax
+import jax.numpy as jnp
+import pytest
+from etils import epath
+from runs import make_workplace
+
+import jaxthru
+from jaxthru.build.language_model import folder_of
+from jaxthru.runtime.errors import InputError, TrainingError
+from jaxthru.training import remote_run
+from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, newest_data_state
+from jaxthru.training.checksums import files_below
+from jaxthru.training.run_directory import RunDirectory
+from jaxthru.training.saved import SavedParameters
+from jaxthru.training.tier import COMMITTED, saved_steps
+
+URL = "gs://bucket/runs/one"
+
+
+@pytest.fixture(scope="module")
+def server():
+    return fake_bucket.begin()
+
+
+@pytest.fixture
+def bucket(server, tmp_path, monkeypatch):
+    server.store.clear()
+    server.pseudo_dirs[:] = [""]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return server
+
+
+def state(step: int) -> dict:
+    return {"step": jnp.int32(step), "params": {"w": jnp.full((8, 16), float(step)), "b": jnp.zeros(3)}}
+
+
+def shapes() -> dict:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
+
+
+def save(run: RunDirectory, steps) -> None:
+    with Checkpointer(run.checkpoints, CheckpointConfig(), before_commit=run.send) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state(step), {"step": step})
+
+
+def restored(run: RunDirectory) -> int:
+    with Checkpointer(run.checkpoints, CheckpointConfig()) as checkpointer:
+        step, found, data = checkpointer.restore(shapes())
+    assert data == {"step": step} and (found["params"]["w"] == step).all()
+    return step
+
+
+def test_checkpoints_lie_in_the_bucket_and_are_checked(bucket, caplog):
+    run = RunDirectory(URL, trains=True)
+    save(run, (10, 20, 30))
+    assert saved_steps(run.checkpoints) == [20, 30] and newest_data_state(run.checkpoints) == {"step": 30}
+    assert not (run.path / "checkpoints").exists()
+    assert restored(run) == 30
+    assert SavedParameters(run.checkpoints).step == 30
+    path = max(files_below(run.checkpoints / "30/state"), key=lambda path: path.stat().length)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    with caplog.at_level(logging.WARNING):
+        assert restored(run) == 20
+    assert "checkpoint 30 is damaged and passed over" in caplog.text
+    assert (epath.Path(URL) / "damaged/30/seal.json").exists() and saved_steps(run.checkpoints) == [20]
+    save(run, (30,))
+    assert restored(run) == 30
+
+
+def test_what_a_killed_save_left_is_none(bucket):
+    run = RunDirectory(URL, trains=True)
+    save(run, (10, 20))
+    (run.checkpoints / "20" / COMMITTED).unlink()
+    assert saved_steps(run.checkpoints) == [10]
+    assert restored(run) == 10
+    assert not (run.checkpoints / "20").exists()
+    save(run, (20,))
+    assert restored(run) == 20
+
+
+def test_files_follow_before_a_checkpoint_counts(bucket, tmp_path, monkeypatch):
+    run = RunDirectory(URL, trains=True)
+    assert not run.holds_run() and run.where == URL and run.path.is_relative_to(tmp_path / "cache")
+    run.config.write_text('{"train": {"steps": 7}}')
+    run.tokenizer.mkdir()
+    (run.tokenizer / "tokenizer.json").write_bytes(b"\x00tokens")
+    run.metrics_file.write_text('{"step": 1}\n')
+    save(run, (1,))
+    with run.metrics_file.open("a") as file:  # a kill leaves this row on this host alone
+        file.write('{"step": 2}\n')
+    there = epath.Path(URL)
+    assert (there / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    again = RunDirectory(URL, trains=True)
+    assert again.holds_run() and again.steps() == 7 and len(again.metrics_file.read_text().splitlines()) == 2
+    (again.path / "leftover.json").write_text("{}")  # nobody has sent it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another host"))
+    other = RunDirectory(URL, trains=True)
+    assert other.metrics_file.read_text() == '{"step": 1}\n'
+    assert (other.tokenizer / "tokenizer.json").read_bytes() == b"\x00tokens"
+    other.metrics_file.write_text('{"step": 1}\n{"step": 2, "on": "another"}\n')
+    other.config.unlink()
+    with other.locked():
+        pass
+    assert not (there / "config.json").exists() and "another" in (there / "metrics.jsonl").read_text()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    back = RunDirectory(URL, trains=True)
+    assert "another" in back.metrics_file.read_text() and not (back.path / "leftover.json").exists()
+    assert RunDirectory(URL).metrics_file.read_text() == back.metrics_file.read_text()  # a reader
+
+
+def test_another_run_of_the_same_name_takes_nothing_over(bucket):
+    run = RunDirectory(URL, trains=True)
+    run.metrics_file.write_text('{"step": 1}\n')
+    bucket.store.clear()
+    assert not RunDirectory(URL, trains=True).metrics_file.exists()
+
+
+def test_one_job_at_a_time_trains_on_a_host(bucket):
+    run = RunDirectory(URL, trains=True)
+    with (run.path / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=f"^--run-dir {URL}: another process trains here now"):
+            RunDirectory(URL, trains=True)
+
+
+def test_a_bucket_that_cannot_be_written_fails_the_save_and_not_the_end(bucket, monkeypatch, caplog):
+    run = RunDirectory(URL, trains=True)
+    run.config.write_text("{}")
+
+    def refused(*_, **__):
+        raise PermissionError("403: no access")
+
+    monkeypatch.setattr(remote_run.Mirror, "_send", refused)
+    with pytest.raises(TrainingError, match=f"^{URL}: cannot be written \\(403: no access\\)"):
+        run.send()
+    with pytest.raises(CheckpointError, match=r"checkpoint 1 was not saved: .*cannot be written \(403"):
+        save(run, (1,))
+    assert saved_steps(run.checkpoints) == []
+    with run.locked():
+        pass
+    assert "not all of its files have been copied there" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_goes_on_without_its_mirror(bucket, tmp_path, monkeypatch):
+    place = make_workplace(tmp_path)
+    keys = place.settings | {"data.mix": tmp_path / "mix.toml", "data.store": tmp_path / "store"}
+    keys |= {"evaluate.rows": 0, "checkpoint.every": 4, "optim.schedule": "constant"}
+
+    def run(steps: int, where: str | Path) -> RunDirectory:
+        settings = [f"{key}={value}" for key, value in (keys | {"train.steps": steps}).items()]
+        return jaxthru.run(jaxthru.load_config("quickstart", settings), where)
+
+    assert run(6, URL).where == URL
+    assert [path.name for path in (epath.Path(URL) / "checkpoints").iterdir()] == ["4", "6"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another host"))
+    found, whole = run(9, URL).metrics(), run(9, tmp_path / "whole").metrics()
+    assert list(found["step"]) == list(range(1, 10)) and list(found["loss"]) == list(whole["loss"])
+    there = (epath.Path(URL) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in there] == list(whole["loss"])
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [
+        ("s3://bucket/run", "s3:// is not supported: Orbax writes checkpoints to gs:// and to mounted"),
+        ("https://bucket/run", "https:// is not supported"),
+        ("gs://bucket", "names no folder of a bucket, as gs://BUCKET/RUN"),
+        ("gs://", "names no folder of a bucket"),
+    ],
+)
+def test_other_addresses_are_refused(url, said):
+    with pytest.raises(InputError, match=f"^--run-dir {url}: {said}"):
+        RunDirectory(url)
+
+
+def test_a_missing_library_and_missing_credentials_are_said(bucket, monkeypatch):
+    class Refuses:
+        def exists(self):
+            raise ImportError("Install gcsfs") if self.missing else OSError("Anonymous caller\nhas no access")
+
+    monkeypatch.setattr(remote_run.epath, "Path", lambda url: Refuses())
+    Refuses.missing = True
+    with pytest.raises(InputError, match=r"needs gcsfs, which is not installed: `pip install gcsfs`$"):
+        RunDirectory(URL)
+    Refuses.missing = False
+    with pytest.raises(InputError, match=r"cannot be reached \(Anonymous caller has no access\); `gcloud"):
+        RunDirectory(URL)
+
+
+def test_a_run_in_a_bucket_is_not_used_from_there():
+    with pytest.raises(InputError, match=r"^gs://bucket/run: a run in a bucket cannot be used from there"):
+        folder_of("gs://bucket/run")
