@@ -1,5 +1,7 @@
 """The bench of experts: what its rows run and find, and the table of tiles that is made of a record."""
 
+import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -90,6 +92,36 @@ def test_balance_is_of_one_state_and_one_text(suite, setup):
     line["contenders"]["forced"]["ratio"] = 0.96
     assert [bar.met(row.found(setup, [block("in_turns", line)])) for bar in row.bars] == [False]
     assert row.bars[0].met(row.found(setup, [])) is None
+
+
+def test_states_are_compared_by_pairs_of_runs_of_a_seed(bench, suite, setup, monkeypatch):
+    script, ran = bench("measure.experts_state_loss"), []
+
+    def run(built, evaluation, seed):
+        ran.append((built, seed))
+        loss = 4.0 + seed + (0.001 * (4.0 + seed) if built == "int8" else 0.0)
+        return {"losses": [loss] * 40, "held_out_loss": loss, "skipped_updates": 0}
+
+    class Build(str):
+        evaluation = staticmethod(lambda: None)
+
+    def build_step(config, data):
+        assert config.train.steps == 40 and config.offload.layered == ("int8" in config.optim.state)
+        return Build("int8" if "int8" in config.optim.state else "float32")
+
+    monkeypatch.setattr(script, "open_data", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(script, "build_step", build_step)
+    monkeypatch.setattr(script.fp8_loss, "run", run)
+    options = {"config": script.__file__, "overrides": [], "steps": 40, "seeds": 4}
+    line = script.measure(argparse.Namespace(**options, stop_after=float("inf")))
+    assert ran == [(name, seed) for seed in range(4) for name in ("float32", "int8")]
+    assert 0.3e9 < line["active_parameters"] < 0.5e9 and line["seeds"] == 4
+    row = suite.ROWS["state_loss"]
+    found = row.found(setup, [block("seeds", line)])
+    assert found["apart"] == pytest.approx(0.001) and row.bars[0].met(found) and row.named
+    assert "| held_out | +0.10% | 0.00% |" in row.details(found)
+    assert script.measure(argparse.Namespace(**options, stop_after=0.0))["seeds"] == 1, "whole pairs"
+    assert row.command("seeds", setup)[2:] == ["--set", "data.mix=quickstart", "--stop-after", "400"]
 
 
 def test_rows_take_the_tiles_that_were_found(suite, setup, bench):

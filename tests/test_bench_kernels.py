@@ -17,6 +17,7 @@ SMALL = {
     "grouped_matmul": "cpu_into",
     "linear_cross_entropy": "benchmark",
     "rms_norm": "cpu_heads",
+    "router": "cpu",
     "routing": "three",
     "weighted_swiglu": "odd",
 }
@@ -44,7 +45,7 @@ def test_every_operation_has_a_small_shape_here(bench):
     assert sorted(SMALL) == bench("measure.kernel").OPERATIONS
 
 
-@slow_but_for(*(name for name in SMALL if name != "experts"), name=named(*SMALL))
+@slow_but_for(*(name for name in SMALL if name not in ("experts", "router")), name=named(*SMALL))
 def test_an_operation_is_timed_and_its_contenders_agree(bench, monkeypatch, capsys, name):
     kernel = bench("measure.kernel")
     seconds = ["--warmup-seconds", "0", "--timed-seconds", "0"]

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxthru.models import scopes
 from jaxthru.models.experts import routed
 from jaxthru.models.layers import Weight, drawn
+from jaxthru.models.split_matmul import router_matmul
 from jaxthru.models.stage import Context, Extras, Metric
 from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels.routing import Routing
@@ -53,7 +54,7 @@ class Router(nnx.Module):
         counted of it."""
         ops, valid_BT = context.ops, context.valid
         valid_N = ops.constrain(valid_BT.reshape(-1), "tokens")
-        logits_NE = ops.constrain(_logits(x_ND, self.weight[...]), "tokens", None)
+        logits_NE = ops.constrain(router_matmul(x_ND, self.weight[...]), "tokens", None)
         bias_E = self.bias[...] if self.biased else None
         routing = routed(ops, logits_NE, valid_N, bias_E, **self.rule)
         aux, z = self.losses
@@ -63,12 +64,6 @@ class Router(nnx.Module):
         if z:
             losses["router_z_loss"] = z * z_loss(logits_NE, valid_BT)
         return routing, Extras(losses, {TOKENS: routing.counts_E})
-
-
-@jax.checkpoint
-def _logits(x_ND: jax.Array, weight_DE: jax.Array) -> jax.Array:
-    """Returns [N, E] float32; for the backward pass x is kept as it is, not as float32."""
-    return jnp.matmul(x_ND.astype(jnp.float32), weight_DE, precision="highest")
 
 
 def balance_loss(routing: Routing, valid_BT: jax.Array) -> jax.Array:

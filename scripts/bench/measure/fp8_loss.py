@@ -72,7 +72,7 @@ def run(built: Build, evaluation: Evaluation, seed: int) -> dict:
                 metrics[-WINDOW:] = jax.device_get(metrics[-WINDOW:])
                 mean = np.mean([values["loss"] for values in metrics[-WINDOW:]])
                 print(f"{len(metrics):5} {mean:.5f}", file=sys.stderr, flush=True)
-    metrics = jax.device_get(metrics)
+    metrics, state = jax.device_get(metrics), built.compiled.settled(state)
     return {
         "losses": [float(values["loss"]) for values in metrics],
         "held_out_loss": evaluation(train.steps, state["params"])["loss"],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import blocks
 import comparison
+import harness
 from suites.commits import InTurns
 from suites.race import Race
 from suites.rows import AUTO, TINY, Bar, Block, Row, Setup, lines_of, rate
@@ -248,6 +249,45 @@ class Balance(InTurns):
         return comparison.markdown(("routing", "tokens/s", "/ natural", "load max ÷ mean", "A-A"), lines)
 
 
+@dataclasses.dataclass(frozen=True)
+class StateLoss(Row):
+    """A mixture's loss with offloaded 8-bit moments, beside that of resident float32, over several seeds."""
+
+    config: str = ""
+    common: str = ""
+    seconds: float = 400.0
+    products = ()
+    small: str = (
+        f"{TINY} model.experts=4 model.top_k=2 model.expert_mlp=32 precision.compute=float32 evaluate.rows=4"
+    )
+
+    def wanted(self, done):
+        return [Block("seeds", 1, self.seconds)]
+
+    def check(self, setup):
+        """Its configuration is the script's own."""
+
+    def command(self, name, setup):
+        script = str(blocks.HERE / "measure" / "experts_state_loss.py")
+        counts = ["--steps", "20", "--seeds", "2"] if setup.tiny else ["--stop-after", f"{self.seconds:g}"]
+        return [sys.executable, script, *harness.set_words(setup.settings(self)), *counts]
+
+    def found(self, setup, done):
+        for line in lines_of(done, "seeds"):
+            of = line["offloaded_over_float32"]
+            error = of["held_out"]["standard_error"]
+            return {"apart": abs(of["held_out"]["mean"]), "spread": error, "seeds": line["seeds"]} | of
+        return {}
+
+    def details(self, found):
+        parts = [key for key in ("all_steps", "last_50_steps", "held_out") if key in found]
+        lines = [
+            [key, f"{found[key]['mean']:+.2%}", comparison.shown(found[key]["standard_error"], ".2%")]
+            for key in parts
+        ]
+        return comparison.markdown(("loss of", "/ float32 - 1", "standard error"), lines)
+
+
 DENSE = "cuBLAS's dense product"
 CALLS = (
     over("up_product", "dense", 0.85, 0.90, DENSE),
@@ -303,6 +343,11 @@ ROWS = {
         "qwen3_30b_a3b_12layer",
         bars=(Bar("apart", 0.03, "{:.1%} apart", most=True),),
         common=AUTO,
+    ),
+    "state_loss": StateLoss(
+        "300 steps of a mixture of 0.4 B active parameters: offloaded 8-bit moments against float32",
+        bars=(Bar("apart", 0.002, "{:.2%} apart", most=True),),
+        named=True,
     ),
     # As its configuration has it: what `auto` would take is a row of its own.
     "qwen3_30b": Whole(
