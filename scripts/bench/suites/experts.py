@@ -176,7 +176,7 @@ class TunedTiles(Calls):
 
     def command(self, name, setup):
         folder = setup.kept("tiles")
-        record = folder / "cases.json"
+        record = folder / f"{self.shapes}.json"
         times = ["--warmup-seconds", "1", "--timed-seconds", "0.4"]
         measure = self.program(setup, "--tiles", *times, "--output", record)
         make = [sys.executable, str(blocks.HERE / "measure" / "experts_tiles.py"), str(record)]
@@ -310,6 +310,16 @@ ROWS = {
         shapes="qwen3_30b",
         seconds=170.0,
     ),
+    **{
+        f"tiles_{model}": TunedTiles(
+            f"the same for {name}'s experts",
+            operation="grouped_matmul",
+            shapes=model,
+            seconds=150.0,
+            named=True,
+        )
+        for model, name in (("olmoe", "OLMoE"), ("mixtral", "Mixtral"))
+    },
     "calls": Calls(
         "131,072 rows of 128 experts, 2,048 → 1,536 and 768 → 2,048, random counts",
         bars=CALLS,

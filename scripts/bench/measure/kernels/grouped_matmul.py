@@ -56,6 +56,9 @@ SHAPES = cases("up", GPU["qwen3_30b_up"]) | cases("down", GPU["qwen3_30b_down"])
 GROUPS, SHAPE = {"qwen3_30b": tuple(SHAPES)}, "qwen3_30b"
 SHAPES |= cases("cpu", CPU["drawn"])
 GROUPS["tiny"] = tuple(name for name in SHAPES if name.startswith("cpu_"))
+for model in ("olmoe", "mixtral"):
+    both = cases(f"{model}_up", GPU[f"{model}_up"]) | cases(f"{model}_down", GPU[f"{model}_down"])
+    SHAPES, GROUPS[model] = SHAPES | both, tuple(both)
 FLOAT8 = ("qwen3_30b_up", "qwen3_30b_down", "mixtral_up", "mixtral_down")
 SHAPES |= {f"float8_{name}_{call}": Case(GPU[name], call, True) for name in FLOAT8 for call in CALLS[:3]}
 GROUPS["float8"] = tuple(name for name in SHAPES if name.startswith("float8_"))
