@@ -110,6 +110,30 @@ class Ring:
         self.release(base + (steps - 1))
         return acc
 
+    def multiply_apart(self, steps, base):
+        """Returns the same for operands of 8 bits, of which the tensor cores sum up one step at a time: they
+        keep about 14 bits of the sums, and these are added up in float32 outside of them."""
+        shape, rows = (
+            (self.tiles.m_of_consumer, self.tiles.n),
+            pl.ds(self.first_row, self.tiles.m_of_consumer),
+        )
+
+        def add(step, total):
+            slot = self.slot(base + step)
+            plgpu.barrier_wait(self.full.at[slot])
+
+            def run(acc_ref):
+                b_ref = self.b.at[slot]
+                b_ref = b_ref.transpose((1, 0)) if self.b_transposed else b_ref
+                plgpu.wgmma(acc_ref, self.part_of_a(slot, rows), b_ref)
+                return acc_ref[...]
+
+            part = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+            self.release(base + step)
+            return total + part
+
+        return lax.fori_loop(0, steps, add, jnp.zeros(shape, jnp.float32))
+
     def part_of_a(self, slot, rows):
         if self.a_transposed:
             return self.a.at[slot, :, rows].transpose((1, 0))
@@ -281,15 +305,15 @@ def smem(dtype, *shape, rows: int = 8):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def scratch_of(tiles: RingTiles, a_tile, b_tile, dtype, out, copies: int = 2):
+def scratch_of(tiles: RingTiles, a_tile, b_tile, dtype, out, copies: int = 2, b_dtype=None):
     """Returns the scratch that a `Ring` is made of. a_tile, b_tile: their shapes. out: what of `smem`.
-    copies: how many fill a slot."""
+    copies: how many fill a slot. b_dtype: of b, where it is not a's."""
     empty = plgpu.Barrier
     if tiles.cluster > 1:  # a slot is empty once it is in all thread blocks to which its shared part goes
         empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     return [
         smem(dtype, tiles.stages, *a_tile),
-        smem(dtype, tiles.stages, *b_tile),
+        smem(b_dtype or dtype, tiles.stages, *b_tile),
         out,
         plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.stages),
         empty(num_arrivals=CONSUMERS, num_barriers=tiles.stages),

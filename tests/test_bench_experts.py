@@ -221,3 +221,33 @@ def test_other_records_are_refused(bench, monkeypatch, tmp_path, record, said):
     with pytest.raises(bench("measure.experts_tiles").InputError, match=said):
         script.main()
     assert not Path(tmp_path / "t.json").exists()
+
+
+def test_float8_is_set_beside_bfloat16_by_model(suite, setup):
+    rates = {
+        f"float8_mixtral_{way}_{call}": {"mosaic_gpu": 500.0, "triton": 400.0, "dense": 900.0}
+        | ({"float8 a": 800.0, "float8 b": 1000.0} if call != "sum" else {})
+        for way in ("up", "down")
+        for call in ("product", "turned", "sum")
+    }
+    contenders = {shape: {name: {"tflops": rate} for name, rate in of.items()} for shape, of in rates.items()}
+    row = suite.ROWS["float8"]
+    found = row.found(setup, [block("ours", {"contenders": contenders})])
+    assert found["mixtral"] == pytest.approx(1.5)  # 1 + 1 + 1 over 1/2 + 1/2 + 1: sums stay as they are
+    assert {bar.what: bar.met(found) for bar in row.bars} == {"mixtral": True, "qwen3_30b": None}
+
+
+def test_float8_lowers_in_all_its_tiles(bench):
+    bench("measure")  # else its namespace, which another test imported, has no parent
+    grouped, struct = bench("measure.kernels.grouped_matmul"), jax.ShapeDtypeStruct
+    assert len(grouped.GROUPS["float8"]) == 12
+    case = grouped.SHAPES["float8_mixtral_down_turned"]
+    (rows, columns, results, groups), bfloat16 = case.of[:4], jnp.bfloat16
+    x, dy = (struct((rows, width), bfloat16) for width in (columns, results))
+    w, sizes = struct((groups, columns, results), bfloat16), struct((groups,), jnp.int32)
+    functions = grouped.in_float8(case)
+    assert len(functions) >= 3 and not grouped.in_float8(case._replace(call="sum"))
+    *_, function = functions.values()
+    with dispatch.assumed("gpu"):
+        text = jax.jit(function).trace(None, x, w, dy, sizes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1 and "f8E5M2" in text

@@ -34,33 +34,61 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.hopper_tiles import Tiles
 from pallas_kernels.grouped_matmul.tiles import tiles_of
-from pallas_kernels.hopper_ring import Pieces, Ring, i32, kernel, order, out_of, run, scratch_of
+from pallas_kernels.hopper_ring import WIDTH_BYTES, Pieces, Ring, i32, kernel, order, out_of, run, scratch_of
 from pallas_kernels.hopper_tiles import CONSUMERS, PIECE, STEP
 
 ROWS = 8  # TMA's tiles in shared memory have as many: what it loads begins at a multiple
 LADDER = tuple(PIECE >> i for i in range(PIECE.bit_length()))  # 64, 32, ..., 1
 
 
-def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: bool = False):
+def grouped_matmul_float8(x8_RI, w8_EOI, scales_E, sizes_E, tiles: Tiles, ctas: int, *, dtype, exact: bool):
+    """Returns y_RO: each row times the matrix of its group and its scale.
+
+    The tensor cores take 8 bits only where what is contracted lies together, in x8 as in w8: [E, O, I]. A
+    step of the ring is as many bytes, and so contracts twice as much.
+    """
+    how = {"scales_E": scales_E, "dtype": jnp.dtype(dtype), "exact": exact}
+    return grouped_matmul(x8_RI, w8_EOI, sizes_E, tiles, ctas, transposed=True, **how)
+
+
+def grouped_matmul(
+    x_RI,
+    w,
+    sizes_E,
+    tiles: Tiles,
+    ctas: int,
+    *,
+    transposed: bool = False,
+    scales_E=None,
+    dtype=None,
+    exact: bool = False,
+):
     """Returns y_RO: each row times the matrix of its group.
 
     Args:
-      x_RI: bfloat16.
+      x_RI: bfloat16, or a float8.
       w: [E, I, O], or [E, O, I] if `transposed`.
       sizes_E: int32, of each group.
       tiles: divide I and O.
       ctas: how many thread blocks run at once: the number of SMs.
+      scales_E: what a group's products are multiplied by, float32, or None.
+      dtype: of the result, 2 bytes; None is x's.
+      exact: sum in float32 what the tensor cores keep fewer bits of, see `Ring.multiply_apart`.
     """
     (R, I), O = x_RI.shape, w.shape[1 if transposed else 2]  # noqa: E741
     ctas -= ctas % tiles.cluster
-    columns, steps, dtype = O // tiles.n, I // STEP, x_RI.dtype
+    of_step, dtype = WIDTH_BYTES // x_RI.dtype.itemsize, dtype or x_RI.dtype
+    columns, steps = O // tiles.n, I // of_step
     # A row block has parts of a consumer each. A cluster that shares w takes them in turns, so that the last
     # ones of a group fall to both its thread blocks.
     part, apart = tiles.m_of_consumer, tiles.cluster if tiles.shares_w else 1
     blocks = tiles_of(sizes_E, R, apart * tiles.m, aligned=ROWS)
-    last = len(blocks.group_P) - 1
+    last, scales = len(blocks.group_P) - 1, () if scales_E is None else (scales_E,)
+    scaled = len(scales)
 
-    def body(x_ref, w_ref, group_ref, first_ref, end_ref, begins_ref, behind_ref, y_ref, *scratch):
+    def body(x_ref, w_ref, group_ref, first_ref, end_ref, begins_ref, behind_ref, *rest):
+        *scale_refs, y_ref = rest[: 1 + scaled]
+        scratch = rest[1 + scaled :]
         shares = "b" if tiles.shares_w else "a"
         ring = Ring(tiles, scratch, b_transposed=transposed, shares=shares)
         count = behind_ref[len(sizes_E) - 1] * apart
@@ -80,7 +108,7 @@ def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: boo
             rows = [pl.ds(pl.multiple_of(first + r * apart, ROWS), copied) for r in range(0, tiles.m, copied)]
 
             def windows(step):
-                contracted = pl.ds(step * STEP, STEP)
+                contracted = pl.ds(step * of_step, of_step)
                 b_window = (group, of_n, contracted) if transposed else (group, contracted, of_n)
                 return *(x_ref.at[each, contracted] for each in rows), w_ref.at[b_window]
 
@@ -94,11 +122,17 @@ def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: boo
         pieces = Pieces(tiles.pieces, PIECE, dtype, store, nowhere=(0, 0, 0, 0))
 
         def consume(tile, base, waiting=None):
-            n, _, first, begins, end = tile
+            n, group, first, begins, end = tile
             row = first + ring.first_row * apart
 
             def multiply(waiting):
-                acc = _multiply(ring, pieces, waiting, steps, base)
+                scale = scale_refs[0][group] if scaled else None
+                acc = (
+                    ring.multiply_apart(steps, base)
+                    if exact
+                    else _multiply(ring, pieces, waiting, steps, base)
+                )
+                acc = acc * scale if scaled else acc
                 return _leave(tiles, pieces.of(acc, (n, row, begins, end)), pieces)
 
             def skip(waiting):
@@ -111,12 +145,12 @@ def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: boo
         total, late = count * columns, pieces if tiles.late else None
         run(tiles, ctas, total, lambda tile: i32(steps), ring, produce, consume, look_up, late=late)
 
-    b_tile = (tiles.n, STEP) if transposed else (STEP, tiles.n)
+    b_tile = (tiles.n, of_step) if transposed else (of_step, tiles.n)
     out = out_of(tiles, dtype, tiles.out_slots(PIECE), rows=1)
     copies = 1 + (CONSUMERS if apart > 1 else 1)
-    scratch = scratch_of(tiles, (tiles.m, STEP), b_tile, dtype, out, copies)
+    scratch = scratch_of(tiles, (tiles.m, of_step), b_tile, x_RI.dtype, out, copies, w.dtype)
     out_type = jax.ShapeDtypeStruct((R, O), dtype)
-    return kernel(body, out_type, tiles, ctas, scratch)(x_RI, w, *blocks)
+    return kernel(body, out_type, tiles, ctas, scratch)(x_RI, w, *blocks, *scales)
 
 
 def _multiply(ring: Ring, pieces: Pieces, waiting, steps, base, prepare=None):

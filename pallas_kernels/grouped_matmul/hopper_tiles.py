@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from pallas_kernels.dispatch import Unsupported
@@ -20,6 +21,7 @@ TABLE: dict[str, dict[str, dict]] = json.loads(TABLE_FILE.read_text())
 microseconds of the other implementations in the same run, "faster": whether the kernel is}}}"""
 
 LARGEST = 128 * 256  # of a thread block, whose consumers have registers for as many sums
+EXACT = 64 * 128  # sums of a consumer that has them twice, those of a step and those of all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Tiles(RingTiles):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A call of a kernel. operation: "matmul", "matmul_transposed", "outer", "outer_float32" or "outer_into".
+    """A call of a kernel. operation: "matmul", "matmul_transposed", "outer", "outer_float32", "outer_into",
+    "float8" or "float8_exact".
 
     rows: R of all groups. columns: I of x. results: O of the product, or of y in a sum.
     """
@@ -76,6 +79,15 @@ class Problem:
         return self.operation.startswith("outer")
 
     @property
+    def float8(self) -> bool:
+        return self.operation.startswith("float8")
+
+    @property
+    def of_step(self) -> int:
+        """What a step of the ring contracts."""
+        return 2 * STEP if self.float8 else STEP
+
+    @property
     def piece_columns(self) -> int:
         return PIECE // 2 if self.operation in ("outer_float32", "outer_into") else PIECE
 
@@ -85,7 +97,7 @@ class Problem:
 
     def check(self, tiles: Tiles) -> None:
         """Raises Unsupported, naming what does not divide or fit."""
-        of_m = tiles.m * tiles.cluster if self.sums else STEP
+        of_m = tiles.m * tiles.cluster if self.sums else self.of_step
         wanted = [("rows", self.rows, 8), ("columns of x", self.columns, of_m)]
         of_n = tiles.n * (1 if self.sums or tiles.shares_w else tiles.cluster)
         wanted += [("columns of the result", self.results, of_n)]
@@ -95,8 +107,11 @@ class Problem:
         if self.rows < (least := STEP if self.sums else tiles.m):
             raise Unsupported(f"{self.rows} rows are fewer than the {least} of a block")
         tiles.check_sums()
-        if tiles.late and (self.piece_columns != PIECE or tiles.m_of_consumer > PIECE):
+        full = self.operation == "float8_exact" or (self.float8 and tiles.cluster > 1)
+        if tiles.late and (full or self.piece_columns != PIECE or tiles.m_of_consumer > PIECE):
             raise Unsupported(f"no registers for results of {self.operation} in {tiles} to be stored late")
+        if self.operation == "float8_exact" and tiles.m_of_consumer * tiles.n > EXACT:
+            raise Unsupported(f"no registers for sums of {tiles} apart from those of the tensor cores")
         if tiles.shares_w and (self.sums or tiles.cluster == 1):
             raise Unsupported(f"a product's clusters share columns of w, no {self.operation} in {tiles} does")
         if (found := tiles.smem_bytes(self.piece_columns)) > SMEM_BYTES:
@@ -116,7 +131,9 @@ def choose(problem: Problem, device_kind: str, sms: int = SMS) -> tuple[Tiles, b
     fitting = Tiles.fitting(problem.check)
     if not fitting:
         problem.check(Tiles(*min(RATES, key=math.prod)))  # raises: what does not divide by the smallest tiles
-    return min(fitting, key=lambda tiles: predict(problem, tiles, sms)), None
+    tiles = min(fitting, key=lambda tiles: predict(problem, tiles, sms))
+    # Of all products and sums in 2 bytes that were measured, those stored late are the fastest.
+    return next(_fitting(problem, tiles, [{"late": True}]), tiles), None
 
 
 def measured(problem: Problem, device_kind: str) -> dict | None:
@@ -142,21 +159,27 @@ def predict(problem: Problem, tiles: Tiles, sms: int = SMS) -> float:
     else:  # of a group's last tile, half the consumers have rows, and half of these a half
         waste = tiles.m_of_consumer / 2
         count = (problem.rows + problem.groups * min(waste, mean)) / tiles.m * (problem.results // tiles.n)
-        steps = problem.columns / STEP
+        steps = problem.columns / problem.of_step
+    of_step *= problem.of_step / STEP
     rate = PRODUCT_FLOPS * RATES.get((tiles.m, tiles.n), 1.0) / sms
     return math.ceil(count / sms) * (steps + 1) * of_step / rate
 
 
 def candidates(problem: Problem) -> list[Tiles]:
     """Returns the tiles to measure for a shape: the largest, else all that fit, with as many stages as there
-    is room for; the first in pairs, stored late and both too."""
+    is room for; the first stored late, in pairs, and both. In float8 pairs share w too, which was slower in
+    bfloat16, whose operands are twice as long on their way to be multiplied."""
     fitting = Tiles.fitting(problem.check)
     sizes = [tiles for tiles in fitting if tiles.m * tiles.n == LARGEST] or fitting
-    forms = [{"late": late, "cluster": cluster} for late in (False, True) for cluster in (1, 2)]
-    forms.append({"late": True, "cluster": 2, "shares_w": True})
-    for form in forms[1:]:
+    pairs = [{"cluster": 2}, {"cluster": 2, "late": True}]
+    shared = [{"shares_w": True} | pair for pair in pairs] if problem.float8 else []
+    return sizes + list(_fitting(problem, sizes[0], [{"late": True}, *pairs, *shared]))
+
+
+def _fitting(problem: Problem, tiles: Tiles, forms: list[dict]) -> Iterator[Tiles]:
+    """Yields tiles in those of several forms in which they can take a problem."""
+    for form in forms:
         with contextlib.suppress(Unsupported):
-            tiles = dataclasses.replace(sizes[0], **form)
-            problem.check(tiles)
-            sizes.append(tiles)
-    return sizes
+            formed = dataclasses.replace(tiles, **form)
+            problem.check(formed)
+            yield formed

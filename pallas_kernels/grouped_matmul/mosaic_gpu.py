@@ -37,6 +37,9 @@ HOPPER = {"least": (9, 0), "below": (10, 0)}
 
 # Lowered once for all layers of a program that call them alike: Mosaic would compile the kernel for each.
 _grouped_matmul = jax.jit(hopper.grouped_matmul, static_argnames=("tiles", "ctas", "transposed"))
+_grouped_matmul_float8 = jax.jit(
+    hopper.grouped_matmul_float8, static_argnames=("tiles", "ctas", "dtype", "exact")
+)
 _grouped_outer = jax.jit(hopper.grouped_outer, static_argnames=("tiles", "ctas", "dtype"))
 
 
@@ -47,6 +50,17 @@ def grouped_matmul(x_RI, w, sizes_E, *, transposed: bool, **options) -> jax.Arra
     plan = _plan(problem, x_RI.dtype, **options)
     y_RO = _grouped_matmul(*unmark(x_RI, w, sizes_E), *plan, transposed=transposed)
     return mark((y_RO,), x_RI, w, sizes_E)[0]
+
+
+def grouped_matmul_float8(x8_RI, w8_EOI, scales_E, sizes_E, *, dtype, exact: bool, **options) -> jax.Array:
+    """Returns [R, O]; see `grouped_matmul_float8` of the package."""
+    problem = Problem(f"float8{'_exact' * exact}", len(w8_EOI), *x8_RI.shape, w8_EOI.shape[1])
+    plan = _plan(problem, x8_RI.dtype, **options)
+    if jnp.dtype(dtype).itemsize != 2:
+        raise dispatch.Unsupported(f"results of float8 have 2 bytes, asked for {jnp.dtype(dtype)}")
+    operands = x8_RI, w8_EOI, scales_E, sizes_E
+    y_RO = _grouped_matmul_float8(*unmark(*operands), *plan, dtype=jnp.dtype(dtype), exact=exact)
+    return mark((y_RO,), *operands)[0]
 
 
 def grouped_outer(x_RI, y_RO, sizes_E, into, *, dtype, **options) -> jax.Array:
@@ -72,7 +86,7 @@ def _plan(
       Unsupported: the kernel cannot run, or is not known to pay.
     """
     dispatch.require_nvidia(platform, **HOPPER)
-    if dtype != jnp.bfloat16:
+    if dtype != jnp.bfloat16 and not problem.float8:
         raise dispatch.Unsupported(f"multiplies bfloat16, found {dtype}")
     kind, sms = hopper_device()
     if tiles is not None:

@@ -24,6 +24,12 @@ def grouped_matmul(x_RI, w, sizes_E, *, transposed: bool) -> jax.Array:
     return jax.lax.scan(add_group, zeros, (w32, _own(sizes_E, len(x_RI))))[0].astype(x_RI.dtype)
 
 
+def grouped_matmul_float8(x8_RI, w8_EOI, scales_E, sizes_E, *, dtype, exact: bool) -> jax.Array:
+    """Returns [R, O]; see `grouped_matmul_float8` of the package."""
+    w_EOI = w8_EOI.astype(jnp.float32) * scales_E[:, None, None]
+    return grouped_matmul(x8_RI.astype(jnp.float32), w_EOI, sizes_E, transposed=True).astype(dtype)
+
+
 def grouped_outer(x_RI, y_RO, sizes_E, into, *, dtype) -> jax.Array:
     """Returns [E, I, O]; see `grouped_outer` of the package."""
 

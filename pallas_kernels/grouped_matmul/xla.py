@@ -40,6 +40,12 @@ def grouped_matmul(x_RI, w, sizes_E, *, transposed: bool) -> jax.Array:
     return jax.lax.fori_loop(0, tiles.count, put_tile, empty_RO)
 
 
+def grouped_matmul_float8(x8_RI, w8_EOI, scales_E, sizes_E, *, dtype, exact: bool) -> jax.Array:
+    """Returns [R, O]; see `grouped_matmul_float8` of the package. It saves nothing: operands are widened."""
+    w_EOI = w8_EOI.astype(jnp.float32) * scales_E[:, None, None]
+    return grouped_matmul(x8_RI.astype(jnp.float32), w_EOI, sizes_E, transposed=True).astype(dtype)
+
+
 def grouped_outer(x_RI, y_RO, sizes_E, into, *, dtype) -> jax.Array:
     """Returns [E, I, O]; see `grouped_outer` of the package."""
     R, (E,) = len(x_RI), sizes_E.shape

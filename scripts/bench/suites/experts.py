@@ -107,6 +107,37 @@ class Calls(Timed):
         }
 
 
+class Float8(Calls):
+    """All grouped matmuls of a layer, forward and backward, with products in float8 beside all in bfloat16:
+    for each model the time of these over that of those."""
+
+    def wanted(self, done):
+        return [Block("ours", 1, self.seconds)]
+
+    def refuses(self, setup):
+        return "its kernels are of Hopper" if setup.tiny else ""
+
+    def command(self, name, setup):
+        table = table_of(setup)
+        times = ["--warmup-seconds", "1", "--timed-seconds", "0.4"]
+        return self.program(setup, *times, *(["--table", table] if table.exists() else []))
+
+    def found(self, setup, done):
+        found = super().found(setup, done)
+        times: dict[str, list[float]] = {}
+        for case, of in found["rates"].items():
+            model = case.removeprefix("float8_").rsplit("_", 2)[0]  # of MODEL_up_product
+            plain = max((rate for name, rate in of.items() if name in OWN), default=None)
+            if plain is None:
+                continue
+            fastest = max(rate for name, rate in of.items() if name in OWN or name.startswith("float8"))
+            share = 2.0 if "_up_" in case else 1.0  # gate and up are twice the down map's FLOPs
+            both = times.setdefault(model, [0.0, 0.0])
+            both[0] += share / plain
+            both[1] += share / fastest
+        return found | {model: plain / float8 for model, (plain, float8) in times.items()}
+
+
 class Layers(Timed):
     """Whole layers, forward and backward; `shape_forward` is the forward pass alone."""
 
@@ -145,7 +176,7 @@ class TunedTiles(Calls):
 
     def command(self, name, setup):
         folder = setup.kept("tiles")
-        record = folder / "cases.json"
+        record = folder / f"{self.shapes}.json"
         times = ["--warmup-seconds", "1", "--timed-seconds", "0.4"]
         measure = self.program(setup, "--tiles", *times, "--output", record)
         make = [sys.executable, str(blocks.HERE / "measure" / "experts_tiles.py"), str(record)]
@@ -279,12 +310,32 @@ ROWS = {
         shapes="qwen3_30b",
         seconds=170.0,
     ),
+    **{
+        f"tiles_{model}": TunedTiles(
+            f"the same for {name}'s experts",
+            operation="grouped_matmul",
+            shapes=model,
+            seconds=150.0,
+            named=True,
+        )
+        for model, name in (("olmoe", "OLMoE"), ("mixtral", "Mixtral"))
+    },
     "calls": Calls(
         "131,072 rows of 128 experts, 2,048 → 1,536 and 768 → 2,048, random counts",
         bars=CALLS,
         operation="grouped_matmul",
         shapes="qwen3_30b",
         part="calls",
+    ),
+    "float8": Float8(
+        "a layer's grouped matmuls, products in float8 and sums in bfloat16",
+        bars=(
+            Bar("mixtral", 1.25, "Mixtral's: {:.2f} × bfloat16", 1.4),
+            Bar("qwen3_30b", 1.05, "Qwen3-30B's: {:.2f} × bfloat16, below which its experts stay in that"),
+        ),
+        operation="grouped_matmul",
+        shapes="float8",
+        seconds=170.0,
     ),
     "layers": Layers(
         "a whole layer, forward and backward, 32,768 tokens",

@@ -4,8 +4,9 @@
 2,048 → 1,536 and `down` 768 → 2,048. `product` is forward, `turned` the gradient of the rows, `sum` that of
 the matrices, `into` the same added to a float32 buffer. `dense` is one matmul of as many FLOPs: rows times
 one matrix, or one sum over all rows. `tokamax` is its ragged dot, of its kernels for Hopper, where that
-imports; its sums and turned products are its own gradients. --tiles has Hopper's kernel contend in other
-tiles too; of the record, measure/experts_tiles.py makes the table that `auto` follows.
+imports; its sums and turned products are its own gradients. `float8` is these shapes and Mixtral's at 16,384
+tokens, beside products of rows and matrices that are quantised within the call. --tiles has Hopper's kernel
+contend in other tiles too; of the record, measure/experts_tiles.py makes the table that `auto` follows.
 
 Predicted on an H200, TFLOP/s, where `dense` has 690 (`mosaic_gpu`: as its file counts; `triton`: pointers and
 no ring, which others find at 470 to 560; `tokamax`: its own tables on an H100, with the H200's memory):
@@ -20,8 +21,10 @@ no ring, which others find at 470 to 560; `tokamax`: its own tables on an H100, 
   down_into           690          580      440       120
 """
 
+import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from measure.workload import Pace, Workload, import_tokamax, on
 
+from jaxthru.models import fp8
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
 from pallas_kernels.grouped_matmul.shapes import CPU, GPU, Shape
 
@@ -37,10 +41,11 @@ CALLS = ("product", "turned", "sum", "into")
 
 
 class Case(NamedTuple):
-    """A call of a shape's product, or of what its gradients are made of."""
+    """A call of a shape's product, or of what its gradients are made of. float8: beside float8's."""
 
     of: Shape
     call: str
+    float8: bool = False
 
 
 def cases(name: str, of: Shape) -> dict[str, Case]:
@@ -51,6 +56,12 @@ SHAPES = cases("up", GPU["qwen3_30b_up"]) | cases("down", GPU["qwen3_30b_down"])
 GROUPS, SHAPE = {"qwen3_30b": tuple(SHAPES)}, "qwen3_30b"
 SHAPES |= cases("cpu", CPU["drawn"])
 GROUPS["tiny"] = tuple(name for name in SHAPES if name.startswith("cpu_"))
+for model in ("olmoe", "mixtral"):
+    both = cases(f"{model}_up", GPU[f"{model}_up"]) | cases(f"{model}_down", GPU[f"{model}_down"])
+    SHAPES, GROUPS[model] = SHAPES | both, tuple(both)
+FLOAT8 = ("qwen3_30b_up", "qwen3_30b_down", "mixtral_up", "mixtral_down")
+SHAPES |= {f"float8_{name}_{call}": Case(GPU[name], call, True) for name in FLOAT8 for call in CALLS[:3]}
+GROUPS["float8"] = tuple(name for name in SHAPES if name.startswith("float8_"))
 PACE = Pace(warmup=2.0, timed=2.0, turn=0.2, calls=10)
 
 
@@ -63,6 +74,32 @@ def call(case: Case, implementation: str):
         "sum": lambda into, x, w, dy, sizes: grouped_outer(x, dy, sizes, **how),
         "into": lambda into, x, w, dy, sizes: grouped_outer(x, dy, sizes, into, **how),
     }[case.call]
+
+
+def in_float8(case: Case) -> dict[str, Callable]:
+    """Returns {name: the function}: rows and matrices quantised, and multiplied by Hopper's kernel in each of
+    its tiles. None for sums, which stay in bfloat16."""
+    from pallas_kernels.grouped_matmul import (
+        hopper_tiles,
+        mosaic_gpu,
+    )  # here, for they are of use on a GPU alone
+
+    if case.call not in ("product", "turned"):
+        return {}
+    turned, problem = case.call == "turned", problem_of(case)
+    problem = dataclasses.replace(problem, operation="float8_exact" if turned else "float8")
+
+    def multiply(tiles, into, x, w, dy, sizes):
+        rows = fp8.quantise(dy, fp8.BACKWARD) if turned else fp8.quantise(x, fp8.FORWARD)
+        matrices = jax.vmap(lambda matrix: fp8.quantise(matrix, fp8.FORWARD))(w)
+        w8 = matrices.values if turned else matrices.values.swapaxes(1, 2)
+        how = {"dtype": x.dtype, "exact": turned, "tiles": tiles}
+        return mosaic_gpu.grouped_matmul_float8(rows.values, w8, matrices.scale * rows.scale, sizes, **how)
+
+    return {
+        f"float8 {name_of(tiles)}": functools.partial(multiply, tiles)
+        for tiles in hopper_tiles.candidates(problem)
+    }
 
 
 def dense(case: Case):
@@ -152,6 +189,8 @@ def workload(case: Case) -> Workload:
     tokamax, missing = import_tokamax() if gpu else (None, "timed on GPUs alone")
     if tokamax:
         functions["tokamax"] = of_tokamax(tokamax, case)
+    if gpu and case.float8:
+        functions |= in_float8(case)
     flops = 2.0 * case.of.rows * case.of.columns * case.of.results
     more = {}
     if gpu:
