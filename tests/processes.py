@@ -14,7 +14,8 @@ def start_processes(
 
     devices: CPU devices in each process.
     """
-    alone = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    alone = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     return [
         subprocess.Popen(
             [sys.executable, "-u", str(script), *arguments],

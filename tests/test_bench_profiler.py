@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+from runs import ROOT, make_workplace
 
 from jaxthru import config as configuration
 from jaxthru import train
@@ -18,9 +18,8 @@ from jaxthru.profile.account import ledger
 from jaxthru.profile.collect import clocks
 from jaxthru.profile.read.xplane import Event, Trace
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "profile"))
-import sample  # noqa: E402 - the ledger that the profiler's own tests share
+import sample
 
 
 @pytest.fixture
@@ -338,14 +337,17 @@ def test_a_planted_run_is_compared_once_the_clean_one_is_there(bench, setup, mon
     assert opened == [("sync", "profiler_clean", "profiler_host_sync", 1500.0, None)]
 
 
-@pytest.mark.slow(minutes=3)
+@pytest.mark.slow(minutes=2)
 def test_rows_run_on_a_cpu(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = make_workplace(tmp_path).environment() | {"PYTHONPATH": str(ROOT)}
+    mix = tmp_path / "mix.toml"  # with as many tokens as the models have: FLOPs count those that there are
+    mix.write_text(mix.read_text().replace("300\n", "8192\n").replace("00_000", "000_000"))
     script = str(ROOT / "scripts" / "bench" / "suite.py")
 
     def measured(rows: str) -> dict[str, dict]:
         """Returns the records of rows, once they have run."""
-        command = [sys.executable, script, "profiler", "--tiny", "--mix", "quickstart", "--commit", "0" * 40]
+        command = [sys.executable, script, "profiler", "--tiny", "--commit", "0" * 40]
+        command += ["--mix", str(mix)]
         command += ["--output", str(tmp_path), "--rows", rows]
         for setting in (
             "kernels.attention=xla",

@@ -8,11 +8,11 @@ import pytest
 from runs import ROOT
 
 
-@pytest.mark.slow(minutes=6)
+@pytest.mark.slow(minutes=1)
 @pytest.mark.parametrize(
     ("what", "count", "more"),
     [
-        ("endings", 6, ("--processes", "1", "2")),
+        ("endings", 4, ("--processes", "1", "2")),
         ("checkpoints", 20, ()),
         ("inputs", 20, ()),
     ],

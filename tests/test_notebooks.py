@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 from pathlib import Path
 
@@ -16,6 +17,8 @@ FOLDER = ROOT / "notebooks"
 NAMES = ("quickstart", "profile", "published_weights", "fine_tune")
 PICTURES = {"quickstart": 2, "profile": 2, "published_weights": 1, "fine_tune": 1}
 GPU_GIB = 15  # of a free GPU of 16 GB
+FEWER = 10  # as many times fewer steps are trained of what trains for long
+LONG = 50  # steps
 
 
 def read(name: str) -> dict:
@@ -114,16 +117,30 @@ def test_what_the_script_writes_names_no_folder(script, tmp_path):
     nbformat.validate(notebook)
 
 
-@pytest.mark.slow(minutes=4)
+def shortened(source: str) -> str:
+    """Returns a cell; what trains for long does so for fewer steps, and is evaluated and saved as often."""
+    if max(map(int, re.findall(r"train\.steps=(\d+)", source)), default=0) < LONG:
+        return source
+    return re.sub(
+        r"\b(train\.steps|evaluate\.every|checkpoint\.every)=(\d+)",
+        lambda found: f"{found[1]}={-(-int(found[2]) // FEWER)}",
+        source,
+    )
+
+
+@pytest.mark.slow(minutes=2)
 def test_all_run(script, tmp_path, monkeypatch):
     """From top to bottom in one folder, where the second finds the first's corpus prepared."""
-    monkeypatch.delenv("XLA_FLAGS")  # whose programs are slow, and have eight devices
+    one_device = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
+    monkeypatch.setenv("XLA_FLAGS", one_device)  # as a reader has
     monkeypatch.delenv("WEIGHTS", raising=False)
     for name in ("JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"):
         monkeypatch.delenv(name)
     notebooks = script("notebooks")
     for name in NAMES:
         notebook = notebooks.read(name)
+        for cell in code_of(notebook):
+            cell["source"] = shortened(cell["source"])
         notebooks.execute(notebook, tmp_path)
         outputs = [output for cell in code_of(notebook) for output in cell["outputs"]]
         assert len([each for each in outputs if "image/svg+xml" in each.get("data", {})]) >= PICTURES[name]

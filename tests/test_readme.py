@@ -39,14 +39,17 @@ TINY = SETTINGS | {
     "checkpoint.every": 20,
 }
 """Settings that make any shape one that a CPU trains in seconds."""
+EXPERTS = {"model.experts": 8, "model.top_k": 2, "model.expert_mlp": 32}
+"""Further ones of a mixture of experts."""
 TALK = "data.mix=chats.toml"
 MIXES = {"sft": {"MIX": "chats.toml"}, "dpo": {"MIX": "pairs.toml"}}
 """What stands for MIX behind these configurations, where others read plain text."""
 TUNED = {key: value for key, value in TINY.items() if not key.startswith("model.")} | {
     "data.sequence": 128,
     "precision.compute": "float32",
+    "train.steps": 6,
 }
-"""The same beside a folder of weights, whose shape is its own."""
+"""The same beside a folder of weights, whose shape is its own, and which takes longer."""
 
 
 def rows(page: str) -> dict[str, list[str]]:
@@ -196,7 +199,10 @@ class Newcomer:
             directory = f"runs/{len(self.trained) + 1}"
             own = {word.partition("=")[0] for word in options} - {"train.steps"}
             kept = [word for at, word in enumerate(options) if not self._steps(options, at)]
+            kept = kept if "--config" in kept else ["--config", NAMES["F"], *kept]
             settings = TUNED if any("model.pretrained=" in word for word in options) else TINY
+            if settings is TINY and hasattr(self.loaded(kept).model, "experts"):
+                settings = TINY | EXPERTS
             words = [
                 word
                 for key, value in settings.items()
@@ -206,7 +212,7 @@ class Newcomer:
             if settings is TUNED and "data.mix" not in own:
                 words += ["--set", TALK]
             words += [] if "--run-dir" in kept else ["--run-dir", directory]
-            words = ["train", *([] if "--config" in kept else ["--config", NAMES["F"]]), *kept, *words]
+            words = ["train", *kept, *words]
             self.type(words, devices=8 if any("mesh." in word for word in kept) else 1)
             if "--run-dir" in kept:
                 directory = kept[kept.index("--run-dir") + 1]
@@ -215,8 +221,13 @@ class Newcomer:
         return self.trained[tuple(options)]
 
     @staticmethod
+    def loaded(options: list[str]) -> configuration.RunConfig:
+        """Returns the configuration that `--config` names among these options, as it is there."""
+        return configuration.load(options[options.index("--config") + 1])
+
+    @staticmethod
     def _steps(options: list[str], at: int) -> bool:
-        """Says whether a word sets the number of steps, which is always STEPS here."""
+        """Says whether a word sets the number of steps, which the settings above do here."""
         return any(
             word.startswith("train.steps=") for word in options[at : at + 2][: 2 - (options[at] != "--set")]
         )

@@ -131,12 +131,13 @@ def wait_for_a_save(process, checkpoints) -> bool:
     return False
 
 
-@pytest.mark.slow(minutes=2)
-def test_killed_twenty_times(place, whole):
-    settings = {"train__steps": 200, "checkpoint__every": 2, "model__loop": "unroll"}
+@pytest.mark.slow(minutes=1)
+def test_killed_again_and_again(place, whole):
+    """`scripts/faults.py endings` does so two hundred times."""
+    settings = {"train__steps": 80, "checkpoint__every": 2, "model__loop": "unroll"}
     place.run("long_whole", **settings)
-    in_save = kill_at_random(place, "long", 20, apart=8, **settings)
-    assert in_save >= 5
+    in_save = kill_at_random(place, "long", 8, apart=8, **settings)
+    assert in_save >= 2
     assert place.losses("long") == place.losses("long_whole")
 
 

@@ -58,13 +58,12 @@ def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: boo
     # ones of a group fall to both its thread blocks.
     part, apart = tiles.m_of_consumer, tiles.cluster if tiles.shares_w else 1
     blocks = tiles_of(sizes_E, R, apart * tiles.m, aligned=ROWS)
-    table_P4 = jnp.stack((blocks.group_P, blocks.first_P, blocks.begins_P, blocks.end_P), axis=1)
-    last = len(table_P4) - 1
+    last = len(blocks.group_P) - 1
 
-    def body(x_ref, w_ref, table_ref, count_ref, y_ref, *scratch):
+    def body(x_ref, w_ref, group_ref, first_ref, end_ref, begins_ref, behind_ref, y_ref, *scratch):
         shares = "b" if tiles.shares_w else "a"
         ring = Ring(tiles, scratch, b_transposed=transposed, shares=shares)
-        count = count_ref[0] * apart
+        count = behind_ref[len(sizes_E) - 1] * apart
         begin = part * (lax.axis_index("cluster") if tiles.shares_w else 0)
 
         def look_up(index):
@@ -72,8 +71,7 @@ def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: boo
             one behind its last."""
             m, n = order(index, count, columns, tiles, shares)
             m = jnp.clip(lax.div(m, i32(apart)), 0, last)  # of a number behind the last tile's, anything
-            group, first, begins, end = (table_ref[m, field] for field in range(4))
-            return n, group, first + begin, begins, end
+            return n, group_ref[m], first_ref[m] + begin, begins_ref[m], end_ref[m]
 
         def produce(tile, base):
             n, group, first, _, _ = tile
@@ -118,7 +116,7 @@ def grouped_matmul(x_RI, w, sizes_E, tiles: Tiles, ctas: int, *, transposed: boo
     copies = 1 + (CONSUMERS if apart > 1 else 1)
     scratch = scratch_of(tiles, (tiles.m, STEP), b_tile, dtype, out, copies)
     out_type = jax.ShapeDtypeStruct((R, O), dtype)
-    return kernel(body, out_type, tiles, ctas, scratch)(x_RI, w, table_P4, blocks.count[None])
+    return kernel(body, out_type, tiles, ctas, scratch)(x_RI, w, *blocks)
 
 
 def _multiply(ring: Ring, pieces: Pieces, waiting, steps, base, prepare=None):

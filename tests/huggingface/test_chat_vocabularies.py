@@ -135,7 +135,7 @@ def test_ids_and_masks_are_those_of_transformers_and_training_templates(name, op
     tokenizer, theirs = opened(name)
     stock, training = vocabularies.templates()[name], vocabularies.templates()[f"{name}_training"]
     compared = masked = 0
-    for messages, tools in conversations(0, 150):
+    for messages, tools in conversations(0, 60):
         try:
             ids, trained = encoded(tokenizer, messages, tools)
         except Failure:  # of roles, as transformers' does then
@@ -154,7 +154,7 @@ def test_ids_and_masks_are_those_of_transformers_and_training_templates(name, op
             assert made["input_ids"] == expected
             assert trained.tolist() == [bool(each) for each in made["assistant_masks"]], messages
             masked += 1
-    assert compared > 50 and masked > 35  # Qwen3's training template writes other text of several turns
+    assert compared > 20 and masked > 14  # Qwen3's training template writes other text of several turns
 
 
 def test_of_several_turns_qwen3_is_trained_on_what_its_template_leaves(opened):
@@ -167,7 +167,7 @@ def test_of_several_turns_qwen3_is_trained_on_what_its_template_leaves(opened):
     assert before == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma3"])  # one of each vocabulary
 def test_typed_control_tokens_stay_text(name, opened):
     tokenizer, theirs = opened(name)
     added = theirs.added_tokens_decoder.values()

@@ -280,7 +280,7 @@ def test_configurations_alike_differ_in_sizes_alone(name):
 def first_loss(path) -> tuple[float, float]:
     """Returns (first loss of a configuration with one layer, ln(vocabulary))."""
     shape = dataclasses.replace(configuration.load(path).model, layers=1, loop="scan")
-    while family.module_of(shape).parameters(shape) > 1e8:  # narrower, for what is drawn takes the time
+    while family.module_of(shape).parameters(shape) > 2e7:  # narrower, for what is drawn takes the time
         widths = {name: getattr(shape, name, 0) for name in NARROWED}
         shape = dataclasses.replace(
             shape, **{name: max(1, width // 2) for name, width in widths.items() if width}
@@ -289,8 +289,7 @@ def first_loss(path) -> tuple[float, float]:
         shape, Ops(Layout(make_mesh(MeshConfig(), jax.devices()[:1])), jnp.dtype(jnp.float32)), "none"
     )
     key = jax.random.key(0)
-    fast = {"xla_backend_optimization_level": 3}  # a billion numbers are drawn
-    params = jax.jit(bound.init).lower(key).compile(compiler_options=fast)(key)
+    params = jax.jit(bound.init)(key)
     draw = np.random.default_rng(0)
     tokens, targets = draw.integers(0, shape.vocabulary, (2, 1, 64)).astype(np.int32)
     batch = {

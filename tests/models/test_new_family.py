@@ -165,7 +165,7 @@ def test_what_is_stored_imports_no_family(place, trained, unknown, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["unroll", "mesh", "offloaded"])
+@pytest.mark.parametrize("way", ["mesh", "offloaded"])
 def test_what_does_not_train_stays_as_it_was_drawn(place, way):
     """The whole embedding, and of B values and scales; it has no optimizer state, and all else trains."""
     run, settings = f"frozen {way}", WAYS[way] | {"model__frozen": "true", "checkpoint__every": 1}
@@ -189,7 +189,13 @@ def test_what_does_not_train_stays_as_it_was_drawn(place, way):
 def test_the_large_shape_trains_alike_offloaded(place):
     assert 4 * parameters(LARGE) >= 200e6
     large = {f"model__{name}": getattr(LARGE, name) for name in SMALL}
-    large |= {"train__steps": 3, "checkpoint__every": 0, "evaluate__rows": 0, "profile__at": 0}
+    large |= {
+        "train__steps": 3,
+        "train__rows": 2,
+        "checkpoint__every": 0,
+        "evaluate__rows": 0,
+        "profile__at": 0,
+    }
     for way in ("scan", "offloaded"):
         place.run(f"large {way}", **WAYS[way] | large)
     rows, offloaded = place.metrics("large scan"), place.metrics("large offloaded")
@@ -205,7 +211,6 @@ def parameters(config: alternating.Config) -> int:
 
 
 PLANNED = {
-    "scan": [],
     "unroll": ["model.loop=unroll"],
     "offloaded": [f"{name.replace('__', '.')}={value}" for name, value in OFFLOADED.items()],
 }
@@ -245,8 +250,6 @@ def test_its_memory_is_planned(place, monkeypatch, capsys, way):
         assert max(compiled) < device and 12 * parameters(LARGE) < 1.03 * host
     else:
         assert compiled == [pytest.approx(device, rel=0.03)] and host == 0
-    if way == "scan":  # of any family, the estimate leaves out what a loop's results are copied to
-        return
     monkeypatch.setattr(aot, "available", lambda: False)
     monkeypatch.setattr(aot, "use_cpu", lambda devices: None)
     assert plan.main(words) == 0

@@ -77,7 +77,7 @@ def rounded(tree) -> int:
     return nbytes(tree) + 256 * (len(jax.tree.leaves(tree)) + 1)
 
 
-FORMS = [(level, rule, "split_master") for level in LEVELS for rule in ("exact", "previous")]
+FORMS = [(level, rule, "split_master") for level, rule in zip(LEVELS, ("exact", "previous") * 2, strict=True)]
 FORMS += [("optimizer", "exact", "split_master_int8"), ("parameters", "previous", "float32")]
 
 

@@ -96,7 +96,6 @@ def live_bytes(kind: str) -> int:
 @pytest.mark.parametrize(
     ("clip_rule", "config"),
     [
-        pytest.param("exact", OffloadConfig("optimizer"), marks=pytest.mark.slow),
         pytest.param("exact", OffloadConfig("parameters", 0.4), marks=pytest.mark.slow),
         ("previous", OffloadConfig("gradients", 0.75)),
         pytest.param("previous", OffloadConfig("parameters", activations="names"), marks=pytest.mark.slow),

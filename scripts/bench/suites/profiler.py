@@ -1,6 +1,7 @@
 """Is the profiler right? Its ledger and the loop's clock, planted causes, clocks, and its own cost."""
 
 import dataclasses
+import os
 import sys
 
 import blocks
@@ -75,7 +76,8 @@ class Profiled(Row):
         at, steps, total = (5, 2, 16) if setup.tiny else self.steps
         timed = [f"profile.at={at}", f"profile.steps={steps}", f"train.steps={total}"]
         config = setup.words(self, *QUIET.split(), *([] if self.script else timed))
-        flags = f"XLA_FLAGS=--xla_force_host_platform_device_count={self.gpus}"
+        several = f"--xla_force_host_platform_device_count={self.gpus}"
+        flags = f"XLA_FLAGS={os.environ.get('XLA_FLAGS', '')} {several}"
         on = self.environment.split() + (["JAX_PLATFORMS=cpu", flags] if setup.tiny else [])
         script = str(blocks.HERE / "measure" / (self.script or "profiled_run.py"))
         command = [*(["env", *on] if on else []), sys.executable, script]
